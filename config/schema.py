@@ -1,0 +1,243 @@
+"""The typed configuration: what may be set, of which type, within which range, and which combinations make no sense.
+
+``load`` turns what Hydra composed into a ``Config`` or raises ``ConfigError``, whose message says key, value and remedy. Nothing here
+imports torch, so that a wrong command line is refused in a second. What needs the data, the tokenizer or the number of ranks to be
+known is checked where those become known, with the same error, and still before weights are loaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
+
+RESERVED_LOSS_KEYS = ("name", "_target_", "_partial_", "reference")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be honoured. ``str()`` is the one message a user sees: key, value, remedy."""
+
+    def __init__(self, key: str, value: Any, remedy: str) -> None:
+        super().__init__(f"{key}={value}: {remedy}")
+        self.key, self.value, self.remedy = key, value, remedy
+
+
+def require(condition: bool, key: str, value: Any, remedy: str) -> None:
+    """Raise ConfigError(key, value, remedy) unless ``condition``."""
+    if not condition:
+        raise ConfigError(key, value, remedy)
+
+
+def one_of(key: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    require(value in allowed, key, value, f"use one of {', '.join(str(a) for a in allowed)}")
+
+
+@dataclass
+class PeftConfig:
+    """LoRA (peft.LoraConfig). Dropout is not offered: the reference is scored by the policy itself, which must not be random."""
+
+    lora_r: int = 64
+    lora_alpha: int = 256
+    target_modules: Any = "all-linear"
+
+    def __post_init__(self) -> None:
+        require(self.lora_r >= 1, "model.peft.lora_r", self.lora_r, "must be at least 1")
+        require(self.lora_alpha >= 1, "model.peft.lora_alpha", self.lora_alpha, "must be at least 1")
+
+
+@dataclass
+class ModelConfig:
+    name: str = "???"
+    name_or_path: str = "???"
+    revision: str | None = None
+    tokenizer_name_or_path: str | None = None
+    chat_template: str | None = None
+    trust_remote_code: bool = False
+    attn_implementation: str = "sdpa"
+    dtype: str = "bfloat16"
+    export_dtype: str | None = None
+    from_config: bool = False
+    batch_size: int = 32
+    gradient_accumulation_steps: int = 1
+    eval_batch_size: int = 64
+    max_length: int = 2048
+    max_prompt_length: int = 1024
+    max_grad_norm: float = 1.0
+    activation_checkpointing: bool = False
+    compile: bool = False
+    packing: bool = False
+    use_peft: bool = False
+    peft: PeftConfig = field(default_factory=PeftConfig)
+
+    def __post_init__(self) -> None:
+        for key in ("batch_size", "gradient_accumulation_steps", "eval_batch_size", "max_length", "max_prompt_length"):
+            require(getattr(self, key) >= 1, f"model.{key}", getattr(self, key), "must be at least 1")
+        require(self.max_prompt_length < self.max_length, "model.max_prompt_length", self.max_prompt_length,
+                f"must be less than model.max_length={self.max_length}, or no room is left for a completion")
+        require(self.max_grad_norm > 0, "model.max_grad_norm", self.max_grad_norm, "must be above 0 (use inf for no clipping)")
+        one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
+        one_of("model.export_dtype", self.export_dtype, (None, "float32", "bfloat16", "float16"))
+        require(self.batch_size % self.gradient_accumulation_steps == 0, "model.gradient_accumulation_steps",
+                self.gradient_accumulation_steps, f"must divide model.batch_size={self.batch_size}")
+
+
+@dataclass
+class DataConfig:
+    """Where groups come from. ``source`` is the import path of ``f(config, split) -> data.sources.Loaded``."""
+
+    name: str = "???"
+    source: str = "???"
+    path: str | None = None
+    eval_path: str | None = None
+    revision: str | None = None
+    split: str = "train"
+    eval_split: str | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    system_prompt: str | None = None
+    apply_chat_template: bool = True
+    score_threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.score_threshold >= 0, "data.score_threshold", self.score_threshold, "must be 0 or more")
+
+
+@dataclass
+class WandbConfig:
+    enabled: bool = True
+    project: str = "humanline"
+    entity: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class TrainerConfig:
+    name: str = "???"
+    _target_: str = "???"
+
+
+@dataclass
+class Config:
+    """Everything a run depends on. The yaml files in this folder say what each key means."""
+
+    model: ModelConfig
+    data: DataConfig
+    loss: dict[str, Any]
+    trainer: TrainerConfig
+    wandb: WandbConfig
+    seed: int = 1
+    exp_name: str | None = None
+    runs_dir: str = "runs"
+    cache_dir: str = ".cache"
+    overwrite: bool = False
+    resume: bool = False
+    dry_run: bool = False
+    humanline: bool = False
+    log_epsilon_P: float = -1.5
+    log_epsilon_R: float = 1.5
+    sync_freq: int = 1
+    online: bool = False
+    reference_batch_size: int | None = None
+    log_drift: bool = True
+    n_epochs: int | None = 1
+    n_examples: int | None = None
+    n_eval_examples: int | None = 256
+    eval_every: int | None = None
+    save_every: int | None = None
+    keep_checkpoints: int = 2
+    optimizer: str = "AdamW"
+    lr: float = 5e-6
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-5
+    weight_decay: float = 1e-2
+    scheduler: str = "constant"
+    warmup: float = 0.1
+    min_lr_ratio: float = 0.0
+    max_skipped_steps: int = 5
+
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        self._check_combinations()
+
+    def _check_ranges(self) -> None:
+        require(self.lr > 0, "lr", self.lr, "must be above 0")
+        for key in ("beta1", "beta2"):
+            require(0 <= getattr(self, key) < 1, key, getattr(self, key), "must lie in [0, 1)")
+        require(self.eps > 0, "eps", self.eps, "must be above 0")
+        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must be 0 or more")
+        require(0 <= self.warmup <= 1, "warmup", self.warmup, "is a fraction of the steps: must lie in [0, 1]")
+        require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
+        for key in ("n_epochs", "n_examples", "n_eval_examples", "eval_every", "save_every", "reference_batch_size"):
+            value = getattr(self, key)
+            require(value is None or value >= 1, key, value, "must be at least 1, or null")
+        for key in ("sync_freq", "keep_checkpoints", "max_skipped_steps"):
+            require(getattr(self, key) >= 1, key, getattr(self, key), "must be at least 1")
+        require(0 <= self.seed < 2**32, "seed", self.seed, "must lie in [0, 2^32)")
+        one_of("optimizer", self.optimizer, ("AdamW",))
+        one_of("scheduler", self.scheduler, ("constant", "cosine", "linear"))
+
+    def _check_combinations(self) -> None:
+        require(self.log_epsilon_P <= 0, "log_epsilon_P", self.log_epsilon_P,
+                "is the lower bound of the token log-ratio in nats (the paper's is -1.5): must be 0 or less")
+        require(self.log_epsilon_R >= 0, "log_epsilon_R", self.log_epsilon_R,
+                "is the upper bound of the token log-ratio in nats (the paper's is 1.5): must be 0 or more")
+        require(self.log_epsilon_P < self.log_epsilon_R, "log_epsilon_P", self.log_epsilon_P,
+                f"must be below log_epsilon_R={self.log_epsilon_R}")
+        require(not (self.overwrite and self.resume), "overwrite", True,
+                "cannot go with resume=true: overwrite=true deletes the run, resume=true goes on with it; give one")
+        require(self.n_epochs is not None or self.n_examples is not None, "n_epochs", None, "give n_epochs or n_examples")
+        if self.humanline:
+            require(self.has_reference, "humanline", True,
+                    f"loss={self.loss['name']} has no reference model, so there is nothing to clip or to sync (paper §5.1); "
+                    "use a loss with one (dpo, kto, grpo) or humanline=false")
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss takes log-ratios against a reference; its yaml says so."""
+        return bool(self.loss.get("reference", True))
+
+    @property
+    def variant(self) -> str:
+        """One of the paper's four: offline, online, offline+humanline, online+humanline."""
+        return ("online" if self.online else "offline") + ("+humanline" if self.humanline else "")
+
+
+def load(cfg: DictConfig) -> Config:
+    """The checked Config of what Hydra composed.
+
+    Raises ConfigError: an unknown key (with the nearest known one), a wrong type, a missing value, a value out of range, an
+    impossible combination.
+    """
+    raw = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(raw, dict)
+    _refuse_unknown(raw, Config, "")
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), cfg)
+        config = OmegaConf.to_object(merged)
+    except MissingMandatoryValue as error:
+        key = (error.full_key or "").removeprefix("Config.")
+        raise ConfigError(key, "???", "has no default; set it on the command line") from error
+    except (ValidationError, ConfigKeyError) as error:
+        key = error.full_key or "config"
+        first_line = str(error.msg or error).splitlines()[0]
+        raise ConfigError(key, OmegaConf.select(cfg, key), f"{first_line} (wrong type)") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(error.full_key or "config", "?", str(error).splitlines()[0]) from error
+    assert isinstance(config, Config)
+    return config
+
+
+def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str) -> None:
+    """Raise ConfigError for a key that the schema does not have: it would be read by nobody."""
+    known = {f.name: f.type for f in fields(schema)}
+    hints = {"model": ModelConfig, "data": DataConfig, "wandb": WandbConfig, "trainer": TrainerConfig, "peft": PeftConfig}
+    for key, value in raw.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            did_you_mean = f"; did you mean {prefix}{near[0]}?" if near else f"; known here: {', '.join(sorted(known))}"
+            raise ConfigError(f"{prefix}{key}", value, f"is not a setting, nothing would read it{did_you_mean}")
+        if key in hints and isinstance(value, dict) and is_dataclass(hints[key]):
+            _refuse_unknown(value, hints[key], f"{prefix}{key}.")

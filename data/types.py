@@ -1,0 +1,142 @@
+"""The records that everything else passes around: what a person wrote (Prompt, Completion, Group), what a tokenizer made of
+it (Sequence, Example) and what a device computes on (Sequences, Microbatch).
+
+``Source -> Group -> Example -> Microbatch -> TokenScores -> LossResult -> step``: nothing after the source knows whether the data
+were sampled from the policy a minute ago or published last year, which is what makes the paper's comparison a controlled one.
+
+Shapes: R rows (sequences), T completion positions (padded to the longest completion of the microbatch), B x L the padded token grid
+(or 1 x N when rows are packed), M completion tokens in all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DataError(ValueError):
+    """A data file or row that cannot be used, with the file, the row and the remedy in the message."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message of a conversation. ``role`` is ``system``, ``user`` or ``assistant``."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a completion answers: the conversation up to and including the last user turn."""
+
+    turns: tuple[Turn, ...]
+    reference: str | None = None
+    """The reference answer that a verifier compares with, or None."""
+
+    @cached_property
+    def id(self) -> str:
+        """Identity by content (16 hex digits): two rows with the same turns have the same prompt, whatever file they came from."""
+        text = json.dumps([[t.role, t.content] for t in self.turns], ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer. Sampled here: ``token_ids`` (trained on as they are, never decoded and encoded again); from a file: ``text``."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    finished: bool = True
+    """False when sampling was cut by its length limit: such a completion gets no end-of-sequence token."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """One prompt, its completions and their rewards: one line of a groups file, the one record between sources and trainers.
+
+    An offline pair is a group of two with rewards (1.0, -1.0), chosen first; an unpaired example is a group of one whose reward is
+    1.0 (desirable) or -1.0 (undesirable); a demonstration is a group of one with reward 1.0; a prompt alone has no completion.
+    """
+
+    prompt: Prompt
+    completions: tuple[Completion, ...] = ()
+    rewards: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.completions) != len(self.rewards):
+            raise DataError(f"a group has {len(self.completions)} completions but {len(self.rewards)} rewards")
+
+
+@dataclass(frozen=True, eq=False)
+class Sequence:
+    """One tokenised row. Every token of ``completion_ids`` is predicted and counts; no token of ``prompt_ids`` does."""
+
+    prompt_ids: np.ndarray
+    """[P] int32, P >= 1"""
+    completion_ids: np.ndarray
+    """[C] int32, C >= 1; ends with the end-of-sequence token unless sampling was cut. C = 0 only in the rows that fill a batch up."""
+
+    @cached_property
+    def key(self) -> str:
+        """Identity by content of (prompt tokens, completion tokens), 32 hex digits: what a stored log-probability belongs to."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(len(self.prompt_ids).to_bytes(8, "little"))
+        digest.update(self.prompt_ids.tobytes())
+        digest.update(self.completion_ids.tobytes())
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One unit of a loss: a pair (rows = chosen, rejected), or one sequence with its label."""
+
+    prompt_id: str
+    rows: tuple[Sequence, ...]
+    label: float = 0.0
+    """Unpaired: +1 desirable, -1 undesirable. GRPO: the advantage, computed once when the group was made. Pairs: not read."""
+    mismatched: Sequence | None = None
+    """KTO: this prompt with the completion of another prompt of the same global batch (eq. 7's z0)."""
+
+
+@dataclass(eq=False)
+class Sequences:
+    """R rows as a device computes them: a right-padded grid [B, L] with B = R, or all rows packed into one, [1, N]."""
+
+    rows: tuple[Sequence, ...]
+    input_ids: torch.Tensor
+    """[B, L] int64"""
+    position_ids: torch.Tensor | None
+    """[B, L] int64, restarting at each packed row; None for a grid: right padding needs none."""
+    predict: torch.Tensor
+    """[M] int64: the flat positions of [B, L] whose hidden state predicts a completion token"""
+    targets: torch.Tensor
+    """[M] int64: the token predicted there"""
+    cells: torch.Tensor
+    """[M] int64: where each goes in the flattened [R, T]"""
+    mask: torch.Tensor
+    """[R, T] bool: the only source of "does this token count" """
+
+
+@dataclass(eq=False)
+class Microbatch:
+    """What one rank runs forward and backward on at once. Rows of pairs stand chosen first: rows[:n], then rejected: rows[n:]."""
+
+    examples: tuple[Example, ...]
+    sequences: Sequences
+    labels: torch.Tensor
+    """[examples] float32: Example.label"""
+    mismatched: Sequences | None = None
+    scored: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What a no-gradient pass over the whole batch left for the loss (KTO's KL)."""
