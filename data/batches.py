@@ -1,0 +1,133 @@
+"""Which examples make up step i, and how a global batch is cut into ranks and microbatches.
+
+Everything here is a pure function of (examples, seed, step, number of ranks): a run that resumes, or that resumes on other ranks,
+sees the same global batches in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.types import Example, Microbatch, Sequence, Sequences
+
+FILL = Example(prompt_id="", rows=(Sequence(np.zeros(1, np.int32), np.zeros(0, np.int32)),))
+"""What fills a short batch up so that every rank runs as many forwards: no completion token, so it counts nowhere."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of training whose batches are known in advance: all of offline training, or one round of online training.
+
+    ``groups[g]`` are the examples of one group; groups are shuffled, their examples stay together (so KTO sees the same pairs in the same
+    step as DPO). Epochs follow each other without a gap: only the last batch may be short.
+    """
+
+    groups: tuple[tuple[Example, ...], ...]
+    batch_size: int
+    units: int
+    """Examples trained on in all (n_epochs x the number there is, or n_examples)."""
+    seed: int
+    index: int = 0
+    start: float = 0.0
+    end: float = 1.0
+    """The share of the whole plan consumed before and after this segment (the schedule's clock, spec §4)."""
+
+    @property
+    def steps(self) -> int:
+        return -(-self.units // self.batch_size)
+
+    def batch(self, i: int) -> list[Example]:
+        """The global batch of the segment's step ``i``, in its own order (before any sorting or splitting)."""
+        first, last = i * self.batch_size, min((i + 1) * self.batch_size, self.units)
+        out: list[Example] = []
+        while first < last:
+            epoch, offset = divmod(first, self.epoch_size)
+            take = self._order(epoch)[offset : offset + last - first]
+            out.extend(take)
+            first += len(take)
+        return out
+
+    def progress(self, i: int) -> float:
+        """The share of the whole plan that is consumed once step ``i`` is done, in (0, 1]."""
+        done = min((i + 1) * self.batch_size, self.units) / self.units
+        return self.start + (self.end - self.start) * done
+
+    @property
+    def epoch_size(self) -> int:
+        return sum(len(group) for group in self.groups)
+
+    def _order(self, epoch: int) -> list[Example]:
+        rng = np.random.default_rng([self.seed, self.index, epoch])
+        return [example for g in rng.permutation(len(self.groups)) for example in self.groups[g]]
+
+
+def cut(batch: Seq[Example], rank: int, ranks: int, size: int, rows_per_example: int) -> list[list[Example]]:
+    """This rank's microbatches of a global batch: at most ``size`` examples each, as many on every rank, filled up where short.
+
+    Examples are sorted by length and dealt out in turn, so that what is computed together is about equally long and every rank has
+    about the same work in every turn.
+    """
+    by_length = sorted(batch, key=lambda e: -max(len(row) for row in e.rows))
+    turns = -(-len(by_length) // (size * ranks))
+    # Deal evenly: a batch of 5 in two turns of 4 is 3 + 2, not 4 + 1.
+    size = -(-len(by_length) // (turns * ranks)) if turns else size
+    fill = Example(prompt_id="", rows=FILL.rows * rows_per_example)
+    mine = []
+    for turn in range(turns):
+        first = (turn * ranks + rank) * size
+        mine.append(by_length[first : first + size] or [fill])
+    return mine
+
+
+def collate(rows: Seq[Sequence], device: torch.device, pack: bool = False) -> Sequences:
+    """Rows on the device: a right-padded grid as wide as the longest row, or all rows end to end with restarting positions."""
+    lengths = [max(len(row), 1) for row in rows]
+    width = max(lengths)
+    offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if pack else np.arange(len(rows)) * width
+    flat = np.zeros(sum(lengths) if pack else len(rows) * width, np.int64)
+    longest = max(max(len(row.completion_ids) for row in rows), 1)
+    predict, targets, cells = [], [], []
+    for r, (row, offset) in enumerate(zip(rows, offsets, strict=True)):
+        p, c = len(row.prompt_ids), len(row.completion_ids)
+        flat[offset : offset + p] = row.prompt_ids
+        flat[offset + p : offset + p + c] = row.completion_ids
+        predict.append(offset + p - 1 + np.arange(c))
+        targets.append(row.completion_ids.astype(np.int64))
+        cells.append(r * longest + np.arange(c))
+    mask = np.arange(longest)[None, :] < np.array([len(row.completion_ids) for row in rows])[:, None]
+    positions = np.concatenate([np.arange(n) for n in lengths])[None, :] if pack else None
+
+    def put(array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+    return Sequences(
+        rows=tuple(rows),
+        input_ids=put(flat.reshape(1 if pack else len(rows), -1)),
+        position_ids=None if positions is None else put(positions),
+        predict=put(np.concatenate(predict)),
+        targets=put(np.concatenate(targets)),
+        cells=put(np.concatenate(cells)),
+        mask=put(mask),
+    )
+
+
+def microbatch(examples: Seq[Example], device: torch.device, pack: bool = False) -> Microbatch:
+    """Examples on the device, rows of pairs chosen first, with their mismatched rows where they have any."""
+    width = max(len(example.rows) for example in examples)
+    rows = [example.rows[k] for k in range(width) for example in examples]
+    other = None
+    if any(example.mismatched is not None for example in examples):
+        other = collate([example.mismatched or FILL.rows[0] for example in examples], device, pack)
+    labels = torch.tensor([example.label for example in examples], dtype=torch.float32)
+    return Microbatch(
+        examples=tuple(examples),
+        sequences=collate(rows, device, pack),
+        labels=labels.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else labels,
+        mismatched=other,
+    )

@@ -1,0 +1,96 @@
+"""How a group becomes examples: pure functions, one per way of reading feedback. Trainers choose one and add nothing to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from statistics import fmean, pstdev
+
+from data.types import Example, Group, Prompt, Sequence
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The completions of a group (by index) that make one example, and its label."""
+
+    completions: tuple[int, ...]
+    label: float = 0.0
+
+
+View = Callable[[Group], list[Wanted]]
+"""What a group gives: no example when its feedback says nothing (equal rewards, too few completions)."""
+
+
+def best_and_worst(group: Group, threshold: float = 0.0) -> tuple[int, int] | None:
+    """Indices of the highest- and lowest-rewarded completion, or None if they differ by less than ``threshold`` or not at all
+    (Algorithm 1, lines 8 and 9). The first of equals is taken, so a pair written chosen first stays as it is."""
+    rewards = group.rewards
+    if len(rewards) < 2 or max(rewards) == min(rewards) or max(rewards) - min(rewards) < threshold:
+        return None
+    return rewards.index(max(rewards)), rewards.index(min(rewards))
+
+
+def pairs(group: Group) -> list[Wanted]:
+    """One (chosen, rejected) example: the best against the worst (DPO and its relatives)."""
+    found = best_and_worst(group)
+    return [] if found is None else [Wanted(found)]
+
+
+def labelled(group: Group) -> list[Wanted]:
+    """Desirable (+1) and undesirable (-1) examples (KTO, C.1.1): the two halves of the pair, or the one completion by its sign."""
+    if len(group.rewards) == 1:
+        return [Wanted((0,), 1.0 if group.rewards[0] > 0 else -1.0)]
+    found = best_and_worst(group)
+    return [] if found is None else [Wanted((found[0],), 1.0), Wanted((found[1],), -1.0)]
+
+
+def advantages(rewards: Iterable[float]) -> list[float]:
+    """``(R - mean R) / std R`` within one prompt's group (eq. 1): population std in float64, no epsilon, so a group of two gives
+    exactly +-1; a group without variance gives zeros."""
+    values = [float(r) for r in rewards]
+    if max(values) == min(values):
+        return [0.0] * len(values)
+    if len(values) == 2:
+        return [1.0, -1.0] if values[0] > values[1] else [-1.0, 1.0]
+    mean, std = fmean(values), pstdev(values)
+    return [(v - mean) / std for v in values]
+
+
+def weighted(group: Group, keep_zero_variance: bool = False) -> list[Wanted]:
+    """Every completion with its advantage (GRPO, Algorithm 2). A group without variance is left out, or kept with A = 0 (spec of the
+    verifiable setting, where compared runs must take the same number of steps)."""
+    if len(group.rewards) < 2 or (max(group.rewards) == min(group.rewards) and not keep_zero_variance):
+        return []
+    return [Wanted((i,), a) for i, a in enumerate(advantages(group.rewards))]
+
+
+def demonstrations(group: Group) -> list[Wanted]:
+    """The best completion alone (SFT)."""
+    return [Wanted((group.rewards.index(max(group.rewards)),), 1.0)] if group.rewards else []
+
+
+def mismatched(batch: list[Example], max_length: int) -> list[Example]:
+    """The batch with, beside each example, its prompt and the completion of another prompt of the batch (KTO's z0, eq. 7).
+
+    A fixed rotation in the batch's own order, by the smallest shift under which no row meets a completion of its own prompt, so the two
+    halves of a split pair never meet. Where repeated prompts leave no such shift, each row takes the next completion of another
+    prompt. Rows are truncated to ``max_length`` tokens like any other. With one prompt only there is nothing to mismatch: the
+    examples come back as they are.
+    """
+    n = len(batch)
+    prompts = [example.prompt_id for example in batch]
+    if len(set(prompts)) < 2:
+        return batch
+    shift = next((s for s in range(1, n) if all(prompts[i] != prompts[(i + s) % n] for i in range(n))), None)
+    paired = []
+    for i, example in enumerate(batch):
+        j = (i + shift) % n if shift else next(k % n for k in range(i + 1, i + n) if prompts[k % n] != prompts[i])
+        prompt_ids = example.rows[0].prompt_ids
+        other = batch[j].rows[0].completion_ids[: max_length - len(prompt_ids)]
+        paired.append(replace(example, mismatched=Sequence(prompt_ids, other)))
+    return paired
+
+
+def prompts_of(groups: Iterable[Group]) -> list[Prompt]:
+    """The distinct prompts, in order of first appearance."""
+    return list({group.prompt.id: group.prompt for group in groups}.values())

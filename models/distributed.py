@@ -1,0 +1,120 @@
+"""Processes, devices, sharding, and the only collectives of the project.
+
+A process group always exists: from torchrun or accelerate launch, or of one rank where there was no launcher. So one CPU process, two
+gloo ranks and eight GPUs run the same code.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Replicate
+
+TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def start(replicas: int = 1) -> World:
+    """Join (or make) the process group. ``replicas`` > 1: that many copies of the sharded model (HSDP), for several nodes."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+            dist.init_process_group(backend, timeout=TIMEOUT)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    size = dist.get_world_size()
+    if replicas > 1:
+        mesh = init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    return World(dist.get_rank(), size, device, mesh)
+
+
+def stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def shard(policy: nn.Module, blocks: Iterable[nn.Module], world: World, dtype: torch.dtype) -> None:
+    """FSDP2: each decoder block a unit, the rest (embedding, norm, head) the root's. Master weights stay as loaded (float32), the
+    computation runs in ``dtype``, gradients are reduced in float32."""
+    precision = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    for block in blocks:
+        fully_shard(block, mesh=world.mesh, mp_policy=precision)
+    fully_shard(policy, mesh=world.mesh, mp_policy=precision)
+    register_fsdp_forward_method(policy, "generate")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The plain tensor behind a DTensor, made whole; a plain tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def replicated_like(value: Tensor, param: Tensor) -> Tensor:
+    """``value`` as a DTensor with the same copy on every rank of ``param``'s mesh, so that an optimizer kernel may mix the two."""
+    if not isinstance(param, DTensor):
+        return value
+    return DTensor.from_local(value, param.device_mesh, [Replicate()] * param.device_mesh.ndim, run_check=False)
+
+
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale the gradients so that the norm of the whole model's is at most ``max_norm``; returns the norm before, [] on the device."""
+    return local(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+
+
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """``tensor`` (on the device) summed over ranks, in place."""
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """``value`` of every rank, in rank order, on every rank. Small Python objects only (goes through the CPU)."""
+    out: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(out, value)
+    return out
+
+
+def from_main(value: Any) -> Any:
+    """Rank 0's ``value`` on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def barrier() -> None:
+    """Wait for every rank, on the CPU (a long wait on NCCL would time out while rank 0 works)."""
+    dist.barrier() if not torch.cuda.is_available() else dist.all_reduce(torch.zeros(1))
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether ``flag`` is true on any rank."""
+    box = torch.tensor([int(flag)])
+    dist.all_reduce(box)
+    return bool(box.item())

@@ -1,0 +1,143 @@
+"""The reference model, without its weights.
+
+At a sync point the reference *is* the policy, and the batches that will be trained until the next sync are known. So the policy scores
+them then, without gradient, and what is kept is a few log-probabilities instead of a second copy of the weights: no memory for it, no
+traffic to sync it, and LoRA and sharding need nothing special. Losses and weights are bit-identical to a run with a second model
+(tests/integration/test_two_models.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from data.types import Microbatch, Sequence, Sequences
+
+Scored = Iterable[tuple[int, list[Microbatch]]]
+"""(step, this rank's microbatches of it)"""
+
+
+@torch.no_grad()
+def score(policy: nn.Module, sequences: Sequences) -> Tensor:
+    """[R, T] token log-probabilities under the policy as it is now, nats, float32, no gradient.
+
+    The root of an FSDP2 model stays whole after a forward without backward; after the next optimizer step it would be silently stale
+    (embedding, norm, head). So every no-gradient forward goes through here and shards it again.
+    """
+    values = policy(sequences)
+    if isinstance(policy, FSDPModule):
+        policy.reshard()
+    return values
+
+
+class ScoreCache:
+    """Log-probabilities on disk, in shards written as they come, under a fingerprint of everything that they depend on."""
+
+    def __init__(self, root: Path, parts: dict[str, str], rank: int) -> None:
+        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+        self.folder = root / "scores" / digest
+        self.parts, self.rank = parts, rank
+
+    def read(self) -> dict[str, Tensor]:
+        """Every score written so far, of any rank. A shard that cannot be read was cut short: it is dropped, and scored again."""
+        scores: dict[str, Tensor] = {}
+        for path in sorted(self.folder.glob("*.safetensors")):
+            try:
+                with safe_open(path, framework="pt") as shard:
+                    scores.update((key, shard.get_tensor(key)) for key in shard.keys())  # noqa: SIM118 (not a dict)
+            except Exception as error:
+                print(f"{path}: not readable ({type(error).__name__}); its rows are scored again")
+                path.unlink(missing_ok=True)
+        return scores
+
+    def write(self, scores: dict[str, Tensor]) -> None:
+        """One more shard: written beside, then renamed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not (about := self.folder / "about.json").exists():
+            about.write_text(json.dumps(self.parts, indent=2, sort_keys=True))
+        name = f"{self.rank:04d}-{len(list(self.folder.glob(f'{self.rank:04d}-*.safetensors'))):06d}-{os.getpid()}.safetensors"
+        save_file({k: v.float().cpu().contiguous() for k, v in scores.items()}, self.folder / f".{name}")
+        os.replace(self.folder / f".{name}", self.folder / name)
+
+
+class Reference:
+    """Log-probabilities of the reference for the batches up to the next sync.
+
+    ``by_row`` False: scores belong to (step, row), made from the very microbatches that will be trained (same shapes, same kernels), so
+    policy and reference agree to the bit where their weights do. True: scores belong to the row, made once for all epochs.
+    """
+
+    def __init__(self, by_row: bool = False) -> None:
+        self.by_row = by_row
+        self.step = 0
+        """The step whose weights the reference has."""
+        self.scores: dict[str, Tensor] = {}
+
+    def key(self, step: int, row: Sequence) -> str:
+        return row.key if self.by_row else f"{step}/{row.key}"
+
+    def missing(self, step: int, sequences: Sequences) -> bool:
+        return any(self.key(step, row) not in self.scores for row in sequences.rows if len(row.completion_ids))
+
+    def refresh(self, policy: nn.Module, step: int, upcoming: Scored, *, keep: dict[str, Tensor] | None = None,
+                written: Callable[[dict[str, Tensor]], None] | None = None) -> None:
+        """Make the reference the policy as it is now, before the update of ``step``: score ``upcoming`` and forget the rest.
+
+        ``keep``: scores of these very weights that exist already (from disk). ``written`` is handed the new ones, step by step.
+        Every rank runs the same forwards: whether a microbatch is skipped is decided by the caller for all ranks alike.
+        """
+        self.step, self.scores = step, dict(keep or {})
+        for at, microbatches in upcoming:
+            new: dict[str, Tensor] = {}
+            for sequences in sequences_of(microbatches):
+                for row, values in zip(sequences.rows, score(policy, sequences), strict=True):
+                    if len(row.completion_ids):
+                        new[self.key(at, row)] = values[: len(row.completion_ids)]
+            self.scores.update(new)
+            if written is not None:
+                written(new)
+
+    def lookup(self, step: int, sequences: Sequences) -> Tensor:
+        """[R, T] the reference's log-probabilities of these rows at this step, nats, float32, 0 where the mask is False.
+
+        Raises KeyError for a row that was not scored: training it would be an error of the program, never a fallback.
+        """
+        device, width = sequences.mask.device, sequences.mask.shape[1]
+        rows = [self.scores[self.key(step, row)] if len(row.completion_ids) else torch.zeros(0) for row in sequences.rows]
+        out = torch.zeros(len(rows), width, device=device)
+        for r, values in enumerate(rows):
+            out[r, : len(values)].copy_(values, non_blocking=True)
+        return out
+
+
+def sequences_of(microbatches: Iterable[Microbatch]) -> Iterator[Sequences]:
+    """Everything in these microbatches that needs a reference: the rows of the loss, and the mismatched ones."""
+    for micro in microbatches:
+        yield micro.sequences
+        if micro.mismatched is not None:
+            yield micro.mismatched
+
+
+@torch.no_grad()
+def weights_fingerprint(parameters: Iterable[tuple[str, Tensor]]) -> str:
+    """A digest of every bit of the weights (position-weighted sums of each tensor's bit patterns), whatever files they came from."""
+    digest = hashlib.sha256()
+    for name, tensor in parameters:
+        flat = tensor.detach().reshape(-1).contiguous()
+        bits = flat.view({4: torch.int32, 2: torch.int16, 8: torch.int64, 1: torch.int8}[flat.element_size()])
+        total = 0
+        for first in range(0, bits.numel(), 1 << 22):
+            part = bits[first : first + (1 << 22)].to(torch.int64)
+            weight = torch.arange(first, first + part.numel(), device=part.device) * 2654435761 + 1
+            total = (total + int((part * weight).sum().item())) % 2**64
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {total}\n".encode())
+    return digest.hexdigest()[:32]
