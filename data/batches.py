@@ -7,7 +7,7 @@ sees the same global batches in the same order.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -35,7 +35,8 @@ class Segment:
     index: int = 0
     start: float = 0.0
     end: float = 1.0
-    """The share of the whole plan consumed before and after this segment (the schedule's clock, spec §4)."""
+    """The share of the whole plan consumed before and after this segment (the schedule's clock)."""
+    _orders: dict[int, list[Example]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def steps(self) -> int:
@@ -62,8 +63,11 @@ class Segment:
         return sum(len(group) for group in self.groups)
 
     def _order(self, epoch: int) -> list[Example]:
-        rng = np.random.default_rng([self.seed, self.index, epoch])
-        return [example for g in rng.permutation(len(self.groups)) for example in self.groups[g]]
+        if epoch not in self._orders:
+            rng = np.random.default_rng([self.seed, self.index, epoch])
+            self._orders.clear()
+            self._orders[epoch] = [example for g in rng.permutation(len(self.groups)) for example in self.groups[g]]
+        return self._orders[epoch]
 
 
 def cut(batch: Seq[Example], rank: int, ranks: int, size: int, rows_per_example: int) -> list[list[Example]]:

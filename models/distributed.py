@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 TIMEOUT = timedelta(minutes=30)
 
@@ -71,16 +71,15 @@ def shard(policy: nn.Module, blocks: Iterable[nn.Module], world: World, dtype: t
     register_fsdp_forward_method(policy, "generate")
 
 
+def reshard(policy: nn.Module) -> None:
+    """Shard the root again after a forward without backward: FSDP2 leaves it whole, and stale after the next optimizer step."""
+    if isinstance(policy, FSDPModule):
+        policy.reshard()
+
+
 def local(tensor: Tensor) -> Tensor:
     """The plain tensor behind a DTensor, made whole; a plain tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def replicated_like(value: Tensor, param: Tensor) -> Tensor:
-    """``value`` as a DTensor with the same copy on every rank of ``param``'s mesh, so that an optimizer kernel may mix the two."""
-    if not isinstance(param, DTensor):
-        return value
-    return DTensor.from_local(value, param.device_mesh, [Replicate()] * param.device_mesh.ndim, run_check=False)
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:

@@ -11,16 +11,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from data.types import Microbatch, Sequence, Sequences
+from models.distributed import reshard
 
 Scored = Iterable[tuple[int, list[Microbatch]]]
 """(step, this rank's microbatches of it)"""
@@ -34,8 +34,7 @@ def score(policy: nn.Module, sequences: Sequences) -> Tensor:
     (embedding, norm, head). So every no-gradient forward goes through here and shards it again.
     """
     values = policy(sequences)
-    if isinstance(policy, FSDPModule):
-        policy.reshard()
+    reshard(policy)
     return values
 
 
@@ -48,15 +47,13 @@ class ScoreCache:
         self.parts, self.rank = parts, rank
 
     def read(self) -> dict[str, Tensor]:
-        """Every score written so far, of any rank. A shard that cannot be read was cut short: it is dropped, and scored again."""
+        """Every score written so far, of any rank. A shard that cannot be read is damaged: it is left out, and its rows scored again."""
         scores: dict[str, Tensor] = {}
         for path in sorted(self.folder.glob("*.safetensors")):
             try:
-                with safe_open(path, framework="pt") as shard:
-                    scores.update((key, shard.get_tensor(key)) for key in shard.keys())  # noqa: SIM118 (not a dict)
-            except Exception as error:
-                print(f"{path}: not readable ({type(error).__name__}); its rows are scored again")
-                path.unlink(missing_ok=True)
+                scores.update(load_file(path))
+            except SafetensorError as error:
+                print(f"{path}: not readable ({error}); its rows are scored again")
         return scores
 
     def write(self, scores: dict[str, Tensor]) -> None:
@@ -85,26 +82,20 @@ class Reference:
     def key(self, step: int, row: Sequence) -> str:
         return row.key if self.by_row else f"{step}/{row.key}"
 
-    def missing(self, step: int, sequences: Sequences) -> bool:
-        return any(self.key(step, row) not in self.scores for row in sequences.rows if len(row.completion_ids))
-
-    def refresh(self, policy: nn.Module, step: int, upcoming: Scored, *, keep: dict[str, Tensor] | None = None,
-                written: Callable[[dict[str, Tensor]], None] | None = None) -> None:
-        """Make the reference the policy as it is now, before the update of ``step``: score ``upcoming`` and forget the rest.
-
-        ``keep``: scores of these very weights that exist already (from disk). ``written`` is handed the new ones, step by step.
-        Every rank runs the same forwards: whether a microbatch is skipped is decided by the caller for all ranks alike.
-        """
-        self.step, self.scores = step, dict(keep or {})
+    def refresh(self, policy: nn.Module, step: int, upcoming: Scored) -> None:
+        """Make the reference the policy as it is now, before the update of ``step``: score ``upcoming`` and forget the rest."""
+        self.step, self.scores = step, {}
         for at, microbatches in upcoming:
-            new: dict[str, Tensor] = {}
-            for sequences in sequences_of(microbatches):
-                for row, values in zip(sequences.rows, score(policy, sequences), strict=True):
-                    if len(row.completion_ids):
-                        new[self.key(at, row)] = values[: len(row.completion_ids)]
-            self.scores.update(new)
-            if written is not None:
-                written(new)
+            self.scores.update(self.scored(policy, at, microbatches))
+
+    def scored(self, policy: nn.Module, step: int, microbatches: Iterable[Microbatch]) -> dict[str, Tensor]:
+        """Key -> [C] log-probabilities of the completion tokens of every row of these microbatches, nats, on the device."""
+        new: dict[str, Tensor] = {}
+        for sequences in sequences_of(microbatches):
+            for row, values in zip(sequences.rows, score(policy, sequences), strict=True):
+                if len(row.completion_ids):
+                    new[self.key(step, row)] = values[: len(row.completion_ids)]
+        return new
 
     def lookup(self, step: int, sequences: Sequences) -> Tensor:
         """[R, T] the reference's log-probabilities of these rows at this step, nats, float32, 0 where the mask is False.

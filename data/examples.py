@@ -1,0 +1,51 @@
+"""Groups, through a view and the renderer, into tokenised examples. What cannot be trained on is counted and named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from data.types import Completion, Example, Group, Prompt, Sequence
+from data.views import View
+
+
+class Renders(Protocol):
+    """What this module needs of data.chat.Renderer."""
+
+    def sequences(self, rows: list[tuple[Prompt, Completion]]) -> list[Sequence | str]: ...
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The examples of each group that gave any, and why the others gave none."""
+
+    groups: tuple[tuple[Example, ...], ...]
+    dropped: dict[str, int]
+    """reason -> number of groups"""
+
+    @property
+    def count(self) -> int:
+        return sum(len(group) for group in self.groups)
+
+
+def make_examples(groups: Iterable[Group], view: View, renderer: Renders) -> Examples:
+    """Tokenise what ``view`` wants of each group. A group of which any wanted row cannot be tokenised (no completion token left) is
+    dropped whole, so that every loss drops the same groups."""
+    groups = list(groups)
+    wanted = [view(group) for group in groups]
+    rows = [(g.prompt, g.completions[i]) for g, ws in zip(groups, wanted, strict=True) for w in ws for i in w.completions]
+    rendered = iter(renderer.sequences(rows))
+    kept: list[tuple[Example, ...]] = []
+    dropped: dict[str, int] = {}
+    for group, wants in zip(groups, wanted, strict=True):
+        made = [(want, [next(rendered) for _ in want.completions]) for want in wants]
+        failed = [row for _, sequences in made for row in sequences if isinstance(row, str)]
+        if not wants or failed:
+            reason = failed[0] if failed else "its rewards say nothing (too few completions, or all equal)"
+            dropped[reason] = dropped.get(reason, 0) + 1
+            continue
+        kept.append(tuple(
+            Example(group.prompt.id, tuple(s for s in sequences if isinstance(s, Sequence)), want.label) for want, sequences in made
+        ))
+    return Examples(tuple(kept), dropped)

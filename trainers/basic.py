@@ -1,0 +1,228 @@
+"""The one training loop. What the four variants share is everything; what the losses share is everything but three short methods.
+
+Offline or online is where ``source`` gets its segments from; plain or humanline is the numbers of ``self.humanline``. Nothing in here
+asks which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+
+from config.schema import Config
+from data.batches import Segment, cut, microbatch
+from data.types import Example, Microbatch
+from data.views import View
+from models.distributed import World, any_rank, clip_grad_norm, reshard
+from models.reference import Reference
+from trainers.humanline import Humanline
+from trainers.losses.base import LossResult, Ratio, TokenScores, ratio
+from trainers.meters import Meters, Pending
+from trainers.optimizer import lr_factor, make_optimizer, update
+
+
+class Source(Protocol):
+    """Where batches come from: offline one segment, online one a round."""
+
+    def segment(self, index: int) -> Segment | None:
+        """The segment, or None when the plan is done."""
+        ...
+
+
+@dataclass
+class Progress:
+    """Where a run is: all that the loop itself must remember."""
+
+    step: int = 0
+    """The next optimizer step."""
+    segment: int = 0
+    position: int = 0
+    """The next batch of the segment."""
+    examples: int = 0
+    tokens: int = 0
+    skipped: int = 0
+    """Steps in a row whose update was skipped for a non-finite gradient."""
+
+
+@dataclass
+class Record:
+    """A step's line of metrics: what the host knows, and what is still on its way from the device."""
+
+    known: dict[str, Any]
+    pending: Pending
+    batch_tokens: int
+
+
+class Watch(Protocol):
+    """Who follows a run: evaluates, logs, saves, stops."""
+
+    def before_step(self) -> None: ...
+
+    def after_step(self, record: Record) -> None: ...
+
+    def done(self) -> None: ...
+
+
+class BasicTrainer:
+    """Owns the step. A subclass says how a group becomes examples (``view``), what one unit of its loss is (``units``) and how scores
+    feed the loss (``compute_loss``); KTO also needs something of the whole batch first (``arrange``, ``prepare``)."""
+
+    unit: ClassVar[str] = "sequences"
+    rows_per_example: ClassVar[int] = 1
+    scales_rewards: ClassVar[bool] = True
+    """Whether the loss's beta multiplies log-ratios (rewards are beta * s), not something else."""
+    view: View
+
+    def __init__(self, config: Config, policy: nn.Module, loss: Callable[..., LossResult], world: World) -> None:
+        self.config, self.policy, self.loss, self.world = config, policy, loss, world
+        self.humanline = Humanline(config.log_epsilon_P, config.log_epsilon_R, config.sync_freq) if config.humanline else Humanline()
+        self.reference = Reference(by_row=config.reference_batch_size is not None)
+        self.initial: dict[str, float] = {}
+        """Row key -> its completion's log-probability under the initial weights, nats (for ``drift``); rows may be missing."""
+        self.optimizer = make_optimizer(policy, config)
+        self.progress = Progress()
+        self.micro_size = config.model.batch_size // (config.model.gradient_accumulation_steps * world.size)
+
+    # -- what a subclass supplies ---------------------------------------------------------------------------------------------------
+
+    def units(self, batch: list[Example]) -> int:
+        """The number that the summed loss of the global batch is divided by."""
+        raise NotImplementedError
+
+    def compute_loss(self, micro: Microbatch, scores: TokenScores) -> LossResult:
+        """The loss of a microbatch, summed over its units."""
+        raise NotImplementedError
+
+    def arrange(self, batch: list[Example]) -> list[Example]:
+        """A last look at the global batch in its own order, before it is cut."""
+        return batch
+
+    def check(self, segment: Segment) -> None:
+        """Raise ConfigError if the loss cannot be trained on this plan."""
+
+    def prepare(self, step: int, batch: list[Microbatch], reference: Reference, humanline: Humanline) -> None:
+        """What needs the whole global batch before the first microbatch's loss."""
+
+    # -- scores ---------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def reward_scale(self) -> float:
+        """What a sequence's log-ratio is multiplied with to be its reward: the loss's beta, where that is what beta does."""
+        return float(self.config.loss.get("beta", 1.0)) if self.scales_rewards else 1.0
+
+    def microbatches(self, batch: list[Example], size: int | None = None) -> list[Microbatch]:
+        """This rank's share of a global batch, on the device."""
+        parts = cut(self.arrange(batch), self.world.rank, self.world.size, size or self.micro_size, self.rows_per_example)
+        return [microbatch(part, self.world.device, self.config.model.packing) for part in parts]
+
+    def score(self, step: int, micro: Microbatch, reference: Reference, humanline: Humanline) -> TokenScores:
+        """Policy (with gradient) and reference log-probabilities of a microbatch, and their clipped difference."""
+        policy = self.policy(micro.sequences)
+        other = reference.lookup(step, micro.sequences) if self.config.has_reference else policy.detach()
+        return humanline.scores(policy, other, micro.sequences.mask)
+
+    def upcoming(self, segment: Segment, position: int, step: int) -> Iterator[tuple[int, list[Microbatch]]]:
+        """(step, microbatches) of the batches from ``position`` on that see the same reference as step ``step``: up to the next sync,
+        or the segment's end."""
+        last = self.humanline.last_step_before_sync(step)
+        while position < segment.steps and step <= last:
+            yield step, self.microbatches(segment.batch(position))
+            position, step = position + 1, step + 1
+
+    # -- the step -------------------------------------------------------------------------------------------------------------------
+
+    def step(self, segment: Segment) -> Record:
+        """One optimizer update on one global batch (this rank's microbatches)."""
+        at = self.progress
+        batch = segment.batch(at.position)
+        micros = self.microbatches(batch)
+        units, meters = self.units(batch), Meters()
+        reference_step = self.reference.step
+        self.prepare(at.step, micros, self.reference, self.humanline)
+        for micro in micros:
+            scores = self.score(at.step, micro, self.reference, self.humanline)
+            result = self.compute_loss(micro, scores)
+            # The ranks' gradients are averaged; the loss is the global batch's mean. Reduced each time: holding it back keeps whole
+            # float32 gradients.
+            (result.total * (self.world.size / units)).backward()
+            meters.add(self.metrics(micro, scores, result))
+        norm = clip_grad_norm(self.policy.parameters(), self.config.model.max_grad_norm)
+        if self.config.has_reference and self.humanline.due(at.step):
+            # After backward, before the update: the reference becomes the policy *before* this step (paper C.2.1, listing line 10).
+            self.reference.refresh(self.policy, at.step, self.upcoming(segment, at.position + 1, at.step + 1))
+        lr = self.config.lr * lr_factor(segment.progress(at.position), self.config)
+        skip = (~torch.isfinite(norm)).float()
+        update(self.optimizer, lr, skip)
+        once = torch.tensor(1.0 / self.world.size, device=norm.device)
+        meters.add({"grad_norm": Ratio(norm * once, once), "skipped": Ratio(skip * once, once)})
+        known = {"step": at.step, "lr": lr, "reference_step": reference_step if self.config.has_reference else None}
+        return self._advance(batch, Record(known, meters.reduce(), token_count(batch)))
+
+    def _advance(self, batch: list[Example], record: Record) -> Record:
+        at = self.progress
+        at.step, at.position = at.step + 1, at.position + 1
+        at.examples, at.tokens = at.examples + len(batch), at.tokens + token_count(batch)
+        record.known.update(examples=at.examples, tokens=at.tokens)
+        return record
+
+    def metrics(self, micro: Microbatch, scores: TokenScores, result: LossResult) -> dict[str, Ratio]:
+        """Everything logged of a microbatch, as sums and counts: their quotient over the global batch is the exact mean."""
+        real = [example for example in micro.examples if example.prompt_id]
+        units = torch.tensor(float(self.units(real)), device=result.total.device)
+        out = {"loss": Ratio(result.total.detach(), units)} | result.metrics
+        if self.config.has_reference:
+            out |= self.humanline.metrics(scores) | self._drift(micro, scores)
+        return out
+
+    def _drift(self, micro: Microbatch, scores: TokenScores) -> dict[str, Ratio]:
+        """The mean token log-ratio against the initial weights, nats, over rows whose initial score is known."""
+        initial = torch.tensor([self.initial.get(row.key, math.nan) for row in micro.sequences.rows], dtype=torch.float32)
+        initial = initial.to(scores.mask.device, non_blocking=True)
+        known = ~initial.isnan() & scores.valid
+        moved = torch.where(scores.mask, scores.policy.detach(), 0.0).sum(dim=-1) - initial
+        return {"drift": Ratio(ratio(moved, known).sum, torch.where(known, scores.mask.sum(dim=-1), 0).sum())}
+
+    # -- the loop -------------------------------------------------------------------------------------------------------------------
+
+    def train(self, source: Source, watch: Watch) -> None:
+        """Train segment after segment until the source has no more. ``watch`` is told of every step and may interrupt by raising."""
+        while (segment := source.segment(self.progress.segment)) is not None:
+            self.check(segment)
+            if self.progress.position == 0 and not self.fixed_reference:
+                self.reference.refresh(self.policy, self.progress.step, self.upcoming(segment, 0, self.progress.step))
+            while self.progress.position < segment.steps:
+                watch.before_step()
+                if self.progress.step == 0 and self.config.has_reference:
+                    self.gate(segment)
+                watch.after_step(self.step(segment))
+            self.progress.segment, self.progress.position = self.progress.segment + 1, 0
+        watch.done()
+
+    @property
+    def fixed_reference(self) -> bool:
+        """Whether the reference is the initial weights for ever (offline without humanline): scored once, before training."""
+        return not self.config.online and not self.config.humanline
+
+    @torch.no_grad()
+    def gate(self, segment: Segment) -> None:
+        """At step 0 policy and reference are the same weights: stop if their log-probabilities differ by more than rounding."""
+        micro = self.microbatches(segment.batch(0))[0]
+        scores = self.score(0, micro, self.reference, Humanline())
+        reshard(self.policy)
+        worst = float(torch.where(scores.mask, scores.log_ratio.abs(), 0.0).max())
+        limit = 1e-3 if self.config.model.dtype == "float32" else 0.1
+        if any_rank(not worst <= limit):
+            raise RuntimeError(
+                f"policy and reference are the same weights before step 0, yet a token's log-probability differs by {worst:.3g} nats "
+                f"(limit {limit}): a stale score cache, or an attention kernel that depends on the batch. Delete {self.config.cache_dir} "
+                "and try again, or try another model.attn_implementation")
+
+
+def token_count(batch: list[Example]) -> int:
+    """Tokens of the batch's rows, prompts included."""
+    return sum(len(row) for example in batch for row in example.rows)

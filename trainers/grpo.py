@@ -1,0 +1,19 @@
+"""GRPO: every completion with its group's advantage; the loss is a mean over the global batch's completion tokens (DAPO, C.1.4)."""
+
+from __future__ import annotations
+
+from data import views
+from data.types import Example, Microbatch
+from trainers.basic import BasicTrainer
+from trainers.losses.base import LossResult, TokenScores
+
+
+class GRPOTrainer(BasicTrainer):
+    view = staticmethod(views.weighted)
+    scales_rewards = False  # its beta weighs the KL penalty, not the log-ratio
+
+    def units(self, batch: list[Example]) -> int:
+        return sum(len(row.completion_ids) for example in batch for row in example.rows)
+
+    def compute_loss(self, micro: Microbatch, scores: TokenScores) -> LossResult:
+        return self.loss(scores, micro.labels)

@@ -1,0 +1,51 @@
+"""Metrics as sums and counts, added up over microbatches, reduced over ranks in one collective, and read a step late.
+
+Reading a device tensor makes the host wait for the device; a step never does. ``Meters.reduce`` starts the copy, ``Pending.read`` is
+called when the next step is already under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from models.distributed import sum_over_ranks
+from trainers.losses.base import Ratio
+
+
+class Pending:
+    """Reduced metrics on their way to the host."""
+
+    def __init__(self, names: list[str], values: Tensor) -> None:
+        """``values``: [2, names] float64: sums and counts of the global batch."""
+        self.names = names
+        self.host = values.to("cpu", non_blocking=True)
+        self.ready = torch.cuda.Event() if values.is_cuda else None
+        if self.ready is not None:
+            self.ready.record()
+
+    def read(self) -> dict[str, float | None]:
+        """The means; None where nothing counted (no desirable example in the batch, say)."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        sums, counts = self.host.tolist()
+        return {n: s / c if c else None for n, s, c in zip(self.names, sums, counts, strict=True)}
+
+
+class Meters:
+    """One step's metrics. Every rank adds the same names in the same order."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, list[Ratio]] = {}
+
+    def add(self, metrics: Mapping[str, Ratio]) -> None:
+        for name, value in metrics.items():
+            self.parts.setdefault(name, []).append(value)
+
+    def reduce(self) -> Pending:
+        names = list(self.parts)
+        sums = [torch.stack([r.sum.detach().double() for r in self.parts[n]]).sum() for n in names]
+        counts = [torch.stack([r.count.detach().double() for r in self.parts[n]]).sum() for n in names]
+        return Pending(names, sum_over_ranks(torch.stack([torch.stack(sums), torch.stack(counts)])))

@@ -1,0 +1,46 @@
+"""The optimizer and its learning rate, from the config's numbers and nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from config.schema import Config
+
+
+def make_optimizer(policy: nn.Module, config: Config) -> torch.optim.AdamW:
+    """Fused AdamW over the trainable weights, which must be float32: updates of 5e-6 round away in bfloat16."""
+    params = [p for p in policy.parameters() if p.requires_grad]
+    narrow = {p.dtype for p in params} - {torch.float32}
+    assert not narrow, f"master weights must be float32, found {narrow}"
+    return torch.optim.AdamW(params, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,
+                             weight_decay=config.weight_decay, fused=True)
+
+
+def lr_factor(progress: float, config: Config) -> float:
+    """What the learning rate is multiplied with in the step after which ``progress`` (in (0, 1]) of the plan is consumed.
+
+    Linear warm-up over the first ``warmup`` of the plan, then constant, or cosine or linear down to ``min_lr_ratio``.
+    """
+    if progress < config.warmup:
+        return progress / config.warmup
+    if config.scheduler == "constant":
+        return 1.0
+    done = (progress - config.warmup) / (1 - config.warmup) if config.warmup < 1 else 1.0
+    shape = 0.5 * (1 + math.cos(math.pi * done)) if config.scheduler == "cosine" else 1 - done
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape
+
+
+def update(optimizer: torch.optim.AdamW, lr: float, skip: Tensor) -> None:
+    """One optimizer step at ``lr``, or none at all where ``skip`` ([] float32 on the device) is 1: decided there, without the host.
+
+    AdamW's fused kernel takes the flag as mixed-precision training's "found inf"; weights, moments and step count stay as they are.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.found_inf = skip  # type: ignore[attr-defined]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)

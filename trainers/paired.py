@@ -1,0 +1,21 @@
+"""Losses on pairs (DPO and its relatives): one unit is a pair, chosen against rejected."""
+
+from __future__ import annotations
+
+from data import views
+from data.types import Example, Microbatch
+from trainers.basic import BasicTrainer
+from trainers.losses.base import LossResult, TokenScores
+
+
+class PairedPreferenceTrainer(BasicTrainer):
+    unit = "pairs"
+    rows_per_example = 2
+    view = staticmethod(views.pairs)
+
+    def units(self, batch: list[Example]) -> int:
+        return len(batch)
+
+    def compute_loss(self, micro: Microbatch, scores: TokenScores) -> LossResult:
+        chosen, rejected = scores.split(len(micro.examples))
+        return self.loss(chosen, rejected)

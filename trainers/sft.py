@@ -1,0 +1,18 @@
+"""Supervised fine-tuning: the best completion alone, no reference; the loss is a mean over the global batch's completion tokens."""
+
+from __future__ import annotations
+
+from data import views
+from data.types import Example, Microbatch
+from trainers.basic import BasicTrainer
+from trainers.losses.base import LossResult, TokenScores
+
+
+class SFTTrainer(BasicTrainer):
+    view = staticmethod(views.demonstrations)
+
+    def units(self, batch: list[Example]) -> int:
+        return sum(len(row.completion_ids) for example in batch for row in example.rows)
+
+    def compute_loss(self, micro: Microbatch, scores: TokenScores) -> LossResult:
+        return self.loss(scores)

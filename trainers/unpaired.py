@@ -1,0 +1,51 @@
+"""Losses on single examples (KTO): one unit is a sequence, desirable or not, judged against one KL estimate for the global batch."""
+
+from __future__ import annotations
+
+import torch
+
+from config.schema import ConfigError
+from data import views
+from data.batches import Segment
+from data.types import Example, Microbatch
+from models.distributed import sum_over_ranks
+from models.reference import Reference, score
+from trainers.basic import BasicTrainer
+from trainers.humanline import Humanline
+from trainers.losses.base import LossResult, TokenScores
+
+
+class UnpairedPreferenceTrainer(BasicTrainer):
+    view = staticmethod(views.labelled)
+
+    def units(self, batch: list[Example]) -> int:
+        return len(batch)
+
+    def arrange(self, batch: list[Example]) -> list[Example]:
+        """The batch with its mismatched rows, made in the batch's own order, before anything is sorted or split."""
+        return views.mismatched(batch, self.config.model.max_length)
+
+    def check(self, segment: Segment) -> None:
+        """Refuse a plan in which a batch has one prompt only: nothing could be mismatched there, and z0 would be made up."""
+        for i in range(segment.steps):
+            if len({example.prompt_id for example in segment.batch(i)}) < 2:
+                raise ConfigError("model.batch_size", self.config.model.batch_size,
+                                  f"batch {i} has one prompt only, so the batch's KL (eq. 7) has no mismatched row; "
+                                  "use a larger model.batch_size, or n_examples so that the last batch has two prompts")
+
+    def prepare(self, step: int, batch: list[Microbatch], reference: Reference, humanline: Humanline) -> None:
+        """z0 = max(0, mean of s over the global batch's mismatched rows), clipped like any other, no gradient (eq. 7)."""
+        device = batch[0].sequences.mask.device
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        for micro in batch:
+            if micro.mismatched is not None:
+                policy = score(self.policy, micro.mismatched)
+                scores = humanline.scores(policy, reference.lookup(step, micro.mismatched), micro.mismatched.mask)
+                total += torch.stack([scores.sequence_log_ratio().double().sum(), scores.valid.sum().double()])
+        sum_over_ranks(total)
+        z0 = (total[0] / total[1].clamp(min=1)).clamp(min=0).float()
+        for micro in batch:
+            micro.scored["kl"] = z0
+
+    def compute_loss(self, micro: Microbatch, scores: TokenScores) -> LossResult:
+        return self.loss(scores, micro.labels > 0, micro.scored["kl"])
