@@ -93,8 +93,12 @@ class DataConfig:
     path: str | None = None
     eval_path: str | None = None
     revision: str | None = None
+    subset: str | None = None
+    data_dir: str | None = None
     split: str = "train"
     eval_split: str | None = None
+    eval_fraction: float = 0.05
+    format: str = "auto"
     columns: dict[str, str] = field(default_factory=dict)
     system_prompt: str | None = None
     apply_chat_template: bool = True
@@ -102,6 +106,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(self.score_threshold >= 0, "data.score_threshold", self.score_threshold, "must be 0 or more")
+        require(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction,
+                "is the share of the prompts held out for evaluation: must lie in [0, 1)")
 
 
 @dataclass
