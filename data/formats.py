@@ -1,0 +1,232 @@
+"""From the rows of other people's files to groups: TRL's dataset types, HALOs' feedback files, and the helpers to add one's own.
+
+A *format* is a function ``(rows, config) -> groups and drops``. Most formats look at one row at a time: write ``(values, config) ->
+Group``, raise ``RowError(reason)`` for a row that cannot be used, and decorate with ``each_row``. Rows are read, never changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from config.schema import DataConfig
+from data.rows import Dropped, Row
+from data.types import Completion, Group, Prompt, Turn
+
+Values = Mapping[str, Any]
+Format = Callable[[Iterable[Row], DataConfig], Iterator[Group | Dropped]]
+
+ROLES = {"system": "system", "user": "user", "human": "user", "prompter": "user", "assistant": "assistant", "gpt": "assistant"}
+PAIR = (1.0, -1.0)
+"""The rewards of a pair without scores, chosen first."""
+
+
+class RowError(Exception):
+    """A row that cannot become a group; the message is the reason that the data report shows."""
+
+
+def each_row(convert: Callable[[Values, DataConfig], Group]) -> Format:
+    """The format that converts row by row."""
+
+    @functools.wraps(convert)
+    def convert_all(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
+        for row in rows:
+            try:
+                yield convert(row.values, config)
+            except RowError as error:
+                yield Dropped(row.file, row.number, str(error))
+
+    return convert_all
+
+
+# Reading one value
+
+def value(values: Values, column: str) -> Any:
+    """``values[column]``; raises RowError where it is missing or null."""
+    found = values.get(column)
+    if found is None:
+        raise RowError(f"no {column!r}" if column in values else f"no column {column!r}")
+    return found
+
+
+def text(values: Values, column: str) -> str:
+    """A string column; raises RowError for anything else."""
+    found = value(values, column)
+    if not isinstance(found, str):
+        raise RowError(f"{column!r} is a {type(found).__name__}, not a string")
+    return found
+
+
+def number(values: Values, column: str) -> float:
+    """A finite number; raises RowError for anything else."""
+    found = value(values, column)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        raise RowError(f"{column!r} is {found!r}, not a finite number")
+    return float(found)
+
+
+def truth(values: Values, column: str) -> bool:
+    """A boolean, or 0 or 1; raises RowError for anything else."""
+    found = value(values, column)
+    if found not in (True, False):
+        raise RowError(f"{column!r} is {found!r}, not true or false")
+    return bool(found)
+
+
+def turns(found: Any, column: str) -> tuple[Turn, ...]:
+    """Chat messages ``[{role, content}, …]`` as turns; a string is one user turn."""
+    if isinstance(found, str):
+        return (Turn("user", found),)
+    if not isinstance(found, list) or not found:
+        raise RowError(f"{column!r} is neither a string nor a list of messages")
+    return tuple(_turn(message, column) for message in found)
+
+
+def _turn(message: Any, column: str) -> Turn:
+    if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+        raise RowError(f"a message of {column!r} has no 'content' string")
+    role = ROLES.get(str(message.get("role")))
+    if role is None:
+        raise RowError(f"a message of {column!r} has the role {message.get('role')!r}")
+    return Turn(role, message["content"])
+
+
+def prompt_of(conversation: tuple[Turn, ...], reference: Any = None) -> Prompt:
+    """A prompt; raises RowError unless the conversation ends with a user turn that says something."""
+    if not conversation or conversation[-1].role != "user":
+        raise RowError("the prompt does not end with a user turn")
+    if not conversation[-1].content.strip():
+        raise RowError("the prompt is empty")
+    return Prompt(conversation, None if reference is None else str(reference))
+
+
+def pair(prompt: Prompt, chosen: str, rejected: str) -> Group:
+    """An offline pair; raises RowError when both answers are the same, which says nothing about either."""
+    if chosen == rejected:
+        raise RowError("chosen and rejected are the same")
+    return Group(prompt, (Completion(chosen), Completion(rejected)), PAIR)
+
+
+def demonstration(prompt: Prompt, completion: str) -> Group:
+    return Group(prompt, (Completion(completion),), (1.0,))
+
+
+def answered(head: tuple[Turn, ...], found: Any, column: str) -> tuple[tuple[Turn, ...], str]:
+    """(conversation, answer) of a completion column.
+
+    A string answers ``head``. Messages end with the assistant's answer; what stands before it either goes on where ``head`` stops
+    or is the whole conversation again (as in the UltraFeedback sets), and then must ask what ``head`` asks.
+    """
+    if isinstance(found, str):
+        return head, found
+    messages = turns(found, column)
+    if messages[-1].role != "assistant":
+        raise RowError(f"{column!r} does not end with an assistant turn")
+    before, answer = messages[:-1], messages[-1].content
+    if not before or before[0].role == "assistant":
+        return head + before, answer
+    if head and head[-1].content.strip() not in [turn.content.strip() for turn in before if turn.role == "user"]:
+        raise RowError(f"the conversation in {column!r} does not contain the prompt")
+    return before, answer
+
+
+# TRL's dataset types (huggingface.co/docs/trl/dataset_formats)
+
+@each_row
+def preference(values: Values, config: DataConfig) -> Group:
+    """``prompt, chosen, rejected``, or the last two with the prompt as their common beginning; strings or messages."""
+    chosen, rejected = value(values, "chosen"), value(values, "rejected")
+    if "prompt" in values:
+        head = turns(value(values, "prompt"), "prompt")
+    elif isinstance(chosen, str) and isinstance(rejected, str):
+        shared = common_beginning(chosen, rejected)
+        head, chosen, rejected = turns(shared, "chosen"), chosen[len(shared):], rejected[len(shared):]
+    else:
+        head = ()
+    asked, good = answered(head, chosen, "chosen")
+    asked_too, bad = answered(head, rejected, "rejected")
+    if asked != asked_too:
+        raise RowError("chosen and rejected answer different conversations")
+    return pair(prompt_of(asked, values.get("reference")), good, bad)
+
+
+def common_beginning(one: str, other: str) -> str:
+    """The implicit prompt of two strings: their common beginning, up to the end of a word.
+
+    The space before the first differing word belongs to the completions (it is part of their first token).
+    """
+    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    while length > 0 and not (length == min(len(one), len(other)) or one[length].isspace()):
+        length -= 1
+    return one[:length]
+
+
+@each_row
+def prompt_completion(values: Values, config: DataConfig) -> Group:
+    """``prompt, completion``, or ``messages`` that end with the answer. A demonstration."""
+    if "completion" in values:
+        conversation, answer = answered(turns(value(values, "prompt"), "prompt"), value(values, "completion"), "completion")
+    else:
+        conversation, answer = answered((), value(values, "messages"), "messages")
+    return demonstration(prompt_of(conversation, values.get("reference")), answer)
+
+
+@each_row
+def unpaired(values: Values, config: DataConfig) -> Group:
+    """``prompt, completion, label`` (true: desirable)."""
+    conversation, answer = answered(turns(value(values, "prompt"), "prompt"), value(values, "completion"), "completion")
+    reward = 1.0 if truth(values, "label") else -1.0
+    return Group(prompt_of(conversation, values.get("reference")), (Completion(answer),), (reward,))
+
+
+@each_row
+def prompt_only(values: Values, config: DataConfig) -> Group:
+    """``prompt``, and ``reference`` where answers can be checked."""
+    return Group(prompt_of(turns(value(values, "prompt"), "prompt"), values.get("reference")))
+
+
+# HALOs' feedback files
+
+@dataclass
+class _Samples:
+    prompt: Prompt
+    completions: list[Completion] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+
+
+def feedback(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
+    """HALOs' feedback JSON.
+
+    ``type`` says what a row is: ``binary_feedback`` (prompt, output, label), ``pairwise_feedback`` (prompt, output_A, output_B,
+    label: 1 when A is better) or ``scalar_feedback`` (prompt, output, reward), whose rows are gathered into one group a prompt.
+    Outputs are strings or messages.
+    """
+    scored: dict[str, _Samples] = {}
+    for row in rows:
+        try:
+            kind = text(row.values, "type")
+            prompt = prompt_of(turns(value(row.values, "prompt"), "prompt"), row.values.get("reference"))
+            if kind == "binary_feedback":
+                reward = 1.0 if truth(row.values, "label") else -1.0
+                yield Group(prompt, (Completion(_output(row.values, "output")),), (reward,))
+            elif kind == "pairwise_feedback":
+                outputs = _output(row.values, "output_A"), _output(row.values, "output_B")
+                yield pair(prompt, *(outputs if truth(row.values, "label") else outputs[::-1]))
+            elif kind == "scalar_feedback":
+                output, reward = _output(row.values, "output"), number(row.values, "reward")
+                samples = scored.setdefault(prompt.id, _Samples(prompt))
+                samples.completions.append(Completion(output))
+                samples.rewards.append(reward)
+            else:
+                raise RowError(f"the type {kind!r} is not binary_feedback, pairwise_feedback or scalar_feedback")
+        except RowError as error:
+            yield Dropped(row.file, row.number, str(error))
+    for samples in scored.values():
+        yield Group(samples.prompt, tuple(samples.completions), tuple(samples.rewards))
+
+
+def _output(values: Values, column: str) -> str:
+    return answered((), value(values, column), column)[1]

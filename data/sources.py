@@ -1,0 +1,218 @@
+"""Where groups come from: local files, hub data sets, or any function that a yaml names. All of them end here, in ``load_groups``.
+
+Rows that cannot be used are counted and named, never swallowed. Training and evaluation never share a prompt by accident: where no
+evaluation data are named, a share of the prompts is held out by their identity.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from config.schema import ConfigError, DataConfig, one_of
+from data import formats, hub, published
+from data.formats import Format, Values
+from data.groups import groups as groups_format
+from data.rows import SUFFIXES, Dropped, Loaded, Row, read_rows
+from data.types import DataError, Group, Prompt, Turn
+
+__all__ = ["Dropped", "Loaded", "hub_table", "load_groups", "local", "published_table"]
+
+Split = Literal["train", "eval"]
+Source = Callable[[DataConfig, str], Loaded]
+
+FORMATS: dict[str, Format] = {
+    "preference": formats.preference,
+    "prompt_completion": formats.prompt_completion,
+    "unpaired": formats.unpaired,
+    "prompt_only": formats.prompt_only,
+    "feedback": formats.feedback,
+    "groups": groups_format,
+    "hh": published.hh,
+    "alpacaeval": published.alpacaeval,
+    "gsm8k": published.gsm8k,
+}
+"""The formats that ``data.format`` may name; another one is given by its import path."""
+
+
+def load_groups(config: DataConfig, split: Split) -> Loaded:
+    """The groups of one split, prompts with their system turn.
+
+    Evaluation groups come from ``eval_path`` or ``eval_split``; where neither is given, from the prompts held out of the training
+    data (``eval_fraction``, by prompt id: the same prompts on every run, whatever the order of the rows); with ``eval_fraction`` 0
+    from the source itself, which may have none.
+
+    Raises ConfigError for a setting that cannot be honoured, DataError when no row at all can be used.
+    """
+    one_of("split", split, ("train", "eval"))
+    source: Source = _import("data.source", config.source)
+    held_out = config.eval_path is None and config.eval_split is None and config.eval_fraction > 0
+    loaded = source(config, "train" if held_out else split)
+    if loaded.read and not loaded.groups:
+        raise _nothing_usable(config, loaded)
+    if held_out:
+        loaded = hold_out(loaded, config.eval_fraction, split)
+    if config.system_prompt is not None:
+        system = Turn("system", published.SYSTEM_PROMPTS.get(config.system_prompt, config.system_prompt))
+        loaded = replace(loaded, groups=[with_system(group, system) for group in loaded.groups])
+    return loaded
+
+
+def hold_out(loaded: Loaded, fraction: float, split: Split) -> Loaded:
+    """The training or the evaluation part of ``loaded``: the ``fraction`` of the prompts with the smallest ids, at least one, is
+    evaluation; all groups of a prompt stay together. A single prompt is not held out.
+    """
+    ids = sorted({group.prompt.id for group in loaded.groups})
+    count = math.ceil(fraction * len(ids)) if len(ids) > 1 else 0
+    evaluation = set(ids[:count])
+    kept = [group for group in loaded.groups if (group.prompt.id in evaluation) == (split == "eval")]
+    how = f"{count} of {len(ids)} prompts held out for evaluation by prompt id (data.eval_fraction={fraction:g})"
+    return replace(loaded, groups=kept, origin=f"{loaded.origin}; {how}")
+
+
+def with_system(group: Group, system: Turn) -> Group:
+    """The group with a system turn before its prompt, unless it has one."""
+    if group.prompt.turns[0].role == "system":
+        return group
+    return replace(group, prompt=Prompt((system, *group.prompt.turns), group.prompt.reference))
+
+
+# Sources that a yaml may name
+
+def local(config: DataConfig, split: str) -> Loaded:
+    """A local file (``data.path``; ``data.eval_path`` for evaluation), .json, .jsonl or .parquet."""
+    if config.path is None:
+        raise ConfigError("data.path", None, "give the file, as in data.path=pairs.jsonl")
+    if split == "train":
+        return convert(_of_split(read_rows(Path(config.path)), config.split), config, config.path)
+    if config.eval_path is not None:
+        return convert(read_rows(Path(config.eval_path), "data.eval_path"), config, config.eval_path)
+    if config.eval_split is None:
+        return Loaded([], 0, origin="no evaluation data (data.eval_path is null and data.eval_fraction is 0)")
+    rows = list(read_rows(Path(config.path)))
+    if not any(isinstance(row, Row) and row.values.get("split") == config.eval_split for row in rows):
+        raise ConfigError("data.eval_split", config.eval_split, f"no row of {config.path} says \"split\": \"{config.eval_split}\"; "
+                          "give the evaluation file as data.eval_path")
+    return convert(_of_split(rows, config.eval_split), config, config.path)
+
+
+def hub_table(config: DataConfig, split: str) -> Loaded:
+    """A data set of the Hugging Face hub (``data.path``, ``subset``, ``data_dir``, ``revision``; ``split`` and ``eval_split``)."""
+    if config.path is None:
+        raise ConfigError("data.path", None, "give the data set's name, as in data.path=org/name")
+    if split == "eval" and config.eval_path is None and config.eval_split is None:
+        return Loaded([], 0, origin="no evaluation data (data.eval_split is null and data.eval_fraction is 0)")
+    path = config.path if split == "train" else config.eval_path or config.path
+    name = config.split if split == "train" else config.eval_split or config.split
+    rows = hub.hub_rows(path, name, subset=config.subset, data_dir=config.data_dir, revision=config.revision)
+    return convert(rows, config, f"{path} ({name})")
+
+
+def published_table(config: DataConfig, split: str) -> Loaded:
+    """A published data set, from a local copy where ``data.path`` is a file, else from the hub."""
+    path = config.eval_path if split == "eval" and config.eval_path else config.path
+    is_file = path is not None and (Path(path).is_file() or path.endswith(SUFFIXES))
+    return local(config, split) if is_file else hub_table(config, split)
+
+
+def _of_split(rows: Iterable[Row | Dropped], wanted: str) -> Iterator[Row | Dropped]:
+    """Feedback files may hold several splits, each row naming its own; rows that name none belong to all."""
+    for row in rows:
+        if isinstance(row, Row) and _is_feedback(row.values) and row.values.get("split", wanted) != wanted:
+            yield Dropped(row.file, row.number, f"belongs to another split than {wanted!r}")
+        else:
+            yield row
+
+
+# From rows to groups
+
+def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str) -> Loaded:
+    """Convert rows by ``data.format``, or by the format that the first row's columns show."""
+    loaded = Loaded([], 0, origin=origin)
+
+    def readable() -> Iterator[Row]:
+        for row in rows:
+            loaded.read += 1
+            if isinstance(row, Row):
+                yield replace(row, values=renamed(row.values, config.columns))
+            else:
+                loaded.dropped.append(row)
+
+    stream = readable()
+    first = next(stream, None)
+    if first is None:
+        return loaded
+    for result in _format(config, first)(itertools.chain([first], stream), config):
+        if isinstance(result, Dropped):
+            loaded.dropped.append(result)
+        else:
+            loaded.groups.append(result)
+    return loaded
+
+
+def renamed(values: Values, columns: dict[str, str]) -> Values:
+    """``values`` with the columns that ``data.columns`` maps (ours: theirs) under our names."""
+    if not columns:
+        return values
+    return {**values, **{ours: values[theirs] for ours, theirs in columns.items() if theirs in values}}
+
+
+def _format(config: DataConfig, first: Row) -> Format:
+    for ours, theirs in config.columns.items():
+        if theirs not in first.values:
+            raise ConfigError(f"data.columns.{ours}", theirs, f"{first.file} has no such column; it has {', '.join(first.values)}")
+    name = detect(first) if config.format == "auto" else config.format
+    if name in FORMATS:
+        return FORMATS[name]
+    if "." not in name:
+        raise ConfigError("data.format", name, f"use auto, {', '.join(FORMATS)}, or the import path of a function")
+    found: Format = _import("data.format", name)
+    return found
+
+
+def detect(row: Row) -> str:
+    """The name of the format whose columns ``row`` has. Raises ConfigError when it has those of none."""
+    has = row.values.keys()
+    if _is_feedback(row.values):
+        return "feedback"
+    if {"completions", "rewards"} <= has:
+        return "groups"
+    if {"chosen", "rejected"} <= has:
+        chosen = row.values["chosen"]
+        return "hh" if "prompt" not in has and isinstance(chosen, str) and chosen.startswith("\n\nHuman:") else "preference"
+    if {"prompt", "completion"} <= has:
+        return "unpaired" if "label" in has else "prompt_completion"
+    if {"instruction", "output_1", "output_2", "preference"} <= has:
+        return "alpacaeval"
+    if "messages" in has:
+        return "prompt_completion"
+    if "prompt" in has:
+        return "prompt_only"
+    raise ConfigError("data.columns", dict.fromkeys(has, "?"), f"the columns of {row.file} are those of no known format; say which "
+                      "are which, as in data.columns={prompt: question, completion: answer}")
+
+
+def _is_feedback(values: Values) -> bool:
+    return str(values.get("type")).endswith("_feedback")
+
+
+def _import(key: str, path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(key, path, f"cannot be imported ({error}); give it as module.function") from error
+    if not callable(found):
+        raise ConfigError(key, path, "is not a function")
+    return found
+
+
+def _nothing_usable(config: DataConfig, loaded: Loaded) -> DataError:
+    first = loaded.dropped[0]
+    return DataError(f"{loaded.origin}: none of the {loaded.read} rows can be used; the first, {first.file} row {first.row}: "
+                     f"{first.reason}. Check data.format={config.format} and data.columns={config.columns}")
