@@ -8,6 +8,7 @@ known is checked where those become known, with the same error, and still before
 from __future__ import annotations
 
 import difflib
+import hashlib
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 RESERVED_LOSS_KEYS = ("name", "_target_", "_partial_", "reference")
+OPERATIONAL = ("exp_name", "runs_dir", "cache_dir", "overwrite", "resume", "dry_run", "keep_checkpoints", "save_every", "wandb")
+"""Settings that change nothing of what is computed: a run may go on with others."""
 
 
 class ConfigError(ValueError):
@@ -247,3 +250,31 @@ def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str) -> None:
             raise ConfigError(f"{prefix}{key}", value, f"is not a setting, nothing would read it{did_you_mean}")
         if key in hints and isinstance(value, dict) and is_dataclass(hints[key]):
             _refuse_unknown(value, hints[key], f"{prefix}{key}.")
+
+
+def dump(config: Config) -> str:
+    """The configuration as yaml, as ``config.yaml`` of a run has it."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def run_name(config: Config, overrides: list[str]) -> str:
+    """``exp_name``, or one made of loss, model, data, variant, seed and a hash of the overrides that change what is computed."""
+    if config.exp_name is not None:
+        return config.exp_name
+    other = sorted(o for o in overrides if o.split("=")[0].lstrip("+~") not in OPERATIONAL)
+    digest = hashlib.sha256("\n".join(other).encode()).hexdigest()[:6]
+    return f"{config.loss['name']}-{config.model.name}-{config.data.name}-{config.variant}-s{config.seed}-{digest}"
+
+
+def changed(before: str, now: Config) -> str | None:
+    """The first setting that differs between a run's config.yaml and ``now`` and changes what is computed; None if there is none."""
+    old, new = _flat(OmegaConf.to_container(OmegaConf.create(before))), _flat(OmegaConf.to_container(OmegaConf.structured(now)))
+    return next((key for key in sorted(old | new)
+                 if key.split(".")[0] not in OPERATIONAL and old.get(key, "absent") != new.get(key, "absent")), None)
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {name: value for key, item in tree.items() for name, value in _flat(item, f"{prefix}.{key}".lstrip(".")).items()}

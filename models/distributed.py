@@ -7,7 +7,8 @@ gloo ranks and eight GPUs run the same code.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -75,6 +76,22 @@ def reshard(policy: nn.Module) -> None:
     """Shard the root again after a forward without backward: FSDP2 leaves it whole, and stale after the next optimizer step."""
     if isinstance(policy, FSDPModule):
         policy.reshard()
+
+
+@contextmanager
+def rounded(policy: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """The policy with its weights as they will be exported: rounded to ``dtype`` and back, for as long as the context lasts."""
+    params = [] if dtype == torch.float32 else [p for p in policy.parameters() if p.dtype == torch.float32]
+    masters = [p.detach().clone() for p in params]
+    with torch.no_grad():
+        for p in params:
+            p.copy_(p.to(dtype))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, master in zip(params, masters, strict=True):
+                p.copy_(master)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -172,12 +172,15 @@ class BasicTrainer:
 
     def metrics(self, micro: Microbatch, scores: TokenScores, result: LossResult) -> dict[str, Ratio]:
         """Everything logged of a microbatch, as sums and counts: their quotient over the global batch is the exact mean."""
-        real = [example for example in micro.examples if example.prompt_id]
-        units = torch.tensor(float(self.units(real)), device=result.total.device)
-        out = {"loss": Ratio(result.total.detach(), units)} | result.metrics
+        out = {"loss": self.loss_ratio(micro, result)} | result.metrics
         if self.config.has_reference:
             out |= self.humanline.metrics(scores) | self._drift(micro, scores)
         return out
+
+    def loss_ratio(self, micro: Microbatch, result: LossResult) -> Ratio:
+        """The microbatch's summed loss over its units; rows that fill a batch up are none."""
+        real = [example for example in micro.examples if example.prompt_id]
+        return Ratio(result.total.detach(), torch.tensor(float(self.units(real)), device=result.total.device))
 
     def _drift(self, micro: Microbatch, scores: TokenScores) -> dict[str, Ratio]:
         """The mean token log-ratio against the initial weights, nats, over rows whose initial score is known."""
