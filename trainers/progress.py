@@ -1,0 +1,62 @@
+"""How far a run is: a bar with an ETA on a terminal; in a log file, a line every ten seconds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_REDRAWS = 0.2
+
+
+class _Lines:
+    """A stream for tqdm that writes each state of the bar as a line of its own, where a carriage return would not go back."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._last = ""
+
+    def write(self, text: str) -> None:
+        line = text.strip()
+        if line and line != self._last:  # tqdm closes a bar by drawing it again
+            self._stream.write(line + "\n")
+            self._last = line
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def progress(
+    work: Iterable[Any] | int, desc: str, *, unit: str = "step", done: int = 0, shown: bool = True, stream: TextIO | None = None
+) -> tqdm:
+    """A tqdm bar over ``work``, to iterate over or (for a number) to ``update()``; a context manager either way.
+
+    ``done`` of a total were finished before (a resumed run); ``shown=False`` on ranks above 0; ``stream`` is stderr if not given.
+    What is measured goes to its end: ``bar.set_postfix_str(status(record), refresh=False)`` before ``bar.update()``.
+    """
+    out = sys.stderr if stream is None else stream
+    terminal = out.isatty()
+    bar = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+    line = "{desc}: {n_fmt}/{total_fmt} " + unit + "s, {elapsed} so far, {remaining} to go{postfix}"
+    return tqdm(
+        iterable=None if isinstance(work, int) else work,
+        total=work if isinstance(work, int) else None,
+        desc=desc,
+        unit=unit,
+        initial=done,
+        disable=not shown,
+        file=out if terminal else _Lines(out),
+        bar_format=bar if terminal else line,
+        mininterval=SECONDS_BETWEEN_REDRAWS if terminal else SECONDS_BETWEEN_LINES,
+        miniters=1,  # look at the clock at every update: steps may take longer than a line's ten seconds
+        dynamic_ncols=terminal,
+    )
+
+
+def status(record: dict[str, Any]) -> str:
+    """The numbers of a metrics line that are worth watching, as far as it has them."""
+    shown = (("loss", "loss {:.4f}"), ("lr", "lr {:.2e}"), ("tokens_per_second", "{:,.0f} tokens/s"))
+    return ", ".join(form.format(record[key]) for key, form in shown if record.get(key) is not None)
