@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
-from data.types import Completion, Example, Group, Prompt, Sequence
+from data.chat import Renderer
+from data.rows import Dropped
+from data.types import Example, Group, Sequence
 from data.views import View
-
-
-class Renders(Protocol):
-    """What this module needs of data.chat.Renderer."""
-
-    def sequences(self, rows: list[tuple[Prompt, Completion]]) -> list[Sequence | str]: ...
 
 
 @dataclass(frozen=True)
@@ -29,7 +24,7 @@ class Examples:
         return sum(len(group) for group in self.groups)
 
 
-def make_examples(groups: Iterable[Group], view: View, renderer: Renders) -> Examples:
+def make_examples(groups: Iterable[Group], view: View, renderer: Renderer) -> Examples:
     """Tokenise what ``view`` wants of each group. A group of which any wanted row cannot be tokenised (no completion token left) is
     dropped whole, so that every loss drops the same groups."""
     groups = list(groups)
@@ -40,9 +35,9 @@ def make_examples(groups: Iterable[Group], view: View, renderer: Renders) -> Exa
     dropped: dict[str, int] = {}
     for group, wants in zip(groups, wanted, strict=True):
         made = [(want, [next(rendered) for _ in want.completions]) for want in wants]
-        failed = [row for _, sequences in made for row in sequences if isinstance(row, str)]
+        failed = [row for _, sequences in made for row in sequences if isinstance(row, Dropped)]
         if not wants or failed:
-            reason = failed[0] if failed else "its rewards say nothing (too few completions, or all equal)"
+            reason = failed[0].reason if failed else "its rewards say nothing (too few completions, or all equal)"
             dropped[reason] = dropped.get(reason, 0) + 1
             continue
         kept.append(tuple(

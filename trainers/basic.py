@@ -55,6 +55,7 @@ class Record:
 
     known: dict[str, Any]
     pending: Pending
+    batch: list[Example]
     batch_tokens: int
 
 
@@ -161,7 +162,7 @@ class BasicTrainer:
         once = torch.tensor(1.0 / self.world.size, device=norm.device)
         meters.add({"grad_norm": Ratio(norm * once, once), "skipped": Ratio(skip * once, once)})
         known = {"step": at.step, "lr": lr, "reference_step": reference_step if self.config.has_reference else None}
-        return self._advance(batch, Record(known, meters.reduce(), token_count(batch)))
+        return self._advance(batch, Record(known, meters.reduce(), batch, token_count(batch)))
 
     def _advance(self, batch: list[Example], record: Record) -> Record:
         at = self.progress

@@ -16,7 +16,7 @@ from data.types import Example, Microbatch, Sequence
 from models.distributed import barrier
 from models.reference import Reference, ScoreCache
 from trainers.basic import BasicTrainer
-from trainers.progress import progress_bar
+from trainers.progress import progress
 
 SECONDS_PER_SHARD = 20.0
 
@@ -45,7 +45,7 @@ def initial_scores(trainer: BasicTrainer, batches: list[list[Example]], size: in
     todo = list(_work(trainer, batches, missing, size, reference))
     new: dict[str, Tensor] = {}
     written = time.monotonic()
-    for step, micros in progress_bar(todo, what, disable=not trainer.world.is_main or not todo):
+    for step, micros in progress(todo, what, unit="batch", shown=trainer.world.is_main and bool(todo)):
         new.update(reference.scored(trainer.policy, step, micros()))
         if time.monotonic() - written > SECONDS_PER_SHARD:
             cache.write(new)

@@ -1,0 +1,55 @@
+"""Small things that many tests need: a tiny model, random examples, a config made as the command line makes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from hydra import compose, initialize_config_dir
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from config.schema import Config, load
+from data.types import Example, Sequence
+from models.policy import Policy
+
+ROOT = Path(__file__).parent.parent
+VOCABULARY = 61
+
+
+def make_config(*overrides: str) -> Config:
+    """What ``python train.py <overrides>`` would be given."""
+    with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        return load(compose("config", overrides=list(overrides)))
+
+
+def tiny_llama(seed: int = 0, layers: int = 2, tied: bool = True) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=2,
+                         num_key_value_heads=1, max_position_embeddings=128, tie_word_embeddings=tied, initializer_range=0.2)
+    return LlamaForCausalLM(config).eval()
+
+
+def tiny_policy(seed: int = 0, layers: int = 2, tied: bool = True) -> Policy:
+    return Policy(tiny_llama(seed, layers, tied)).eval()
+
+
+def random_row(rng: np.random.Generator, prompt: np.ndarray, longest: int = 12) -> Sequence:
+    return Sequence(prompt, rng.integers(3, VOCABULARY, rng.integers(1, longest)).astype(np.int32))
+
+
+def random_groups(n: int, seed: int = 0, kind: str = "pairs", longest: int = 12) -> tuple[tuple[Example, ...], ...]:
+    """``n`` groups as a trainer's examples: ``pairs``, ``labelled`` (the two halves of a pair) or ``weighted`` (groups of two)."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for g in range(n):
+        prompt = rng.integers(3, VOCABULARY, rng.integers(1, 9)).astype(np.int32)
+        chosen, rejected = random_row(rng, prompt, longest), random_row(rng, prompt, longest)
+        if kind == "pairs":
+            groups.append((Example(f"p{g}", (chosen, rejected)),))
+        else:
+            groups.append((Example(f"p{g}", (chosen,), 1.0), Example(f"p{g}", (rejected,), -1.0)))
+    return tuple(groups)
+
+
+KINDS = {"dpo": "pairs", "kto": "labelled", "grpo": "weighted", "sft": "weighted"}

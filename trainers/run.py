@@ -1,0 +1,185 @@
+"""What happens around the steps of a run: evaluating, logging, saving, stopping when asked to, and what is left when it is done."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+
+from config.schema import Config
+from data.types import Example
+from models.checkpoint import CheckpointError, Checkpoints
+from models.distributed import any_rank, from_main
+from trainers.basic import BasicTrainer, Progress, Record
+from trainers.evaluation import Evaluator, Metrics
+from trainers.progress import progress, status
+from trainers.tracking import Tracking
+
+REQUEUE = 75
+"""Exit code of a run that was asked to stop and has saved itself (EX_TEMPFAIL): start the same command again with resume=true."""
+
+
+class Requeue(SystemExit):
+    """The run was interrupted by a signal, and saved."""
+
+    def __init__(self) -> None:
+        super().__init__(REQUEUE)
+
+
+class Stopped(RuntimeError):
+    """The run cannot go on; the message says why."""
+
+
+class Signals:
+    """SIGTERM and SIGUSR1 ask for a stop after the step under way; a second one leaves at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            os._exit(128 + number)
+        self.asked = True
+
+
+class Run:
+    """Follows a trainer (its ``Watch``). The line of step s in metrics.jsonl tells of the weights before update s: its loss, and the
+    evaluation made then, if one was due."""
+
+    def __init__(self, config: Config, folder: Path, trainer: BasicTrainer, evaluator: Evaluator, tracker: Tracking, total_steps: int,
+                 signals: Signals) -> None:
+        self.config, self.folder, self.trainer, self.evaluator, self.tracker = config, folder, trainer, evaluator, tracker
+        self.signals = signals
+        self.checkpoints = Checkpoints(folder / "checkpoints", trainer.world, config.keep_checkpoints)
+        self.bar = progress(total_steps, "train", done=trainer.progress.step, shown=trainer.world.is_main)
+        self.before: Metrics = {}
+        self.after: Metrics = {}
+        self.seconds = 0.0
+        self.tokens_timed = 0
+        self._marks = {"eval": -1, "save": -1}
+        self._evaluated: Metrics = {}
+        self._pending: tuple[Record, float] | None = None
+        self._started = time.perf_counter()
+
+    # -- resuming -------------------------------------------------------------------------------------------------------------------
+
+    def resume(self) -> bool:
+        """Go on from the newest sound checkpoint; False where there is none."""
+        path = from_main(None if (found := self.checkpoints.newest_sound()) is None else str(found))
+        if path is None:
+            return False
+        trainer = self.trainer
+        state, mine = self.checkpoints.load(Path(path), trainer.policy, trainer.optimizer)
+        trainer.progress = Progress(**state["progress"])
+        self.bar.initial = self.bar.n = trainer.progress.step
+        self._marks, self.before, self._evaluated = state["marks"], state["before"], state["evaluated"]
+        self.seconds, self.tokens_timed = state["seconds"], state["tokens_timed"]
+        if not trainer.fixed_reference:
+            trainer.reference.step = state["reference_step"]
+            trainer.reference.scores = {k: v.to(trainer.world.device) for k, v in mine.items()}
+        return True
+
+    def save(self) -> None:
+        """A checkpoint before the next step."""
+        self._flush()
+        trainer = self.trainer
+        state = {
+            "progress": asdict(trainer.progress), "reference_step": trainer.reference.step, "marks": self._marks, "before": self.before,
+            "evaluated": self._evaluated, "seconds": self.seconds, "tokens_timed": self.tokens_timed, "wandb_id": self.tracker.wandb_id,
+        }
+        mine: dict[str, Tensor] = {} if trainer.fixed_reference else {k: v.cpu().contiguous() for k, v in trainer.reference.scores.items()}
+        self.checkpoints.save(trainer.progress.step, trainer.policy, trainer.optimizer, state, mine)
+
+    # -- the watch ------------------------------------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        if any_rank(self.signals.asked):
+            self.save()
+            if self.trainer.world.is_main:
+                print(f"asked to stop: saved before step {self.trainer.progress.step}; the same command with resume=true goes on", flush=True)
+            raise Requeue
+        first = self.trainer.progress.step == 0
+        if self._due("eval", self.config.eval_every) or first:
+            self._evaluated = self.evaluator.evaluate()
+            if first:
+                self.before = self._evaluated
+        if self._due("save", self.config.save_every or self.config.eval_every) or first:
+            self._save_or_warn(first)
+        self._started = time.perf_counter()
+
+    def _save_or_warn(self, first: bool) -> None:
+        """A run that cannot save does not start; one that no longer can goes on with what it has saved, and says so."""
+        try:
+            self.save()
+        except CheckpointError as error:
+            if first:
+                raise Stopped(str(error)) from error
+            if self.trainer.world.is_main:
+                print(f"{error}; the run goes on, the checkpoints before it stay", flush=True)
+
+    def _due(self, what: str, every: int | None) -> bool:
+        """Whether another ``every`` examples have gone by since this was last true."""
+        mark = 0 if every is None else self.trainer.progress.examples // every
+        due, self._marks[what] = mark > self._marks[what] >= 0, mark
+        return due
+
+    def after_step(self, record: Record) -> None:
+        self._flush()
+        record.known |= self._evaluated
+        self._evaluated = {}
+        self._pending = (record, time.perf_counter() - self._started)
+
+    def _flush(self) -> None:
+        """Write the line of the last step, whose numbers have reached the host by now."""
+        if self._pending is None:
+            return
+        (record, seconds), self._pending = self._pending, None
+        values = record.pending.read()
+        self.seconds, self.tokens_timed = self.seconds + seconds, self.tokens_timed + record.batch_tokens
+        skipped = values.pop("skipped")
+        chosen, rejected = values.get("reward_chosen"), values.get("reward_rejected")
+        values["reward_margin"] = None if chosen is None or rejected is None else chosen - rejected
+        line: dict[str, Any] = record.known | values | {"tokens_per_second": record.batch_tokens / seconds, "seconds": seconds}
+        if skipped:
+            line["skipped"] = True
+        self.tracker.log(line)
+        self.bar.set_postfix_str(status(line), refresh=False)
+        self.bar.update()
+        self._count_skipped(bool(skipped), record)
+
+    def _count_skipped(self, skipped: bool, record: Record) -> None:
+        at = self.trainer.progress
+        at.skipped = at.skipped + 1 if skipped else 0
+        if skipped and self.trainer.world.is_main:
+            path = write_batch(self.folder / "skipped" / f"step_{record.known['step']:08d}.jsonl", record.batch)
+            print(f"step {record.known['step']}: the gradient was not finite, the update was skipped; the batch is in {path}", flush=True)
+        if at.skipped >= self.config.max_skipped_steps:
+            raise Stopped(f"{at.skipped} updates in a row had gradients that were not finite (max_skipped_steps); their batches are in "
+                          f"{self.folder / 'skipped'}: try a lower lr, or look at these rows")
+
+    def done(self) -> None:
+        self._flush()
+        self.bar.close()
+        self.after = self.evaluator.evaluate()
+        self._save_or_warn(first=False)
+
+
+def write_batch(path: Path, batch: list[Example]) -> Path:
+    """The rows of a batch as token ids, one example a line, for replay."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"prompt_id": e.prompt_id, "label": e.label,
+                         "rows": [{"prompt_ids": r.prompt_ids.tolist(), "completion_ids": r.completion_ids.tolist()} for r in e.rows]})
+             for e in batch]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+

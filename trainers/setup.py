@@ -1,0 +1,123 @@
+"""From a typed config to the parts of a run. What can be refused is refused in here, before any weights are loaded."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from config.schema import RESERVED_LOSS_KEYS, Config, ConfigError, changed, dump, require
+from data.batches import Segment
+from data.examples import Examples, make_examples
+from data.sources import Loaded, load_groups
+from trainers.basic import BasicTrainer
+from trainers.losses.base import LossResult
+
+Loss = Callable[..., LossResult]
+
+
+def import_path(key: str, path: str) -> Any:
+    """The object that ``a.b.c`` names. Raises ConfigError(key, path) if there is none."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(key, path, f"cannot be imported ({error})") from error
+
+
+def make_loss(config: Config) -> Loss:
+    """The loss function with its numbers filled in. Raises ConfigError for a number it does not take or lacks."""
+    function = import_path("loss._target_", config.loss["_target_"])
+    takes = {n: p for n, p in inspect.signature(function).parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    numbers = {key: value for key, value in config.loss.items() if key not in RESERVED_LOSS_KEYS}
+    for key, value in numbers.items():
+        require(key in takes, f"loss.{key}", value, f"loss={config.loss['name']} does not take it; it takes {', '.join(takes) or 'no numbers'}")
+        hint = takes[key].annotation
+        if hint in (float, "float"):
+            require(isinstance(value, int | float) and not isinstance(value, bool), f"loss.{key}", value, "must be a number")
+    for key, parameter in takes.items():
+        require(key in numbers or parameter.default is not inspect.Parameter.empty, f"loss.{key}", "???",
+                f"loss={config.loss['name']} needs it; set it in config/loss/{config.loss['name']}.yaml")
+    return partial(function, **numbers)
+
+
+def trainer_class(config: Config) -> type[BasicTrainer]:
+    cls = import_path("trainer._target_", config.trainer._target_)
+    require(isinstance(cls, type) and issubclass(cls, BasicTrainer), "trainer._target_", config.trainer._target_,
+            "is not a subclass of trainers.basic.BasicTrainer")
+    return cls
+
+
+def check_ranks(config: Config, ranks: int) -> None:
+    """Raise ConfigError unless the batch divides into ranks x accumulation steps."""
+    parts = config.model.gradient_accumulation_steps * ranks
+    require(config.model.batch_size % parts == 0, "model.batch_size", config.model.batch_size,
+            f"must be a multiple of ranks x model.gradient_accumulation_steps = {ranks} x {config.model.gradient_accumulation_steps}")
+
+
+def run_folder(config: Config, name: str) -> tuple[Path, bool]:
+    """(the run's folder, whether there is a run in it to go on with). Called by rank 0 alone.
+
+    Raises ConfigError for a run that is there already, unless overwrite or resume says what to do with it, and for a run that cannot be
+    gone on with because its settings were others.
+    """
+    folder = Path(config.runs_dir) / name
+    record = folder / "config.yaml"
+    exists = folder.exists() and any(folder.iterdir())
+    if exists and config.overwrite:
+        shutil.rmtree(folder)
+        exists = False
+    require(not exists or config.resume, "exp_name", name,
+            f"{folder} is there already; resume=true goes on with it, overwrite=true deletes it, exp_name=… names another")
+    if exists and record.exists():
+        key = changed(record.read_text(), config)
+        require(key is None, str(key), "changed", f"{record} has another value; a run is resumed with the settings it was started with")
+    folder.mkdir(parents=True, exist_ok=True)
+    record.write_text(dump(config))
+    return folder, exists
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be trained on and evaluated with, before anything is computed."""
+
+    train: Segment
+    held_out: Segment | None
+    loaded: Loaded
+    evaluation: Loaded
+    examples: Examples
+
+    @property
+    def steps(self) -> int:
+        return self.train.steps
+
+
+def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Any) -> Plan:
+    """Load, view and tokenise the data. Raises ConfigError when nothing is left to train on."""
+    loaded, evaluation = load_groups(config.data, "train"), load_groups(config.data, "eval")
+    examples = make_examples(loaded.groups, trainer.view, renderer)
+    require(examples.count > 0, "data.path", config.data.path,
+            f"gives loss={config.loss['name']} no example to train on: {loaded.read} rows read, {examples.dropped or 'none'} dropped")
+    units = (config.n_epochs or 10**9) * examples.count
+    units = min(units, config.n_examples or units)
+    held_out = make_examples(evaluation.groups[: config.n_eval_examples], trainer.view, renderer)
+    return Plan(
+        train=Segment(examples.groups, config.model.batch_size, units, config.seed),
+        held_out=Segment(held_out.groups, config.model.eval_batch_size, held_out.count, seed=0) if held_out.count else None,
+        loaded=loaded, evaluation=evaluation, examples=examples,
+    )
+
+
+class Offline:
+    """The source of offline training: one segment, all of it."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.only = segment
+
+    def segment(self, index: int) -> Segment | None:
+        return self.only if index == 0 else None
