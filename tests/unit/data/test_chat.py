@@ -1,0 +1,291 @@
+"""The render function: the same ids in training and sampling, one BOS, one end token, and what is cut when it is too long."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config.schema import ConfigError, DataConfig, ModelConfig
+from data.chat import DEFAULT_TEMPLATE, Renderer, chat_fingerprint, load_template, make_renderer
+from data.types import Completion, DataError, Prompt, Sequence, Turn
+from tests.unit.data.tiny_tokenizers import END_OF_TURN, FAMILIES, tiny_tokenizer
+
+TOKENIZERS = {family: tiny_tokenizer(family) for family in FAMILIES}
+CHATS = ["llama3", "qwen2", "gemma2"]
+
+
+def renderer(family: str, max_length: int = 4096, max_prompt_length: int = 2048, plain: bool = False) -> Renderer:
+    tokenizer = TOKENIZERS[family]
+    template = None if plain else load_template(tokenizer, None)
+    return Renderer(tokenizer, max_length=max_length, max_prompt_length=max_prompt_length, template=template)
+
+
+def conversation(*contents: str, system: str | None = None) -> Prompt:
+    turns = [Turn(("user", "assistant")[i % 2], content) for i, content in enumerate(contents)]
+    return Prompt(((Turn("system", system),) if system else ()) + tuple(turns))
+
+
+def row(made: Sequence | str) -> Sequence:
+    assert isinstance(made, Sequence), made
+    return made
+
+
+def ids_of(sequence: Sequence) -> list[int]:
+    return [*sequence.prompt_ids.tolist(), *sequence.completion_ids.tolist()]
+
+
+@pytest.mark.parametrize("family", CHATS)
+@pytest.mark.parametrize("answer", ["the answer", " 12\nis in there ", "\n\nthe", "ünï→ ✓", ""])
+def test_training_ids_are_the_template_s_own_rendering(family: str, answer: str) -> None:
+    """Independent of the renderer: transformers renders the whole conversation and tokenises it at once."""
+    tokenizer, prompt = TOKENIZERS[family], conversation("one", "two", "three the")
+    messages = [{"role": t.role, "content": t.content} for t in prompt.turns]
+    whole = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": answer}], tokenize=False)
+    end = END_OF_TURN[family]
+    expected = whole[:whole.rindex(end) + len(end)]
+    made = row(renderer(family).sequence(prompt, Completion(answer)))
+    assert tokenizer.decode(ids_of(made)) == expected
+    if answer.strip() == answer and answer:  # no merge may cross from the generation prompt into such an answer
+        assert ids_of(made) == tokenizer(expected, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("family", [*CHATS, "base"])
+def test_prompt_ids_are_what_is_sampled_from_and_an_exact_prefix_of_training(family: str) -> None:
+    tokenizer, prompt, make = TOKENIZERS[family], conversation("hi", "there", "the end?"), renderer(family)
+    ids = make.prompt_ids(prompt)
+    assert isinstance(ids, np.ndarray)  # transformers 5 answers apply_chat_template with a BatchEncoding
+    assert ids.dtype == np.int32
+    assert ids.ndim == 1
+    if family != "base":
+        messages = [{"role": t.role, "content": t.content} for t in prompt.turns]
+        assert ids.tolist() == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    for answer in ("", "x", "\n", " the"):
+        assert np.array_equal(row(make.sequence(prompt, Completion(answer))).prompt_ids, ids)
+
+
+@pytest.mark.parametrize("family", ["llama3", "gemma2"])
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("already", [0, 1, 2])
+def test_exactly_one_bos_whoever_wrote_it(family: str, plain: bool, already: int) -> None:
+    tokenizer = TOKENIZERS[family]
+    content = tokenizer.bos_token * already + "hello" if plain else "hello"
+    template = None if plain else tokenizer.bos_token * already + FAMILIES[family][3]
+    make = Renderer(tokenizer, max_length=100, max_prompt_length=50, template=template)
+    made = ids_of(row(make.sequence(conversation(content), Completion("yes"))))
+    assert made[0] == tokenizer.bos_token_id
+    assert made.count(tokenizer.bos_token_id) == 1
+
+
+def test_bos_is_added_when_the_template_forgets_it_and_never_invented() -> None:
+    forgetful = Renderer(TOKENIZERS["llama3"], max_length=500, max_prompt_length=400, template=FAMILIES["qwen2"][3])
+    ids = forgetful.prompt_ids(conversation("hello")).tolist()
+    assert ids.count(TOKENIZERS["llama3"].bos_token_id) == 1 and ids[0] == TOKENIZERS["llama3"].bos_token_id
+    assert TOKENIZERS["qwen2"].bos_token_id is None
+    assert renderer("qwen2").prompt_ids(conversation("hello")).tolist()[0] == TOKENIZERS["qwen2"].convert_tokens_to_ids("<|im_start|>")
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("brought_along", ["", "END", "END\n", "ENDEND", "EOS"])
+def test_an_answer_ends_with_the_template_s_end_token_exactly_once(family: str, brought_along: str) -> None:
+    tokenizer = TOKENIZERS[family]
+    suffix = brought_along.replace("END", END_OF_TURN[family]).replace("EOS", tokenizer.eos_token)
+    made = row(renderer(family).sequence(conversation("hello"), Completion("yes" + suffix)))
+    ends = {tokenizer.convert_tokens_to_ids(END_OF_TURN[family]), tokenizer.eos_token_id}
+    assert made.completion_ids[-1] == tokenizer.convert_tokens_to_ids(END_OF_TURN[family])
+    assert sum(token in ends for token in made.completion_ids.tolist()) == 1
+
+
+def test_the_end_token_counts_although_it_is_also_the_pad_token() -> None:
+    assert TOKENIZERS["llama3"].pad_token_id == TOKENIZERS["llama3"].eos_token_id
+    made = row(renderer("llama3").sequence(conversation("hello"), Completion("yes")))
+    assert made.completion_ids[-1] == TOKENIZERS["llama3"].pad_token_id
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_sampled_ids_are_used_as_they_are(family: str) -> None:
+    make, prompt = renderer(family), conversation("hello")
+    strange = (5, 3, 5, 7)  # no tokenizer would cut a text this way
+    assert row(make.sequence(prompt, Completion(None, strange, finished=False))).completion_ids.tolist() == list(strange)
+    assert row(make.sequence(prompt, Completion("ignored", strange, finished=True))).completion_ids.tolist() == [*strange, make.end_id]
+    for stop in make.stop_token_ids:
+        assert row(make.sequence(prompt, Completion(None, (5, stop)))).completion_ids.tolist() == [5, stop]
+
+
+@pytest.mark.parametrize(("family", "stops"), [("llama3", ["<|eot_id|>"]), ("qwen2", ["<|im_end|>"]), ("gemma2", ["<end_of_turn>", "<eos>"])])
+def test_stop_tokens_are_end_of_turn_and_end_of_sequence(family: str, stops: list[str]) -> None:
+    assert list(renderer(family).stop_token_ids) == TOKENIZERS[family].convert_tokens_to_ids(stops)
+
+
+def test_a_template_without_a_system_role_gets_it_in_the_first_user_turn() -> None:
+    make, tokenizer = renderer("gemma2"), TOKENIZERS["gemma2"]
+    folded = make.prompt_ids(conversation("hello", "hi", "and?", system="be brief"))
+    assert np.array_equal(folded, make.prompt_ids(conversation("be brief\n\nhello", "hi", "and?")))
+    silent = "{% for m in messages %}{% if m['role'] != 'system' %}{{ '<start_of_turn>' + m['content'] + '<end_of_turn>' }}{% endif %}{% endfor %}"
+    make = Renderer(tokenizer, max_length=99, max_prompt_length=60, template=silent)
+    assert "be brief" in tokenizer.decode(make.prompt_ids(conversation("hello", system="be brief")))
+
+
+def test_a_conversation_that_the_template_refuses_is_named_not_raised_in_a_batch() -> None:
+    make = renderer("gemma2")
+    odd = Prompt((Turn("user", "a"), Turn("user", "b")))
+    made = make.sequences([(odd, Completion("x")), (conversation("a"), Completion("x"))])
+    assert isinstance(made[0], str)
+    assert "must alternate" in made[0]
+    assert isinstance(made[1], Sequence)
+    with pytest.raises(DataError, match="must alternate"):
+        make.prompt_ids(odd)
+
+
+def test_a_base_model_gets_the_shipped_template() -> None:
+    make, tokenizer = renderer("base"), TOKENIZERS["base"]
+    assert make.template == DEFAULT_TEMPLATE.read_text()
+    made = row(make.sequence(conversation("one", "two", "three", system="rules"), Completion("four")))
+    assert tokenizer.decode(ids_of(made)) == ("rules\n\nUser: one\n\nAssistant: two<|endoftext|>\n\nUser: three\n\nAssistant: four<|endoftext|>")
+    assert tokenizer.decode(made.completion_ids) == " four<|endoftext|>"
+
+
+def test_a_tokenizer_that_prefixes_a_space_does_not_put_one_inside_a_row() -> None:
+    """Llama-2's template answers "[/INST] yes </s>": one space, as in its own rendering tokenised whole."""
+    tokenizer, make = TOKENIZERS["llama2"], renderer("llama2")
+    whole = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}])["input_ids"]
+    assert ids_of(row(make.sequence(conversation("hello"), Completion("yes")))) == whole
+
+
+def test_the_day_of_the_run_does_not_change_the_ids() -> None:
+    dated = "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y %f') %}{% endif %}{{ date_string }}" + LLAMA3_BODY
+    assert "26 Jul 2024" in TOKENIZERS["llama3"].decode(
+        Renderer(TOKENIZERS["llama3"], max_length=200, max_prompt_length=150, template=dated).prompt_ids(conversation("hi")))
+
+
+LLAMA3_BODY = FAMILIES["llama3"][3]
+
+
+# Lengths
+
+def test_the_oldest_turns_go_first_and_the_system_turn_never() -> None:
+    prompt = conversation("first " * 20, "second " * 20, "third", "fourth", "fifth?", system="the rules")
+    make, tokenizer = renderer("qwen2", 300, 150), TOKENIZERS["qwen2"]
+    ids = make.prompt_ids(prompt)
+    assert np.array_equal(ids, renderer("qwen2").prompt_ids(conversation("third", "fourth", "fifth?", system="the rules")))
+    assert len(ids) <= 150
+    assert make.cuts == {"oldest turns": 1, "last user turn": 0} or make.cuts == {"oldest turns": 1}
+    assert "the rules" in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("family", [*CHATS, "base"])
+def test_a_last_user_turn_that_is_too_long_keeps_its_end(family: str) -> None:
+    question = "".join(f"{i} ünï " for i in range(300)) + "what is the answer?"
+    make, tokenizer = renderer(family, 200, 120), TOKENIZERS[family]
+    text = tokenizer.decode(make.prompt_ids(conversation("old", "older", question, system="rules")))
+    assert "what is the answer?" in text
+    assert "rules" in text
+    assert "old" not in text
+    assert "�" not in text
+    assert make.cuts["last user turn"] == 1
+    assert make.cuts["oldest turns"] == 1
+    assert 110 <= len(make.prompt_ids(conversation(question))) <= 120
+
+
+def test_a_system_turn_that_leaves_no_room_drops_the_row() -> None:
+    made = renderer("qwen2", 100, 50).sequence(conversation("hello", system="rule " * 200), Completion("yes"))
+    assert isinstance(made, str)
+    assert "max_prompt_length=50" in made
+
+
+def test_a_cut_completion_has_no_end_token_and_is_counted() -> None:
+    prompt, make = conversation("hello"), renderer("llama3", 60, 50)
+    made = row(make.sequence(prompt, Completion("y" * 500)))
+    assert len(made) == 60
+    assert TOKENIZERS["llama3"].eos_token_id not in made.completion_ids
+    assert make.cuts == {"completion end": 1}
+    room = 60 - len(made.prompt_ids)
+    assert row(make.sequence(prompt, Completion("y" * (room - 1)))).completion_ids[-1] == TOKENIZERS["llama3"].eos_token_id
+
+
+def test_a_row_without_a_completion_token_is_dropped() -> None:
+    assert renderer("llama3").sequence(conversation("hello"), Completion(None, (), finished=False)) == "no completion token"
+    assert renderer("llama3", plain=True).sequence(conversation("hello"), Completion("", finished=False)) == "no completion token"
+
+
+words = st.text(alphabet=st.sampled_from("ab the\n é<|>✓"), max_size=60)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([*CHATS, "base", "llama2"]), st.lists(words, min_size=1, max_size=5), words, st.integers(30, 90), st.booleans())
+def test_any_conversation_fits_or_is_named(family: str, contents: list[str], answer: str, limit: int, plain: bool) -> None:
+    prompt = conversation(*contents[:len(contents) - 1 + len(contents) % 2], system=None)
+    make = renderer(family, 2 * limit, limit, plain)
+    made = make.sequence(prompt, Completion(answer))
+    if isinstance(made, str):
+        assert "max_prompt_length" in made or made == "the prompt has no token"
+        return
+    assert 1 <= len(made.prompt_ids) <= limit
+    assert 1 <= len(made.completion_ids) <= 2 * limit - len(made.prompt_ids)
+    assert np.array_equal(made.prompt_ids, make.prompt_ids(prompt))
+    ended = made.completion_ids[-1] == make.end_id
+    assert ended or len(made) == 2 * limit
+
+
+def test_a_batch_is_its_rows() -> None:
+    prompts = [conversation(*["turn the " * (i + 1)] * (2 * (i % 3) + 1), system="s" if i % 2 else None) for i in range(12)]
+    items = [(p, c) for p in prompts for c in (Completion("the one"), Completion(None, (4, 5)), Completion("two", finished=False))]
+    for family in CHATS:
+        make = renderer(family, 120, 80)
+        for one, many in zip([make.sequence(*item) for item in items], make.sequences(items), strict=True):
+            assert ids_of(row(one)) == ids_of(row(many))
+
+
+# Plain concatenation, settings, identity
+
+def test_plain_text_is_concatenated_as_it_is() -> None:
+    tokenizer = TOKENIZERS["base"]
+    made = row(renderer("base", plain=True).sequence(conversation("The sky is"), Completion(" the limit ")))
+    assert tokenizer.decode(ids_of(made)) == "The sky is the limit <|endoftext|>"
+    assert tokenizer.decode(made.prompt_ids) == "The sky is"
+
+
+def test_settings_choose_template_and_lengths(tmp_path) -> None:
+    data = DataConfig(name="x", source="y")
+    model = ModelConfig(name="m", name_or_path="m", max_length=99, max_prompt_length=44)
+    assert make_renderer(TOKENIZERS["qwen2"], model, data).template == FAMILIES["qwen2"][3]
+    assert make_renderer(TOKENIZERS["qwen2"], model, dataclasses.replace(data, apply_chat_template=False)).template is None
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
+    mine = make_renderer(TOKENIZERS["qwen2"], dataclasses.replace(model, chat_template=str(tmp_path / "mine.jinja")), data)
+    assert TOKENIZERS["qwen2"].decode(mine.prompt_ids(conversation("hi"))) == "[hi]"
+    assert (mine.max_length, mine.max_prompt_length) == (99, 44)
+    with pytest.raises(ConfigError, match="model.chat_template"):
+        make_renderer(TOKENIZERS["qwen2"], dataclasses.replace(model, chat_template="nowhere.jinja"), data)
+
+
+def test_a_tokenizer_without_an_end_is_refused() -> None:
+    endless = tiny_tokenizer("base")
+    endless.eos_token = None
+    with pytest.raises(ConfigError, match="eos_token"):
+        Renderer(endless, max_length=10, max_prompt_length=5, template=None)
+
+
+def test_a_template_that_loses_the_answer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model.chat_template"):
+        Renderer(TOKENIZERS["base"], max_length=10, max_prompt_length=5, template="{{ messages[0]['content'] }}")
+
+
+def test_the_fingerprint_changes_with_what_ids_depend_on_and_with_nothing_else() -> None:
+    tokenizer = tiny_tokenizer("llama3")
+    before = chat_fingerprint(tokenizer, "t", 10, 5)
+    tokenizer(["a", "a b c"], padding=True, truncation=True, max_length=4)
+    assert chat_fingerprint(tokenizer, "t", 10, 5) == before == chat_fingerprint(tiny_tokenizer("llama3"), "t", 10, 5)
+    others = [chat_fingerprint(tokenizer, "u", 10, 5), chat_fingerprint(tokenizer, None, 10, 5), chat_fingerprint(tokenizer, "t", 11, 5),
+              chat_fingerprint(tokenizer, "t", 10, 6), chat_fingerprint(tiny_tokenizer("qwen2"), "t", 10, 5)]
+    tokenizer.add_tokens(["more"])
+    assert len({before, *others, chat_fingerprint(tokenizer, "t", 10, 5)}) == 7
+
+
+def test_rendering_does_not_change_the_data() -> None:
+    prompt, completion = conversation("hello" * 100, system="rules"), Completion("yes ")
+    before = (prompt.turns, prompt.id, completion)
+    renderer("llama3", 60, 50).sequence(prompt, completion)
+    assert (prompt.turns, prompt.id, completion) == before
