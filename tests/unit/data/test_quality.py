@@ -1,0 +1,85 @@
+"""The data report: what it counts, its quartiles, and the gate of Figure 6."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.examples import Examples
+from data.quality import PAPER_WORST_QUARTILE, DataReport, Spread
+from data.rows import Dropped, Loaded
+from data.types import Completion, Example, Group, Prompt, Sequence, Turn
+
+
+def group(question: str) -> Group:
+    return Group(Prompt((Turn("user", question),)), (Completion("a"), Completion("b")), (1.0, -1.0))
+
+
+def row(prompt: int, completion: int) -> Sequence:
+    return Sequence(np.zeros(prompt, dtype=np.int32), np.ones(completion, dtype=np.int32))
+
+
+@pytest.fixture
+def report() -> DataReport:
+    loaded = Loaded([group("q1"), group("q2"), group("q2")], 6,
+                    [Dropped("f.jsonl", 2, "a tie"), Dropped("f.jsonl", 5, "a tie"), Dropped("f.jsonl", 4, "no | column\n'x'")], "f.jsonl")
+    evaluation = Loaded([group("q2"), group("q9")], 2, [], "g.jsonl")
+    examples = Examples(((Example("a", (row(3, 5), row(3, 7))),), (Example("b", (row(9, 1), row(9, 2))),)), {"no completion token": 1})
+    return DataReport.of(loaded, evaluation, examples, {"completion end": 1, "oldest turns": 0})
+
+
+def test_it_counts_rows_prompts_and_what_both_splits_share(report: DataReport) -> None:
+    assert (report.read, report.groups, report.prompts, report.examples, report.shared_prompts) == (6, 3, 2, 2, 1)
+    assert report.dropped == {"a tie": 2, "no | column\n'x'": 1}
+    assert report.cut == {"completion end": 1}
+    assert report.prompt_tokens is not None
+    assert (report.prompt_tokens.count, report.prompt_tokens.mean, report.prompt_tokens.maximum) == (4, 6.0, 9.0)
+    assert report.completion_tokens is not None
+    assert report.completion_tokens.median == 3.5
+    assert any("both trained on and evaluated" in warning for warning in report.warnings())
+    assert any("3 of 6 rows were dropped" in warning for warning in report.warnings())
+
+
+def test_markdown_names_rows_and_its_tables_hold_whatever_the_data_say(report: DataReport) -> None:
+    page = report.with_logprobs({"chosen": np.array([-0.1]), "rejected": np.array([-0.5])}, clipped_share=0.021).to_markdown()
+    assert "f.jsonl, row 2: a tie" in page
+    assert "2.1%" in page
+    for table in page.split("\n\n"):
+        widths = {line.replace("\\|", "").count("|") for line in table.splitlines() if line.startswith("|")}
+        assert len(widths) <= 1, table
+
+
+def test_to_dict_is_json(report: DataReport) -> None:
+    plain = json.loads(json.dumps(report.with_logprobs({"chosen": np.array([-0.1, -0.3])}).to_dict()))
+    assert plain["logprob"]["chosen"]["mean"] == pytest.approx(-0.2)
+    assert plain["named"][0] == {"file": "f.jsonl", "row": 2, "reason": "a tie"}
+
+
+@given(st.lists(st.floats(-5, 0), min_size=1, max_size=40))
+def test_quartiles_part_the_values_into_quarters(values: list[float]) -> None:
+    spread = Spread.of(values)
+    assert spread is not None
+    array = np.array(values)
+    for q, cut in ((0.25, spread.lower_quartile), (0.5, spread.median), (0.75, spread.upper_quartile)):
+        assert (array <= cut + 1e-12).mean() >= q - 1 / len(array)
+        assert (array >= cut - 1e-12).mean() >= 1 - q - 1 / len(array)
+    assert (spread.minimum, spread.maximum) == (array.min(), array.max())
+
+
+@pytest.mark.parametrize(("center", "warned"), [(-0.7, True), (-0.36, True), (-0.30, False), (-2.0, True), (-0.05, False)])
+def test_the_gate_warns_of_data_like_the_papers_lowest_quarter(report: DataReport, center: float, warned: bool) -> None:
+    chosen = np.array([center, center - 0.01, center + 0.01, np.nan])
+    scored = report.with_logprobs({"chosen": chosen, "rejected": chosen - 0.02})
+    assert any("Figure 6" in warning for warning in scored.warnings()) == warned
+    assert scored.logprob["all"].count == 6  # what was not scored is not averaged over
+    assert scored.logprob["chosen"].median == pytest.approx(center)
+    assert f"[{PAPER_WORST_QUARTILE[0]}, {PAPER_WORST_QUARTILE[1]}]" in scored.to_markdown()
+
+
+def test_nothing_scored_is_no_warning(report: DataReport) -> None:
+    assert report.with_logprobs({}).poor_share is None
+    assert report.with_logprobs({"chosen": np.array([np.nan])}).logprob == {}
