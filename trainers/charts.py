@@ -1,0 +1,170 @@
+"""The curves of a run: which numbers are drawn together, in which unit, and how."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+
+Record = dict[str, Any]
+
+BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#AA5C99"  # told apart by the colour-blind too (Okabe and Ito)
+MOST_POINTS = 800
+"""Longer curves are drawn as means of as many blocks: a chart is not wider than that many pixels."""
+SMOOTH_FROM = 80
+"""Curves with at least this many points are drawn faint, with their running mean over 1/20 of the run on top of them."""
+FEW_POINTS = 30
+"""Up to this many points are marked one by one."""
+STYLE: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "humanline",  # the same run gives the same bytes
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One key of metrics.jsonl. ``marked``: measured now and then, each point is shown. ``exact``: no noise, no mean is drawn."""
+
+    key: str
+    label: str
+    color: str
+    marked: bool = False
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves that share axes. ``unit`` labels the y axis; ``share``: numbers in [0, 1], shown as percentages; ``from_zero``: the
+    axis starts at 0; ``form`` formats its ticks."""
+
+    title: str
+    unit: str
+    curves: tuple[Curve, ...]
+    share: bool = False
+    from_zero: bool = False
+    form: str | None = None
+
+
+PANELS = (
+    Panel("Loss", "loss per unit", (Curve("loss", "training", BLUE), Curve("eval_loss", "evaluation", ORANGE, True))),
+    Panel("Answers that are right", "share of held-out prompts", (
+        Curve("eval_accuracy_sampled", "sampled", BLUE, True), Curve("eval_accuracy_greedy", "greedy", ORANGE, True)), share=True),
+    Panel("Reward margin", "chosen − rejected, β·nats", (
+        Curve("reward_margin", "training, against the current reference", BLUE),
+        Curve("eval_reward_margin", "evaluation, against the initial weights", ORANGE, True))),
+    Panel("Reward accuracy", "share of pairs", (
+        Curve("reward_accuracy", "training", BLUE), Curve("eval_reward_accuracy", "evaluation", ORANGE, True)), share=True),
+    Panel("Rewards in training", "β·nats", (
+        Curve("reward_chosen", "chosen", BLUE), Curve("reward_rejected", "rejected", ORANGE))),
+    Panel("Drift of the log-probabilities", "nats per token", (
+        Curve("kl", "from the current reference", BLUE), Curve("drift", "from the initial weights", GREEN),
+        Curve("eval_drift", "from the initial weights, evaluation", ORANGE, True))),
+    Panel("Clipped tokens", "share of completion tokens", (
+        Curve("clipped_low", "below log_epsilon_P", BLUE), Curve("clipped_high", "above log_epsilon_R", ORANGE)),
+        share=True, from_zero=True),
+    Panel("Age of the reference", "step − reference_step", (Curve("reference_age", "", PURPLE, exact=True),), from_zero=True),
+    Panel("Gradient norm", "before clipping", (Curve("grad_norm", "", BLUE),), from_zero=True),
+    Panel("Learning rate", "per step", (Curve("lr", "", GREEN, exact=True),), from_zero=True, form="{x:.1e}"),
+    Panel("Speed", "tokens/s", (Curve("tokens_per_second", "", PURPLE),), from_zero=True, form="{x:,.0f}"),
+)
+
+
+def points(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, values) of the lines that have ``key``; null is NaN: a gap in the curve. Both empty where no value is finite."""
+    if key == "reference_age":
+        pairs = [(r["step"], r["step"] - r["reference_step"]) for r in records if r.get("reference_step") is not None]
+    else:
+        pairs = [(r["step"], np.nan if r[key] is None else r[key]) for r in records if key in r]
+    steps, values = np.array(pairs, dtype=float).reshape(-1, 2).T
+    return (steps, values) if np.isfinite(values).any() else (steps[:0], values[:0])
+
+
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """The mean of the finite values within ``window`` (odd) around each point; NaN where there is none."""
+    finite, ones = np.isfinite(values), np.ones(window)
+    total = np.convolve(np.where(finite, values, 0.0), ones, mode="same")
+    count = np.convolve(finite.astype(float), ones, mode="same")
+    return np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0)
+
+
+def thinned(values: np.ndarray, most: int) -> np.ndarray:
+    """At most ``most`` values: means of blocks of equal length, NaN left out."""
+    if len(values) <= most:
+        return values
+    block = -(-len(values) // most)
+    blocks = np.pad(values, (0, -len(values) % block), constant_values=np.nan).reshape(-1, block)
+    finite = np.isfinite(blocks)
+    count = finite.sum(axis=1)
+    return np.divide(np.where(finite, blocks, 0.0).sum(axis=1), count, out=np.full(len(blocks), np.nan), where=count > 0)
+
+
+def draw(panel: Panel, records: Sequence[Record]) -> Figure | None:
+    """The panel as a figure; None where no line has a number for it."""
+    curves = [(curve, *points(records, curve.key)) for curve in panel.curves]
+    curves = [c for c in curves if len(c[1])]
+    if not curves:
+        return None
+    figure = Figure(figsize=(5.4, 2.9), layout="constrained")
+    axes = figure.subplots()
+    for curve, steps, values in curves:
+        _draw_curve(axes, curve, steps, values)
+    axes.set_title(panel.title)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel(panel.unit)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    axes.margins(y=0.12)
+    if panel.form:
+        axes.yaxis.set_major_formatter(StrMethodFormatter(panel.form))
+    if panel.share:
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
+        axes.set_ylim(max(axes.get_ylim()[0], -0.02), min(max(axes.get_ylim()[1], 1e-3), 1.02))
+    if panel.from_zero:
+        axes.set_ylim(bottom=0.0, top=max(axes.get_ylim()[1], 1e-12))
+    if any(curve.label for curve, _, _ in curves):
+        axes.legend()
+    return figure
+
+
+def _draw_curve(axes: Axes, curve: Curve, steps: np.ndarray, values: np.ndarray) -> None:
+    if curve.marked:
+        axes.plot(steps, values, color=curve.color, label=curve.label, marker="o", markersize=4, linewidth=1.4, zorder=3)
+        return
+    smooth = len(values) >= SMOOTH_FROM and not curve.exact
+    x, y = (steps, values) if curve.exact else (thinned(steps, MOST_POINTS), thinned(values, MOST_POINTS))
+    axes.plot(x, y, color=curve.color, linewidth=0.9 if smooth else 1.4, alpha=0.3 if smooth else 1.0,
+              label=None if smooth else curve.label, marker="." if len(values) <= FEW_POINTS else None)
+    if smooth:
+        mean = running_mean(values, 2 * (len(values) // 40) + 1)
+        axes.plot(x, thinned(mean, MOST_POINTS), color=curve.color, linewidth=1.6, label=curve.label)
+
+
+def charts(records: Sequence[Record]) -> list[tuple[str, bytes]]:
+    """(title, SVG) of each panel that has something to show."""
+    out = []
+    with matplotlib.rc_context(STYLE):
+        for panel in PANELS:
+            if figure := draw(panel, records):
+                svg = io.BytesIO()
+                figure.savefig(svg, format="svg", metadata={"Date": None})
+                out.append((panel.title, svg.getvalue()))
+    return out
