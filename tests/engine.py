@@ -1,0 +1,76 @@
+"""A trainer on random examples, without files: what the tests of the step, the reference and the ranks share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from config.schema import Config
+from data.batches import Segment
+from models.distributed import World, local, shard, start
+from models.policy import Policy, decoder_blocks
+from trainers.basic import BasicTrainer, Record
+from trainers.initial import initial_scores
+from trainers.setup import Offline, make_loss, trainer_class
+from tests.tiny import KINDS, make_config, random_groups, tiny_policy
+
+
+@dataclass
+class Log:
+    """A Watch that keeps every line, and calls ``each`` before every step."""
+
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    each: Callable[[], None] = lambda: None
+
+    def before_step(self) -> None:
+        self.each()
+
+    def after_step(self, record: Record) -> None:
+        self.lines.append(record.known | record.pending.read())
+
+    def done(self) -> None: ...
+
+
+def engine_config(cache: Path, loss: str, *overrides: str) -> Config:
+    return make_config(f"loss={loss}", "lr=0.003", "warmup=0", "weight_decay=0.01", "model.dtype=float32", f"cache_dir={cache}",
+                       *overrides)
+
+
+def make_trainer(config: Config, policy: Policy | None = None, world: World | None = None) -> BasicTrainer:
+    world = world or start()
+    policy = policy if policy is not None else tiny_policy()
+    shard(policy, decoder_blocks(policy.model), world, torch.float32)
+    return trainer_class(config)(config, policy, make_loss(config), world)
+
+
+def make_segment(config: Config, pairs: int, seed: int = 0, longest: int = 12) -> Segment:
+    groups = random_groups(pairs, seed, KINDS[config.loss["name"]], longest)
+    return Segment(groups, config.model.batch_size, sum(map(len, groups)), config.seed)
+
+
+def run(config: Config, segment: Segment, trainer: BasicTrainer | None = None, each: Callable[[], None] | None = None,
+        ) -> tuple[BasicTrainer, list[dict[str, Any]]]:
+    """Train on one segment; returns the trainer and the lines of its metrics."""
+    trainer = trainer or make_trainer(config)
+    if trainer.fixed_reference and config.has_reference:
+        batches = [segment.batch(i) for i in range(segment.steps)]
+        trainer.reference.scores = initial_scores(trainer, batches, config.reference_batch_size or trainer.micro_size,
+                                                  trainer.reference, {"weights": "test"}, "score")
+    log = Log(each=each or (lambda: None))
+    trainer.train(Offline(segment), log)
+    return trainer, log.lines
+
+
+def weights(trainer: BasicTrainer) -> dict[str, torch.Tensor]:
+    return {name: local(p.detach()).clone() for name, p in trainer.policy.named_parameters()}
+
+
+def moved(policy: Policy, after: dict[str, torch.Tensor]) -> float:
+    """How far the weights are from those of ``policy`` (a copy made before training), as one norm."""
+    before = dict(copy.deepcopy(policy).named_parameters())
+    return float(sum((after[n] - p.detach()).double().square().sum() for n, p in before.items()) ** 0.5)

@@ -1,0 +1,96 @@
+"""Batches: a pure function of (seed, step), cut without loss, padded to their own longest row."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.batches import Segment, collate, cut, microbatch
+from data.types import Example, Sequence
+
+CPU = torch.device("cpu")
+
+
+def row(p: int, c: int, start: int = 0) -> Sequence:
+    return Sequence(np.arange(start, start + p, dtype=np.int32), np.arange(100 + start, 100 + start + c, dtype=np.int32))
+
+
+def segment(groups: int, per_group: int, batch_size: int, units: int, seed: int = 0) -> Segment:
+    made = tuple(tuple(Example(f"{g}", (row(1 + g % 5, 1 + g % 7, g),), float(k)) for k in range(per_group)) for g in range(groups))
+    return Segment(made, batch_size, units, seed)
+
+
+def names(batch: list[Example]) -> list[tuple[str, float]]:
+    return [(e.prompt_id, e.label) for e in batch]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 20), st.integers(1, 3), st.integers(1, 9), st.integers(1, 60), st.integers(0, 3))
+def test_every_example_once_an_epoch_and_only_the_last_batch_short(groups, per_group, batch_size, units, seed):
+    plan = segment(groups, per_group, batch_size, units, seed)
+    batches = [plan.batch(i) for i in range(plan.steps)]
+    assert [len(b) for b in batches[:-1]] == [batch_size] * (plan.steps - 1) and sum(map(len, batches)) == units
+    stream = [name for b in batches for name in names(b)]
+    for epoch in range(0, units - plan.epoch_size + 1, plan.epoch_size):
+        assert set(Counter(stream[epoch : epoch + plan.epoch_size]).values()) == {1}
+    assert plan.progress(plan.steps - 1) == 1.0
+    # any order of asking gives the same batches
+    assert [names(plan.batch(i)) for i in reversed(range(plan.steps))] == [names(b) for b in reversed(batches)]
+
+
+def test_the_order_depends_on_the_seed_alone_and_keeps_groups_together():
+    one, same, other = segment(40, 2, 8, 80), segment(40, 2, 8, 80), segment(40, 2, 8, 80, seed=1)
+    assert names(one.batch(3)) == names(same.batch(3)) != names(other.batch(3))
+    for i in range(one.steps):
+        ids = [e.prompt_id for e in one.batch(i)]
+        assert ids[0::2] == ids[1::2]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 30), st.sampled_from([1, 2, 4]), st.integers(1, 8))
+def test_a_cut_loses_nothing_and_gives_every_rank_as_many_microbatches(n, ranks, size):
+    batch = [Example(str(i), (row(1 + i % 4, 1 + (i * 7) % 11),)) for i in range(n)]
+    parts = [cut(batch, rank, ranks, size, 1) for rank in range(ranks)]
+    assert len({len(p) for p in parts}) == 1
+    dealt = Counter(e.prompt_id for p in parts for micro in p for e in micro)
+    dealt.pop("", None)
+    assert dealt == Counter(e.prompt_id for e in batch)
+    assert all(0 < len(micro) <= size for p in parts for micro in p)
+
+
+def test_lengths_are_grouped_and_no_batch_is_wider_than_its_longest_row():
+    batch = [Example(str(i), (row(1, i),)) for i in range(1, 33)]
+    micros = [microbatch(part, CPU) for part in cut(batch, 0, 1, 4, 1)]
+    widths = [m.sequences.input_ids.shape[1] for m in micros]
+    assert widths == [max(len(r) for r in m.sequences.rows) for m in micros] == sorted(widths, reverse=True)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_collate_puts_every_token_where_it_says(pack):
+    rows = [row(3, 4), row(1, 2, 20), Sequence(np.zeros(1, np.int32), np.zeros(0, np.int32)), row(5, 1, 40)]
+    s = collate(rows, CPU, pack)
+    flat = s.input_ids.flatten()
+    assert s.mask.shape == (4, 4) and s.mask.sum(1).tolist() == [4, 2, 0, 1]
+    assert torch.equal(flat[s.predict + 1], s.targets)  # a position predicts the token after it
+    out = torch.zeros(s.mask.numel(), dtype=torch.long).index_put((s.cells,), s.targets).view(s.mask.shape)
+    for r, original in enumerate(rows):
+        assert out[r, : len(original.completion_ids)].tolist() == original.completion_ids.tolist()
+    if pack:
+        assert s.input_ids.shape[0] == 1 and s.position_ids[0].tolist() == [*range(7), *range(3), 0, *range(6)]
+
+
+def test_pairs_stand_chosen_first():
+    pairs = [Example("a", (row(1, 2), row(1, 5))), Example("b", (row(2, 3), row(2, 1)))]
+    rows = microbatch(pairs, CPU).sequences.rows
+    assert [len(r.completion_ids) for r in rows] == [2, 3, 5, 1]
+
+
+def test_row_identity_is_of_prompt_and_completion_apart():
+    a = Sequence(np.array([1, 2], np.int32), np.array([3], np.int32))
+    b = Sequence(np.array([1], np.int32), np.array([2, 3], np.int32))
+    assert a.key != b.key and a.key == Sequence(a.prompt_ids.copy(), a.completion_ids.copy()).key

@@ -1,0 +1,99 @@
+"""Views: pure functions from a group's feedback to examples."""
+
+from __future__ import annotations
+
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data import views
+from data.types import Completion, Example, Group, Prompt, Sequence, Turn
+
+REWARDS = st.lists(st.floats(-5, 5, allow_nan=False), min_size=2, max_size=8)
+
+
+def group(*rewards: float) -> Group:
+    return Group(Prompt((Turn("user", "q"),)), tuple(Completion(str(i)) for i in range(len(rewards))), rewards)
+
+
+def example(prompt: str, tokens: int = 3) -> Example:
+    return Example(prompt, (Sequence(np.arange(len(prompt) + 1, dtype=np.int32), np.arange(tokens, dtype=np.int32) + ord(prompt[0])),), 1.0)
+
+
+@given(REWARDS)
+def test_best_beats_worst(rewards):
+    found = views.best_and_worst(group(*rewards))
+    if found is None:
+        assert max(rewards) == min(rewards)
+    else:
+        assert rewards[found[0]] == max(rewards) and rewards[found[1]] == min(rewards)
+
+
+def test_threshold_is_inclusive():
+    assert views.best_and_worst(group(0.0, 0.01), threshold=0.01) == (1, 0)
+    assert views.best_and_worst(group(0.0, 0.009), threshold=0.01) is None
+
+
+def test_a_pair_gives_the_same_rows_to_every_loss():
+    pair = group(1.0, -1.0)
+    assert [w.completions for w in views.pairs(pair)] == [(0, 1)]
+    assert [(w.completions, w.label) for w in views.labelled(pair)] == [((0,), 1.0), ((1,), -1.0)]
+    assert [(w.completions, w.label) for w in views.weighted(pair)] == [((0,), 1.0), ((1,), -1.0)]
+    assert [w.completions for w in views.demonstrations(pair)] == [(0,)]
+
+
+@given(REWARDS)
+def test_advantages_are_population_z_scores_without_epsilon(rewards):
+    got = views.advantages(rewards)
+    if len(set(rewards)) == 1:
+        assert got == [0.0] * len(rewards)
+    else:
+        mean = statistics.fmean(rewards)
+        std = statistics.fmean((r - mean) ** 2 for r in rewards) ** 0.5
+        if std > 1e-100:
+            assert got == pytest.approx([(r - mean) / std for r in rewards], abs=1e-6)
+
+
+@given(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6))
+def test_groups_of_two_give_exactly_one_and_minus_one(a, b):
+    if a != b:
+        assert sorted(views.advantages([a, b])) == [-1.0, 1.0]
+
+
+def test_groups_without_variance_are_dropped_or_kept_with_zero():
+    assert views.weighted(group(2.0, 2.0, 2.0)) == []
+    assert [w.label for w in views.weighted(group(2.0, 2.0, 2.0), keep_zero_variance=True)] == [0.0] * 3
+
+
+def test_a_single_labelled_completion():
+    assert [w.label for w in views.labelled(group(1.0))] == [1.0]
+    assert [w.label for w in views.labelled(group(-1.0))] == [-1.0]
+    assert views.pairs(group(1.0)) == [] and views.weighted(group(1.0)) == []
+
+
+@given(st.lists(st.sampled_from("abcde"), min_size=2, max_size=12))
+def test_mismatched_rows_never_meet_their_own_prompt(prompts):
+    batch = [example(p) for p in prompts]
+    out = views.mismatched(batch, max_length=64)
+    if len(set(prompts)) == 1:
+        assert all(e.mismatched is None for e in out)
+        return
+    for before, after in zip(batch, out, strict=True):
+        assert after.mismatched is not None
+        assert np.array_equal(after.mismatched.prompt_ids, before.rows[0].prompt_ids)
+        assert after.mismatched.completion_ids[0] != ord(before.prompt_id)
+        assert before.mismatched is None  # nothing is changed in place
+
+
+def test_the_halves_of_split_pairs_never_meet_and_the_rotation_is_fixed():
+    batch = [example(p) for p in "aabbccdd"]
+    out = views.mismatched(batch, max_length=64)
+    assert [int(e.mismatched.completion_ids[0]) for e in out] == [ord(c) for c in "bbccddaa"]
+
+
+def test_mismatched_rows_are_truncated_like_any_other():
+    out = views.mismatched([example("aaaa", 9), example("b", 9)], max_length=8)
+    assert [len(e.mismatched) for e in out] == [8, 8]

@@ -1,0 +1,147 @@
+"""The step: which weights the reference has when, one normaliser, and no effect of how a batch is cut."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from models.distributed import local, start
+from models.reference import Reference, score
+from tests.engine import engine_config, make_segment, make_trainer, run, weights
+from tests.tiny import random_groups, tiny_policy
+from trainers.humanline import Humanline
+from trainers.optimizer import lr_factor, make_optimizer, update
+
+TABLE = {1: [0, 0, 1, 2, 3, 4], 2: [0, 0, 0, 2, 2, 4], 4: [0, 0, 0, 0, 0, 4]}
+"""k -> the step whose weights the reference has in the loss of steps 0, 1, 2, ... (paper C.2.1)."""
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_which_weights_the_reference_has_at_which_step(tmp_path, k):
+    config = engine_config(tmp_path, "dpo", "model.batch_size=2", "humanline=true", f"sync_freq={k}")
+    segment = make_segment(config, pairs=2 * len(TABLE[k]))
+    trainer = make_trainer(config)
+    snapshots, found = [], []
+
+    def before_each_step():
+        """Which earlier weights give exactly the log-probabilities that the reference holds for this step's batch?"""
+        snapshots.append({n: local(p.detach()).clone() for n, p in trainer.policy.named_parameters()})
+        sequences = trainer.microbatches(segment.batch(trainer.progress.position))[0].sequences
+        held = trainer.reference.lookup(trainer.progress.step, sequences)
+        matching = []
+        for step, snapshot in enumerate(snapshots):
+            other = tiny_policy()
+            other.load_state_dict(snapshot, strict=False)
+            if torch.equal(score(other, sequences), held):
+                matching.append(step)
+        found.append(matching)
+
+    _, lines = run(config, segment, trainer, before_each_step)
+    assert [f[0] for f in found] == TABLE[k] and all(len(f) == 1 for f in found)
+    assert [line["reference_step"] for line in lines] == TABLE[k]
+
+
+def test_without_humanline_the_reference_stays(tmp_path):
+    config = engine_config(tmp_path, "dpo", "model.batch_size=2")
+    _, lines = run(config, make_segment(config, pairs=8))
+    assert [line["reference_step"] for line in lines] == [0] * 4
+    assert lines[0]["kl"] == 0.0 and lines[-1]["kl"] != 0.0
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo", "sft"])
+def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
+    """Microbatches of 8, 4, 2 and 1 give the same gradient of the same global batch, KTO's KL included."""
+    gradients, norms = [], []
+    for parts in (1, 2, 4, 8):
+        config = engine_config(tmp_path / str(parts), loss, "model.batch_size=8", f"model.gradient_accumulation_steps={parts}",
+                               *(["humanline=true"] if loss != "sft" else []))
+        trainer = make_trainer(config)
+        segment = make_segment(config, pairs=5, longest=20)  # a short last batch too
+        _nudge(trainer)
+        other = Reference()
+        other.refresh(tiny_policy(seed=3), 0, trainer.upcoming(segment, 0, 0))
+        trainer.reference = other
+        batch = segment.batch(0)
+        micros = trainer.microbatches(batch)
+        trainer.prepare(0, micros, other, trainer.humanline)
+        for micro in micros:
+            scores = trainer.score(0, micro, other, trainer.humanline)
+            (trainer.compute_loss(micro, scores).total / trainer.units(batch)).backward()
+        gradients.append(torch.cat([local(p.grad).flatten() for p in trainer.policy.parameters()]))
+        norms.append(gradients[-1].norm())
+    assert norms[0] > 1e-3
+    for other in gradients[1:]:
+        assert (other - gradients[0]).norm() / norms[0] < 1e-6
+
+
+def _nudge(trainer):
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for p in trainer.policy.parameters():
+            p.add_(0.02 * torch.randn(p.shape))
+
+
+def test_a_non_finite_gradient_skips_the_update_and_is_counted(tmp_path):
+    config = engine_config(tmp_path, "sft", "model.batch_size=2")
+    trainer = make_trainer(config)
+    segment = make_segment(config, pairs=2)
+    run(config, segment, trainer)
+    before, moments = weights(trainer), copy.deepcopy(trainer.optimizer.state_dict()["state"])
+    for p in trainer.policy.parameters():
+        p.grad = torch.full_like(p, float("nan"))
+    update(trainer.optimizer, 1e-2, torch.tensor(1.0))
+    assert all(torch.equal(before[n], w) for n, w in weights(trainer).items())
+    for key, state in trainer.optimizer.state_dict()["state"].items():
+        assert state["step"] == moments[key]["step"] and torch.equal(local(state["exp_avg"]), local(moments[key]["exp_avg"]))
+
+
+def test_the_optimizer_has_every_number_of_the_config(tmp_path):
+    config = engine_config(tmp_path, "dpo", "beta1=0.8", "beta2=0.95", "eps=1e-7", "weight_decay=0.03", "lr=0.002")
+    group = make_optimizer(tiny_policy(), config).param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.002, (0.8, 0.95), 1e-7, 0.03)
+
+
+def test_warmup_then_constant_cosine_or_linear(tmp_path):
+    steps = [(t + 1) / 100 for t in range(100)]
+    constant = [lr_factor(p, engine_config(tmp_path, "dpo", "warmup=0.1")) for p in steps]
+    assert constant[0] == pytest.approx(0.1) and constant[9] == 1.0 == constant[99] and constant[4] == pytest.approx(0.5)
+    cosine = [lr_factor(p, engine_config(tmp_path, "dpo", "warmup=0.1", "scheduler=cosine", "min_lr_ratio=0.2")) for p in steps]
+    assert cosine[99] == pytest.approx(0.2) and cosine[54] == pytest.approx(0.6) and sorted(cosine[10:], reverse=True) == cosine[10:]
+    linear = [lr_factor(p, engine_config(tmp_path, "dpo", "warmup=0", "scheduler=linear")) for p in steps]
+    assert linear[49] == pytest.approx(0.5) and linear[99] == pytest.approx(0.0)
+
+
+def test_more_than_99_percent_of_the_weights_move_in_a_few_steps_at_5e_6(tmp_path):
+    config = engine_config(tmp_path, "dpo", "model.batch_size=4", "lr=5e-6", "eps=1e-8")
+    start_policy = tiny_policy()
+    trainer, _ = run(config, make_segment(config, pairs=16), make_trainer(config, copy.deepcopy(start_policy)))
+    before = dict(start_policy.named_parameters())
+    changed = sum(int((w != before[n].detach()).sum()) for n, w in weights(trainer).items())
+    total = sum(w.numel() for w in weights(trainer).values())
+    unseen = set(range(61)) - {int(t) for g in random_groups(16) for e in g for r in e.rows for t in (*r.prompt_ids, *r.completion_ids)}
+    assert changed / total > 0.99, f"{changed}/{total}, tokens never seen: {unseen}"
+
+
+def test_no_stale_root_after_a_no_grad_forward():
+    """FSDP2 leaves the root whole after a no-grad forward; without resharding, the forward after an update uses stale weights."""
+    policy, world = tiny_policy(), start()
+    plain = copy.deepcopy(policy)
+    from models.distributed import shard
+    from models.policy import decoder_blocks
+
+    shard(policy, decoder_blocks(policy.model), world, torch.float32)
+    from data.batches import microbatch
+
+    sequences = microbatch([g[0] for g in random_groups(4)], world.device).sequences
+    score(policy, sequences)
+    with torch.no_grad():
+        for p in (*policy.parameters(), *plain.parameters()):
+            p.mul_(1.1)
+    assert torch.allclose(score(policy, sequences), score(plain, sequences), atol=1e-6)
+
+
+def test_humanline_off_is_infinite_bounds():
+    off = Humanline()
+    assert off.last_step_before_sync(5) == float("inf") and not off.due(0)
