@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class Ratio(NamedTuple):
-    """A mean kept as its two halves, so that adding them up over microbatches and ranks gives the exact mean of the global batch."""
+    """A mean kept as its two halves: adding those up over microbatches and ranks gives the exact mean of the global batch."""
 
     sum: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # also a method of tuple, which nobody calls here
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TokenScores:
 
     def sequence_log_ratio(self) -> Tensor:
         """[R] s = sum over completion tokens of the (clipped) log-ratio, nats."""
-        return torch.where(self.mask, self.log_ratio, 0.0).sum(dim=-1)
+        return token_sum(self.log_ratio, self.mask)
 
     def split(self, n: int) -> tuple[TokenScores, TokenScores]:
         """The first n rows and the rest (chosen and rejected of n pairs)."""
@@ -57,6 +57,33 @@ class LossResult:
     """name -> (sum, count), both [] and without gradient"""
 
 
+def token_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """[R] the sum of [R, T] ``values`` over the tokens that count. What lies elsewhere, inf and nan included, has no effect and
+    gets no gradient; a row without a token gives 0."""
+    return torch.where(mask, values, 0.0).sum(dim=-1)
+
+
+def token_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """[R] the mean of [R, T] ``values`` over the tokens that count (the mask's, never those that differ from 0); 0 without one."""
+    return token_sum(values, mask) / mask.sum(dim=-1).clamp(min=1)
+
+
+def agreement(margin: Tensor) -> Tensor:
+    """1 where the margin is positive, 0 where it is negative, 1/2 where it is 0: an accuracy that a policy equal to its reference
+    leaves at one half."""
+    return (torch.sign(margin.detach()) + 1) / 2
+
+
+def paired_result(losses: Tensor, chosen: Tensor, rejected: Tensor, valid: Tensor) -> LossResult:
+    """The LossResult of n pairs: ``losses`` [n] summed over the ``valid`` ones, and the rewards [n] that the loss compared."""
+    metrics = {
+        "reward_chosen": ratio(chosen, valid),
+        "reward_rejected": ratio(rejected, valid),
+        "reward_accuracy": ratio(agreement(chosen - rejected), valid),
+    }
+    return LossResult(torch.where(valid, losses, 0.0).sum(), metrics)
+
+
 def ratio(values: Tensor, where: Tensor) -> Ratio:
-    """The mean of ``values`` where ``where`` is True, as a Ratio. Both of the same shape; non-finite values elsewhere do not matter."""
+    """The mean of ``values`` where ``where`` is True, as a Ratio. Both of the same shape; what lies elsewhere does not matter."""
     return Ratio(torch.where(where, values, 0.0).sum().detach(), where.sum())

@@ -1,0 +1,28 @@
+"""KTO (Ethayarajh et al. 2024, arXiv 2402.01306), equation 7 of the paper."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainers.losses.base import LossResult, TokenScores, agreement, ratio
+
+
+def kto(scores: TokenScores, desirable: Tensor, kl: Tensor, *, beta: float, desirable_weight: float,
+        undesirable_weight: float) -> LossResult:
+    """``lambda_D (1 - sigmoid(beta (s - z0)))`` of desirable rows, ``lambda_U (1 - sigmoid(beta (z0 - s)))`` of the others, summed.
+
+    ``desirable``: [R] bool; all True and all False are fine. ``kl``: [] z0 >= 0, nats, one for the whole global batch, without
+    gradient (it places the saturation, and nothing is learned through it). ``desirable_weight``, ``undesirable_weight``: lambda_D,
+    lambda_U.
+    """
+    s = scores.sequence_log_ratio()
+    gain = torch.where(desirable, s - kl, kl - s)  # nats to the right side of the reference point
+    missing = torch.sigmoid(-beta * gain)  # 1 - sigmoid(x), which would round to 0 long before this does
+    losses = torch.where(desirable, desirable_weight * missing, undesirable_weight * missing)
+    metrics = {
+        "reward_chosen": ratio(beta * s, scores.valid & desirable),
+        "reward_rejected": ratio(beta * s, scores.valid & ~desirable),
+        "reward_accuracy": ratio(agreement(gain), scores.valid),
+    }
+    return LossResult(torch.where(scores.valid, losses, 0.0).sum(), metrics)
