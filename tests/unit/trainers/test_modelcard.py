@@ -24,7 +24,8 @@ CONFIG = {
     "data": {"name": "ultrafeedback", "path": None},
 }
 SUMMARY = {
-    "before": {"eval_reward_accuracy": 0.5}, "after": {"eval_reward_accuracy": 0.75}, "command": "python train.py loss=kto | tee log",
+    "before": {"eval_reward_accuracy": 0.5}, "after": {"eval_reward_accuracy": 0.75},
+    "command": "python train.py loss=kto | tee log",
 }
 SECRETS = {  # cut in two, so that no file of the repository looks as if it held one
     "hub token": "hf_" + "AbCdEfGhIjKlMnOpQrStUvWxYz12345678",
@@ -84,7 +85,8 @@ def test_secrets_are_known_by_their_keys(key):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("tokenizer_name_or_path", "a/b"), ("max_tokens", 512), ("token", None), ("api_key", ""), ("revision", REVISION), ("keyboard", "x")],
+    [("tokenizer_name_or_path", "a/b"), ("max_tokens", 512), ("token", None), ("api_key", ""), ("revision", REVISION),
+     ("keyboard", "x")],
 )
 def test_what_is_no_secret_stays(key, value):
     assert scrub({key: value}) == {key: value}
