@@ -103,7 +103,8 @@ class BasicTrainer:
         """A last look at the global batch in its own order, before it is cut."""
         return batch
 
-    def check(self, segment: Segment) -> None:
+    @classmethod
+    def check(cls, config: Config, segment: Segment) -> None:
         """Raise ConfigError if the loss cannot be trained on this plan."""
 
     def prepare(self, step: int, batch: list[Microbatch], reference: Reference, humanline: Humanline) -> None:
@@ -196,7 +197,6 @@ class BasicTrainer:
     def train(self, source: Source, watch: Watch) -> None:
         """Train segment after segment until the source has no more. ``watch`` is told of every step and may interrupt by raising."""
         while (segment := source.segment(self.progress.segment)) is not None:
-            self.check(segment)
             if self.progress.position == 0 and not self.fixed_reference:
                 self.reference.refresh(self.policy, self.progress.step, self.upcoming(segment, 0, self.progress.step))
             while self.progress.position < segment.steps:

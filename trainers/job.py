@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
-from config.schema import Config, ConfigError
+from config.schema import Config
 from data.chat import make_renderer
 from data.quality import DataReport
-from data.types import Sequence
-from models.distributed import World, barrier, from_main, gather_objects, shard
+from models.distributed import World, barrier, from_main, shard
 from models.export import export, full_state
-from models.policy import check_model, decoder_blocks, load_policy, load_tokenizer
+from models.memory import estimate_memory
+from models.policy import check_model, decoder_blocks, export_dtype, load_policy, load_tokenizer
 from models.reference import Reference, weights_fingerprint
+from rollouts.verify import make_accuracy
+from trainers.basic import BasicTrainer
 from trainers.evaluation import Evaluator
 from trainers.initial import initial_scores
 from trainers.modelcard import write_model_card
+from trainers.provenance import scrub_text
 from trainers.report import final_table, write_report
-from trainers.run import Run, Signals
+from trainers.run import Run, Signals, Stopped
 from trainers.setup import Offline, check_ranks, make_loss, make_plan, run_folder, trainer_class
-from trainers.tracking import NullTracker, Tracker
+from trainers.tracking import Tracker
+
+T = TypeVar("T")
 
 
 class Job:
@@ -32,14 +42,118 @@ class Job:
 
     def __init__(self, config: Config, name: str, world: World) -> None:
         self.config, self.name, self.world = config, name, world
-        self.say(f"{name}: {config.variant} {config.loss['name']} on {config.data.name}, {world.size} x {world.device.type}")
+        self.say(f"{name}: {config.variant} {config.loss['name']}, {world.size} x {world.device.type}")
         check_ranks(config, world.size)
         self.loss, self.trainer_class = make_loss(config), trainer_class(config)
         check_model(config.model)
         self.tokenizer = load_tokenizer(config.model)
         self.renderer = make_renderer(self.tokenizer, config.model, config.data)
         self.plan = make_plan(config, self.trainer_class, self.renderer)
+        self.trainer_class.check(config, self.plan.train)
+        self.report = DataReport.of(self.plan.loaded, self.plan.evaluation, self.plan.examples, self.renderer.cuts)
+        self.say(f"{self.plan.examples.count} {self.trainer_class.unit} to train on, {self.plan.train.units} in all, "
+                 f"{self.plan.steps} steps of {config.model.batch_size}")
 
     def say(self, text: str) -> None:
         if self.world.is_main:
             print(text, flush=True)
+
+    # -- running --------------------------------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """Train, export, report; returns the summary."""
+        config, world = self.config, self.world
+        folder, exists = on_main(lambda: run_folder(config, self.name), world)
+        policy = load_policy(config.model, world.device)
+        fingerprint = weights_fingerprint(policy.named_parameters())
+        shard(policy, decoder_blocks(policy.model), world, getattr(torch, config.model.dtype))
+        trainer = self.trainer_class(config, policy, self.loss, world)
+        parts = {"weights": fingerprint, "text": self.renderer.fingerprint, "dtype": config.model.dtype,
+                 "attention": config.model.attn_implementation, "device": world.device.type, "torch": torch.__version__}
+        accuracy = make_accuracy(config, policy, self.renderer, self.plan.evaluation.groups, world)
+        evaluator = Evaluator(trainer, self.plan.held_out, accuracy, export_dtype(config.model))
+        evaluator.prepare(parts)
+        self.score_training_rows(trainer, parts, folder)
+        run = Run(config, folder, trainer, evaluator, self.plan.steps, Signals())
+        state = run.resume() if exists else None
+        if exists:
+            self.say(f"resumed before step {trainer.progress.step}" if state else "no checkpoint to resume from: starting afresh")
+        if world.is_main:
+            run.tracker = Tracker(folder, asdict(config), config.wandb, trainer.progress.step if state else None,
+                                  state["wandb_id"] if state else None)
+        trainer.train(Offline(self.plan.train), run)
+        if trainer.progress.step != self.plan.steps:
+            raise Stopped(f"{trainer.progress.step} of {self.plan.steps} planned steps were done")
+        return self.finish(run, folder, policy)
+
+    def score_training_rows(self, trainer: BasicTrainer, parts: dict[str, str], folder: Path) -> None:
+        """The training rows under the initial weights: the reference for ever (offline), else for ``drift``; and the data report."""
+        config, plan = self.config, self.plan.train
+        if config.has_reference and (trainer.fixed_reference or config.log_drift):
+            reference = trainer.reference if trainer.fixed_reference else Reference(by_row=True)
+            size = trainer.micro_size if not reference.by_row else config.reference_batch_size or config.model.eval_batch_size
+            batches = [plan.batch(i) for i in range(plan.steps)]
+            reference.scores = initial_scores(trainer, batches, size, reference, parts, "score training rows")
+            for i, batch in enumerate(batches):
+                for row in (row for example in batch for row in example.rows):
+                    trainer.initial[row.key] = float(reference.scores[reference.key(i, row)].sum())
+            self.report = self.report.with_logprobs(self.mean_logprobs(trainer))
+        if self.world.is_main:
+            (folder / "data_report.json").write_text(json.dumps(self.report.to_dict(), indent=2))
+            (folder / "data_report.md").write_text(self.report.to_markdown())
+            for warning in self.report.warnings():
+                print(f"warning: {warning}", flush=True)
+
+    def mean_logprobs(self, trainer: BasicTrainer) -> dict[str, np.ndarray]:
+        """"chosen" and "rejected" (or desirable and not) -> mean token log-probability of each completion, nats."""
+        kinds: dict[str, list[float]] = {"chosen": [], "rejected": []}
+        for group in self.plan.train.groups:
+            for example in group:
+                signs = (1.0, -1.0) if len(example.rows) == 2 else (example.label,)
+                for row, sign in zip(example.rows, signs, strict=True):
+                    kinds["chosen" if sign > 0 else "rejected"].append(trainer.initial.get(row.key, math.nan) / len(row.completion_ids))
+        return {kind: np.array(values) for kind, values in kinds.items() if values}
+
+    def finish(self, run: Run, folder: Path, policy: torch.nn.Module) -> dict[str, Any]:
+        """Export, summary, model card, report, the table at the end."""
+        state = full_state(policy)
+        seconds = max(run.seconds, 1e-9)
+        summary: dict[str, Any] = {
+            "before": run.before, "after": run.after, "steps": run.trainer.progress.step, "examples": run.trainer.progress.examples,
+            "tokens_per_second": run.tokens_timed / seconds, "seconds": seconds, "run_dir": str(folder),
+            "command": scrub_text(shlex.join(["python", *sys.argv])),
+        }
+        if self.world.is_main:
+            export(state, policy, self.tokenizer, folder / "model", export_dtype(self.config.model))
+            write_model_card(folder / "model", asdict(self.config), summary)
+            part = folder / ".summary.json"
+            part.write_text(json.dumps(summary, indent=2))
+            os.replace(part, folder / "summary.json")
+            run.tracker.summary(summary["after"])
+            run.tracker.close()
+            write_report(folder)
+            print("\n" + final_table(summary), flush=True)
+        barrier()
+        return summary
+
+    # -- dry run --------------------------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """What the run would do; nothing is written, no weights are loaded."""
+        self.say(self.report.to_markdown())
+        self.say(estimate_memory(self.config.model, self.plan.train, self.trainer_class.rows_per_example, self.world.size))
+        return {"steps": self.plan.steps, "examples": self.plan.train.units}
+
+
+def on_main(work: Callable[[], T], world: World) -> T:
+    """What rank 0's ``work`` gives, on every rank; what it raises, on every rank."""
+    outcome: tuple[T | None, Exception | None] = (None, None)
+    if world.is_main:
+        try:
+            outcome = (work(), None)
+        except (ValueError, OSError) as error:
+            outcome = (None, error)
+    value, error = from_main(outcome)
+    if error is not None:
+        raise error
+    return value

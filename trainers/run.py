@@ -20,7 +20,7 @@ from models.distributed import any_rank, from_main
 from trainers.basic import BasicTrainer, Progress, Record
 from trainers.evaluation import Evaluator, Metrics
 from trainers.progress import progress, status
-from trainers.tracking import Tracking
+from trainers.tracking import NullTracker, Tracking
 
 REQUEUE = 75
 """Exit code of a run that was asked to stop and has saved itself (EX_TEMPFAIL): start the same command again with resume=true."""
@@ -55,9 +55,10 @@ class Run:
     """Follows a trainer (its ``Watch``). The line of step s in metrics.jsonl tells of the weights before update s: its loss, and the
     evaluation made then, if one was due."""
 
-    def __init__(self, config: Config, folder: Path, trainer: BasicTrainer, evaluator: Evaluator, tracker: Tracking, total_steps: int,
+    def __init__(self, config: Config, folder: Path, trainer: BasicTrainer, evaluator: Evaluator, total_steps: int,
                  signals: Signals) -> None:
-        self.config, self.folder, self.trainer, self.evaluator, self.tracker = config, folder, trainer, evaluator, tracker
+        self.config, self.folder, self.trainer, self.evaluator = config, folder, trainer, evaluator
+        self.tracker: Tracking = NullTracker()
         self.signals = signals
         self.checkpoints = Checkpoints(folder / "checkpoints", trainer.world, config.keep_checkpoints)
         self.bar = progress(total_steps, "train", done=trainer.progress.step, shown=trainer.world.is_main)
@@ -72,11 +73,11 @@ class Run:
 
     # -- resuming -------------------------------------------------------------------------------------------------------------------
 
-    def resume(self) -> bool:
-        """Go on from the newest sound checkpoint; False where there is none."""
+    def resume(self) -> dict[str, Any] | None:
+        """Go on from the newest sound checkpoint; returns its state, None where there is none."""
         path = from_main(None if (found := self.checkpoints.newest_sound()) is None else str(found))
         if path is None:
-            return False
+            return None
         trainer = self.trainer
         state, mine = self.checkpoints.load(Path(path), trainer.policy, trainer.optimizer)
         trainer.progress = Progress(**state["progress"])
@@ -86,7 +87,7 @@ class Run:
         if not trainer.fixed_reference:
             trainer.reference.step = state["reference_step"]
             trainer.reference.scores = {k: v.to(trainer.world.device) for k, v in mine.items()}
-        return True
+        return state
 
     def save(self) -> None:
         """A checkpoint before the next step."""

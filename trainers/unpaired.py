@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from config.schema import ConfigError
+from config.schema import Config, ConfigError
 from data import views
 from data.batches import Segment
 from data.types import Example, Microbatch
@@ -25,11 +25,12 @@ class UnpairedPreferenceTrainer(BasicTrainer):
         """The batch with its mismatched rows, made in the batch's own order, before anything is sorted or split."""
         return views.mismatched(batch, self.config.model.max_length)
 
-    def check(self, segment: Segment) -> None:
+    @classmethod
+    def check(cls, config: Config, segment: Segment) -> None:
         """Refuse a plan in which a batch has one prompt only: nothing could be mismatched there, and z0 would be made up."""
         for i in range(segment.steps):
             if len({example.prompt_id for example in segment.batch(i)}) < 2:
-                raise ConfigError("model.batch_size", self.config.model.batch_size,
+                raise ConfigError("model.batch_size", config.model.batch_size,
                                   f"batch {i} has one prompt only, so the batch's KL (eq. 7) has no mismatched row; "
                                   "use a larger model.batch_size, or n_examples so that the last batch has two prompts")
 
