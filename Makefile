@@ -1,0 +1,32 @@
+# What a newcomer types. The environment is made once and again only when a requirements file changes.
+.DEFAULT_GOAL := help
+.PHONY: help venv run test check
+SHELL := /bin/bash
+
+PY := .venv/bin/python
+# vLLM is for a machine with a GPU; the rest is the same.
+REQUIREMENTS := $(shell nvidia-smi >/dev/null 2>&1 && echo requirements.txt || echo requirements-cpu.txt)
+INSTALLED := .venv/.installed-$(REQUIREMENTS)
+INSTALLED_DEV := .venv/.installed-requirements-dev.txt
+
+help:            ## this list
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1\t/' | expand -t 14
+
+venv: $(INSTALLED)  ## make .venv with everything that training needs (PYTHON=... chooses the Python)
+
+run: venv        ## train: python train.py loss=dpo humanline=true, on the embedded model and data
+	@$(PY) train.py loss=dpo humanline=true overwrite=true $(ARGS)
+
+test: $(INSTALLED_DEV)  ## run every test (ARGS='-k tracking' for some of them)
+	@$(PY) -m pytest -rfEs $(ARGS)
+
+check: $(INSTALLED_DEV)  ## lint and type-check, as the pre-commit hooks do
+	@$(PY) -m ruff check . && $(PY) -m mypy .
+
+$(INSTALLED): requirements.txt requirements-cpu.txt
+	@tools/venv.sh $(REQUIREMENTS)
+	@touch $@
+
+$(INSTALLED_DEV): requirements-dev.txt $(INSTALLED)
+	@tools/venv.sh requirements-dev.txt
+	@touch $@

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Make .venv, or install more into it:  tools/venv.sh REQUIREMENTS_FILE...
+# Takes the first Python 3.11 or newer that it finds; PYTHON=/path/to/python chooses another.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+CPU_TORCH=https://download.pytorch.org/whl/cpu
+CPU_TORCH_SECONDS=5  # an index that does not answer within this long is done without
+VENV_PYTHON=.venv/bin/python
+
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python}; do
+        if new_enough "$candidate"; then command -v "$candidate"; return; fi
+    done
+    local asked=${PYTHON:-python3}
+    echo "error: Python 3.11 or newer is needed; $asked is $("$asked" --version 2>/dev/null || echo "not a Python that runs")." >&2
+    echo "Install one, or say where it is: make venv PYTHON=/path/to/python3.12" >&2
+    return 1
+}
+
+# A folder that was copied, half made, or whose Python is gone is no environment.
+usable() {
+    new_enough "$VENV_PYTHON" &&
+        "$VENV_PYTHON" -c 'import os, pip, sys; sys.exit(not os.path.samefile(sys.prefix, ".venv"))' 2>/dev/null
+}
+
+# Says what is large, what is built and when it is all there; a file index that lacks a package is no news.
+pip_install() {
+    PYTHONUNBUFFERED=1 "$VENV_PYTHON" -m pip install --disable-pip-version-check --progress-bar off "$@" \
+        2> >(grep -v "is ignored: it is neither a file nor a directory" >&2) |
+        awk '/^ *Downloading .*([0-9][0-9][0-9]\.[0-9] MB|GB)/ { print "  downloading " $2, $3, $4; fflush() }
+             /^ *Building wheel/ { print "  " $0; fflush() }
+             /^Installing collected packages/ { print "  installing " NF - 3 " packages"; fflush() }'
+}
+
+if ! usable; then
+    python=$(find_python)
+    echo "making .venv with $python ($("$python" --version))"
+    "$python" -m venv --clear .venv
+fi
+
+# PyPI's torch for Linux brings CUDA, gigabytes of it. Without a GPU, take PyTorch's own CPU build where that index can be reached.
+if [ "$(uname)" = Linux ] && ! nvidia-smi >/dev/null 2>&1 && ! "$VENV_PYTHON" -m pip show -qq torch 2>/dev/null &&
+    "$VENV_PYTHON" -c "import urllib.request as u; u.urlopen('$CPU_TORCH/torch/', timeout=$CPU_TORCH_SECONDS)" 2>/dev/null; then
+    echo "installing PyTorch for the CPU"
+    pip_install "$(grep '^torch==' requirements-cpu.txt)" --extra-index-url "$CPU_TORCH"
+fi
+
+for requirements in "$@"; do
+    echo "installing $requirements (minutes, the first time)"
+    pip_install -r "$requirements"
+done
