@@ -1,0 +1,74 @@
+"""Every loss that config/loss offers, found by its yaml, behind one way to call it: rows in, total out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from trainers.humanline import OFF, Humanline
+from trainers.losses.base import LossResult, TokenScores
+
+FILES = sorted((Path(__file__).parents[4] / "config" / "loss").glob("*.yaml"))
+RANGE = Humanline(-1.5, 1.5, 1)
+
+
+@dataclass
+class Loss:
+    name: str
+    trainer: str
+    reference: bool
+    function: Callable[..., LossResult]
+
+    def __call__(self, scores: TokenScores, labels: Tensor) -> LossResult:
+        """Paired losses read the first half of the rows as chosen, the second as rejected."""
+        if self.trainer == "paired":
+            return self.function(*scores.split(len(labels) // 2))
+        if self.trainer == "unpaired":
+            return self.function(scores, labels > 0, torch.tensor(0.5))
+        return self.function(scores, labels) if self.trainer == "grpo" else self.function(scores)
+
+
+def load(path: Path) -> Loss:
+    cfg = OmegaConf.load(path)
+    trainer = next(entry["/trainer"] for entry in cfg.defaults if "/trainer" in entry)
+    call = OmegaConf.create({k: v for k, v in cfg.loss.items() if k not in ("name", "reference")})
+    return Loss(cfg.loss.name, trainer, cfg.loss.reference, instantiate(call))
+
+
+@dataclass
+class Batch:
+    """R rows in float64, the second half being the partners of the first."""
+
+    policy: Tensor
+    reference: Tensor
+    mask: Tensor
+    labels: Tensor
+
+    def run(self, loss: Loss, humanline: Humanline = OFF) -> tuple[LossResult, Tensor]:
+        """The result and its gradient with respect to the policy log-probabilities."""
+        leaf = self.policy.clone().requires_grad_()
+        result = loss(humanline.scores(leaf, self.reference, self.mask), self.labels)
+        return result, torch.autograd.grad(result.total, leaf)[0]
+
+    def take(self, pairs: slice) -> Batch:
+        """Some of the pairs: the same slice of both halves."""
+        half = len(self.labels) // 2
+        fields = (self.policy, self.reference, self.mask, self.labels)
+        return Batch(*(torch.cat([x[:half][pairs], x[half:][pairs]]) for x in fields))
+
+
+def random_batch(pairs: int = 4, width: int = 6, spread: float = 3.0, seed: int = 0) -> Batch:
+    """Rows of 1 to ``width`` tokens; log-ratios within ``spread`` nats; labels +1 for the first half, -1 for the second."""
+    random = torch.Generator().manual_seed(seed)
+    shape = (2 * pairs, width)
+    policy = -3 * torch.rand(shape, generator=random, dtype=torch.float64) - 0.01
+    reference = policy - spread * (2 * torch.rand(shape, generator=random, dtype=torch.float64) - 1)
+    lengths = torch.randint(1, width + 1, (2 * pairs, 1), generator=random)
+    labels = torch.cat([torch.ones(pairs), -torch.ones(pairs)]).double()
+    return Batch(policy, reference, torch.arange(width) < lengths, labels)
