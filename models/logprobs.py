@@ -1,0 +1,122 @@
+"""Token log-probabilities from hidden states, without ever holding the logits of a batch.
+
+At a vocabulary of 128k the float32 logits of 16k completion tokens are 8 GB, and their gradient as much again. Here the vocabulary
+is walked in slices: the forward keeps a running maximum and sum of exponentials, the backward recomputes each slice. So memory is
+flat in M x V, a slice of the weight's gradient is one product, written once, and only [M, D] is accumulated, in float32.
+
+Logits have float32 *precision* whatever the model computes in: a bfloat16 product that is rounded to bfloat16 and then upcast is
+off by up to 0.05 nats at logits of 25, more than a one-step log-ratio.
+
+Shapes: M completion tokens, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BUDGET = {"cpu": 1 << 23, "cuda": 1 << 26}
+"""Logits held at once: 32 MB of float32 on a CPU, 256 MB on a GPU (a few times that while a slice is worked on)."""
+
+
+@dataclass(frozen=True)
+class Logits:
+    """What a model does between the head's product and its logits: ``softcap * tanh(scale * (h @ W.T + b) / softcap)``."""
+
+    scale: float = 1.0
+    """Cohere multiplies by logit_scale, Granite divides by logits_scaling."""
+    softcap: float | None = None
+    """Gemma-2's final_logit_softcapping; None: no cap."""
+
+    def of(self, raw: Tensor) -> Tensor:
+        """Logits from the head's product; may overwrite it."""
+        if self.scale != 1.0:
+            raw = raw.mul_(self.scale)
+        return raw if self.softcap is None else raw.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """The gradient of the head's product from that of the logits; may overwrite both."""
+        if self.softcap is not None:
+            grad = grad.mul_(logits.div_(self.softcap).square_().neg_().add_(1.0))
+        return grad if self.scale == 1.0 else grad.mul_(self.scale)
+
+
+def chunked_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, scale: float = 1.0,
+                     softcap: float | None = None, budget: int | None = None) -> Tensor:
+    """[M] float32: log softmax(logits)[targets], nats, with gradients for hidden, weight and bias where they require them.
+
+    hidden [M, D] and weight [V, D] share a dtype (float32 or bfloat16; float64 gives float64); bias [V] or None; targets [M] int64.
+    ``scale`` and ``softcap``: see Logits. ``budget``: logits held at once; None chooses by device.
+    """
+    budget = budget or BUDGET.get(hidden.device.type, BUDGET["cpu"])
+    width = max(budget // max(len(hidden), 1), 64)
+    return _LogProbs.apply(hidden, weight, bias, targets, Logits(scale, softcap), width)
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, form: Logits, width: int) -> Tensor:
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        highest = torch.full((len(hidden),), -torch.inf, device=hidden.device, dtype=exact)
+        total, chosen = torch.zeros_like(highest), torch.zeros_like(highest)
+        for part in _slices(weight, width):
+            logits = form.of(_product(hidden, weight[part], None if bias is None else bias[part]))
+            inside, index = _place(targets, part)
+            chosen += logits.gather(1, index).squeeze(1).masked_fill_(~inside, 0.0)
+            before, highest = highest, torch.maximum(highest, logits.amax(dim=1))
+            total = total * (before - highest).exp() + logits.sub_(highest[:, None]).exp_().sum(dim=1)
+        normaliser = highest + total.log()
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
+        ctx.form, ctx.width = form, width
+        return chosen - normaliser
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """d log p[target] / d logits = onehot(target) - softmax. Products take operands of the model's dtype (on a GPU: bfloat16,
+        as the backward of any other layer does) and accumulate in float32; a CPU multiplies in float32."""
+        hidden, weight, bias, targets, normaliser = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros(hidden.shape, dtype=normaliser.dtype, device=hidden.device) if wants_hidden else None
+        grad_weight = torch.empty_like(weight) if wants_weight else None
+        grad_bias = torch.empty_like(bias) if wants_bias else None
+        for part in _slices(weight, ctx.width):
+            logits = ctx.form.of(_product(hidden, weight[part], None if bias is None else bias[part]))
+            inside, index = _place(targets, part)
+            slope = (logits - normaliser[:, None]).exp_().mul_(-grad[:, None])
+            slope.scatter_add_(1, index, (grad * inside)[:, None])
+            slope = ctx.form.backward(slope, logits)
+            if grad_bias is not None:
+                grad_bias[part] = slope.sum(dim=0)
+            slope = slope.to(hidden.dtype if hidden.is_cuda else slope.dtype)
+            if grad_hidden is not None:
+                grad_hidden += _product(slope, weight[part].T)
+            if grad_weight is not None:
+                grad_weight[part] = _product(slope.T, hidden.T)
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None
+
+
+def _slices(weight: Tensor, width: int) -> Iterator[slice]:
+    """The vocabulary in slices of ``width``, a multiple of 64 so that matrix units are fed in whole tiles."""
+    width = width // 64 * 64
+    return (slice(first, min(first + width, len(weight))) for first in range(0, len(weight), width))
+
+
+def _place(targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    """([M] whether the target lies in this slice, [M, 1] its place there, or any place where it does not)."""
+    index = targets - part.start
+    return (index >= 0) & (index < part.stop - part.start), index.clamp(0, part.stop - part.start - 1)[:, None]
+
+
+def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """left [A, K] @ right [B, K].T + bias [B] in float32 precision: on a GPU low-precision operands with a float32 result, on a
+    CPU, which has no such kernel, upcast operands."""
+    if left.dtype == right.dtype and left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+        out = torch.mm(left, right.T, out_dtype=torch.float32)
+    else:
+        exact = torch.promote_types(left.dtype, torch.float32)
+        out = torch.mm(left.to(exact), right.T.to(exact))
+    return out if bias is None else out.add_(bias)
