@@ -102,7 +102,7 @@ class DataConfig:
     eval_split: str | None = None
     eval_fraction: float = 0.05
     format: str = "auto"
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, str] | None = None
     system_prompt: str | None = None
     apply_chat_template: bool = True
     score_threshold: float = 0.0

@@ -6,10 +6,14 @@ config/data.
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from config.schema import DataConfig
-from data.formats import RowError, Values, demonstration, each_row, number, pair, prompt_of, text
+from data.formats import ROLES, RowError, Values, demonstration, each_row, number, pair, prompt_of, text, truth, turns, value
+from data.rows import Dropped, Row
 from data.types import Group, Turn
 
 SYSTEM_PROMPTS = {
@@ -19,6 +23,9 @@ SYSTEM_PROMPTS = {
     ),
 }
 """What ``data.system_prompt`` may name instead of spelling it out."""
+
+SHP_SCORE_RATIO = 2
+SHP_PAIRS_PER_PROMPT = 5
 
 _TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")
 
@@ -49,7 +56,13 @@ def transcript(found: str) -> list[Turn]:
 
 @each_row
 def alpacaeval(values: Values, config: DataConfig) -> Group:
-    """AlpacaEval judgements: ``preference`` in [1, 2], 2 when output_2 wins. The winner first; a tie is no pair."""
+    """AlpacaEval files: judgements (``output_1, output_2, preference`` in [1, 2], 2 when output_2 wins) or outputs (``output``).
+
+    A judgement becomes a pair, the winner first; a tie is no pair. An output is a demonstration.
+    """
+    prompt = prompt_of((Turn("user", text(values, "instruction")),))
+    if "preference" not in values:
+        return demonstration(prompt, text(values, "output"))
     preference = number(values, "preference")
     if not 1 <= preference <= 2:
         raise RowError(f"the preference {preference} is not within [1, 2]")
@@ -57,7 +70,7 @@ def alpacaeval(values: Values, config: DataConfig) -> Group:
         raise RowError("a tie")
     outputs = text(values, "output_1"), text(values, "output_2")
     winner, loser = outputs if preference < 1.5 else outputs[::-1]
-    return pair(prompt_of((Turn("user", text(values, "instruction")),)), winner, loser)
+    return pair(prompt, winner, loser)
 
 
 @each_row
@@ -70,8 +83,102 @@ def gsm8k(values: Values, config: DataConfig) -> Group:
     return _worked(text(values, "question"), reasoning.strip(), reference, text(values, "answer"), config)
 
 
+@each_row
+def math(values: Values, config: DataConfig) -> Group:
+    """MATH and MATH-500 (nlile/hendrycks-MATH-benchmark, HuggingFaceH4/MATH-500): ``problem``, ``solution``, ``answer``."""
+    solution = text(values, "solution")
+    return _worked(text(values, "problem"), solution, text(values, "answer"), solution, config)
+
+
 def _worked(question: str, reasoning: str, reference: str, solution: str, config: DataConfig) -> Group:
     """A worked problem; under the think-answer system prompt the demonstration has the form which that prompt asks for."""
     if config.system_prompt == "think_answer":
-        solution = f"<think>\n{reasoning}\n</think>\n<answer>\n{reference}\n</answer>"
+        solution = think_answer(reasoning, reference)
     return demonstration(prompt_of((Turn("user", question),), reference), solution)
+
+
+def think_answer(reasoning: str, answer: str) -> str:
+    """An answer in the form of the think-answer system prompt."""
+    return f"<think>\n{reasoning.strip()}\n</think>\n<answer>\n{answer.strip()}\n</answer>"
+
+
+@each_row
+def s1k(values: Values, config: DataConfig) -> Group:
+    """s1K-1.1 (simplescaling/s1K-1.1): ``question``, R1's ``deepseek_thinking_trajectory`` and ``deepseek_attempt``."""
+    shown = think_answer(text(values, "deepseek_thinking_trajectory"), text(values, "deepseek_attempt"))
+    return demonstration(prompt_of((Turn("user", text(values, "question")),)), shown)
+
+
+@each_row
+def safe_rlhf(values: Values, config: DataConfig) -> Group:
+    """PKU-SafeRLHF (PKU-Alignment/PKU-SafeRLHF-single-dimension): ``response_0``, ``response_1``, ``better_response_id``."""
+    responses = text(values, "response_0"), text(values, "response_1")
+    better, worse = responses[::-1] if truth(values, "better_response_id") else responses
+    return pair(prompt_of((Turn("user", text(values, "prompt")),)), better, worse)
+
+
+@each_row
+def wildbench(values: Values, config: DataConfig) -> Group:
+    """WildBench (allenai/WildBench): ``conversation_input`` and, in ``references``, GPT-4's answer: evaluation prompts."""
+    prompt = prompt_of(turns(value(values, "conversation_input"), "conversation_input"))
+    references = values.get("references") or {}
+    return demonstration(prompt, references["gpt-4"]) if references.get("gpt-4") else Group(prompt)
+
+
+def shp(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
+    """Stanford Human Preferences (stanfordnlp/SHP): ``history``, ``human_ref_A``/``_B``, scores; ``labels`` is 1 when A wins.
+
+    As its authors advise: the winner's score at least twice the loser's, and no more than five pairs a prompt (the first five).
+    """
+    pairs: Counter[str] = Counter()
+    for row in rows:
+        try:
+            scores = number(row.values, "score_A"), number(row.values, "score_B")
+            if max(scores) < SHP_SCORE_RATIO * min(scores):
+                raise RowError(f"the scores are less than {SHP_SCORE_RATIO} to 1 apart")
+            answers = text(row.values, "human_ref_A"), text(row.values, "human_ref_B")
+            better, worse = answers if truth(row.values, "labels") else answers[::-1]
+            group = pair(prompt_of((Turn("user", text(row.values, "history")),)), better, worse)
+            if pairs[group.prompt.id] == SHP_PAIRS_PER_PROMPT:
+                raise RowError(f"the prompt has {SHP_PAIRS_PER_PROMPT} pairs already")
+            pairs[group.prompt.id] += 1
+            yield group
+        except RowError as error:
+            yield Dropped(row.file, row.number, str(error))
+
+
+def oasst(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
+    """OpenAssistant (OpenAssistant/oasst1): one message a row, trees by ``parent_id``; ``rank`` 0 is the best of its siblings.
+
+    Each answer is paired with the next worse sibling. English only, as in HALOs.
+    """
+    messages: dict[str, Row] = {}
+    siblings: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.values.get("lang") != "en":
+            yield Dropped(row.file, row.number, "not in English")
+            continue
+        messages[row.values["message_id"]] = row
+        if row.values.get("role") == "assistant" and row.values.get("rank") is not None:
+            siblings.setdefault(row.values["parent_id"], []).append(row)
+    for parent, answers in siblings.items():
+        answers.sort(key=lambda row: row.values["rank"])
+        for better, worse in itertools.pairwise(answers):
+            try:
+                prompt = prompt_of(_thread(parent, messages))
+                yield pair(prompt, text(better.values, "text"), text(worse.values, "text"))
+            except RowError as error:
+                yield Dropped(worse.file, worse.number, str(error))
+
+
+def _thread(leaf: str, messages: dict[str, Row]) -> tuple[Turn, ...]:
+    """The conversation from the root of the tree to the message ``leaf``."""
+    thread: list[Turn] = []
+    step: str | None = leaf
+    while step is not None:
+        if step not in messages:
+            raise RowError("a message of the conversation is missing")
+        values = messages[step].values
+        thread.append(Turn(ROLES[text(values, "role")], text(values, "text")))
+        step = values.get("parent_id")
+    return tuple(reversed(thread))

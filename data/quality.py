@@ -109,9 +109,9 @@ class DataReport:
             low, high = PAPER_WORST_QUARTILE
             found.append(
                 f"{self.poor_share:.0%} of the completions have a mean token log-probability of {high} nats or less under the "
-                f"initial model, which would hardly say them. So had the lowest quarter of the paper's data, [{low}, {high}], which "
-                "trained clearly worse than the rest even with humanline (§5.2.1, Figure 6). Expect many clipped tokens; prefer "
-                "completions of this or a similar model, or online=true")
+                "initial model, which would hardly say them. So had the lowest quarter of the paper's data, "
+                f"[{low}, {high}], which trained clearly worse than the rest even with humanline (§5.2.1, Figure 6). Expect many "
+                "clipped tokens; prefer completions of this or a similar model, or online=true")
         if self.shared_prompts:
             found.append(f"{self.shared_prompts} prompts are both trained on and evaluated with; evaluation numbers will flatter")
         lost = sum(self.dropped.values())
@@ -140,8 +140,8 @@ class DataReport:
         if self.logprob:
             parts += _spreads("Mean token log-probability under the initial model", "nats", self.logprob, ".3f")
             low, high = PAPER_WORST_QUARTILE
-            parts += [f"{self.poor_share:.0%} of the completions lie at {high} or below; in the paper's data the lowest quarter did, "
-                      f"[{low}, {high}] (§5.2.1, Figure 6).", ""]
+            parts += [f"{self.poor_share:.0%} of the completions lie at {high} or below; in the paper's data the lowest quarter "
+                      f"did, [{low}, {high}] (§5.2.1, Figure 6).", ""]
         if self.clipped_share is not None:
             parts += [f"Humanline is expected to clip {self.clipped_share:.1%} of the completion tokens.", ""]
         parts += [f"**Warning.** {warning}.\n" for warning in self.warnings()]

@@ -21,10 +21,11 @@ from data.groups import groups as groups_format
 from data.rows import SUFFIXES, Dropped, Loaded, Row, read_rows
 from data.types import DataError, Group, Prompt, Turn
 
-__all__ = ["Dropped", "Loaded", "hub_table", "load_groups", "local", "published_table"]
+__all__ = ["Dropped", "Loaded", "hub_table", "load_groups", "local"]
 
 Split = Literal["train", "eval"]
 Source = Callable[[DataConfig, str], Loaded]
+LOCAL, HUB = "data.sources.local", "data.sources.hub_table"
 
 FORMATS: dict[str, Format] = {
     "preference": formats.preference,
@@ -36,6 +37,12 @@ FORMATS: dict[str, Format] = {
     "hh": published.hh,
     "alpacaeval": published.alpacaeval,
     "gsm8k": published.gsm8k,
+    "math": published.math,
+    "s1k": published.s1k,
+    "safe_rlhf": published.safe_rlhf,
+    "wildbench": published.wildbench,
+    "shp": published.shp,
+    "oasst": published.oasst,
 }
 """The formats that ``data.format`` may name; another one is given by its import path."""
 
@@ -50,6 +57,8 @@ def load_groups(config: DataConfig, split: Split) -> Loaded:
     Raises ConfigError for a setting that cannot be honoured, DataError when no row at all can be used.
     """
     one_of("split", split, ("train", "eval"))
+    if config.source == HUB and _is_file(config.path):  # a local copy; the splits are the hub's
+        config = replace(config, source=LOCAL, eval_split=None)
     source: Source = _import("data.source", config.source)
     held_out = config.eval_path is None and config.eval_split is None and config.eval_fraction > 0
     loaded = source(config, "train" if held_out else split)
@@ -102,22 +111,24 @@ def local(config: DataConfig, split: str) -> Loaded:
 
 
 def hub_table(config: DataConfig, split: str) -> Loaded:
-    """A data set of the Hugging Face hub (``data.path``, ``subset``, ``data_dir``, ``revision``; ``split`` and ``eval_split``)."""
+    """A data set of the Hugging Face hub (``data.path``, ``subset``, ``data_dir``, ``revision``; ``split`` and ``eval_split``).
+
+    ``data.eval_path`` is a file or another hub set, of which the whole ``eval_split`` is read.
+    """
     if config.path is None:
         raise ConfigError("data.path", None, "give the data set's name, as in data.path=org/name")
     if split == "eval" and config.eval_path is None and config.eval_split is None:
         return Loaded([], 0, origin="no evaluation data (data.eval_split is null and data.eval_fraction is 0)")
+    if split == "eval" and _is_file(config.eval_path):
+        return local(config, split)
     path = config.path if split == "train" else config.eval_path or config.path
     name = config.split if split == "train" else config.eval_split or config.split
     rows = hub.hub_rows(path, name, subset=config.subset, data_dir=config.data_dir, revision=config.revision)
     return convert(rows, config, f"{path} ({name})")
 
 
-def published_table(config: DataConfig, split: str) -> Loaded:
-    """A published data set, from a local copy where ``data.path`` is a file, else from the hub."""
-    path = config.eval_path if split == "eval" and config.eval_path else config.path
-    is_file = path is not None and (Path(path).is_file() or path.endswith(SUFFIXES))
-    return local(config, split) if is_file else hub_table(config, split)
+def _is_file(path: str | None) -> bool:
+    return path is not None and (Path(path).is_file() or path.endswith(SUFFIXES))
 
 
 def _of_split(rows: Iterable[Row | Dropped], wanted: str) -> Iterator[Row | Dropped]:
@@ -155,7 +166,7 @@ def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str) -> L
     return loaded
 
 
-def renamed(values: Values, columns: dict[str, str]) -> Values:
+def renamed(values: Values, columns: dict[str, str] | None) -> Values:
     """``values`` with the columns that ``data.columns`` maps (ours: theirs) under our names."""
     if not columns:
         return values
@@ -163,7 +174,7 @@ def renamed(values: Values, columns: dict[str, str]) -> Values:
 
 
 def _format(config: DataConfig, first: Row) -> Format:
-    for ours, theirs in config.columns.items():
+    for ours, theirs in (config.columns or {}).items():
         if theirs not in first.values:
             raise ConfigError(f"data.columns.{ours}", theirs, f"{first.file} has no such column; it has {', '.join(first.values)}")
     name = detect(first) if config.format == "auto" else config.format
@@ -187,7 +198,7 @@ def detect(row: Row) -> str:
         return "hh" if "prompt" not in has and isinstance(chosen, str) and chosen.startswith("\n\nHuman:") else "preference"
     if {"prompt", "completion"} <= has:
         return "unpaired" if "label" in has else "prompt_completion"
-    if {"instruction", "output_1", "output_2", "preference"} <= has:
+    if {"instruction", "output_1", "output_2", "preference"} <= has or {"instruction", "output", "generator"} <= has:
         return "alpacaeval"
     if "messages" in has:
         return "prompt_completion"

@@ -83,9 +83,10 @@ def test_exactly_one_bos_whoever_wrote_it(family: str, plain: bool, already: int
 def test_bos_is_added_when_the_template_forgets_it_and_never_invented() -> None:
     forgetful = Renderer(TOKENIZERS["llama3"], max_length=500, max_prompt_length=400, template=FAMILIES["qwen2"][3])
     ids = forgetful.prompt_ids(conversation("hello")).tolist()
-    assert ids.count(TOKENIZERS["llama3"].bos_token_id) == 1 and ids[0] == TOKENIZERS["llama3"].bos_token_id
+    assert ids[0] == TOKENIZERS["llama3"].bos_token_id
+    assert ids.count(ids[0]) == 1
     assert TOKENIZERS["qwen2"].bos_token_id is None
-    assert renderer("qwen2").prompt_ids(conversation("hello")).tolist()[0] == TOKENIZERS["qwen2"].convert_tokens_to_ids("<|im_start|>")
+    assert renderer("qwen2").prompt_ids(conversation("hello"))[0] == TOKENIZERS["qwen2"].convert_tokens_to_ids("<|im_start|>")
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -110,12 +111,13 @@ def test_sampled_ids_are_used_as_they_are(family: str) -> None:
     make, prompt = renderer(family), conversation("hello")
     strange = (5, 3, 5, 7)  # no tokenizer would cut a text this way
     assert row(make.sequence(prompt, Completion(None, strange, finished=False))).completion_ids.tolist() == list(strange)
-    assert row(make.sequence(prompt, Completion("ignored", strange, finished=True))).completion_ids.tolist() == [*strange, make.end_id]
+    assert row(make.sequence(prompt, Completion("ignored", strange))).completion_ids.tolist() == [*strange, make.end_id]
     for stop in make.stop_token_ids:
         assert row(make.sequence(prompt, Completion(None, (5, stop)))).completion_ids.tolist() == [5, stop]
 
 
-@pytest.mark.parametrize(("family", "stops"), [("llama3", ["<|eot_id|>"]), ("qwen2", ["<|im_end|>"]), ("gemma2", ["<end_of_turn>", "<eos>"])])
+@pytest.mark.parametrize(("family", "stops"),
+                         [("llama3", ["<|eot_id|>"]), ("qwen2", ["<|im_end|>"]), ("gemma2", ["<end_of_turn>", "<eos>"])])
 def test_stop_tokens_are_end_of_turn_and_end_of_sequence(family: str, stops: list[str]) -> None:
     assert list(renderer(family).stop_token_ids) == TOKENIZERS[family].convert_tokens_to_ids(stops)
 
@@ -124,7 +126,8 @@ def test_a_template_without_a_system_role_gets_it_in_the_first_user_turn() -> No
     make, tokenizer = renderer("gemma2"), TOKENIZERS["gemma2"]
     folded = make.prompt_ids(conversation("hello", "hi", "and?", system="be brief"))
     assert np.array_equal(folded, make.prompt_ids(conversation("be brief\n\nhello", "hi", "and?")))
-    silent = "{% for m in messages %}{% if m['role'] != 'system' %}{{ '<start_of_turn>' + m['content'] + '<end_of_turn>' }}{% endif %}{% endfor %}"
+    silent = ("{% for m in messages %}{% if m['role'] != 'system' %}{{ '<start_of_turn>' + m['content'] + '<end_of_turn>' }}"
+              "{% endif %}{% endfor %}")
     make = Renderer(tokenizer, max_length=99, max_prompt_length=60, template=silent)
     assert "be brief" in tokenizer.decode(make.prompt_ids(conversation("hello", system="be brief")))
 
@@ -144,24 +147,23 @@ def test_a_base_model_gets_the_shipped_template() -> None:
     make, tokenizer = renderer("base"), TOKENIZERS["base"]
     assert make.template == DEFAULT_TEMPLATE.read_text()
     made = row(make.sequence(conversation("one", "two", "three", system="rules"), Completion("four")))
-    assert tokenizer.decode(ids_of(made)) == ("rules\n\nUser: one\n\nAssistant: two<|endoftext|>\n\nUser: three\n\nAssistant: four<|endoftext|>")
+    assert tokenizer.decode(ids_of(made)) == (
+        "rules\n\nUser: one\n\nAssistant: two<|endoftext|>\n\nUser: three\n\nAssistant: four<|endoftext|>")
     assert tokenizer.decode(made.completion_ids) == " four<|endoftext|>"
 
 
 def test_a_tokenizer_that_prefixes_a_space_does_not_put_one_inside_a_row() -> None:
     """Llama-2's template answers "[/INST] yes </s>": one space, as in its own rendering tokenised whole."""
     tokenizer, make = TOKENIZERS["llama2"], renderer("llama2")
-    whole = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}])["input_ids"]
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
+    whole = tokenizer.apply_chat_template(messages)["input_ids"]
     assert ids_of(row(make.sequence(conversation("hello"), Completion("yes")))) == whole
 
 
 def test_the_day_of_the_run_does_not_change_the_ids() -> None:
-    dated = "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y %f') %}{% endif %}{{ date_string }}" + LLAMA3_BODY
-    assert "26 Jul 2024" in TOKENIZERS["llama3"].decode(
-        Renderer(TOKENIZERS["llama3"], max_length=200, max_prompt_length=150, template=dated).prompt_ids(conversation("hi")))
-
-
-LLAMA3_BODY = FAMILIES["llama3"][3]
+    dated = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y %f') %}{% endif %}{{ date_string }}"
+    make = Renderer(TOKENIZERS["llama3"], max_length=200, max_prompt_length=150, template=dated + FAMILIES["llama3"][3])
+    assert "26 Jul 2024" in TOKENIZERS["llama3"].decode(make.prompt_ids(conversation("hi")))
 
 
 # Lengths
@@ -172,7 +174,7 @@ def test_the_oldest_turns_go_first_and_the_system_turn_never() -> None:
     ids = make.prompt_ids(prompt)
     assert np.array_equal(ids, renderer("qwen2").prompt_ids(conversation("third", "fourth", "fifth?", system="the rules")))
     assert len(ids) <= 150
-    assert make.cuts == {"oldest turns": 1, "last user turn": 0} or make.cuts == {"oldest turns": 1}
+    assert make.cuts == {"oldest turns": 1}
     assert "the rules" in tokenizer.decode(ids)
 
 
@@ -215,7 +217,8 @@ words = st.text(alphabet=st.sampled_from("ab the\n é<|>✓"), max_size=60)
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from([*CHATS, "base", "llama2"]), st.lists(words, min_size=1, max_size=5), words, st.integers(30, 90), st.booleans())
+@given(st.sampled_from([*CHATS, "base", "llama2"]), st.lists(words, min_size=1, max_size=5), words, st.integers(30, 90),
+       st.booleans())
 def test_any_conversation_fits_or_is_named(family: str, contents: list[str], answer: str, limit: int, plain: bool) -> None:
     prompt = conversation(*contents[:len(contents) - 1 + len(contents) % 2], system=None)
     make = renderer(family, 2 * limit, limit, plain)
@@ -257,7 +260,7 @@ def test_settings_choose_template_and_lengths(tmp_path) -> None:
     mine = make_renderer(TOKENIZERS["qwen2"], dataclasses.replace(model, chat_template=str(tmp_path / "mine.jinja")), data)
     assert TOKENIZERS["qwen2"].decode(mine.prompt_ids(conversation("hi"))) == "[hi]"
     assert (mine.max_length, mine.max_prompt_length) == (99, 44)
-    with pytest.raises(ConfigError, match="model.chat_template"):
+    with pytest.raises(ConfigError, match="chat_template"):
         make_renderer(TOKENIZERS["qwen2"], dataclasses.replace(model, chat_template="nowhere.jinja"), data)
 
 
@@ -269,7 +272,7 @@ def test_a_tokenizer_without_an_end_is_refused() -> None:
 
 
 def test_a_template_that_loses_the_answer_is_refused() -> None:
-    with pytest.raises(ConfigError, match="model.chat_template"):
+    with pytest.raises(ConfigError, match="chat_template"):
         Renderer(TOKENIZERS["base"], max_length=10, max_prompt_length=5, template="{{ messages[0]['content'] }}")
 
 
@@ -278,8 +281,9 @@ def test_the_fingerprint_changes_with_what_ids_depend_on_and_with_nothing_else()
     before = chat_fingerprint(tokenizer, "t", 10, 5)
     tokenizer(["a", "a b c"], padding=True, truncation=True, max_length=4)
     assert chat_fingerprint(tokenizer, "t", 10, 5) == before == chat_fingerprint(tiny_tokenizer("llama3"), "t", 10, 5)
-    others = [chat_fingerprint(tokenizer, "u", 10, 5), chat_fingerprint(tokenizer, None, 10, 5), chat_fingerprint(tokenizer, "t", 11, 5),
-              chat_fingerprint(tokenizer, "t", 10, 6), chat_fingerprint(tiny_tokenizer("qwen2"), "t", 10, 5)]
+    settings = [("u", 10, 5), (None, 10, 5), ("t", 11, 5), ("t", 10, 6)]
+    others = [chat_fingerprint(tokenizer, *setting) for setting in settings]
+    others.append(chat_fingerprint(tiny_tokenizer("qwen2"), "t", 10, 5))
     tokenizer.add_tokens(["more"])
     assert len({before, *others, chat_fingerprint(tokenizer, "t", 10, 5)}) == 7
 

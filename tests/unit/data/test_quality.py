@@ -26,9 +26,10 @@ def row(prompt: int, completion: int) -> Sequence:
 @pytest.fixture
 def report() -> DataReport:
     loaded = Loaded([group("q1"), group("q2"), group("q2")], 6,
-                    [Dropped("f.jsonl", 2, "a tie"), Dropped("f.jsonl", 5, "a tie"), Dropped("f.jsonl", 4, "no | column\n'x'")], "f.jsonl")
+                    [Dropped("f.jsonl", n, why) for n, why in ((2, "a tie"), (5, "a tie"), (4, "no | column\n'x'"))], "f.jsonl")
     evaluation = Loaded([group("q2"), group("q9")], 2, [], "g.jsonl")
-    examples = Examples(((Example("a", (row(3, 5), row(3, 7))),), (Example("b", (row(9, 1), row(9, 2))),)), {"no completion token": 1})
+    rows = (row(3, 5), row(3, 7)), (row(9, 1), row(9, 2))
+    examples = Examples(tuple((Example("a", two),) for two in rows), {"no completion token": 1})
     return DataReport.of(loaded, evaluation, examples, {"completion end": 1, "oldest turns": 0})
 
 

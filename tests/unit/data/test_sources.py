@@ -1,0 +1,193 @@
+"""Files, hub tables and their splits: what is read, what is refused, and that training and evaluation share no prompt."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import datasets
+import pytest
+
+from config.schema import ConfigError, DataConfig
+from data.rows import Loaded
+from data.sources import hold_out, load_groups, local
+from data.types import Completion, DataError, Group, Prompt, Turn
+
+RECORDS = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(40)]
+
+
+def config(path: object, **settings: object) -> DataConfig:
+    settings = {"source": "data.sources.local", "path": None if path is None else str(path), "name": "test", **settings}
+    return DataConfig(**settings)  # type: ignore[arg-type]
+
+
+def lines(path: Path, records: list) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def ids(loaded: Loaded) -> list[str]:
+    return [group.prompt.id for group in loaded.groups]
+
+
+@pytest.mark.parametrize("kind", [".json", ".jsonl", ".parquet", ".json.gz", ".jsonl.gz"])
+def test_every_kind_of_file_gives_the_same_groups(tmp_path, kind: str) -> None:
+    path = tmp_path / f"pairs{kind}"
+    text = "\n".join(map(json.dumps, RECORDS)) if ".jsonl" in kind else json.dumps(RECORDS)
+    if kind == ".parquet":
+        datasets.Dataset.from_list(RECORDS).to_parquet(path)
+    elif kind.endswith(".gz"):
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    loaded = load_groups(config(path, eval_fraction=0), "train")
+    assert loaded.read == 40
+    assert [[c.text for c in group.completions] for group in loaded.groups] == [[r["chosen"], r["rejected"]] for r in RECORDS]
+
+
+def test_bad_rows_are_counted_and_named(tmp_path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join([json.dumps(RECORDS[0]), "{broken", "", "[1]", json.dumps({"prompt": "x"}), json.dumps(RECORDS[1])]))
+    loaded = load_groups(config(path, eval_fraction=0), "train")
+    assert len(loaded.groups) == 2
+    assert loaded.read == 5
+    assert [(d.file, d.row) for d in loaded.dropped] == [("pairs.jsonl", 2), ("pairs.jsonl", 4), ("pairs.jsonl", 5)]
+    for dropped, reason in zip(loaded.dropped, ("not JSON", "not a JSON object", "no column 'chosen'"), strict=True):
+        assert reason in dropped.reason
+
+
+def test_no_usable_row_at_all_is_an_error_that_shows_the_first(tmp_path) -> None:
+    path = lines(tmp_path / "pairs.jsonl", [{"prompt": "x", "chosen": "same", "rejected": "same"}] * 3)
+    with pytest.raises(DataError, match=r"none of the 3 rows.*row 1: chosen and rejected are the same.*data.format"):
+        load_groups(config(path), "train")
+
+
+@pytest.mark.parametrize(("name", "content", "error", "message"), [
+    ("absent.jsonl", None, ConfigError, r"data.path=.*no such file"),
+    ("pairs.csv", b"a,b", ConfigError, "use one of .json, .jsonl"),
+    ("pairs.json", b'{"prompt": 1}', DataError, "must hold one list"),
+    ("pairs.json", b'{"a": 1}\n{"a": 2}', DataError, "must be named .jsonl"),
+    ("pairs.jsonl.gz", b"not gzip", DataError, "cannot be read"),
+    ("pairs.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 99)[:-9], DataError, "cannot be read to its end"),
+    ("pairs.parquet", b"not parquet", DataError, "cannot be read"),
+    ("pairs.jsonl", b"\xff\xfe", DataError, "cannot be read"),
+])
+def test_a_wrong_file_is_refused_with_a_remedy(tmp_path, name: str, content: bytes | None, error: type, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(error, match=message):
+        load_groups(config(tmp_path / name), "train")
+
+
+def test_a_wrong_source_is_refused() -> None:
+    for source in ("data.sources.nothing", "nowhere.at.all", "function", "data.sources.FORMATS"):
+        with pytest.raises(ConfigError, match=r"data.source="):
+            load_groups(config("x.jsonl", source=source), "train")
+    with pytest.raises(ConfigError, match=r"data.path=None"):
+        load_groups(config(None), "train")
+
+
+# Splits
+
+def test_held_out_prompts_are_a_share_and_never_trained_on(tmp_path) -> None:
+    doubled = RECORDS + [{**record, "chosen": "another"} for record in RECORDS]  # two pairs a prompt stay together
+    path = lines(tmp_path / "a.jsonl", doubled)
+    settings = config(path, eval_fraction=0.1)
+    train, held_out = load_groups(settings, "train"), load_groups(settings, "eval")
+    assert len(set(ids(held_out))) == 4
+    assert len(held_out.groups) == 8
+    assert not set(ids(train)) & set(ids(held_out))
+    assert len(train.groups) + len(held_out.groups) == 80
+    assert "4 of 40 prompts held out" in held_out.origin
+    shuffled = random.Random(0).sample(doubled, len(doubled))
+    again = load_groups(config(lines(tmp_path / "b.jsonl", shuffled), eval_fraction=0.1), "eval")
+    assert set(ids(again)) == set(ids(held_out))
+
+
+def test_a_single_prompt_is_not_held_out() -> None:
+    loaded = Loaded([Group(Prompt((Turn("user", "a"),)))], 1)
+    assert len(hold_out(loaded, 0.5, "train").groups) == 1
+    assert not hold_out(loaded, 0.5, "eval").groups
+
+
+def test_named_evaluation_data_are_used_and_nothing_is_held_out(tmp_path) -> None:
+    settings = config(lines(tmp_path / "a.jsonl", RECORDS[:30]), eval_path=str(lines(tmp_path / "b.jsonl", RECORDS[30:])))
+    assert len(load_groups(settings, "train").groups) == 30
+    assert len(load_groups(settings, "eval").groups) == 10
+    with pytest.raises(ConfigError, match=r"data.eval_path=.*no such file"):
+        load_groups(config(tmp_path / "a.jsonl", eval_path=str(tmp_path / "c.jsonl")), "eval")
+
+
+def test_no_evaluation_data_is_possible_and_said(tmp_path) -> None:
+    loaded = load_groups(config(lines(tmp_path / "a.jsonl", RECORDS), eval_fraction=0), "eval")
+    assert not loaded.groups
+    assert "no evaluation data" in loaded.origin
+
+
+def test_feedback_rows_name_their_split(tmp_path) -> None:
+    row = {"type": "binary_feedback", "output": "x", "label": 1}
+    records = [{**row, "prompt": f"q{i}", "split": ("train", "test")[i % 2]} for i in range(6)]
+    settings = config(lines(tmp_path / "f.jsonl", records), eval_split="test")
+    train, test = load_groups(settings, "train"), load_groups(settings, "eval")
+    assert [g.prompt.turns[0].content for g in train.groups] == ["q0", "q2", "q4"]
+    assert [g.prompt.turns[0].content for g in test.groups] == ["q1", "q3", "q5"]
+    with pytest.raises(ConfigError, match=r"data.eval_split=test: no row"):
+        load_groups(config(lines(tmp_path / "a.jsonl", RECORDS), eval_split="test"), "eval")
+
+
+def test_the_system_prompt_goes_before_prompts_that_have_none(tmp_path) -> None:
+    own = {"prompt": [{"role": "system", "content": "mine"}, {"role": "user", "content": "a"}], "chosen": "x", "rejected": "y"}
+    path = lines(tmp_path / "a.jsonl", [RECORDS[0], own])
+    loaded = load_groups(config(path, eval_fraction=0, system_prompt="Be brief."), "train")
+    assert [group.prompt.turns[0] for group in loaded.groups] == [Turn("system", "Be brief."), Turn("system", "mine")]
+    named = load_groups(config(path, eval_fraction=0, system_prompt="think_answer"), "train")
+    assert "<think>" in named.groups[0].prompt.turns[0].content
+
+
+def made_here(settings: DataConfig, split: str) -> Loaded:
+    """A source of somebody's own, as data.source may name it."""
+    return Loaded([Group(Prompt((Turn("user", f"{split} {i}"),)), (Completion("x"),), (1.0,)) for i in range(3)], 3, origin=split)
+
+
+def test_a_source_may_be_anybodys_function() -> None:
+    settings = config(None, source="tests.unit.data.test_sources.made_here", eval_fraction=0)
+    assert load_groups(settings, "eval").groups[0].prompt.turns[0].content == "eval 0"
+
+
+# The hub (no network here: the library is given a folder, or answers as the hub would)
+
+@pytest.fixture
+def hub_folder(tmp_path) -> Path:
+    for split, part in (("train", RECORDS[:30]), ("test", RECORDS[30:])):
+        datasets.Dataset.from_list(part).to_parquet(tmp_path / "set" / f"{split}.parquet")
+    return tmp_path / "set"
+
+
+def test_a_hub_set_is_read_by_split(hub_folder, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    settings = config(hub_folder, source="data.sources.hub_table", eval_split="test")
+    assert len(load_groups(settings, "train").groups) == 30
+    assert len(load_groups(settings, "eval").groups) == 10
+    with pytest.raises(ConfigError, match=r"data.split=validation: .*no such split"):
+        load_groups(config(hub_folder, source="data.sources.hub_table", split="validation"), "train")
+
+
+@pytest.mark.parametrize(("error", "message"), [
+    (RuntimeError("Dataset scripts are no longer supported, but found alpaca_eval.py"), "is made by a script.*data=local"),
+    (datasets.exceptions.DatasetNotFoundError("Dataset 'org/name' doesn't exist"), "data.path=org/name: cannot be loaded"),
+    (ValueError("BuilderConfig 'x' not found. Available: ['main']"), "data.subset=x"),
+    (ConnectionError("offline"), "data.path=org/name: cannot be loaded .offline"),
+])
+def test_what_the_hub_refuses_is_said_with_a_remedy(monkeypatch, error: Exception, message: str) -> None:
+    def refuse(*args: object, **settings: object) -> None:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(ConfigError, match=message):
+        load_groups(config("org/name", source="data.sources.hub_table", subset="x"), "train")
+
+
+def test_local_is_a_source_on_its_own(tmp_path) -> None:
+    assert len(local(config(lines(tmp_path / "a.jsonl", RECORDS)), "train").groups) == 40
