@@ -1,0 +1,264 @@
+"""The design rules of the repository, held by reading its files: who may import whom, how long things get, what never gets in."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Who may import which of our own packages. Imports point one way: down this list. A module obeys its longest prefix.
+LAYERS = {
+    "config": {"config"},
+    "data": {"config", "data"},
+    "models": {"config", "data", "models"},
+    "trainers.losses": {"trainers.losses"},  # pure functions of tensors
+    "trainers": {"config", "data", "models", "trainers", "rollouts"},
+    "rollouts": {"config", "data", "models", "trainers", "rollouts"},
+    "launch": {"config", "launch"},  # knows the schema and the command line
+}
+# Third-party packages that stay where they are; entry points are the .py files of the root.
+CONFINED = {
+    "hydra": ("config.schema", "launch", "entry point"),
+    "omegaconf": ("config.schema", "launch", "entry point"),
+    "wandb": ("trainers.tracking",),
+    "vllm": ("rollouts",),
+}
+MOST_LINES = 400
+MOST_LINES_OF_A_FUNCTION = 60
+
+
+def tracked(*patterns: str) -> list[Path]:
+    """Files that git has or would add, of the project itself."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *(patterns or ["."]), ":!.venv*"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs a git checkout, to know which files are the project's")
+    return [ROOT / name for name in listed.splitlines() if (ROOT / name).is_file()]
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Module name -> syntax tree of every .py file but tests, benchmarks and tools."""
+    packages = {name.split(".")[0] for name in LAYERS}
+    files = [*ROOT.glob("*.py"), *(path for name in sorted(packages) for path in (ROOT / name).rglob("*.py"))]
+    return {module_name(path): ast.parse(path.read_text(), str(path)) for path in files}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """(dotted name, line) of everything that a file imports, wherever in the file. ``from a import b`` gives a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import; write the name in full"
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def is_entry_point(module: str) -> bool:
+    return "." not in module and (ROOT / f"{module}.py").exists()
+
+
+def layer_of(module: str) -> str:
+    return max((layer for layer in LAYERS if within(module, layer)), key=len)
+
+
+def breaches(module: str, tree: ast.Module) -> list[str]:
+    """What ``module`` imports and must not."""
+    if is_entry_point(module):
+        return []
+    layer, found = layer_of(module), []
+    ours = {name.split(".")[0] for name in LAYERS} | {m for m in sources() if is_entry_point(m)}
+    for name, line in imports(tree):
+        if name.split(".")[0] in ours and not any(within(name, allowed) for allowed in LAYERS[layer]):
+            found.append(f"{module}:{line} imports {name}; {layer} may import {', '.join(sorted(LAYERS[layer]))}")
+    return found
+
+
+# -- imports -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_package_has_its_layer():
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "benchmarks", "tools"}
+    assert packages == {name.split(".")[0] for name in LAYERS}
+
+
+def test_imports_point_one_way():
+    assert [line for module, tree in sources().items() for line in breaches(module, tree)] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "allowed"),
+    [
+        ("data.types", "import models.policy", False),
+        ("data.types", "from trainers import basic", False),
+        ("data.types", "from config import schema", True),
+        ("models.policy", "def f():\n    from trainers.basic import BasicTrainer", False),
+        ("trainers.losses.dpo", "from trainers.humanline import OFF", False),
+        ("trainers.losses.dpo", "from trainers.losses.base import ratio", True),
+        ("trainers.basic", "import train", False),
+        ("trainers.basic", "from models import policy", True),
+        ("launch.slurm", "import trainers.basic", False),
+    ],
+)
+def test_the_rule_sees_a_breach(module, code, allowed):
+    assert (breaches(module, ast.parse(code)) == []) is allowed
+
+
+def test_losses_need_torch_alone():
+    standard = sys.stdlib_module_names | {"torch", "trainers"}
+    strangers = [f"{module}:{line} {name}" for module, tree in sources().items() if within(module, "trainers.losses")
+                 for name, line in imports(tree) if name.split(".")[0] not in standard]
+    assert strangers == []
+
+
+@pytest.mark.parametrize("package", CONFINED)
+def test_third_parties_stay_in_their_place(package):
+    users = {module for module, tree in sources().items() if any(within(name, package) for name, _ in imports(tree))}
+    homes = CONFINED[package]
+    astray = {m for m in users if not any(within(m, home) for home in homes) and not (is_entry_point(m) and "entry point" in homes)}
+    assert astray == set()
+    if package in ("wandb", "vllm"):
+        assert len(users) <= 1
+
+
+def test_collectives_live_in_one_module():
+    """torch.distributed stays in models; beside models.distributed only what shards and saves, which calls its own collectives."""
+    harmless = tuple(f"torch.distributed.{part}" for part in ("checkpoint", "fsdp", "tensor", "device_mesh"))
+    found = []
+    for module, tree in sources().items():
+        if module == "models.distributed":
+            continue
+        names = [*imports(tree), *((ast.unparse(n), n.lineno) for n in ast.walk(tree) if isinstance(n, ast.Attribute))]
+        found += [f"{module}:{line} {name}" for name, line in names if within(name, "torch.distributed")
+                  and not (within(module, "models") and any(within(name, part) for part in harmless))]
+    assert found == []
+
+
+@pytest.mark.parametrize("module", ["config.schema", "train"])
+def test_a_wrong_command_line_is_refused_before_torch_is_loaded(module):
+    code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'datasets', 'wandb', 'vllm') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# -- size and habits ---------------------------------------------------------------------------------------------------------------
+
+
+def test_no_file_is_too_long_to_read():
+    assert {m: n for m in sources() if (n := len(path_of(m).read_text().splitlines())) > MOST_LINES} == {}
+
+
+def test_no_function_is_too_long_to_read():
+    functions = ((m, node) for m, tree in sources().items() for node in ast.walk(tree)
+                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    lengths = {f"{m}.{f.name}": (f.end_lineno or f.lineno) - f.lineno + 1 for m, f in functions}
+    assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES_OF_A_FUNCTION} == {}
+
+
+def path_of(module: str) -> Path:
+    path = ROOT / Path(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def swallows(handler: ast.ExceptHandler) -> bool:
+    """A bare except, or one for everything that does nothing about it."""
+    broad = handler.type is None or (isinstance(handler.type, ast.Name) and handler.type.id in ("Exception", "BaseException"))
+    idle = all(isinstance(s, ast.Pass | ast.Continue) or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
+               for s in handler.body)
+    return handler.type is None or (broad and idle)
+
+
+def test_no_error_is_swallowed():
+    assert [f"{m}:{node.lineno}" for m, tree in sources().items() for node in ast.walk(tree)
+            if isinstance(node, ast.ExceptHandler) and swallows(node)] == []
+
+
+@pytest.mark.parametrize(
+    ("handler", "bad"),
+    [("except:\n  raise", True), ("except Exception: pass", True), ("except BaseException: ...", True),
+     ("except Exception as e:\n  warn(e)", False), ("except KeyError: pass", False)],
+)
+def test_the_rule_sees_a_swallowed_error(handler, bad):
+    tree = ast.parse(f"try: pass\n{handler}")
+    assert any(swallows(n) for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler)) is bad
+
+
+def test_nothing_is_left_for_later():
+    later = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|NotImplementedError\(\)")
+    assert [f"{m}: {found[0]}" for m in sources() if (found := later.search(path_of(m).read_text()))] == []
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------------------
+
+SCALAR = re.compile(r"^\s*(?P<key>[A-Za-z]\w*):\s*(?P<value>[^#\s].*)$")
+
+
+def uncommented(text: str) -> list[str]:
+    """The keys with a value whose line has no comment, and that have none above their block of lines. Hydra's own settings are
+    Hydra's to explain."""
+    found, explained = [], False
+    for line in text.partition("\nhydra:")[0].splitlines():
+        if line.lstrip().startswith("#"):
+            explained = True
+        elif scalar := SCALAR.match(line):
+            if not explained and "#" not in scalar["value"]:
+                found.append(scalar["key"])
+        else:
+            explained = False
+    return found
+
+
+def test_every_setting_is_explained():
+    """The files that say what a key means; ``name``, which repeats the file's own, needs no words."""
+    files = [ROOT / "config/config.yaml", *(ROOT / "config/loss").glob("*.yaml"), *(ROOT / "config").glob("*/*base.yaml")]
+    assert {path.name: keys for path in files if (keys := [k for k in uncommented(path.read_text()) if k != "name"])} == {}
+
+
+def test_the_rule_sees_an_unexplained_setting():
+    assert uncommented("# why\na: 1\n\nb: 2\nc: 3  # because\nd:\n  e: x\nhydra:\n  job: 1\n") == ["b", "e"]
+
+
+# -- what never gets in ------------------------------------------------------------------------------------------------------------
+
+NEVER = {
+    "a secret": re.compile(rb"\bhf_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_\-]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bwandb_v\d_\w{20,}"
+                           rb"|-----BEGIN [A-Z ]*PRIVATE KEY|\bAKIA[0-9A-Z]{16}\b"),
+    "somebody's folder": re.compile(rb"/(?:home|Users)/\w+/|(?<![\w.])/(?:roo[t]|wor[k])/[\w.]"),
+}
+
+
+def test_no_file_holds_a_secret_or_an_absolute_path_of_somebody():
+    found = []
+    for path in tracked():
+        content = path.read_bytes()
+        if b"\0" not in content[:8192]:
+            found += [f"{path.relative_to(ROOT)}: {what}: {hit[0][:40]!r}" for what, rule in NEVER.items()
+                      if (hit := rule.search(content))]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [("token: hf_" + "a1" * 17, "a secret"), ("sk-" + "x" * 24, "a secret"), ("cd /home" + "/ada/x", "somebody's folder"),
+     ("/roo" + "t/.cache", "somebody's folder"), ("/wor" + "k/main/x", "somebody's folder"), ("https://host/home/page", None),
+     ("../work/x", None)],
+)
+def test_the_rule_sees_what_must_not_get_in(text, what):
+    assert next((name for name, rule in NEVER.items() if rule.search(text.encode())), None) == what
