@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HTTPError
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -145,7 +147,7 @@ def resolve_model_path(name_or_path: str) -> str:
 
 def model_config(config: ModelConfig) -> PretrainedConfig:
     """The architecture, without weights. Raises ConfigError if it cannot be had."""
-    path = resolve_model_path(config.name_or_path)
+    path = _reachable("model.name_or_path", config.name_or_path, config.revision)
     try:
         return AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -226,13 +228,14 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """
     own = config.tokenizer_name_or_path is None
     key = "model.name_or_path" if own else "model.tokenizer_name_or_path"
-    path = config.tokenizer_name_or_path or config.name_or_path
+    name = config.tokenizer_name_or_path or config.name_or_path
+    revision = config.revision if own else None
+    path = _reachable(key, name, revision)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve_model_path(path), revision=config.revision if own else None,
-                                                  trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise _not_found(key, path, error) from error
-    require(tokenizer.eos_token_id is not None, key, path, "has no end-of-sequence token; a completion could not end")
+        raise _not_found(key, name, error) from error
+    require(tokenizer.eos_token_id is not None, key, name, "has no end-of-sequence token; a completion could not end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config.chat_template is not None:
@@ -240,6 +243,18 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
                 "no such file; give a jinja file, or null for the tokenizer's own")
         tokenizer.chat_template = Path(config.chat_template).read_text()
     return tokenizer
+
+
+def _reachable(key: str, name: str, revision: str | None) -> str:
+    """The path to load from. Raises ConfigError for a name that is no folder, not cached and not on the hub: one request says so at
+    once, where loading would retry for half a minute."""
+    path = resolve_model_path(name)
+    try:
+        if not Path(path).is_dir() and not isinstance(try_to_load_from_cache(path, "config.json", revision=revision), str):
+            HfApi().model_info(path, revision=revision, timeout=10)
+    except (OSError, ValueError, HTTPError) as error:
+        raise _not_found(key, name, error) from error
+    return path
 
 
 def _not_found(key: str, value: str, error: Exception) -> ConfigError:

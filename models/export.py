@@ -1,0 +1,73 @@
+"""The trained model as transformers and vLLM load it: safetensors, config, tokenizer, chat template, generation config."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import PreTrainedTokenizerBase
+
+from models.policy import Policy, causal_lm
+
+
+def full_state(policy: Policy) -> dict[str, Tensor]:
+    """Every weight whole, on the CPU, under the names transformers uses, adapters merged in float32. Called by every rank; empty on
+    all but the first. Weights are float32, but for a LoRA base that had nothing to merge."""
+    state = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    named = {name.removeprefix("model."): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    return merge_adapters(named, policy) if named else {}
+
+
+def merge_adapters(state: dict[str, Tensor], policy: Policy) -> dict[str, Tensor]:
+    """``state`` of a model with LoRA as that of the model without: W + scaling B A, in float32 (Hu et al. 2021, eq. 3)."""
+    layers = {name: module for name, module in policy.model.named_modules() if isinstance(module, LoraLayer)}
+    if not layers:
+        return state
+    merged = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
+    for name, layer in layers.items():
+        (adapter,) = layer.active_adapters
+        base = merged[f"{name}.base_layer.weight"].float()
+        down, up = (state[f"{name}.lora_{half}.{adapter}.weight"].float() for half in "AB")
+        delta = (up @ down) * layer.scaling[adapter]
+        merged[f"{name}.base_layer.weight"] = base + (delta.T if getattr(layer, "fan_in_fan_out", False) else delta)
+    return {name.removeprefix("base_model.model.").replace(".base_layer.", "."): tensor for name, tensor in merged.items()}
+
+
+def export(state: dict[str, Tensor], policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
+    """Write the model to ``folder``, whole or not at all: beside it, then renamed. ``state`` is full_state's; one rank calls it.
+
+    Tied weights are written once, as transformers does. What transformers loads from here equals ``state`` cast to ``dtype``.
+    """
+    model = causal_lm(policy.model)
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    model.save_pretrained(part, state_dict=_tie({name: _cast(tensor, dtype) for name, tensor in state.items()}, model))
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    part.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _tie(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The same tensor under every name of one parameter: gathering made copies, which would be written twice."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        name = name.replace(".base_layer.", ".")
+        if name in state:
+            state[name] = state[first.setdefault(id(parameter), name)]
+    return state
