@@ -82,7 +82,7 @@ def write_report(run_dir: Path) -> Path:
         headline=_headline(config, summary, records),
         command=summary.get("command"),
         compared=compared(summary),
-        charts=[(title, base64.b64encode(svg).decode()) for title, svg in charts(records)],
+        charts=[(title, base64.b64encode(svg).decode()) for title, svg in charts([*records, *_end(summary, records)])],
         tables=[(title, rows) for title, rows in tables if rows],
     )
     path = run_dir / "report.html"
@@ -91,12 +91,16 @@ def write_report(run_dir: Path) -> Path:
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted.key, text) of nested plain data, for a table."""
-    if isinstance(value, dict) and value:
+    """(dotted.key, text) of nested plain data, for a table. Empty lists and mappings have nothing to say."""
+    if isinstance(value, dict):
         for key, item in value.items():
             yield from flat(item, f"{name}.{key}" if name else str(key))
-    elif name:
-        yield name, ", ".join(map(_text, value)) if isinstance(value, list) else _text(value)
+    elif isinstance(value, list):
+        items = [", ".join(text for _, text in flat(item)) if isinstance(item, dict) else _text(item) for item in value]
+        if items:
+            yield name, "; ".join(items)
+    else:
+        yield name, _text(value)
 
 
 def _text(value: Any) -> str:
@@ -116,6 +120,12 @@ def _headline(config: dict[str, Any], summary: dict[str, Any], records: list[dic
     if summary.get("tokens_per_second") is not None:
         parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s")
     return " · ".join(parts if summary else [*parts, "not finished"])
+
+
+def _end(summary: dict[str, Any], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The evaluation of the trained model as a point after the last step: a line's evaluation is of the weights before its step."""
+    last = records[-1]["step"] if records else -1
+    return [summary["after"] | {"step": last + 1}] if summary.get("after") else []
 
 
 def _settings(config: dict[str, Any]) -> list[tuple[str, str]]:

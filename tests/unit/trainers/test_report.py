@@ -12,13 +12,13 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from trainers.charts import PANELS, charts, draw, points, running_mean, thinned
-from trainers.report import compared, duration, final_table, write_report
+from trainers.report import compared, duration, final_table, flat, write_report
 
 BEFORE = {"eval_accuracy_sampled": 0.4375, "eval_accuracy_greedy": 0.5, "eval_reward_margin": -0.0, "eval_reward_accuracy": 0.5}
 AFTER = {"eval_accuracy_sampled": 0.625, "eval_accuracy_greedy": 0.75, "eval_reward_margin": 0.25, "eval_reward_accuracy": 0.8}
@@ -55,7 +55,9 @@ class Page(HTMLParser):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.text, self.charts, self.fetched = "", {}, []
+        self.text = ""
+        self.charts: dict[str, bytes] = {}
+        self.fetched: list[str] = []
         self.feed(path.read_text())
 
     def handle_data(self, data):
@@ -69,7 +71,7 @@ class Page(HTMLParser):
 
 
 def test_the_report_says_what_ran_what_came_of_it_and_shows_every_curve(tmp_path):
-    lines = [line(0) | BEFORE, *(line(step) for step in range(1, 9)), line(9) | AFTER]
+    lines = [line(0) | BEFORE, *(line(step) for step in range(1, 10))]
     data = {"train": {"dropped": {"no tokens": 20}}}
     page = Page(write_report(make_run(tmp_path, lines, config=CONFIG, summary=SUMMARY, data=data)))
     said = re.sub(r"\s+", " ", page.text)
@@ -124,6 +126,16 @@ def test_the_age_of_the_reference_is_drawn_as_it_was():
     np.testing.assert_array_equal(curve.get_ydata(), [step % 4 for step in range(1000)])
 
 
+def test_the_trained_model_is_the_last_point_of_the_evaluations(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("trainers.report.charts", lambda records: drawn.extend(records) or [])
+    write_report(make_run(tmp_path, [line(0) | BEFORE, line(1)], summary=SUMMARY))
+    steps, values = points(drawn, "eval_reward_margin")
+    np.testing.assert_array_equal(steps, [0, 2])
+    np.testing.assert_array_equal(values, [0.0, 0.25])
+    assert len(points(drawn, "loss")[0]) == 2
+
+
 def test_charts_of_the_same_run_are_the_same_bytes():
     records = [line(step) for step in range(3)]
     assert charts(records) == charts(records)
@@ -167,6 +179,11 @@ def test_the_final_table_shows_what_there_is():
     assert "before" not in final_table({"seconds": 3})
     assert compared({"after": {"eval_loss": 0.5}}) == [("evaluation loss", "–", "0.5000")]
     assert compared({"before": {"eval_loss": None}, "after": None}) == []
+
+
+def test_nested_data_become_rows():
+    data = {"a": {"b": 1, "c": {}}, "d": [], "e": [1, 2.5], "f": [{"file": "x", "row": 3}, {"file": "y", "row": 4}], "g": None}
+    assert list(flat(data)) == [("a.b", "1"), ("e", "1; 2.5"), ("f", "x, 3; y, 4"), ("g", "null")]
 
 
 def test_durations():

@@ -148,7 +148,7 @@ def train(run_dir: Path, first: int, last: int, run_id: str, before: str = "", *
 
 def records(path: Path) -> Iterator:
     """The records of a .wandb file: a LevelDB log (blocks of 32 KiB, chunks with a header of 7 bytes) after a header of 7 bytes."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     raw, at, whole = path.read_bytes(), 7, b""
     assert raw[:4] == b":W&B"
