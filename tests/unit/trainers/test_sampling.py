@@ -1,0 +1,105 @@
+"""Humanline sampling: its rates, its limit (Theorem 4.3), and draws that depend on nothing but seed, step, row and position."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from trainers.humanline import Humanline
+from trainers.losses.base import TokenScores
+from trainers.losses.dpo import dpo
+from trainers.losses.grpo import grpo
+from trainers.sampling import BetaConstants, detach_rejected, log_thresholds, rejected
+
+CONSTANTS = BetaConstants(M_P=3.0, M_R=2.5, gamma_P=0.7, beta_P=1.3, gamma_R=1.0, beta_R=4.0)
+BOUNDS = Humanline(-1.5, 1.5, 1)
+LIMIT = BetaConstants.towards_clipping(1e12, epsilon_P=math.exp(-1.5), epsilon_R=math.exp(1.5), M_P=20.0, M_R=20.0)
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 1.0, 2.0, 2.9])
+@pytest.mark.parametrize("constants", [CONSTANTS, BetaConstants(3.0, 2.5, 0.05, 1.0, 0.5, 0.5),
+                                       BetaConstants(3.0, 2.5, 200.0, 50.0, 30.0, 300.0)])
+def test_rejection_rates_are_those_of_the_two_beta_distributions(constants, ratio):
+    n = 60_000
+    thresholds = log_thresholds(constants, 0, 0, [str(i) for i in range(6)], n // 6)
+    found = rejected(torch.full((6, n // 6), math.log(ratio)), thresholds).double().mean().item()
+    accept = (stats.beta.cdf(ratio / constants.M_P, constants.gamma_P, constants.beta_P)
+              * stats.beta.cdf(1 / (ratio * constants.M_R), constants.gamma_R, constants.beta_R))
+    assert found == pytest.approx(1 - accept, abs=5 * math.sqrt(accept * (1 - accept) / n) + 1e-12)
+
+
+def test_gamma_one_sided_is_the_power_of_a_uniform():
+    """Proposition 4.1: B ~ Beta(gamma, 1) is U^(1 / gamma)."""
+    one_sided = BetaConstants(M_P=1.0, M_R=1.0, gamma_P=0.61, beta_P=1.0, gamma_R=1.0, beta_R=1.0)
+    draws = log_thresholds(one_sided, 0, 0, ["a"], 20_000)[0].exp().numpy().ravel()
+    assert stats.kstest(draws**0.61, "uniform").pvalue > 1e-3
+
+
+def log_ratios(n=400):
+    return torch.linspace(-4, 4, n).reshape(4, n // 4).double()
+
+
+def test_the_limit_accepts_what_clipping_leaves_alone():
+    values = log_ratios()
+    reject = rejected(values, log_thresholds(LIMIT, 0, 0, list("abcd"), 100))
+    assert torch.equal(~reject, (values >= -1.5) & (values <= 1.5))
+
+
+def test_the_limits_derivative_is_clippings_and_its_values_are_unclamped():
+    leaf = log_ratios().requires_grad_()
+    reject = rejected(leaf, log_thresholds(LIMIT, 0, 0, list("abcd"), 100))
+    sampled, clipped = detach_rejected(leaf, reject), BOUNDS.clip(leaf)
+    assert torch.equal(torch.autograd.grad(sampled.sum(), leaf)[0], torch.autograd.grad(clipped.sum(), leaf)[0])
+    assert torch.equal(sampled, leaf)
+    assert not torch.equal(sampled, clipped)
+
+
+def test_in_the_limit_grpos_gradients_are_clippings_and_dpos_are_not():
+    leaf = log_ratios().requires_grad_()
+    mask = torch.ones_like(leaf, dtype=torch.bool)
+    reject = rejected(leaf, log_thresholds(LIMIT, 0, 0, list("abcd"), 100))
+    gradients = []
+    for made in (detach_rejected(leaf, reject), BOUNDS.clip(leaf)):
+        scores = TokenScores(leaf.detach(), torch.zeros_like(leaf), made, mask)
+        totals = (grpo(scores, torch.tensor([1.0, -1.0, 0.5, -0.5]).double(), beta=0.0, epsilon=0.15).total,
+                  dpo(*scores.split(2), beta=0.001).total)
+        gradients.append([torch.autograd.grad(total, leaf, retain_graph=True)[0] for total in totals])
+    (grpo_sampled, dpo_sampled), (grpo_clipped, dpo_clipped) = gradients
+    assert grpo_sampled.any()
+    assert torch.equal(grpo_sampled, grpo_clipped)
+    assert torch.equal(dpo_sampled != 0, dpo_clipped != 0)
+    assert not torch.allclose(dpo_sampled, dpo_clipped, rtol=1e-3)
+
+
+def test_a_draw_depends_on_seed_step_row_and_position_alone():
+    keys = ["a", "b", "c", "d"]
+    whole = log_thresholds(CONSTANTS, 1, 7, keys, 12)
+    for rank in range(2):  # two ranks with other shares and other padding
+        part = log_thresholds(CONSTANTS, 1, 7, keys[rank::2], 9 + rank)
+        assert torch.equal(part, whole[:, rank::2, : 9 + rank])
+    for other in (log_thresholds(CONSTANTS, 2, 7, keys, 12), log_thresholds(CONSTANTS, 1, 8, keys, 12)):
+        assert not torch.eq(other, whole).any()
+    assert len(np.unique(whole.numpy())) == whole.numel(), "two tokens share a draw"
+
+
+def test_the_two_sides_are_independent():
+    sides = log_thresholds(BetaConstants(1.0, 1.0, 1.0, 1.0, 1.0, 1.0), 0, 0, ["a"], 20_000).exp()[:, 0]
+    assert abs(np.corrcoef(sides.numpy())[0, 1]) < 0.03
+
+
+def test_padding_that_is_no_number_is_left_alone():
+    leaf = torch.tensor([[0.0, math.nan, math.inf]], requires_grad=True)
+    kept = detach_rejected(leaf, rejected(leaf, log_thresholds(CONSTANTS, 0, 0, ["a"], 3)))
+    gradient = torch.autograd.grad(torch.where(torch.tensor([[True, False, False]]), kept, 0.0).sum(), leaf)[0]
+    assert torch.isfinite(gradient).all()
+
+
+def test_impossible_constants_are_refused():
+    with pytest.raises(ValueError, match="gamma_P"):
+        BetaConstants(1.0, 1.0, 0.0, 1.0, 1.0, 1.0)
+    with pytest.raises(ValueError, match="epsilon_P"):
+        BetaConstants.towards_clipping(10.0, epsilon_P=2.0, epsilon_R=4.0, M_P=1.5, M_R=1.5)
