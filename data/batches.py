@@ -80,7 +80,8 @@ def cut(batch: Seq[Example], rank: int, ranks: int, size: int, rows_per_example:
     turns = -(-len(by_length) // (size * ranks))
     # Deal evenly: a batch of 5 in two turns of 4 is 3 + 2, not 4 + 1.
     size = -(-len(by_length) // (turns * ranks)) if turns else size
-    fill = Example(prompt_id="", rows=FILL.rows * rows_per_example)
+    has_mismatched = any(example.mismatched is not None for example in batch)
+    fill = Example(prompt_id="", rows=FILL.rows * rows_per_example, mismatched=FILL.rows[0] if has_mismatched else None)
     mine = []
     for turn in range(turns):
         first = (turn * ranks + rank) * size

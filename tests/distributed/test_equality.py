@@ -1,0 +1,41 @@
+"""Any number of ranks, any number of microbatches: the same losses, gradient norms and weights as one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch.multiprocessing as mp
+
+from models.distributed import start
+from tests.distributed.cells import CELLS, run_cells, worker
+from tests.tiny import tiny_policy
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("single")
+    start()
+    run_cells(folder, folder / "out.npz", accumulation=2)
+    return np.load(folder / "out.npz")
+
+
+@pytest.fixture(scope="module", params=[(2, 2), (4, 1)], ids=["2 ranks x 2", "4 ranks x 1"])
+def several(request, tmp_path_factory):
+    ranks, accumulation = request.param
+    folder = tmp_path_factory.mktemp("several")
+    mp.start_processes(worker, (ranks, str(folder / "store"), str(folder), str(folder / "out.npz"), accumulation), nprocs=ranks,
+                       start_method="spawn")
+    return np.load(folder / "out.npz")
+
+
+@pytest.mark.parametrize(("loss", "k"), CELLS)
+def test_ranks_change_nothing(single, several, loss, k):
+    name = f"{loss}-{k}"
+    begin = np.concatenate([p.detach().numpy().ravel() for p in tiny_policy().parameters()])
+    one, many = single[f"{name}/weights"].astype(float), several[f"{name}/weights"].astype(float)
+    way = np.linalg.norm(one - begin)
+    assert way > 0.05
+    assert np.linalg.norm(many - one) < 1e-3 * way
+    for key in ("loss", "grad_norm", "kl", "clipped_low", "reward_accuracy"):
+        assert len(single[f"{name}/{key}"]) == 8
+        np.testing.assert_allclose(several[f"{name}/{key}"], single[f"{name}/{key}"], rtol=1e-3, atol=1e-4, err_msg=key)
