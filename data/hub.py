@@ -16,8 +16,11 @@ def hub_rows(path: str, split: str, *, subset: str | None, data_dir: str | None,
         table = datasets.load_dataset(path, name=subset, split=split, data_dir=data_dir, revision=revision)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise _refusal(path, split, subset, str(error)) from error
-    for number, values in enumerate(table, 1):
-        yield Row(path, number, values)
+    number = 0
+    for batch in table.with_format("arrow").iter(batch_size=1000):  # several times as fast as row by row
+        for values in batch.to_pylist():
+            number += 1
+            yield Row(path, number, values)
 
 
 def _refusal(path: str, split: str, subset: str | None, message: str) -> ConfigError:

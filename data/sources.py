@@ -21,7 +21,7 @@ from data.groups import groups as groups_format
 from data.rows import SUFFIXES, Dropped, Loaded, Row, read_rows
 from data.types import DataError, Group, Prompt, Turn
 
-__all__ = ["Dropped", "Loaded", "hub_table", "load_groups", "local"]
+__all__ = ["Dropped", "Loaded", "hub_table", "load_groups", "load_splits", "local"]
 
 Split = Literal["train", "eval"]
 Source = Callable[[DataConfig, str], Loaded]
@@ -57,22 +57,47 @@ def load_groups(config: DataConfig, split: Split) -> Loaded:
     Raises ConfigError for a setting that cannot be honoured, DataError when no row at all can be used.
     """
     one_of("split", split, ("train", "eval"))
-    if config.source == HUB and _is_file(config.path):  # a local copy; the splits are the hub's
-        config = replace(config, source=LOCAL, eval_split=None)
+    config = _local_copy(config)
+    loaded = _load(config, "train" if _holds_out(config) else split)
+    return _finished(config, hold_out(loaded, config.eval_fraction, split) if _holds_out(config) else loaded)
+
+
+def load_splits(config: DataConfig) -> tuple[Loaded, Loaded]:
+    """``load_groups`` of training and of evaluation, read once where the one is held out of the other."""
+    config = _local_copy(config)
+    if not _holds_out(config):
+        return load_groups(config, "train"), load_groups(config, "eval")
+    loaded = _load(config, "train")
+    train, evaluation = (hold_out(loaded, config.eval_fraction, split) for split in ("train", "eval"))
+    return _finished(config, train), _finished(config, evaluation)
+
+
+def _holds_out(config: DataConfig) -> bool:
+    return config.eval_path is None and config.eval_split is None and config.eval_fraction > 0
+
+
+def _local_copy(config: DataConfig) -> DataConfig:
+    """A hub set whose path is a file is read from there; the split names are the hub's and do not apply to it."""
+    return replace(config, source=LOCAL, eval_split=None) if config.source == HUB and _is_file(config.path) else config
+
+
+def _load(config: DataConfig, split: str) -> Loaded:
     source: Source = _import("data.source", config.source)
-    held_out = config.eval_path is None and config.eval_split is None and config.eval_fraction > 0
-    loaded = source(config, "train" if held_out else split)
+    loaded = source(config, split)
     if loaded.read and not loaded.groups:
         raise _nothing_usable(config, loaded)
-    if held_out:
-        loaded = hold_out(loaded, config.eval_fraction, split)
-    if config.system_prompt is not None:
-        system = Turn("system", published.SYSTEM_PROMPTS.get(config.system_prompt, config.system_prompt))
-        loaded = replace(loaded, groups=[with_system(group, system) for group in loaded.groups])
     return loaded
 
 
-def hold_out(loaded: Loaded, fraction: float, split: Split) -> Loaded:
+def _finished(config: DataConfig, loaded: Loaded) -> Loaded:
+    """``loaded`` with the system prompt, which comes after the split so that it does not change who is held out."""
+    if config.system_prompt is None:
+        return loaded
+    system = Turn("system", published.SYSTEM_PROMPTS.get(config.system_prompt, config.system_prompt))
+    return replace(loaded, groups=[with_system(group, system) for group in loaded.groups])
+
+
+def hold_out(loaded: Loaded, fraction: float, split: str) -> Loaded:
     """The training or the evaluation part of ``loaded``: the ``fraction`` of the prompts with the smallest ids, at least one, is
     evaluation; all groups of a prompt stay together. A single prompt is not held out.
     """

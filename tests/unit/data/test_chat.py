@@ -89,6 +89,15 @@ def test_bos_is_added_when_the_template_forgets_it_and_never_invented() -> None:
     assert renderer("qwen2").prompt_ids(conversation("hello"))[0] == TOKENIZERS["qwen2"].convert_tokens_to_ids("<|im_start|>")
 
 
+def test_no_bos_where_the_tokenizer_has_one_but_does_not_use_it() -> None:
+    """GPT-2's kind: bos_token is the end of sequence, and the tokenizer never adds it."""
+    tokenizer = tiny_tokenizer("base")
+    tokenizer.bos_token = tokenizer.eos_token
+    for template in (None, load_template(tokenizer, None)):
+        make = Renderer(tokenizer, max_length=100, max_prompt_length=50, template=template)
+        assert tokenizer.bos_token_id not in make.prompt_ids(conversation("hello"))
+
+
 @pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize("brought_along", ["", "END", "END\n", "ENDEND", "EOS"])
 def test_an_answer_ends_with_the_template_s_end_token_exactly_once(family: str, brought_along: str) -> None:
@@ -158,6 +167,26 @@ def test_a_tokenizer_that_prefixes_a_space_does_not_put_one_inside_a_row() -> No
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
     whole = tokenizer.apply_chat_template(messages)["input_ids"]
     assert ids_of(row(make.sequence(conversation("hello"), Completion("yes")))) == whole
+
+
+def test_an_answer_right_behind_a_newline_begins_without_a_space_of_the_tokenizer_s_own() -> None:
+    tokenizer = TOKENIZERS["llama2"]
+    zephyr = "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
+    template = zephyr + "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    make = Renderer(tokenizer, max_length=200, max_prompt_length=100, template=template)
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
+    whole = tokenizer.apply_chat_template(messages, chat_template=template)["input_ids"]
+    made = ids_of(row(make.sequence(conversation("hello"), Completion("yes"))))
+    assert made == [tokenizer.bos_token_id, *whole[:len(made) - 1]]
+    assert made[-1] == tokenizer.eos_token_id
+
+
+def test_the_end_token_is_found_behind_a_newline_that_is_a_token_too() -> None:
+    template = "{{ bos_token }}{% for m in messages %}{{ m['content'] + '\n<end_of_turn>\n' }}{% endfor %}"
+    make = Renderer(TOKENIZERS["gemma2"], max_length=99, max_prompt_length=60, template=template)
+    made = row(make.sequence(conversation("hello"), Completion("yes")))
+    assert TOKENIZERS["gemma2"].decode(made.completion_ids) == "yes\n<end_of_turn>"
+    assert TOKENIZERS["gemma2"].convert_ids_to_tokens(make.end_id) == "<end_of_turn>"
 
 
 def test_the_day_of_the_run_does_not_change_the_ids() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from config.schema import ConfigError, DataConfig
 from data.rows import Loaded
-from data.sources import hold_out, load_groups, local
+from data.sources import hold_out, load_groups, load_splits, local
 from data.types import Completion, DataError, Group, Prompt, Turn
 
 RECORDS = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(40)]
@@ -104,6 +104,19 @@ def test_held_out_prompts_are_a_share_and_never_trained_on(tmp_path) -> None:
     shuffled = random.Random(0).sample(doubled, len(doubled))
     again = load_groups(config(lines(tmp_path / "b.jsonl", shuffled), eval_fraction=0.1), "eval")
     assert set(ids(again)) == set(ids(held_out))
+
+
+@pytest.mark.parametrize("settings", [{}, {"eval_fraction": 0.0}, {"eval_path": "a"}, {"system_prompt": "x", "eval_fraction": 0.3}])
+def test_both_splits_at_once_are_the_two_of_them(tmp_path, settings: dict) -> None:
+    path = lines(tmp_path / "a.jsonl", RECORDS)
+    chosen = config(path, **{k: str(path) if k == "eval_path" else v for k, v in settings.items()})
+    assert load_splits(chosen) == (load_groups(chosen, "train"), load_groups(chosen, "eval"))
+
+
+def test_a_system_prompt_does_not_change_who_is_held_out(tmp_path) -> None:
+    path = lines(tmp_path / "a.jsonl", RECORDS)
+    with_it, without = (load_groups(config(path, system_prompt=system), "eval") for system in ("Be brief.", None))
+    assert [g.prompt.turns[-1] for g in with_it.groups] == [g.prompt.turns[-1] for g in without.groups]
 
 
 def test_a_single_prompt_is_not_held_out() -> None:
