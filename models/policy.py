@@ -205,6 +205,9 @@ def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Pol
             model = _with_lora(model, config)
     policy = Policy(model.to(device))
     policy.check_head()
+    if config.compile:
+        for block in decoder_blocks(policy):
+            block.forward = torch.compile(block.forward, dynamic=True)
     if config.activation_checkpointing:
         checkpoint_activations(decoder_blocks(policy))
     return policy
