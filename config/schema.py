@@ -106,6 +106,7 @@ class DataConfig:
     system_prompt: str | None = None
     apply_chat_template: bool = True
     score_threshold: float = 0.0
+    verifier: str | None = None
 
     def __post_init__(self) -> None:
         require(self.score_threshold >= 0, "data.score_threshold", self.score_threshold, "must be 0 or more")

@@ -21,7 +21,7 @@ from data.groups import groups as groups_format
 from data.rows import SUFFIXES, Dropped, Loaded, Row, read_rows
 from data.types import DataError, Group, Prompt, Turn
 
-__all__ = ["Dropped", "Loaded", "hub_table", "load_groups", "load_splits", "local"]
+__all__ = ["Dropped", "Loaded", "hub_table", "import_function", "load_groups", "load_splits", "local"]
 
 Split = Literal["train", "eval"]
 Source = Callable[[DataConfig, str], Loaded]
@@ -82,7 +82,7 @@ def _local_copy(config: DataConfig) -> DataConfig:
 
 
 def _load(config: DataConfig, split: str) -> Loaded:
-    source: Source = _import("data.source", config.source)
+    source: Source = import_function("data.source", config.source)
     loaded = source(config, split)
     if loaded.read and not loaded.groups:
         raise _nothing_usable(config, loaded)
@@ -181,6 +181,8 @@ def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str) -> L
 
     stream = readable()
     first = next(stream, None)
+    if first is None and not loaded.read:
+        raise DataError(f"{origin}: holds no row")
     if first is None:
         return loaded
     for result in _format(config, first)(itertools.chain([first], stream), config):
@@ -207,7 +209,7 @@ def _format(config: DataConfig, first: Row) -> Format:
         return FORMATS[name]
     if "." not in name:
         raise ConfigError("data.format", name, f"use auto, {', '.join(FORMATS)}, or the import path of a function")
-    found: Format = _import("data.format", name)
+    found: Format = import_function("data.format", name)
     return found
 
 
@@ -237,7 +239,8 @@ def _is_feedback(values: Values) -> bool:
     return str(values.get("type")).endswith("_feedback")
 
 
-def _import(key: str, path: str) -> Any:
+def import_function(key: str, path: str) -> Any:
+    """The function or class that the setting ``key`` names as ``module.name``. Raises ConfigError."""
     module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -249,6 +252,6 @@ def _import(key: str, path: str) -> Any:
 
 
 def _nothing_usable(config: DataConfig, loaded: Loaded) -> DataError:
-    first = loaded.dropped[0]
-    return DataError(f"{loaded.origin}: none of the {loaded.read} rows can be used; the first, {first.file} row {first.row}: "
-                     f"{first.reason}. Check data.format={config.format} and data.columns={config.columns}")
+    why = "; ".join(f"{d.file} row {d.row}: {d.reason}" for d in loaded.dropped[:1]) or "the source does not say why"
+    return DataError(f"{loaded.origin}: none of the {loaded.read} rows can be used; the first, {why}. "
+                     f"Check data.format={config.format} and data.columns={config.columns}")

@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    LogitsProcessorList,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -67,15 +68,18 @@ class Policy(nn.Module):
         hidden = out.last_hidden_state.flatten(0, 1).index_select(0, sequences.predict)
         # The head's weight is read here, not in __init__: once sharded it is whole only inside this forward.
         values = chunked_logprobs(hidden, head.weight, head.bias, sequences.targets, scale=self.scale, softcap=self.softcap)
-        flat = torch.zeros(sequences.mask.numel(), device=values.device, dtype=values.dtype)
-        return flat.index_put((sequences.cells,), values).view(sequences.mask.shape)
+        grid, width = torch.zeros(sequences.mask.shape, device=values.device, dtype=values.dtype), sequences.mask.shape[1]
+        # Not a view of a flat tensor: FSDP2 hangs its pre-backward hook on what is returned.
+        return grid.index_put((sequences.cells // width, sequences.cells % width), values)
 
-    def generate(self, input_ids: Tensor, attention_mask: Tensor, generation_config: GenerationConfig) -> Tensor:
+    def generate(self, input_ids: Tensor, attention_mask: Tensor, generation_config: GenerationConfig,
+                 logits_processor: LogitsProcessorList | None = None, synced_gpus: bool = False) -> Tensor:
         """[B, P + new] token ids, by transformers' generate with a KV cache. input_ids [B, P] are padded on the left;
-        attention_mask [B, P] says where."""
+        attention_mask [B, P] says where. ``synced_gpus``: weights are sharded, so every rank runs as many forwards as the slowest."""
         generate = cast(Callable[..., Tensor], self.model.generate)
         with torch.no_grad():
-            return generate(input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config)
+            return generate(input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config,
+                            logits_processor=logits_processor, synced_gpus=synced_gpus)
 
     @torch.no_grad()
     def check_head(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import shutil
 from collections.abc import Callable
@@ -14,25 +13,16 @@ from typing import Any
 from config.schema import RESERVED_LOSS_KEYS, Config, ConfigError, changed, dump, require
 from data.batches import Segment
 from data.examples import Examples, make_examples
-from data.sources import Loaded, load_groups
+from data.sources import Loaded, import_function, load_groups
 from trainers.basic import BasicTrainer
 from trainers.losses.base import LossResult
 
 Loss = Callable[..., LossResult]
 
 
-def import_path(key: str, path: str) -> Any:
-    """The object that ``a.b.c`` names. Raises ConfigError(key, path) if there is none."""
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(key, path, f"cannot be imported ({error})") from error
-
-
 def make_loss(config: Config) -> Loss:
     """The loss function with its numbers filled in. Raises ConfigError for a number it does not take or lacks."""
-    function = import_path("loss._target_", config.loss["_target_"])
+    function = import_function("loss._target_", config.loss["_target_"])
     takes = {n: p for n, p in inspect.signature(function).parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
     numbers = {key: value for key, value in config.loss.items() if key not in RESERVED_LOSS_KEYS}
     for key, value in numbers.items():
@@ -47,7 +37,7 @@ def make_loss(config: Config) -> Loss:
 
 
 def trainer_class(config: Config) -> type[BasicTrainer]:
-    cls = import_path("trainer._target_", config.trainer._target_)
+    cls = import_function("trainer._target_", config.trainer._target_)
     require(isinstance(cls, type) and issubclass(cls, BasicTrainer), "trainer._target_", config.trainer._target_,
             "is not a subclass of trainers.basic.BasicTrainer")
     return cls
