@@ -31,9 +31,8 @@ def grpo(scores: TokenScores, advantages: Tensor, *, beta: float, epsilon: float
     "sequence": 1 / |y|, and "constant": 1 / ``max_tokens``, where the unit is the sequence. Raises ValueError for any other.
     """
     mask = scores.mask
-    A = torch.where(scores.valid, advantages, 0.0).unsqueeze(-1)
     log_r = importance_log_ratio(scores, importance)
-    surrogate, clipped = clipped_surrogate(log_r, A, epsilon, epsilon if epsilon_high is None else epsilon_high)
+    surrogate, clipped = clipped_surrogate(log_r, advantages.unsqueeze(-1), epsilon, epsilon if epsilon_high is None else epsilon_high)
     d = torch.where(mask, scores.reference - scores.policy, 0.0)  # before the exponential: inf * 0 is nan in its gradient
     kl = torch.expm1(d) - d
     losses = -surrogate + beta * kl if beta else -surrogate
