@@ -76,8 +76,8 @@ class Renderer:
         self._adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
         self._anchor = ""
         alone, behind_eos = (self._encode([text])[0] for text in ("a", tokenizer.eos_token + "a"))
-        if behind_eos[1:] != alone:  # the tokenizer puts a space before a text, which a completion is not the beginning of
-            self._anchor = tokenizer.eos_token
+        if behind_eos[0] == tokenizer.eos_token_id and behind_eos[1:] != alone:
+            self._anchor = tokenizer.eos_token  # this tokenizer puts a space before a text; a completion is in the middle of one
         self._head, self._end, self.end_id = "", str(tokenizer.eos_token), int(tokenizer.eos_token_id)
         self._strips_left = self._strips_right = False
         self._takes_system = True

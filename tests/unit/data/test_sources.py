@@ -73,6 +73,8 @@ def test_no_usable_row_at_all_is_an_error_that_shows_the_first(tmp_path) -> None
     ("pairs.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 99)[:-9], DataError, "cannot be read to its end"),
     ("pairs.parquet", b"not parquet", DataError, "cannot be read"),
     ("pairs.jsonl", b"\xff\xfe", DataError, "cannot be read"),
+    ("pairs.jsonl", b"\n", DataError, "holds no row"),
+    ("pairs.json", b"[]", DataError, "holds no row"),
 ])
 def test_a_wrong_file_is_refused_with_a_remedy(tmp_path, name: str, content: bytes | None, error: type, message: str) -> None:
     if content is not None:
