@@ -32,7 +32,8 @@ def grpo(scores: TokenScores, advantages: Tensor, *, beta: float, epsilon: float
     """
     mask = scores.mask
     log_r = importance_log_ratio(scores, importance)
-    surrogate, clipped = clipped_surrogate(log_r, advantages.unsqueeze(-1), epsilon, epsilon if epsilon_high is None else epsilon_high)
+    high = epsilon if epsilon_high is None else epsilon_high
+    surrogate, clipped = clipped_surrogate(log_r, advantages.unsqueeze(-1), epsilon, high)
     d = torch.where(mask, scores.reference - scores.policy, 0.0)  # before the exponential: inf * 0 is nan in its gradient
     kl = torch.expm1(d) - d
     losses = -surrogate + beta * kl if beta else -surrogate
