@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from config.schema import DataConfig
-from data.formats import ROLES, RowError, Values, demonstration, each_row, number, pair, prompt_of, text, truth, turns, value
+from data.formats import RowError, Values, demonstration, each_row, number, pair, prompt_of, text, truth, turns, value
 from data.rows import Dropped, Row
 from data.types import Group, Turn
 
@@ -155,12 +155,15 @@ def oasst(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
     messages: dict[str, Row] = {}
     siblings: dict[str, list[Row]] = {}
     for row in rows:
-        if row.values.get("lang") != "en":
-            yield Dropped(row.file, row.number, "not in English")
-            continue
-        messages[row.values["message_id"]] = row
-        if row.values.get("role") == "assistant" and row.values.get("rank") is not None:
-            siblings.setdefault(row.values["parent_id"], []).append(row)
+        try:
+            if text(row.values, "lang") != "en":
+                raise RowError("not in English")
+            messages[text(row.values, "message_id")] = row
+            if text(row.values, "role") == "assistant" and row.values.get("rank") is not None:
+                number(row.values, "rank")
+                siblings.setdefault(text(row.values, "parent_id"), []).append(row)
+        except RowError as error:
+            yield Dropped(row.file, row.number, str(error))
     for parent, answers in siblings.items():
         answers.sort(key=lambda row: row.values["rank"])
         for better, worse in itertools.pairwise(answers):
@@ -179,6 +182,6 @@ def _thread(leaf: str, messages: dict[str, Row]) -> tuple[Turn, ...]:
         if step not in messages:
             raise RowError("a message of the conversation is missing")
         values = messages[step].values
-        thread.append(Turn(ROLES[text(values, "role")], text(values, "text")))
+        thread += turns([{"role": value(values, "role"), "content": value(values, "text")}], "text")
         step = values.get("parent_id")
     return tuple(reversed(thread))

@@ -131,11 +131,13 @@ def test_oasst_pairs_each_answer_with_the_next_worse_sibling() -> None:
                   message("best", "root", "assistant", 0), message("mid", "root", "assistant", 1),
                   message("next", "best", "prompter"), message("a", "next", "assistant", 1), message("b", "next", "assistant", 0),
                   message("alone", "mid", "prompter"),
-                  message("x", "alone", "assistant"), message("de", None, "prompter", None, "de"))
+                  message("x", "alone", "assistant"), message("de", None, "prompter", None, "de"),
+                  message("lost1", "gone", "assistant", 0), message("lost2", "gone", "assistant", 1), {"lang": "en"})
     assert words(loaded) == [
         (["text root"], ["text best", "text mid"], (1.0, -1.0)), (["text root"], ["text mid", "text worst"], (1.0, -1.0)),
         (["text root", "text best", "text next"], ["text b", "text a"], (1.0, -1.0))]
-    assert [(d.row, d.reason) for d in loaded.dropped] == [(10, "not in English")]
+    assert [(d.row, d.reason) for d in loaded.dropped] == [
+        (10, "not in English"), (13, "no column 'message_id'"), (12, "a message of the conversation is missing")]
 
 
 def test_the_rest() -> None:
