@@ -1,0 +1,148 @@
+"""The embedded task: adding two two-digit numbers in short worked steps, a task whose answers can be checked.
+
+``37+58=`` is answered ``7+8=15;3+5+1=9;95``: the column of the units, the column of the tens with the carry, the sum. A model is
+fine-tuned on *noisy* demonstrations, which mostly forget the carry, so that it knows the form and is right about half the time:
+alignment has room both ways. Everything here is a pure function of its arguments.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from config.schema import ConfigError, DataConfig
+from data.groups import read_groups
+from data.rows import Loaded
+from data.types import Completion, Group, Prompt, Turn
+from data.views import prompts_of
+
+HELD_OUT = 16
+"""One prompt in so many, by its id, is held out for evaluation and never trained on."""
+
+DEMONSTRATIONS_PER_PROMPT = 8
+
+_STEP = r"\d+\+\d+(?:\+1)?=\d+"
+_WORKED = re.compile(rf"{_STEP};{_STEP};\d+")
+
+
+# Prompts
+
+def addition(a: int, b: int) -> Prompt:
+    """The prompt that asks for ``a + b`` (0 to 99 each), and its answer as the reference."""
+    return Prompt((Turn("user", f"{a:02d}+{b:02d}="),), reference=str(a + b))
+
+
+@cache
+def prompts(split: str) -> tuple[Prompt, ...]:
+    """The prompts of one split, ``train`` or ``eval``, in a fixed order that is not that of the numbers: 10,000 in all, split by
+    prompt id, so that no prompt is in both."""
+    every = (addition(a, b) for a in range(100) for b in range(100))
+    return tuple(sorted((p for p in every if (int(p.id, 16) % HELD_OUT == 0) == (split == "eval")), key=lambda p: p.id))
+
+
+def operands(prompt: Prompt) -> tuple[int, int]:
+    a, b = prompt.turns[-1].content.rstrip("=").split("+")
+    return int(a), int(b)
+
+
+# Answers and their rewards
+
+def accuracy(completions: list[str], references: list[str | None]) -> list[float | None]:
+    """1.0 where what follows the last ``;`` is the reference answer, else 0.0; None where there is no reference."""
+    return [None if reference is None else float(text.rpartition(";")[2] == reference)
+            for text, reference in zip(completions, references, strict=True)]
+
+
+def rewards(completions: list[str], references: list[str | None]) -> list[float | None]:
+    """Accuracy, form and separators weighted 8 : 1 : 1 (paper, C.2), in [0, 10]; None where there is no reference.
+
+    Form: two worked steps and a sum. Separators: the share of the two ``;`` that are there; 0 for more than two.
+    """
+    correct = accuracy(completions, references)
+    return [None if right is None else 8 * right + float(_WORKED.fullmatch(text) is not None) + _separators(text)
+            for text, right in zip(completions, correct, strict=True)]
+
+
+def _separators(text: str) -> float:
+    return {1: 0.5, 2: 1.0}.get(text.count(";"), 0.0)
+
+
+# Demonstrations
+
+@dataclass(frozen=True)
+class Noise:
+    """How demonstrations are written, and how often they go wrong. All are probabilities."""
+
+    decompose: float = 0.04
+    """written ``30+50=80;7+8=15;95``"""
+    direct: float = 0.18
+    """written as the sum alone; all others are written in columns"""
+    carry_dropped: float = 0.8
+    """of the sums that carry: the carry is forgotten"""
+    carry_added: float = 0.2
+    """of the sums that do not: one is carried all the same"""
+    slip: float = 0.12
+    """one column's sum is off by one"""
+    final_slip: float = 0.12
+    """the sum's units or tens are off by one"""
+
+
+CLEAN = Noise(decompose=0.0, direct=0.0, carry_dropped=0.0, carry_added=0.0, slip=0.0, final_slip=0.0)
+
+
+def demonstration(a: int, b: int, noise: Noise, rng: random.Random) -> str:
+    """One answer to ``a + b``. Seven random numbers are drawn, whatever is written."""
+    style, carrying, slips, where, sign, final_slips, final_where = (rng.random() for _ in range(7))
+    off = 1 if sign < 0.5 else -1
+    carry = carrying >= noise.carry_dropped if a % 10 + b % 10 >= 10 else carrying < noise.carry_added
+    units, tens = a % 10 + b % 10, a // 10 + b // 10
+    if slips < noise.slip and where < 0.5:
+        units = max(units + off, 0)
+    elif slips < noise.slip:
+        tens = max(tens + off, 0)
+    total = 10 * (tens + carry) + units % 10
+    if final_slips < noise.final_slip:
+        total = max(total + (off if final_where < 0.5 else 10 * off), 0)
+    if style < noise.direct:
+        return str(total)
+    if style < noise.direct + noise.decompose:
+        return f"{a // 10 * 10}+{b // 10 * 10}={10 * tens};{a % 10}+{b % 10}={units};{total}"
+    return f"{a % 10}+{b % 10}={units};{a // 10}+{b // 10}{'+1' if carry else ''}={tens + carry};{total}"
+
+
+def demonstrations(split: str, name: str, per_prompt: int, noise: Noise) -> Iterator[Group]:
+    """``per_prompt`` noisy answers to every prompt of a split, each a group of its own. ``name`` is the seed: other names, other
+    answers."""
+    rng = random.Random(f"{name}/{split}")
+    for prompt in prompts(split):
+        for _ in range(per_prompt):
+            yield Group(prompt, (Completion(text=demonstration(*operands(prompt), noise, rng)),), (1.0,))
+
+
+# Sources that a yaml may name
+
+def adder_sft(config: DataConfig, split: str) -> Loaded:
+    """Noisy demonstrations, made on the fly; ``data.subset`` names the set (any name, each its own seed). Raises ConfigError."""
+    if config.subset is None:
+        raise ConfigError("data.subset", None, "name the demonstrations, as in data.subset=policy: each name is its own seed")
+    made = list(demonstrations(split, config.subset, DEMONSTRATIONS_PER_PROMPT if split == "train" else 1, Noise()))
+    return Loaded(made, len(made), origin=f"noisy demonstrations {config.subset!r} of the {split} prompts")
+
+
+def adder_pairs(config: DataConfig, split: str) -> Loaded:
+    """The preference set sampled from another checkpoint: groups files ``data.path`` and ``data.eval_path``.
+
+    Behind the held-out pairs stand the held-out prompts that have none, without completions, for accuracy: prompts with a pair are
+    those on which samples differed, which is no fair draw. Raises ConfigError, DataError."""
+    key, path = ("data.path", config.path) if split == "train" else ("data.eval_path", config.eval_path)
+    if path is None:
+        raise ConfigError(key, None, f"give the groups file, as in {key}=assets/adder/pairs.jsonl")
+    groups = read_groups(Path(path))
+    if split == "eval":
+        paired = {prompt.id for prompt in prompts_of(groups)}
+        groups += [Group(prompt) for prompt in prompts("eval") if prompt.id not in paired]
+    return Loaded(groups, len(groups), origin=path)

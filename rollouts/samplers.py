@@ -1,0 +1,187 @@
+"""Sampling answers from the policy: the protocol, and the embedded sampler on transformers' own generation.
+
+Prompts are rendered by the function that renders them for training, every sampling field is explicit, and samples are token ids.
+Their log-probabilities are not kept: top-p truncates the distribution that they are drawn from, so the trainer scores them itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from config.schema import require
+from data.chat import Renderer
+from data.types import Completion, Prompt
+from models.distributed import gather_objects, reshard
+from models.policy import Policy, causal_lm
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How tokens are drawn. Nothing else decides it: a model's generation_config.json is not read. Raises ConfigError."""
+
+    temperature: float
+    """0: greedy"""
+    top_p: float
+    """the next token comes from the smallest set of tokens with this probability; 1: from all"""
+    max_tokens: int
+    """a sample is cut after so many tokens"""
+
+    def __post_init__(self) -> None:
+        require(self.temperature >= 0, "sampler.temperature", self.temperature, "must be 0 (greedy) or more")
+        require(0 < self.top_p <= 1, "sampler.top_p", self.top_p, "must lie in (0, 1]")
+        require(self.max_tokens >= 1, "sampler.max_tokens", self.max_tokens, "must be at least 1")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sampled answer."""
+
+    token_ids: tuple[int, ...]
+    """ends with the stop token if ``finished``"""
+    finished: bool
+    """False when it was cut by max_tokens: it has no stop token then"""
+
+    def completion(self, tokenizer: PreTrainedTokenizerBase) -> Completion:
+        """As the record of a groups file: the ids, which are trained on as they are, and the text, for verifiers and readers."""
+        return Completion(str(tokenizer.decode(list(self.token_ids), skip_special_tokens=True)), self.token_ids, self.finished)
+
+
+class Sampler(Protocol):
+    """What rounds and evaluation ask for answers. The same weights, prompts, settings and seed give the same answers."""
+
+    def sample(self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int) -> list[list[Sample]]:
+        """``n`` answers to each prompt, in the order of the prompts."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One sample to be made: where it goes, and its prompt's tokens."""
+
+    prompt: int
+    index: int
+    prompt_id: str
+    prompt_ids: np.ndarray
+
+
+class EmbeddedSampler:
+    """The policy itself, by transformers' generate with a KV cache.
+
+    A sample depends on the weights, its prompt, its index, the settings and the seed alone (to rounding): not on the batch in which
+    it is computed, the number of ranks, or the state of any random number generator. So equal prompts get equal samples.
+    """
+
+    def __init__(self, policy: Policy, renderer: Renderer, device: torch.device, *, batch_size: int, synced: bool) -> None:
+        """``batch_size``: rows generated at once. ``synced``: the policy is sharded over several ranks, each of which samples
+        a share of its own: every rank runs as many forwards as the slowest, and must call ``sample`` even if its share is empty."""
+        self.policy, self.renderer, self.device = policy, renderer, device
+        self.batch_size, self.synced = batch_size, synced
+
+    def sample(self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int) -> list[list[Sample]]:
+        """``n`` answers to each prompt. Raises DataError for a prompt that cannot be rendered."""
+        ids = [self.renderer.prompt_ids(prompt) for prompt in prompts]
+        rows = [_Row(p, i, prompt.id, ids[p]) for p, prompt in enumerate(prompts) for i in range(n)]
+        rows.sort(key=lambda row: -len(row.prompt_ids))
+        batches = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
+        out: list[list[Sample]] = [[Sample((), False)] * n for _ in prompts]
+        for batch in batches:
+            for row, sample in zip(batch, self._generate(batch, settings, seed), strict=True):
+                out[row.prompt][row.index] = sample
+        if self.synced:
+            filler = [_Row(0, 0, "", np.array(self.renderer.stop_token_ids[:1]))]
+            for _ in range(max(gather_objects(len(batches))) - len(batches)):
+                self._generate(filler, settings, seed)
+        return out
+
+    def _generate(self, rows: list[_Row], settings: SamplingSettings, seed: int) -> list[Sample]:
+        stops = list(self.renderer.stop_token_ids)
+        input_ids, attention_mask = left_padded([row.prompt_ids for row in rows], stops[0])
+        width = input_ids.shape[1]
+        config = GenerationConfig(max_new_tokens=settings.max_tokens, do_sample=False, eos_token_id=stops, pad_token_id=stops[0])
+        draws = [] if settings.temperature == 0 else [uniforms(seed, row.prompt_id, row.index, settings.max_tokens) for row in rows]
+        with own_settings_off(self.policy):
+            tokens = self.policy.generate(
+                input_ids.to(self.device), attention_mask.to(self.device), config,
+                logits_processor=processors(settings, draws, width, self.device), synced_gpus=self.synced)
+        reshard(self.policy)
+        return [_ended(row, set(stops), settings.max_tokens) for row in tokens[:, width:].tolist()]
+
+
+def left_padded(rows: list[np.ndarray], pad: int) -> tuple[Tensor, Tensor]:
+    """([B, P] int64 token ids, [B, P] int64 mask) with every row at the right edge, where generation goes on. Transformers counts
+    positions from the mask, so a row's positions begin at its own first token."""
+    width = max(len(row) for row in rows)
+    ids = np.full((len(rows), width), pad, np.int64)
+    mask = np.zeros((len(rows), width), np.int64)
+    for r, row in enumerate(rows):
+        ids[r, width - len(row) :], mask[r, width - len(row) :] = row, 1
+    return torch.from_numpy(ids), torch.from_numpy(mask)
+
+
+def uniforms(seed: int, prompt_id: str, index: int, n: int) -> np.ndarray:
+    """[n] float32 in [0, 1): the random numbers of one sample, one a token."""
+    key = hashlib.blake2b(f"{seed}/{prompt_id}/{index}".encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(key))).random(n, dtype=np.float32)
+
+
+def processors(settings: SamplingSettings, draws: list[np.ndarray], width: int, device: torch.device) -> LogitsProcessorList:
+    """What turns logits into scores of which generate takes the highest: nothing if greedy, else temperature, top-p and the draw."""
+    if settings.temperature == 0:
+        return LogitsProcessorList()
+    steps = LogitsProcessorList([TemperatureLogitsWarper(settings.temperature)])
+    if settings.top_p < 1:
+        steps.append(TopPLogitsWarper(settings.top_p))
+    steps.append(Draw(torch.from_numpy(np.stack(draws)).to(device), width))
+    return steps
+
+
+class Draw(LogitsProcessor):
+    """Draws each row's next token by inverting its distribution function at the row's own random number, and leaves only that token
+    possible. (generate's own sampling draws from the global generator, so that a row's tokens depend on its neighbours.)"""
+
+    def __init__(self, uniforms: Tensor, width: int) -> None:
+        """uniforms: [B, max_tokens] in [0, 1); width: the prompts' padded length."""
+        self.uniforms, self.width = uniforms, width
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """[B, V] scores -> [B, V], 0 at the token drawn and -inf elsewhere."""
+        # float64: neither a rounded sum over a large vocabulary nor a number close to 1 may point at a token of probability 0.
+        cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
+        step = input_ids.shape[1] - self.width
+        token = torch.searchsorted(cumulative, self.uniforms[:, step, None] * cumulative[:, -1:], right=True)
+        return torch.full_like(scores, -torch.inf).scatter(-1, token, 0.0)
+
+
+@contextmanager
+def own_settings_off(policy: Policy) -> Iterator[None]:
+    """The policy without the generation settings it was published with: transformers fills every unset field from them without a
+    word (a repetition penalty, a top-k)."""
+    model = causal_lm(policy.model)
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _ended(tokens: list[int], stops: set[int], max_tokens: int) -> Sample:
+    """A generated row up to its first stop token; behind it is padding."""
+    end = next((i for i, token in enumerate(tokens[:max_tokens]) if token in stops), None)
+    return Sample(tuple(tokens[:max_tokens]), False) if end is None else Sample(tuple(tokens[: end + 1]), True)

@@ -1,0 +1,134 @@
+"""Two steps of making the embedded assets (all of them: tools/make_adder.sh).
+
+    python -m tools.make_adder blank FOLDER        # architecture, tokenizer and chat template of the embedded model, no weights
+    python -m tools.make_adder pairs RUN FOLDER    # pairs.jsonl and eval_pairs.jsonl, sampled from a run's model
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+
+from config.schema import DataConfig, ModelConfig
+from data import adder
+from data.chat import Renderer, make_renderer
+from data.groups import write_groups
+from data.types import Completion, Group, Prompt
+from data.views import best_and_worst
+from models.distributed import start
+from models.policy import load_policy, load_tokenizer
+from rollouts.samplers import EmbeddedSampler, Sample, Sampler, SamplingSettings
+
+CHARACTERS = "0123456789+=;"
+BOS, EOS, PAD, UNKNOWN, USER, ASSISTANT = SPECIALS = ["<bos>", "<eos>", "<pad>", "<unk>", "<user>", "<assistant>"]
+
+TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ '<user>' + message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}{{ '<assistant>' + message['content'] + eos_token }}"
+    "{% else %}{{ raise_exception('only user and assistant turns') }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character, and six special tokens."""
+    vocabulary = {token: i for i, token in enumerate([*SPECIALS, *CHARACTERS])}
+    machine = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    machine.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    machine.decoder = decoders.Fuse()
+    machine.add_special_tokens(SPECIALS)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=machine, bos_token=BOS, eos_token=EOS, pad_token=PAD, unk_token=UNKNOWN,
+        extra_special_tokens=[USER, ASSISTANT], clean_up_tokenization_spaces=False, model_max_length=128)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def architecture(tokens: PreTrainedTokenizerFast) -> LlamaConfig:
+    """A Llama of 0.6 million parameters. Heads of 32, the smallest that vLLM's CPU attention takes; the head is not tied to the
+    embedding, so that a checkpoint holds every weight by name."""
+    return LlamaConfig(
+        vocab_size=len(tokens), hidden_size=128, intermediate_size=352, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=128, tie_word_embeddings=False, bos_token_id=tokens.bos_token_id,
+        eos_token_id=tokens.eos_token_id, pad_token_id=tokens.pad_token_id, dtype="float32", architectures=["LlamaForCausalLM"])
+
+
+def blank(folder: Path) -> None:
+    tokens = tokenizer()
+    config = architecture(tokens)
+    tokens.save_pretrained(folder)
+    config.save_pretrained(folder)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
+
+
+# The preference set: best against worst of 8 samples (paper, Algorithm 1 and C.1)
+
+SETTINGS = SamplingSettings(temperature=0.7, top_p=0.95, max_tokens=32)
+SAMPLES, THRESHOLD, SEED = 8, 0.01, 0
+PAIRS = {"train": ("pairs.jsonl", 2560), "eval": ("eval_pairs.jsonl", 256)}
+CONTEXTS_AT_ONCE = 512
+
+
+def pairs(run: str, folder: Path) -> None:
+    """Write the pairs of both splits. Prompts come in the order of their ids, which says nothing about the numbers."""
+    config = ModelConfig(name="sampler", name_or_path=run, dtype="float32", max_length=64, max_prompt_length=16)
+    world = start()
+    renderer = make_renderer(load_tokenizer(config), config, DataConfig(name="adder", source="data.adder.adder_pairs"))
+    sampler = EmbeddedSampler(load_policy(config, world.device), renderer, world.device, batch_size=1024, synced=False)
+    for split, (name, wanted) in PAIRS.items():
+        groups = sampled_pairs(sampler, renderer, adder.prompts(split), wanted)
+        write_groups(folder / name, groups)
+        best, worst = (fmean(group.rewards[i] for group in groups) for i in (0, 1))
+        print(f"{folder / name}: {len(groups)} pairs, mean reward {best:.2f} against {worst:.2f}")
+
+
+def sampled_pairs(sampler: Sampler, renderer: Renderer, prompts: tuple[Prompt, ...], wanted: int) -> list[Group]:
+    """The first ``wanted`` pairs of as many prompts as it takes; a prompt whose samples differ by less than 0.01 has none."""
+    found: list[Group] = []
+    left = iter(prompts)
+    while len(found) < wanted and (contexts := list(islice(left, CONTEXTS_AT_ONCE))):
+        for prompt, samples in zip(contexts, sampler.sample(contexts, SAMPLES, SETTINGS, SEED), strict=True):
+            found.extend(_pair(renderer, prompt, samples))
+    return found[:wanted]
+
+
+def _pair(renderer: Renderer, prompt: Prompt, samples: list[Sample]) -> list[Group]:
+    """The group of two that the samples give, best first, or nothing. They are stored as text, which any model can be trained on:
+    a sample that is not its text's tokens is left out."""
+    made = [(sample, sample.completion(renderer.tokenizer)) for sample in samples]
+    texts = [Completion(text=c.text, finished=c.finished) for sample, c in made if _is_text(renderer, prompt, sample, c)]
+    rewards = adder.rewards([c.text or "" for c in texts], [prompt.reference] * len(texts))
+    scored = Group(prompt, tuple(texts), tuple(r for r in rewards if r is not None))
+    ends = best_and_worst(scored, THRESHOLD)
+    return [] if ends is None else [Group(prompt, tuple(texts[i] for i in ends), tuple(scored.rewards[i] for i in ends))]
+
+
+def _is_text(renderer: Renderer, prompt: Prompt, sample: Sample, completion: Completion) -> bool:
+    row = renderer.sequence(prompt, Completion(text=completion.text, finished=completion.finished))
+    return not isinstance(row, str) and tuple(row.completion_ids.tolist()) == sample.token_ids
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    steps = parser.add_subparsers(dest="step", required=True)
+    steps.add_parser("blank").add_argument("folder", type=Path)
+    step = steps.add_parser("pairs")
+    step.add_argument("run")
+    step.add_argument("folder", type=Path)
+    given = parser.parse_args()
+    if given.step == "blank":
+        blank(given.folder)
+    else:
+        pairs(given.run, given.folder)
+
+
+if __name__ == "__main__":
+    main()
