@@ -1,0 +1,264 @@
+"""A sweep as data: what its runs have in common, the grid they differ in, seeds, and what to leave out.
+
+A sweep file::
+
+    base:                                # settings of every run
+      experiment: dpo-offline-humanline
+    cells:                               # named settings that belong together (optional)
+      both: {sync_freq: 1}
+      clip-only: {sync_freq: 1000000000}
+    grid:                                # every combination of these (optional)
+      loss: [dpo, kto]                   # a list
+      sync_freq: {from: 1, to: 64, times: 4}                         # a range: 1, 4, 16, 64; or plus: … for equal distances
+      log_epsilon_P, log_epsilon_R: [[-2.0, 1.5], [-1.5, 1.5]]       # tied keys: they change together
+    seeds: [1, 2, 3]
+    skip:                                # a combination is left out if it has all the values of one of these lines
+      - {loss: sft, humanline: true}
+    slurm: {gpus_per_node: 4}            # what a run needs of a cluster, over the site's defaults (launch/sites/example.yaml)
+    hours: 2.5                           # what one run takes, or {default: 2, rules: [{when: {online: true}, hours: 12}]}
+    select: [lr]                         # grid keys to be chosen on validation, not compared (launch.results)
+
+The runs are ``cells x grid x seeds`` in that order; a run's name is made of the sweep's, its values and its seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from config.schema import ConfigError, require
+
+Settings = dict[str, Any]
+CONFIG_DIR = Path(__file__).parent.parent / "config"
+OWN_KEYS = ("seed", "exp_name", "resume", "overwrite", "dry_run", "wandb.tags")
+"""Settings that the sweep itself gives to every run."""
+LONGEST_TAG = 64
+"""Characters that wandb allows in a tag, and so in the name of a cell."""
+_PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.:\-]*")
+_WORDS = ("true", "false", "null", "none", "inf", "nan", "yes", "no", "on", "off")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a sweep. ``settings`` has everything but what says where the run lies."""
+
+    sweep: str
+    cell: str
+    """The sweep's name and the values of the grid: what runs that differ by their seed alone have in common."""
+    seed: int
+    settings: Settings
+    hours: float | None
+    """What it is expected to take, wall-clock; None where the sweep does not say."""
+
+    @property
+    def name(self) -> str:
+        """``exp_name``."""
+        return f"{self.cell}-s{self.seed}"
+
+    def overrides(self) -> list[str]:
+        """What follows ``python train.py``: one command line that serves the first start and every later one."""
+        given = self.settings | {"seed": self.seed, "exp_name": self.name, "resume": True, "wandb.tags": [self.sweep, self.cell]}
+        return [override(key, value) for key, value in given.items()]
+
+
+@dataclass(frozen=True)
+class Hours:
+    """Expected wall-clock hours of a run: those of the first rule whose settings a run has, else the default."""
+
+    default: float | None = None
+    rules: tuple[tuple[Settings, float], ...] = ()
+
+    def of(self, settings: Settings) -> float | None:
+        return next((hours for when, hours in self.rules if matches(when, settings)), self.default)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep file, read."""
+
+    name: str
+    base: Settings = field(default_factory=dict)
+    cells: dict[str, Settings] = field(default_factory=dict)
+    grid: tuple[tuple[Settings, ...], ...] = ()
+    """One tuple of alternatives per axis; an alternative has one key, or several that are tied."""
+    seeds: tuple[int, ...] = (1,)
+    skip: tuple[Settings, ...] = ()
+    hours: Hours = Hours()
+    select: tuple[str, ...] = ()
+    slurm: Settings = field(default_factory=dict)
+
+    def runs(self) -> list[Run]:
+        """Every run, in the order of the file. Raises ConfigError where two runs would have one name, or nothing is left to run."""
+        runs = []
+        for label, point in self._points():
+            settings = self.base | point
+            if any(matches(rule, settings) for rule in self.skip):
+                continue
+            require(len(label) <= LONGEST_TAG, "cell", label, f"is longer than {LONGEST_TAG} characters; name it under cells:")
+            runs += [Run(self.name, label, seed, settings, self.hours.of(settings)) for seed in self.seeds]
+        names = [run.name for run in runs]
+        for name in names:
+            require(names.count(name) == 1, "exp_name", name, f"names two runs of sweep {self.name}; give the cells names (cells:)")
+        require(bool(runs), "skip", list(self.skip), f"leaves nothing to run of sweep {self.name}")
+        return runs
+
+    @property
+    def varied(self) -> set[str]:
+        """The settings in which runs differ, the seed aside."""
+        return set().union(*self.cells.values(), *(point for axis in self.grid for point in axis))
+
+    def _points(self) -> Iterator[tuple[str, Settings]]:
+        cells = self.cells or {"": {}}
+        for cell, combination in itertools.product(cells, itertools.product(*self.grid)):
+            point: Settings = {}
+            for part in (cells[cell], *combination):
+                point |= part
+            labels = [self.name, *([cell] if cell else []), *(_label(k, v) for part in combination for k, v in part.items())]
+            yield "-".join(labels), point
+
+
+def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> Sweep:
+    """The sweep in a yaml file; ``extra`` settings win over its base.
+
+    Raises ConfigError: no such file, a key that is not known, a value of the wrong form, a setting that is given twice.
+    """
+    require(path.is_file(), "sweep", path, "is not a file")
+    try:
+        raw = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError("sweep", path, f"is not a yaml file: {' '.join(str(error).split())}") from error
+    parts = dict(_mapping("sweep", raw))
+    known = {f.name for f in fields(Sweep)}
+    for key in parts:
+        require(key in known, str(key), parts[key], f"is not a part of a sweep; known: {', '.join(sorted(known))}")
+    grid = tuple(_axis(str(keys), values) for keys, values in _mapping("grid", parts.get("grid")).items())
+    cells = {str(name): _mapping(f"cells.{name}", cell) for name, cell in _mapping("cells", parts.get("cells")).items()}
+    sweep = Sweep(
+        name=str(parts.get("name", path.stem)), base=_mapping("base", parts.get("base")) | dict(extra or {}),
+        cells=cells, grid=grid,
+        seeds=_seeds(parts.get("seeds", [1])), skip=tuple(_mapping("skip", rule) for rule in _list("skip", parts.get("skip", []))),
+        hours=_hours(parts.get("hours")), select=tuple(_list("select", parts.get("select", []))),
+        slurm=_mapping("slurm", parts.get("slurm")),
+    )
+    _check(sweep, extra or {})
+    return sweep
+
+
+def matches(rule: Settings, settings: Settings) -> bool:
+    """Whether ``settings`` has every value of ``rule``; a list in a rule stands for any of its values."""
+    return all(key in settings and settings[key] in (value if isinstance(value, list) else [value]) for key, value in rule.items())
+
+
+def override(key: str, value: Any) -> str:
+    """``key=value`` as Hydra's command line reads it back to the same value. (Quoting for a shell is another matter.)"""
+    return f"{key}={_text(value)}"
+
+
+def parse_overrides(words: list[str]) -> Settings:
+    """``["loss=dpo", "lr=1e-5"]`` as settings. Raises ConfigError for a word that is not ``key=value``."""
+    settings: Settings = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        require(bool(equals and key), "override", word, "must be key=value, as for train.py")
+        settings[key] = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))["value"]  # type: ignore[index,call-overload]
+    return settings
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_text, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, str) and not (_PLAIN.fullmatch(value) and value.lower() not in _WORDS):
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return str(value)
+
+
+def _label(key: str, value: Any) -> str:
+    """loss=dpo -> dpo (config/loss has such a file); humanline=false -> no_humanline; model.max_grad_norm=4 -> max_grad_norm4."""
+    last = key.rsplit(".", 1)[-1]
+    if isinstance(value, bool):
+        return last if value else f"no_{last}"
+    text = re.sub(r"[^A-Za-z0-9._-]+", "_", _text(value)).strip("_")
+    return text if (CONFIG_DIR / key).is_dir() else f"{last}{text}"
+
+
+def _axis(keys: str, values: Any) -> tuple[Settings, ...]:
+    """The alternatives of one line of the grid."""
+    names = [name.strip() for name in keys.split(",")]
+    alternatives: list[Any] = _range(keys, values) if isinstance(values, dict) else _list(f"grid.{keys}", values)
+    require(bool(alternatives), f"grid.{keys}", values, "has no value")
+    if len(names) == 1:
+        return tuple({names[0]: value} for value in alternatives)
+    for value in alternatives:
+        good = isinstance(value, list) and len(value) == len(names)
+        require(good, f"grid.{keys}", value, f"must be a list of {len(names)} values")
+    return tuple(dict(zip(names, value, strict=True)) for value in alternatives)
+
+
+def _range(key: str, spec: Settings) -> list[float]:
+    """``{from: 1, to: 64, times: 4}`` -> 1, 4, 16, 64; ``{from: 0, to: 1, plus: 0.5}`` -> 0, 0.5, 1: both ends are in."""
+    form = "must be {from: a, to: b, plus: step} or {from: a, to: b, times: factor}, step > 0, factor > 1, a > 0 with times"
+    numbers = all(isinstance(value, int | float) and math.isfinite(value) for value in spec.values())
+    require(numbers and set(spec) in ({"from", "to", "plus"}, {"from", "to", "times"}), f"grid.{key}", spec, form)
+    start, end = spec["from"], spec["to"]
+    if "plus" in spec:
+        require(spec["plus"] > 0 and end >= start, f"grid.{key}", spec, form)
+        count = math.floor((end - start) / spec["plus"] + 1e-9) + 1
+        values = [start + i * spec["plus"] for i in range(count)]
+    else:
+        require(spec["times"] > 1 and end >= start > 0, f"grid.{key}", spec, form)
+        count = math.floor(math.log(end / start, spec["times"]) + 1e-9) + 1
+        values = [start * spec["times"] ** i for i in range(count)]
+    return [value if isinstance(value, int) else float(f"{value:.12g}") for value in values]  # 0.1 + 0.2 is 0.3 here
+
+
+def _check(sweep: Sweep, extra: Mapping[str, Any]) -> None:
+    require(bool(re.fullmatch(r"[A-Za-z0-9._-]+", sweep.name)), "name", sweep.name, "may have letters, digits, '.', '_' and '-'")
+    for key in sweep.varied | set(sweep.base):
+        require(key not in OWN_KEYS, key, "…", "is given by the sweep to each of its runs; seeds go under seeds:")
+    for key in sweep.varied & set(extra):
+        raise ConfigError(key, extra[key], f"is a part of the grid of sweep {sweep.name}; change it there")
+    axes = [set().union(*axis) for axis in sweep.grid] + [set().union(*sweep.cells.values())]
+    for key in sweep.varied:
+        require(sum(key in axis for axis in axes) == 1, key, "…", "stands in two parts of the grid")
+    for key in sweep.select:
+        require(key in sweep.varied, "select", key, "is not a key of the grid")
+
+
+def _seeds(value: Any) -> tuple[int, ...]:
+    seeds = list(range(1, value + 1)) if isinstance(value, int) else _list("seeds", value)
+    good = bool(seeds) and all(isinstance(seed, int) for seed in seeds) and len(set(seeds)) == len(seeds)
+    require(good, "seeds", value, "must be a list of different whole numbers, or how many (5: 1 to 5)")
+    return tuple(seeds)
+
+
+def _hours(value: Any) -> Hours:
+    if not isinstance(value, dict):
+        require(value is None or isinstance(value, int | float), "hours", value, "must be a number, or default: and rules:")
+        return Hours(value)
+    for rule in value.get("rules", []):
+        good = isinstance(rule, dict) and set(rule) == {"when", "hours"}
+        require(good, "hours.rules", rule, "must be {when: {key: value}, hours: number}")
+    return Hours(value.get("default"), tuple((rule["when"], rule["hours"]) for rule in value.get("rules", [])))
+
+
+def _mapping(key: str, value: Any) -> Settings:
+    require(value is None or isinstance(value, dict), key, value, "must be a mapping of settings to values")
+    return {str(name): item for name, item in (value or {}).items()}
+
+
+def _list(key: str, value: Any) -> list[Any]:
+    require(isinstance(value, list), key, value, "must be a list")
+    return list(value)

@@ -1,0 +1,204 @@
+"""Slurm: what a run needs of a cluster (``Job``), the one script made of it, and what the queue says about submitted runs.
+
+A sweep is one job array: every task of it is one run, one command line that serves the first start and every later one. The script
+is complete in itself (Slurm keeps a copy), so editing a sweep afterwards changes nothing that is queued.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from config.schema import ConfigError, require
+from launch.grid import Run, Settings
+
+ROOT = Path(__file__).parent.parent
+RECORD = "submitted.jsonl"
+"""In a sweep's log folder: one line a submission, which says the run of each task of its array."""
+
+
+class SlurmError(RuntimeError):
+    """Slurm refused or could not be asked; the message is its own."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one run needs of the cluster. A site file and a sweep's ``slurm:`` set it; sites/example.yaml explains every key."""
+
+    nodes: int = 1
+    gpus_per_node: int = 1
+    ranks_per_node: int | None = None
+    """Training processes a node; None: one a GPU (one in all without GPUs). Fewer than GPUs leaves the last ones to a sampler."""
+    cpus_per_rank: int = 8
+    mem: str | None = None
+    time: str = "24:00:00"
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    exclusive: bool = False
+    signal_lead: int = 600
+    """Seconds before the time limit at which a run is told to save and make room; it then goes on in a new allocation."""
+    max_requeues: int = 100
+    retries: int = 1
+    """How often a run that failed (other than by its settings) is started again at once, from its last checkpoint."""
+    running_at_once: int | None = None
+    modules: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    """Shell lines run on the first node before training: source an environment, unpack data."""
+    python: str = "python"
+    container: str | None = None
+    """A command put before python on every rank, such as ``apptainer exec --nv image.sif``."""
+    srun: tuple[str, ...] = ()
+    sbatch: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    hf_home: str | None = None
+    offline: bool = False
+
+    def __post_init__(self) -> None:
+        lowest = {"nodes": 1, "gpus_per_node": 0, "ranks_per_node": 1, "cpus_per_rank": 1, "signal_lead": 10, "max_requeues": 0,
+                  "retries": 0, "running_at_once": 1}
+        for key, least in lowest.items():
+            value = vars(self)[key]
+            good = key in ("ranks_per_node", "running_at_once") if value is None else isinstance(value, int) and value >= least
+            require(good, f"slurm.{key}", value, f"must be a whole number, at least {least}")
+        require(seconds(self.time) > self.signal_lead, "slurm.time", self.time,
+                f"must be longer than slurm.signal_lead={self.signal_lead} seconds, or a run is told to stop before it starts")
+        require(not self.gpus_per_node or self.ranks <= self.gpus_per_node, "slurm.ranks_per_node", self.ranks_per_node,
+                f"must not be above slurm.gpus_per_node={self.gpus_per_node}: a rank has a GPU of its own")
+
+    @property
+    def ranks(self) -> int:
+        """Training processes on one node."""
+        return self.ranks_per_node or max(1, self.gpus_per_node)
+
+    @property
+    def world_size(self) -> int:
+        """Training processes in all."""
+        return self.nodes * self.ranks
+
+    @property
+    def exports(self) -> dict[str, str]:
+        """The environment of every rank, beside what rendezvous needs."""
+        given = {"OMP_NUM_THREADS": str(self.cpus_per_rank)}
+        if self.hf_home is not None:
+            given["HF_HOME"] = self.hf_home
+        if self.offline:
+            given |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
+        return given | self.environment
+
+
+def seconds(time: str) -> int:
+    """Slurm's ways to write a duration (minutes, m:s, h:m:s, d-h, d-h:m, d-h:m:s) in seconds. Raises ConfigError for any other."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if match is None:
+        raise ConfigError("slurm.time", time, "must be written as Slurm does, such as 12:00:00 or 2-00:00:00 (quoted in yaml)")
+    days, first, second, third = (int(part or 0) for part in match.groups())
+    if match[1] is not None:
+        return ((days * 24 + first) * 60 + second) * 60 + third
+    return (first * 60 + second) * 60 + third if match[4] is not None else first * 60 + second
+
+
+def read_site(path: Path | None) -> Settings:
+    """The settings of a site file; none without one. Raises ConfigError where it cannot be read."""
+    if path is None:
+        return {}
+    require(path.is_file(), "--site", path, "is not a file; copy launch/sites/example.yaml and fill it in")
+    try:
+        raw = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError("--site", path, f"is not a yaml file: {' '.join(str(error).split())}") from error
+    require(isinstance(raw, dict), "--site", path, "must be a mapping of settings to values")
+    return {str(key): value for key, value in raw.items()} if isinstance(raw, dict) else {}
+
+
+def make_job(settings: Settings) -> Job:
+    """A Job of yaml values. Raises ConfigError for a key that is not known and a value of the wrong form."""
+    known = {f.name: f for f in fields(Job)}
+    values = dict(settings)
+    for key, value in settings.items():
+        require(key in known, f"slurm.{key}", value, f"is not a setting of a job; known: {', '.join(known)}")
+        kind = str(known[key].type)
+        if kind.startswith("tuple"):
+            require(isinstance(value, list), f"slurm.{key}", value, "must be a list")
+            values[key] = tuple(str(item) for item in value)
+        elif kind.startswith("dict"):
+            require(isinstance(value, dict), f"slurm.{key}", value, "must be a mapping")
+            values[key] = {str(name): str(item) for name, item in value.items()}
+        elif kind.startswith("str"):
+            good = isinstance(value, str) or (value is None and "None" in kind)
+            require(good, f"slurm.{key}", value, "must be a text (quote it in yaml)")
+        elif kind == "bool":
+            require(isinstance(value, bool), f"slurm.{key}", value, "must be true or false")
+    return Job(**values)
+
+
+def command(run: Run) -> list[str]:
+    """What python is given for ``run``."""
+    return ["train.py", *run.overrides()]
+
+
+def script(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> str:
+    """The sbatch script of a job array with one task a run, in the order given. ``logs`` is the sweep's log folder."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )
+    environment.filters["sh"] = shlex.quote
+    tasks = [(run.name, shlex.join(command(run))) for run in runs]
+    return environment.get_template("job.sh.j2").render(job=job, sweep=sweep, tasks=tasks, logs=str(logs.resolve()), root=str(ROOT))
+
+
+def submit(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> str:
+    """Hand the array to Slurm; returns its job id. Raises SlurmError with sbatch's own words."""
+    (logs / "slurm").mkdir(parents=True, exist_ok=True)
+    path = logs / "slurm" / "array.sh"
+    path.write_text(script(job, sweep, runs, logs))
+    array = ask(["sbatch", "--parsable", str(path)]).split(";")[0].strip()
+    path.rename(path.with_name(f"{array}.sh"))
+    with (logs / RECORD).open("a") as record:
+        record.write(json.dumps({"array": array, "runs": [run.name for run in runs]}) + "\n")
+    return array
+
+
+def queued(logs: Path) -> dict[str, str]:
+    """Run -> the job that is waiting, running or about to be requeued, as ``123_4 RUNNING``. Raises SlurmError."""
+    if not (logs / RECORD).exists():
+        return {}
+    submissions = [json.loads(line) for line in (logs / RECORD).read_text().splitlines()]
+    runs = {f"{made['array']}_{task}": name for made in submissions for task, name in enumerate(made["runs"])}
+    listing = ask(["squeue", "--noheader", "--array", f"--user={getpass.getuser()}", "--format=%F_%K %T"])
+    jobs = [line.split() for line in listing.splitlines()]
+    return {runs[job]: f"{job} {state}" for job, state in jobs if job in runs}
+
+
+def ask(words: list[str]) -> str:
+    """The output of one of Slurm's commands. Raises SlurmError."""
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+    except FileNotFoundError as error:
+        raise SlurmError(f"{words[0]} is not on this machine; go to a login node, or run here with --local") from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(f"{words[0]} did not answer in a minute") from error
+    except subprocess.CalledProcessError as error:
+        raise SlurmError(f"{words[0]}: {error.stderr.strip()}") from error
+
+
+def describe(job: Job) -> str:
+    """One line: what a run gets."""
+    devices = f"{job.gpus_per_node} GPUs" if job.gpus_per_node else f"{job.ranks * job.cpus_per_rank} CPUs"
+    given: list[Any] = [f"{job.nodes} x {devices} a run", f"{job.world_size} ranks", f"limit {job.time}"]
+    return ", ".join([*given, *(f"{key} {value}" for key in ("partition", "account", "qos") if (value := vars(job)[key]))])

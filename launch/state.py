@@ -1,0 +1,91 @@
+"""How far a run of a sweep is, told from its folder and its settings, before anything is started."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from config.schema import Config, ConfigError, changed, load
+from launch.grid import CONFIG_DIR, Run
+
+FINISHED, PARTIAL, NEW, CHANGED = "finished", "unfinished", "new", "settings changed"
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run stands. ``kind`` is one of FINISHED (nothing to do), PARTIAL (goes on), NEW, and CHANGED (is refused)."""
+
+    run: Run
+    config: Config
+    kind: str
+    detail: str = ""
+
+    @property
+    def folder(self) -> Path:
+        return folder_of(self.config, self.run)
+
+
+def folder_of(config: Config, run: Run) -> Path:
+    """The run's folder; a relative runs_dir is the repository's, where runs are started."""
+    return CONFIG_DIR.parent / config.runs_dir / run.name
+
+
+def compose_config(overrides: list[str]) -> Config:
+    """The settings that ``python train.py <overrides>`` would have. Raises ConfigError."""
+    try:
+        with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+            return load(compose("config", overrides=overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError("override", " ".join(overrides), " ".join(f"{error} {error.__cause__ or ''}".split())) from error
+
+
+def check_ranks(config: Config, run: Run, ranks: int) -> None:
+    """Raise ConfigError unless a batch divides into ranks x accumulation steps, which train.py would find only on the cluster."""
+    parts = config.model.gradient_accumulation_steps * ranks
+    if config.model.batch_size % parts:
+        raise ConfigError(f"{run.name}: model.batch_size", config.model.batch_size,
+                          f"does not divide into {ranks} ranks x {config.model.gradient_accumulation_steps} accumulation steps: "
+                          f"fewer nodes or GPUs (slurm.nodes, slurm.gpus_per_node), or a multiple of {parts}")
+
+
+def inspect(run: Run) -> State:
+    """The state of ``run``. Raises ConfigError where its settings cannot be honoured."""
+    try:
+        config = compose_config(run.overrides())
+    except ConfigError as error:
+        raise ConfigError(f"{run.name}: {error.key}", error.value, error.remedy) from error
+    folder = folder_of(config, run)
+    record = folder / "config.yaml"
+    if record.exists() and (key := changed(record.read_text(), config)) is not None:
+        return State(run, config, CHANGED, key)
+    if (folder / "summary.json").exists():
+        return State(run, config, FINISHED)
+    last = last_line(folder)
+    return State(run, config, PARTIAL if record.exists() else NEW, f"step {last['step']}" if last else "")
+
+
+def last_line(folder: Path) -> dict[str, Any]:
+    """The last whole line of a run's metrics.jsonl; {} where there is none."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 65536))
+        whole = file.read().rpartition(b"\n")[0].splitlines()
+    return json.loads(whole[-1]) if whole else {}
+
+
+def tail(path: Path, lines: int = 15) -> list[str]:
+    """The last lines of a log, a progress bar cut to what it ended with; [] where there is no file."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 65536))
+        text = file.read().decode(errors="replace")
+    return [line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n")[:-1]][-lines:]

@@ -1,0 +1,154 @@
+"""A sweep from one command: its plan, run here, or handed to Slurm.
+
+    python -m launch.sweep sweeps/adder.yaml                      # the plan: runs, their states, commands, cost
+    python -m launch.sweep sweeps/adder.yaml --local 2            # run here, two at a time
+    python -m launch.sweep sweeps/table3.yaml --site my.yaml --submit   # one Slurm job array
+    python -m launch.sweep sweeps/adder.yaml n_examples=640       # … with settings of your own in every run
+
+The same command again does what is left: finished runs are skipped, queued ones left alone, others go on
+from their last checkpoint.
+Exit codes: 0 all is well; 1 runs failed, or Slurm refused; 2 the sweep cannot be honoured; 75 stopped, start again to go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from config.schema import ConfigError, require
+from launch.estimate import EstimateError, dry_run, hours_at, hours_of
+from launch.grid import Sweep, parse_overrides, read_sweep
+from launch.local import DONE, STOPPED, Pool, failures
+from launch.slurm import ROOT, Job, SlurmError, command, describe, make_job, queued, read_site, script, submit
+from launch.state import CHANGED, FINISHED, State, check_ranks, inspect, tail
+
+QUEUED = "in the queue"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(words)
+    try:
+        return act(options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (SlurmError, EstimateError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    about = argparse.ArgumentParser("python -m launch.sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    about.add_argument("sweep", type=Path, help="a sweep file (the form: launch/grid.py)")
+    about.add_argument("settings", nargs="*", help="key=value for every run, as for train.py")
+    about.add_argument("--name", help="another name for the sweep, and so for its runs: when settings have changed")
+    about.add_argument("--only", default="*", metavar="PATTERN", help="only runs whose name fits, such as '*-dpo-*'")
+    what = about.add_mutually_exclusive_group()
+    what.add_argument("--local", type=int, metavar="N", help="run here, N at a time")
+    what.add_argument("--submit", action="store_true", help="submit as one Slurm job array")
+    what.add_argument("--script", action="store_true", help="print the sbatch script that --submit would hand over")
+    about.add_argument("--gpus", default="", help="with --local: GPU indices to share out, such as 0,1,2,3")
+    about.add_argument("--retries", type=int, default=1, help="with --local: how often a failed run is started again")
+    about.add_argument("--site", type=Path, help="your cluster's defaults; copy launch/sites/example.yaml")
+    about.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="job settings, such as nodes=8")
+    about.add_argument("--rate", type=float, metavar="R", help="dry-run each cell; hours at R examples/s a rank")
+    return about
+
+
+def act(options: argparse.Namespace) -> int:
+    sweep = read_sweep(options.sweep, parse_overrides(options.settings))
+    sweep = replace(sweep, name=options.name) if options.name else sweep
+    logs = ROOT / "logs" / sweep.name
+    job = make_job(read_site(options.site) | sweep.slurm | parse_overrides(options.set))
+    states = [inspect(run) for run in sweep.runs() if fnmatch.fnmatch(run.name, options.only)]
+    require(bool(states), "--only", options.only, "fits the name of no run")
+    for state in states if options.local is None else ():
+        check_ranks(state.config, state.run, job.world_size)
+    waiting = queued(logs) if (logs / "submitted.jsonl").exists() and options.local is None else {}
+    hours = hours_of(states)
+    if options.rate is not None:
+        hours |= dry_hours(states, options.rate, job)
+    todo = [state for state in states if state.kind not in (FINISHED, CHANGED) and state.run.name not in waiting]
+    if not options.script:
+        print(plan(sweep, states, waiting, hours, job if options.local is None else None), flush=True)
+    refuse_changed(sweep, states, acting=options.submit or options.script or options.local is not None)
+    if options.local is not None:
+        require(options.local >= 1, "--local", options.local, "must be at least 1")
+        gpus = [gpu for gpu in options.gpus.split(",") if gpu]
+        require(not gpus or len(gpus) >= options.local, "--gpus", options.gpus, f"are fewer than {options.local} runs at a time")
+        return run_here(Pool(todo, logs, options.local, gpus, options.retries))
+    if options.script:
+        print(script(job, sweep.name, [state.run for state in todo or states], logs), end="")
+    elif options.submit:
+        hand_over(sweep, todo, job, logs)
+    return 0
+
+
+def dry_hours(states: Sequence[State], rate: float, job: Job) -> dict[str, float]:
+    """Run name -> hours, by one dry run a cell."""
+    require(rate > 0, "--rate", rate, "must be above 0")
+    cells = {state.run.cell: state for state in reversed(states)}
+    examples = {cell: dry_run(state)[0] for cell, state in cells.items()}
+    return {state.run.name: hours_at(examples[state.run.cell], rate, job) for state in states}
+
+
+def plan(sweep: Sweep, states: Sequence[State], waiting: dict[str, str], hours: dict[str, float], job: Job | None) -> str:
+    """The runs, what state each is in and the command that will run it; then the sum."""
+    width = max(len(state.run.name) for state in states)
+    lines = []
+    for state in states:
+        name = state.run.name
+        kind = f"{state.kind} ({state.detail})" if state.detail else state.kind
+        kind = f"{QUEUED}: {waiting[name]}" if name in waiting else kind
+        cost = f"{hours[name]:.2f} h" if name in hours else "? h"
+        lines += [f"{name:<{width}}  {kind:<28}  {cost:>9}", f"    {shlex.join(['python', *command(state.run)])}"]
+    counts = Counter(QUEUED if state.run.name in waiting else state.kind for state in states)
+    todo = [s for s in states if s.kind not in (FINISHED, CHANGED)]
+    known = [hours[s.run.name] for s in todo if s.run.name in hours]
+    total = f"{sum(known):.1f} hours to go"
+    total += f" (without {len(todo) - len(known)} runs that nothing is known of)" if len(known) < len(todo) else ""
+    if job is not None and job.gpus_per_node:
+        total += f", {sum(known) * job.nodes * job.gpus_per_node:.1f} GPU hours"
+    lines += ["", f"{sweep.name}: {len(states)} runs: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()), total]
+    return "\n".join([*lines, *([describe(job)] if job is not None else [])])
+
+
+def refuse_changed(sweep: Sweep, states: Sequence[State], acting: bool) -> None:
+    """A run that is there with other settings is never gone on with, nor passed over as finished."""
+    for state in states:
+        if state.kind == CHANGED:
+            message = f"{state.run.name}: {state.detail}"
+            remedy = f"was another when {state.folder} was made; delete that, or give the runs new names: --name {sweep.name}-2"
+            if acting:
+                raise ConfigError(message, "changed", remedy)
+            print(f"warning: {message} {remedy}", file=sys.stderr)
+
+
+def run_here(pool: Pool) -> int:
+    tasks = pool.run(sys.stdout)
+    counts = Counter(task.status for task in tasks)
+    print(", ".join(f"{n} {status}" for status, n in counts.items()) or "nothing to do")
+    print(failures(tasks), end="")
+    return 75 if counts[STOPPED] else 0 if counts[DONE] == len(tasks) else 1
+
+
+def hand_over(sweep: Sweep, todo: Sequence[State], job: Job, logs: Path) -> None:
+    """Submit what is left, after showing what earlier attempts at it said last."""
+    for state in todo:
+        for log in sorted(logs.glob(f"{state.run.name}.*.out"), key=lambda path: path.stat().st_mtime)[-1:]:
+            print(f"\n--- {state.run.name} was tried before: {log}\n" + "\n".join(tail(log, 5)))
+    if not todo:
+        print("nothing to submit")
+        return
+    array = submit(job, sweep.name, [state.run for state in todo], logs)
+    print(f"submitted job array {array}, {len(todo)} runs; logs: {logs.relative_to(ROOT)}/<run>.<job>.out")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
