@@ -189,6 +189,15 @@ def test_a_hub_set_is_read_by_split(hub_folder, tmp_path, monkeypatch) -> None:
         load_groups(config(hub_folder, source="data.sources.hub_table", split="validation"), "train")
 
 
+def test_a_bad_row_of_a_table_is_named_by_its_place(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    path = tmp_path / "set" / "train.parquet"
+    datasets.Dataset.from_list([*RECORDS[:2], {**RECORDS[2], "rejected": None}]).to_parquet(path)
+    for source, where in (("data.sources.local", path), ("data.sources.hub_table", path.parent)):
+        loaded = load_groups(config(where, source=source, eval_fraction=0), "train")
+        assert [(d.row, d.reason) for d in loaded.dropped] == [(3, "no 'rejected'")]
+
+
 @pytest.mark.parametrize(("error", "message"), [
     (RuntimeError("Dataset scripts are no longer supported, but found alpaca_eval.py"), "is made by a script.*data=local"),
     (datasets.exceptions.DatasetNotFoundError("Dataset 'org/name' doesn't exist"), "data.path=org/name: cannot be loaded"),
