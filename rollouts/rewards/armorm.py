@@ -1,0 +1,118 @@
+"""ArmoRM (Wang et al. 2024, arXiv 2406.12845), the paper's reward model.
+
+A Llama whose last token's hidden state is regressed on 19 objectives; a gating network weighs them by the prompt alone. The class
+is ours because the checkpoint's own code does not import on transformers 5; names of modules are the checkpoint's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaModel, LlamaPreTrainedModel, PreTrainedModel
+
+from config.schema_rewards import RewardModelConfig
+from data.types import Sequence as Row
+from rollouts.rewards.models import DTYPES, Conversations, ModelReward, padded, refuse_missing
+
+N_OBJECTIVES, TEMPERATURE, HIDDEN, N_HIDDEN = 19, 10.0, 1024, 3
+"""The published checkpoint's, where its config does not say."""
+
+
+@dataclass(frozen=True)
+class ArmoRMOutput:
+    """R rows, K objectives; float32."""
+
+    score: Tensor
+    """[R] the reward: the gate's weights times the decorrelated objectives"""
+    rewards: Tensor
+    """[R, K] the objectives as regressed"""
+    gating: Tensor
+    """[R, K] the gate's weights, non-negative, before decorrelation; they depend on the prompt alone"""
+
+
+class Gating(nn.Module):
+    """The gate: an MLP with ReLU, a softmax with temperature, a scale."""
+
+    def __init__(self, features: int, objectives: int, temperature: float, hidden: int, n_hidden: int) -> None:
+        super().__init__()
+        widths = [features, *[hidden] * n_hidden, objectives]
+        self.temperature = temperature
+        self.logit_scale = nn.Parameter(torch.ones(1))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[R, features] -> [R, K]"""
+        for layer in self.layers[:-1]:
+            x = torch.relu(layer(x))
+        return torch.softmax(self.layers[-1](x) / self.temperature, dim=-1) * self.logit_scale
+
+
+class ArmoRM(LlamaPreTrainedModel):
+    """The whole model. Its head is float32 in every dtype of the backbone: rewards differ in the third digit, bf16 has two."""
+
+    _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["regression_layer", "gating", "reward_transform_matrix"]  # type: ignore[misc]
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        extra = config.to_dict()
+        objectives = extra.get("num_objectives", N_OBJECTIVES)
+        self.model = LlamaModel(config)
+        self.regression_layer = nn.Linear(config.hidden_size, objectives, bias=False)
+        self.reward_transform_matrix = nn.Parameter(torch.eye(objectives), requires_grad=False)
+        self.gating = Gating(config.hidden_size, objectives, extra.get("gating_temperature", TEMPERATURE),
+                             extra.get("gating_hidden_dim", HIDDEN), extra.get("gating_n_hidden", N_HIDDEN))
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, gate: Tensor, last: Tensor) -> ArmoRMOutput:
+        """``input_ids``, ``attention_mask``: [R, L], right padded. ``gate``: [R] the position of the end-of-turn token that
+        ends the prompt. ``last``: [R] the position of the row's last token."""
+        hidden = self.model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        rows = torch.arange(len(hidden), device=hidden.device)
+        rewards = self.regression_layer(hidden[rows, last].float())
+        gating = self.gating(hidden[rows, gate].float())
+        score = (gating * (rewards @ self.reward_transform_matrix)).sum(dim=-1)
+        return ArmoRMOutput(score, rewards, gating)
+
+
+class ArmoRMHead:
+    """How ArmoRM is loaded and asked."""
+
+    def __init__(self, end_id: int) -> None:
+        self.end_id = end_id
+        """the end-of-turn token"""
+
+    def load(self, config: RewardModelConfig) -> PreTrainedModel:
+        loaded: Any = ArmoRM.from_pretrained(config.name_or_path, revision=config.revision or "main", dtype=DTYPES[config.dtype],
+                                             output_loading_info=True)
+        model, info = loaded
+        refuse_missing(info["missing_keys"], "reward.armorm.name_or_path", config.name_or_path)
+        assert isinstance(model, ArmoRM)
+        return model.eval()
+
+    def rewards(self, model: PreTrainedModel, rows: Sequence[Row], device: torch.device) -> Tensor:
+        ids, mask = padded(rows, 0, device)
+        gate = torch.tensor([gate_position(row, self.end_id) for row in rows], device=device)
+        last = torch.tensor([len(row) - 1 for row in rows], device=device)
+        output: ArmoRMOutput = model(ids, mask, gate, last)
+        return output.score
+
+
+def gate_position(row: Row, end_id: int) -> int:
+    """Where the gate reads the prompt: its last end-of-turn token, the one before the header of the answer.
+
+    The published code looks for ``<|eot_id|>`` and the header of an assistant's turn from the end of the whole row; looking in the
+    prompt alone finds the same place, and no text of a completion can move it. A prompt without one gives its first token.
+    """
+    found = (row.prompt_ids == end_id).nonzero()[0]
+    return int(found[-1]) if len(found) else 0
+
+
+def armorm(config: RewardModelConfig, device: torch.device | str) -> ModelReward:
+    """The paper's reward model."""
+    conversations = Conversations(config, key="reward.armorm")
+    return ModelReward(config, conversations, ArmoRMHead(conversations.end_id), device)

@@ -1,0 +1,106 @@
+"""What a reward is: numbers for completions, or no verdict. "No verdict" is never a 0, and too many of them stop the run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from data.types import Prompt
+
+EXAMPLES = 3
+"""Completions without a verdict that an error shows."""
+
+_SHOWN = 120
+
+
+class RewardError(RuntimeError):
+    """A reward that cannot go on: it gave too few verdicts, or nothing that it was asked could be answered."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """No verdict, and why. Reasons are counted, so they do not name the completion."""
+
+    reason: str
+
+
+class Reward(Protocol):
+    """What a round asks for scores."""
+
+    metrics: dict[str, float]
+    """Of the last ``score``: ``missing`` (share without a verdict), ``seconds``, and what the kind of reward adds."""
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | None]:
+        """One finite reward a completion, or None for no verdict. ``prompts[i]`` is what ``completions[i]`` answers.
+
+        Raises RewardError.
+        """
+
+    def release(self) -> None:
+        """Free the accelerator's memory until the next ``score``."""
+
+    def close(self) -> None:
+        """End processes and threads. Nothing is scored after it."""
+
+
+class Scorer(Protocol):
+    """One kind of reward. It says why there is no verdict and leaves the policy about that to ``Checked``."""
+
+    metrics: dict[str, float]
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
+        """One reward a completion, or the reason why there is none."""
+
+    def release(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Checked:
+    """A Reward made of a Scorer: numbers that are not finite become missing, and more than ``max_missing`` of them an error."""
+
+    def __init__(self, scorer: Scorer, max_missing: float) -> None:
+        self.scorer, self.max_missing = scorer, max_missing
+        self.metrics: dict[str, float] = {}
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | None]:
+        assert len(prompts) == len(completions), "one prompt a completion"
+        start = time.monotonic()
+        verdicts = [finite(v) for v in self.scorer.score(prompts, completions)]
+        assert len(verdicts) == len(completions), f"{type(self.scorer).__name__} gave another number of verdicts"
+        share = sum(isinstance(v, Missing) for v in verdicts) / max(1, len(verdicts))
+        self.metrics = self.scorer.metrics | {"missing": share, "seconds": time.monotonic() - start}
+        if share > self.max_missing:
+            raise RewardError(_too_many(verdicts, prompts, completions, self.max_missing))
+        return [None if isinstance(v, Missing) else v for v in verdicts]
+
+    def release(self) -> None:
+        self.scorer.release()
+
+    def close(self) -> None:
+        self.scorer.close()
+
+
+def finite(verdict: float | Missing) -> float | Missing:
+    """``verdict`` as it is, or missing where it is nan or infinite."""
+    if isinstance(verdict, Missing) or math.isfinite(verdict):
+        return verdict
+    return Missing(f"the reward is {verdict}")
+
+
+def _too_many(verdicts: Sequence[float | Missing], prompts: Sequence[Prompt], completions: Sequence[str], cap: float) -> str:
+    missing = [(v.reason, p, c) for v, p, c in zip(verdicts, prompts, completions, strict=True) if isinstance(v, Missing)]
+    reasons = Counter(reason for reason, _, _ in missing)
+    lines = [f"{len(missing)} of {len(verdicts)} completions got no verdict, more than reward.max_missing={cap:g}"]
+    lines += [f"  {count} x {reason}" for reason, count in reasons.most_common(EXAMPLES)]
+    lines += [f"  e.g. prompt {prompt.id}, completion {_short(completion)}: {reason}"
+              for reason, prompt, completion in missing[:EXAMPLES]]
+    return "\n".join([*lines, "mend the reward, or raise reward.max_missing if going on without them is right"])
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "…")
