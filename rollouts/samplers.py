@@ -141,7 +141,7 @@ def uniforms(seed: int, prompt_id: str, index: int, n: int) -> np.ndarray:
 
 
 def processors(settings: SamplingSettings, draws: list[np.ndarray], width: int, device: torch.device) -> LogitsProcessorList:
-    """What turns logits into scores of which generate takes the highest: nothing if greedy, else temperature, top-p and the draw."""
+    """What turns logits into scores of which generate takes the highest: if greedy nothing, else temperature, top-p, draw."""
     if settings.temperature == 0:
         return LogitsProcessorList()
     steps = LogitsProcessorList([TemperatureLogitsWarper(settings.temperature)])
