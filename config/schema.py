@@ -223,7 +223,7 @@ def load(cfg: DictConfig) -> Config:
     """
     raw = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(raw, dict)
-    _refuse_unknown(raw, Config, "")
+    _refuse_unknown({str(key): value for key, value in raw.items()}, Config, "")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), cfg)
         config = OmegaConf.to_object(merged)

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from data.chat import Renderer
-from data.rows import Dropped
 from data.types import Example, Group, Sequence
 from data.views import View
 
@@ -35,9 +34,9 @@ def make_examples(groups: Iterable[Group], view: View, renderer: Renderer) -> Ex
     dropped: dict[str, int] = {}
     for group, wants in zip(groups, wanted, strict=True):
         made = [(want, [next(rendered) for _ in want.completions]) for want in wants]
-        failed = [row for _, sequences in made for row in sequences if isinstance(row, Dropped)]
+        failed = [row for _, sequences in made for row in sequences if isinstance(row, str)]
         if not wants or failed:
-            reason = failed[0].reason if failed else "its rewards say nothing (too few completions, or all equal)"
+            reason = failed[0] if failed else "its rewards say nothing (too few completions, or all equal)"
             dropped[reason] = dropped.get(reason, 0) + 1
             continue
         kept.append(tuple(

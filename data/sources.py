@@ -90,7 +90,13 @@ def _load(config: DataConfig, split: str) -> Loaded:
 
 
 def _finished(config: DataConfig, loaded: Loaded) -> Loaded:
-    """``loaded`` with the system prompt, which comes after the split so that it does not change who is held out."""
+    """``loaded`` without groups whose rewards are too close, and with the system prompt, which comes after the split so that it does
+    not change who is held out."""
+    if config.score_threshold > 0:
+        far = [g for g in loaded.groups if len(g.rewards) < 2 or max(g.rewards) - min(g.rewards) >= config.score_threshold]
+        close = len(loaded.groups) - len(far)
+        why = Dropped(loaded.origin, 0, f"rewards differ by less than data.score_threshold={config.score_threshold:g}")
+        loaded = replace(loaded, groups=far, dropped=[*loaded.dropped, *[why] * close])
     if config.system_prompt is None:
         return loaded
     system = Turn("system", published.SYSTEM_PROMPTS.get(config.system_prompt, config.system_prompt))

@@ -44,7 +44,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    about = argparse.ArgumentParser("python -m launch.sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    form = argparse.RawDescriptionHelpFormatter
+    about = argparse.ArgumentParser("python -m launch.sweep", description=__doc__, formatter_class=form)
     about.add_argument("sweep", type=Path, help="a sweep file (the form: launch/grid.py)")
     about.add_argument("settings", nargs="*", help="key=value for every run, as for train.py")
     about.add_argument("--name", help="another name for the sweep, and so for its runs: when settings have changed")

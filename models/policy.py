@@ -32,6 +32,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from config.schema import ConfigError, ModelConfig, require
 from data.types import Sequences
+from models.attention import PACKED, packable, row_limits
 from models.logprobs import chunked_logprobs
 
 ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
@@ -51,6 +52,7 @@ class Policy(nn.Module):
         # Between hidden state and logit: Cohere multiplies, Granite divides, Gemma-2 caps. check_head finds whatever else there is.
         self.scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.packs = False
         self.train(False)
 
     def train(self, mode: bool = True) -> Policy:
@@ -64,7 +66,10 @@ class Policy(nn.Module):
         sharded backward runs on every rank.
         """
         body, head = causal_lm(self.model).base_model, output_head(self.model)
-        out = body(input_ids=sequences.input_ids, position_ids=sequences.position_ids, use_cache=False)
+        limits: dict[str, Any] = {}
+        if self.packs and sequences.position_ids is not None:
+            limits = row_limits([len(row) for row in sequences.rows], sequences.input_ids.device)
+        out = body(input_ids=sequences.input_ids, position_ids=sequences.position_ids, use_cache=False, **limits)
         hidden = out.last_hidden_state.flatten(0, 1).index_select(0, sequences.predict)
         # The head's weight is read here, not in __init__: once sharded it is whole only inside this forward.
         values = chunked_logprobs(hidden, head.weight, head.bias, sequences.targets, scale=self.scale, softcap=self.softcap)
@@ -75,11 +80,24 @@ class Policy(nn.Module):
     def generate(self, input_ids: Tensor, attention_mask: Tensor, generation_config: GenerationConfig,
                  logits_processor: LogitsProcessorList | None = None, synced_gpus: bool = False) -> Tensor:
         """[B, P + new] token ids, by transformers' generate with a KV cache. input_ids [B, P] are padded on the left;
-        attention_mask [B, P] says where. ``synced_gpus``: weights are sharded, so every rank runs as many forwards as the slowest."""
-        generate = cast(Callable[..., Tensor], self.model.generate)
-        with torch.no_grad():
-            return generate(input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config,
-                            logits_processor=logits_processor, synced_gpus=synced_gpus)
+        attention_mask [B, P] says where. ``synced_gpus``: weights are sharded, so all ranks run as many forwards as the slowest."""
+        generate, config = cast(Callable[..., Tensor], self.model.generate), causal_lm(self.model).config
+        if self.packs:  # that kernel knows of no cache and of no padding on the left
+            config._attn_implementation = "sdpa"
+        try:
+            with torch.no_grad():
+                return generate(input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config,
+                                logits_processor=logits_processor, synced_gpus=synced_gpus)
+        finally:
+            if self.packs:
+                config._attn_implementation = PACKED
+
+    def use_packed_attention(self) -> None:
+        """Let packed rows attend to themselves by models.attention, where this model can; elsewhere transformers masks them."""
+        model = causal_lm(self.model)
+        self.packs = packable(model)
+        if self.packs:
+            model.config._attn_implementation = PACKED
 
     @torch.no_grad()
     def check_head(self) -> None:
@@ -209,6 +227,8 @@ def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Pol
             model = _with_lora(model, config)
     policy = Policy(model.to(device))
     policy.check_head()
+    if config.packing:
+        policy.use_packed_attention()
     if config.compile:
         for block in decoder_blocks(policy):
             block.forward = torch.compile(block.forward, dynamic=True)

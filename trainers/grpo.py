@@ -1,4 +1,5 @@
-"""GRPO: every completion with its group's advantage; the loss is a mean over the global batch's completion tokens (DAPO, C.1.4)."""
+"""GRPO: every completion with its group's advantage; by default the loss is a mean over the global batch's completion tokens
+(DAPO, C.1.4)."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ class GRPOTrainer(BasicTrainer):
     scales_rewards = False  # its beta weighs the KL penalty, not the log-ratio
 
     def units(self, batch: list[Example]) -> int:
+        if self.config.loss.get("normalization", "token") != "token":
+            return len(batch)  # each sequence is a unit of its own (eq. 1's 1/|y|, Dr. GRPO)
         return sum(len(row.completion_ids) for example in batch for row in example.rows)
 
     def compute_loss(self, micro: Microbatch, scores: TokenScores) -> LossResult:

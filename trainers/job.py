@@ -21,7 +21,7 @@ from data.quality import DataReport
 from models.distributed import World, barrier, from_main, shard
 from models.export import export, full_state
 from models.memory import estimate_memory
-from models.policy import check_model, decoder_blocks, export_dtype, load_policy, load_tokenizer
+from models.policy import Policy, check_model, decoder_blocks, export_dtype, load_policy, load_tokenizer
 from models.reference import Reference, weights_fingerprint
 from rollouts.verify import make_accuracy
 from trainers.basic import BasicTrainer
@@ -50,7 +50,7 @@ class Job:
         self.renderer = make_renderer(self.tokenizer, config.model, config.data)
         self.plan = make_plan(config, self.trainer_class, self.renderer)
         self.trainer_class.check(config, self.plan.train)
-        self.report = DataReport.of(self.plan.loaded, self.plan.evaluation, self.plan.examples, self.renderer.cuts)
+        self.report = DataReport.of(self.plan.loaded, self.plan.evaluation, self.plan.examples, self.plan.cuts)
         self.say(f"{self.plan.examples.count} {self.trainer_class.unit} to train on, {self.plan.train.units} in all, "
                  f"{self.plan.steps} steps of {config.model.batch_size}")
 
@@ -114,7 +114,7 @@ class Job:
                     kinds["chosen" if sign > 0 else "rejected"].append(trainer.initial.get(row.key, math.nan) / len(row.completion_ids))
         return {kind: np.array(values) for kind, values in kinds.items() if values}
 
-    def finish(self, run: Run, folder: Path, policy: torch.nn.Module) -> dict[str, Any]:
+    def finish(self, run: Run, folder: Path, policy: Policy) -> dict[str, Any]:
         """Export, summary, model card, report, the table at the end."""
         state = full_state(policy)
         seconds = max(run.seconds, 1e-9)
@@ -153,7 +153,7 @@ def on_main(work: Callable[[], T], world: World) -> T:
             outcome = (work(), None)
         except (ValueError, OSError) as error:
             outcome = (None, error)
-    value, error = from_main(outcome)
-    if error is not None:
-        raise error
+    value, failure = from_main(outcome)
+    if failure is not None:
+        raise failure
     return value

@@ -51,7 +51,7 @@ def final_table(summary: dict[str, Any]) -> str:
     if summary.get("tokens_per_second") is not None:
         facts.append(("speed", f"{summary['tokens_per_second']:,.0f} tokens/s"))
     if summary.get("seconds") is not None:
-        facts.append(("wall time", duration(summary["seconds"])))
+        facts.append(("training", duration(summary["seconds"])))
     if run_dir := summary.get("run_dir"):
         facts.append(("run", str(run_dir)))
         facts.append(("load it", f'AutoModelForCausalLM.from_pretrained("{Path(run_dir) / "model"}")'))

@@ -8,14 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from config.schema import RESERVED_LOSS_KEYS, Config, ConfigError, changed, dump, require
 from data.batches import Segment
+from data.chat import Renderer
 from data.examples import Examples, make_examples
-from data.sources import Loaded, import_function, load_groups
+from data.sources import Loaded, import_function, load_splits
 from trainers.basic import BasicTrainer
-from trainers.losses.base import LossResult
+from trainers.losses.base import LossResult, TokenScores
 
 Loss = Callable[..., LossResult]
 
@@ -26,14 +28,35 @@ def make_loss(config: Config) -> Loss:
     takes = {n: p for n, p in inspect.signature(function).parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
     numbers = {key: value for key, value in config.loss.items() if key not in RESERVED_LOSS_KEYS}
     for key, value in numbers.items():
-        require(key in takes, f"loss.{key}", value, f"loss={config.loss['name']} does not take it; it takes {', '.join(takes) or 'no numbers'}")
-        hint = takes[key].annotation
-        if hint in (float, "float"):
-            require(isinstance(value, int | float) and not isinstance(value, bool), f"loss.{key}", value, "must be a number")
+        require(key in takes, f"loss.{key}", value,
+                f"loss={config.loss['name']} does not take it; it takes {', '.join(takes) or 'no numbers'}")
+        if "float" in str(takes[key].annotation):
+            number = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+            require(number, f"loss.{key}", value, "must be a number")
+            require(value is None or value >= 0, f"loss.{key}", value, "must be 0 or more")
+            scales = key in ("beta", "tau") and config.trainer.name != "grpo"  # there beta weighs a penalty, and 0 is none
+            require(not scales or value > 0, f"loss.{key}", value, "must be above 0, or the loss has no gradient")
     for key, parameter in takes.items():
         require(key in numbers or parameter.default is not inspect.Parameter.empty, f"loss.{key}", "???",
                 f"loss={config.loss['name']} needs it; set it in config/loss/{config.loss['name']}.yaml")
-    return partial(function, **numbers)
+    loss = partial(function, **numbers)
+    _try(loss, config)
+    return loss
+
+
+def _try(loss: Loss, config: Config) -> None:
+    """Call the loss once on one token a row, so that what it refuses of its numbers is refused now. A loss with other inputs than
+    those known here is not tried."""
+    zero, one = torch.zeros(1, 1), torch.ones(1)
+    scores = TokenScores(zero, zero, zero, torch.ones(1, 1, dtype=torch.bool))
+    known = {"chosen": scores, "rejected": scores, "scores": scores, "desirable": one > 0, "kl": zero.sum(), "advantages": one}
+    takes = inspect.signature(loss).parameters.values()
+    needed = [p.name for p in takes if p.kind is not inspect.Parameter.KEYWORD_ONLY and p.default is inspect.Parameter.empty]
+    if set(needed) <= set(known):
+        try:
+            loss(*(known[name] for name in needed))
+        except ValueError as error:
+            raise ConfigError("loss", config.loss["name"], str(error)) from error
 
 
 def trainer_class(config: Config) -> type[BasicTrainer]:
@@ -53,7 +76,7 @@ def check_ranks(config: Config, ranks: int) -> None:
 def run_folder(config: Config, name: str) -> tuple[Path, bool]:
     """(the run's folder, whether there is a run in it to go on with). Called by rank 0 alone.
 
-    Raises ConfigError for a run that is there already, unless overwrite or resume says what to do with it, and for a run that cannot be
+    Raises ConfigError for a run that is there already, unless overwrite or resume says what to do with it, and for one that cannot be
     gone on with because its settings were others.
     """
     folder = Path(config.runs_dir) / name
@@ -66,7 +89,7 @@ def run_folder(config: Config, name: str) -> tuple[Path, bool]:
             f"{folder} is there already; resume=true goes on with it, overwrite=true deletes it, exp_name=… names another")
     if exists and record.exists():
         key = changed(record.read_text(), config)
-        require(key is None, str(key), "changed", f"{record} has another value; a run is resumed with the settings it was started with")
+        require(key is None, str(key), "changed", f"{record} has another value; a run goes on with the settings it was started with")
     folder.mkdir(parents=True, exist_ok=True)
     record.write_text(dump(config))
     return folder, exists
@@ -81,25 +104,28 @@ class Plan:
     loaded: Loaded
     evaluation: Loaded
     examples: Examples
+    cuts: dict[str, int]
+    """What was shortened of the training rows, and how often."""
 
     @property
     def steps(self) -> int:
         return self.train.steps
 
 
-def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Any) -> Plan:
+def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -> Plan:
     """Load, view and tokenise the data. Raises ConfigError when nothing is left to train on."""
-    loaded, evaluation = load_groups(config.data, "train"), load_groups(config.data, "eval")
+    loaded, evaluation = load_splits(config.data)
     examples = make_examples(loaded.groups, trainer.view, renderer)
+    cuts = dict(renderer.cuts)
     require(examples.count > 0, "data.path", config.data.path,
-            f"gives loss={config.loss['name']} no example to train on: {loaded.read} rows read, {examples.dropped or 'none'} dropped")
+            f"gives loss={config.loss['name']} no example: {loaded.read} rows read, {examples.dropped or 'none'} dropped")
     units = (config.n_epochs or 10**9) * examples.count
     units = min(units, config.n_examples or units)
     held_out = make_examples(evaluation.groups[: config.n_eval_examples], trainer.view, renderer)
     return Plan(
         train=Segment(examples.groups, config.model.batch_size, units, config.seed),
         held_out=Segment(held_out.groups, config.model.eval_batch_size, held_out.count, seed=0) if held_out.count else None,
-        loaded=loaded, evaluation=evaluation, examples=examples,
+        loaded=loaded, evaluation=evaluation, examples=examples, cuts=cuts,
     )
 
 

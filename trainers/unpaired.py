@@ -1,4 +1,4 @@
-"""Losses on single examples (KTO): one unit is a sequence, desirable or not, judged against one KL estimate for the global batch."""
+"""Losses on single examples (KTO): one unit is a sequence, desirable or not, judged against one KL estimate a global batch."""
 
 from __future__ import annotations
 
