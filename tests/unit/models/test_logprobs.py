@@ -1,0 +1,112 @@
+"""Token log-probabilities from hidden states, against float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import models.logprobs as module
+from models.logprobs import chunked_logprobs
+
+D, V = 24, 391  # V is no multiple of any slice
+
+
+def case(m: int = 37, dtype: torch.dtype = torch.float64, spread: float = 30.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden, weight, bias, targets whose logits reach about +-``spread``."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(m, D, generator=g, dtype=torch.float64), torch.randn(V, D, generator=g, dtype=torch.float64)
+    weight *= spread / (hidden @ weight.T).abs().max()
+    bias = torch.randn(V, generator=g, dtype=torch.float64)
+    return hidden.to(dtype), weight.to(dtype), bias.to(dtype), torch.randint(V, (m,), generator=g)
+
+
+def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float = 1.0,
+          softcap: float | None = None) -> Tensor:
+    """The same in float64 and all at once."""
+    logits = (hidden.double() @ weight.double().T + (0 if bias is None else bias.double())) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("form", [{}, {"scale": 0.0625}, {"softcap": 30.0}, {"scale": 1.5, "softcap": 20.0}])
+def test_values_and_gradients_equal_float64_autograd(form, with_bias):
+    hidden, weight, bias, targets = case()
+    inputs = [hidden, weight, bias] if with_bias else [hidden, weight]
+    grad = torch.randn(len(targets), dtype=torch.float64)
+    results = []
+    for function, more in ((plain, {}), (chunked_logprobs, {"budget": 64 * len(targets)})):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        values = function(leaves[0], leaves[1], leaves[2] if with_bias else None, targets, **form, **more)
+        results.append((values, torch.autograd.grad(values, leaves, grad)))
+    (want, want_grads), (got, got_grads) = results
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    for a, b in zip(got_grads, want_grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_float32_at_logits_of_30():
+    hidden, weight, bias, targets = case(512, torch.float32)
+    error = (chunked_logprobs(hidden, weight, bias, targets, budget=64 * 512) - plain(hidden, weight, bias, targets)).abs()
+    # Relative: a log-probability of -60 has no closer float32 neighbour than 4e-6.
+    assert (error / plain(hidden, weight, bias, targets).abs().clamp(min=1.0)).max() < 1e-6
+
+
+def test_bfloat16_inputs_give_logits_of_float32_precision():
+    hidden, weight, bias, targets = case(512, torch.bfloat16)
+    want = plain(hidden, weight, bias, targets)
+    got = chunked_logprobs(hidden, weight, bias, targets)
+    assert got.dtype == torch.float32
+    assert (got - want).abs().max() < 1e-4
+    rounded = (hidden @ weight.T + bias).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    assert (rounded - want).abs().max() > 1e-2, "the test could not tell a product rounded to bfloat16"
+
+
+def test_bfloat16_gradients_are_rounded_once():
+    hidden, weight, bias, targets = case(512, torch.bfloat16)
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    exact = [x.double().requires_grad_() for x in (hidden, weight, bias)]
+    got = torch.autograd.grad(chunked_logprobs(*leaves, targets, budget=64 * 512).sum(), leaves)
+    want = torch.autograd.grad(plain(*exact, targets).sum(), exact)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert (a.double() - b).abs().max() < 2**-8 * b.abs().max()
+
+
+@pytest.mark.parametrize("budget", [1, 1000, 37 * V, 1 << 30])
+def test_slices_of_any_width_agree(budget):
+    hidden, weight, bias, targets = case(dtype=torch.float32)
+    torch.testing.assert_close(chunked_logprobs(hidden, weight, bias, targets, budget=budget),
+                               chunked_logprobs(hidden, weight, bias, targets), rtol=1e-6, atol=1e-6)
+
+
+def test_no_completion_token_gives_zero_gradients_to_everything():
+    hidden, weight, bias, targets = torch.zeros(0, D), torch.randn(V, D), torch.randn(V), torch.zeros(0, dtype=torch.int64)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    values = chunked_logprobs(*leaves, targets)
+    assert values.shape == (0,)
+    for leaf, grad in zip(leaves, torch.autograd.grad(values.sum(), leaves), strict=True):
+        assert grad.shape == leaf.shape
+        assert not grad.any()
+
+
+def test_extreme_logits_stay_finite():
+    hidden, weight, _, targets = case(dtype=torch.float32, spread=3e4)
+    hidden.requires_grad_()
+    values = chunked_logprobs(hidden, weight, None, targets, budget=64 * len(targets))
+    values.sum().backward()
+    assert values.isfinite().all()
+    assert (values <= 0).all()
+    assert hidden.grad.isfinite().all()
+
+
+def test_a_frozen_head_gets_no_product(monkeypatch):
+    """LoRA: the [V, D] gradient of a frozen head would be thrown away."""
+    hidden, weight, _, targets = case(dtype=torch.float32)
+    shapes = []
+    product = module._product
+    monkeypatch.setattr(module, "_product", lambda a, b, c=None: shapes.append((len(a), len(b))) or product(a, b, c))
+    chunked_logprobs(hidden.requires_grad_(), weight, None, targets, budget=1 << 30).sum().backward()
+    assert shapes == [(37, V), (37, V), (37, D)]
+    chunked_logprobs(hidden, weight.requires_grad_(), None, targets, budget=1 << 30).sum().backward()
+    assert shapes[3:] == [(37, V), (37, V), (37, D), (V, D)]

@@ -1,0 +1,48 @@
+"""The memory of the head, measured from outside: a process of its own for each vocabulary."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+SCRIPT = """
+import sys, torch
+from pathlib import Path
+from models.logprobs import chunked_logprobs
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
+
+V, M, D = int(sys.argv[1]), 2048, 8
+hidden, targets = torch.randn(M, D, requires_grad=True), torch.randint(V, (M,))
+weight = torch.randn(V, D, requires_grad=True)
+chunked_logprobs(hidden[:64], weight, None, targets[:64]).sum().backward()   # what torch allocates once, the gradients among it
+Path("/proc/self/clear_refs").write_text("5")   # the peak starts again from what is held now
+before = status("VmRSS")
+if sys.argv[2] == "chunked":
+    chunked_logprobs(hidden, weight, None, targets).sum().backward()
+else:
+    (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None]).sum().backward()
+print(status("VmHWM") - before)
+"""
+
+
+def peak_mb(vocabulary: int, how: str = "chunked") -> float:
+    """What one forward and backward add to the process's peak, MB."""
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", SCRIPT, str(vocabulary), how]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, env=environment)
+    return float(done.stdout)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
+def test_memory_is_flat_in_the_vocabulary():
+    """The float32 logits of 2,048 tokens are 256 MB at a vocabulary of 32k, 1 GB at 128k; only the weight's gradient may grow."""
+    assert peak_mb(32_768, "all at once") > 500, "the measure sees no logits"
+    small, large = peak_mb(32_768), peak_mb(131_072)
+    assert small < 200
+    assert large - small < 40
