@@ -27,7 +27,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from config.schema import ConfigError, ModelConfig, require
@@ -111,7 +111,8 @@ class Policy(nn.Module):
         hidden = torch.randn(1, 4, weight.shape[1], generator=generator).to(weight)
         targets = torch.randint(weight.shape[0], (4,), generator=generator).to(weight.device)
         forward = body.forward
-        body.forward = lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=cast(torch.FloatTensor, hidden))
+        output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=cast(torch.FloatTensor, hidden))
+        body.forward = lambda *args, **kwargs: output
         try:
             logits = model(input_ids=torch.zeros(1, 4, dtype=torch.int64, device=weight.device), use_cache=False).logits[0]
         finally:

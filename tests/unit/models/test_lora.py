@@ -1,0 +1,105 @@
+"""LoRA: what is trained, that the start is the base model, and that the export is the merged model."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config
+from transformers.utils import logging
+
+from config.schema import ConfigError, ModelConfig, PeftConfig
+from models.distributed import shard, start
+from models.export import export, full_state
+from models.policy import Policy, decoder_blocks, load_policy
+from tests.tiny import tiny_llama, tiny_policy
+from tests.unit.models.test_policy import CPU, batch, tokenizer
+
+logging.disable_progress_bar()
+
+
+def load(folder, dtype="float32", tied=True, **peft) -> Policy:
+    tiny_llama(tied=tied).save_pretrained(folder)
+    return load_policy(ModelConfig(name="m", name_or_path=str(folder), dtype=dtype, max_length=128, max_prompt_length=64, use_peft=True,
+                                   peft=PeftConfig(lora_r=4, lora_alpha=12, **peft)), CPU)
+
+
+def perturb(policy: Policy) -> None:
+    """Adapters start as no change at all (B = 0)."""
+    torch.manual_seed(1)
+    for name, parameter in policy.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_are_float32_and_alone_trained_and_the_base_is_frozen_in_the_models_dtype(tmp_path, dtype):
+    policy = load(tmp_path, dtype)
+    for name, parameter in policy.named_parameters():
+        assert parameter.requires_grad == ("lora_" in name)
+        assert parameter.dtype == (torch.float32 if "lora_" in name else getattr(torch, dtype))
+    assert not any("lora_" in name for name, _ in policy.named_parameters() if "lm_head" in name or "embed" in name)
+
+
+def test_it_starts_as_the_base_model_and_every_adapter_learns(tmp_path):
+    policy = load(tmp_path)
+    assert torch.equal(policy(batch()), tiny_policy()(batch()))
+    perturb(policy)
+    policy(batch()).sum().backward()
+    for name, parameter in policy.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, name
+            assert parameter.grad.any(), name
+    assert len(decoder_blocks(policy)) == 2
+
+
+def test_adapters_start_alike_on_every_rank(tmp_path):
+    first, second = (dict(load(tmp_path).named_parameters()) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_export_is_the_merged_model(tmp_path, tied):
+    """Against peft's own merge; sharded, as it is when a run ends."""
+    policy = load(tmp_path / "base", tied=tied)
+    perturb(policy)
+    before = policy(batch()).detach()
+    want = copy.deepcopy(policy.model).merge_and_unload().state_dict()
+    shard(policy, decoder_blocks(policy), start(), torch.float32)
+    state = full_state(policy)
+    assert state.keys() == want.keys()
+    for name, tensor in state.items():
+        torch.testing.assert_close(tensor, want[name], rtol=1e-6, atol=1e-6)
+    export(state, policy, tokenizer(), tmp_path / "out", torch.float32)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    torch.testing.assert_close(Policy(loaded)(batch()), before, rtol=1e-4, atol=1e-4)
+
+
+def test_merging_is_in_float32_however_the_base_is_kept(tmp_path):
+    policy = load(tmp_path, "bfloat16")
+    perturb(policy)
+    state = full_state(policy)
+    name = "layers.0.self_attn.q_proj"
+    layer = policy.model.get_submodule(f"base_model.model.model.{name}")
+    down, up = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
+    want = layer.base_layer.weight.double() + 3.0 * up @ down
+    torch.testing.assert_close(state[f"model.{name}.weight"].double(), want, rtol=1e-6, atol=1e-6)
+
+
+def test_layers_that_store_their_weight_transposed_are_merged_too(tmp_path):
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=0, eos_token_id=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    policy = load_policy(ModelConfig(name="m", name_or_path=str(tmp_path), dtype="float32", max_length=128, max_prompt_length=64,
+                                     use_peft=True, peft=PeftConfig(lora_r=4)), CPU)
+    perturb(policy)
+    state, want = full_state(policy), copy.deepcopy(policy.model).merge_and_unload().state_dict()
+    for name, tensor in state.items():
+        torch.testing.assert_close(tensor, want[name], rtol=1e-5, atol=1e-5)
+
+
+def test_unknown_targets_and_adapters_on_the_head_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"model.peft.target_modules=\['zap'\]: .*all-linear"):
+        load(tmp_path, target_modules=["zap"])
+    with pytest.raises(ConfigError, match=r"plain linear layer, without adapters"):
+        load(tmp_path, target_modules=["lm_head", "q_proj"])

@@ -1,0 +1,238 @@
+"""Loading, refusing, exporting, generating, and what the forward promises beyond its values."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from config.schema import ConfigError, ModelConfig
+from data.batches import FILL, collate
+from models.distributed import shard, start
+from models.export import export, full_state
+from models.policy import (
+    check_model,
+    checkpoint_activations,
+    decoder_blocks,
+    export_dtype,
+    load_policy,
+    load_tokenizer,
+    resolve_model_path,
+)
+from tests.tiny import ROOT, VOCABULARY, random_row, tiny_llama, tiny_policy
+
+CPU = torch.device("cpu")
+logging.disable_progress_bar()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder with a model in it, written in bfloat16."""
+    tiny_llama().bfloat16().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+def tokenizer(**special: str) -> PreTrainedTokenizerFast:
+    words = {"<s>": 0, "</s>": 1, **{f"w{i}": i for i in range(2, VOCABULARY)}}
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="<s>")), **({"eos_token": "</s>"} | special))
+    made.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    return made
+
+
+def settings(path: Path | str, **more) -> ModelConfig:
+    return ModelConfig(**({"name": "m", "name_or_path": str(path), "max_length": 128, "max_prompt_length": 64, "dtype": "float32"} | more))
+
+
+def batch(n: int = 3, pack: bool = False):
+    rng = np.random.default_rng(0)
+    return collate([random_row(rng, rng.integers(3, VOCABULARY, 5).astype(np.int32)) for _ in range(n)], CPU, pack)
+
+
+# -- the forward ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_fill_a_batch_up_give_zeros_and_a_zero_gradient_to_every_weight():
+    policy = tiny_policy(tied=False)
+    values = policy(collate([FILL.rows[0]] * 2, CPU))
+    assert not values.any()
+    values.sum().backward()
+    for name, parameter in policy.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+def test_padding_on_the_right_changes_nothing():
+    """To the bit: what fills the grid is behind every completion token."""
+    policy, sequences = tiny_policy(), batch()
+    before = policy(sequences)
+    lengths = torch.tensor([len(row) for row in sequences.rows])
+    padding = torch.arange(sequences.input_ids.shape[1])[None, :] >= lengths[:, None]
+    assert padding.any()
+    sequences.input_ids[padding] = 7
+    assert torch.equal(policy(sequences), before)
+
+
+def test_it_stays_in_eval_mode():
+    policy = tiny_policy().train()
+    assert not any(module.training for module in policy.modules())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_recomputing_activations_changes_no_bit_and_no_name(tied):
+    results: list[list[torch.Tensor]] = []
+    calls: list[bool] = []
+    for recompute in (False, True):
+        policy = tiny_policy(tied=tied)
+        names, blocks = list(policy.state_dict()), decoder_blocks(policy)
+        blocks[0].mlp.register_forward_pre_hook(lambda *_, recompute=recompute: calls.append(recompute))
+        if recompute:
+            checkpoint_activations(blocks)
+        values = policy(batch())
+        values.sum().backward()
+        assert list(policy.state_dict()) == names
+        results.append([values.detach(), *(p.grad for p in policy.parameters())])
+    assert calls == [False, True, True], "once in the forward, and once more in the backward"
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_generate_equals_taking_the_likeliest_token_each_time(packing):
+    policy = tiny_policy()
+    if packing:
+        policy.use_packed_attention()
+    ids = torch.tensor([[0, 0, 5, 6], [8, 9, 10, 11]])
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    greedy = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
+    got = policy.generate(ids, mask, greedy)
+    for row, real in zip(got, mask, strict=True):
+        want = row[:4][real.bool()][None]
+        for _ in range(5):
+            want = torch.cat([want, tiny_llama()(want).logits[:, -1:].argmax(-1)], dim=1)
+        assert row[4:].tolist() == want[0, -5:].tolist()
+    assert torch.allclose(policy(batch(pack=True)), tiny_policy()(batch()), atol=1e-5), "generating must not change what packed rows see"
+
+
+# -- loading -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_masters_are_float32_whatever_the_file_and_the_computation_are(run):
+    policy = load_policy(settings(run, dtype="bfloat16"), CPU)
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
+    assert all(p.requires_grad for p in policy.parameters())
+    assert torch.equal(policy.model.lm_head.weight, tiny_llama().lm_head.weight.bfloat16().float())
+    assert export_dtype(settings(run)) == torch.bfloat16
+    assert export_dtype(settings(run, export_dtype="float16")) == torch.float16
+
+
+def test_random_weights_of_an_architecture_are_the_same_on_every_rank(run):
+    one, two, other = (load_policy(settings(run, from_config=True), CPU, seed) for seed in (0, 0, 1))
+    assert torch.equal(one.model.lm_head.weight, two.model.lm_head.weight)
+    assert not torch.equal(one.model.lm_head.weight, other.model.lm_head.weight)
+    assert not torch.equal(one.model.lm_head.weight, tiny_llama().lm_head.weight.bfloat16().float()), "the file's weights were loaded"
+
+
+def test_a_runs_folder_stands_for_its_model(run):
+    assert resolve_model_path(str(run)) == str(run / "model")
+    assert resolve_model_path(str(run / "model")) == str(run / "model")
+    assert resolve_model_path("org/name") == "org/name"
+
+
+def test_wrong_models_are_refused_with_key_value_and_remedy(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=r"model.name_or_path=/no/such/folder: is not the folder of a model"):
+        check_model(settings("/no/such/folder"))
+    with pytest.raises(ConfigError, match=r"model.name_or_path=\./runs/nope: is not the folder of a model"):
+        check_model(settings("./runs/nope"))
+    with pytest.raises(ConfigError, match=r"model.attn_implementation=magic: use one of sdpa, eager"):
+        check_model(settings(run, attn_implementation="magic"))
+    with pytest.raises(ConfigError, match=r"model.max_length=129: the model has 128 positions"):
+        check_model(settings(run, max_length=129))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    with pytest.raises(ConfigError, match=r"is a t5, not a causal language model"):
+        check_model(settings(tmp_path / "other"))
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text((run / "model" / "config.json").read_text())
+    with pytest.raises(ConfigError, match=r"model.name_or_path=.*bare: is not the folder of a model \(config.json, \*.safetensors\)"):
+        load_policy(settings(tmp_path / "bare"), CPU)
+
+
+def test_a_name_that_the_hub_does_not_have_is_refused_at_once():
+    """Offline or online, within a request: the hub client's own retries take half a minute."""
+    with pytest.raises(ConfigError, match=r"model.name_or_path=no-such-org/no-such-model: cannot be had: .* hub"):
+        check_model(settings("no-such-org/no-such-model"))
+
+
+def test_the_tokenizer(run, tmp_path):
+    loaded = load_tokenizer(settings(run))
+    assert (loaded.eos_token_id, loaded.pad_token_id) == (1, 1)
+    template = tmp_path / "other.jinja"
+    template.write_text("{{ messages[0].content }}!")
+    assert load_tokenizer(settings(run, chat_template=str(template))).chat_template == "{{ messages[0].content }}!"
+    with pytest.raises(ConfigError, match=r"model.chat_template=/no.jinja: no such file"):
+        load_tokenizer(settings(run, chat_template="/no.jinja"))
+    tokenizer(pad_token="<s>").save_pretrained(tmp_path / "padded")
+    assert load_tokenizer(settings(run, tokenizer_name_or_path=str(tmp_path / "padded"))).pad_token_id == 0
+    tokenizer(eos_token=None).save_pretrained(tmp_path / "endless")
+    with pytest.raises(ConfigError, match=r"model.tokenizer_name_or_path=.*endless: has no end-of-sequence token"):
+        load_tokenizer(settings(run, tokenizer_name_or_path=str(tmp_path / "endless")))
+
+
+# -- export --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_transformers_loads_is_the_policy_in_the_export_dtype(tmp_path, tied, dtype):
+    policy, world = tiny_policy(tied=tied), start()
+    policy.use_packed_attention()
+    want = {name: tensor.to(dtype) for name, tensor in policy.model.state_dict().items()}
+    shard(policy, decoder_blocks(policy), world, torch.float32)
+    folder = tmp_path / "model"
+    for _ in range(2):  # what is there already is replaced
+        export(full_state(policy), policy, tokenizer(), folder, dtype)
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    assert loaded.dtype == dtype
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, want[name]), name
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing is left beside it"
+    assert "packed" not in (folder / "config.json").read_text()
+    assert (folder / "generation_config.json").exists()
+    assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer().chat_template
+
+
+# -- the shipped files ---------------------------------------------------------------------------------------------------------------
+
+
+def shipped() -> list[str]:
+    return sorted(path.stem for path in (ROOT / "config" / "model").glob("*.yaml") if path.stem != "base")
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_model_file_composes_into_a_typed_config(name):
+    with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        cfg = compose("config", overrides=[f"model={name}"])
+    if name == "hub":
+        cfg.model.name_or_path = "org/name"
+    typed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), cfg.model))
+    assert isinstance(typed, ModelConfig)
+    assert 0 < cfg.lr < 1e-2
+
+
+def test_every_setting_of_a_model_has_its_line_and_comment_in_base():
+    text = (ROOT / "config" / "model" / "base.yaml").read_text()
+    values = OmegaConf.to_container(OmegaConf.create(text))
+    defaults = OmegaConf.to_container(OmegaConf.structured(ModelConfig))
+    assert values == defaults
+    lines = [line for line in text.splitlines() if ":" in line and not line.startswith("#") and line != "peft:"]
+    assert all("  # " in line for line in lines)
