@@ -99,12 +99,12 @@ class Sweep:
     def runs(self) -> list[Run]:
         """Every run, in the order of the file. Raises ConfigError where two runs would have one name, or nothing is left to run."""
         runs = []
-        for label, point in self._points():
+        for cell, point in self._points():
             settings = self.base | point
             if any(matches(rule, settings) for rule in self.skip):
                 continue
-            require(len(label) <= LONGEST_TAG, "cell", label, f"is longer than {LONGEST_TAG} characters; name it under cells:")
-            runs += [Run(self.name, label, seed, settings, self.hours.of(settings)) for seed in self.seeds]
+            require(len(cell) <= LONGEST_TAG, "cell", cell, f"is longer than {LONGEST_TAG} characters; name it under cells:")
+            runs += [Run(self.name, cell, seed, settings, self.hours.of(settings)) for seed in self.seeds]
         names = [run.name for run in runs]
         for name in names:
             require(names.count(name) == 1, "exp_name", name, f"names two runs of sweep {self.name}; give the cells names (cells:)")
@@ -122,7 +122,7 @@ class Sweep:
             point: Settings = {}
             for part in (cells[cell], *combination):
                 point |= part
-            labels = [self.name, *([cell] if cell else []), *(_label(k, v) for part in combination for k, v in part.items())]
+            labels = [self.name, *([cell] if cell else []), *(label(k, v) for part in combination for k, v in part.items())]
             yield "-".join(labels), point
 
 
@@ -185,7 +185,7 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _label(key: str, value: Any) -> str:
+def label(key: str, value: Any) -> str:
     """loss=dpo -> dpo (config/loss has such a file); humanline=false -> no_humanline; model.max_grad_norm=4 -> max_grad_norm4."""
     last = key.rsplit(".", 1)[-1]
     if isinstance(value, bool):

@@ -32,7 +32,7 @@ QUEUED = "in the queue"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(words)
+    options = parser().parse_intermixed_args(words)
     try:
         return act(options)
     except ConfigError as error:
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     about.add_argument("--gpus", default="", help="with --local: GPU indices to share out, such as 0,1,2,3")
     about.add_argument("--retries", type=int, default=1, help="with --local: how often a failed run is started again")
     about.add_argument("--site", type=Path, help="your cluster's defaults; copy launch/sites/example.yaml")
-    about.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="job settings, such as nodes=8")
+    about.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="job settings, such as nodes=8")
     about.add_argument("--rate", type=float, metavar="R", help="dry-run each cell; hours at R examples/s a rank")
     return about
 

@@ -1,0 +1,120 @@
+"""Run folders read back: what was set, what came out, and how far the run is. Nothing is left out for not being finished."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from config.schema import OPERATIONAL, require
+from launch.grid import Run, Settings
+from launch.state import compose_config, folder_of, last_line
+
+FINISHED, UNFINISHED, NOT_STARTED = "finished", "unfinished", "not started"
+NO_NUMBERS = ("settings", "fingerprints", "config")
+"""Parts of an evaluation file that say how it was made."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run. ``values``: what was measured when it had finished; empty before."""
+
+    name: str
+    cell: str
+    seed: int
+    status: str
+    settings: Settings = field(default_factory=dict)
+    """Dotted key -> value of what changes what is computed, the seed aside."""
+    values: dict[str, float] = field(default_factory=dict)
+    """``eval_*`` on held-out data (validation), and ``<file>/<metric>`` of each evals/*.json."""
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """metrics.jsonl, and for a finished run a last line with the evaluation after it."""
+    group: str = ""
+    tags: tuple[str, ...] = ()
+
+    def identity(self, without: Iterable[str] = ()) -> str:
+        """Of the settings, some keys aside: runs with the same one differ by their seed alone."""
+        kept = {key: value for key, value in self.settings.items() if key not in set(without)}
+        return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:6]
+
+    @property
+    def step(self) -> int:
+        """Steps that were done."""
+        return max((line["step"] + 1 for line in self.lines if "loss" in line), default=0)
+
+
+def of_sweep(runs: Iterable[Run]) -> list[Result]:
+    """The results of a sweep's runs, those that have no folder yet included."""
+    found = []
+    for run in runs:
+        folder = folder_of(compose_config(run.overrides()), run)
+        if (folder / "config.yaml").exists():
+            found.append(read_run(folder, run.cell))
+        else:
+            config = flat(OmegaConf.to_container(OmegaConf.structured(compose_config(run.overrides()))))
+            found.append(Result(run.name, run.cell, run.seed, NOT_STARTED, computed(config)))
+    return found
+
+
+def of_folders(paths: Iterable[Path]) -> list[Result]:
+    """The results under ``paths``, each a run folder or a folder of them. Raises ConfigError where there is none."""
+    found = []
+    for path in paths:
+        records = [path / "config.yaml"] if (path / "config.yaml").exists() else sorted(path.glob("*/config.yaml"))
+        require(bool(records), "runs", path, "is no run folder and holds none")
+        found += [read_run(record.parent) for record in records]
+    return found
+
+
+def read_run(folder: Path, cell: str | None = None) -> Result:
+    """One run folder. Without ``cell`` it is what the run's sweep called it (its second tag), or its name without the seed."""
+    config = flat(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")))
+    seed = int(config["seed"])
+    tags = tuple(config.get("wandb.tags") or ())
+    own = tags[1] if len(tags) > 1 and folder.name == f"{tags[1]}-s{seed}" else folder.name.removesuffix(f"-s{seed}")
+    variant = ("online" if config.get("online") else "offline") + ("+humanline" if config.get("humanline") else "")
+    lines = read_lines(folder / "metrics.jsonl")
+    values: dict[str, float] = {}
+    done = (folder / "summary.json").exists()
+    if done:
+        summary = json.loads((folder / "summary.json").read_text())
+        after = {key: value for key, value in (summary.get("after") or {}).items() if value is not None}
+        values = after | {key: summary[key] for key in ("tokens_per_second", "seconds") if summary.get(key) is not None}
+        last = lines[-1] if lines else last_line(folder)
+        lines = [*lines, after | {"step": last.get("step", -1) + 1, "examples": summary.get("examples", 0)}]
+    for path in sorted((folder / "evals").glob("*.json")):
+        values |= {f"{path.stem}/{key}": value for key, value in numbers(json.loads(path.read_text())).items()}
+    return Result(folder.name, cell or own, seed, FINISHED if done else UNFINISHED, computed(config), values, lines,
+                  f"{config.get('loss.name', '')}-{variant}", (*tags, str(config.get("loss.name", "")), variant))
+
+
+def computed(config: Settings) -> Settings:
+    """Of a flat configuration, what changes what is computed, the seed aside."""
+    return {key: value for key, value in config.items() if key.split(".")[0] not in (*OPERATIONAL, "seed")}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl; a last line that a running or killed process left half-written is dropped; [] without the file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_bytes().rpartition(b"\n")[0].splitlines()]
+
+
+def numbers(tree: Any, prefix: str = "") -> dict[str, float]:
+    """Dotted key -> number of an evaluation file; what says how it was made, and lists (of items), are no results."""
+    if isinstance(tree, dict):
+        inner = (numbers(item, f"{prefix}.{key}".lstrip(".")) for key, item in tree.items() if key not in NO_NUMBERS)
+        return {key: value for found in inner for key, value in found.items()}
+    return {prefix: float(tree)} if isinstance(tree, int | float) and not isinstance(tree, bool) else {}
+
+
+def flat(tree: Any, prefix: str = "") -> Settings:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    if not isinstance(tree, dict) or not tree:
+        return {prefix: tree}
+    return {name: value for key, item in tree.items() for name, value in flat(item, f"{prefix}.{key}".lstrip(".")).items()}

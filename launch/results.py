@@ -1,0 +1,217 @@
+"""The results of a sweep as one table, from its file or from run folders.
+
+    python -m launch.results sweeps/adder.yaml
+    python -m launch.results runs/adder-* --select lr --baseline adder-dpo-no_humanline
+
+Per cell: mean and standard error over seeds, of the setting that was best on the validation metric (where --select names keys that
+were tried out); paired tests over seeds with Holm's correction; a learning curve. Runs that are not finished are shown as such.
+Writes results/<name>/: index.html, table.md, table.csv, tests.csv, runs.csv; prints the first two tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from config.schema import ConfigError, require
+from launch.collect import FINISHED, Result, of_folders, of_sweep
+from launch.grid import label, read_sweep
+from launch.statistics import Comparison, Mean, compare, mean
+
+PREFERRED = ("eval_accuracy_sampled", "eval_reward_accuracy", "eval_reward_margin", "eval_loss")
+SHOWN = ("eval_accuracy_sampled", "eval_accuracy_greedy", "eval_reward_margin", "eval_reward_accuracy", "eval_drift")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the table: the runs of the setting that was chosen, and all that were tried."""
+
+    name: str
+    chosen: list[Result]
+    tried: list[list[Result]]
+    """Runs by setting, the chosen one's among them."""
+    selected: dict[str, object]
+    """The chosen values of the keys that were tried out."""
+
+    @property
+    def finished(self) -> list[Result]:
+        return [run for run in self.chosen if run.status == FINISHED]
+
+    def values(self, metric: str) -> dict[int, float]:
+        """Seed -> value, of the finished runs that have it."""
+        return {run.seed: run.values[metric] for run in self.finished if metric in run.values}
+
+    def mean(self, metric: str) -> Mean | None:
+        return mean(list(self.values(metric).values()))
+
+    @property
+    def progress(self) -> str:
+        """``3/3``, or what is missing: ``1/3, s2 unfinished at step 40, s3 not started``."""
+        total = [f"{len(self.finished)}/{len(self.chosen)}"]
+        missing = [run for run in self.chosen if run.status != FINISHED]
+        return ", ".join([*total, *(f"s{run.seed} {run.status}" + (f" at step {run.step}" if run.step else "") for run in missing)])
+
+
+def cells_of(results: Sequence[Result], select: Sequence[str], validation: str) -> list[Cell]:
+    """Results by cell; of settings that differ in ``select`` alone, the one with the best mean of ``validation`` is chosen.
+
+    Choosing sees the validation metric of finished runs and nothing else; a setting with fewer finished seeds than another is not
+    chosen over it.
+    """
+    by_cell: dict[tuple[str, str], dict[str, list[Result]]] = {}
+    for run in results:
+        stem = run.cell if not select else ""
+        by_cell.setdefault((stem, run.identity(select)), {}).setdefault(run.identity(), []).append(run)
+    names = [next(iter(settings.values()))[0].cell for settings in by_cell.values()]
+    found = []
+    for (_, identity), settings in by_cell.items():
+        tried = list(settings.values())
+        chosen = max(tried, key=lambda runs: merit(runs, validation))
+        selected = {key: chosen[0].settings.get(key) for key in select}
+        name = chosen[0].cell
+        for key, value in selected.items():
+            name = name.replace(f"-{label(key, value)}", "")
+        name = name if names.count(tried[0][0].cell) == 1 else f"{name} ({identity})"
+        found.append(Cell(name, sorted(chosen, key=lambda run: run.seed), tried, selected))
+    return found
+
+
+def merit(runs: Sequence[Result], metric: str) -> tuple[int, float]:
+    """(finished seeds, mean of the metric, losses negated): larger is better."""
+    values = [run.values[metric] for run in runs if run.status == FINISHED and metric in run.values]
+    value = mean(values)
+    return len(values), 0.0 if value is None else -value.value if metric.endswith("loss") else value.value
+
+
+def metrics_of(results: Iterable[Result]) -> list[str]:
+    """The columns: held-out metrics in a fixed order, then every number of the evaluation files."""
+    present = {key for run in results for key in run.values}
+    return [key for key in SHOWN if key in present] + sorted(key for key in present if "/" in key)
+
+
+def rows(cells: Sequence[Cell], metrics: Sequence[str]) -> list[list[str]]:
+    """The table as text, heading first."""
+    select = sorted({key for cell in cells for key in cell.selected})
+    out = [["cell", "seeds", *select, *metrics]]
+    for cell in cells:
+        tried = f" (of {len(cell.tried)})" if len(cell.tried) > 1 else ""
+        selected = [f"{cell.selected[key]}{tried}" for key in select]
+        out.append([cell.name, cell.progress, *selected, *(shown(cell.mean(metric)) for metric in metrics)])
+    return out
+
+
+def test_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
+    out = [["comparison", "difference", "seeds", "p (t)", "p (t), Holm", "p (Wilcoxon)", "p (Wilcoxon), Holm", ""]]
+    for c in comparisons:
+        p = ["–" if p is None else f"{p:.4f}" for p in (c.p_t, c.p_t_holm, c.p_wilcoxon, c.p_wilcoxon_holm)]
+        out.append([f"{c.b} − {c.a}", shown(c.difference), str(c.difference.n), *p, "significant" if c.significant else ""])
+    return out
+
+
+def shown(value: Mean | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value.value:.4g}" if value.error is None else f"{value.value:.4g} ± {value.error:.2g}"
+
+
+def markdown(table: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table]
+    return "\n".join([lines[0], "|" + " --- |" * len(table[0]), *lines[1:]])
+
+
+def write_csv(path: Path, table: Iterable[Iterable[object]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(table)
+
+
+def numeric_rows(cells: Sequence[Cell], metrics: Sequence[str]) -> list[list[object]]:
+    """The table with full precision: a column each for mean, standard error and number of seeds."""
+    out: list[list[object]] = [["cell", "finished", "planned", *(f"{m} {part}" for m in metrics for part in ("mean", "se", "n"))]]
+    for cell in cells:
+        means = [cell.mean(metric) for metric in metrics]
+        numbers = [part for m in means for part in ((m.value, m.error, m.n) if m else (None, None, 0))]
+        out.append([cell.name, len(cell.finished), len(cell.chosen), *numbers])
+    return out
+
+
+def run_rows(results: Sequence[Result], cells: Sequence[Cell]) -> list[list[object]]:
+    """Every run, chosen or not, with where wandb has it."""
+    metrics = sorted({key for run in results for key in run.values})
+    of = {run.name: cell for cell in cells for runs in cell.tried for run in runs}
+    chosen = {run.name for cell in cells for run in cell.chosen}
+    head: list[object] = ["run", "cell", "seed", "status", "steps", "chosen", "wandb group", "wandb tags", *metrics]
+    out = [head]
+    for run in results:
+        tags = " ".join(run.tags)
+        about: list[object] = [run.name, of[run.name].name, run.seed, run.status, run.step, run.name in chosen, run.group, tags]
+        out.append([*about, *(run.values.get(metric) for metric in metrics)])
+    return out
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    about = argparse.ArgumentParser("python -m launch.results", description=__doc__, formatter_class=form)
+    about.add_argument("sources", nargs="+", type=Path, help="a sweep file, or run folders")
+    about.add_argument("--select", default="", metavar="KEYS", help="settings tried out: the best is chosen on validation")
+    about.add_argument("--validation", metavar="METRIC", help=f"chosen by; of {', '.join(PREFERRED)} the first that runs have")
+    about.add_argument("--metric", help="compared by the tests and drawn; the validation metric if not given")
+    about.add_argument("--baseline", metavar="CELL", help="test each cell against this one, instead of all pairs")
+    about.add_argument("--name", help="the sweep's other name, as for launch.sweep")
+    about.add_argument("--out", type=Path, help="where to write; results/<name> if not given")
+    options = about.parse_intermixed_args(words)
+    try:
+        print(report(options))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def report(options: argparse.Namespace) -> str:
+    """Write every form of the table; returns what is printed. Raises ConfigError."""
+    from launch.pictures import write_html  # matplotlib takes a second that a wrong command line need not wait
+
+    results, name, select = load(options)
+    validation = options.validation or next((m for m in PREFERRED if any(m in run.values for run in results)), PREFERRED[0])
+    require(validation.startswith("eval_"), "--validation", validation, "is no validation metric (eval_…); test data choose nothing")
+    metric = options.metric or validation
+    cells = cells_of(results, select, validation)
+    names = [cell.name for cell in cells]
+    require(options.baseline in (None, *names), "--baseline", options.baseline, f"is no cell; cells: {', '.join(names)}")
+    tests = compare({cell.name: cell.values(metric) for cell in cells}, options.baseline)
+    metrics = metrics_of(results)
+    notes = [f"Mean ± standard error over seeds. {sum(r.status == FINISHED for r in results)} of {len(results)} runs are finished."]
+    if select:
+        notes.append(f"{', '.join(select)}: best mean {validation} per cell." + (
+            " The same metric is reported, so chosen cells look a little better than they are." if metric == validation else ""))
+    notes.append(f"Tests: {metric}, paired by seed, two-sided, Holm–Bonferroni over {len(tests)} comparisons.")
+    folder = options.out or Path("results") / name
+    folder.mkdir(parents=True, exist_ok=True)
+    table, test_table = rows(cells, metrics), test_rows(tests)
+    text = "\n\n".join([f"# {name}", notes[0], markdown(table), *notes[1:], *([markdown(test_table)] if tests else [])])
+    (folder / "table.md").write_text(text + "\n", encoding="utf-8")
+    write_csv(folder / "table.csv", numeric_rows(cells, metrics))
+    write_csv(folder / "tests.csv", test_table)
+    write_csv(folder / "runs.csv", run_rows(results, cells))
+    write_html(folder / "index.html", name, notes, table, test_table if tests else [], cells, metric)
+    return f"{text}\n\nwritten to {folder}/: index.html, table.md, table.csv, tests.csv, runs.csv"
+
+
+def load(options: argparse.Namespace) -> tuple[list[Result], str, list[str]]:
+    """(results, name, keys to select over) of the command line."""
+    select = [key for key in options.select.split(",") if key]
+    files = [path for path in options.sources if path.suffix in (".yaml", ".yml")]
+    if not files:
+        return of_folders(options.sources), options.name or options.sources[0].name.rstrip("*-"), select
+    require(len(options.sources) == 1, "sources", files[0], "one sweep file, or run folders")
+    sweep = read_sweep(files[0])
+    name = options.name or sweep.name
+    return of_sweep(replace(sweep, name=name).runs()), name, select or list(sweep.select)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

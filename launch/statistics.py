@@ -1,0 +1,85 @@
+"""The statistics of a results table: mean and standard error over seeds, paired tests, Holm's correction."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, stdev
+
+from scipy import stats
+
+FEWEST_PAIRS = 2
+SIGNIFICANT = 0.05
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Mean over ``n`` seeds and its standard error (sample standard deviation / sqrt n); no error with one seed."""
+
+    value: float
+    error: float | None
+    n: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Cell ``b`` minus cell ``a`` over the seeds that both have. ``p_*``: two-sided; None where the test is not defined."""
+
+    a: str
+    b: str
+    difference: Mean
+    p_t: float | None
+    p_wilcoxon: float | None
+    p_t_holm: float | None = None
+    p_wilcoxon_holm: float | None = None
+
+    @property
+    def significant(self) -> bool:
+        """By the paired t-test, after Holm's correction over all comparisons of the table."""
+        return self.p_t_holm is not None and self.p_t_holm < SIGNIFICANT
+
+
+def mean(values: Sequence[float]) -> Mean | None:
+    """None for no values."""
+    if not values:
+        return None
+    return Mean(fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None, len(values))
+
+
+def compare(cells: Mapping[str, Mapping[int, float]], baseline: str | None = None) -> list[Comparison]:
+    """Every pair of cells (or each with ``baseline``) that has at least two seeds in common. ``cells``: name -> seed -> value.
+
+    Tests are paired by seed: runs with the same seed see the same data in the same order.
+    """
+    pairs = [(baseline, name) for name in cells if name != baseline] if baseline else list(itertools.combinations(cells, 2))
+    found = []
+    for a, b in pairs:
+        seeds = sorted(cells[a].keys() & cells[b].keys())
+        if len(seeds) >= FEWEST_PAIRS:
+            found.append(paired(a, b, [cells[b][seed] - cells[a][seed] for seed in seeds]))
+    adjusted = zip(found, holm([c.p_t for c in found]), holm([c.p_wilcoxon for c in found]), strict=True)
+    return [replace(c, p_t_holm=t, p_wilcoxon_holm=wilcoxon) for c, t, wilcoxon in adjusted]
+
+
+def paired(a: str, b: str, differences: Sequence[float]) -> Comparison:
+    """One comparison. Differences that are all 0 have p = 1; others without variance have no t-test."""
+    middle = mean(differences)
+    assert middle is not None
+    if not any(differences):
+        return Comparison(a, b, middle, 1.0, 1.0)
+    spread = max(differences) - min(differences)
+    t = float(stats.ttest_1samp(differences, 0.0).pvalue) if spread > 1e-12 * max(map(abs, differences)) else None
+    return Comparison(a, b, middle, t, float(stats.wilcoxon(differences).pvalue))
+
+
+def holm(values: Sequence[float | None]) -> list[float | None]:
+    """p-values adjusted by Holm (1979): the i-th smallest of m times m - i + 1, made monotone, at most 1. None stays None."""
+    known = sorted((p, i) for i, p in enumerate(values) if p is not None)
+    adjusted: list[float | None] = [None] * len(values)
+    largest = 0.0
+    for rank, (p, i) in enumerate(known):
+        largest = max(largest, min(1.0, (len(known) - rank) * p))
+        adjusted[i] = largest
+    return adjusted
