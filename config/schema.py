@@ -15,27 +15,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
+from config.checks import ConfigError, one_of, require
+from config.schema_rewards import ClassifierConfig, FunctionConfig, JudgeConfig, RewardConfig, RewardModelConfig, VerifierConfig
+from config.schema_rounds import RoundsConfig
+from config.schema_sampler import SamplerConfig
+
 RESERVED_LOSS_KEYS = ("name", "_target_", "_partial_", "reference")
 OPERATIONAL = ("exp_name", "runs_dir", "cache_dir", "overwrite", "resume", "dry_run", "keep_checkpoints", "save_every", "wandb")
 """Settings that change nothing of what is computed: a run may go on with others."""
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be honoured. ``str()`` is the one message a user sees: key, value, remedy."""
-
-    def __init__(self, key: str, value: Any, remedy: str) -> None:
-        super().__init__(f"{key}={value}: {remedy}")
-        self.key, self.value, self.remedy = key, value, remedy
-
-
-def require(condition: bool, key: str, value: Any, remedy: str) -> None:
-    """Raise ConfigError(key, value, remedy) unless ``condition``."""
-    if not condition:
-        raise ConfigError(key, value, remedy)
-
-
-def one_of(key: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    require(value in allowed, key, value, f"use one of {', '.join(str(a) for a in allowed)}")
 
 
 @dataclass
@@ -137,6 +124,9 @@ class Config:
     loss: dict[str, Any]
     trainer: TrainerConfig
     wandb: WandbConfig
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    reward: RewardConfig | None = None
+    rounds: RoundsConfig = field(default_factory=RoundsConfig)
     seed: int = 1
     exp_name: str | None = None
     runs_dir: str = "runs"
@@ -204,6 +194,25 @@ class Config:
                     f"loss={self.loss['name']} has no reference model, so there is nothing to clip or to sync (paper §5.1); "
                     "use a loss with one (dpo, kto, grpo) or humanline=false")
 
+        if self.online:
+            self._check_online()
+
+    def _check_online(self) -> None:
+        """What rounds need of the rest of the settings."""
+        require(self.reward is not None, "reward", None,
+                "online=true scores the policy's samples: choose a file of config/reward, as in reward=armorm or reward=verifier")
+        most, model = self.sampler.max_tokens, self.model
+        require(most + model.max_prompt_length <= model.max_length, "sampler.max_tokens", most,
+                f"samples must fit behind the prompt: {most} + model.max_prompt_length={model.max_prompt_length} is more than "
+                f"model.max_length={model.max_length}")
+        require(self.n_examples is None, "n_examples", self.n_examples, "online the plan is in contexts: set rounds.contexts instead")
+        feedback, trainer = self.rounds.feedback, self.trainer.name
+        fits = {"threshold": "unpaired", "group": "grpo"}.get(feedback, trainer)
+        require(trainer == fits, "rounds.feedback", feedback,
+                f"is not for loss={self.loss['name']}: use pair, or random" + (", or group" if trainer == "grpo" else ""))
+        require(self.rounds.lag == 0 or self.sampler.name == "vllm", "rounds.lag", self.rounds.lag,
+                "samples while it trains, which needs sampler=vllm; the embedded sampler is the policy itself")
+
     @property
     def has_reference(self) -> bool:
         """Whether the loss takes log-ratios against a reference; its yaml says so."""
@@ -243,7 +252,9 @@ def load(cfg: DictConfig) -> Config:
 def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str) -> None:
     """Raise ConfigError for a key that the schema does not have: it would be read by nobody."""
     known = {f.name: f.type for f in fields(schema)}
-    hints = {"model": ModelConfig, "data": DataConfig, "wandb": WandbConfig, "trainer": TrainerConfig, "peft": PeftConfig}
+    hints = {"model": ModelConfig, "data": DataConfig, "wandb": WandbConfig, "trainer": TrainerConfig, "peft": PeftConfig,
+             "sampler": SamplerConfig, "reward": RewardConfig, "rounds": RoundsConfig, "function": FunctionConfig,
+             "verifier": VerifierConfig, "armorm": RewardModelConfig, "classifier": ClassifierConfig, "judge": JudgeConfig}
     for key, value in raw.items():
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)

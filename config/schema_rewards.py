@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass, fields
 
-from config.schema import one_of, require
+from config.checks import one_of, require
 
 
 @dataclass
@@ -20,7 +20,7 @@ class FunctionConfig:
     conversational: bool = True
 
     def __post_init__(self) -> None:
-        require(self.path == "???" or "." in self.path.strip("."), "reward.function.path", self.path,
+        require("." in self.path.strip("."), "reward.function.path", self.path,
                 "is an import path: write it as module.function")
         _at_least("reward.function", self, batch_size=1, workers=1)
         require(self.timeout > 0, "reward.function.timeout", self.timeout, "is seconds a batch may take: must be above 0")
@@ -102,9 +102,9 @@ class JudgeConfig:
     max_total_tokens: int = 100_000_000
 
     def __post_init__(self) -> None:
-        require(self.base_url == "???" or self.base_url.startswith(("http://", "https://")), "reward.judge.base_url",
+        require(self.base_url.startswith(("http://", "https://")), "reward.judge.base_url",
                 self.base_url, "is where /chat/completions is found: must start with http:// or https://")
-        require(self.prompt == "???" or "{completion}" in self.prompt, "reward.judge.prompt", "…",
+        require("{completion}" in self.prompt, "reward.judge.prompt", "…",
                 "must contain {completion}, and may contain {prompt} and {reference}")
         require(self.api_key_env is None or self.api_key_env in os.environ, "reward.judge.api_key_env", self.api_key_env,
                 "is the environment variable of the endpoint's key, and is not set; set it, or give null for no key")

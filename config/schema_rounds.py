@@ -1,0 +1,42 @@
+"""The settings of online rounds (paper, Algorithm 1 and §5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from config.checks import one_of, require
+
+
+@dataclass
+class RoundsConfig:
+    """How the policy is sampled and what becomes of the samples. config/config.yaml says what each key means."""
+
+    contexts: int = 12288
+    contexts_per_round: int = 1024
+    samples: int = 8
+    feedback: str = "pair"
+    tau: float = 0.01
+    threshold: float = 0.0
+    zero_variance: str | None = None
+    fill: bool = False
+    lag: int = 0
+
+    def __post_init__(self) -> None:
+        for key in ("contexts", "contexts_per_round", "samples"):
+            require(getattr(self, key) >= 1, f"rounds.{key}", getattr(self, key), "must be at least 1")
+        require(self.contexts_per_round <= self.contexts, "rounds.contexts_per_round", self.contexts_per_round,
+                f"must be at most rounds.contexts={self.contexts}, the whole run's")
+        one_of("rounds.feedback", self.feedback, ("pair", "random", "threshold", "group"))
+        one_of("rounds.zero_variance", self.zero_variance, (None, "drop", "keep"))
+        one_of("rounds.lag", self.lag, (0, 1))
+        require(self.tau >= 0, "rounds.tau", self.tau, "is the least difference of two rewards: must be 0 or more")
+        require(self.samples >= 2 or self.feedback == "threshold", "rounds.samples", self.samples,
+                f"must be at least 2: rounds.feedback={self.feedback} compares the samples of a context")
+        require(self.zero_variance != "keep" or self.feedback == "group", "rounds.zero_variance", "keep",
+                "needs rounds.feedback=group: equal rewards make no pair")
+
+    @property
+    def keeps_equal(self) -> bool:
+        """Whether groups of equal rewards are trained on (with advantage 0, their tokens counted): so that verifiable runs that are
+        compared take the same number of steps."""
+        return self.feedback == "group" and self.zero_variance != "drop"
