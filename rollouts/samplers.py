@@ -99,14 +99,13 @@ class EmbeddedSampler:
         rows = [_Row(p, i, prompt.id, ids[p]) for p, prompt in enumerate(prompts) for i in range(n)]
         rows.sort(key=lambda row: -len(row.prompt_ids))
         batches = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
+        rounds = max(gather_objects(len(batches))) if self.synced else len(batches)
         out: list[list[Sample]] = [[Sample((), False)] * n for _ in prompts]
         for batch in batches:
             for row, sample in zip(batch, self._generate(batch, settings, seed), strict=True):
                 out[row.prompt][row.index] = sample
-        if self.synced:
-            filler = [_Row(0, 0, "", np.array(self.renderer.stop_token_ids[:1]))]
-            for _ in range(max(gather_objects(len(batches))) - len(batches)):
-                self._generate(filler, settings, seed)
+        for _ in range(rounds - len(batches)):
+            self._generate([_Row(0, 0, "", np.array(self.renderer.stop_token_ids[:1]))], settings, seed)
         return out
 
     def _generate(self, rows: list[_Row], settings: SamplingSettings, seed: int) -> list[Sample]:

@@ -25,7 +25,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class DrawRequest:
-    """One sample to be drawn. Every field that decides it is here: nothing comes from the model's generation_config.json."""
+    """One sample to be drawn. All that decides it is here: nothing comes from the model's config or generation_config.json."""
 
     prompt: TokenRow
     temperature: float

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     import torch
 
 
+HEAD = "lm_head.weight"
+
+
 class Engine:
     """vLLM behind the few requests that rounds need. Every answer is (version of the weights it comes from, value)."""
 
@@ -37,7 +40,8 @@ class Engine:
             tensor_parallel_size=options.tensor_parallel, gpu_memory_utilization=options.gpu_memory_utilization,
             enforce_eager=options.enforce_eager or cpu, enable_sleep_mode=options.sleeps and not cpu, enable_prefix_caching=True,
             max_num_seqs=options.max_sequences, generation_config="vllm", logprobs_mode="raw_logprobs",
-            worker_extension_cls="rollouts.vllm_worker.WeightReader")
+            worker_extension_cls="rollouts.vllm_worker.WeightReader",
+            enable_chunked_prefill=not cpu)  # vLLM winds the random generator of a cut prompt back, which a CPU's cannot
         self._version = version
         return version, None
 
@@ -95,11 +99,12 @@ class Engine:
 
 
 def _sampling_params(request: DrawRequest) -> SamplingParams:
-    """Every field that could change a sample, said outright. Only the stop tokens end a sample: the engine knows no other."""
+    """Every field that could change a sample, said outright. ``ignore_eos``: only our stop tokens end a sample, not the end token that
+    the model's config names, which the engine would add to them."""
     return SamplingParams(
         n=1, temperature=request.temperature, top_p=request.top_p, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
         frequency_penalty=0.0, seed=request.seed, max_tokens=request.max_tokens, min_tokens=0, stop=None,
-        stop_token_ids=list(request.stop_token_ids), ignore_eos=False, bad_words=None, logit_bias=None, allowed_token_ids=None,
+        stop_token_ids=list(request.stop_token_ids), ignore_eos=True, bad_words=None, logit_bias=None, allowed_token_ids=None,
         watermarking=False, logprobs=0, prompt_logprobs=None, detokenize=False)
 
 
@@ -108,15 +113,18 @@ class WeightReader:
 
     def read_weights(self, folder: str) -> None:
         """Take the safetensors files of a Hugging Face folder in place. Raises FileNotFoundError if there are none."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
         tied = self.model_config.hf_text_config.tie_word_embeddings  # type: ignore[attr-defined]
-        self.reload_weights(weights_iterator=checkpoint_tensors(Path(folder), tied))  # type: ignore[attr-defined]
+        has_head = any(name == HEAD for name, _ in model.named_parameters(remove_duplicate=False))  # Gemma's has none: all in one
+        tensors = checkpoint_tensors(Path(folder), add_head=tied and has_head)
+        self.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
 
 
-def checkpoint_tensors(folder: Path, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of all in the folder's safetensors files; with ``lm_head.weight`` where it is ``tied`` to the embeddings.
+def checkpoint_tensors(folder: Path, add_head: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of all in the folder's safetensors files; ``add_head``: with the embeddings as the output head if it is not there.
 
-    A tied checkpoint is saved without its head, and an engine that keeps a head of its own (as vLLM does on a CPU) would go on with
-    the old one and report success.
+    A tied checkpoint is saved without its head, and an engine whose model has a head of its own (as vLLM's Llama and Qwen do on a
+    CPU) would go on with the old one and report success.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -126,12 +134,12 @@ def checkpoint_tensors(folder: Path, tied: bool) -> Iterator[tuple[str, torch.Te
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
                 tensor = tensors.get_tensor(name)
-                head = head or name == "lm_head.weight"
+                head = head or name == HEAD
                 if name.endswith("embed_tokens.weight"):
                     embeddings = tensor
                 yield name, tensor
-    if tied and not head and embeddings is not None:
-        yield "lm_head.weight", embeddings
+    if add_head and not head and embeddings is not None:
+        yield HEAD, embeddings
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ def initial_scores(trainer: BasicTrainer, batches: list[list[Example]], size: in
     todo = list(_work(trainer, batches, missing, size, reference))
     new: dict[str, Tensor] = {}
     written = time.monotonic()
-    for step, micros in progress(todo, what, unit="batch", shown=trainer.world.is_main and bool(todo)):
+    for step, micros in progress(todo, what, unit="forward", shown=trainer.world.is_main and bool(todo)):
         new.update(reference.scored(trainer.policy, step, micros()))
         if time.monotonic() - written > SECONDS_PER_SHARD:
             cache.write(new)

@@ -17,7 +17,7 @@ SlurmctldPort=$(free_port)
 SlurmUser=$me
 SlurmdUser=$me
 AuthType=auth/munge
-AuthInfo=socket=$S/munge.sock
+AuthInfo=socket=$S/munge.sock,cred_expire=5
 CredType=cred/munge
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
