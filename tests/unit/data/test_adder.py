@@ -1,0 +1,234 @@
+"""The embedded task: its generator, its rewards, its sources, and the assets that the repository holds."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from config.schema import ConfigError, DataConfig
+from data import adder
+from data.adder import CLEAN, Noise, addition, demonstration
+from data.chat import make_renderer
+from data.sources import load_groups
+from data.types import Completion, Prompt, Turn
+from tests.tiny import ROOT, make_config
+from tools.make_adder import blank
+
+ASSETS = ROOT / "assets" / "adder"
+PAIRS = DataConfig(name="adder", source="data.adder.adder_pairs", path=str(ASSETS / "pairs.jsonl"),
+                   eval_path=str(ASSETS / "eval_pairs.jsonl"), eval_fraction=0)
+SFT = DataConfig(name="adder-sft", source="data.adder.adder_sft", subset="policy", eval_fraction=0)
+DIGITS = st.integers(0, 99)
+
+
+def verdict(a: int, b: int, text: str) -> float:
+    found = adder.accuracy([text], [str(a + b)])[0]
+    assert found is not None
+    return found
+
+
+# Prompts
+
+def test_the_splits_hold_every_addition_once_and_share_none() -> None:
+    train, held_out = adder.prompts("train"), adder.prompts("eval")
+    ids = [prompt.id for prompt in (*train, *held_out)]
+    assert len(ids) == len(set(ids)) == 10_000
+    assert 550 <= len(held_out) <= 700
+
+
+def test_prompts_are_not_in_the_order_of_the_numbers() -> None:
+    """The first of them are a fair draw: as many carry as of all, 45 %."""
+    first = [adder.operands(prompt) for prompt in adder.prompts("train")[:2000]]
+    assert 0.41 < sum(a % 10 + b % 10 >= 10 for a, b in first) / len(first) < 0.49
+
+
+@given(DIGITS, DIGITS)
+def test_a_prompt_holds_its_numbers_and_the_sum(a: int, b: int) -> None:
+    prompt = addition(a, b)
+    assert adder.operands(prompt) == (a, b)
+    assert prompt.reference == str(a + b)
+    assert len(prompt.turns[0].content) == 6
+
+
+# Demonstrations
+
+@pytest.mark.parametrize("style", [{}, {"decompose": 1.0}, {"direct": 1.0}])
+def test_without_noise_every_sum_is_right(style: dict[str, float]) -> None:
+    noise, rng = replace(CLEAN, **style), random.Random(0)
+    assert all(verdict(a, b, demonstration(a, b, noise, rng)) == 1.0 for a in range(100) for b in range(100))
+
+
+def test_the_two_worked_forms() -> None:
+    assert demonstration(37, 58, CLEAN, random.Random(0)) == "7+8=15;3+5+1=9;95"
+    assert demonstration(37, 58, replace(CLEAN, decompose=1.0), random.Random(0)) == "30+50=80;7+8=15;95"
+    assert demonstration(3, 4, CLEAN, random.Random(0)) == "3+4=7;0+0=0;7"
+
+
+@given(DIGITS, DIGITS, st.integers())
+def test_steps_without_noise_are_true_equations(a: int, b: int, seed: int) -> None:
+    text = demonstration(a, b, replace(CLEAN, decompose=0.5), random.Random(seed))
+    for step in text.split(";")[:-1]:
+        left, _, right = step.partition("=")
+        assert sum(map(int, left.split("+"))) == int(right)
+
+
+@given(DIGITS, DIGITS)
+def test_a_dropped_carry_is_ten_too_little_and_only_where_there_is_one(a: int, b: int) -> None:
+    text = demonstration(a, b, replace(CLEAN, carry_dropped=1.0), random.Random(0))
+    assert int(text.split(";")[-1]) == a + b - 10 * (a % 10 + b % 10 >= 10)
+
+
+@given(DIGITS, DIGITS)
+def test_an_added_carry_is_ten_too_much_and_only_where_there_is_none(a: int, b: int) -> None:
+    text = demonstration(a, b, replace(CLEAN, carry_added=1.0), random.Random(0))
+    assert int(text.split(";")[-1]) == a + b + 10 * (a % 10 + b % 10 < 10)
+
+
+@given(DIGITS, DIGITS, st.integers())
+def test_a_final_slip_contradicts_the_steps(a: int, b: int, seed: int) -> None:
+    text = demonstration(a, b, replace(CLEAN, final_slip=1.0), random.Random(seed))
+    assert abs(int(text.split(";")[-1]) - a - b) in {1, 10} or a + b < 10
+
+
+@given(DIGITS, DIGITS, st.integers())
+def test_every_demonstration_is_in_form_and_short(a: int, b: int, seed: int) -> None:
+    text = demonstration(a, b, Noise(), random.Random(seed))
+    assert re.fullmatch(r"(?:[\d+]+=\d+;[\d+]+=\d+;)?\d+", text)
+    assert len(text) <= 20  # and the end of sequence
+
+
+def test_noise_leaves_room_both_ways() -> None:
+    """Measured against the probabilities: right if the carry is and nothing slips, or if one of the two slips makes up for it."""
+    right: dict[bool, list[float]] = {True: [], False: []}
+    for group in adder.demonstrations("train", "test", 2, Noise()):
+        a, b = adder.operands(group.prompt)
+        right[a % 10 + b % 10 >= 10].append(verdict(a, b, group.completions[0].text or ""))
+    no_slip, mended = 0.88 * 0.88, 2 * 0.88 * 0.12 / 4
+    assert sum(right[True]) / len(right[True]) == pytest.approx(0.2 * no_slip + 0.8 * mended, abs=0.015)
+    assert sum(right[False]) / len(right[False]) == pytest.approx(0.8 * no_slip + 0.2 * mended, abs=0.015)
+
+
+# Rewards
+
+@pytest.mark.parametrize(("text", "reward"), [
+    ("7+8=15;3+5+1=9;95", 10.0),      # all
+    ("30+50=80;7+8=15;95", 10.0),     # the other worked form
+    ("7+8=15;3+5=8;85", 2.0),         # form and separators, wrong sum
+    ("95", 8.0),                      # the sum alone
+    ("7+8=15;95", 8.5),               # one separator of two, no form
+    (";;95", 9.0),                    # separators without form
+    (";;;95", 8.0),                   # more separators than there should be are worth nothing
+    ("95;", 0.5),                     # nothing follows the last separator
+    ("095", 0.0), ("", 0.0), (" 95", 0.0),
+])
+def test_rewards_are_8_to_1_to_1(text: str, reward: float) -> None:
+    assert adder.rewards([text], ["95"]) == [reward]
+
+
+def test_without_a_reference_there_is_no_verdict() -> None:
+    assert adder.accuracy(["95", "95"], [None, "95"]) == [None, 1.0]
+    assert adder.rewards(["95"], [None]) == [None]
+
+
+# Sources
+
+def test_demonstrations_are_a_function_of_their_name() -> None:
+    def texts(name: str) -> list[str | None]:
+        return [g.completions[0].text for g in adder.demonstrations("eval", name, 2, Noise())]
+
+    assert texts("policy") == texts("policy")
+    assert texts("policy") != texts("sampler")
+
+
+def test_the_demonstrations_of_a_split_are_of_its_prompts() -> None:
+    train, held_out = (load_groups(SFT, split) for split in ("train", "eval"))
+    assert {g.prompt.id for g in train.groups} == {p.id for p in adder.prompts("train")}
+    assert [g.prompt.id for g in held_out.groups] == [p.id for p in adder.prompts("eval")]
+
+
+def test_demonstrations_without_a_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="data.subset=None"):
+        load_groups(replace(SFT, subset=None), "train")
+
+
+def test_pairs_without_a_file_are_refused() -> None:
+    with pytest.raises(ConfigError, match="data.path"):
+        adder.adder_pairs(replace(PAIRS, path=None), "train")
+    with pytest.raises(ConfigError, match="data.eval_path"):
+        adder.adder_pairs(replace(PAIRS, eval_path=None), "eval")
+
+
+# What the repository holds
+
+@pytest.mark.parametrize(("split", "count"), [("train", 2560), ("eval", 256)])
+def test_shipped_pairs_are_of_their_split_and_scored_as_the_task_scores(split: str, count: int) -> None:
+    groups = [g for g in load_groups(PAIRS, split).groups if g.completions]
+    assert len(groups) == len({g.prompt.id for g in groups}) == count
+    own = {p.id: p for p in adder.prompts(split)}
+    for group in groups:
+        assert group.prompt.reference == own[group.prompt.id].reference
+        assert adder.rewards([c.text or "" for c in group.completions], [group.prompt.reference] * 2) == list(group.rewards)
+        assert group.rewards[0] - group.rewards[1] >= 0.01
+
+
+def test_evaluation_has_every_held_out_prompt_once_pairs_first() -> None:
+    groups = load_groups(PAIRS, "eval").groups
+    assert sorted(g.prompt.id for g in groups) == sorted(p.id for p in adder.prompts("eval"))
+    assert all(g.completions for g in groups[:256])
+    assert not any(g.completions for g in groups[256:])
+    assert all(g.prompt.reference is not None for g in groups)
+
+
+def test_the_shipped_tokenizer_and_architecture_are_what_the_code_makes(tmp_path: Path) -> None:
+    blank(tmp_path)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / name).read_text() == (ASSETS / "model" / name).read_text()
+    made, shipped = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, ASSETS / "model"))
+    assert made | {"transformers_version": None} == shipped | {"transformers_version": None}
+
+
+def test_the_shipped_model_is_small_and_loads_unchanged() -> None:
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / "model")
+    assert 3e5 < sum(p.numel() for p in model.parameters()) < 1e6
+    assert sum(path.stat().st_size for path in (ASSETS / "model").iterdir()) < 4e6
+    assert sum(path.stat().st_size for path in ASSETS.glob("*.jsonl")) < 2e6
+
+
+def test_the_tokenizer_writes_one_token_a_character_and_reads_it_back() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "model")
+    text = "0123456789+=;"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer("x\n")["input_ids"] == [tokenizer.unk_token_id] * 2
+
+
+def test_rows_have_one_beginning_and_one_end() -> None:
+    config = make_config("model=adder", "data=adder")
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "model")
+    renderer = make_renderer(tokenizer, config.model, config.data)
+    prompt = addition(37, 58)
+    row = renderer.sequence(prompt, Completion(text="7+8=15;3+5+1=9;95"))
+    assert not isinstance(row, str)
+    assert tokenizer.decode(row.prompt_ids) == "<bos><user>37+58=<assistant>"
+    assert tokenizer.decode(row.completion_ids) == "7+8=15;3+5+1=9;95<eos>"
+    assert renderer.stop_token_ids == (tokenizer.eos_token_id,)
+    asked_again = Prompt((*prompt.turns, Turn("assistant", "95"), Turn("user", "01+02=")))
+    assert tokenizer.decode(renderer.prompt_ids(asked_again)[-10:]) == "<eos><user>01+02=<assistant>"
+
+
+@pytest.mark.parametrize(("model", "data"), [("adder", "adder"), ("adder-init", "adder-sft")])
+def test_shipped_settings_leave_room_for_every_answer(model: str, data: str) -> None:
+    config = make_config(f"model={model}", f"data={data}", "loss=sft")
+    assert config.data.verifier == "data.adder.accuracy"
+    assert config.model.max_prompt_length >= 9
+    assert config.model.max_length - config.model.max_prompt_length >= 21
+    assert config.model.from_config == (model == "adder-init")

@@ -1,0 +1,267 @@
+"""The embedded sampler: what a sample depends on, what it does not, and that it is drawn from the policy's own distribution."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from transformers import AutoTokenizer, GenerationConfig
+
+from config.schema import ConfigError, ModelConfig, PeftConfig
+from data import adder
+from data.chat import Renderer
+from data.types import DataError, Prompt, Turn
+from models.distributed import World, shard, start, stop
+from models.policy import Policy, causal_lm, decoder_blocks, load_policy
+from rollouts.samplers import Draw, EmbeddedSampler, Sample, SamplingSettings, left_padded, uniforms
+from tests.tiny import ROOT
+
+MODEL = ROOT / "assets" / "adder" / "model"
+GREEDY = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=24)
+SAMPLED = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=24)
+
+
+def shipped(use_peft: bool = False) -> Policy:
+    config = ModelConfig(name="adder", name_or_path=str(MODEL), dtype="float32", max_length=96, max_prompt_length=64, use_peft=use_peft,
+                         peft=PeftConfig(lora_r=4, lora_alpha=8))
+    return load_policy(config, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return shipped()
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    return Renderer(tokenizer, max_length=96, max_prompt_length=64, template=tokenizer.chat_template)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    start()
+
+
+def make(policy: Policy, renderer: Renderer, batch_size: int = 256) -> EmbeddedSampler:
+    return EmbeddedSampler(policy, renderer, torch.device("cpu"), batch_size=batch_size, synced=False)
+
+
+def uneven_prompts(n: int) -> list[Prompt]:
+    """Prompts of 9, 31 and 53 tokens: additions with 0, 1 or 2 answered ones before them."""
+    before = (Turn("user", "37+58="), Turn("assistant", "7+8=15;3+5=8;85"), Turn("user", "11+22="), Turn("assistant", "1+2=3;1+2=3;33"))
+    return [Prompt(before[: 2 * (i % 3)] + prompt.turns) for i, prompt in enumerate(adder.prompts("eval")[:n])]
+
+
+# What a sample depends on
+
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED, SamplingSettings(0.7, 0.9, 24)], ids=["greedy", "sampled", "top-p"])
+def test_a_batch_of_many_gives_what_each_gives_alone(policy, renderer, settings):
+    prompts = uneven_prompts(12)
+    assert make(policy, renderer).sample(prompts, 2, settings, 0) == make(policy, renderer, 1).sample(prompts, 2, settings, 0)
+
+
+def test_greedy_is_the_highest_logit_of_plain_forwards(policy, renderer):
+    """Without cache, padding, mask or generate."""
+    model = causal_lm(policy.model)
+    for prompt, (sample,) in zip(uneven_prompts(6), make(policy, renderer).sample(uneven_prompts(6), 1, GREEDY, 0), strict=True):
+        ids = renderer.prompt_ids(prompt).tolist()
+        expected: list[int] = []
+        while len(expected) < GREEDY.max_tokens and renderer.end_id not in expected:
+            with torch.no_grad():
+                expected.append(int(model(torch.tensor([ids + expected])).logits[0, -1].argmax()))
+        assert list(sample.token_ids) == expected
+
+
+def test_a_sample_is_its_own_whatever_is_sampled_beside_it(policy, renderer):
+    prompts, sampler = uneven_prompts(9), make(policy, renderer, batch_size=4)
+    every = sampler.sample(prompts, 3, SAMPLED, 7)
+    assert sampler.sample(prompts[::-1], 3, SAMPLED, 7) == every[::-1]
+    assert sampler.sample(prompts[4:6], 1, SAMPLED, 7) == [[samples[0]] for samples in every[4:6]]
+
+
+def test_samples_differ_by_index_and_by_seed(policy, renderer):
+    sampler = make(policy, renderer)
+    one, other = (sampler.sample(uneven_prompts(20), 4, SAMPLED, seed) for seed in (1, 2))
+    assert sum(len(set(samples)) > 1 for samples in one) >= 15
+    assert sum(a != b for a, b in zip(one, other, strict=True)) >= 15
+
+
+def test_the_global_generators_are_neither_read_nor_moved(policy, renderer):
+    sampler = make(policy, renderer)
+    torch.manual_seed(1)
+    first = sampler.sample(uneven_prompts(6), 2, SAMPLED, 0)
+    torch.manual_seed(2)
+    state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    assert sampler.sample(uneven_prompts(6), 2, SAMPLED, 0) == first
+    assert torch.equal(torch.get_rng_state(), state)
+    assert np.array_equal(np.random.get_state()[1], numpy_state)
+
+
+def test_published_generation_settings_are_not_taken(policy, renderer):
+    model, plain = causal_lm(policy.model), make(policy, renderer).sample(uneven_prompts(6), 2, SAMPLED, 0)
+    before = model.generation_config
+    model.generation_config = published = GenerationConfig(
+        repetition_penalty=3.0, top_k=1, top_p=0.1, temperature=0.1, do_sample=True, suppress_tokens=[6, 7, 8], min_new_tokens=20,
+        max_length=12, num_return_sequences=2)
+    try:
+        assert make(policy, renderer).sample(uneven_prompts(6), 2, SAMPLED, 0) == plain
+        assert model.generation_config is published
+    finally:
+        model.generation_config = before
+
+
+def test_untrained_adapters_change_nothing(policy, renderer):
+    prompts = uneven_prompts(6)
+    assert make(shipped(use_peft=True), renderer).sample(prompts, 2, SAMPLED, 0) == make(policy, renderer).sample(prompts, 2, SAMPLED, 0)
+
+
+def test_a_sharded_policy_samples_from_its_newest_weights(renderer):
+    """FSDP2 leaves its root whole after a forward without backward: without a reshard the embeddings would be those of the last round."""
+    sharded, plain, prompts = shipped(), shipped(), uneven_prompts(8)
+    shard(sharded, decoder_blocks(sharded.model), start(), torch.float32)
+    before = make(sharded, renderer).sample(prompts, 2, SAMPLED, 0)
+    assert before == make(plain, renderer).sample(prompts, 2, SAMPLED, 0)
+    for policy in (sharded, plain):
+        with torch.no_grad():
+            next(p for name, p in policy.named_parameters() if "embed_tokens" in name).mul_(-1)
+    after = make(sharded, renderer).sample(prompts, 2, SAMPLED, 0)
+    assert after == make(plain, renderer).sample(prompts, 2, SAMPLED, 0)
+    assert after != before
+
+
+# What a sample is
+
+def test_a_finished_sample_ends_with_its_only_stop_token(policy, renderer):
+    samples = [s for of_prompt in make(policy, renderer).sample(uneven_prompts(12), 2, SAMPLED, 0) for s in of_prompt]
+    assert any(s.finished for s in samples)
+    for sample in samples:
+        assert sample.token_ids.count(renderer.end_id) == sample.finished
+        assert (sample.token_ids[-1] == renderer.end_id) == sample.finished
+
+
+def test_a_sample_cut_by_its_length_is_unfinished(policy, renderer):
+    cut = make(policy, renderer).sample(uneven_prompts(6), 1, SamplingSettings(0.0, 1.0, 3), 0)
+    whole = make(policy, renderer).sample(uneven_prompts(6), 1, GREEDY, 0)
+    for (short,), (long,) in zip(cut, whole, strict=True):
+        assert short == Sample(long.token_ids[:3], finished=len(long.token_ids) <= 3)
+    assert not all(short.finished for (short,) in cut)
+
+
+def test_a_sample_is_trained_on_as_it_is(policy, renderer):
+    prompt = adder.prompts("eval")[0]
+    (finished,), (cut,) = (make(policy, renderer).sample([prompt], 1, s, 0)[0] for s in (GREEDY, SamplingSettings(0.0, 1.0, 5)))
+    for sample in (finished, cut):
+        row = renderer.sequence(prompt, sample.completion(renderer.tokenizer))
+        assert not isinstance(row, str)
+        assert tuple(row.completion_ids.tolist()) == sample.token_ids
+    assert "<eos>" not in (finished.completion(renderer.tokenizer).text or "<eos>")
+
+
+def test_no_prompt_gives_no_sample(policy, renderer):
+    assert make(policy, renderer).sample([], 4, SAMPLED, 0) == []
+
+
+def test_a_prompt_that_cannot_be_rendered_is_an_error(policy, renderer):
+    with pytest.raises(DataError, match="only user and assistant"):
+        make(policy, renderer).sample([Prompt((Turn("tool", "1"),))], 1, GREEDY, 0)
+
+
+@pytest.mark.parametrize("wrong", [(-0.1, 1.0, 8), (1.0, 0.0, 8), (1.0, 1.1, 8), (1.0, 1.0, 0)])
+def test_settings_out_of_range_are_refused(wrong):
+    with pytest.raises(ConfigError, match="sampler"):
+        SamplingSettings(*wrong)
+
+
+# The draw
+
+def draw(logits: list[float], numbers: np.ndarray) -> np.ndarray:
+    """The token drawn from ``logits`` at each of the random numbers."""
+    scores = torch.tensor(logits).expand(len(numbers), -1)
+    drawn = Draw(torch.from_numpy(numbers)[:, None], width=4)(torch.zeros(len(numbers), 4, dtype=torch.int64), scores)
+    assert (drawn.isfinite().sum(-1) == 1).all()
+    return drawn.argmax(-1).numpy()
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely():
+    logits = np.array([0.3, -1.0, 2.0, -np.inf, 0.0, -8.0])
+    numbers = (np.arange(100_000, dtype=np.float32) + 0.5) / 100_000
+    shares = np.bincount(draw(logits.tolist(), numbers), minlength=6) / len(numbers)
+    weights = np.exp(logits)
+    np.testing.assert_allclose(shares, weights / weights.sum(), atol=2e-5)
+
+
+@pytest.mark.parametrize("logits", [[-np.inf, 0.0, -np.inf], [-np.inf, 40.0, 0.0, -np.inf, -np.inf]])
+def test_an_impossible_token_is_never_drawn(logits):
+    extremes = np.array([0.0, 2.0**-24, 0.5, 1 - 2.0**-24], dtype=np.float32)
+    assert all(logits[token] > -np.inf for token in draw(logits, extremes))
+
+
+def test_the_last_of_a_large_vocabulary_is_as_likely_as_the_first():
+    """In float32 the sum over 128k tokens is off by more than one of them is worth."""
+    size = 128_256
+    numbers = np.array([0.5 / size, (size / 2 + 0.5) / size, 1 - 0.5 / size])
+    scores = torch.zeros(3, size)
+    drawn = Draw(torch.from_numpy(numbers)[:, None], width=1)(torch.zeros(3, 1, dtype=torch.int64), scores)
+    assert drawn.argmax(-1).tolist() == [0, size // 2, size - 1]
+
+
+def test_random_numbers_are_uniform_and_of_their_sample():
+    numbers = np.stack([uniforms(3, f"{p:016x}", i, 8) for p in range(200) for i in range(4)])
+    assert len({row.tobytes() for row in numbers}) == 800
+    assert 0 <= numbers.min()
+    assert numbers.max() < 1
+    assert np.abs(np.bincount((numbers * 8).astype(int).ravel(), minlength=8) / numbers.size - 1 / 8).max() < 0.02
+    assert np.array_equal(uniforms(3, "a", 0, 4), uniforms(3, "a", 0, 8)[:4])
+
+
+def test_top_p_draws_from_the_smallest_likely_set(policy, renderer):
+    """Every drawn token is among those that, most likely first, are needed to reach top-p."""
+    model, settings = causal_lm(policy.model), SamplingSettings(1.5, 0.6, 24)
+    prompts = uneven_prompts(4)
+    for prompt, samples in zip(prompts, make(policy, renderer).sample(prompts, 4, settings, 0), strict=True):
+        for sample in samples:
+            ids = [*renderer.prompt_ids(prompt).tolist(), *sample.token_ids]
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0].double() / settings.temperature
+            for at, token in enumerate(sample.token_ids, len(ids) - len(sample.token_ids)):
+                p = logits[at - 1].softmax(-1)
+                assert p[p > p[token]].sum() < settings.top_p + 1e-5
+
+
+def test_padding_is_on_the_left():
+    ids, mask = left_padded([np.array([5, 6, 7]), np.array([8])], pad=1)
+    assert ids.tolist() == [[5, 6, 7], [1, 1, 8]]
+    assert mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+
+
+# Several ranks
+
+def sample_share(rank: int, ranks: int, store: str, out: str) -> None:
+    """Rank 0 samples three batches, the last of one row; the other has nothing to sample."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(minutes=2))
+    world: World = start()
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    renderer = Renderer(tokenizer, max_length=96, max_prompt_length=64, template=tokenizer.chat_template)
+    policy = shipped()
+    shard(policy, decoder_blocks(policy.model), world, torch.float32)
+    share = uneven_prompts(7) if rank == 0 else []
+    samples = EmbeddedSampler(policy, renderer, world.device, batch_size=3, synced=True).sample(share, 1, SAMPLED, 0)
+    Path(f"{out}.{rank}").write_text(json.dumps([list(s.token_ids) for (s,) in samples]))
+    stop()
+
+
+def test_ranks_with_uneven_shares_finish_with_the_samples_of_one_process(policy, renderer, tmp_path):
+    mp.start_processes(sample_share, (2, str(tmp_path / "store"), str(tmp_path / "out")), nprocs=2, start_method="spawn")
+    alone = make(policy, renderer).sample(uneven_prompts(7), 1, SAMPLED, 0)
+    assert json.loads((tmp_path / "out.0").read_text()) == [list(s.token_ids) for (s,) in alone]
+    assert json.loads((tmp_path / "out.1").read_text()) == []

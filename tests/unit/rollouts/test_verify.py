@@ -1,0 +1,110 @@
+"""Accuracy: what is sampled, how verdicts are averaged, and when there is nothing to check."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from config.schema import ConfigError, DataConfig
+from data import adder
+from data.chat import Renderer
+from data.sources import load_groups
+from data.types import Group, Prompt, Turn
+from models.distributed import start
+from models.policy import load_policy
+from rollouts.samplers import Sample, SamplingSettings
+from rollouts.verify import accuracy, evaluate_accuracy, make_accuracy
+from tests.tiny import ROOT, make_config
+
+MODEL = ROOT / "assets" / "adder" / "model"
+SETTINGS = SamplingSettings(0.7, 1.0, 24)
+
+
+@dataclass
+class Scripted:
+    """A sampler that answers every prompt with its reference, or with 0 where the prompt is in ``wrong``; it remembers its calls."""
+
+    renderer: Renderer
+    wrong: set[str] = field(default_factory=set)
+    calls: list[tuple[list[Prompt], int, SamplingSettings, int]] = field(default_factory=list)
+
+    def sample(self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int) -> list[list[Sample]]:
+        self.calls.append((prompts, n, settings, seed))
+        texts = ["0" if prompt.id in self.wrong else str(prompt.reference) for prompt in prompts]
+        ids = [self.renderer.tokenizer(text)["input_ids"] for text in texts]
+        return [[Sample((*row, self.renderer.end_id), True)] * n for row in ids]
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    return Renderer(tokenizer, max_length=64, max_prompt_length=16, template=tokenizer.chat_template)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return start()
+
+
+PROMPTS = [adder.addition(a, 98) for a in range(1, 11)]
+
+
+def test_accuracy_is_the_share_of_right_answers(renderer, world):
+    sampler = Scripted(renderer, wrong={prompt.id for prompt in PROMPTS[:3]})
+    assert accuracy(sampler, PROMPTS, SETTINGS, adder.accuracy, renderer, world) == 0.7
+
+
+def test_no_verdict_is_not_a_wrong_answer(renderer, world):
+    def judge(texts: list[str], references: list[str | None]) -> list[float | None]:
+        return [None if i < 4 else 1.0 if i < 7 else 0.0 for i in range(len(texts))]
+
+    assert accuracy(Scripted(renderer), PROMPTS, SETTINGS, judge, renderer, world) == 0.5
+    assert accuracy(Scripted(renderer), PROMPTS, SETTINGS, lambda texts, _: [None] * len(texts), renderer, world) is None
+
+
+def test_the_ranks_share_the_prompts_between_them(renderer, world):
+    samplers = [Scripted(renderer), Scripted(renderer)]
+    for rank, sampler in enumerate(samplers):
+        accuracy(sampler, PROMPTS, SETTINGS, adder.accuracy, renderer, replace(world, rank=rank, size=2))
+    shares = [{prompt.id for prompt in sampler.calls[0][0]} for sampler in samplers]
+    assert shares[0] | shares[1] == {prompt.id for prompt in PROMPTS}
+    assert not shares[0] & shares[1]
+
+
+def test_evaluation_samples_once_as_the_policy_would_and_once_greedily(renderer, world):
+    sampler = Scripted(renderer)
+    assert evaluate_accuracy(sampler, PROMPTS, adder.accuracy, renderer, world, 24) == {"accuracy_sampled": 1.0, "accuracy_greedy": 1.0}
+    assert [(n, settings) for _, n, settings, _ in sampler.calls] == [(1, SETTINGS), (1, SamplingSettings(0.0, 1.0, 24))]
+
+
+def test_nothing_is_checked_without_verifier_or_reference(renderer, world):
+    config = make_config("loss=dpo", "data=adder")
+    policy = load_policy(config.model, torch.device("cpu"))
+    unknown = [Group(Prompt((Turn("user", "01+02="),)))]
+    assert make_accuracy(config, policy, renderer, unknown, world) is None
+    assert make_accuracy(config, policy, renderer, [], world) is None
+    config.data = DataConfig(name="local", source="data.sources.local")
+    assert make_accuracy(config, policy, renderer, [Group(PROMPTS[0])], world) is None
+
+
+def test_an_unknown_verifier_is_refused(renderer, world):
+    config = make_config("loss=dpo", "data=adder", "data.verifier=data.adder.acuracy")
+    policy = load_policy(config.model, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=re.escape("data.verifier=data.adder.acuracy")):
+        make_accuracy(config, policy, renderer, [Group(PROMPTS[0])], world)
+
+
+def test_the_embedded_policy_has_room_both_ways(renderer, world):
+    """On every held-out prompt, pair or none: 0.4 to 0.6 sampled."""
+    config = make_config("loss=dpo", "data=adder")
+    held_out = load_groups(config.data, "eval").groups
+    evaluate = make_accuracy(config, load_policy(config.model, torch.device("cpu")), renderer, held_out, world)
+    assert evaluate is not None
+    found = evaluate()
+    assert found["accuracy_sampled"] is not None
+    assert 0.4 <= found["accuracy_sampled"] <= 0.6
+    assert found == evaluate()
