@@ -63,13 +63,8 @@ class JudgeReward:
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
         """Raises RewardError where every further call would fail too: a wrong key, address or model."""
         self._failures_in_a_row = 0
-        with ThreadPoolExecutor(self.config.concurrency) as threads:
-            futures = [threads.submit(self._judge, prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
-            try:
-                verdicts = [future.result() for future in futures]
-            except RewardError:
-                threads.shutdown(cancel_futures=True)
-                raise
+        with ThreadPoolExecutor(self.config.concurrency) as threads:  # map cancels what has not begun when one raises
+            verdicts = list(threads.map(self._judge, prompts, completions))
         self.metrics = {"calls": float(self.spent.calls), "tokens": float(self.spent.tokens)}
         return verdicts
 

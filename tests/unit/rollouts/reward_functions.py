@@ -1,0 +1,56 @@
+"""Reward functions as users write them, good and bad, for worker processes to import."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+HUNG = "hang"
+
+
+def lengths(completions: list[Any], **columns: Any) -> list[float]:
+    return [float(len(c[0]["content"])) for c in completions]
+
+
+def plain_lengths(completions):
+    return [len(c) for c in completions]
+
+
+async def slow_lengths(completions, **columns):
+    return [len(c[0]["content"]) for c in completions]
+
+
+def as_array(completions, **columns):
+    return np.array([float(len(c[0]["content"])) for c in completions], dtype=np.float32)
+
+
+def sees_columns(completions, prompts, reference, answer, solution, **rest):
+    assert all(p[-1]["role"] == "user" for p in prompts)
+    assert reference == answer == solution
+    assert not rest
+    return [float(r) for r in reference]
+
+
+def by_word(completions, **columns):
+    """Answers as the first completion of its batch says."""
+    word = completions[0][0]["content"]
+    n = len(completions)
+    if word == "raise":
+        raise ValueError("the reward is broken")
+    if word == "hang":
+        time.sleep(60)
+    if word == "exit":
+        sys.exit(3)
+    if word == "die":
+        print("about to die", flush=True)
+        os._exit(1)
+    return {"none": [None] * n, "nan": [float("nan")] * n, "inf": [float("inf")] * n, "short": [1.0] * (n - 1), "words": ["1.0"] * n,
+            "string": "1" * n, "dict": {"a": 1}, "number": 1.0, "objects": [object()] * n, "lambda": [lambda: 1] * n,
+            "true": [True] * n}.get(word, [1.0] * n)
+
+
+NOT_A_FUNCTION = 3

@@ -1,0 +1,78 @@
+"""Every shipped reward file is a RewardConfig, and what makes no sense is refused with key and remedy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from config.schema import ConfigError
+from config.schema_rewards import ClassifierConfig, FunctionConfig, RewardConfig, RewardModelConfig, VerifierConfig
+from rollouts.rewards.factory import make_reward
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted((ROOT / "config" / "reward").glob("*.yaml"))
+UNSET = {"path": "tests.unit.rollouts.reward_functions.lengths", "name_or_path": "org/name", "model": "m"}
+
+
+def read(file):
+    """(the file as it is, the name of its section)"""
+    raw = OmegaConf.to_container(OmegaConf.load(file))
+    return raw, next(key for key in raw if key not in ("name", "max_missing"))
+
+
+def load(file):
+    raw, section = read(file)
+    raw[section] = {key: UNSET[key] if value == "???" else value for key, value in raw[section].items()}
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RewardConfig), raw))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_shipped_files(file, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    config = load(file)
+    assert config.name == file.stem
+    raw, section = read(file)
+    assert set(raw[section]) == {f.name for f in fields(getattr(config, section))}, "every key is there, with its comment"
+
+
+def test_the_weights_are_the_papers():
+    config = load(ROOT / "config" / "reward" / "verifier.yaml").verifier
+    assert (config.accuracy, config.format, config.tag_count) == (8, 1, 1)
+
+
+@pytest.mark.parametrize(("make", "key"), [
+    (lambda: RewardConfig(name="x"), "reward"),
+    (lambda: RewardConfig(name="x", verifier=VerifierConfig(), function=FunctionConfig(path="a.b")), "reward"),
+    (lambda: RewardConfig(name="x", verifier=VerifierConfig(), max_missing=1.5), "reward.max_missing"),
+    (lambda: FunctionConfig(path="reward"), "reward.function.path"),
+    (lambda: FunctionConfig(path="a.b", workers=0), "reward.function.workers"),
+    (lambda: FunctionConfig(path="a.b", timeout=0), "reward.function.timeout"),
+    (lambda: VerifierConfig(accuracy=-1), "reward.verifier.accuracy"),
+    (lambda: VerifierConfig(accuracy=0, format=0, tag_count=0), "reward.verifier.accuracy"),
+    (lambda: RewardModelConfig(dtype="float16"), "reward.armorm.dtype"),
+    (lambda: ClassifierConfig(dtype="float16"), "reward.classifier.dtype"),
+    (lambda: ClassifierConfig(rendering="pair"), "reward.classifier.rendering"),
+    (lambda: ClassifierConfig(max_length=10, max_prompt_length=10), "reward.classifier.max_prompt_length")])
+def test_what_makes_no_sense_is_refused(make, key):
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert error.value.key == key
+
+
+def test_a_verifier_without_its_package_is_refused_with_the_remedy(monkeypatch, tmp_path):
+    (tmp_path / "math_verify.py").write_text("raise ImportError('not here')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="pip install 'math-verify"):
+        make_reward(RewardConfig(name="verifier", verifier=VerifierConfig()))
+
+
+def test_settings_and_the_judge_need_no_torch():
+    code = "import sys; import config.schema_rewards, rollouts.rewards.factory, rollouts.rewards.judge, rollouts.rewards.verifier; " \
+           "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ, check=False).returncode == 0

@@ -1,0 +1,145 @@
+"""Rewards by a user's function: what it may return, and everything it may do wrong. None of it is ever a silent 0."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from config.schema import ConfigError
+from config.schema_rewards import FunctionConfig, RewardConfig
+from data.adder import addition, rewards
+from data.types import Prompt, Turn
+from rollouts.rewards.base import Checked, Missing, RewardError
+from rollouts.rewards.factory import make_reward
+from rollouts.rewards.function import verdicts
+from rollouts.rewards.pool import Pool
+
+HERE = "tests.unit.rollouts.reward_functions"
+
+
+def prompt(text="q", reference=None):
+    return Prompt((Turn("system", "s"), Turn("user", text)), reference)
+
+
+def function(name, max_missing=0.0, **settings):
+    return RewardConfig(name="f", max_missing=max_missing, function=FunctionConfig(path=f"{HERE}.{name}", **settings))
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def _make(config):
+        made.append(make_reward(config))
+        return made[-1]
+
+    yield _make
+    for reward in made:
+        reward.close()
+
+
+@pytest.fixture(scope="module")
+def by_word():
+    reward = make_reward(function("by_word", batch_size=2, timeout=1.0))
+    yield reward
+    reward.close()
+
+
+@pytest.mark.parametrize(("name", "conversational"),
+                         [("lengths", True), ("plain_lengths", False), ("slow_lengths", True), ("as_array", True)])
+def test_order_and_values_survive_batching(make, name, conversational):
+    texts = ["x" * n for n in (3, 1, 4, 1, 5, 9, 2)]
+    reward = make(function(name, batch_size=3, workers=2, conversational=conversational))
+    assert reward.score([prompt()] * 7, texts) == [3, 1, 4, 1, 5, 9, 2]
+    assert reward.metrics["missing"] == 0
+
+
+def test_the_reference_answer_goes_by_its_usual_names(make):
+    reward = make(function("sees_columns"))
+    assert reward.score([prompt("a", "7"), prompt("b", "8")], ["x", "y"]) == [7, 8]
+
+
+def test_nothing_to_score(make):
+    assert make(function("lengths")).score([], []) == []
+
+
+@pytest.mark.parametrize(("word", "reason"), [
+    ("raise", "ValueError: the reward is broken"), ("hang", "took longer than 1 s"), ("exit", "ended its process"),
+    ("die", r"ended its process \(about to die\)"), ("none", "no verdict"), ("nan", "the reward is nan"), ("inf", "the reward is inf"),
+    ("short", "returned 1 rewards for 2 completions"), ("words", "returned '1.0', not a number"),
+    ("string", "returned a str, not a list"), ("dict", "returned a dict"), ("number", "returned a float, not a list"),
+    ("objects", "returned a object, not a number"), ("lambda", "returned a function, not a number")])
+def test_misbehaviour_is_no_verdict_with_its_reason_and_the_next_batch_is_scored(by_word, word, reason):
+    reward = by_word
+    reward.max_missing = 0.5
+    start = time.monotonic()
+    assert reward.score([prompt()] * 4, [word, "a", "fine", "b"]) == [None, None, 1.0, 1.0]
+    assert reward.metrics["missing"] == 0.5
+    assert time.monotonic() - start < 8
+    reward.max_missing = 0.49
+    with pytest.raises(RewardError, match=reason) as error:
+        reward.score([prompt()] * 4, [word, "a", "fine", "b"])
+    assert "2 of 4" in str(error.value)
+    assert "reward.max_missing=0.49" in str(error.value)
+
+
+def test_a_worker_that_hangs_is_no_more():
+    pool = Pool("tests.unit.rollouts.test_rewards_function.hanging", None, workers=1, timeout=0.3)
+    pool.start()
+    worker = pool._take()
+    pool._idle.put(worker)
+    assert pool.map([1]) == [Missing("took longer than 0.3 s and was killed")]
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker.pid, 0)
+    pool.close()
+
+
+def hanging(_):
+    return lambda task: time.sleep(60)
+
+
+@pytest.mark.parametrize(("path", "message"), [
+    (f"{HERE}.absent", "absent"), ("no_such_module.f", "No module named"), (f"{HERE}.NOT_A_FUNCTION", "is not a function")])
+def test_what_cannot_be_imported_is_refused_at_start(path, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        make_reward(RewardConfig(name="f", function=FunctionConfig(path=path)))
+    assert str(error.value).startswith("reward.function.path=")
+
+
+def test_the_embedded_task(make):
+    config = RewardConfig(name="adder", function=FunctionConfig(path="rollouts.rewards.tasks.adder", conversational=False))
+    prompts, texts = [addition(7, 8), addition(12, 9), addition(1, 2)], ["7+8=15;0+0+1=1;15", "nonsense", "3"]
+    assert make(config).score(prompts, texts) == rewards(texts, [p.reference for p in prompts])
+
+
+class Fixed:
+    def __init__(self, values):
+        self.values, self.metrics = values, {}
+
+    def score(self, prompts, completions):
+        return self.values
+
+    def release(self): ...
+
+    def close(self): ...
+
+
+@given(st.lists(st.one_of(st.floats(), st.just(Missing("why"))), min_size=1), st.floats(0, 1))
+def test_checked_never_makes_a_number_of_a_missing_verdict(values, cap):
+    reward = Checked(Fixed(values), cap)
+    bad = [isinstance(v, Missing) or v != v or abs(v) == float("inf") for v in values]
+    ask = [prompt()] * len(values), [""] * len(values)
+    if sum(bad) / len(bad) > cap:
+        with pytest.raises(RewardError):
+            reward.score(*ask)
+    else:
+        assert [v is None for v in reward.score(*ask)] == bad
+
+
+def test_verdicts_reads_numbers_only():
+    assert verdicts([1, 2.5, True], 3) == [1.0, 2.5, 1.0]
+    assert [type(v) for v in verdicts(["1", b"1", None, [1]], 4)] == [Missing] * 4

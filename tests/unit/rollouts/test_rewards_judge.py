@@ -1,0 +1,225 @@
+"""The judge against a local endpoint that behaves as endpoints do: it fails, hangs, drips, talks rubbish, and costs money."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from config.schema import ConfigError
+from config.schema_rewards import JudgeConfig, RewardConfig
+from data.types import Prompt, Turn
+from rollouts.rewards.base import Missing, RewardError
+from rollouts.rewards.factory import make_reward
+from rollouts.rewards.judge import JudgeReward
+
+KEY = "sk-very-secret"
+PROMPT = Prompt((Turn("user", "2+2 {completion}?"),), "4")
+
+
+class Endpoint(ThreadingHTTPServer):
+    """Scores a completion of n characters n, unless ``behave`` says otherwise. ``behave(handler, text) -> handled``."""
+
+    daemon_threads = True
+    request_queue_size = 128
+    behave = staticmethod(lambda handler, text: False)
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.seen = Counter()
+        self.headers = []
+        self.bodies = []
+        self.lock, self.now, self.most_at_once = threading.Lock(), 0, 0
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = body["messages"][0]["content"].rpartition("A:")[2]
+        with server.lock:
+            server.seen[text] += 1
+            server.now += 1
+            server.most_at_once = max(server.most_at_once, server.now)
+            server.headers.append(dict(self.headers))
+            server.bodies.append(body)
+        assert self.path == "/v1/chat/completions"
+        try:
+            if not server.behave(self, text):
+                self.reply(f"Fine. [[99]] no: [[{len(text)}]]")
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+        finally:
+            with server.lock:
+                server.now -= 1
+
+    def reply(self, content, usage=30):
+        self.send(200, json.dumps({"choices": [{"message": {"content": content}}], "usage": {"total_tokens": usage}}))
+
+    def send(self, code, text, headers=()):
+        self.send_response(code)
+        for name, value in headers:
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_): ...
+
+
+@pytest.fixture
+def endpoint(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    server = Endpoint()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def judge(endpoint, **settings):
+    defaults = {"base_url": endpoint.url, "model": "m", "prompt": "Q:{prompt} R:{reference} A:{completion}",
+                "api_key_env": "JUDGE_KEY", "backoff": 0.001, "timeout": 0.5, "concurrency": 8, "max_tokens": 20}
+    return JudgeReward(JudgeConfig(**(defaults | settings)))
+
+
+def texts(n):
+    return ["x" * (1 + i % 9) for i in range(n)]
+
+
+def test_scores_in_order_and_at_once(endpoint):
+    endpoint.behave = lambda handler, text: time.sleep(0.02)
+    assert judge(endpoint).score([PROMPT] * 40, texts(40)) == [len(t) for t in texts(40)]
+    assert 2 <= endpoint.most_at_once <= 8
+    assert {h["Authorization"] for h in endpoint.headers} == {f"Bearer {KEY}"}
+    body = endpoint.bodies[0]
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("m", 0.0, 20)
+
+
+def test_what_a_completion_says_is_not_a_placeholder(endpoint):
+    judge(endpoint).score([PROMPT], ["{prompt}"])
+    assert endpoint.bodies[0]["messages"][0]["content"] == "Q:2+2 {completion}? R:4 A:{prompt}"
+
+
+def test_an_endpoint_that_fails_half_the_time_still_finishes(endpoint):
+    rng = random.Random(0)
+
+    def behave(handler, text):
+        kind = rng.choice(["fine"] * 5 + ["500", "429", "rubbish", "no score", "hang up"])
+        if kind == "hang up":
+            handler.close_connection = True
+            handler.connection.close()
+        elif kind == "rubbish":
+            handler.send(200, rng.choice(["<html>", "[]", "{}", '{"choices": []}', '"x"', "null"]))
+        elif kind == "no score":
+            handler.reply(rng.choice(["I would rather not.", "[[11]]", "[[0]]", None]))
+        elif kind != "fine":
+            handler.send(int(kind), "try later", [("Retry-After", "0.01")])
+        return kind != "fine"
+
+    endpoint.behave = behave
+    assert judge(endpoint, retries=20).score([PROMPT] * 60, texts(60)) == [len(t) for t in texts(60)]
+    assert sum(endpoint.seen.values()) > 80
+
+
+@pytest.mark.parametrize("how", ["silent", "dripping"])
+def test_a_call_that_hangs_costs_its_verdict_alone(endpoint, how):
+    over = threading.Event()
+
+    def behave(handler, text):
+        if text != "hang":
+            return False
+        if how == "dripping":
+            handler.send_response(200)
+            handler.send_header("Content-Length", "1000")
+            handler.end_headers()
+            while not over.wait(0.05):
+                handler.wfile.write(b" ")
+                handler.wfile.flush()
+        return over.wait(10)
+
+    endpoint.behave = behave
+    start = time.monotonic()
+    verdicts = judge(endpoint, retries=1, timeout=0.3).score([PROMPT] * 3, ["ab", "hang", "abc"])
+    over.set()
+    assert verdicts == [2, Missing("the endpoint did not answer (TimeoutError)"), 3]
+    assert time.monotonic() - start < 3
+    assert endpoint.seen["hang"] == 2
+
+
+def test_a_dead_endpoint_is_given_up(endpoint):
+    endpoint.behave = lambda handler, text: handler.send(503, "down") is None
+    reward = judge(endpoint, retries=2)
+    verdicts = reward.score([PROMPT] * 500, texts(500))
+    assert all(isinstance(v, Missing) for v in verdicts)
+    assert sum(endpoint.seen.values()) < 70
+    endpoint.behave = lambda handler, text: False
+    assert reward.score([PROMPT], ["abc"]) == [3]  # the next round tries again
+
+
+def test_a_refused_completion_is_not_asked_for_again_and_says_nothing_about_the_endpoint(endpoint):
+    endpoint.behave = lambda handler, text: text == "bad" and handler.send(400, "too long") is None
+    verdicts = judge(endpoint).score([PROMPT] * 101, ["bad"] * 100 + ["abc"])
+    assert verdicts == [Missing("HTTP 400 from the endpoint")] * 100 + [3]
+    assert endpoint.seen["bad"] == 100
+
+
+@pytest.mark.parametrize("code", [401, 403, 404, 307])
+def test_what_every_call_would_get_stops_at_once_and_the_key_is_not_shown(endpoint, code):
+    elsewhere = [("Location", "http://127.0.0.1:9/elsewhere")]
+    endpoint.behave = lambda handler, text: handler.send(code, f"no: {KEY}", elsewhere) is None
+    with pytest.raises(RewardError, match=f"HTTP {code} no: \\*\\*\\*") as error:
+        judge(endpoint).score([PROMPT] * 200, texts(200))
+    assert sum(endpoint.seen.values()) < 30
+    assert KEY not in repr(error.getrepr(chain=True, showlocals=False))
+
+
+def test_no_more_calls_than_the_cap_even_at_once(endpoint):
+    endpoint.behave = lambda handler, text: handler.send(500, "") is None if len(text) == 3 else False
+    reward = judge(endpoint, max_calls=25)
+    verdicts = reward.score([PROMPT] * 60, texts(60))
+    assert sum(endpoint.seen.values()) == reward.spent.calls == 25
+    assert Missing("reward.judge.max_calls=25 is used up") in verdicts
+    assert all(isinstance(v, Missing) for v in reward.score([PROMPT], ["a"]))
+
+
+def test_no_more_tokens_than_the_cap_by_the_endpoints_count(endpoint):
+    one = judge(endpoint)
+    one.score([PROMPT], ["abc"])
+    assert (one.spent.calls, one.spent.tokens) == (1, 30)
+    reward = judge(endpoint, max_total_tokens=400, concurrency=1)
+    verdicts = reward.score([PROMPT] * 60, texts(60))
+    scored = [v for v in verdicts if not isinstance(v, Missing)]
+    assert 300 <= reward.spent.tokens == 30 * len(scored) <= 400
+    assert Missing("reward.judge.max_total_tokens=400 is used up") in verdicts
+
+
+def test_through_the_factory_too_many_missing_stop_the_run(endpoint):
+    endpoint.behave = lambda handler, text: handler.reply("no comment") is None if len(text) > 6 else False
+    section = judge(endpoint, retries=0).config
+    reward = make_reward(RewardConfig(name="judge", max_missing=0.2, judge=section))
+    with pytest.raises(RewardError, match="no score in the judge's reply"):
+        reward.score([PROMPT] * 9, texts(9))
+
+
+def test_settings_are_checked(monkeypatch):
+    monkeypatch.delenv("ABSENT", raising=False)
+    good = {"base_url": "http://x", "model": "m", "prompt": "{completion}", "api_key_env": None}
+    JudgeConfig(**good)
+    for key, bad in (("base_url", "x"), ("prompt", "rate it"), ("api_key_env", "ABSENT"), ("pattern", "("), ("pattern", "x"),
+                     ("min_score", 10.0), ("retries", -1), ("max_calls", 0), ("timeout", 0)):
+        with pytest.raises(ConfigError) as error:
+            JudgeConfig(**(good | {key: bad}))
+        assert error.value.key == f"reward.judge.{key}"

@@ -1,0 +1,121 @@
+"""The verifier: right answers get 1, wrong ones 0, and what cannot be told gets no verdict; format and tags are Open-R1's."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from config.schema_rewards import RewardConfig, VerifierConfig
+from data.published import think_answer
+from data.types import Prompt, Turn
+from rollouts.rewards.base import Missing
+from rollouts.rewards.factory import make_reward
+from rollouts.rewards.mathverify import final_answer
+from rollouts.rewards.verifier import VerifierReward, accuracy, format_reward, tag_count_reward
+
+DATA = Path(__file__).parents[4] / "shared" / "data"
+SAMPLE = 300
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    pytest.importorskip("math_verify")
+    reward = VerifierReward(VerifierConfig(workers=2))
+    yield reward
+    reward.close()
+
+
+def gsm8k():
+    """(solution, final number) of a sample of both files."""
+    files = [DATA / "gsm8k_test.jsonl", DATA / "gsm8k_train.jsonl"]
+    if not all(file.is_file() for file in files):
+        pytest.skip(f"no GSM8K in {DATA}")
+    solutions = [json.loads(line)["answer"] for file in files for line in file.read_text().splitlines()]
+    sample = random.Random(0).sample(solutions, SAMPLE)
+    return [(solution, solution.rpartition("####")[2].strip().replace(",", "")) for solution in sample]
+
+
+FORMS = {
+    "as published": lambda solution, number: solution,
+    "think and answer": lambda solution, number: think_answer(solution.rpartition("####")[0], number),
+    "boxed": lambda solution, number: f"{solution.rpartition('####')[0]}\nSo the answer is $\\boxed{{{number}}}$.",
+    "dollars": lambda solution, number: f"<answer>\n${int(number):,}.00\n</answer>",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gsm8k_solutions_are_right_and_others_wrong(verifier, form):
+    rows = gsm8k()
+    answers = [FORMS[form](*row) for row in rows]
+    numbers = [number for _, number in rows]
+    assert verifier.accuracy(numbers, answers) == [1.0] * len(rows)
+    shifted = [(numbers[i - 1], answers[i]) for i in range(len(rows)) if int(numbers[i - 1]) != int(numbers[i])]
+    assert verifier.accuracy(*zip(*shifted, strict=True)) == [0.0] * len(shifted)
+
+
+@pytest.mark.parametrize(("reference", "completion", "expected"), [
+    (r"\frac{1}{2}", r"It is $\frac{2}{4}$.", 1.0), (r"\frac{1}{2}", "<answer>0.5</answer>", 1.0), ("x^2+1", r"\boxed{1+x^2}", 1.0),
+    (r"\sqrt{2}", r"<answer>\sqrt2</answer>", 1.0), ("(1,2)", "<answer>(2,1)</answer>", 0.0), (r"\text{Evelyn}", "Evelyn", 1.0),
+    ("72", "72 or 73", 0.0), ("72", "", 0.0), ("72", "no idea", 0.0), ("72", "<answer>72</answer> <answer>71</answer>", 0.0),
+    ("72", r"\frac{", 0.0), ("1200", "#### 1,200", 1.0), ("-3", "#### 3", 0.0),
+    ("0.1", "0.10000", 1.0), (None, "72", Missing), ("", "72", Missing)])
+def test_answers(verifier, reference, completion, expected):
+    verdict = verifier.accuracy([reference], [completion])[0]
+    assert isinstance(verdict, Missing) if expected is Missing else verdict == expected
+
+
+def test_what_hangs_has_no_verdict_and_the_rest_has(verifier):
+    tower = r"<answer>10^{10^{10^{10}}} + 9^{9^{9^{9}}}</answer>"
+    quick = VerifierReward(VerifierConfig(workers=1, timeout=1.0))
+    verdicts = quick.accuracy([r"10^{9^{9^{9}}}", "5"], [tower, "#### 5"])
+    quick.close()
+    assert verdicts == [Missing("took longer than 1 s and was killed"), 1.0]
+
+
+def test_it_works_off_the_main_thread(verifier):
+    """math-verify's own time limit, a signal, makes every verdict there a 0."""
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(verifier.accuracy(["1/2", "3"], [r"\boxed{0.5}", r"\boxed{4}"])))
+    thread.start()
+    thread.join()
+    assert found == [1.0, 0.0]
+
+
+def test_weights_and_parts():
+    pytest.importorskip("math_verify")
+    reward = make_reward(RewardConfig(name="verifier", max_missing=0.5, verifier=VerifierConfig(workers=1)))
+    ask = [Prompt((Turn("user", "q"),), reference) for reference in ("4", "4", "4", None)]
+    texts = [think_answer("2+2", "4"), think_answer("2+2", "5"), "4", think_answer("", "4")]
+    assert reward.score(ask, texts) == [10.0, 2.0, 8.0, None]
+    assert reward.metrics["accuracy"] == pytest.approx(2 / 3)
+    assert reward.metrics["format"] == 0.75
+    reward.close()
+
+
+def test_as_a_data_sets_verifier():
+    pytest.importorskip("math_verify")
+    assert accuracy(["#### 4", "#### 5", "#### 4"], ["4", "4", None]) == [1.0, 0.0, None]
+
+
+GOOD = "<think>\na\nb\n</think>\n<answer>\nc\n</answer>"
+
+
+@pytest.mark.parametrize(("text", "form", "tags"), [
+    (GOOD, 1, 1), (" " + GOOD, 0, 1), (GOOD + "\nmore", 1, 1), (GOOD + " more", 0, 1), (GOOD.replace("\n", " "), 0, 0), ("", 0, 0),
+    (GOOD.replace("<think>\n", ""), 0, 0.75), (GOOD + GOOD, 1, 0), (GOOD.replace("</answer>", ""), 0, 0.75), (GOOD + "\n" + GOOD, 1, 0)])
+def test_format_and_tags(text, form, tags):
+    """Open-R1's, whose ``$`` is the end of a line: text after the last one costs nothing, a tag that comes twice costs its quarter."""
+    assert (format_reward(text), tag_count_reward(text)) == (form, tags)
+
+
+@given(st.text(alphabet="a\n<>/", max_size=20), st.integers(-999, 999))
+def test_the_form_asked_for_gets_everything(reasoning, answer):
+    text = think_answer(f"r{reasoning}", str(answer))
+    assert (format_reward(text), tag_count_reward(text)) == (1.0, 1.0)
+    assert final_answer(text) == str(answer)
