@@ -89,6 +89,7 @@ class VllmSampler:
             for prompt_id, row in rows for i in range(n)]
         # Dealt out in runs, not one by one: the samples of a prompt share its part of the KV cache.
         bounds = [len(prompts) * k // self.config.data_parallel * n for k in range(self.config.data_parallel + 1)]
+        self._require_weights()
         answers = self._ask("draw", [(requests[i:j],) for i, j in pairwise(bounds)], self.config.timeout)
         drawn: list[Drawn] = [each for answer in answers for each in answer]
         samples: list[Sample] = [EngineSample(each.token_ids, each.finished, each.logprobs) for each in drawn]
@@ -100,6 +101,7 @@ class VllmSampler:
         Rows must be shorter than max_length (an engine has to have room for one token more). Raises SamplerError.
         """
         tokens: list[TokenRow] = [[*row.prompt_ids.tolist(), *row.completion_ids.tolist()] for row in rows]
+        self._require_weights()
         answers = self._ask("logprobs", [(tokens,)] * len(self._workers), self.config.timeout)
         return [[values[len(row.prompt_ids) - 1 :] for row, values in zip(rows, answer, strict=True)] for answer in answers]
 
@@ -121,14 +123,16 @@ class VllmSampler:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _require_weights(self) -> None:
+        if self.version is None:
+            raise SamplerError("the vLLM sampler has no weights (never loaded, asleep, or closed by a failure): call load first")
+
     def _start(self, replica: int) -> WorkerProcess:
         environment = engine_environment(self.config, replica, os.environ)
         return WorkerProcess(WORKER, log=self.log_dir / f"vllm-{replica}.log", env=environment)
 
     def _ask(self, method: str, arguments: list[tuple[Any, ...]], timeout: float) -> list[Any]:
         """One request to each engine, all at work at once; the answers in order, all from the weights of ``self.version``."""
-        if not self._workers:
-            raise SamplerError("the vLLM sampler has no weights: call load first")
         with self._closed_on_failure():
             for worker, each in zip(self._workers, arguments, strict=True):
                 worker.send(method, *each)

