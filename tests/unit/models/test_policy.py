@@ -121,6 +121,14 @@ def test_generate_equals_taking_the_likeliest_token_each_time(packing):
     assert torch.allclose(policy(batch(pack=True)), tiny_policy()(batch()), atol=1e-5), "generating must not change what packed rows see"
 
 
+@pytest.mark.slow
+def test_compiled_layers_agree_with_plain_ones(run):
+    plain, compiled = load_policy(settings(run), CPU), load_policy(settings(run, compile=True, activation_checkpointing=True), CPU)
+    assert list(plain.state_dict()) == list(compiled.state_dict())
+    for n in (3, 5):  # another shape needs no other answer
+        torch.testing.assert_close(compiled(batch(n)), plain(batch(n)), rtol=1e-5, atol=1e-5)
+
+
 # -- loading -------------------------------------------------------------------------------------------------------------------------
 
 
