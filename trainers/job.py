@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from config.schema import Config
+from config.schema import Config, StoppedError
 from data.chat import make_renderer
 from data.quality import DataReport
 from models.distributed import World, barrier, from_main, shard
@@ -30,7 +30,7 @@ from trainers.initial import initial_scores
 from trainers.modelcard import write_model_card
 from trainers.provenance import scrub_text
 from trainers.report import final_table, write_report
-from trainers.run import Run, Signals, Stopped
+from trainers.run import Run, Signals
 from trainers.setup import Offline, check_ranks, make_loss, make_plan, run_folder, trainer_class
 from trainers.tracking import Tracker
 
@@ -83,7 +83,7 @@ class Job:
                                   state["wandb_id"] if state else None)
         trainer.train(Offline(self.plan.train), run)
         if trainer.progress.step != self.plan.steps:
-            raise Stopped(f"{trainer.progress.step} of {self.plan.steps} planned steps were done")
+            raise StoppedError(f"{trainer.progress.step} of {self.plan.steps} planned steps were done")
         return self.finish(run, folder, policy)
 
     def score_training_rows(self, trainer: BasicTrainer, parts: dict[str, str], folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from config.schema import Config
+from config.schema import Config, StoppedError
 from data.types import Example
 from models.checkpoint import CheckpointError, Checkpoints
 from models.distributed import any_rank, from_main
@@ -31,10 +31,6 @@ class Requeue(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(REQUEUE)
-
-
-class Stopped(RuntimeError):
-    """The run cannot go on; the message says why."""
 
 
 class Signals:
@@ -123,7 +119,7 @@ class Run:
             self.save()
         except CheckpointError as error:
             if first:
-                raise Stopped(str(error)) from error
+                raise StoppedError(str(error)) from error
             if self.trainer.world.is_main:
                 print(f"{error}; the run goes on, the checkpoints before it stay", flush=True)
 
@@ -164,7 +160,7 @@ class Run:
             path = write_batch(self.folder / "skipped" / f"step_{record.known['step']:08d}.jsonl", record.batch)
             print(f"step {record.known['step']}: the gradient was not finite, the update was skipped; the batch is in {path}", flush=True)
         if at.skipped >= self.config.max_skipped_steps:
-            raise Stopped(f"{at.skipped} updates in a row had gradients that were not finite (max_skipped_steps); their batches are in "
+            raise StoppedError(f"{at.skipped} updates in a row had gradients that were not finite (max_skipped_steps); their batches are in "
                           f"{self.folder / 'skipped'}: try a lower lr, or look at these rows")
 
     def done(self) -> None:

@@ -1,0 +1,81 @@
+"""What every program of this project does with its command line: settings in, one message out when they cannot be used.
+
+Exit codes: 0 done; 1 stopped, the message says why; 2 a setting or the data cannot be used; 75 interrupted and saved, start again.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import get_type_hints
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from config.schema import Config, ConfigError, StoppedError, load, run_name
+
+REFUSED, STOPPED = 2, 1
+
+
+def settings(cfg: DictConfig) -> tuple[Config, str]:
+    """The checked configuration of what Hydra composed, and the run's name. Raises ConfigError."""
+    config = load(cfg)
+    return config, run_name(config, list(HydraConfig.get().overrides.task))
+
+
+def guarded(work: Callable[[], object]) -> None:
+    """Do ``work``; what a user can mend ends the program with one message instead of a traceback."""
+    try:
+        work()
+    except StoppedError as error:
+        sys.exit(complain(str(error), STOPPED))
+    except ValueError as error:
+        if type(error).__name__ not in ("ConfigError", "DataError"):  # the data layer lies above this one
+            raise
+        sys.exit(complain(str(error), REFUSED))
+
+
+def cli(main: Callable[[], object]) -> None:
+    """Run a ``hydra.main`` program: what Hydra refuses of the command line is one message too."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # or Hydra would print its own and leave with 1
+    try:
+        main()
+    except (HydraException, OmegaConfBaseException) as error:
+        sys.exit(complain(_in_our_words(error), REFUSED))
+
+
+def complain(message: str, code: int) -> int:
+    """Print the message once, whatever the number of ranks; returns ``code``."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def _in_our_words(error: Exception) -> str:
+    """Key, value and remedy of what Hydra refused."""
+    text = str(error)
+    if found := re.match(r"Could not override '([^']+)'", text):
+        key = found[1]
+        value = next((o.partition("=")[2] for o in sys.argv[1:] if o.partition("=")[0] == key), "?")
+        near = difflib.get_close_matches(key, list(names(Config)), n=1)
+        return str(ConfigError(key, value, "is not a setting, nothing would read it" + (f"; did you mean {near[0]}?" if near else
+                               "; python train.py --cfg job shows all of them")))
+    if found := re.search(r"Could not find '(\w+)/([^']+)'", text):
+        options = re.findall(r"^\t(\S+)$", text.split("Config search path")[0], re.MULTILINE)
+        return str(ConfigError(found[1], found[2], f"there is no such file in config/{found[1]}; there are {', '.join(options)}"))
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def names(schema: type, prefix: str = "") -> Iterator[str]:
+    """Every dotted setting of a dataclass."""
+    hints = get_type_hints(schema)
+    for item in fields(schema):
+        yield prefix + item.name
+        if is_dataclass(hints[item.name]):
+            yield from names(hints[item.name], f"{prefix}{item.name}.")
