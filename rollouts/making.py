@@ -1,0 +1,149 @@
+"""How a round is made: sample, score, keep or drop, each stage on disk before the next begins (paper, Algorithm 1, lines 4 to 12).
+
+Rank 0 alone does this. What is already on disk, made from the same inputs, is not made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from statistics import fmean
+from typing import Any
+
+from config.schema import Config
+from data.chat import Renderer
+from data.groups import to_dict
+from data.types import Group, Prompt
+from rollouts.engines import Engine
+from rollouts.ledger import Line, RoundFolder, sampled_line, sampled_of
+from rollouts.rewards.base import Reward
+from rollouts.rounds import Contexts, Sampled, feedback
+from rollouts.samplers import SamplingSettings
+
+Facts = dict[str, Any]
+_SHOWN_CONTEXTS = 8
+
+
+class Maker:
+    """Makes the rounds of one run."""
+
+    def __init__(self, config: Config, contexts: Contexts, renderer: Renderer, engine: Engine, reward: Reward,
+                 pause: Callable[[], None]) -> None:
+        """``pause`` is called between stages, and may raise to stop the run there."""
+        self.config, self.contexts, self.renderer = config, contexts, renderer
+        self.engine, self.reward, self.pause = engine, reward, pause
+        sampler = config.sampler
+        self.settings = SamplingSettings(sampler.temperature, sampler.top_p, sampler.max_tokens)
+
+    def needs_weights(self, folder: RoundFolder, first: int, weights: str) -> bool:
+        """Whether anything is left to be sampled for the round."""
+        end = min(first + self.config.rounds.contexts_per_round, self.contexts.planned)
+        whole = folder.done("samples", self._sampling_inputs(first, end, weights))
+        return not (whole and (not self.config.rounds.fill or folder.done("groups")))
+
+    def make(self, folder: RoundFolder, first: int, weights: str) -> None:
+        """The round of the contexts from ``first`` on, sampled from ``weights`` (their fingerprint): up to ``groups.jsonl``."""
+        wanted, end = self.config.rounds.contexts_per_round, first
+        groups: list[list[Group]] = []
+        dropped: Counter[str] = Counter()
+        parts: list[str] = []
+        while end < self.contexts.planned and len(groups) < wanted and (not parts or self.config.rounds.fill):
+            begin, end = end, min(end + wanted - len(groups), self.contexts.planned)
+            suffix = f".{len(parts)}" if parts else ""
+            sampled = self._sample(folder, f"samples{suffix}", begin, end, weights)
+            scores = self._score(folder, suffix, sampled)
+            for one, values in zip(sampled, scores, strict=True):
+                made = feedback(one, values, self.config.rounds, self.config.seed)
+                if isinstance(made, str):
+                    dropped[made] += 1
+                else:
+                    groups.append(made)
+            parts.append(suffix)
+        inputs = {"scores": [folder.checksum(f"scores{suffix}") for suffix in parts], "feedback": asdict(self.config.rounds)}
+        if not folder.done("groups", inputs):
+            folder.write("groups", (to_dict(g) for made in groups for g in made), inputs, {"contexts": len(groups), "dropped": dropped})
+        folder.note({"contexts": [first, end], "parts": parts, "kept": len(groups), "dropped": dropped, **self._metrics(folder, parts)})
+
+    # -- stages -----------------------------------------------------------------------------------------------------------------------
+
+    def _sampling_inputs(self, first: int, end: int, weights: str) -> Facts:
+        prompts = [(seed, [p.id for p in prompts]) for seed, prompts in self.contexts.take(first, end)]
+        return {"weights": weights, "text": self.renderer.fingerprint, "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest(),
+                "sampler": self.config.sampler.name, "samples": self.config.rounds.samples, **asdict(self.settings)}
+
+    def _sample(self, folder: RoundFolder, stage: str, first: int, end: int, weights: str) -> list[Sampled]:
+        inputs = self._sampling_inputs(first, end, weights)
+        if not folder.done(stage, inputs):
+            start, lines = time.monotonic(), []
+            for seed, prompts in self.contexts.take(first, end):
+                lines += self._draw(prompts, seed)
+            facts = {"seconds": time.monotonic() - start, "contexts": [first, end],
+                     "tokens": sum(len(c["token_ids"]) for line in lines for c in line["completions"])}
+            folder.write(stage, lines, inputs, facts)
+            self.pause()
+        return [sampled_of(line) for line in folder.read(stage)]
+
+    def _draw(self, prompts: list[Prompt], seed: int) -> list[Line]:
+        how = {"sampler": self.config.sampler.name, **asdict(self.settings), "seed": seed}
+        answers = self.engine.sample(prompts, self.config.rounds.samples, self.settings, seed)
+        return [sampled_line(Sampled(prompt, tuple(s.completion(self.renderer.tokenizer) for s in samples))) | {"sampling": how}
+                for prompt, samples in zip(prompts, answers, strict=True)]
+
+    def _score(self, folder: RoundFolder, suffix: str, sampled: list[Sampled]) -> list[list[float | None]]:
+        assert self.config.reward is not None, "the schema asks for one"
+        stage, inputs = f"scores{suffix}", {"samples": folder.checksum(f"samples{suffix}"), "reward": reward_settings(self.config)}
+        if not folder.done(stage, inputs):
+            self.engine.forget()
+            self.engine.rest()
+            start = time.monotonic()
+            scores = score_samples(self.reward, sampled)
+            lines = [{"id": one.prompt.id, "scores": values} for one, values in zip(sampled, scores, strict=True)]
+            folder.write(stage, lines, inputs, {"seconds": time.monotonic() - start, "metrics": self.reward.metrics})
+            self.pause()
+        return [line["scores"] for line in folder.read(stage)]
+
+    def _metrics(self, folder: RoundFolder, parts: list[str]) -> Facts:
+        """What is logged of the round's samples, and a few of them to be looked at."""
+        samples = [sampled_of(line) for suffix in parts for line in folder.read(f"samples{suffix}")]
+        scores = [line["scores"] for suffix in parts for line in folder.read(f"scores{suffix}")]
+        stages, every = folder.record["stages"], [c for one in samples for c in one.completions]
+        given = [s for values in scores for s in values if s is not None]
+        seconds = {stage: sum(stages[f"{stage}{suffix}"]["seconds"] for suffix in parts) for stage in ("samples", "scores")}
+        lengths = [len(c.token_ids or ()) for c in every]
+        return {"metrics": {
+            "reward": fmean(given) if given else None, "no_verdict": 1 - len(given) / len(every),
+            "keep_rate": folder.record["stages"]["groups"]["contexts"] / len(samples), "contexts": len(samples),
+            "length": fmean(lengths), "finished": fmean(c.finished for c in every),
+            "sample_seconds": seconds["samples"], "score_seconds": seconds["scores"],
+            "sample_tokens_per_second": sum(lengths) / max(seconds["samples"], 1e-9)}}
+
+
+def reward_settings(config: Config) -> Facts:
+    """The reward's settings that are given: what a score depends on beside the samples."""
+    assert config.reward is not None
+    return {key: value for key, value in asdict(config.reward).items() if value is not None}
+
+
+def score_samples(reward: Reward, sampled: list[Sampled]) -> list[list[float | None]]:
+    """Every sample's reward, None for no verdict; the reward model's memory is given back. Raises RewardError."""
+    pairs = [(one.prompt, c.text or "") for one in sampled for c in one.completions]
+    try:
+        flat = iter(reward.score([prompt for prompt, _ in pairs], [text for _, text in pairs]))
+    finally:
+        reward.release()
+    return [[next(flat) for _ in one.completions] for one in sampled]
+
+
+def samples_table(folder: RoundFolder) -> list[list[Any]]:
+    """Rows of (prompt, completion, reward, tokens, finished) of the round's first contexts, for the tracker."""
+    rows: list[list[Any]] = []
+    for line, scored in zip(folder.read("samples")[:_SHOWN_CONTEXTS], folder.read("scores"), strict=False):
+        for completion, value in zip(line["completions"], scored["scores"], strict=True):
+            rows.append([line["prompt"][-1]["content"], completion["text"], value, len(completion["token_ids"]), completion["finished"]])
+    return rows
+
+
+TABLE_COLUMNS = ("prompt", "completion", "reward", "tokens", "finished")

@@ -1,0 +1,139 @@
+"""Online training as a source of segments: one round after another, each sampled from the policy as it is when the round starts.
+
+That is all that online training adds. The trainer pulls a round when the one before is used up; optimizer, schedule and sync phase go
+on as if nothing had happened, and the reference becomes the policy at the round's start as it does for any segment.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Protocol
+
+from config.schema import Config
+from data import views
+from data.batches import Segment
+from data.chat import Renderer
+from data.examples import make_examples
+from data.views import View
+from models.distributed import local
+from models.reference import weights_fingerprint
+from rollouts.engines import Engine
+from rollouts.ledger import RoundFolder
+from rollouts.making import Maker, samples_table
+from rollouts.rounds import Contexts
+from trainers.basic import BasicTrainer
+from trainers.tracking import read_metrics
+
+Facts = dict[str, Any]
+
+
+class RoundWatch(Protocol):
+    """Who follows the rounds of a run, beside its steps."""
+
+    def before_round(self) -> None:
+        """Save: what is sampled next comes from this checkpoint."""
+
+    def entered(self, facts: Facts, metrics: Facts, table: list[list[Any]]) -> None:
+        """A round is trained on from here on. ``facts`` (``round``, ``sampled_step``) belong to each of its steps, ``metrics`` and the
+        ``table`` of samples to its first one; both are empty where training goes on inside a round."""
+
+    def trained_seconds(self) -> float:
+        """Spent in steps so far, in all processes of the run."""
+
+
+class OnlineSource:
+    """The rounds of a run (a ``trainers.basic.Source``). Every rank has one and calls it alike; rank 0's ``maker`` makes rounds."""
+
+    def __init__(self, config: Config, trainer: BasicTrainer, renderer: Renderer, contexts: Contexts, engine: Engine, maker: Maker | None,
+                 folder: Path, watch: RoundWatch) -> None:
+        """``maker`` is None on ranks above 0; ``folder`` is the run's."""
+        self.config, self.trainer, self.renderer, self.contexts = config, trainer, renderer, contexts
+        self.engine, self.maker, self.folder, self.watch = engine, maker, folder, watch
+        self.view = round_view(config, trainer.view)
+        self._entered: float | None = None
+
+    def round(self, index: int) -> RoundFolder:
+        return RoundFolder(self.folder / "rounds" / f"{index:03d}")
+
+    def segment(self, index: int) -> Segment | None:
+        """The round's segment, made now or found on disk; None when all planned contexts were sampled.
+
+        Raises what sampling and scoring raise: SamplerError, RewardError, DataError.
+        """
+        resumed_inside = self.trainer.progress.position > 0
+        if index > 0 and not resumed_inside:
+            self._close(index - 1)
+        first = self.engine.together(lambda: 0 if index == 0 else int(self.round(index - 1).record["contexts"][1]))
+        if first >= self.contexts.planned:
+            return None
+        if not resumed_inside:
+            self._make(index, first)
+        self._entered = None if resumed_inside else time.monotonic()
+        return self._enter(index, resumed_inside)
+
+    def _make(self, index: int, first: int) -> None:
+        """From the policy as it is now to the round's ``groups.jsonl``."""
+        self.watch.before_round()
+        folder, maker, step = self.round(index), self.maker, self.trainer.progress.step
+        weights = weights_fingerprint((name, local(p.detach())) for name, p in self.trainer.policy.named_parameters())
+        published: Facts = {}
+        if self.engine.together(lambda: _there(maker).needs_weights(folder, first, weights)):
+            start = time.monotonic()
+            published = self.engine.publish(folder.path / "weights", index)
+            published["publish_seconds"] = time.monotonic() - start
+        begun = {"round": index, "sampled_step": step, "trained_seconds": self.watch.trained_seconds(), **published}
+        self.engine.together(lambda: folder.note(begun))
+        self.engine.together(lambda: _there(maker).make(folder, first, weights))
+
+    def _enter(self, index: int, inside: bool) -> Segment:
+        folder = self.round(index)
+        examples = make_examples(folder.groups(), self.view, self.renderer)
+        record = folder.record
+        facts = {"round": index, "sampled_step": record["sampled_step"]}
+        metrics = {key: record[key] for key in ("publish_seconds", "probe_largest", "probe_mean") if key in record} | record["metrics"]
+        self.watch.entered(facts, {} if inside else metrics, [] if inside else samples_table(folder))
+        first, end = record["contexts"]
+        self.engine.together(lambda: folder.note({"examples": examples.count, "untrainable": examples.dropped}))
+        return Segment(examples.groups, self.config.model.batch_size, examples.count, self.config.seed, index=index,
+                       start=first / self.contexts.planned, end=end / self.contexts.planned)
+
+    def _close(self, index: int) -> None:
+        """Note what training on the round came to: time, KL, staleness, and what each device had to do."""
+        trained, now = self.watch.trained_seconds(), time.monotonic()
+        wall = None if self._entered is None else now - self._entered
+        self.engine.together(lambda: self._note_end(index, trained, wall))
+
+    def _note_end(self, index: int, trained: float, wall: float | None) -> None:
+        folder = self.round(index)
+        record = folder.record
+        lines = [line for line in read_metrics(self.folder / "metrics.jsonl") if line.get("round") == index]
+        made = record["metrics"]
+        seconds = {"publish": record.get("publish_seconds", 0.0), "sample": made["sample_seconds"], "score": made["score_seconds"],
+                   "train": trained - record["trained_seconds"]}
+        kl = [line["kl"] for line in lines if line.get("kl") is not None]
+        folder.note({
+            "steps": len(lines), "kl": fmean(kl) if kl else None,
+            "staleness": fmean(line["step"] - record["sampled_step"] for line in lines) if lines else None,
+            "seconds": seconds, "between_rounds_seconds": wall, "idle": idle_shares(self.config, seconds)})
+
+
+def idle_shares(config: Config, seconds: dict[str, float]) -> dict[str, float]:
+    """The share of the round's time for which trainer and sampler had nothing to do. The embedded sampler is the trainer."""
+    total = max(sum(seconds.values()), 1e-9)
+    sampling = seconds["sample"]
+    if config.sampler.name == "embedded":
+        return {"trainer": 1 - (seconds["train"] + sampling) / total}
+    return {"trainer": 1 - seconds["train"] / total, "sampler": 1 - sampling / total}
+
+
+def round_view(config: Config, view: View) -> View:
+    """The trainer's view, keeping groups of equal rewards where ``rounds.zero_variance`` says so."""
+    return partial(views.weighted, keep_zero_variance=True) if config.rounds.keeps_equal else view
+
+
+def _there(maker: Maker | None) -> Maker:
+    assert maker is not None, "rank 0 has a maker"
+    return maker

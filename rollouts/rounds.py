@@ -1,0 +1,100 @@
+"""What a round is made of, as pure functions: which prompts come when, and what becomes of their scored samples (paper, Algorithm 1).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from config.schema_rounds import RoundsConfig
+from data.types import Completion, Group, Prompt
+from data.views import best_and_worst
+
+TOO_FEW, TOO_EQUAL = "fewer than 2 samples have a score", "the scores differ by less than rounds.tau"
+EQUAL, SILENT = "all scores are equal", "no sample has a score"
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A prompt with its samples."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+
+
+# Which prompts come when
+
+class Contexts:
+    """The contexts of a run, counted from 0: all prompts in an order that is a function of the seed alone, then all again in another.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], planned: int, seed: int) -> None:
+        """``prompts``: distinct, at least one. ``planned``: contexts of the whole run."""
+        self.prompts, self.planned, self.seed = prompts, planned, seed
+
+    def take(self, first: int, end: int) -> list[tuple[int, list[Prompt]]]:
+        """Contexts ``first`` to ``end`` (without it), as (sampling seed, prompts) of each pass over the prompts that they belong to.
+
+        A prompt comes once in a pass, and each pass has its own sampling seed: no two contexts of a run share their random numbers.
+        """
+        size, parts = len(self.prompts), []
+        while first < end:
+            which, offset = divmod(first, size)
+            count = min(size - offset, end - first)
+            order = np.random.default_rng([self.seed, which]).permutation(size)[offset : offset + count]
+            parts.append((derived_seed(self.seed, f"pass {which}"), [self.prompts[i] for i in order]))
+            first += count
+        return parts
+
+
+def derived_seed(seed: int, what: str) -> int:
+    """63 bits that are a function of a run's seed and of what they are for."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{what}".encode(), digest_size=8).digest()) >> 1
+
+
+# What becomes of scored samples
+
+def feedback(sampled: Sampled, scores: Sequence[float | None], config: RoundsConfig, seed: int) -> list[Group] | str:
+    """The groups to train on that a context gives, or the reason why it is dropped. A sample without a score is left out of
+    everything: no verdict is not a bad one.
+
+    ``pair``: the best and the worst, if they differ by at least tau (Algorithm 1, lines 8 to 10), best first, with their scores.
+    ``random``: two that differ by at least tau, drawn by the seed and the prompt. ``threshold``: each sample alone, 1.0 where its
+    score is at least the threshold, else -1.0. ``group``: all of them with their scores.
+    """
+    group = with_scores(sampled, scores)
+    if config.feedback == "threshold":
+        labelled = [Group(group.prompt, (c,), (1.0 if r >= config.threshold else -1.0,))
+                    for c, r in zip(group.completions, group.rewards, strict=True)]
+        return labelled or SILENT
+    if len(group.rewards) < 2:
+        return TOO_FEW
+    if config.feedback == "group":
+        equal = max(group.rewards) == min(group.rewards)
+        return EQUAL if equal and not config.keeps_equal else [group]
+    two = best_and_worst(group, config.tau) if config.feedback == "pair" else _random_pair(group, config.tau, seed)
+    return TOO_EQUAL if two is None else [_only(group, two)]
+
+
+def with_scores(sampled: Sampled, scores: Sequence[float | None]) -> Group:
+    """The samples that have a score, with it."""
+    kept = [(c, float(s)) for c, s in zip(sampled.completions, scores, strict=True) if s is not None]
+    return Group(sampled.prompt, tuple(c for c, _ in kept), tuple(s for _, s in kept))
+
+
+def _random_pair(group: Group, tau: float, seed: int) -> tuple[int, int] | None:
+    """Two completions whose rewards differ, by ``tau`` or more, each such pair as likely; the better one first."""
+    rewards = group.rewards
+    far = [(i, j) for i, j in itertools.permutations(range(len(rewards)), 2) if rewards[i] > rewards[j] and rewards[i] - rewards[j] >= tau]
+    if not far:
+        return None
+    rng = np.random.default_rng(derived_seed(seed, f"pair {group.prompt.id}"))
+    return far[int(rng.integers(len(far)))]
+
+
+def _only(group: Group, which: Sequence[int]) -> Group:
+    return replace(group, completions=tuple(group.completions[i] for i in which), rewards=tuple(group.rewards[i] for i in which))
