@@ -176,7 +176,7 @@ def test_a_refused_completion_is_not_asked_for_again_and_says_nothing_about_the_
     assert endpoint.seen["bad"] == 100
 
 
-@pytest.mark.parametrize("code", [401, 403, 404, 307])
+@pytest.mark.parametrize("code", [401, 403, 404, 302, 307])
 def test_what_every_call_would_get_stops_at_once_and_the_key_is_not_shown(endpoint, code):
     elsewhere = [("Location", "http://127.0.0.1:9/elsewhere")]
     endpoint.behave = lambda handler, text: handler.send(code, f"no: {KEY}", elsewhere) is None
