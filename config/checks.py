@@ -16,6 +16,10 @@ class ConfigError(ValueError):
         return type(self), (self.key, self.value, self.remedy)  # it goes from rank 0 to the others
 
 
+class StoppedError(RuntimeError):
+    """A run that cannot go on; the message says why and what to do."""
+
+
 def require(condition: bool, key: str, value: Any, remedy: str) -> None:
     """Raise ConfigError(key, value, remedy) unless ``condition``."""
     if not condition:

@@ -18,7 +18,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from config.schema import Config, ConfigError, StoppedError, load, run_name
+from config.checks import ConfigError, StoppedError
+from config.schema import Config, load, run_name
 
 REFUSED, STOPPED = 2, 1
 

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from config.schema import Config, StoppedError
+from config.checks import StoppedError
+from config.schema import Config
 from data.chat import make_renderer
 from data.quality import DataReport
 from models.distributed import World, barrier, from_main, shard

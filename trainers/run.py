@@ -6,19 +6,21 @@ import json
 import os
 import signal
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from torch import Tensor
 
-from config.schema import Config, StoppedError
+from config.checks import StoppedError
+from config.schema import Config
 from data.types import Example
 from models.checkpoint import CheckpointError, Checkpoints
 from models.distributed import any_rank, from_main
 from trainers.basic import BasicTrainer, Progress, Record
 from trainers.evaluation import Evaluator, Metrics
+from rollouts.making import TABLE_COLUMNS
 from trainers.progress import progress, status
 from trainers.tracking import NullTracker, Tracking
 
@@ -29,8 +31,8 @@ REQUEUE = 75
 class Requeue(SystemExit):
     """The run was interrupted by a signal, and saved."""
 
-    def __init__(self) -> None:
-        super().__init__(REQUEUE)
+    def __init__(self, code: int = REQUEUE) -> None:
+        super().__init__(code)
 
 
 class Signals:
@@ -64,6 +66,9 @@ class Run:
         self.tokens_timed = 0
         self._marks = {"eval": -1, "save": -1}
         self._evaluated: Metrics = {}
+        self._round: dict[str, Any] = {}
+        self._round_metrics: dict[str, Any] = {}
+        self._saved: Progress | None = None
         self._pending: tuple[Record, float] | None = None
         self._started = time.perf_counter()
 
@@ -77,6 +82,7 @@ class Run:
         trainer = self.trainer
         state, mine = self.checkpoints.load(Path(path), trainer.policy, trainer.optimizer)
         trainer.progress = Progress(**state["progress"])
+        self._saved = replace(trainer.progress)
         self.bar.initial = self.bar.n = trainer.progress.step
         self._marks, self.before, self._evaluated = state["marks"], state["before"], state["evaluated"]
         self.seconds, self.tokens_timed = state["seconds"], state["tokens_timed"]
@@ -95,15 +101,12 @@ class Run:
         }
         mine: dict[str, Tensor] = {} if trainer.fixed_reference else {k: v.cpu().contiguous() for k, v in trainer.reference.scores.items()}
         self.checkpoints.save(trainer.progress.step, trainer.policy, trainer.optimizer, state, mine)
+        self._saved = replace(trainer.progress)
 
     # -- the watch ------------------------------------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        if any_rank(self.signals.asked):
-            self.save()
-            if self.trainer.world.is_main:
-                print(f"asked to stop: saved before step {self.trainer.progress.step}; the same command with resume=true goes on", flush=True)
-            raise Requeue
+        self._stop_if_asked()
         first = self.trainer.progress.step == 0
         if self._due("eval", self.config.eval_every) or first:
             self._evaluated = self.evaluator.evaluate()
@@ -113,8 +116,17 @@ class Run:
             self._save_or_warn(first)
         self._started = time.perf_counter()
 
+    def _stop_if_asked(self) -> None:
+        if any_rank(self.signals.asked):
+            self.save()
+            if self.trainer.world.is_main:
+                print(f"asked to stop: saved before step {self.trainer.progress.step}; the same command with resume=true goes on", flush=True)
+            raise Requeue
+
     def _save_or_warn(self, first: bool) -> None:
-        """A run that cannot save does not start; one that no longer can goes on with what it has saved, and says so."""
+        """Nothing if this very place is saved already (a round began here). A run that cannot save does not start; one that no longer can goes on with what it has saved, and says so."""
+        if self._saved == self.trainer.progress:
+            return
         try:
             self.save()
         except CheckpointError as error:
@@ -131,7 +143,7 @@ class Run:
 
     def after_step(self, record: Record) -> None:
         self._flush()
-        record.known |= self._evaluated
+        record.known |= self._evaluated | self._of_round(record.known["step"])
         self._evaluated = {}
         self._pending = (record, time.perf_counter() - self._started)
 
@@ -163,11 +175,48 @@ class Run:
             raise StoppedError(f"{at.skipped} updates in a row had gradients that were not finite (max_skipped_steps); their batches are in "
                           f"{self.folder / 'skipped'}: try a lower lr, or look at these rows")
 
+    # -- rounds of online training (rollouts.online.RoundWatch) -----------------------------------------------------------------------
+
+    def before_round(self) -> None:
+        self._stop_if_asked()
+        self._save_or_warn(first=self.trainer.progress.step == 0)
+
+    def pause(self) -> None:
+        """Between the stages of a round, on rank 0: leave if asked to. The round started with a checkpoint; what is done lies on disk."""
+        if self.signals.asked:
+            print("asked to stop: the same command with resume=true goes on with this round", flush=True)
+            raise Requeue
+
+    def entered(self, facts: dict[str, Any], metrics: dict[str, Any], table: list[list[Any]]) -> None:
+        self._round, self._round_metrics = facts, {f"round_{name}": value for name, value in metrics.items()}
+        if table:
+            self.tracker.table("samples", TABLE_COLUMNS, table, self.trainer.progress.step)
+        if metrics and self.trainer.world.is_main:
+            print(round_line(facts["round"], metrics), flush=True)
+
+    def trained_seconds(self) -> float:
+        self._flush()
+        return self.seconds
+
+    def _of_round(self, step: int) -> dict[str, Any]:
+        """What a step's line says of its round: which, how many steps ago it was sampled, and (once) what was sampled."""
+        if not self._round:
+            return {}
+        metrics, self._round_metrics = self._round_metrics, {}
+        return {"round": self._round["round"], "staleness": step - self._round["sampled_step"], **metrics}
+
     def done(self) -> None:
         self._flush()
         self.bar.close()
         self.after = self.evaluator.evaluate()
         self._save_or_warn(first=False)
+
+
+def round_line(index: int, metrics: dict[str, Any]) -> str:
+    """A round's samples in a line, for the terminal."""
+    reward = "no reward" if metrics["reward"] is None else f"reward {metrics['reward']:.3f}"
+    return (f"round {index}: {metrics['contexts']} contexts, {metrics['keep_rate']:.0%} kept, {reward}, {metrics['length']:.0f} tokens a sample, "
+            f"{metrics['finished']:.0%} finished; sampled in {metrics['sample_seconds']:.1f} s, scored in {metrics['score_seconds']:.1f} s")
 
 
 def write_batch(path: Path, batch: list[Example]) -> Path:
