@@ -160,7 +160,7 @@ class Draw(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """[B, V] scores -> [B, V], 0 at the token drawn and -inf elsewhere."""
-        # float64: neither a rounded sum over a large vocabulary nor a number close to 1 may point at a token of probability 0.
+        # float64: a running sum in float32 is off by what an unlikely token is worth, and on a GPU it need not even rise steadily.
         cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
         step = input_ids.shape[1] - self.width
         token = torch.searchsorted(cumulative, self.uniforms[:, step, None] * cumulative[:, -1:], right=True)

@@ -7,6 +7,7 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -149,27 +150,27 @@ def test_demonstrations_are_a_function_of_their_name() -> None:
 
 
 def test_the_demonstrations_of_a_split_are_of_its_prompts() -> None:
-    train, held_out = (load_groups(SFT, split) for split in ("train", "eval"))
+    train, held_out = load_groups(SFT, "train"), load_groups(SFT, "eval")
     assert {g.prompt.id for g in train.groups} == {p.id for p in adder.prompts("train")}
     assert [g.prompt.id for g in held_out.groups] == [p.id for p in adder.prompts("eval")]
 
 
 def test_demonstrations_without_a_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="data.subset=None"):
+    with pytest.raises(ConfigError, match=r"data\.subset=None"):
         load_groups(replace(SFT, subset=None), "train")
 
 
 def test_pairs_without_a_file_are_refused() -> None:
-    with pytest.raises(ConfigError, match="data.path"):
+    with pytest.raises(ConfigError, match=r"data\.path"):
         adder.adder_pairs(replace(PAIRS, path=None), "train")
-    with pytest.raises(ConfigError, match="data.eval_path"):
+    with pytest.raises(ConfigError, match=r"data\.eval_path"):
         adder.adder_pairs(replace(PAIRS, eval_path=None), "eval")
 
 
 # What the repository holds
 
 @pytest.mark.parametrize(("split", "count"), [("train", 2560), ("eval", 256)])
-def test_shipped_pairs_are_of_their_split_and_scored_as_the_task_scores(split: str, count: int) -> None:
+def test_shipped_pairs_are_of_their_split_and_scored_as_the_task_scores(split: Literal["train", "eval"], count: int) -> None:
     groups = [g for g in load_groups(PAIRS, split).groups if g.completions]
     assert len(groups) == len({g.prompt.id for g in groups}) == count
     own = {p.id: p for p in adder.prompts(split)}
