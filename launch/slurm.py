@@ -159,7 +159,7 @@ def script(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> str:
     )
     environment.filters["sh"] = shlex.quote
     tasks = [(run.name, shlex.join(command(run))) for run in runs]
-    return environment.get_template("job.sh.j2").render(job=job, sweep=sweep, tasks=tasks, logs=str(logs.resolve()), root=str(ROOT))
+    return environment.get_template("job.sh.j2").render(job=job, sweep=sweep, tasks=tasks, logs=str(logs), root=str(ROOT))
 
 
 def submit(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> str:

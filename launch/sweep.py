@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     about.add_argument("sweep", type=Path, help="a sweep file (the form: launch/grid.py)")
     about.add_argument("settings", nargs="*", help="key=value for every run, as for train.py")
     about.add_argument("--name", help="another name for the sweep, and so for its runs: when settings have changed")
+    about.add_argument("--logs", type=Path, default=Path("logs"), help="where logs lie, in a folder of the sweep's name")
     about.add_argument("--only", default="*", metavar="PATTERN", help="only runs whose name fits, such as '*-dpo-*'")
     what = about.add_mutually_exclusive_group()
     what.add_argument("--local", type=int, metavar="N", help="run here, N at a time")
@@ -65,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
 def act(options: argparse.Namespace) -> int:
     sweep = read_sweep(options.sweep, parse_overrides(options.settings))
     sweep = replace(sweep, name=options.name) if options.name else sweep
-    logs = ROOT / "logs" / sweep.name
+    logs = (ROOT / options.logs / sweep.name).resolve()
     job = make_job(read_site(options.site) | sweep.slurm | parse_overrides(options.set))
     states = [inspect(run) for run in sweep.runs() if fnmatch.fnmatch(run.name, options.only)]
     require(bool(states), "--only", options.only, "fits the name of no run")
@@ -148,7 +149,7 @@ def hand_over(sweep: Sweep, todo: Sequence[State], job: Job, logs: Path) -> None
         print("nothing to submit")
         return
     array = submit(job, sweep.name, [state.run for state in todo], logs)
-    print(f"submitted job array {array}, {len(todo)} runs; logs: {logs.relative_to(ROOT)}/<run>.<job>.out")
+    print(f"submitted job array {array}, {len(todo)} runs; logs: {logs}/<run>.<job>.out")
 
 
 if __name__ == "__main__":

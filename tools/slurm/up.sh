@@ -31,13 +31,14 @@ SlurmctldPidFile=$S/slurmctld.pid
 SlurmdPidFile=$S/slurmd-%n.pid
 SlurmctldLogFile=$S/log/slurmctld.log
 SlurmdLogFile=$S/log/slurmd-%n.log
-SchedulerParameters=batch_sched_delay=0,sched_interval=2,requeue_delay=1
+SchedulerParameters=batch_sched_delay=0,sched_interval=2
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
 KillWait=${KILL_WAIT:-30}
 C
 for i in $(seq "$nodes"); do
-    echo "NodeName=n$i NodeHostname=$host NodeAddr=127.0.0.1 Port=$(free_port) CPUs=$(nproc) RealMemory=2000 State=UNKNOWN" >> "$SLURM_CONF"
+    echo "NodeName=n$i NodeHostname=$host NodeAddr=127.0.0.1 Port=$(free_port) CPUs=4 RealMemory=2000 State=UNKNOWN" >> "$SLURM_CONF"
 done
 echo "PartitionName=main Nodes=n[1-$nodes] Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:8" >> "$SLURM_CONF"
 

@@ -1,0 +1,117 @@
+"""A sweep through a real Slurm: two nodes of one machine, brought up by tools/slurm/up.sh. Skips where its daemons cannot run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch import sweep
+
+ROOT = Path(__file__).parent.parent.parent
+TOOLS = ROOT / "tools" / "slurm"
+pytestmark = pytest.mark.skipif(shutil.which("slurmctld", path="/usr/sbin:/usr/bin:/usr/local/sbin") is None,
+                                reason="slurmctld is not installed: tools/slurm/install.sh, as root, installs it")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("slurm")
+    up = subprocess.run(["bash", str(TOOLS / "up.sh"), str(folder), "2"], capture_output=True, text=True, timeout=60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        try:
+            if up.returncode:
+                pytest.skip(f"Slurm's daemons do not run here: {up.stderr[-500:]}")
+            yield folder
+        finally:
+            subprocess.run(["bash", str(TOOLS / "down.sh"), str(folder)], timeout=60, check=False)
+
+
+def until(condition: Callable[[], object], seconds: float, what: Callable[[], str]) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what()
+        time.sleep(0.25)
+
+
+def write(path: Path, parts: dict[str, object]) -> str:
+    path.write_text(yaml.safe_dump(parts, sort_keys=False))
+    return str(path)
+
+
+def logs_of(folder: Path) -> str:
+    return "\n".join(f"== {path.name}\n{path.read_text()[-1500:]}" for path in sorted(folder.rglob("*.out")))
+
+
+def queue() -> str:
+    return subprocess.run(["squeue", "--noheader", "--array", "--format=%F_%K %T"], capture_output=True, text=True, check=True).stdout
+
+
+def test_ranks_find_each_other_and_exit_codes_are_understood(tmp_path: Path) -> None:
+    """With a stand-in for python that notes what each rank is given, and leaves with the codes that train.py has."""
+    fake = tmp_path / "python"
+    notes = tmp_path / "notes"
+    fake.write_text(f"""#!/bin/bash
+[ "$1" = -c ] && exec {sys.executable} "$@"
+code=$(tr ' ' '\\n' <<< "$*" | sed -n 's/^seed=//p')
+echo "$code $RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT $SLURM_NODEID" >> {notes}
+sleep 0.5
+[ "$code" = 75 ] && [ "$(grep -c '^75 0 ' {notes})" -gt 1 ] && exit 0
+exit $code
+""")
+    fake.chmod(0o755)
+    job = {"nodes": 2, "gpus_per_node": 0, "ranks_per_node": 2, "cpus_per_rank": 1, "time": "5", "signal_lead": 10, "retries": 1,
+           "python": str(fake), "running_at_once": 1}
+    file = write(tmp_path / "codes.yaml", {"base": {"runs_dir": str(tmp_path / "runs")}, "seeds": [0, 1, 2, 75], "slurm": job})
+    assert sweep.main([file, "--submit", "--logs", str(tmp_path / "logs")]) == 0
+    until(lambda: not queue(), 60, lambda: queue() + logs_of(tmp_path))
+
+    lines = [line.split() for line in notes.read_text().splitlines()]
+    starts = {code: sorted(line[1] for line in lines if line[0] == code) for code in ("0", "1", "2", "75")}
+    ranks = ["0", "1", "2", "3"]
+    assert starts == {"0": ranks, "1": sorted(ranks * 2), "2": ranks, "75": sorted(ranks * 2)}  # once, retried, refused, requeued
+    first = [line for line in lines if line[0] == "0"]
+    assert {(line[1], line[2], line[6]) for line in first} == {("0", "0", "0"), ("1", "1", "0"), ("2", "0", "1"), ("3", "1", "1")}
+    assert {line[3] for line in lines} == {"4"} and {line[4] for line in lines} == {"n1"}
+    assert len({line[5] for line in first}) == 1, "ranks of one run have different ports"
+
+
+def test_cancelled_requeued_and_timed_out_runs_all_finish(tmp_path: Path) -> None:
+    """The embedded task: one run is cancelled and submitted again, one requeued by hand, the long one meets its time limit."""
+    runs, logs = tmp_path / "runs", tmp_path / "logs"
+    base = {"runs_dir": str(runs), "wandb.enabled": False, "n_eval_examples": 8, "model.batch_size": 8, "cache_dir": str(tmp_path / "c")}
+    file = write(tmp_path / "adder.yaml", {
+        "base": base, "cells": {"long": {"n_examples": 2000}, "requeued": {"n_examples": 80}, "cancelled": {"n_examples": 80}},
+        "slurm": {"gpus_per_node": 0, "cpus_per_rank": 1, "time": "1", "signal_lead": 10, "python": sys.executable},
+    })
+    names = [f"adder-{cell}-s1" for cell in ("long", "requeued", "cancelled")]
+    arguments = [file, "--submit", "--logs", str(logs)]
+    assert sweep.main(arguments) == 0
+    array = json.loads((logs / "adder" / "submitted.jsonl").read_text())["array"]
+    subprocess.run(["scancel", f"{array}_2"], check=True)
+    until(lambda: (runs / names[1] / "config.yaml").exists(), 90, lambda: queue() + logs_of(logs))
+    subprocess.run(["scontrol", "requeue", f"{array}_1"], check=True)
+    until(lambda: f"{array}_2" not in queue(), 60, lambda: queue() + logs_of(logs))
+    assert sweep.main(arguments) == 0
+    again = json.loads((logs / "adder" / "submitted.jsonl").read_text().splitlines()[-1])
+    assert again["runs"] == [names[2]], "what is queued is left alone, what was cancelled is submitted again"
+
+    until(lambda: all((runs / name / "summary.json").exists() for name in names), 240, lambda: queue() + logs_of(logs))
+    for name, steps in zip(names, (250, 10, 10), strict=True):
+        lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == list(range(steps)), f"{name}: every step is there once"
+    text = next((logs / "adder").glob(f"{names[0]}.*.out")).read_text()
+    assert "the time limit is near: saving" in text and "start 2] on" in text and "exit code 75" in text
+    assert "start 2] on" in next((logs / "adder").glob(f"{names[1]}.*.out")).read_text()
+    until(lambda: not queue(), 30, queue)
+    assert sweep.main(arguments) == 0
+    assert len((logs / "adder" / "submitted.jsonl").read_text().splitlines()) == 2, "nothing is left to submit"
