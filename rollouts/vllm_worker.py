@@ -113,7 +113,7 @@ class WeightReader:
 
     def read_weights(self, folder: str) -> None:
         """Take the safetensors files of a Hugging Face folder in place. Raises FileNotFoundError if there are none."""
-        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        model = self.get_model()  # type: ignore[attr-defined]
         tied = self.model_config.hf_text_config.tie_word_embeddings  # type: ignore[attr-defined]
         has_head = any(name == HEAD for name, _ in model.named_parameters(remove_duplicate=False))  # Gemma's has none: all in one
         tensors = checkpoint_tensors(Path(folder), add_head=tied and has_head)
