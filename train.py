@@ -25,7 +25,10 @@ def train(config: Config, name: str) -> dict[str, Any]:
     world = start()
     try:
         job = Job(config, name, world)
-        return job.describe() if config.dry_run else job.run()
+        try:
+            return job.describe() if config.dry_run else job.run()
+        finally:
+            job.close()
     finally:
         stop()
 

@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from config.schema import Config
 from data.batches import collate
 from data.chat import Renderer
 from data.types import Prompt, Sequence
@@ -52,14 +51,6 @@ class Engine(Protocol):
         """Give accelerator memory back until the next ``publish``. Rank 0."""
 
     def close(self) -> None: ...
-
-
-def make_engine(config: Config, policy: Policy, renderer: Renderer, world: World, probe: list[Sequence], log_dir: Path) -> Engine:
-    """The engine that ``sampler`` names. ``probe``: rows on which vLLM must agree with the trainer. Raises ConfigError."""
-    if config.sampler.name == "vllm":
-        return VllmEngine(config, policy, renderer, world, probe, log_dir)
-    batch_size = config.sampler.batch_size or config.model.eval_batch_size
-    return EmbeddedEngine(EmbeddedSampler(policy, renderer, world.device, batch_size=batch_size, synced=world.size > 1), world)
 
 
 def probe_rows(prompts: list[Prompt], renderer: Renderer) -> list[Sequence]:
@@ -114,10 +105,11 @@ class EmbeddedEngine:
 class VllmEngine:
     """vLLM beside rank 0. Weights go over as a folder; then both score the probe, and must agree."""
 
-    def __init__(self, config: Config, policy: Policy, renderer: Renderer, world: World, probe: list[Sequence], log_dir: Path) -> None:
-        self.policy, self.renderer, self.world, self.probe = policy, renderer, world, probe
-        self.trained_in = config.model.dtype
-        self.sampler = VllmSampler(config.sampler, renderer, max_length=config.model.max_length, dtype=config.model.dtype, log_dir=log_dir)
+    def __init__(self, sampler: VllmSampler, policy: Policy, renderer: Renderer, world: World, probe: list[Sequence], trained_in: str,
+                 ) -> None:
+        """``probe``: rows on which engine and trainer must agree; ``trained_in``: the trainer's compute dtype."""
+        self.sampler, self.policy, self.renderer, self.world = sampler, policy, renderer, world
+        self.probe, self.trained_in = probe, trained_in
         self._probed: Probe | None = None
         self._folder: Path | None = None
 

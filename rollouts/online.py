@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
+from config.checks import StoppedError
 from config.schema import Config
 from data import views
 from data.batches import Segment
@@ -23,7 +24,9 @@ from models.reference import weights_fingerprint
 from rollouts.engines import Engine
 from rollouts.ledger import RoundFolder
 from rollouts.making import Maker, samples_table
+from rollouts.rewards.base import RewardError
 from rollouts.rounds import Contexts
+from rollouts.worker_process import SamplerError
 from trainers.basic import BasicTrainer
 from trainers.tracking import read_metrics
 
@@ -61,8 +64,14 @@ class OnlineSource:
     def segment(self, index: int) -> Segment | None:
         """The round's segment, made now or found on disk; None when all planned contexts were sampled.
 
-        Raises what sampling and scoring raise: SamplerError, RewardError, DataError.
+        Raises StoppedError when sampling or scoring cannot go on, and DataError for a round whose files are gone.
         """
+        try:
+            return self._segment(index)
+        except (SamplerError, RewardError) as error:
+            raise StoppedError(f"round {index}: {error}\nthe same command with resume=true goes on with this round") from error
+
+    def _segment(self, index: int) -> Segment | None:
         resumed_inside = self.trainer.progress.position > 0
         if index > 0 and not resumed_inside:
             self._close(index - 1)

@@ -7,10 +7,9 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +18,13 @@ from config.checks import StoppedError
 from config.schema import Config
 from data.chat import make_renderer
 from data.quality import DataReport
-from models.distributed import World, barrier, from_main, shard
+from models.distributed import World, barrier, on_main
 from models.export import export, full_state
+from models.loading import load_sharded
 from models.memory import estimate_memory
-from models.policy import Policy, check_model, decoder_blocks, export_dtype, load_policy, load_tokenizer
-from models.reference import Reference, weights_fingerprint
+from models.policy import Policy, check_model, export_dtype, load_tokenizer
+from models.reference import Reference
+from rollouts.setup import Online, make_online_plan
 from rollouts.verify import make_accuracy
 from trainers.basic import BasicTrainer
 from trainers.evaluation import Evaluator
@@ -34,8 +35,6 @@ from trainers.report import final_table, write_report
 from trainers.run import Run, Signals
 from trainers.setup import Offline, check_ranks, make_loss, make_plan, run_folder, trainer_class
 from trainers.tracking import Tracker
-
-T = TypeVar("T")
 
 
 class Job:
@@ -49,11 +48,18 @@ class Job:
         check_model(config.model)
         self.tokenizer = load_tokenizer(config.model)
         self.renderer = make_renderer(self.tokenizer, config.model, config.data)
-        self.plan = make_plan(config, self.trainer_class, self.renderer)
-        self.trainer_class.check(config, self.plan.train)
+        if self.renderer.template is not None:
+            self.tokenizer.chat_template = self.renderer.template  # the exported model talks as it was trained
+        self.plan = (make_online_plan if config.online else make_plan)(config, self.trainer_class, self.renderer)
+        if not config.online:  # a round may end with a batch of one prompt: then there is no mismatched row, and z0 is 0
+            self.trainer_class.check(config, self.plan.train)
         self.report = DataReport.of(self.plan.loaded, self.plan.evaluation, self.plan.examples, self.plan.cuts)
-        self.say(f"{self.plan.examples.count} {self.trainer_class.unit} to train on, {self.plan.train.units} in all, "
-                 f"{self.plan.steps} steps of {config.model.batch_size}")
+        self.online = Online(config, self.plan, self.renderer, world, Path(config.runs_dir) / name) if config.online else None
+        if self.online is not None:
+            self.say(self.online.describe(self.plan, self.trainer_class.unit))
+        else:
+            self.say(f"{self.plan.examples.count} {self.trainer_class.unit} to train on, {self.plan.train.units} in all, "
+                     f"{self.plan.steps} steps of {config.model.batch_size}")
 
     def say(self, text: str) -> None:
         if self.world.is_main:
@@ -64,10 +70,8 @@ class Job:
     def run(self) -> dict[str, Any]:
         """Train, export, report; returns the summary."""
         config, world = self.config, self.world
-        folder, exists = on_main(lambda: run_folder(config, self.name), world)
-        policy = load_policy(config.model, world.device)
-        fingerprint = weights_fingerprint(policy.named_parameters())
-        shard(policy, decoder_blocks(policy.model), world, getattr(torch, config.model.dtype))
+        folder, exists = on_main(lambda: run_folder(config, self.name))
+        policy, fingerprint = load_sharded(config.model, world)
         trainer = self.trainer_class(config, policy, self.loss, world)
         parts = {"weights": fingerprint, "text": self.renderer.fingerprint, "dtype": config.model.dtype,
                  "attention": config.model.attn_implementation, "device": world.device.type, "torch": torch.__version__}
@@ -82,15 +86,15 @@ class Job:
         if world.is_main:
             run.tracker = Tracker(folder, asdict(config), config.wandb, trainer.progress.step if state else None,
                                   state["wandb_id"] if state else None)
-        trainer.train(Offline(self.plan.train), run)
-        if trainer.progress.step != self.plan.steps:
+        trainer.train(Offline(self.plan.train) if self.online is None else self.online.source(trainer, policy, run), run)
+        if trainer.progress.step == 0 or (self.online is None and trainer.progress.step != self.plan.steps):
             raise StoppedError(f"{trainer.progress.step} of {self.plan.steps} planned steps were done")
         return self.finish(run, folder, policy)
 
     def score_training_rows(self, trainer: BasicTrainer, parts: dict[str, str], folder: Path) -> None:
         """The training rows under the initial weights: the reference for ever (offline), else for ``drift``; and the data report."""
         config, plan = self.config, self.plan.train
-        if config.has_reference and (trainer.fixed_reference or config.log_drift):
+        if config.has_reference and not config.online and (trainer.fixed_reference or config.log_drift):
             reference = trainer.reference if trainer.fixed_reference else Reference(by_row=True)
             size = trainer.micro_size if not reference.by_row else config.reference_batch_size or config.model.eval_batch_size
             batches = [plan.batch(i) for i in range(plan.steps)]
@@ -137,6 +141,11 @@ class Job:
         barrier()
         return summary
 
+    def close(self) -> None:
+        """End the processes that rounds have started."""
+        if self.online is not None:
+            self.online.close()
+
     # -- dry run --------------------------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
@@ -145,16 +154,3 @@ class Job:
         self.say(estimate_memory(self.config.model, self.plan.train, self.trainer_class.rows_per_example, self.world.size))
         return {"steps": self.plan.steps, "examples": self.plan.train.units}
 
-
-def on_main(work: Callable[[], T], world: World) -> T:
-    """What rank 0's ``work`` gives, on every rank; what it raises, on every rank."""
-    outcome: tuple[T | None, Exception | None] = (None, None)
-    if world.is_main:
-        try:
-            outcome = (work(), None)
-        except (ValueError, OSError) as error:
-            outcome = (None, error)
-    value, failure = from_main(outcome)
-    if failure is not None:
-        raise failure
-    return value
