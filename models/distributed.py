@@ -7,20 +7,22 @@ gloo ranks and eight GPUs run the same code.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 TIMEOUT = timedelta(minutes=30)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,18 @@ def reshard(policy: nn.Module) -> None:
         policy.reshard()
 
 
+def fill(policy: nn.Module, whole: dict[str, Any], device: torch.device, tie: Callable[[], object]) -> None:
+    """Give a sharded policy without weights (on the meta device) those of ``whole``, which rank 0 alone has, one tensor at a time: no
+    other rank ever holds more than its share. Buffers, which every rank has made for itself, go to ``device``.
+    ``tie`` ties the weights again that leaving the meta device has parted."""
+    buffers = {name: buffer.to(device) for name, buffer in policy.named_buffers()}
+    policy.to_empty(device=device)
+    for name, buffer in policy.named_buffers():
+        buffer.copy_(buffers[name])
+    tie()
+    set_model_state_dict(policy, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+
+
 @contextmanager
 def rounded(policy: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """The policy with its weights as they will be exported: rounded to ``dtype`` and back, for as long as the context lasts."""
@@ -122,6 +136,20 @@ def from_main(value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def on_main(work: Callable[[], T]) -> T:
+    """What rank 0's ``work`` gives, on every rank; what a user can mend of it, raised on every rank."""
+    outcome: tuple[T | None, Exception | None] = (None, None)
+    if dist.get_rank() == 0:
+        try:
+            outcome = (work(), None)
+        except (ValueError, OSError) as error:
+            outcome = (None, error)
+    value, failure = from_main(outcome)
+    if failure is not None:
+        raise failure
+    return value
 
 
 def barrier() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate import init_empty_weights
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HTTPError
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -204,16 +205,28 @@ def export_dtype(config: ModelConfig) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else getattr(torch, found)
 
 
+def empty_policy(config: ModelConfig) -> Policy:
+    """The policy with its weights on the meta device, to be sharded and then filled (models.loading). Buffers are real."""
+    found = check_model(config)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(found, **_how(config))
+        if config.use_peft:
+            model = _with_lora(model, config)
+    return _finished(Policy(model), config)
+
+
+def _how(config: ModelConfig) -> dict[str, Any]:
+    """How transformers builds the model. Masters are float32; with LoRA the base is frozen in model.dtype."""
+    dtype = getattr(torch, config.dtype) if config.use_peft else torch.float32
+    return {"attn_implementation": config.attn_implementation, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
+
+
 def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Policy:
     """The policy on ``device``, float32 masters; with LoRA the base is frozen in model.dtype and the adapters are float32.
 
-    ``seed`` makes the random weights (of adapters, or of all with model.from_config) the same on every rank. On several ranks, load
-    on the CPU: sharding moves one block at a time to the device. Raises ConfigError if weights cannot be had.
+    ``seed`` is that of random weights (of adapters, or of all with model.from_config). Raises ConfigError if weights cannot be had.
     """
-    found = check_model(config)
-    dtype = getattr(torch, config.dtype) if config.use_peft else torch.float32
-    common: dict[str, Any] = {"attn_implementation": config.attn_implementation, "dtype": dtype,
-                              "trust_remote_code": config.trust_remote_code}
+    found, common = check_model(config), _how(config)
     path = resolve_model_path(config.name_or_path)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -228,6 +241,11 @@ def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Pol
             model = _with_lora(model, config)
     policy = Policy(model.to(device))
     policy.check_head()
+    return _finished(policy, config)
+
+
+def _finished(policy: Policy, config: ModelConfig) -> Policy:
+    """The policy with its forward as the settings ask for it."""
     if config.packing:
         policy.use_packed_attention()
     if config.compile:

@@ -1,0 +1,37 @@
+"""From a model's files to a sharded policy, without every rank holding all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from config.schema import ModelConfig
+from models.distributed import World, fill, on_main, shard
+from models.policy import Policy, causal_lm, decoder_blocks, empty_policy, load_policy
+from models.reference import weights_fingerprint
+
+
+def load_sharded(config: ModelConfig, world: World) -> tuple[Policy, str]:
+    """(the policy, sharded over the ranks; the fingerprint of its weights). Raises ConfigError, on every rank, if there are none.
+
+    One rank loads to its device. Of several, rank 0 alone reads the weights, on the CPU, and hands every other its share.
+    """
+    dtype = getattr(torch, config.dtype)
+    if world.size == 1:
+        policy = load_policy(config, world.device)
+        fingerprint = weights_fingerprint(policy.named_parameters())
+        shard(policy, decoder_blocks(policy), world, dtype)
+        return policy, fingerprint
+    whole: dict[str, Any] = {}
+
+    def read() -> str:
+        loaded = load_policy(config, torch.device("cpu"))
+        whole.update(loaded.state_dict())
+        return weights_fingerprint(loaded.named_parameters())
+
+    fingerprint = on_main(read)
+    policy = empty_policy(config)
+    shard(policy, decoder_blocks(policy), world, dtype)
+    fill(policy, whole, world.device, tie=causal_lm(policy.model).tie_weights)
+    return policy, fingerprint
