@@ -31,6 +31,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
@@ -181,7 +182,7 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, str) and not (_PLAIN.fullmatch(value) and value.lower() not in _WORDS):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        return str(QuotedString(value, Quote.single).with_quotes())
     return str(value)
 
 

@@ -50,8 +50,8 @@ def check_ranks(config: Config, run: Run, ranks: int) -> None:
     parts = config.model.gradient_accumulation_steps * ranks
     if config.model.batch_size % parts:
         raise ConfigError(f"{run.name}: model.batch_size", config.model.batch_size,
-                          f"does not divide into {ranks} ranks x {config.model.gradient_accumulation_steps} accumulation steps: "
-                          f"fewer nodes or GPUs (slurm.nodes, slurm.gpus_per_node), or a multiple of {parts}")
+                          f"does not divide into {ranks} ranks x {config.model.gradient_accumulation_steps} accumulation steps: use a "
+                          "smaller model.gradient_accumulation_steps, or fewer nodes or GPUs (--set nodes=…, --set gpus_per_node=…)")
 
 
 def inspect(run: Run) -> State:

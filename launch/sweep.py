@@ -113,9 +113,9 @@ def plan(sweep: Sweep, states: Sequence[State], waiting: dict[str, str], hours: 
     counts = Counter(QUEUED if state.run.name in waiting else state.kind for state in states)
     todo = [s for s in states if s.kind not in (FINISHED, CHANGED)]
     known = [hours[s.run.name] for s in todo if s.run.name in hours]
-    total = f"{sum(known):.1f} hours to go"
-    total += f" (without {len(todo) - len(known)} runs that nothing is known of)" if len(known) < len(todo) else ""
-    if job is not None and job.gpus_per_node:
+    total = f"{sum(known):.1f} hours to go" if known or not todo else "cost unknown: --rate tells, or hours: in the sweep file"
+    total += f" (without {len(todo) - len(known)} runs that nothing is known of)" if known and len(known) < len(todo) else ""
+    if job is not None and job.gpus_per_node and known:
         total += f", {sum(known) * job.nodes * job.gpus_per_node:.1f} GPU hours"
     lines += ["", f"{sweep.name}: {len(states)} runs: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()), total]
     return "\n".join([*lines, *([describe(job)] if job is not None else [])])

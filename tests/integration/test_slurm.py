@@ -90,7 +90,8 @@ def test_cancelled_requeued_and_timed_out_runs_all_finish(tmp_path: Path) -> Non
     runs, logs = tmp_path / "runs", tmp_path / "logs"
     base = {"runs_dir": str(runs), "wandb.enabled": False, "n_eval_examples": 8, "model.batch_size": 8, "cache_dir": str(tmp_path / "c")}
     file = write(tmp_path / "adder.yaml", {
-        "base": base, "cells": {"long": {"n_examples": 2000}, "requeued": {"n_examples": 80}, "cancelled": {"n_examples": 80}},
+        "base": base,
+        "cells": {"long": {"n_epochs": None, "n_examples": 8000}, "requeued": {"n_examples": 80}, "cancelled": {"n_examples": 80}},
         "slurm": {"gpus_per_node": 0, "cpus_per_rank": 1, "time": "1", "signal_lead": 10, "python": sys.executable},
     })
     names = [f"adder-{cell}-s1" for cell in ("long", "requeued", "cancelled")]
@@ -105,8 +106,8 @@ def test_cancelled_requeued_and_timed_out_runs_all_finish(tmp_path: Path) -> Non
     again = json.loads((logs / "adder" / "submitted.jsonl").read_text().splitlines()[-1])
     assert again["runs"] == [names[2]], "what is queued is left alone, what was cancelled is submitted again"
 
-    until(lambda: all((runs / name / "summary.json").exists() for name in names), 240, lambda: queue() + logs_of(logs))
-    for name, steps in zip(names, (250, 10, 10), strict=True):
+    until(lambda: all((runs / name / "summary.json").exists() for name in names), 400, lambda: queue() + logs_of(logs))
+    for name, steps in zip(names, (1000, 10, 10), strict=True):
         lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == list(range(steps)), f"{name}: every step is there once"
     text = next((logs / "adder").glob(f"{names[0]}.*.out")).read_text()

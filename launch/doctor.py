@@ -1,0 +1,265 @@
+"""Is this machine, with these settings, fit for a long run? Each finding comes with its remedy.
+
+    python -m launch.doctor loss=dpo humanline=true model=llama3-8b-instruct     # the settings that the run will have
+
+Checks settings, versions, GPUs and attention kernels, that ranks reach each other, data (a dry run), disk space for the checkpoints to
+come, the hub and wandb, and takes two steps. Exit codes: 0 fit; 1 something would stop the run; 2 the settings cannot be honoured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from config.schema import Config, ConfigError
+from launch.slurm import ROOT
+from launch.state import compose_config
+
+OK, NOTE, BAD = "ok", "note", "BAD"
+PARAMETER_BYTES = 12
+"""A checkpoint has float32 weights and AdamW's two moments."""
+NETWORK_SECONDS = 5
+PROBE_SECONDS, DRY_SECONDS, RUN_SECONDS = 180, 900, 1800
+_PARAMETERS = re.compile(r"([\d,.]+) M parameters")
+
+DEVICES = """
+import importlib.util, json, torch
+gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+free = [torch.cuda.mem_get_info(i)[0] for i in range(len(gpus))]
+print(json.dumps({
+    "torch": torch.__version__, "cuda": torch.version.cuda, "gpus": [[p.name, p.total_memory, f] for p, f in zip(gpus, free)],
+    "bf16": not gpus or torch.cuda.is_bf16_supported(), "flash_attn": importlib.util.find_spec("flash_attn") is not None,
+    "kernels": [k for k in ("flash", "mem_efficient", "cudnn", "math") if getattr(torch.backends.cuda, f"{k}_sdp_enabled")()]}))
+"""
+RANKS = """
+import torch
+from models.distributed import start, stop, sum_over_ranks
+world = start()
+total = float(sum_over_ranks(torch.tensor(world.rank + 1.0, device=world.device)))
+assert total == world.size * (world.size + 1) / 2, total
+stop()
+"""
+"""Both run as processes of their own: a broken driver or a hanging collective must not take the doctor along."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    level: str
+    text: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level:<5} {self.what:<10} {self.text}" + (f"\n{'':<17}-> {self.remedy}" if self.remedy else "")
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What torch sees, from a process of its own."""
+
+    gpus: tuple[tuple[str, int, int], ...]
+    """(name, bytes in all, bytes free)"""
+    findings: tuple[Finding, ...]
+
+    @property
+    def ranks(self) -> int:
+        """Processes that a run here would have."""
+        return len(self.gpus) or 1
+
+
+def examine(config: Config, overrides: Sequence[str], steps: bool = True) -> Iterator[Finding]:
+    """Every finding, as it is made: the quick checks first."""
+    yield Finding("settings", OK, f"{config.variant} {config.loss['name']}, {config.model.name} on {config.data.name}")
+    yield from versions()
+    devices = look(config)
+    yield from devices.findings
+    yield from network(config)
+    yield talk(max(2, devices.ranks), "NCCL" if devices.gpus else "gloo")
+    finding, parameters = data(overrides)
+    yield finding
+    if parameters is not None:
+        yield disk(config, parameters)
+    if steps and finding.level != BAD:
+        yield two_steps(config, overrides, devices.ranks)
+
+
+def versions() -> Iterator[Finding]:
+    """Installed packages against the pins of requirements-cpu.txt and requirements.txt (vLLM)."""
+    text = "\n".join((ROOT / name).read_text() for name in ("requirements-cpu.txt", "requirements.txt"))
+    pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", text, re.MULTILINE))
+    other = []
+    for package, pin in pins.items():
+        try:
+            have = importlib.metadata.version(package).split("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            have = "absent"
+        if have != pin and not (package == "vllm" and have == "absent"):
+            other.append(f"{package} {have} (pinned {pin})")
+    if other:
+        yield Finding("versions", NOTE, ", ".join(other), "tested with the pinned ones: make venv")
+    else:
+        yield Finding("versions", OK, f"{len(pins)} packages as pinned")
+
+
+def look(config: Config) -> Devices:
+    """GPUs, their free memory, bf16, attention kernels."""
+    code, out = run([sys.executable, "-c", DEVICES], PROBE_SECONDS)
+    if code:
+        return Devices((), (Finding("devices", BAD, f"torch cannot be asked: {last(out)}", "reinstall it: make venv"),))
+    seen = json.loads(out.splitlines()[-1])
+    gpus = tuple((name, total, free) for name, total, free in seen["gpus"])
+    found = []
+    for i, (name, total, free) in enumerate(gpus):
+        busy = free < 0.9 * total
+        found.append(Finding("GPU", NOTE if busy else OK, f"{i}: {name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free",
+                             "another process holds memory there: nvidia-smi" if busy else ""))
+    if not gpus:
+        expected = shutil.which("nvidia-smi") is not None
+        found.append(Finding("GPU", BAD if expected else NOTE, f"none is seen by torch {seen['torch']}",
+                             "nvidia-smi is here: torch's CUDA build does not fit the driver" if expected else "a run will use the CPU"))
+    if config.model.dtype == "bfloat16" and not seen["bf16"]:
+        found.append(Finding("GPU", BAD, "has no bfloat16", "model.dtype=float32"))
+    kernel = config.model.attn_implementation
+    if kernel.startswith("flash_attention") and not seen["flash_attn"]:
+        found.append(Finding("attention", BAD, f"{kernel} needs the package flash-attn, which is not installed",
+                             "install it, or model.attn_implementation=sdpa"))
+    else:
+        found.append(Finding("attention", OK, f"{kernel} (sdpa kernels: {', '.join(seen['kernels'])})"))
+    return Devices(gpus, tuple(found))
+
+
+def network(config: Config) -> Iterator[Finding]:
+    """The hub and wandb, as far as the settings need them."""
+    offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
+    remote = [name for name in (config.model.name_or_path, config.data.path) if name and not (ROOT / name).exists()]
+    if not remote:
+        yield Finding("hub", OK, "model and data are files of this machine")
+    elif offline:
+        yield Finding("hub", NOTE, "HF_HUB_OFFLINE is set: what is in the cache is all there is", f"have been fetched: {', '.join(remote)}")
+    elif problem := reach(os.environ.get("HF_ENDPOINT", "https://huggingface.co")):
+        yield Finding("hub", BAD, f"{problem}; needed for {', '.join(remote)}",
+                      "fetch them where there is a network (hf download …), then HF_HOME=… HF_HUB_OFFLINE=1")
+    else:
+        yield Finding("hub", OK, "reached")
+    if not config.wandb.enabled or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
+        yield Finding("wandb", OK, "not used online")
+    elif problem := reach(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")):
+        yield Finding("wandb", NOTE, problem, "the run is tracked in files, which wandb sync uploads later; WANDB_MODE=offline waits less")
+    else:
+        yield Finding("wandb", OK, "reached")
+
+
+def reach(url: str) -> str | None:
+    """What is wrong with ``url``; None when something answers there."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=NETWORK_SECONDS):
+            return None
+    except urllib.error.HTTPError:
+        return None  # an answer, if not a page
+    except (OSError, ValueError) as error:
+        return f"{url} is not reached ({error})"
+
+
+def talk(ranks: int, backend: str) -> Finding:
+    """Whether ranks on this machine reach each other."""
+    words = [*torchrun(ranks), "--no-python", sys.executable, "-c", RANKS]
+    code, out = run(words, PROBE_SECONDS)
+    if code:
+        return Finding("ranks", BAD, f"{ranks} ranks do not reach each other ({backend}): {last(out)}",
+                       "NCCL_DEBUG=INFO says more; NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME chooses the network")
+    return Finding("ranks", OK, f"{ranks} ranks reach each other ({backend})")
+
+
+def data(overrides: Sequence[str]) -> tuple[Finding, float | None]:
+    """A dry run: data, tokenizer, combination of settings; and the number of parameters, where it says one."""
+    code, out = run([sys.executable, "train.py", *overrides, "dry_run=true"], DRY_SECONDS)
+    if code:
+        return Finding("dry run", BAD, last(out), "python train.py … dry_run=true shows all of it"), None
+    found = _PARAMETERS.search(out)
+    counted = [line for line in out.splitlines() if " in all" in line or "rounds" in line]
+    return Finding("dry run", OK, counted[0] if counted else "done"), float(found[1].replace(",", "")) * 1e6 if found else None
+
+
+def disk(config: Config, parameters: float) -> Finding:
+    """Room for the checkpoints that stay, one that is being written, and the exported model."""
+    need = parameters * (PARAMETER_BYTES * (config.keep_checkpoints + 1) + 4)
+    folder = ROOT / config.runs_dir
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    text = f"{free / 1e9:,.0f} GB free at {folder}, a run needs about {need / 1e9:,.1f}"
+    return Finding("disk", OK if free > need else BAD, text, "" if free > need else "runs_dir=… elsewhere, or keep_checkpoints=1")
+
+
+def two_steps(config: Config, overrides: Sequence[str], ranks: int) -> Finding:
+    """The run itself, two steps (online: one small round) long."""
+    if config.online:
+        contexts = max(2, config.model.batch_size // config.rounds.samples)
+        short = [f"rounds.contexts={contexts}", f"rounds.contexts_per_round={contexts}"]
+    else:
+        short = [f"n_examples={2 * config.model.batch_size}"]
+    with tempfile.TemporaryDirectory(dir=ROOT) as folder:
+        own = ["n_eval_examples=8", f"runs_dir={folder}", "exp_name=doctor", "resume=false", "overwrite=false", "wandb.enabled=false"]
+        launcher = torchrun(ranks) if ranks > 1 else [sys.executable]
+        code, out = run([*launcher, "train.py", *overrides, *short, *own], RUN_SECONDS)
+        if code or not (Path(folder) / "doctor" / "summary.json").exists():
+            return Finding("two steps", BAD, f"exit code {code}: {last(out)}", "the same command in full says more; less memory: "
+                           "model.gradient_accumulation_steps, model.activation_checkpointing=true")
+        speed = json.loads((Path(folder) / "doctor" / "summary.json").read_text())["tokens_per_second"]
+    return Finding("two steps", OK, f"done and exported, {speed:,.0f} tokens/s on {ranks} rank(s)")
+
+
+def torchrun(ranks: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+
+
+def run(words: Sequence[str], seconds: int) -> tuple[int, str]:
+    """(exit code, everything it said) of a process of its own; 124 and what it was when it took too long."""
+    try:
+        done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds,
+                              env=os.environ | {"PYTHONPATH": str(ROOT)})
+    except subprocess.TimeoutExpired:
+        return 124, f"no end after {seconds} seconds"
+    return done.returncode, done.stdout
+
+
+def last(out: str) -> str:
+    """The line that says most: the last error, else the last line."""
+    lines = [line.strip() for line in out.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(error:|\w*(Error|Exception)\b)", line)]
+    return (errors or lines or ["no output"])[-1]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    about = argparse.ArgumentParser("python -m launch.doctor", description=__doc__, formatter_class=form)
+    about.add_argument("overrides", nargs="*", help="the settings of the run, as for train.py")
+    about.add_argument("--no-steps", action="store_true", help="leave out the two steps")
+    options = about.parse_intermixed_args(words)
+    try:
+        config = compose_config(options.overrides)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    bad = 0
+    for finding in examine(config, options.overrides, steps=not options.no_steps):
+        print(finding, flush=True)
+        bad += finding.level == BAD
+    print(f"\n{bad} thing{'s' * (bad != 1)} would stop this run" if bad else "\nfit for this run")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

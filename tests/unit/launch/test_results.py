@@ -1,0 +1,144 @@
+"""The results table: statistics against scipy and by hand, choosing on validation alone, nothing dropped."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from config.schema import dump
+from launch import results
+from launch.collect import numbers, of_folders, read_run
+from launch.results import cells_of
+from launch.state import compose_config
+from launch.statistics import compare, holm, mean, paired
+
+METRIC = "eval_accuracy_sampled"
+
+
+def finish(runs: Path, name: str, value: float | None, *overrides: str, test: float | None = None) -> Path:
+    """A run folder as train.py leaves it; ``value`` None: killed after four steps."""
+    folder = runs / name
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump(compose_config([*overrides, f"exp_name={name}"])))
+    lines = [{"step": s, "examples": 32 * (s + 1), "loss": 1 / (s + 1)} for s in range(4)]
+    lines[0][METRIC] = 0.5
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "lo')
+    if value is not None:
+        summary = {"before": {METRIC: 0.5}, "after": {METRIC: value, "eval_loss": None}, "seconds": 60.0, "examples": 128, "steps": 4}
+        (folder / "summary.json").write_text(json.dumps(summary))
+    if test is not None:
+        (folder / "evals").mkdir()
+        (folder / "evals" / "test.json").write_text(json.dumps({"settings": {"n": 5}, "pass@1": test, "items": [1, 2], "ok": True}))
+    return folder
+
+
+@given(st.lists(st.none() | st.floats(0, 1), max_size=12))
+def test_holm_properties(values: list[float | None]) -> None:
+    adjusted = holm(values)
+    known = [(p, q) for p, q in zip(values, adjusted, strict=True) if p is not None]
+    assert [q is None for q in adjusted] == [p is None for p in values]
+    assert all(p <= q <= 1 for p, q in known)
+    assert all(q1 <= q2 for (p1, q1) in known for (p2, q2) in known if p1 < p2)
+    assert not known or min(q for _, q in known) == pytest.approx(min(1, len(known) * min(p for p, _ in known)))
+
+
+def test_holm_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])  # Holm (1979): 4p, 3p, 2p, p, made monotone
+
+
+@given(st.lists(st.floats(-5, 5), min_size=3, max_size=8), st.lists(st.floats(-5, 5), min_size=8, max_size=8))
+def test_paired_tests_are_scipys(a: list[float], b: list[float]) -> None:
+    differences = np.array(a) - np.array(b[: len(a)])
+    found = paired("a", "b", list(differences))
+    if np.ptp(differences) > 1e-6:
+        assert found.p_t == pytest.approx(stats.ttest_rel(a, b[: len(a)]).pvalue, rel=1e-6)
+        assert found.difference.value == pytest.approx(differences.mean())
+        assert found.difference.error == pytest.approx(differences.std(ddof=1) / math.sqrt(len(a)))
+
+
+def test_differences_without_variance() -> None:
+    same, shifted = paired("a", "b", [0.0, 0.0, 0.0]), paired("a", "b", [0.5, 0.5, 0.5])
+    assert same.p_t == 1 and shifted.p_t is None, "a t-test without a variance proves nothing"
+    assert mean([]) is None and mean([2.0]).error is None
+
+
+def test_pairs_are_of_the_same_seed() -> None:
+    found = compare({"a": {1: 0.1, 2: 0.2, 3: 0.3}, "b": {2: 0.4, 3: 0.6, 9: 5.0}, "c": {1: 1.0}})
+    assert [(c.a, c.b, c.difference.n) for c in found] == [("a", "b", 2)], "one seed in common is no test"
+    assert found[0].difference.value == pytest.approx(0.25)
+    with_baseline = compare({"a": {1: 0.1, 2: 0.2}, "b": {1: 0.4, 2: 0.6}, "c": {1: 1.0, 2: 0.0}}, baseline="b")
+    assert [(c.a, c.b) for c in with_baseline] == [("b", "a"), ("b", "c")]
+
+
+def test_best_setting_is_chosen_on_validation_and_never_on_test(tmp_path: Path) -> None:
+    for lr, validation, test in ((1e-4, 0.6, 0.1), (1e-3, 0.5, 0.9)):
+        for seed in (1, 2):
+            finish(tmp_path, f"x-dpo-lr{lr}-s{seed}", validation, f"lr={lr}", f"seed={seed}", test=test)
+    cells = cells_of(of_folders([tmp_path]), ["lr"], METRIC)
+    assert [(cell.name, cell.selected, len(cell.tried)) for cell in cells] == [("x-dpo", {"lr": 1e-4}, 2)]
+    assert cells[0].mean("test/pass@1").value == pytest.approx(0.1), "the better test score belongs to the setting that was not chosen"
+    assert results.main([str(tmp_path), "--select", "lr", "--validation", "test/pass@1", "--out", str(tmp_path / "o")]) == 2
+
+
+def test_a_setting_with_fewer_finished_seeds_is_not_chosen_over_another(tmp_path: Path) -> None:
+    finish(tmp_path, "x-a-s1", 0.9, "lr=1e-4", "seed=1")
+    finish(tmp_path, "x-a-s2", None, "lr=1e-4", "seed=2")
+    for seed in (1, 2):
+        finish(tmp_path, f"x-b-s{seed}", 0.5, "lr=1e-3", f"seed={seed}")
+    assert cells_of(of_folders([tmp_path]), ["lr"], METRIC)[0].selected == {"lr": 1e-3}
+
+
+def test_unfinished_and_unstarted_runs_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = tmp_path / "runs"
+    sweep = {"base": {"runs_dir": str(runs)}, "grid": {"loss": ["dpo", "kto"]}, "seeds": [1, 2, 3]}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(sweep))
+    base = [f"runs_dir={runs}", "wandb.tags=[s,s-dpo]"]
+    finish(runs, "s-dpo-s1", 0.6, "loss=dpo", "seed=1", *base)
+    finish(runs, "s-dpo-s2", None, "loss=dpo", "seed=2", *base)
+    assert results.main([str(tmp_path / "s.yaml"), "--out", str(tmp_path / "o")]) == 0
+    said = capsys.readouterr().out
+    assert "| s-dpo | 1/3, s2 unfinished at step 4, s3 not started | 0.6 |" in said
+    assert "| s-kto | 0/3, s1 not started, s2 not started, s3 not started | – |" in said
+    rows = list(csv.DictReader((tmp_path / "o" / "runs.csv").open()))
+    assert [row["status"] for row in rows] == ["finished", "unfinished", "not started", *["not started"] * 3]
+    assert (rows[0]["wandb group"], rows[0]["wandb tags"]) == ("dpo-offline", "s s-dpo dpo offline")
+    page = (tmp_path / "o" / "index.html").read_text()
+    assert page.count("<svg") == 3 and "http" not in page.split("<svg")[0], "one overview, a curve a cell, nothing from elsewhere"
+
+
+def test_the_table_is_the_raw_numbers(tmp_path: Path) -> None:
+    values = {"dpo": [0.50, 0.60, 0.70], "kto": [0.55, 0.55, 0.85]}
+    for loss, scores in values.items():
+        for seed, value in enumerate(scores, start=1):
+            finish(tmp_path / "runs", f"s-{loss}-s{seed}", value, f"loss={loss}", f"seed={seed}")
+    assert results.main([str(tmp_path / "runs"), "--out", str(tmp_path / "o")]) == 0
+    for row in csv.DictReader((tmp_path / "o" / "table.csv").open()):
+        scores = np.array(values[row["cell"].split("-")[1]])
+        assert float(row[f"{METRIC} mean"]) == pytest.approx(scores.mean())
+        assert float(row[f"{METRIC} se"]) == pytest.approx(scores.std(ddof=1) / math.sqrt(3))
+    text = (tmp_path / "o" / "table.md").read_text()
+    assert f"{stats.ttest_rel(values['kto'], values['dpo']).pvalue:.4f}" in text
+
+
+def test_runs_of_one_name_but_other_settings_are_not_averaged(tmp_path: Path) -> None:
+    finish(tmp_path, "s-s1", 0.5, "seed=1", "lr=1e-3")
+    finish(tmp_path, "s-s2", 0.7, "seed=2", "lr=1e-4")
+    cells = cells_of(of_folders([tmp_path]), [], METRIC)
+    assert len(cells) == 2 and all(cell.name.startswith("s (") for cell in cells)
+
+
+def test_reading_a_run(tmp_path: Path) -> None:
+    run = read_run(finish(tmp_path, "a-s1", 0.6, "humanline=true", test=0.25))
+    assert run.values == {METRIC: 0.6, "seconds": 60.0, "test/pass@1": 0.25}
+    assert run.lines[-1] == {METRIC: 0.6, "step": 4, "examples": 128} and run.step == 4
+    assert run.group == "dpo-offline+humanline" and run.tags == ("dpo", "offline+humanline")
+    assert numbers({"a": {"b": 1, "config": {"c": 2}}, "d": "x", "e": [1]}) == {"a.b": 1.0}

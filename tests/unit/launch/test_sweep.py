@@ -1,0 +1,150 @@
+"""Plans and local runs, with a stand-in for train.py that behaves as its exit codes say."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from config.schema import ConfigError, dump
+from launch import local, sweep
+from launch.estimate import hours_of
+from launch.grid import Run
+from launch.local import DONE, FAILED, STOPPED, Pool
+from launch.state import CHANGED, FINISHED, NEW, PARTIAL, State, check_ranks, compose_config, inspect, tail
+
+STAND_IN = """
+import json, os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1]); folder.mkdir(parents=True, exist_ok=True)
+starts = folder / "starts"
+with starts.open("a") as f: f.write(f"{os.environ.get('CUDA_VISIBLE_DEVICES')}\\n")
+n = len(starts.read_text().splitlines())
+print(f"start {n}", flush=True)
+signal.signal(signal.SIGTERM, lambda *a: sys.exit(75))
+kind = sys.argv[2]
+if kind == "slow": time.sleep(20)
+if kind == "refused": sys.exit(2)
+if kind == "crash" or kind == "flaky" and n == 1: print("boom", flush=True); sys.exit(1)
+if kind == "requeue" and n == 1: sys.exit(75)
+(folder / "summary.json").write_text("{}")
+"""
+
+
+@pytest.fixture
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    base = compose_config([])
+
+    def make(*kinds: str, slots: int = 2, gpus: tuple[str, ...] = ()) -> Pool:
+        base.runs_dir = str(tmp_path)
+        states = [State(Run("s", f"{kind}{i}", 1, {"kind": kind}, None), base, NEW) for i, kind in enumerate(kinds)]
+        monkeypatch.setattr(local, "command", lambda run: [str(tmp_path / "stand_in.py"), str(tmp_path / run.name), run.settings["kind"]])
+        return Pool(states, tmp_path / "logs", slots, gpus, retries=1)
+
+    return make
+
+
+def test_each_exit_code_is_understood(pool, tmp_path: Path) -> None:
+    out = io.StringIO()
+    tasks = pool("fine", "crash", "flaky", "refused", "requeue").run(out)
+    starts = [len((task.state.folder / "starts").read_text().splitlines()) for task in tasks]
+    assert [task.status for task in tasks] == [DONE, FAILED, DONE, FAILED, DONE]
+    assert starts == [1, 2, 2, 1, 2], "a crash is tried again once, refused settings are not, an interrupted run goes on"
+    said = local.failures(tasks)
+    assert "boom" in said and "crash1-s1: exit code 1" in said and "refused3-s1: exit code 2" in said and "flaky" not in said
+    assert "finished" in out.getvalue() and "failed" in out.getvalue()
+
+
+def test_gpus_are_shared_out(pool, tmp_path: Path) -> None:
+    tasks = pool("fine", "fine", slots=2, gpus=("4", "5")).run(io.StringIO())
+    assert sorted((task.state.folder / "starts").read_text().strip() for task in tasks) == ["4", "5"]
+
+
+def test_stopping_asks_every_run_and_starts_no_other(pool) -> None:
+    made = pool("slow", "slow", "fine", slots=2)
+    threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    begun = time.monotonic()
+    tasks = made.run(io.StringIO())
+    assert [task.status for task in tasks] == [STOPPED] * 3 and time.monotonic() - begun < 10
+    assert [task.code for task in tasks] == [75, 75, None]
+
+
+def made(tmp_path: Path, **parts: object) -> str:
+    path = tmp_path / "s.yaml"
+    path.write_text(yaml.safe_dump({"base": {"runs_dir": str(tmp_path / "runs")}, **parts}))
+    return str(path)
+
+
+def record(tmp_path: Path, name: str, overrides: list[str], finished: bool) -> None:
+    folder = tmp_path / "runs" / name
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump(compose_config(overrides)))
+    (folder / "metrics.jsonl").write_text('{"step": 3, "loss": 0.5}\n{"step": 4, "lo')
+    if finished:
+        (folder / "summary.json").write_text(json.dumps({"seconds": 7200.0}))
+
+
+def test_states_of_runs(tmp_path: Path) -> None:
+    settings = {"runs_dir": str(tmp_path / "runs"), "loss": "dpo"}
+    run = {cell: Run("s", cell, 1, settings, 1.0) for cell in ("new", "partial", "finished", "changed")}
+    record(tmp_path, "partial-s1", ["loss=dpo", "exp_name=other", "wandb.tags=[x]"], finished=False)
+    record(tmp_path, "finished-s1", ["loss=dpo"], finished=True)
+    record(tmp_path, "changed-s1", ["loss=dpo", "lr=1e-3"], finished=True)
+    states = {cell: inspect(run[cell]) for cell in run}
+    assert {cell: state.kind for cell, state in states.items()} == {
+        "new": NEW, "partial": PARTIAL, "finished": FINISHED, "changed": CHANGED}
+    assert states["partial"].detail == "step 3", "a half-written line is no line"
+    assert states["changed"].detail == "lr"
+    hours = hours_of([*states.values(), State(Run("s", "finished", 2, settings, 1.0), states["new"].config, NEW)])
+    assert hours["finished-s2"] == 2.0 and hours["new-s1"] == 1.0, "measured where a seed is finished, else as the file says"
+
+
+def test_a_plan_names_every_command_and_acts_on_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep.main([made(tmp_path, grid={"loss": ["dpo", "kto"]}, hours=3), "--set", "gpus_per_node=4", "lr=1e-4"]) == 0
+    said = capsys.readouterr().out
+    assert "s-dpo-s1" in said and "python train.py" in said and "lr=0.0001 loss=kto seed=1 exp_name=s-kto-s1 resume=true" in said
+    assert "6.0 hours to go, 24.0 GPU hours" in said and not (tmp_path / "runs").exists()
+
+
+def test_changed_settings_are_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = made(tmp_path)
+    record(tmp_path, "s-s1", ["lr=1e-3"], finished=True)
+    assert sweep.main([file]) == 0, "looking is allowed"
+    assert sweep.main([file, "--local", "1"]) == 2
+    assert "lr" in capsys.readouterr().err
+    assert sweep.main([file, "--script", "--set", "gpus_per_node=0", "--name", "s-2"]) == 0
+    assert "exp_name=s-2-s1" in capsys.readouterr().out, "another name makes other runs of them"
+
+
+@pytest.mark.parametrize(("grid", "said"), [({"humanline": [True], "loss": ["sft"]}, "no reference"), ({"lr": [-1.0]}, "lr"),
+                                            ({"loss": ["nope"]}, "nope"), ({"betta": [1]}, "betta")])
+def test_wrong_settings_are_refused_in_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], grid: dict, said: str) -> None:
+    assert sweep.main([made(tmp_path, grid=grid)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_batches_that_do_not_divide_over_the_ranks_are_refused_before_the_cluster_is_asked(tmp_path: Path) -> None:
+    config = compose_config(["model.batch_size=32", "model.gradient_accumulation_steps=2"])
+    run = Run("s", "c", 1, {}, None)
+    check_ranks(config, run, 16)
+    with pytest.raises(ConfigError, match="32 ranks x 2"):
+        check_ranks(config, run, 32)
+
+
+def test_tail_of_a_log(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"a\nb\n 10%\r 50%\r100%\nend\n")
+    assert tail(tmp_path / "log", 3) == ["b", "100%", "end"] and tail(tmp_path / "none") == []
+
+
+def test_a_finished_sweep_has_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = made(tmp_path)
+    record(tmp_path, "s-s1", [], finished=True)
+    assert sweep.main([file, "--local", "1", "--logs", str(tmp_path)]) == 0
+    assert "nothing to do" in capsys.readouterr().out
