@@ -1,0 +1,32 @@
+"""Reward functions that rounds are tested with. They live in a process of their own, whose module state they may use."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from data.adder import rewards
+
+_calls = 0
+
+
+def slow(completions: list[str], reference: list[str | None]) -> list[float | None]:
+    """The embedded task's, after as many seconds as SLOW_REWARD says."""
+    time.sleep(float(os.environ.get("SLOW_REWARD", 0)))
+    return rewards(completions, reference)
+
+
+def silent_second_time(completions: list[str], reference: list[str | None]) -> list[float | None]:
+    """The embedded task's, but in the second call all are equal."""
+    global _calls
+    _calls += 1
+    return [1.0] * len(completions) if _calls == 2 else rewards(completions, reference)
+
+
+def broken(completions: list[str], reference: list[str | None]) -> list[float | None]:
+    raise RuntimeError("out of order")
+
+
+def by_length(completions: list[str]) -> list[float | None]:
+    """Longer is better, and every seventh sample has no verdict."""
+    return [None if i % 7 == 6 else float(len(text)) for i, text in enumerate(completions)]

@@ -1,0 +1,192 @@
+"""Which prompts a round takes, what becomes of scored samples, and which stages a killed round has behind it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from config.schema import ConfigError, DataConfig
+from config.schema_rounds import RoundsConfig
+from data.groups import to_dict
+from data.sources import load_groups
+from data.types import Completion, DataError, Prompt, Turn
+from rollouts.ledger import RoundFolder, sampled_line, sampled_of
+from rollouts.rounds import EQUAL, SILENT, TOO_EQUAL, TOO_FEW, Contexts, Sampled, feedback
+from tests.tiny import make_config
+
+
+def prompt(i: int) -> Prompt:
+    return Prompt((Turn("user", f"question {i}"),), reference=str(i))
+
+
+def sampled(n: int) -> Sampled:
+    return Sampled(prompt(0), tuple(Completion(f"answer {i}", (i, 1), finished=i % 2 == 0) for i in range(n)))
+
+
+scores = st.lists(st.one_of(st.none(), st.integers(-3, 3).map(float)), min_size=1, max_size=8)
+
+
+# -- contexts ----------------------------------------------------------------------------------------------------------------------
+
+
+@given(n=st.integers(1, 30), planned=st.integers(1, 90), size=st.integers(1, 40), seed=st.integers(0, 5))
+def test_no_context_comes_again_before_all_have_come(n, planned, size, seed):
+    contexts = Contexts([prompt(i) for i in range(n)], planned, seed)
+    taken = [p.id for first in range(0, planned, size) for _, part in contexts.take(first, min(first + size, planned)) for p in part]
+    assert len(taken) == planned
+    for first in range(0, planned, n):
+        assert len(set(taken[first : first + n])) == len(taken[first : first + n])
+
+
+def test_the_order_is_the_seeds_and_not_the_rounds():
+    prompts = [prompt(i) for i in range(20)]
+    whole = Contexts(prompts, 50, 1).take(0, 50)
+    flat = [(seed, p.id) for seed, part in whole for p in part]
+    pieces = [Contexts(prompts, 50, 1).take(i, i + 5) for i in range(0, 50, 5)]
+    assert [(seed, p.id) for piece in pieces for seed, part in piece for p in part] == flat
+    assert [p.id for _, part in Contexts(prompts, 50, 2).take(0, 50) for p in part] != [name for _, name in flat]
+    assert flat[:20] != flat[20:40]
+
+
+def test_a_prompt_that_comes_again_is_sampled_with_other_random_numbers():
+    parts = Contexts([prompt(0), prompt(1)], 6, 1).take(0, 6)
+    assert len({seed for seed, _ in parts}) == len(parts) == 3
+
+
+# -- feedback ----------------------------------------------------------------------------------------------------------------------
+
+
+@given(scores, st.sampled_from([0.0, 0.01, 1.0, 2.5]))
+def test_best_against_worst_if_they_differ_by_tau(values, tau):
+    """Algorithm 1, lines 8 to 10, told once more."""
+    given_ = [v for v in values if v is not None]
+    made = feedback(sampled(len(values)), values, RoundsConfig(tau=tau), 0)
+    if len(given_) < 2:
+        assert made == TOO_FEW
+    elif max(given_) == min(given_) or max(given_) - min(given_) < tau:
+        assert made == TOO_EQUAL
+    else:
+        (group,) = made
+        assert group.rewards == (max(given_), min(given_))
+        assert group.completions == tuple(sampled(len(values)).completions[values.index(v)] for v in group.rewards)
+
+
+@pytest.mark.parametrize(("difference", "kept"), [(0.0, False), (0.0099, False), (0.0101, True), (5.0, True)])
+def test_tau_is_the_papers_by_default(difference, kept):
+    assert isinstance(feedback(sampled(3), [0.5, 0.5 + difference, 0.5], RoundsConfig(), 0), list) is kept
+
+
+def test_no_verdict_is_not_a_bad_score():
+    (group,) = feedback(sampled(3), [2.0, None, 5.0], RoundsConfig(), 0)
+    assert group.rewards == (5.0, 2.0)
+    (group,) = feedback(sampled(3), [2.0, None, 5.0], RoundsConfig(feedback="group"), 0)
+    assert group.rewards == (2.0, 5.0)
+    assert feedback(sampled(2), [None, None], RoundsConfig(feedback="threshold"), 0) == SILENT
+
+
+@given(scores, st.integers(0, 50))
+def test_a_random_pair_has_different_scores(values, seed):
+    made = feedback(sampled(len(values)), values, RoundsConfig(feedback="random"), seed)
+    assert made == feedback(sampled(len(values)), values, RoundsConfig(feedback="random"), seed)
+    if isinstance(made, list):
+        assert made[0].rewards[0] > made[0].rewards[1]
+    else:
+        assert len({v for v in values if v is not None}) < 2
+
+
+def test_random_pairs_are_all_drawn():
+    drawn = {feedback(sampled(4), [1.0, 2.0, 3.0, 4.0], RoundsConfig(feedback="random"), seed)[0].rewards for seed in range(200)}
+    assert drawn == {(float(a), float(b)) for a, b in itertools.product(range(1, 5), repeat=2) if a > b}
+
+
+def test_a_threshold_labels_each_sample():
+    made = feedback(sampled(4), [0.2, None, 0.5, 0.9], RoundsConfig(feedback="threshold", threshold=0.5), 0)
+    assert [group.rewards for group in made] == [(-1.0,), (1.0,), (1.0,)]
+
+
+def test_equal_groups_are_kept_or_dropped():
+    config = RoundsConfig(feedback="group")
+    assert feedback(sampled(3), [1.0, 1.0, 1.0], replace(config, zero_variance="drop"), 0) == EQUAL
+    assert feedback(sampled(3), [1.0, 1.0, 1.0], config, 0)[0].rewards == (1.0, 1.0, 1.0)
+
+
+# -- the ledger --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stage_is_done_for_the_inputs_it_was_made_from(tmp_path):
+    folder = RoundFolder(tmp_path / "000")
+    assert not folder.done("samples", {"weights": "a"})
+    folder.write("samples", [{"x": 1}, {"x": 2}], {"weights": "a"}, {"seconds": 1.0})
+    assert folder.done("samples", {"weights": "a"})
+    assert folder.done("samples")
+    assert not folder.done("samples", {"weights": "b"})
+    assert folder.read("samples") == [{"x": 1}, {"x": 2}]
+    assert folder.record["stages"]["samples"]["lines"] == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "promised only"])
+def test_a_stage_that_was_not_written_whole_is_not_done(tmp_path, damage):
+    folder = RoundFolder(tmp_path / "000")
+    folder.write("samples", [{"x": 1}, {"x": 2}], {}, {})
+    path = folder.file("samples")
+    if damage == "cut":
+        path.write_text(path.read_text()[:-5])
+    else:
+        path.unlink()
+    if damage == "promised only":  # killed between the promise and the rename
+        (path.parent / ".samples.jsonl.part").write_text('{"x": 1}\n{"x": 2}\n')
+    assert not folder.done("samples", {})
+    with pytest.raises(DataError, match="overwrite=true"):
+        folder.read("samples")
+
+
+def test_samples_keep_their_token_ids_and_how_they_ended(tmp_path):
+    one = sampled(3)
+    line = json.loads(json.dumps(sampled_line(one)))
+    assert sampled_of(line) == one
+    assert "rewards" not in line
+
+
+def test_a_rounds_groups_file_trains_offline(tmp_path):
+    folder = RoundFolder(tmp_path / "000")
+    made = [g for i in range(3) for g in feedback(replace(sampled(4), prompt=prompt(i)), [1.0, 2.0, 3.0, 4.0], RoundsConfig(), 0)]
+    folder.write("groups", map(to_dict, made), {}, {})
+    config = DataConfig("local", "data.sources.local", path=str(folder.file("groups")), eval_fraction=0.0)
+    assert load_groups(config, "train").groups == made == folder.groups()
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["data=local", "data.path=x.jsonl"], "reward"),
+        (["sampler.max_tokens=49"], "sampler.max_tokens"),
+        (["n_examples=100"], "n_examples"),
+        (["loss=dpo", "rounds.feedback=threshold"], "rounds.feedback"),
+        (["loss=kto", "rounds.feedback=group"], "rounds.feedback"),
+        (["rounds.feedback=best"], "rounds.feedback"),
+        (["rounds.contexts_per_round=2000"], "rounds.contexts_per_round"),
+        (["rounds.samples=1"], "rounds.samples"),
+        (["rounds.tau=-1"], "rounds.tau"),
+        (["rounds.zero_variance=keep"], "rounds.zero_variance"),
+        (["rounds.lag=1"], "rounds.lag"),
+        (["rounds.lag=2"], "rounds.lag"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(overrides, key):
+    with pytest.raises(ConfigError) as error:
+        make_config("online=true", *overrides)
+    assert error.value.key == key
+
+
+def test_the_data_set_brings_its_reward():
+    assert make_config("online=true").reward.name == "adder"
+    assert make_config("online=true", "reward=verifier").reward.name == "verifier"
+    assert make_config("data=hub", "data.path=a/b").reward is None
