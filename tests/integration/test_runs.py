@@ -1,0 +1,206 @@
+"""Runs as a whole, on the embedded task: what they leave, and that they go on after anything as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from config.checks import ConfigError
+from tests.tiny import ROOT, make_config
+from train import train
+from trainers.basic import BasicTrainer
+from trainers.run import REQUEUE, Run
+
+SMALL = ("n_examples=192", "model.batch_size=16", "n_eval_examples=24", "wandb.enabled=false", "lr=1e-3", "data.verifier=null")
+
+
+class Crash(Exception):
+    """The process ended here."""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def settings(folder: Path, cache: Path, *more: str):
+    return make_config(f"runs_dir={folder}", f"cache_dir={cache}", *SMALL, *more)
+
+
+def crash_before(monkeypatch, step: int) -> None:
+    """Leave the loop, without any farewell, before this step."""
+    real = Run.before_step
+
+    def before_step(self):
+        if self.trainer.progress.step == step:
+            raise Crash
+        real(self)
+
+    monkeypatch.setattr(Run, "before_step", before_step)
+
+
+def lines(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(records: list[dict]) -> list[dict]:
+    return [{k: v for k, v in r.items() if k not in ("seconds", "tokens_per_second")} for r in records]
+
+
+VARIANTS = [("dpo", "humanline=false"), ("dpo", "humanline=true", "sync_freq=3"), ("kto", "humanline=true", "sync_freq=4"),
+            ("grpo", "humanline=true"), ("dpo", "humanline=true", "model.use_peft=true", "model.peft.lora_r=4")]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(v[:1] + v[1:]))
+def test_k_steps_and_the_rest_are_n_steps(tmp_path, cache, monkeypatch, variant):
+    loss, *more = variant
+    every = ["eval_every=64", "save_every=48"]  # evaluations and checkpoints at different steps
+    train(settings(tmp_path, cache, f"loss={loss}", *every, *more), "whole")
+    with monkeypatch.context() as patch:
+        crash_before(patch, 8)
+        with pytest.raises(Crash):
+            train(settings(tmp_path, cache, f"loss={loss}", *every, *more), "parts")
+    train(settings(tmp_path, cache, f"loss={loss}", *every, "resume=true", *more), "parts")
+    whole, parts = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert timeless(lines(tmp_path / "parts")) == timeless(lines(tmp_path / "whole"))
+    assert [r["step"] for r in lines(tmp_path / "parts")] == list(range(12))
+    before, after = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts"))
+    assert before["after"] == after["after"] and before["before"] == after["before"]
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, cache, monkeypatch, capfd):
+    train(settings(tmp_path, cache), "whole")
+    with monkeypatch.context() as patch:
+        crash_before(patch, 9)
+        with pytest.raises(Crash):
+            train(settings(tmp_path, cache, "save_every=48"), "hurt")
+    newest, older = sorted((tmp_path / "hurt" / "checkpoints").iterdir())[::-1][:2]
+    shard = next(newest.glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 255
+    shard.write_bytes(content)
+    (tmp_path / "hurt" / "checkpoints" / "step_00000010.part").mkdir()  # one that was being written
+    train(settings(tmp_path, cache, "resume=true", "save_every=48"), "hurt")
+    out = capfd.readouterr().out
+    assert f"{newest} is damaged" in out and f"resumed before step {int(older.name[5:])}" in out
+    whole, hurt = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "hurt"))
+    assert all(torch.equal(whole[name], hurt[name]) for name in whole)
+
+
+def test_a_run_that_is_there_is_not_touched_unless_told_to(tmp_path, cache):
+    train(settings(tmp_path, cache, "n_examples=32"), "run")
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
+    with pytest.raises(ConfigError, match="overwrite=true"):
+        train(settings(tmp_path, cache, "n_examples=32"), "run")
+    with pytest.raises(ConfigError, match=r"lr=changed"):
+        train(settings(tmp_path, cache, "n_examples=32", "resume=true", "lr=2e-3"), "run")
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
+    train(settings(tmp_path, cache, "n_examples=32", "resume=true"), "fresh")  # nothing to resume: starts
+    assert (tmp_path / "fresh" / "summary.json").exists()
+
+
+def test_what_a_run_leaves_loads_in_transformers_and_chains(tmp_path, cache):
+    summary = train(settings(tmp_path, cache, "loss=kto", "humanline=true", "eval_every=96"), "run")
+    run = tmp_path / "run"
+    model, tokenizer = (cls.from_pretrained(run / "model") for cls in (AutoModelForCausalLM, AutoTokenizer))
+    assert model.dtype == torch.float32 and tokenizer.chat_template
+    base = AutoModelForCausalLM.from_pretrained(ROOT / "assets/adder/model")
+    assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), base.parameters(), strict=True))
+    wanted = {"step", "examples", "tokens", "loss", "grad_norm", "lr", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy",
+              "kl", "drift", "reference_step", "clipped_low", "clipped_high", "tokens_per_second", "seconds"}
+    assert all(wanted <= set(line) for line in lines(run))
+    assert [bool("eval_loss" in line) for line in lines(run)] == [i in (0, 6) for i in range(12)]
+    assert summary["before"]["eval_reward_margin"] == 0.0 and summary["before"]["eval_reward_accuracy"] == 0.5
+    for name in ("config.yaml", "data_report.md", "report.html", "model/README.md", "model/generation_config.json"):
+        assert (run / name).stat().st_size > 0
+    train(settings(tmp_path, cache, "loss=dpo", f"model.name_or_path={run}", "n_examples=16"), "next")
+
+
+def test_a_dry_run_writes_nothing(tmp_path, cache, capfd):
+    described = train(settings(tmp_path / "runs", tmp_path / "cache", "dry_run=true"), "run")
+    assert described["steps"] == 12 and not (tmp_path / "runs").exists() and not (tmp_path / "cache").exists()
+    out = capfd.readouterr().out
+    assert "12 steps of 16" in out and "GiB" in out and "2560 rows read" in out
+
+
+def test_a_full_disk_at_the_start_stops_the_run_later_it_does_not(tmp_path, cache, monkeypatch, capfd):
+    import models.checkpoint as module
+    from config.checks import StoppedError
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.dcp, "save", full)
+        with pytest.raises(StoppedError, match="No space left"):
+            train(settings(tmp_path, cache, "n_examples=32"), "first")
+    real, calls = module.dcp.save, []
+
+    def later(*args, **kwargs):
+        calls.append(1)
+        return full() if len(calls) == 2 else real(*args, **kwargs)
+
+    monkeypatch.setattr(module.dcp, "save", later)
+    train(settings(tmp_path, cache, "save_every=64"), "second")
+    assert "No space left" in capfd.readouterr().out and (tmp_path / "second" / "summary.json").exists()
+    assert len(calls) > 2
+
+
+def test_gradients_that_are_not_finite_stop_the_run_after_n_and_leave_their_batches(tmp_path, cache, monkeypatch):
+    from config.checks import StoppedError
+
+    real = BasicTrainer.compute_loss
+    from trainers.paired import PairedPreferenceTrainer
+
+    def poisoned(self, micro, scores):
+        result = real_paired(self, micro, scores)
+        if self.progress.step in (2, 4, 5, 6):
+            return type(result)(result.total * float("nan"), result.metrics)
+        return result
+
+    real_paired = PairedPreferenceTrainer.compute_loss
+    assert real is not real_paired
+    monkeypatch.setattr(PairedPreferenceTrainer, "compute_loss", poisoned)
+    with pytest.raises(StoppedError, match="3 updates in a row"):
+        train(settings(tmp_path, cache, "max_skipped_steps=3"), "run")
+    records = lines(tmp_path / "run")
+    assert [r["step"] for r in records if r.get("skipped")] == [2, 4, 5, 6]
+    assert all(r["loss"] == r["loss"] and r["loss"] is not None for r in records if r["step"] in (1, 3))
+    left = sorted((tmp_path / "run" / "skipped").iterdir())
+    assert len(left) == 4 and len(left[0].read_text().splitlines()) == 16
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, REQUEUE), (signal.SIGKILL, -9)], ids=["SIGTERM", "SIGKILL"])
+def test_a_killed_process_goes_on(tmp_path, cache, number, code):
+    """The real program, killed in mid-run, started again with the same command."""
+    command = [sys.executable, "train.py", "loss=dpo", "humanline=true", "sync_freq=2", "resume=true", "exp_name=run", "save_every=16",
+               f"runs_dir={tmp_path}", f"cache_dir={cache}", *SMALL]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.time() + 120
+    while time.time() < deadline and process.poll() is None:
+        if (tmp_path / "run" / "metrics.jsonl").exists() and len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 3:
+            process.send_signal(number)
+            break
+        time.sleep(0.02)
+    assert process.wait(60) == code, process.stdout.read()
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed before step" in done.stdout
+    train(settings(tmp_path, cache, "loss=dpo", "humanline=true", "sync_freq=2"), "whole")
+    whole, killed = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "run"))
+    assert all(torch.allclose(whole[name], killed[name], atol=1e-6) for name in whole)
+    assert [r["step"] for r in lines(tmp_path / "run")] == list(range(12))
+
+
