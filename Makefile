@@ -1,6 +1,6 @@
 # What a newcomer types. The environment is made once and again only when a requirements file changes.
 .DEFAULT_GOAL := help
-.PHONY: help venv run test check
+.PHONY: help venv run test check torture
 SHELL := /bin/bash
 
 PY := .venv/bin/python
@@ -19,6 +19,9 @@ run: venv        ## train: python train.py loss=dpo humanline=true, on the embed
 
 test: $(INSTALLED_DEV)  ## run every test (ARGS='-k tracking' for some of them)
 	@$(PY) -m pytest -rfEs $(ARGS)
+
+torture: $(INSTALLED_DEV)  ## 50 kills, signals and damaged checkpoints over one run on two ranks (half an hour)
+	@$(PY) -m tests.distributed.torture --kills 50 --steps 400
 
 check: $(INSTALLED_DEV)  ## lint and type-check, as the pre-commit hooks do
 	@$(PY) -m ruff check . && $(PY) -m mypy .
