@@ -1,0 +1,84 @@
+"""{DPO, KTO, GRPO} x {offline, online, offline+humanline, online+humanline}: each trains, and its own log proves what it was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from data.groups import read_groups
+from tests.integration.online import SHORT, lines, rounds, run_online
+from tests.tiny import ROOT
+
+VARIANTS = [(online, humanline) for humanline in (False, True) for online in (False, True)]
+BOUNDS = ("log_epsilon_P=-0.02", "log_epsilon_R=0.02")
+"""So narrow that a few steps at this learning rate reach them: an unclipped run would show by its zeros."""
+
+
+def settings(loss: str, online: bool, humanline: bool) -> list[str]:
+    return [f"loss={loss}", f"online={str(online).lower()}", f"humanline={str(humanline).lower()}", "sync_freq=2", "lr=1e-3", *BOUNDS,
+            *(["rounds.contexts=64", "rounds.contexts_per_round=32"] if online else ["n_examples=40"])]
+
+
+def expected_reference(step: int, first_of_round: int, humanline: bool) -> int:
+    """The step whose weights the reference has at ``step``: k = 2 syncs in steps 0, 2, 4 …, before their update, so that the next
+    step sees it; a round starts with a reference of its own."""
+    return max([first_of_round, *(t for t in range(first_of_round, step) if t % 2 == 0)]) if humanline else first_of_round
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cells")
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
+@pytest.mark.parametrize(("online", "humanline"), VARIANTS)
+def test_a_cell_proves_itself(cache, loss, online, humanline):
+    run = run_online(cache, f"{loss}-{online}-{humanline}", *settings(loss, online, humanline))
+    prove(run, loss, online, humanline)
+
+
+def prove(run, loss, online, humanline):
+    log = lines(run)
+    assert len(log) >= 4
+    # Where its examples come from
+    assert (run / "rounds").exists() is online
+    if online:
+        assert sum(folder.record["steps"] for folder in rounds(run)) == len(log)
+        assert [folder.record["contexts"] for folder in rounds(run)] == [[0, 32], [32, 64]]
+        assert all(c.token_ids for folder in rounds(run) for group in folder.groups() for c in group.completions)
+        assert log[-1]["examples"] == sum(len(folder.groups()) for folder in rounds(run)) * (1 if loss == "dpo" else 2)
+    else:
+        assert all("round" not in line for line in log)
+        assert log[-1]["examples"] == 40
+    # Which weights its reference has
+    begins = {index: min(line["step"] for line in log if line.get("round", 0) == index) for index in {x.get("round", 0) for x in log}}
+    for line in log:
+        first = begins[line.get("round", 0)]
+        assert line["reference_step"] == expected_reference(line["step"], first, humanline), line
+        if line["step"] == first:
+            assert line["kl"] == 0.0
+    assert len(begins) == (2 if online else 1)
+    # Whether it clips
+    clipped = sum(line["clipped_low"] + line["clipped_high"] for line in log)
+    assert (clipped > 0) is humanline
+    assert yaml.safe_load((run / "config.yaml").read_text())["loss"]["name"] == loss
+
+
+def test_the_variants_of_a_loss_are_four_different_runs(cache):
+    for loss in ("dpo", "kto", "grpo"):
+        found = [tuple(line["loss"] for line in lines(cache / f"{loss}-{online}-{humanline}")) for online, humanline in VARIANTS
+                 if (cache / f"{loss}-{online}-{humanline}").exists()]
+        assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize(("loss", "online", "humanline"), [("grpo", False, True), ("dpo", True, True)])
+def test_from_the_command_line(tmp_path, loss, online, humanline):
+    subprocess.run([sys.executable, "train.py", *SHORT, *settings(loss, online, humanline), f"runs_dir={tmp_path}", "exp_name=r",
+                    f"cache_dir={tmp_path}/cache"], cwd=ROOT, check=True, timeout=240, capture_output=True)
+    prove(tmp_path / "r", loss, online, humanline)
+    assert json.loads((tmp_path / "r" / "summary.json").read_text())["steps"] == len(lines(tmp_path / "r"))
+    assert online is False or read_groups(tmp_path / "r/rounds/000/groups.jsonl")
