@@ -188,7 +188,7 @@ def data(overrides: Sequence[str]) -> tuple[Finding, float | None]:
     if code:
         return Finding("dry run", BAD, last(out), "python train.py … dry_run=true shows all of it"), None
     found = _PARAMETERS.search(out)
-    counted = [line for line in out.splitlines() if " in all" in line or "rounds" in line]
+    counted = [line for line in out.splitlines() if " steps of " in line]
     return Finding("dry run", OK, counted[0] if counted else "done"), float(found[1].replace(",", "")) * 1e6 if found else None
 
 
@@ -236,10 +236,10 @@ def run(words: Sequence[str], seconds: int) -> tuple[int, str]:
 
 
 def last(out: str) -> str:
-    """The line that says most: the last error, else the last line."""
-    lines = [line.strip() for line in out.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"(error:|\w*(Error|Exception)\b)", line)]
-    return (errors or lines or ["no output"])[-1]
+    """The line that says most: the first error (others follow from it), else the last line with words in it."""
+    errors = re.findall(r"^(?:\[\w+\]:? ?)?(error: .*|[\w.]+(?:Error|Exception)\b.*)", out, re.MULTILINE)
+    lines = [line.strip() for line in out.splitlines() if re.search(r"\w", line)]
+    return errors[0] if errors else (lines or ["no output"])[-1]
 
 
 def main(words: Sequence[str] | None = None) -> int:

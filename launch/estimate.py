@@ -12,7 +12,7 @@ from statistics import fmean
 from launch.slurm import ROOT, Job, command
 from launch.state import FINISHED, State
 
-_PLAN = re.compile(r"([\d,]+) in all, ([\d,]+) steps")
+_PLAN = re.compile(r"([\d,]+) [a-z ]+, ([\d,]+) steps of")
 DRY_RUN_SECONDS = 1800
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from launch import sweep
 
@@ -56,6 +56,13 @@ def queue() -> str:
     return subprocess.run(["squeue", "--noheader", "--array", "--format=%F_%K %T"], capture_output=True, text=True, check=True).stdout
 
 
+def set_limit(job: str, minutes: int) -> None:
+    """The job's time limit: so many minutes from now, rounded up."""
+    elapsed = subprocess.run(["squeue", "--noheader", f"--job={job}", "--format=%M"], capture_output=True, text=True, check=True).stdout
+    limit = (int(elapsed.strip().rsplit(":", 1)[0] or 0) if ":" in elapsed else 0) + minutes
+    subprocess.run(["scontrol", "update", f"JobId={job}", f"TimeLimit={limit}"], check=True)
+
+
 def test_ranks_find_each_other_and_exit_codes_are_understood(tmp_path: Path) -> None:
     """With a stand-in for python that notes what each rank is given, and leaves with the codes that train.py has."""
     fake = tmp_path / "python"
@@ -86,13 +93,14 @@ exit $code
 
 
 def test_cancelled_requeued_and_timed_out_runs_all_finish(tmp_path: Path) -> None:
-    """The embedded task: one run is cancelled and submitted again, one requeued by hand, the long one meets its time limit."""
+    """The embedded task: one run is cancelled and submitted again, one requeued by hand, the long one meets its time limit (it is held
+    up until then, so that it does so on any machine)."""
     runs, logs = tmp_path / "runs", tmp_path / "logs"
     base = {"runs_dir": str(runs), "wandb.enabled": False, "n_eval_examples": 8, "model.batch_size": 8, "cache_dir": str(tmp_path / "c")}
     file = write(tmp_path / "adder.yaml", {
         "base": base,
-        "cells": {"long": {"n_epochs": None, "n_examples": 8000}, "requeued": {"n_examples": 80}, "cancelled": {"n_examples": 80}},
-        "slurm": {"gpus_per_node": 0, "cpus_per_rank": 1, "time": "1", "signal_lead": 10, "python": sys.executable},
+        "cells": {"long": {"n_examples": 800}, "requeued": {"n_examples": 80}, "cancelled": {"n_examples": 80}},
+        "slurm": {"gpus_per_node": 0, "cpus_per_rank": 1, "time": "20", "signal_lead": 10, "python": sys.executable},
     })
     names = [f"adder-{cell}-s1" for cell in ("long", "requeued", "cancelled")]
     arguments = [file, "--submit", "--logs", str(logs)]
@@ -106,13 +114,21 @@ def test_cancelled_requeued_and_timed_out_runs_all_finish(tmp_path: Path) -> Non
     again = json.loads((logs / "adder" / "submitted.jsonl").read_text().splitlines()[-1])
     assert again["runs"] == [names[2]], "what is queued is left alone, what was cancelled is submitted again"
 
-    until(lambda: all((runs / name / "summary.json").exists() for name in names), 400, lambda: queue() + logs_of(logs))
-    for name, steps in zip(names, (1000, 10, 10), strict=True):
+    log = lambda name: next((logs / "adder").glob(f"{name}.*.out")).read_text()  # noqa: E731
+    metrics = runs / names[0] / "metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.stat().st_size, 120, lambda: queue() + logs_of(logs))
+    subprocess.run(["scancel", "--signal=STOP", f"{array}_0"], check=True)
+    set_limit(f"{array}_0", 1)
+    until(lambda: "the time limit is near: saving" in log(names[0]), 90, lambda: queue() + logs_of(logs))
+    subprocess.run(["scancel", "--signal=CONT", f"{array}_0"], check=True)
+    set_limit(f"{array}_0", 20)
+
+    until(lambda: all((runs / name / "summary.json").exists() for name in names), 240, lambda: queue() + logs_of(logs))
+    for name, steps in zip(names, (100, 10, 10), strict=True):
         lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == list(range(steps)), f"{name}: every step is there once"
-    text = next((logs / "adder").glob(f"{names[0]}.*.out")).read_text()
-    assert "the time limit is near: saving" in text and "start 2] on" in text and "exit code 75" in text
-    assert "start 2] on" in next((logs / "adder").glob(f"{names[1]}.*.out")).read_text()
+    assert "exit code 75" in log(names[0]) and "start 2] on" in log(names[0]) and "resumed before step" in log(names[0])
+    assert "start 2] on" in log(names[1])
     until(lambda: not queue(), 30, queue)
     assert sweep.main(arguments) == 0
     assert len((logs / "adder" / "submitted.jsonl").read_text().splitlines()) == 2, "nothing is left to submit"

@@ -35,7 +35,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=2
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
-KillWait=${KILL_WAIT:-30}
+KillWait=10
 C
 for i in $(seq "$nodes"); do
     echo "NodeName=n$i NodeHostname=$host NodeAddr=127.0.0.1 Port=$(free_port) CPUs=4 RealMemory=2000 State=UNKNOWN" >> "$SLURM_CONF"

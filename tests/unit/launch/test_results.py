@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
@@ -19,7 +19,7 @@ from launch import results
 from launch.collect import numbers, of_folders, read_run
 from launch.results import cells_of
 from launch.state import compose_config
-from launch.statistics import compare, holm, mean, paired
+from launch.statistics import Mean, compare, holm, mean, paired
 
 METRIC = "eval_accuracy_sampled"
 
@@ -44,7 +44,7 @@ def finish(runs: Path, name: str, value: float | None, *overrides: str, test: fl
 @given(st.lists(st.none() | st.floats(0, 1), max_size=12))
 def test_holm_properties(values: list[float | None]) -> None:
     adjusted = holm(values)
-    known = [(p, q) for p, q in zip(values, adjusted, strict=True) if p is not None]
+    known = [(p, q) for p, q in zip(values, adjusted, strict=True) if p is not None and q is not None]
     assert [q is None for q in adjusted] == [p is None for p in values]
     assert all(p <= q <= 1 for p, q in known)
     assert all(q1 <= q2 for (p1, q1) in known for (p2, q2) in known if p1 < p2)
@@ -68,7 +68,7 @@ def test_paired_tests_are_scipys(a: list[float], b: list[float]) -> None:
 def test_differences_without_variance() -> None:
     same, shifted = paired("a", "b", [0.0, 0.0, 0.0]), paired("a", "b", [0.5, 0.5, 0.5])
     assert same.p_t == 1 and shifted.p_t is None, "a t-test without a variance proves nothing"
-    assert mean([]) is None and mean([2.0]).error is None
+    assert mean([]) is None and mean([2.0]) == Mean(2.0, None, 1)
 
 
 def test_pairs_are_of_the_same_seed() -> None:
@@ -85,7 +85,7 @@ def test_best_setting_is_chosen_on_validation_and_never_on_test(tmp_path: Path) 
             finish(tmp_path, f"x-dpo-lr{lr}-s{seed}", validation, f"lr={lr}", f"seed={seed}", test=test)
     cells = cells_of(of_folders([tmp_path]), ["lr"], METRIC)
     assert [(cell.name, cell.selected, len(cell.tried)) for cell in cells] == [("x-dpo", {"lr": 1e-4}, 2)]
-    assert cells[0].mean("test/pass@1").value == pytest.approx(0.1), "the better test score belongs to the setting that was not chosen"
+    assert cells[0].mean("test/pass@1") == Mean(0.1, 0.0, 2), "the better test score belongs to the setting that was not chosen"
     assert results.main([str(tmp_path), "--select", "lr", "--validation", "test/pass@1", "--out", str(tmp_path / "o")]) == 2
 
 
@@ -122,9 +122,9 @@ def test_the_table_is_the_raw_numbers(tmp_path: Path) -> None:
             finish(tmp_path / "runs", f"s-{loss}-s{seed}", value, f"loss={loss}", f"seed={seed}")
     assert results.main([str(tmp_path / "runs"), "--out", str(tmp_path / "o")]) == 0
     for row in csv.DictReader((tmp_path / "o" / "table.csv").open()):
-        scores = np.array(values[row["cell"].split("-")[1]])
-        assert float(row[f"{METRIC} mean"]) == pytest.approx(scores.mean())
-        assert float(row[f"{METRIC} se"]) == pytest.approx(scores.std(ddof=1) / math.sqrt(3))
+        raw = np.array(values[row["cell"].split("-")[1]])
+        assert float(row[f"{METRIC} mean"]) == pytest.approx(raw.mean())
+        assert float(row[f"{METRIC} se"]) == pytest.approx(raw.std(ddof=1) / math.sqrt(3))
     text = (tmp_path / "o" / "table.md").read_text()
     assert f"{stats.ttest_rel(values['kto'], values['dpo']).pvalue:.4f}" in text
 

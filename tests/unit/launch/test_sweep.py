@@ -11,13 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from config.schema import ConfigError, dump
 from launch import local, sweep
-from launch.estimate import hours_of
+from launch.estimate import _PLAN, EstimateError, dry_run, hours_at, hours_of
 from launch.grid import Run
 from launch.local import DONE, FAILED, STOPPED, Pool
+from launch.slurm import Job
 from launch.state import CHANGED, FINISHED, NEW, PARTIAL, State, check_ranks, compose_config, inspect, tail
 
 STAND_IN = """
@@ -148,3 +149,19 @@ def test_a_finished_sweep_has_nothing_to_do(tmp_path: Path, capsys: pytest.Captu
     record(tmp_path, "s-s1", [], finished=True)
     assert sweep.main([file, "--local", "1", "--logs", str(tmp_path)]) == 0
     assert "nothing to do" in capsys.readouterr().out
+
+
+def test_a_dry_run_counts_what_will_be_trained_on(tmp_path: Path) -> None:
+    config = compose_config([])
+    offline = State(Run("s", "a", 1, {"loss": "kto", "n_examples": 640, "wandb.enabled": False}, None), config, NEW)
+    examples, steps = dry_run(offline)
+    assert (examples, steps) == (640, 10)
+    assert hours_at(7200, 0.5, Job(nodes=2, gpus_per_node=2)) == 1.0
+    broken = State(Run("s", "b", 1, {"data": "local", "data.path": "none.jsonl"}, None), config, NEW)
+    with pytest.raises(EstimateError, match=r"none\.jsonl"):
+        dry_run(broken)
+
+
+def test_the_plan_of_rounds_is_read_too() -> None:
+    found = _PLAN.search("64 contexts in rounds of 32, 8 samples each, of 2560 prompts: at most 1,064 pairs, 34 steps of 32")
+    assert found is not None and found.groups() == ("1,064", "34")

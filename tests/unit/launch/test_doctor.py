@@ -1,0 +1,85 @@
+"""The doctor: each check finds what it is there for, and says what to do."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch import doctor
+from launch.doctor import BAD, NOTE, OK, disk, last, look, network, reach, run, talk, versions
+from launch.state import compose_config
+
+
+def test_ranks_reach_each_other() -> None:
+    finding = talk(2, "gloo")
+    assert finding.level == OK, finding
+
+
+def test_ranks_that_do_not_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "RANKS", "raise RuntimeError('no route')")
+    finding = talk(2, "gloo")
+    assert finding.level == BAD and "no route" in finding.text and "SOCKET_IFNAME" in finding.remedy
+
+
+def test_disk(tmp_path: Path) -> None:
+    config = compose_config([f"runs_dir={tmp_path}/not/yet/there", "keep_checkpoints=2"])
+    assert disk(config, 1e6).level == OK
+    full = disk(config, 8e15)
+    assert full.level == BAD and "keep_checkpoints" in full.remedy
+    assert "320.0" in disk(config, 8e9).text, "8B: three checkpoints of weights and two moments, and the model: 8 x (3 x 12 + 4) GB"
+
+
+def test_attention_kernel_that_is_not_installed() -> None:
+    config = compose_config(["model.attn_implementation=flash_attention_2"])
+    bad = [finding for finding in look(config).findings if finding.level == BAD]
+    assert [finding.what for finding in bad] == ["attention"] and "sdpa" in bad[0].remedy
+
+
+def test_reaching_an_address() -> None:
+    class Refuses(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(403)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            """Nothing."""
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Refuses)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    assert reach(url) is None, "a refusal is an answer: somebody is there"
+    server.shutdown()
+    server.server_close()
+    assert "not reached" in str(reach(url))
+
+
+def test_the_hub_matters_only_where_something_comes_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "reach", lambda url: f"{url} is not reached (down)")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    here = compose_config([])
+    assert [f.level for f in network(here)] == [OK, NOTE]
+    remote = replace(here, model=replace(here.model, name_or_path="org/model"))
+    hub, _ = network(remote)
+    assert hub.level == BAD and "org/model" in hub.text
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert next(iter(network(remote))).level == NOTE
+
+
+def test_pins_are_read() -> None:
+    assert all(finding.level in (OK, NOTE) for finding in versions())
+
+
+def test_what_a_process_said_last() -> None:
+    assert last("a\nTraceback\n[rank1]: ValueError: this\nChildFailedError:\n=====\n") == "ValueError: this"
+    assert last("x\n----\n") == "x" and last("") == "no output"
+    assert run(["sleep", "5"], 1) == (124, "no end after 1 seconds")
+
+
+def test_settings_that_cannot_be_honoured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["lr=-1"]) == 2
+    assert "lr=-1" in capsys.readouterr().err
