@@ -213,7 +213,7 @@ def test_the_tokenizer_writes_one_token_a_character_and_reads_it_back() -> None:
 
 
 def test_rows_have_one_beginning_and_one_end() -> None:
-    config = make_config("model=adder", "data=adder")
+    config = make_config("model=adder", "data=adder", "model.max_prompt_length=32")
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "model")
     renderer = make_renderer(tokenizer, config.model, config.data)
     prompt = addition(37, 58)
@@ -223,7 +223,7 @@ def test_rows_have_one_beginning_and_one_end() -> None:
     assert tokenizer.decode(row.completion_ids) == "7+8=15;3+5+1=9;95<eos>"
     assert renderer.stop_token_ids == (tokenizer.eos_token_id,)
     asked_again = Prompt((*prompt.turns, Turn("assistant", "95"), Turn("user", "01+02=")))
-    assert tokenizer.decode(renderer.prompt_ids(asked_again)[-10:]) == "<eos><user>01+02=<assistant>"
+    assert tokenizer.decode(renderer.prompt_ids(asked_again)[-9:]) == "<eos><user>01+02=<assistant>"
 
 
 @pytest.mark.parametrize(("model", "data"), [("adder", "adder"), ("adder-init", "adder-sft")])
