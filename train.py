@@ -15,18 +15,20 @@ from omegaconf import DictConfig
 
 from config.cli import cli, guarded, settings
 from config.schema import Config
+from trainers.signals import Signals
 
 
 def train(config: Config, name: str) -> dict[str, Any]:
     """One run, from settings to an exported model; returns its summary."""
+    signals = Signals()
     from models.distributed import start, stop
     from trainers.job import Job
 
-    world = start()
+    world = start(config.replicas)
     try:
         job = Job(config, name, world)
         try:
-            return job.describe() if config.dry_run else job.run()
+            return job.describe() if config.dry_run else job.run(signals)
         finally:
             job.close()
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import math
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -16,12 +17,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from config.checks import ConfigError, one_of, require
+from config.schema_method import BetaConfig
 from config.schema_rewards import ClassifierConfig, FunctionConfig, JudgeConfig, RewardConfig, RewardModelConfig, VerifierConfig
 from config.schema_rounds import RoundsConfig
 from config.schema_sampler import SamplerConfig
 
 RESERVED_LOSS_KEYS = ("name", "_target_", "_partial_", "reference")
-OPERATIONAL = ("exp_name", "runs_dir", "cache_dir", "overwrite", "resume", "dry_run", "keep_checkpoints", "save_every", "wandb")
+OPERATIONAL = ("exp_name", "runs_dir", "cache_dir", "overwrite", "resume", "dry_run", "keep_checkpoints", "keep_best", "save_every", "wandb",
+               "replicas", "watchdog_seconds")
 """Settings that change nothing of what is computed: a run may go on with others."""
 
 
@@ -137,16 +140,22 @@ class Config:
     humanline: bool = False
     log_epsilon_P: float = -1.5
     log_epsilon_R: float = 1.5
+    humanline_mode: str = "clip"
+    humanline_sampling: BetaConfig = field(default_factory=BetaConfig)
     sync_freq: int = 1
+    sync_mode: str | None = None
+    sync_alpha: float = 1.0
     online: bool = False
     reference_batch_size: int | None = None
     log_drift: bool = True
     n_epochs: int | None = 1
     n_examples: int | None = None
     n_eval_examples: int | None = 256
+    n_eval_prompts: int | None = None
     eval_every: int | None = None
     save_every: int | None = None
     keep_checkpoints: int = 2
+    keep_best: str | None = None
     optimizer: str = "AdamW"
     lr: float = 5e-6
     beta1: float = 0.9
@@ -157,6 +166,8 @@ class Config:
     warmup: float = 0.1
     min_lr_ratio: float = 0.0
     max_skipped_steps: int = 5
+    replicas: int = 1
+    watchdog_seconds: float = 300.0
 
     def __post_init__(self) -> None:
         self._check_ranges()
@@ -170,12 +181,15 @@ class Config:
         require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must be 0 or more")
         require(0 <= self.warmup <= 1, "warmup", self.warmup, "is a fraction of the steps: must lie in [0, 1]")
         require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
-        for key in ("n_epochs", "n_examples", "n_eval_examples", "eval_every", "save_every", "reference_batch_size"):
+        for key in ("n_epochs", "n_examples", "n_eval_examples", "n_eval_prompts", "eval_every", "save_every", "reference_batch_size"):
             value = getattr(self, key)
             require(value is None or value >= 1, key, value, "must be at least 1, or null")
-        for key in ("sync_freq", "keep_checkpoints", "max_skipped_steps"):
+        for key in ("sync_freq", "keep_checkpoints", "max_skipped_steps", "replicas"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "must be at least 1")
+        require(self.watchdog_seconds > 0, "watchdog_seconds", self.watchdog_seconds, "must be above 0")
         require(0 <= self.seed < 2**32, "seed", self.seed, "must lie in [0, 2^32)")
+        one_of("keep_best", self.keep_best, (None, "eval_loss", "eval_reward_margin", "eval_reward_accuracy", "eval_accuracy_sampled",
+                                             "eval_accuracy_greedy"))
         one_of("optimizer", self.optimizer, ("AdamW",))
         one_of("scheduler", self.scheduler, ("constant", "cosine", "linear"))
 
@@ -193,18 +207,29 @@ class Config:
             require(self.has_reference, "humanline", True,
                     f"loss={self.loss['name']} has no reference model, so there is nothing to clip or to sync (paper §5.1); "
                     "use a loss with one (dpo, kto, grpo) or humanline=false")
-
+        self._check_method()
         if self.online:
             self._check_online()
+
+    def _check_method(self) -> None:
+        """What humanline's modes and the ways to sync need of each other."""
+        one_of("humanline_mode", self.humanline_mode, ("clip", "sample"))
+        require(self.humanline or self.humanline_mode == "clip", "humanline_mode", self.humanline_mode,
+                "says how humanline=true treats a token; humanline=false leaves all as they are")
+        one_of("sync_mode", self.sync_mode, (None, "humanline", "trust_region", "never"))
+        require(self.sync_mode is None or self.has_reference, "sync_mode", self.sync_mode,
+                f"loss={self.loss['name']} has no reference model, so there is nothing to sync")
+        require(self.humanline or self.sync_mode != "humanline", "sync_mode", self.sync_mode,
+                "needs humanline=true; for syncing without clipping add log_epsilon_P=-.inf log_epsilon_R=.inf")
+        require(0 < self.sync_alpha <= 1, "sync_alpha", self.sync_alpha, "must lie in (0, 1]")
+        require(self.sync_alpha == 1 or self.syncing == "trust_region", "sync_alpha", self.sync_alpha,
+                "is for sync_mode=trust_region; in every other mode the reference becomes the policy itself")
 
     def _check_online(self) -> None:
         """What rounds need of the rest of the settings."""
         require(self.reward is not None, "reward", None,
                 "online=true scores the policy's samples: choose a file of config/reward, as in reward=armorm or reward=verifier")
-        most, model = self.sampler.max_tokens, self.model
-        require(most + model.max_prompt_length <= model.max_length, "sampler.max_tokens", most,
-                f"samples must fit behind the prompt: {most} + model.max_prompt_length={model.max_prompt_length} is more than "
-                f"model.max_length={model.max_length}")
+        self.check_room()
         require(self.n_examples is None, "n_examples", self.n_examples, "online the plan is in contexts: set rounds.contexts instead")
         feedback, trainer = self.rounds.feedback, self.trainer.name
         fits = {"threshold": "unpaired", "group": "grpo"}.get(feedback, trainer)
@@ -213,10 +238,22 @@ class Config:
         require(self.rounds.lag == 0 or self.sampler.name == "vllm", "rounds.lag", self.rounds.lag,
                 "samples while it trains, which needs sampler=vllm; the embedded sampler is the policy itself")
 
+    def check_room(self) -> None:
+        """Raise ConfigError unless the longest sample fits behind the longest prompt: it would be trained on without its end."""
+        most, model = self.sampler.max_tokens, self.model
+        require(most + model.max_prompt_length <= model.max_length, "sampler.max_tokens", most,
+                f"samples must fit behind the prompt: {most} + model.max_prompt_length={model.max_prompt_length} is more than "
+                f"model.max_length={model.max_length}")
+
     @property
     def has_reference(self) -> bool:
         """Whether the loss takes log-ratios against a reference; its yaml says so."""
         return bool(self.loss.get("reference", True))
+
+    @property
+    def syncing(self) -> str:
+        """When the reference follows the policy: humanline, trust_region or never."""
+        return self.sync_mode or ("humanline" if self.humanline else "never")
 
     @property
     def variant(self) -> str:
@@ -233,6 +270,7 @@ def load(cfg: DictConfig) -> Config:
     raw = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(raw, dict)
     _refuse_unknown({str(key): value for key, value in raw.items()}, Config, "")
+    cfg = OmegaConf.create(_infinities(raw))
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), cfg)
         config = OmegaConf.to_object(merged)
@@ -249,12 +287,20 @@ def load(cfg: DictConfig) -> Config:
     return config
 
 
+def _infinities(tree: Any) -> Any:
+    """``tree`` with yaml's words for infinity as numbers: on the command line Hydra reads ``.inf`` as a text."""
+    if isinstance(tree, dict):
+        return {key: _infinities(value) for key, value in tree.items()}
+    return {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf}.get(tree, tree) if isinstance(tree, str) else tree
+
+
 def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str) -> None:
     """Raise ConfigError for a key that the schema does not have: it would be read by nobody."""
     known = {f.name: f.type for f in fields(schema)}
     hints = {"model": ModelConfig, "data": DataConfig, "wandb": WandbConfig, "trainer": TrainerConfig, "peft": PeftConfig,
              "sampler": SamplerConfig, "reward": RewardConfig, "rounds": RoundsConfig, "function": FunctionConfig,
-             "verifier": VerifierConfig, "armorm": RewardModelConfig, "classifier": ClassifierConfig, "judge": JudgeConfig}
+             "verifier": VerifierConfig, "armorm": RewardModelConfig, "classifier": ClassifierConfig, "judge": JudgeConfig,
+             "humanline_sampling": BetaConfig}
     for key, value in raw.items():
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
@@ -262,6 +308,13 @@ def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str) -> None:
             raise ConfigError(f"{prefix}{key}", value, f"is not a setting, nothing would read it{did_you_mean}")
         if key in hints and isinstance(value, dict) and is_dataclass(hints[key]):
             _refuse_unknown(value, hints[key], f"{prefix}{key}.")
+
+
+def load_saved(text: str) -> Config:
+    """The configuration that ``dump`` wrote. Raises ConfigError."""
+    made = OmegaConf.create(text)
+    assert isinstance(made, DictConfig)
+    return load(made)
 
 
 def dump(config: Config) -> str:

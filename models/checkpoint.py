@@ -72,27 +72,33 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint {self.path(step)} could not be written: {problem or 'another rank failed'}")
 
     def _publish(self, part: Path, step: int, files: dict[str, Any]) -> str:
-        """Rename the finished checkpoint into place and remove the oldest; returns what went wrong."""
+        """Rename the finished checkpoint into place and remove the oldest but the best; returns what went wrong."""
         try:
             (part / "manifest.json").write_text(json.dumps(files, indent=2, sort_keys=True))
             shutil.rmtree(self.path(step), ignore_errors=True)
             part.rename(self.path(step))
-            for old in self.all()[: -self.keep]:
+            for old in set(self.all()[: -self.keep]) - {self.best()}:
                 shutil.rmtree(old)
-        except OSError as failure:
+        except (OSError, ValueError) as failure:
             return str(failure)
         return ""
+
+    def best(self) -> Path | None:
+        """The checkpoint with the highest "score" in its state; None where none has one."""
+        scores = {path: json.loads((path / "state.json").read_text()).get("score") for path in self.all()}
+        scored = {path: score for path, score in scores.items() if score is not None}
+        return max(scored, key=lambda path: scored[path]) if scored else None
 
     def newest_sound(self) -> Path | None:
         """The newest checkpoint whose every file is as it was written; says which it passes over. None if there is none."""
         for path in reversed(self.all()):
-            problem = self._problem(path)
+            problem = self.problem(path)
             if not any_rank(bool(problem)):
                 return path
             print(f"rank {self.world.rank}: {path} is damaged ({problem or 'seen by another rank'}); trying the one before", flush=True)
         return None
 
-    def _problem(self, path: Path) -> str:
+    def problem(self, path: Path) -> str:
         """What is wrong with this rank's share of a checkpoint's files, or nothing."""
         try:
             files = json.loads((path / "manifest.json").read_text())
@@ -122,6 +128,13 @@ class Checkpoints:
             together |= load_file(file)
         together.pop("rng", None)
         return state, together
+
+
+    def load_weights(self, path: Path, policy: nn.Module) -> None:
+        """Put the weights alone back, for export."""
+        saved = {"model": get_model_state_dict(policy, options=StateDictOptions(ignore_frozen_params=True))}
+        dcp.load(saved, checkpoint_id=path)
+        set_model_state_dict(policy, saved["model"], options=StateDictOptions(ignore_frozen_params=True, strict=False))
 
 
 def _tensors(policy: nn.Module, optimizer: torch.optim.Optimizer, fresh: bool | None = None) -> dict[str, Any]:

@@ -7,6 +7,8 @@ gloo ranks and eight GPUs run the same code.
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,7 +54,7 @@ def start(replicas: int = 1) -> World:
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     size = dist.get_world_size()
-    if replicas > 1:
+    if replicas > 1 and size % replicas == 0:  # a number that does not divide the ranks is refused with the other settings
         mesh = init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
@@ -150,6 +152,49 @@ def on_main(work: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     return value
+
+
+class Watchdog:
+    """Says which ranks the others wait for. Every rank marks what it is about to do; rank 0 reads the marks in a thread of its own and
+    prints them when no rank has marked anything new for ``seconds``."""
+
+    def __init__(self, world: World, seconds: float) -> None:
+        self.world, self.seconds = world, seconds
+        self._store = dist.PrefixStore("watchdog", dist.distributed_c10d._get_default_store())
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        if world.is_main and world.size > 1:
+            self._thread.start()
+
+    def mark(self, doing: str) -> None:
+        """What this rank does from now on: a step's number and a word."""
+        if self.world.size > 1:
+            self._store.set(str(self.world.rank), doing)
+
+    def close(self) -> None:
+        self._stop.set()
+
+    def _watch(self) -> None:
+        last, since = [""], time.monotonic()
+        while not self._stop.wait(min(self.seconds / 4, 10.0)):
+            try:
+                names = [str(rank) for rank in range(self.world.size)]
+                marks = [self._store.get(n).decode() if self._store.check([n]) else "has not begun" for n in names]
+            except RuntimeError:  # the store went with the ranks
+                return
+            if marks != last:
+                last, since = marks, time.monotonic()
+            elif time.monotonic() - since > self.seconds:
+                print(slow_ranks(marks, self.seconds), flush=True)
+                since = time.monotonic()
+
+
+def slow_ranks(marks: list[str], seconds: float) -> str:
+    """The message about ``marks``, one a rank: whoever is not at what most are at is who they wait for."""
+    usual = max(set(marks), key=marks.count)
+    others = [f"rank {rank}: {mark}" for rank, mark in enumerate(marks) if mark != usual]
+    return (f"no rank has moved for {seconds:g} s; " + (f"most are at: {usual}; waited for: {'; '.join(others)}" if others else
+            f"all are at: {usual} (a collective hangs, or a device does)"))
 
 
 def barrier() -> None:

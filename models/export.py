@@ -17,9 +17,11 @@ from models.policy import Policy, causal_lm
 
 def full_state(policy: Policy) -> dict[str, Tensor]:
     """Every weight whole, on the CPU, under the names transformers uses, adapters merged in float32. Called by every rank; empty on
-    all but the first. Weights are float32, but for a LoRA base that had nothing to merge."""
+    all but the first. Weights are float32, but for a LoRA base that had nothing to merge. What training alone needs beside the model (a
+    value head, a slow reference, running means) is left out."""
     state = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    named = {name.removeprefix("model."): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    named = {name.removeprefix("model."): tensor for name, tensor in state.items()
+             if isinstance(tensor, Tensor) and name.startswith("model.")}
     return merge_adapters(named, policy) if named else {}
 
 

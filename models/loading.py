@@ -12,21 +12,22 @@ from models.policy import Policy, causal_lm, decoder_blocks, empty_policy, load_
 from models.reference import weights_fingerprint
 
 
-def load_sharded(config: ModelConfig, world: World) -> tuple[Policy, str]:
+def load_sharded(config: ModelConfig, world: World, seed: int = 0) -> tuple[Policy, str]:
     """(the policy, sharded over the ranks; the fingerprint of its weights). Raises ConfigError, on every rank, if there are none.
 
     One rank loads to its device. Of several, rank 0 alone reads the weights, on the CPU, and hands every other its share.
+    ``seed`` is that of random weights: of adapters, or of a model that has none yet.
     """
     dtype = getattr(torch, config.dtype)
     if world.size == 1:
-        policy = load_policy(config, world.device)
+        policy = load_policy(config, world.device, seed)
         fingerprint = weights_fingerprint(policy.named_parameters())
         shard(policy, decoder_blocks(policy), world, dtype)
         return policy, fingerprint
     whole: dict[str, Any] = {}
 
     def read() -> str:
-        loaded = load_policy(config, torch.device("cpu"))
+        loaded = load_policy(config, torch.device("cpu"), seed)
         whole.update(loaded.state_dict())
         return weights_fingerprint(loaded.named_parameters())
 

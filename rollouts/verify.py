@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from config.schema import Config
 from data.chat import Renderer
@@ -21,37 +20,51 @@ TEMPERATURE = 0.7
 """Of sampled accuracy, with top-p 1: the policy's own distribution, not its truncation (spec of the verifiable setting, §5.2)."""
 
 
-def accuracy(sampler: Sampler, prompts: list[Prompt], settings: SamplingSettings, verifier: Verifier, renderer: Renderer,
-             world: World, seed: int = 0) -> float | None:
-    """The mean verdict over one sample a prompt, of all ranks' prompts; None where there is no verdict at all.
+SHOWN = 16
+"""Samples of an evaluation that are kept to be looked at."""
 
-    Every rank calls it, with the same ``prompts``, and samples its own share; the result is the same on every rank.
+
+class Accuracy:
+    """What evaluation calls for ``accuracy_sampled`` (one sample at temperature 0.7, top-p 1, always the same seed) and
+    ``accuracy_greedy``: the mean verdict over ``prompts``, None where there is no verdict at all.
+
+    Every rank calls it and samples its own share; the result is the same on every rank.
     """
-    mine = prompts[world.rank :: world.size]
-    samples = [of_prompt[0] for of_prompt in sampler.sample(mine, 1, settings, seed)]
-    texts = [sample.completion(renderer.tokenizer).text or "" for sample in samples]
-    verdicts = [v for part in gather_objects(verifier(texts, [p.reference for p in mine])) for v in part if v is not None]
-    return sum(verdicts) / len(verdicts) if verdicts else None
+
+    columns = ("kind", "prompt", "answer", "reference", "verdict")
+
+    def __init__(self, sampler: Sampler, prompts: list[Prompt], verifier: Verifier, renderer: Renderer, world: World, max_tokens: int,
+                 seed: int = 0) -> None:
+        self.sampler, self.prompts, self.verifier, self.renderer, self.world = sampler, prompts, verifier, renderer, world
+        self.settings = {"sampled": SamplingSettings(TEMPERATURE, 1.0, max_tokens), "greedy": SamplingSettings(0.0, 1.0, max_tokens)}
+        self.seed = seed
+        self.samples: list[tuple[str, str, str, str | None, float | None]] = []
+        """A few rows of ``columns`` from the last call, of this rank's share."""
+
+    def __call__(self) -> dict[str, float | None]:
+        self.samples = []
+        return {f"accuracy_{kind}": self._measure(kind) for kind in self.settings}
+
+    def _measure(self, kind: str) -> float | None:
+        mine = self.prompts[self.world.rank :: self.world.size]
+        samples = [of_prompt[0] for of_prompt in self.sampler.sample(mine, 1, self.settings[kind], self.seed)]
+        texts = [sample.completion(self.renderer.tokenizer).text or "" for sample in samples]
+        verdicts = self.verifier(texts, [p.reference for p in mine])
+        for prompt, text, verdict in list(zip(mine, texts, verdicts, strict=True))[:SHOWN]:
+            self.samples.append((kind, prompt.turns[-1].content, text, prompt.reference, verdict))
+        known = [v for part in gather_objects(verdicts) for v in part if v is not None]
+        return sum(known) / len(known) if known else None
 
 
-def evaluate_accuracy(sampler: Sampler, prompts: list[Prompt], verifier: Verifier, renderer: Renderer, world: World,
-                      max_tokens: int) -> dict[str, float | None]:
-    """``accuracy_sampled`` (one sample at temperature 0.7, top-p 1, always the same seed) and ``accuracy_greedy``."""
-    kinds = {"sampled": TEMPERATURE, "greedy": 0.0}
-    settings = {kind: SamplingSettings(temperature, 1.0, max_tokens) for kind, temperature in kinds.items()}
-    return {f"accuracy_{kind}": accuracy(sampler, prompts, settings[kind], verifier, renderer, world) for kind in kinds}
-
-
-def make_accuracy(config: Config, policy: Policy, renderer: Renderer, held_out: list[Group], world: World,
-                  ) -> Callable[[], dict[str, float | None]] | None:
+def make_accuracy(config: Config, policy: Policy, renderer: Renderer, held_out: list[Group], world: World) -> Accuracy | None:
     """What evaluation calls, or None where answers cannot be checked: ``data.verifier`` names nothing, or no held-out prompt has a
     reference answer. Prompts are taken by their id, so that fewer of them are a fair draw. Raises ConfigError."""
     if config.data.verifier is None:
         return None
     verifier: Verifier = import_function("data.verifier", config.data.verifier)
     prompts = sorted((p for p in prompts_of(held_out) if p.reference is not None), key=lambda p: p.id)
+    prompts = prompts[: config.n_eval_prompts]
     if not prompts:
         return None
     sampler = EmbeddedSampler(policy, renderer, world.device, batch_size=config.model.eval_batch_size, synced=world.size > 1)
-    max_tokens = config.model.max_length - config.model.max_prompt_length
-    return partial(evaluate_accuracy, sampler, prompts, verifier, renderer, world, max_tokens)
+    return Accuracy(sampler, prompts, verifier, renderer, world, config.model.max_length - config.model.max_prompt_length)

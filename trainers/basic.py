@@ -16,14 +16,15 @@ from torch import nn
 
 from config.schema import Config
 from data.batches import Segment, cut, microbatch
-from data.types import Example, Microbatch
+from data.types import Example, Microbatch, Sequences
 from data.views import View
 from models.distributed import World, any_rank, clip_grad_norm, reshard
 from models.reference import Reference
-from trainers.humanline import Humanline
+from trainers.humanline import Draw, Humanline
 from trainers.losses.base import LossResult, Ratio, TokenScores, ratio
 from trainers.meters import Meters, Pending
 from trainers.optimizer import lr_factor, make_optimizer, update
+from trainers.syncing import SoftReference, Syncing
 
 
 class Source(Protocol):
@@ -81,7 +82,11 @@ class BasicTrainer:
 
     def __init__(self, config: Config, policy: nn.Module, loss: Callable[..., LossResult], world: World) -> None:
         self.config, self.policy, self.loss, self.world = config, policy, loss, world
-        self.humanline = Humanline(config.log_epsilon_P, config.log_epsilon_R, config.sync_freq) if config.humanline else Humanline()
+        self.humanline, self.syncing = Humanline.of(config), Syncing.of(config)
+        self.soft: SoftReference | None = None
+        if self.syncing.alpha < 1:
+            self.soft = SoftReference(policy)
+            policy.add_module("soft_reference", self.soft)
         self.reference = Reference(by_row=config.reference_batch_size is not None)
         self.initial: dict[str, float] = {}
         """Row key -> its completion's log-probability under the initial weights, nats (for ``drift``); rows may be missing."""
@@ -127,12 +132,12 @@ class BasicTrainer:
         """Policy (with gradient) and reference log-probabilities of a microbatch, and their clipped difference."""
         policy = self.policy(micro.sequences)
         other = reference.lookup(step, micro.sequences) if self.config.has_reference else policy.detach()
-        return humanline.scores(policy, other, micro.sequences.mask)
+        return humanline.scores(policy, other, micro.sequences.mask, draw(step, micro.sequences))
 
     def upcoming(self, segment: Segment, position: int, step: int) -> Iterator[tuple[int, list[Microbatch]]]:
         """(step, microbatches) of the batches from ``position`` on that see the same reference as step ``step``: up to the next sync,
         or the segment's end."""
-        last = self.humanline.last_step_before_sync(step)
+        last = self.syncing.last_step_before_sync(step)
         while position < segment.steps and step <= last:
             yield step, self.microbatches(segment.batch(position))
             position, step = position + 1, step + 1
@@ -155,16 +160,30 @@ class BasicTrainer:
             (result.total * (self.world.size / units)).backward()
             meters.add(self.metrics(micro, scores, result))
         norm = clip_grad_norm(self.policy.parameters(), self.config.model.max_grad_norm)
-        if self.config.has_reference and self.humanline.due(at.step):
+        due = self.syncing.due(at.step)
+        if due and not self.syncing.after_update:
             # After backward, before the update: the reference becomes the policy *before* this step (paper C.2.1, listing line 10).
-            self.reference.refresh(self.policy, at.step, self.upcoming(segment, at.position + 1, at.step + 1))
+            self.sync(segment, at.step)
         lr = self.config.lr * lr_factor(segment.progress(at.position), self.config)
         skip = (~torch.isfinite(norm)).float()
         update(self.optimizer, lr, skip)
+        if due and self.syncing.after_update:
+            self.sync(segment, at.step + 1)
         once = torch.tensor(1.0 / self.world.size, device=norm.device)
         meters.add({"grad_norm": Ratio(norm * once, once), "skipped": Ratio(skip * once, once)})
         known = {"step": at.step, "lr": lr, "reference_step": reference_step if self.config.has_reference else None}
         return self._advance(batch, Record(known, meters.reduce(), batch, token_count(batch)))
+
+    def sync(self, segment: Segment, policy_step: int) -> None:
+        """Move the reference to the policy as it is now, that of ``policy_step``, and score what will be compared with it."""
+        at = self.progress
+        upcoming = self.upcoming(segment, at.position + 1, at.step + 1)
+        if self.soft is None:
+            self.reference.refresh(self.policy, policy_step, upcoming)
+            return
+        self.soft.follow(self.policy, self.syncing.alpha)
+        with self.soft.in_place_of(self.policy):
+            self.reference.refresh(self.policy, policy_step, upcoming)
 
     def _advance(self, batch: list[Example], record: Record) -> Record:
         at = self.progress
@@ -177,7 +196,7 @@ class BasicTrainer:
         """Everything logged of a microbatch, as sums and counts: their quotient over the global batch is the exact mean."""
         out = {"loss": self.loss_ratio(micro, result)} | result.metrics
         if self.config.has_reference:
-            out |= self.humanline.metrics(scores) | self._drift(micro, scores)
+            out |= self.humanline.metrics(scores, draw(self.progress.step, micro.sequences)) | self._drift(micro, scores)
         return out
 
     def loss_ratio(self, micro: Microbatch, result: LossResult) -> Ratio:
@@ -199,6 +218,8 @@ class BasicTrainer:
         """Train segment after segment until the source has no more. ``watch`` is told of every step and may interrupt by raising."""
         while (segment := source.segment(self.progress.segment)) is not None:
             if self.progress.position == 0 and not self.fixed_reference:
+                if self.soft is not None:
+                    self.soft.follow(self.policy, alpha=1.0)
                 self.reference.refresh(self.policy, self.progress.step, self.upcoming(segment, 0, self.progress.step))
             while self.progress.position < segment.steps:
                 watch.before_step()
@@ -210,8 +231,8 @@ class BasicTrainer:
 
     @property
     def fixed_reference(self) -> bool:
-        """Whether the reference is the initial weights for ever (offline without humanline): scored once, before training."""
-        return not self.config.online and not self.config.humanline
+        """Whether the reference is the initial weights for ever (offline without syncing): scored once, before training."""
+        return not self.config.online and self.config.syncing == "never"
 
     @torch.no_grad()
     def gate(self, segment: Segment) -> None:
@@ -226,6 +247,11 @@ class BasicTrainer:
                 f"policy and reference are the same weights before step 0, yet a token's log-probability differs by {worst:.3g} nats "
                 f"(limit {limit}): a stale score cache, or an attention kernel that depends on the batch. Delete {self.config.cache_dir} "
                 "and try again, or try another model.attn_implementation")
+
+
+def draw(step: int, sequences: Sequences) -> Draw:
+    """What a random rejection of these rows' tokens depends on."""
+    return Draw(step, [row.key for row in sequences.rows])
 
 
 def token_count(batch: list[Example]) -> int:

@@ -3,7 +3,6 @@ beside them wherever answers can be checked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from statistics import fmean
 
 import torch
@@ -12,6 +11,7 @@ from data.batches import Segment
 from data.types import Microbatch
 from models.distributed import gather_objects, reshard, rounded
 from models.reference import Reference
+from rollouts.verify import Accuracy
 from trainers.basic import BasicTrainer
 from trainers.humanline import OFF
 from trainers.initial import initial_scores
@@ -24,11 +24,11 @@ Metrics = dict[str, float | None]
 class Evaluator:
     """Evaluates the trainer's policy on held-out examples.
 
-    ``held_out``: their plan, one epoch of them, or None where there are none. ``accuracy`` samples answers and checks them, or None
-    where nothing can be checked; every rank calls it. ``dtype`` is what the model will be exported in: it is judged as it will be used.
+    ``held_out``: their plan, one epoch of them, or None where there are none. ``accuracy`` samples answers and checks them, or is
+    None where nothing can be checked. ``dtype`` is what the model will be exported in: it is judged as it will be used.
     """
 
-    def __init__(self, trainer: BasicTrainer, held_out: Segment | None, accuracy: Callable[[], Metrics] | None,
+    def __init__(self, trainer: BasicTrainer, held_out: Segment | None, accuracy: Accuracy | None,
                  dtype: torch.dtype) -> None:
         self.trainer, self.accuracy = trainer, accuracy
         # Weights that are cast to the export dtype for computing anyway need no rounding first.

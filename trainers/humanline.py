@@ -1,51 +1,74 @@
-"""Humanline (paper §5.1): clip every token log-ratio upstream of the loss, and let the reference follow the policy one step behind.
+"""Humanline (paper §5.1): clip every token log-ratio upstream of the loss; or, in its general form (Definition 4.2), reject tokens at
+random, of which clipping is the limit. The reference that follows the policy one step behind is ``trainers.syncing``'s.
 
-This is the only place that clips and the only place that says when to sync. With humanline off the bounds are infinite and nothing is
-ever due: the same code, exact, without a branch.
+This is the only place where log-ratios are made. With humanline off the bounds are infinite: the same code, exact, without a branch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from config.schema import Config
 from trainers.losses.base import Ratio, TokenScores, ratio
+from trainers.sampling import BetaConstants, detach_rejected, log_thresholds, rejected
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a random rejection depends on, beside the seed: the step, and what identifies each of the R rows (``Sequence.key``)."""
+
+    step: int
+    keys: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Humanline:
-    """``log_epsilon_P`` and ``log_epsilon_R`` in nats; ``sync_freq`` (k) in steps, None for never."""
+    """``log_epsilon_P`` and ``log_epsilon_R`` in nats; ``sampling``: reject at random instead, by these constants and ``seed``."""
 
     log_epsilon_P: float = -math.inf
     log_epsilon_R: float = math.inf
-    sync_freq: int | None = None
+    sampling: BetaConstants | None = None
+    seed: int = 0
+
+    @classmethod
+    def of(cls, config: Config) -> Humanline:
+        """What ``humanline``, ``humanline_mode`` and their numbers ask for."""
+        if not config.humanline:
+            return cls()
+        if config.humanline_mode == "sample":
+            return cls(sampling=BetaConstants(**vars(config.humanline_sampling)), seed=config.seed)
+        return cls(config.log_epsilon_P, config.log_epsilon_R)
 
     def clip(self, log_ratio: Tensor) -> Tensor:
         """Clamp [R, T] log-ratios (nats) to [log eps_P, log eps_R]; the gradient is 0 outside (paper §5.1, listing C.2)."""
         return log_ratio.clamp(self.log_epsilon_P, self.log_epsilon_R)
 
-    def due(self, step: int) -> bool:
-        """Whether the reference becomes the policy at the end of ``step``, after backward and before the optimizer step (C.2.1)."""
-        return self.sync_freq is not None and step % self.sync_freq == 0
+    def scores(self, policy: Tensor, reference: Tensor, mask: Tensor, draw: Draw | None = None) -> TokenScores:
+        """TokenScores of policy and reference log-probabilities, [R, T] each. ``draw`` is read, and needed, by sampling alone."""
+        raw = policy - reference
+        log_ratio = self.clip(raw) if self.sampling is None else detach_rejected(raw, self._rejects(raw, draw))
+        return TokenScores(policy, reference, log_ratio, mask)
 
-    def last_step_before_sync(self, step: int) -> float:
-        """The last step that still sees the reference of ``step``: the next one, from ``step`` on, at whose end a sync is due."""
-        return math.inf if self.sync_freq is None else math.ceil(step / self.sync_freq) * self.sync_freq
-
-    def scores(self, policy: Tensor, reference: Tensor, mask: Tensor) -> TokenScores:
-        """TokenScores of policy and reference log-probabilities, [R, T] each: the one place where log-ratios are made."""
-        return TokenScores(policy, reference, self.clip(policy - reference), mask)
-
-    def metrics(self, scores: TokenScores) -> dict[str, Ratio]:
-        """``kl``: the mean unclipped token log-ratio; ``clipped_low`` / ``clipped_high``: the share of tokens beyond each bound."""
+    def metrics(self, scores: TokenScores, draw: Draw | None = None) -> dict[str, Ratio]:
+        """``kl``: the mean raw token log-ratio; ``clipped_low`` / ``clipped_high``: the share of tokens beyond each bound; with sampling
+        ``rejected`` instead of them: the share of tokens that ``draw`` rejects."""
         raw = (scores.policy - scores.reference).detach()
-        return {
-            "kl": ratio(raw, scores.mask),
+        kl = {"kl": ratio(raw, scores.mask)}
+        if self.sampling is not None:
+            return kl | {"rejected": ratio(self._rejects(raw, draw).float(), scores.mask)}
+        return kl | {
             "clipped_low": ratio((raw < self.log_epsilon_P).float(), scores.mask),
             "clipped_high": ratio((raw > self.log_epsilon_R).float(), scores.mask),
         }
+
+    def _rejects(self, raw: Tensor, draw: Draw | None) -> Tensor:
+        """[R, T] bool: a function of seed, step, row and position alone, so the same on any number of ranks and however often asked."""
+        assert self.sampling is not None and draw is not None and len(draw.keys) == len(raw)
+        return rejected(raw, log_thresholds(self.sampling, self.seed, draw.step, draw.keys, raw.shape[1]))
 
 
 OFF = Humanline()

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from config.checks import StoppedError
 from config.schema import Config
@@ -32,8 +33,9 @@ from trainers.initial import initial_scores
 from trainers.modelcard import write_model_card
 from trainers.provenance import scrub_text
 from trainers.report import final_table, write_report
-from trainers.run import Run, Signals
+from trainers.run import Run
 from trainers.setup import Offline, check_ranks, make_loss, make_plan, run_folder, trainer_class
+from trainers.signals import Signals
 from trainers.tracking import Tracker
 
 
@@ -42,6 +44,7 @@ class Job:
 
     def __init__(self, config: Config, name: str, world: World) -> None:
         self.config, self.name, self.world = config, name, world
+        disable_progress_bar()  # transformers draws one for every file; the run has its own
         self.say(f"{name}: {config.variant} {config.loss['name']}, {world.size} x {world.device.type}")
         check_ranks(config, world.size)
         self.loss, self.trainer_class = make_loss(config), trainer_class(config)
@@ -67,11 +70,11 @@ class Job:
 
     # -- running --------------------------------------------------------------------------------------------------------------------
 
-    def run(self) -> dict[str, Any]:
+    def run(self, signals: Signals) -> dict[str, Any]:
         """Train, export, report; returns the summary."""
         config, world = self.config, self.world
         folder, exists = on_main(lambda: run_folder(config, self.name))
-        policy, fingerprint = load_sharded(config.model, world)
+        policy, fingerprint = load_sharded(config.model, world, config.seed)
         trainer = self.trainer_class(config, policy, self.loss, world)
         parts = {"weights": fingerprint, "text": self.renderer.fingerprint, "dtype": config.model.dtype,
                  "attention": config.model.attn_implementation, "device": world.device.type, "torch": torch.__version__}
@@ -79,7 +82,7 @@ class Job:
         evaluator = Evaluator(trainer, self.plan.held_out, accuracy, export_dtype(config.model))
         evaluator.prepare(parts)
         self.score_training_rows(trainer, parts, folder)
-        run = Run(config, folder, trainer, evaluator, self.plan.steps, Signals())
+        run = Run(config, folder, trainer, evaluator, self.plan.steps, signals)
         state = run.resume() if exists else None
         if exists:
             self.say(f"resumed before step {trainer.progress.step}" if state else "no checkpoint to resume from: starting afresh")

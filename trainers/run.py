@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -17,36 +14,14 @@ from config.checks import StoppedError
 from config.schema import Config
 from data.types import Example
 from models.checkpoint import CheckpointError, Checkpoints
-from models.distributed import any_rank, from_main
+from models.distributed import Watchdog, any_rank, from_main
+from rollouts.making import TABLE_COLUMNS
+from rollouts.verify import Accuracy
 from trainers.basic import BasicTrainer, Progress, Record
 from trainers.evaluation import Evaluator, Metrics
-from rollouts.making import TABLE_COLUMNS
 from trainers.progress import progress, status
+from trainers.signals import Requeue, Signals
 from trainers.tracking import NullTracker, Tracking
-
-REQUEUE = 75
-"""Exit code of a run that was asked to stop and has saved itself (EX_TEMPFAIL): start the same command again with resume=true."""
-
-
-class Requeue(SystemExit):
-    """The run was interrupted by a signal, and saved."""
-
-    def __init__(self, code: int = REQUEUE) -> None:
-        super().__init__(code)
-
-
-class Signals:
-    """SIGTERM and SIGUSR1 ask for a stop after the step under way; a second one leaves at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            os._exit(128 + number)
-        self.asked = True
 
 
 class Run:
@@ -58,6 +33,7 @@ class Run:
         self.config, self.folder, self.trainer, self.evaluator = config, folder, trainer, evaluator
         self.tracker: Tracking = NullTracker()
         self.signals = signals
+        self.watchdog = Watchdog(trainer.world, config.watchdog_seconds)
         self.checkpoints = Checkpoints(folder / "checkpoints", trainer.world, config.keep_checkpoints)
         self.bar = progress(total_steps, "train", done=trainer.progress.step, shown=trainer.world.is_main)
         self.before: Metrics = {}
@@ -97,34 +73,52 @@ class Run:
         trainer = self.trainer
         state = {
             "progress": asdict(trainer.progress), "reference_step": trainer.reference.step, "marks": self._marks, "before": self.before,
-            "evaluated": self._evaluated, "seconds": self.seconds, "tokens_timed": self.tokens_timed, "wandb_id": self.tracker.wandb_id,
+            "evaluated": self._evaluated, "score": self._score(), "seconds": self.seconds,
+            "tokens_timed": self.tokens_timed, "wandb_id": self.tracker.wandb_id,
         }
         mine: dict[str, Tensor] = {} if trainer.fixed_reference else {k: v.cpu().contiguous() for k, v in trainer.reference.scores.items()}
         self.checkpoints.save(trainer.progress.step, trainer.policy, trainer.optimizer, state, mine)
         self._saved = replace(trainer.progress)
 
+    def _score(self) -> float | None:
+        """What ``keep_best`` ranks the checkpoint being saved by: higher is better; None where nothing was evaluated here."""
+        value = self._evaluated.get(self.config.keep_best or "")
+        return value if value is None or self.config.keep_best != "eval_loss" else -value
+
     # -- the watch ------------------------------------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
+        self.signals.arm()
+        self.watchdog.mark(f"step {self.trainer.progress.step}, ready")
         self._stop_if_asked()
+        self.watchdog.mark(f"step {self.trainer.progress.step}, under way")
         first = self.trainer.progress.step == 0
         if self._due("eval", self.config.eval_every) or first:
-            self._evaluated = self.evaluator.evaluate()
+            self._evaluated = self._evaluate()
             if first:
                 self.before = self._evaluated
         if self._due("save", self.config.save_every or self.config.eval_every) or first:
             self._save_or_warn(first)
         self._started = time.perf_counter()
 
+    def _evaluate(self) -> Metrics:
+        """The evaluation of the weights as they are; a few samples go to the tracker's table."""
+        values = self.evaluator.evaluate()
+        if self.evaluator.accuracy is not None:
+            self.tracker.table("samples", Accuracy.columns, self.evaluator.accuracy.samples, self.trainer.progress.step)
+        return values
+
     def _stop_if_asked(self) -> None:
         if any_rank(self.signals.asked):
             self.save()
             if self.trainer.world.is_main:
-                print(f"asked to stop: saved before step {self.trainer.progress.step}; the same command with resume=true goes on", flush=True)
+                print(f"asked to stop: saved before step {self.trainer.progress.step}; the same command with resume=true goes on",
+                      flush=True)
             raise Requeue
 
     def _save_or_warn(self, first: bool) -> None:
-        """Nothing if this very place is saved already (a round began here). A run that cannot save does not start; one that no longer can goes on with what it has saved, and says so."""
+        """Nothing if this very place is saved already (a round began here). A run that cannot save does not start; one that no longer
+        can goes on with what it has saved, and says so."""
         if self._saved == self.trainer.progress:
             return
         try:
@@ -172,8 +166,8 @@ class Run:
             path = write_batch(self.folder / "skipped" / f"step_{record.known['step']:08d}.jsonl", record.batch)
             print(f"step {record.known['step']}: the gradient was not finite, the update was skipped; the batch is in {path}", flush=True)
         if at.skipped >= self.config.max_skipped_steps:
-            raise StoppedError(f"{at.skipped} updates in a row had gradients that were not finite (max_skipped_steps); their batches are in "
-                          f"{self.folder / 'skipped'}: try a lower lr, or look at these rows")
+            raise StoppedError(f"{at.skipped} updates in a row had gradients that were not finite (max_skipped_steps); their batches are "
+                               f"in {self.folder / 'skipped'}: try a lower lr, or look at these rows")
 
     # -- rounds of online training (rollouts.online.RoundWatch) -----------------------------------------------------------------------
 
@@ -208,7 +202,8 @@ class Run:
     def done(self) -> None:
         self._flush()
         self.bar.close()
-        self.after = self.evaluator.evaluate()
+        self.watchdog.close()
+        self.after = self._evaluate()
         self._save_or_warn(first=False)
 
 

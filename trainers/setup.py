@@ -68,6 +68,7 @@ def trainer_class(config: Config) -> type[BasicTrainer]:
 
 def check_ranks(config: Config, ranks: int) -> None:
     """Raise ConfigError unless the batch divides into ranks x accumulation steps."""
+    require(ranks % config.replicas == 0, "replicas", config.replicas, f"must divide the number of ranks, {ranks}")
     parts = config.model.gradient_accumulation_steps * ranks
     require(config.model.batch_size % parts == 0, "model.batch_size", config.model.batch_size,
             f"must be a multiple of ranks x model.gradient_accumulation_steps = {ranks} x {config.model.gradient_accumulation_steps}")

@@ -10,7 +10,7 @@ from data.batches import Segment
 from data.types import Example, Microbatch
 from models.distributed import sum_over_ranks
 from models.reference import Reference, score
-from trainers.basic import BasicTrainer
+from trainers.basic import BasicTrainer, draw
 from trainers.humanline import Humanline
 from trainers.losses.base import LossResult, TokenScores
 
@@ -41,7 +41,8 @@ class UnpairedPreferenceTrainer(BasicTrainer):
         for micro in batch:
             if micro.mismatched is not None:
                 policy = score(self.policy, micro.mismatched)
-                scores = humanline.scores(policy, reference.lookup(step, micro.mismatched), micro.mismatched.mask)
+                other = reference.lookup(step, micro.mismatched)
+                scores = humanline.scores(policy, other, micro.mismatched.mask, draw(step, micro.mismatched))
                 total += torch.stack([scores.sequence_log_ratio().double().sum(), scores.valid.sum().double()])
         sum_over_ranks(total)
         z0 = (total[0] / total[1].clamp(min=1)).clamp(min=0).float()

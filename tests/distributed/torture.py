@@ -126,5 +126,6 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     began = time.time()
-    with tempfile.TemporaryDirectory() as scratch:
-        print(dict(torture(Path(scratch), given.kills, given.steps, given.seed)), f"{time.time() - began:.0f} s: the same run")
+    scratch = Path(tempfile.mkdtemp(prefix="torture-"))
+    print(f"runs and logs are in {scratch}", flush=True)
+    print(dict(torture(scratch, given.kills, given.steps, given.seed)), f"{time.time() - began:.0f} s: the same run")

@@ -16,15 +16,18 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config.checks import ConfigError
+from export import export_run
+from models.checkpoint import Checkpoints
 from tests.tiny import ROOT, make_config
 from train import train
 from trainers.basic import BasicTrainer
-from trainers.run import REQUEUE, Run
+from trainers.run import Run
+from trainers.signals import REQUEUE
 
 SMALL = ("n_examples=192", "model.batch_size=16", "n_eval_examples=24", "wandb.enabled=false", "lr=1e-3", "data.verifier=null")
 
 
-class Crash(Exception):
+class CrashError(Exception):
     """The process ended here."""
 
 
@@ -43,7 +46,7 @@ def crash_before(monkeypatch, step: int) -> None:
 
     def before_step(self):
         if self.trainer.progress.step == step:
-            raise Crash
+            raise CrashError
         real(self)
 
     monkeypatch.setattr(Run, "before_step", before_step)
@@ -68,7 +71,7 @@ def test_k_steps_and_the_rest_are_n_steps(tmp_path, cache, monkeypatch, variant)
     train(settings(tmp_path, cache, f"loss={loss}", *every, *more), "whole")
     with monkeypatch.context() as patch:
         crash_before(patch, 8)
-        with pytest.raises(Crash):
+        with pytest.raises(CrashError):
             train(settings(tmp_path, cache, f"loss={loss}", *every, *more), "parts")
     train(settings(tmp_path, cache, f"loss={loss}", *every, "resume=true", *more), "parts")
     whole, parts = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "parts"))
@@ -83,7 +86,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, cache, monkeypatch, capfd
     train(settings(tmp_path, cache), "whole")
     with monkeypatch.context() as patch:
         crash_before(patch, 9)
-        with pytest.raises(Crash):
+        with pytest.raises(CrashError):
             train(settings(tmp_path, cache, "save_every=48"), "hurt")
     newest, older = sorted((tmp_path / "hurt" / "checkpoints").iterdir())[::-1][:2]
     shard = next(newest.glob("*.distcp"))
@@ -117,14 +120,29 @@ def test_what_a_run_leaves_loads_in_transformers_and_chains(tmp_path, cache):
     assert model.dtype == torch.float32 and tokenizer.chat_template
     base = AutoModelForCausalLM.from_pretrained(ROOT / "assets/adder/model")
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), base.parameters(), strict=True))
-    wanted = {"step", "examples", "tokens", "loss", "grad_norm", "lr", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy",
-              "kl", "drift", "reference_step", "clipped_low", "clipped_high", "tokens_per_second", "seconds"}
+    wanted = {"step", "examples", "tokens", "loss", "grad_norm", "lr", "reward_chosen", "reward_rejected", "reward_margin",
+              "reward_accuracy", "kl", "drift", "reference_step", "clipped_low", "clipped_high", "tokens_per_second", "seconds"}
     assert all(wanted <= set(line) for line in lines(run))
     assert [bool("eval_loss" in line) for line in lines(run)] == [i in (0, 6) for i in range(12)]
     assert summary["before"]["eval_reward_margin"] == 0.0 and summary["before"]["eval_reward_accuracy"] == 0.5
     for name in ("config.yaml", "data_report.md", "report.html", "model/README.md", "model/generation_config.json"):
         assert (run / name).stat().st_size > 0
     train(settings(tmp_path, cache, "loss=dpo", f"model.name_or_path={run}", "n_examples=16"), "next")
+
+
+def test_the_last_and_the_best_checkpoints_stay_and_any_is_exported(tmp_path, cache):
+    train(settings(tmp_path, cache, "eval_every=32", "keep_best=eval_loss", "keep_checkpoints=2", "lr=0.02"), "run")
+    kept = [int(p.name[5:]) for p in Checkpoints(tmp_path / "run" / "checkpoints", None, 2).all()]
+    losses = {r["step"]: r["eval_loss"] for r in lines(tmp_path / "run") if "eval_loss" in r}
+    best = min(losses, key=losses.get)
+    assert sorted({best, 10, 12}) == kept
+    folder = export_run(tmp_path / "run", best, tmp_path / "exported")
+    assert AutoTokenizer.from_pretrained(folder).chat_template and AutoModelForCausalLM.from_pretrained(folder)
+    final = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    last = load_file(export_run(tmp_path / "run", None, tmp_path / "last") / "model.safetensors")
+    assert all(torch.equal(final[name], last[name]) for name in final)
+    with pytest.raises(ConfigError, match="there are"):
+        export_run(tmp_path / "run", 3, None)
 
 
 def test_a_dry_run_writes_nothing(tmp_path, cache, capfd):

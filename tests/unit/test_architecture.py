@@ -27,7 +27,7 @@ LAYERS = {
 # Third-party packages that stay where they are; entry points are the .py files of the root.
 CONFINED = {
     "hydra": ("config.schema", "config.cli", "launch", "entry point"),
-    "omegaconf": ("config.schema", "launch", "entry point"),
+    "omegaconf": ("config.schema", "config.cli", "launch", "entry point"),
     "wandb": ("trainers.tracking",),
     "vllm": ("rollouts",),
 }

@@ -17,7 +17,7 @@ from data.types import Group, Prompt, Turn
 from models.distributed import start
 from models.policy import load_policy
 from rollouts.samplers import Sample, SamplingSettings
-from rollouts.verify import accuracy, evaluate_accuracy, make_accuracy
+from rollouts.verify import Accuracy, make_accuracy
 from tests.tiny import ROOT, make_config
 
 MODEL = ROOT / "assets" / "adder" / "model"
@@ -55,21 +55,24 @@ PROMPTS = [adder.addition(a, 98) for a in range(1, 11)]
 
 def test_accuracy_is_the_share_of_right_answers(renderer, world):
     sampler = Scripted(renderer, wrong={prompt.id for prompt in PROMPTS[:3]})
-    assert accuracy(sampler, PROMPTS, SETTINGS, adder.accuracy, renderer, world) == 0.7
+    measured = Accuracy(sampler, PROMPTS, adder.accuracy, renderer, world, 24)
+    assert measured()["accuracy_sampled"] == 0.7
+    assert len(measured.samples) == 20 and {row[-1] for row in measured.samples} == {0.0, 1.0}
 
 
 def test_no_verdict_is_not_a_wrong_answer(renderer, world):
     def judge(texts: list[str], references: list[str | None]) -> list[float | None]:
         return [None if i < 4 else 1.0 if i < 7 else 0.0 for i in range(len(texts))]
 
-    assert accuracy(Scripted(renderer), PROMPTS, SETTINGS, judge, renderer, world) == 0.5
-    assert accuracy(Scripted(renderer), PROMPTS, SETTINGS, lambda texts, _: [None] * len(texts), renderer, world) is None
+    assert Accuracy(Scripted(renderer), PROMPTS, judge, renderer, world, 24)()["accuracy_sampled"] == 0.5
+    nobody = Accuracy(Scripted(renderer), PROMPTS, lambda texts, _: [None] * len(texts), renderer, world, 24)
+    assert nobody() == {"accuracy_sampled": None, "accuracy_greedy": None}
 
 
 def test_the_ranks_share_the_prompts_between_them(renderer, world):
     samplers = [Scripted(renderer), Scripted(renderer)]
     for rank, sampler in enumerate(samplers):
-        accuracy(sampler, PROMPTS, SETTINGS, adder.accuracy, renderer, replace(world, rank=rank, size=2))
+        Accuracy(sampler, PROMPTS, adder.accuracy, renderer, replace(world, rank=rank, size=2), 24)()
     shares = [{prompt.id for prompt in sampler.calls[0][0]} for sampler in samplers]
     assert shares[0] | shares[1] == {prompt.id for prompt in PROMPTS}
     assert not shares[0] & shares[1]
@@ -77,7 +80,7 @@ def test_the_ranks_share_the_prompts_between_them(renderer, world):
 
 def test_evaluation_samples_once_as_the_policy_would_and_once_greedily(renderer, world):
     sampler = Scripted(renderer)
-    assert evaluate_accuracy(sampler, PROMPTS, adder.accuracy, renderer, world, 24) == {"accuracy_sampled": 1.0, "accuracy_greedy": 1.0}
+    assert Accuracy(sampler, PROMPTS, adder.accuracy, renderer, world, 24)() == {"accuracy_sampled": 1.0, "accuracy_greedy": 1.0}
     assert [(n, settings) for _, n, settings, _ in sampler.calls] == [(1, SETTINGS), (1, SamplingSettings(0.0, 1.0, 24))]
 
 
