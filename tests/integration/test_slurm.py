@@ -123,7 +123,9 @@ def test_cancelled_requeued_and_timed_out_runs_all_finish(tmp_path: Path) -> Non
     subprocess.run(["scancel", "--signal=CONT", f"{array}_0"], check=True)
     set_limit(f"{array}_0", 20)
 
-    until(lambda: all((runs / name / "summary.json").exists() for name in names), 240, lambda: queue() + logs_of(logs))
+    finished = lambda: all((runs / name / "summary.json").exists() for name in names)  # noqa: E731
+    until(lambda: finished() or not queue(), 240, lambda: queue() + logs_of(logs))
+    assert finished(), logs_of(logs)
     for name, steps in zip(names, (100, 10, 10), strict=True):
         lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == list(range(steps)), f"{name}: every step is there once"
