@@ -1,0 +1,55 @@
+"""Sample here, label there, train elsewhere: the commands, on files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from data.groups import read_groups
+from tests.integration.online import SHORT, lines, rounds, run_online
+from tests.tiny import ROOT
+
+COMMON = [s for s in SHORT if s.startswith(("data.", "rounds.samples"))]
+
+
+def command(program, *arguments):
+    return subprocess.run([sys.executable, f"{program}.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_stages_on_files_make_the_data_of_a_run(tmp_path):
+    samples, feedback = tmp_path / "samples.jsonl", tmp_path / "feedback.jsonl"
+    done = command("sample", *COMMON, f"out={samples}", "limit=24")
+    assert done.returncode == 0, done.stderr
+    done = command("label", *COMMON, f"in={samples}", f"out={feedback}")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert [len(row["completions"]) for row in rows] == [4] * 24
+    sampled = {(row["id"], tuple(c["token_ids"])) for row in rows for c in row["completions"]}
+    groups = read_groups(feedback)
+    assert groups
+    assert all((g.prompt.id, c.token_ids) in sampled for g in groups for c in g.completions)
+    assert all(group.rewards[0] - group.rewards[1] >= 0.01 for group in groups)
+    run = run_online(tmp_path, "offline", "loss=dpo", "data=local", f"data.path={feedback}", "data.eval_fraction=0", "~reward")
+    assert lines(run)[-1]["examples"] == len(groups)
+    assert not rounds(run)
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "says"),
+    [
+        ("sample", [], "out=None"),
+        ("sample", ["out=x.jsonl", "format=csv"], "format=csv"),
+        ("sample", ["out=x.jsonl", "sampler.max_tokens=60"], "sampler.max_tokens=60"),
+        ("label", ["in=nowhere.json", "out=x.jsonl"], "nowhere.json"),
+        ("label", ["in=nowhere.json", "out=x.jsonl", "rounds.tua=1"], "rounds.tua"),
+    ],
+)
+def test_one_message_says_what_is_wrong(program, arguments, says):
+    done = command(program, *arguments)
+    assert done.returncode == 2
+    (message,) = done.stderr.strip().splitlines()
+    assert message.startswith("error: ")
+    assert says in message
