@@ -1,4 +1,4 @@
-"""Humanline: the clip and its gradient, exactness when off, the fractions logged, and when the reference is synced."""
+"""Humanline: the clip and its gradient, exactness when off, the fractions logged; random rejection in its place."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainers.humanline import OFF, Humanline
+from trainers.humanline import OFF, Draw, Humanline
+from trainers.sampling import BetaConstants
 
-PAPER = Humanline(-1.5, 1.5, 1)
+PAPER = Humanline(-1.5, 1.5)
 
 
 def scored(log_ratios, humanline, mask=None):
@@ -28,7 +29,7 @@ def test_clipping_clamps_in_log_space_and_stops_the_gradient_outside():
 
 
 def test_the_two_bounds_are_not_one():
-    _, scores = scored([-3.0, 3.0], Humanline(-0.5, 2.0, 1))
+    _, scores = scored([-3.0, 3.0], Humanline(-0.5, 2.0))
     assert scores.log_ratio.tolist() == [[-0.5, 2.0]]
 
 
@@ -59,44 +60,39 @@ def test_off_clips_nothing():
     assert float(found["clipped_low"].sum) == float(found["clipped_high"].sum) == 0.0
 
 
-REFERENCE_OF = {1: [0, 0, 1, 2, 3, 4, 5, 6, 7], 2: [0, 0, 0, 2, 2, 4, 4, 6, 6], 4: [0, 0, 0, 0, 0, 4, 4, 4, 4], None: [0] * 9}
-"""sync_freq -> the step whose policy is the reference in the loss of steps 0, 1, 2, ...: the table of paper C.2.1's listing."""
+SAMPLING = Humanline(sampling=BetaConstants(10.0, 10.0, 2.0, 20.0, 2.0, 20.0), seed=3)
 
 
-@pytest.mark.parametrize("k", REFERENCE_OF)
-def test_the_reference_follows_the_policy_one_step_behind(k):
-    humanline, reference, seen = Humanline(sync_freq=k), 0, []
-    for step in range(9):
-        seen.append(reference)
-        if humanline.due(step):
-            reference = step  # before the optimizer step: still the policy that this step's loss saw
-    assert seen == REFERENCE_OF[k]
+def rejecting(rows: int, width: int, step: int = 5, keys: list[str] | None = None):
+    random = torch.Generator().manual_seed(0)
+    policy = (2 * torch.randn(rows, width, generator=random)).requires_grad_()
+    mask, draw = torch.ones(rows, width, dtype=torch.bool), Draw(step, keys or [f"row {r}" for r in range(rows)])
+    return policy, SAMPLING.scores(policy, torch.zeros(rows, width), mask, draw), draw
 
 
-@pytest.mark.parametrize("k", REFERENCE_OF)
-def test_after_the_step_is_another_table(k):
-    """What trust-region syncing would give: at k = 1 policy and reference are equal in every loss."""
-    humanline, reference, seen = Humanline(sync_freq=k), 0, []
-    for step in range(9):
-        seen.append(reference)
-        reference = step + 1 if humanline.due(step) else reference
-    assert (seen == REFERENCE_OF[k]) is (k is None)
-    if k == 1:
-        assert seen == list(range(9))
+def test_rejected_tokens_keep_their_value_and_lose_their_gradient():
+    policy, scores, draw = rejecting(8, 50)
+    assert torch.equal(scores.log_ratio, policy)
+    gradient = torch.autograd.grad(scores.log_ratio.sum(), policy)[0]
+    assert set(gradient.unique().tolist()) == {0.0, 1.0}
+    found = SAMPLING.metrics(scores, draw)
+    assert set(found) == {"kl", "rejected"}
+    assert float(found["rejected"].sum) == int((gradient == 0).sum()) and int(found["rejected"].count) == 400
 
 
-@pytest.mark.parametrize("k", REFERENCE_OF)
-def test_the_horizon_is_every_step_with_the_same_reference(k):
-    """last_step_before_sync(t) is the last step whose reference is that of step t, so scores made at a sync last to the next."""
-    humanline, steps = Humanline(sync_freq=k), 40
-    reference = [0] * (steps + 1)
-    for step in range(steps):
-        reference[step + 1] = step if humanline.due(step) else reference[step]
-    for step in range(1, steps // 2):
-        last = humanline.last_step_before_sync(step)
-        if k is None:
-            assert last == math.inf
-            continue
-        assert humanline.due(int(last))
-        assert len(set(reference[step : int(last) + 1])) == 1
-        assert reference[int(last) + 1] != reference[step]
+def test_the_draw_is_the_rows_own():
+    """However the batch is cut and however wide it is padded; another at every step and for every seed."""
+    policy, whole, _ = rejecting(6, 40)
+    passed = torch.autograd.grad(whole.log_ratio.sum(), policy)[0] > 0
+    for rows, width in ([4, 1], 40), ([2], 17):
+        part = policy.detach()[rows, :width].requires_grad_()
+        mask = torch.ones(len(rows), width, dtype=torch.bool)
+        scores = SAMPLING.scores(part, torch.zeros_like(part), mask, Draw(5, [f"row {r}" for r in rows]))
+        assert torch.equal(torch.autograd.grad(scores.log_ratio.sum(), part)[0] > 0, passed[rows, :width])
+    again, other, _ = rejecting(6, 40, step=6)
+    assert not torch.equal(torch.autograd.grad(other.log_ratio.sum(), again)[0] > 0, passed)
+
+
+def test_sampling_without_a_draw_is_a_mistake():
+    with pytest.raises(AssertionError):
+        SAMPLING.scores(torch.zeros(1, 3), torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))

@@ -136,4 +136,4 @@ def test_no_stale_root_after_a_no_grad_forward():
 
 def test_humanline_off_is_infinite_bounds():
     off = Humanline()
-    assert off.last_step_before_sync(5) == float("inf") and not off.due(0)
+    assert (off.log_epsilon_P, off.log_epsilon_R) == (-float("inf"), float("inf")) and off.sampling is None

@@ -15,7 +15,7 @@ from trainers.humanline import OFF, Humanline
 from trainers.losses.base import LossResult, TokenScores
 
 FILES = sorted((Path(__file__).parents[4] / "config" / "loss").glob("*.yaml"))
-RANGE = Humanline(-1.5, 1.5, 1)
+RANGE = Humanline(-1.5, 1.5)
 
 
 @dataclass

@@ -1,0 +1,164 @@
+"""Syncing modes against a live second model, bit for bit; the trust region's contrast; the ablations of Figure 5; resuming in each."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+from models.checkpoint import Checkpoints
+from models.distributed import start
+from models.export import full_state
+from models.policy import Policy
+from tests.engine import engine_config, make_segment, make_trainer, run, weights
+from tests.tiny import tiny_policy
+from trainers.basic import BasicTrainer, Progress
+from trainers.losses.base import TokenScores
+from trainers.setup import Offline, make_loss
+
+STEPS = 7
+TRUST = {"hard-1": (1, 1.0), "hard-3": (3, 1.0), "soft-1": (1, 0.3), "soft-2": (2, 0.6)}
+
+
+def config_of(folder, *overrides):
+    return engine_config(folder, "dpo", "model.batch_size=4", "model.gradient_accumulation_steps=2", *overrides)
+
+
+def live(trainer: BasicTrainer, policy: Policy, segment, k: int, alpha: float, low: float, high: float) -> list[float]:
+    """Plain training with a second model that moves after the optimizer step. ``trainer`` only cuts the batches."""
+    config, loss = trainer.config, make_loss(trainer.config)
+    reference = copy.deepcopy(policy)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,
+                                  weight_decay=config.weight_decay, fused=True)
+    losses = []
+    for t in range(segment.steps):
+        batch, total = segment.batch(t), 0.0
+        for micro in trainer.microbatches(batch):
+            p = policy(micro.sequences)
+            with torch.no_grad():
+                r = reference(micro.sequences)
+            scores = TokenScores(p, r, (p - r).clamp(low, high), micro.sequences.mask)
+            result = loss(*scores.split(len(micro.examples)))
+            (result.total * (1 / len(batch))).backward()
+            total += float(result.total.detach().double())
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), config.model.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (t + 1) % k == 0:
+            with torch.no_grad():
+                for mine, theirs in zip(reference.parameters(), policy.parameters(), strict=True):
+                    mine.lerp_(theirs, alpha)
+        losses.append(total / len(batch))
+    return losses
+
+
+@pytest.mark.parametrize("humanline", [False, True], ids=["plain", "clipped"])
+@pytest.mark.parametrize("mode", TRUST)
+def test_trust_region_is_bit_identical_to_a_second_model(tmp_path, mode, humanline):
+    k, alpha = TRUST[mode]
+    config = config_of(tmp_path, "sync_mode=trust_region", f"sync_freq={k}", f"sync_alpha={alpha}", f"humanline={humanline}")
+    segment, plain = make_segment(config, pairs=4 * STEPS), tiny_policy()
+    trainer, lines = run(config, segment, make_trainer(config, copy.deepcopy(plain)))
+    bounds = (config.log_epsilon_P, config.log_epsilon_R) if humanline else (-math.inf, math.inf)
+    assert [line["loss"] for line in lines] == live(trainer, plain, segment, k, alpha, *bounds)
+    final = weights(trainer)
+    assert all(torch.equal(final[name], p.detach()) for name, p in plain.named_parameters())
+    assert [line["reference_step"] for line in lines] == [t // k * k for t in range(STEPS)]
+
+
+@pytest.mark.parametrize("humanline", [False, True])
+def test_hard_after_every_step_compares_the_policy_with_itself(tmp_path, humanline):
+    """ln 2 for ever, where syncing before the step is not."""
+    config = config_of(tmp_path, "sync_mode=trust_region", f"humanline={humanline}")
+    _, lines = run(config, make_segment(config, pairs=4 * STEPS))
+    assert [line["loss"] for line in lines] == pytest.approx([math.log(2)] * STEPS, abs=1e-6)
+    assert all(line["kl"] == 0 for line in lines)
+    config = config_of(tmp_path, "humanline=true")
+    _, lines = run(config, make_segment(config, pairs=4 * STEPS))
+    assert all(abs(line["loss"] - math.log(2)) > 1e-4 for line in lines[1:])
+
+
+def test_the_ablations_of_figure_5_are_four_runs(tmp_path):
+    tight = ["log_epsilon_P=-0.02", "log_epsilon_R=0.02"]
+    cells = {
+        "both": ["humanline=true", *tight],
+        "clip only": ["humanline=true", "sync_mode=never", *tight],
+        "sync only": ["humanline=true", "log_epsilon_P=-.inf", "log_epsilon_R=.inf"],
+        "neither": [],
+    }
+    lines = {}
+    for name, overrides in cells.items():
+        config = config_of(tmp_path, *overrides)
+        lines[name] = run(config, make_segment(config, pairs=4 * STEPS))[1]
+    synced = {name: [line["reference_step"] for line in rows] for name, rows in lines.items()}
+    assert synced["both"] == synced["sync only"] == [0, 0, 1, 2, 3, 4, 5] and synced["clip only"] == synced["neither"] == [0] * STEPS
+    clipped = {name: sum(line["clipped_low"] for line in rows) for name, rows in lines.items()}
+    assert clipped["both"] > 0 and clipped["clip only"] > 0 and clipped["sync only"] == clipped["neither"] == 0
+    assert len({rows[-1]["loss"] for rows in lines.values()}) == 4
+
+
+class Stop(Exception):
+    """What a killed run sees."""
+
+
+@pytest.mark.parametrize("overrides", [
+    ["humanline=true", "sync_freq=3"], ["sync_mode=trust_region", "sync_freq=3"], ["sync_mode=trust_region", "sync_freq=2", "sync_alpha=0.3"],
+    ["humanline=true", "sync_mode=never"], ["humanline=true", "humanline_mode=sample"],
+], ids=["humanline", "hard", "soft", "never", "sample"])
+def test_resuming_changes_nothing(tmp_path, overrides):
+    """Stopped before step 4, inside a horizon, and gone on with from the checkpoint by a trainer that starts from other weights."""
+    config = config_of(tmp_path, *overrides)
+    segment = make_segment(config, pairs=4 * STEPS)
+    whole, lines = run(config, segment)
+    stopped, kept = make_trainer(config), Checkpoints(tmp_path / "checkpoints", start(), 1)
+
+    def save_and_stop():
+        if stopped.progress.step == 4:
+            kept.save(4, stopped.policy, stopped.optimizer, dict(vars(stopped.progress)), dict(stopped.reference.scores))
+            raise Stop
+
+    with pytest.raises(Stop):
+        run(config, segment, stopped, save_and_stop)
+    resumed = make_trainer(config, tiny_policy(seed=9))
+    state, scores = kept.load(kept.path(4), resumed.policy, resumed.optimizer)
+    state.pop("fresh_optimizer")
+    resumed.progress, resumed.reference.scores = Progress(**state), scores
+    rest = []
+    watch = type("W", (), {"before_step": lambda s: None, "done": lambda s: None,
+                           "after_step": lambda s, record: rest.append(record.pending.read()["loss"])})()
+    resumed.train(Offline(segment), watch)
+    assert rest == [line["loss"] for line in lines[4:]]
+    assert all(torch.equal(w, weights(whole)[name]) for name, w in weights(resumed).items())
+
+
+def test_a_slow_reference_is_in_the_checkpoint_and_not_in_the_model(tmp_path):
+    config = config_of(tmp_path, "sync_mode=trust_region", "sync_alpha=0.3")
+    trainer = make_trainer(config)
+    state = full_state(trainer.policy)
+    assert set(state) == set(full_state(make_trainer(config_of(tmp_path)).policy))
+    assert any(name.startswith("soft_reference.") for name in trainer.policy.state_dict())
+
+
+def test_sampling_loses_gradient_but_no_value(tmp_path):
+    """The first loss is plain's, its gradient is not; the share of rejected tokens is logged."""
+    constants = [f"humanline_sampling.{name}=5" for name in ("gamma_P", "beta_P", "gamma_R", "beta_R")]
+    sample = config_of(tmp_path, "humanline=true", "humanline_mode=sample", *constants, "humanline_sampling.M_P=2", "humanline_sampling.M_R=2")
+    plain = config_of(tmp_path, "humanline=true", "log_epsilon_P=-.inf", "log_epsilon_R=.inf")
+    (_, some), (_, all_) = (run(c, make_segment(c, pairs=4 * STEPS)) for c in (sample, plain))
+    assert some[0]["loss"] == all_[0]["loss"] and some[0]["grad_norm"] != all_[0]["grad_norm"]
+    assert all(0.05 < line["rejected"] < 0.95 for line in some) and "clipped_low" not in some[0]
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
+def test_a_draw_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
+    constants = [f"humanline_sampling.{name}=5" for name in ("gamma_P", "beta_P", "gamma_R", "beta_R")]
+    found = []
+    for parts in (1, 4):
+        config = engine_config(tmp_path, loss, "model.batch_size=8", f"model.gradient_accumulation_steps={parts}", "humanline=true",
+                               "humanline_mode=sample", "humanline_sampling.M_P=2", "humanline_sampling.M_R=2", *constants)
+        found.append(run(config, make_segment(config, pairs=24))[1])
+    for one, other in zip(*found, strict=True):
+        assert one["rejected"] == pytest.approx(other["rejected"], abs=0) and one["rejected"] > 0
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4) and one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
