@@ -22,6 +22,7 @@ def sample(cfg: DictConfig) -> None:
     with open_dict(cfg):
         stage = stage_settings(lambda key: cfg.pop(key, None), SampleStage)
     config, _ = settings(cfg)
+    config.check_room()
     from models.distributed import start, stop
     from rollouts import stages
 

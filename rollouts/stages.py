@@ -33,7 +33,6 @@ def sample(config: Config, stage: SampleStage, world: World) -> None:
     refuse_existing(out, stage.overwrite_out)
     require(stage.format != "alpacaeval" or config.rounds.samples == 1, "rounds.samples", config.rounds.samples,
             "format=alpacaeval takes one answer a prompt: rounds.samples=1")
-    config.check_room()
     check_model(config.model)
     renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
     train, evaluation = load_splits(config.data)
