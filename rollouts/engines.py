@@ -5,7 +5,9 @@ Rank 0 makes a round alone (``rollouts.making``), as plain code without collecti
 
 from __future__ import annotations
 
+import json
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +22,17 @@ from models.distributed import World, from_main, gather_objects
 from models.export import export, full_state
 from models.policy import Policy
 from models.reference import score
+from rollouts.ledger import write_whole
 from rollouts.probe import Probe, check_probe
 from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
 from rollouts.vllm_sampler import VllmSampler
+from rollouts.worker_process import SamplerError
 
 T = TypeVar("T")
 Facts = dict[str, Any]
 
 PROBE_ROWS = 16
+_PROBE = "probe.json"
 _COARSENESS = ("float32", "float16", "bfloat16")
 
 
@@ -37,6 +42,9 @@ class Engine(Protocol):
     def publish(self, folder: Path, version: int) -> Facts:
         """Sample from the policy as it is now, from here on. Every rank calls it. ``folder``: for what has to be written, until
         ``forget``. Returns what is worth keeping of it. Raises SamplerError."""
+
+    def again(self, folder: Path, version: int) -> None:
+        """Sample from what ``publish`` wrote to ``folder`` in a process that was killed. Rank 0."""
 
     def together(self, work: Callable[[], T]) -> T:
         """What rank 0's ``work`` gives, or raises, on every rank; ``work`` may call ``sample``. Every rank calls it."""
@@ -67,6 +75,10 @@ class EmbeddedEngine:
 
     def publish(self, folder: Path, version: int) -> Facts:
         return {}
+
+    def again(self, folder: Path, version: int) -> None:
+        """The embedded sampler has only the weights of now: the schema lets it not sample ahead."""
+        raise SamplerError(f"{folder} was not written by the embedded sampler")
 
     def together(self, work: Callable[[], T]) -> T:
         if not self.world.is_main:
@@ -122,14 +134,21 @@ class VllmEngine:
     def _load(self, state: dict[str, torch.Tensor], trainer: list[list[float]], folder: Path, version: int) -> Facts:
         start = time.monotonic()
         export(state, self.policy, self.renderer.tokenizer, folder, getattr(torch, self.sampler.dtype))
+        write_whole(folder / _PROBE, json.dumps(trainer))
         written = time.monotonic()
+        self.again(folder, version)
+        assert self._probed is not None
+        return {"write_seconds": written - start, "load_seconds": time.monotonic() - written,
+                "probe_largest": self._probed.largest, "probe_mean": self._probed.mean}
+
+    def again(self, folder: Path, version: int) -> None:
+        trainer = json.loads((folder / _PROBE).read_text())
+        self._folder = folder
         self.sampler.load(folder, version)
         dtype = max(self.trained_in, self.sampler.dtype, key=_COARSENESS.index)
         for engine in self.sampler.logprobs(self.probe):
             probed = check_probe(engine, trainer, dtype, self._probed)
-        self._probed, self._folder = probed, folder
-        return {"write_seconds": written - start, "load_seconds": time.monotonic() - written,
-                "probe_largest": probed.largest, "probe_mean": probed.mean}
+        self._probed = probed
 
     def together(self, work: Callable[[], T]) -> T:
         return outcome(from_main(attempt(work) if self.world.is_main else None))
@@ -146,6 +165,23 @@ class VllmEngine:
 
     def close(self) -> None:
         self.sampler.close()
+
+
+class Ahead:
+    """Work that goes on in a thread of its own while the round before is trained on."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._done: tuple[Any, BaseException | None] = (None, None)
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], object]) -> None:
+        self._done = attempt(work)
+
+    def result(self) -> None:
+        """Wait for it; raises what it raised."""
+        self._thread.join()
+        outcome(self._done)
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:

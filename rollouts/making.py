@@ -63,9 +63,16 @@ class Maker:
                     groups.append(made)
             parts.append(suffix)
         inputs = {"scores": [folder.checksum(f"scores{suffix}") for suffix in parts], "feedback": asdict(self.config.rounds)}
+        if self.config.rounds.fill:
+            self._sampled()
         if not folder.done("groups", inputs):
             folder.write("groups", (to_dict(g) for made in groups for g in made), inputs, {"contexts": len(groups), "dropped": dropped})
         folder.note({"contexts": [first, end], "parts": parts, "kept": len(groups), "dropped": dropped, **self._metrics(folder, parts)})
+
+    def _sampled(self) -> None:
+        """All samples of the round are on disk."""
+        self.engine.forget()
+        self.engine.rest()
 
     # -- stages -----------------------------------------------------------------------------------------------------------------------
 
@@ -96,8 +103,8 @@ class Maker:
         assert self.config.reward is not None, "the schema asks for one"
         stage, inputs = f"scores{suffix}", {"samples": folder.checksum(f"samples{suffix}"), "reward": reward_settings(self.config)}
         if not folder.done(stage, inputs):
-            self.engine.forget()
-            self.engine.rest()
+            if not self.config.rounds.fill:  # else more may have to be sampled from the same weights
+                self._sampled()
             start = time.monotonic()
             scores = score_samples(self.reward, sampled)
             lines = [{"id": one.prompt.id, "scores": values} for one, values in zip(sampled, scores, strict=True)]

@@ -21,7 +21,7 @@ from data.examples import make_examples
 from data.views import View
 from models.distributed import local
 from models.reference import weights_fingerprint
-from rollouts.engines import Engine
+from rollouts.engines import Ahead, Engine
 from rollouts.ledger import RoundFolder
 from rollouts.making import Maker, samples_table
 from rollouts.rewards.base import RewardError
@@ -57,6 +57,7 @@ class OnlineSource:
         self.engine, self.maker, self.folder, self.watch = engine, maker, folder, watch
         self.view = round_view(config, trainer.view)
         self._entered: float | None = None
+        self._ahead: Ahead | None = None
 
     def round(self, index: int) -> RoundFolder:
         return RoundFolder(self.folder / "rounds" / f"{index:03d}")
@@ -72,20 +73,52 @@ class OnlineSource:
             raise StoppedError(f"round {index}: {error}\nthe same command with resume=true goes on with this round") from error
 
     def _segment(self, index: int) -> Segment | None:
-        resumed_inside = self.trainer.progress.position > 0
-        if index > 0 and not resumed_inside:
+        inside, lag = self.trainer.progress.position > 0, self.config.rounds.lag
+        if index > 0 and not inside:
+            self._join()
             self._close(index - 1)
-        first = self.engine.together(lambda: 0 if index == 0 else int(self.round(index - 1).record["contexts"][1]))
+        first = self._first(index)
         if first >= self.contexts.planned:
             return None
-        if not resumed_inside:
-            self._make(index, first)
-        self._entered = None if resumed_inside else time.monotonic()
-        return self._enter(index, resumed_inside)
+        if not inside:
+            self.watch.before_round()
+            made_ahead = lag and index > 0 and self.engine.together(lambda: self.round(index).done("groups"))
+            if not made_ahead:
+                weights = self._publish(index, first)
+                self.engine.together(lambda: _there(self.maker).make(self.round(index), first, weights))
+        if lag and self._first(index + 1) < self.contexts.planned:
+            self._start_ahead(index + 1, inside)
+        self._entered = None if inside else time.monotonic()
+        return self._enter(index, inside)
 
-    def _make(self, index: int, first: int) -> None:
-        """From the policy as it is now to the round's ``groups.jsonl``."""
-        self.watch.before_round()
+    def _first(self, index: int) -> int:
+        """The round's first context, which is where the one before ended."""
+        return self.engine.together(lambda: 0 if index == 0 else int(self.round(index - 1).record["contexts"][1]))
+
+    def _start_ahead(self, index: int, inside: bool) -> None:
+        """Sample and score a round beside the training of the one before, from the weights that that one starts with. ``inside``: it
+        has started, and they are those that were published then."""
+        first, folder = self._first(index), self.round(index)
+        weights = str(self.engine.together(lambda: folder.record["weights"])) if inside else self._publish(index, first)
+        maker = self.maker
+        if maker is None:
+            return
+
+        def work() -> None:
+            if inside and maker.needs_weights(folder, first, weights):
+                self.engine.again(folder.path / "weights", index)
+            maker.make(folder, first, weights)
+
+        self._ahead = Ahead(work)
+
+    def _join(self) -> None:
+        """Wait for the round that is being made ahead, if one is."""
+        ahead, self._ahead = self._ahead, None
+        self.engine.together(lambda: None if ahead is None else ahead.result())
+
+    def _publish(self, index: int, first: int) -> str:
+        """Let the engine sample the round from the policy as it is now, if anything is left to sample; returns the weights' fingerprint.
+        """
         folder, maker, step = self.round(index), self.maker, self.trainer.progress.step
         weights = weights_fingerprint((name, local(p.detach())) for name, p in self.trainer.policy.named_parameters())
         published: Facts = {}
@@ -93,9 +126,9 @@ class OnlineSource:
             start = time.monotonic()
             published = self.engine.publish(folder.path / "weights", index)
             published["publish_seconds"] = time.monotonic() - start
-        begun = {"round": index, "sampled_step": step, "trained_seconds": self.watch.trained_seconds(), **published}
+        begun = {"round": index, "weights": weights, "sampled_step": step, **published}
         self.engine.together(lambda: folder.note(begun))
-        self.engine.together(lambda: _there(maker).make(folder, first, weights))
+        return weights
 
     def _enter(self, index: int, inside: bool) -> Segment:
         folder = self.round(index)
@@ -105,7 +138,10 @@ class OnlineSource:
         metrics = {key: record[key] for key in ("publish_seconds", "probe_largest", "probe_mean") if key in record} | record["metrics"]
         self.watch.entered(facts, {} if inside else metrics, [] if inside else samples_table(folder))
         first, end = record["contexts"]
-        self.engine.together(lambda: folder.note({"examples": examples.count, "untrainable": examples.dropped}))
+        noted = {"examples": examples.count, "untrainable": examples.dropped}
+        if not inside:
+            noted["trained_seconds"] = self.watch.trained_seconds()
+        self.engine.together(lambda: folder.note(noted))
         return Segment(examples.groups, self.config.model.batch_size, examples.count, self.config.seed, index=index,
                        start=first / self.contexts.planned, end=end / self.contexts.planned)
 
@@ -119,23 +155,26 @@ class OnlineSource:
         folder = self.round(index)
         record = folder.record
         lines = [line for line in read_metrics(self.folder / "metrics.jsonl") if line.get("round") == index]
-        made = record["metrics"]
-        seconds = {"publish": record.get("publish_seconds", 0.0), "sample": made["sample_seconds"], "score": made["score_seconds"],
-                   "train": trained - record["trained_seconds"]}
+        beside = self.round(index + self.config.rounds.lag).record  # with a lag, the round after was made meanwhile, if there is one
+        made = beside.get("metrics", {})
+        seconds = {"publish": beside.get("publish_seconds", 0.0), "sample": made.get("sample_seconds", 0.0),
+                   "score": made.get("score_seconds", 0.0), "train": trained - record["trained_seconds"]}
         kl = [line["kl"] for line in lines if line.get("kl") is not None]
         folder.note({
             "steps": len(lines), "kl": fmean(kl) if kl else None,
             "staleness": fmean(line["step"] - record["sampled_step"] for line in lines) if lines else None,
-            "seconds": seconds, "between_rounds_seconds": wall, "idle": idle_shares(self.config, seconds)})
+            "seconds": seconds, "train_wall_seconds": wall,
+            "idle": idle_shares(self.config, seconds, wall)})
 
 
-def idle_shares(config: Config, seconds: dict[str, float]) -> dict[str, float]:
-    """The share of the round's time for which trainer and sampler had nothing to do. The embedded sampler is the trainer."""
-    total = max(sum(seconds.values()), 1e-9)
-    sampling = seconds["sample"]
+def idle_shares(config: Config, seconds: dict[str, float], wall: float | None) -> dict[str, float]:
+    """The share of the round's time for which trainer and sampler had nothing to do. The embedded sampler is the trainer. ``wall``: from
+    the first step to the next round, None where the run was interrupted between."""
+    together = seconds["publish"] + (wall or max(seconds["train"], seconds["sample"] + seconds["score"]))
+    total = max(together if config.rounds.lag else sum(seconds.values()), 1e-9)
     if config.sampler.name == "embedded":
-        return {"trainer": 1 - (seconds["train"] + sampling) / total}
-    return {"trainer": 1 - seconds["train"] / total, "sampler": 1 - sampling / total}
+        return {"trainer": 1 - (seconds["train"] + seconds["sample"]) / total}
+    return {"trainer": 1 - seconds["train"] / total, "sampler": 1 - seconds["sample"] / total}
 
 
 def round_view(config: Config, view: View) -> View:

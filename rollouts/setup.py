@@ -84,6 +84,8 @@ class Online:
         self.reward: Reward | None = None
         self.engine: Engine | None = None
         self._vllm: VllmSampler | None = None
+        require(config.rounds.lag == 0 or world.device.type == "cpu" or config.sampler.devices is not None, "rounds.lag", config.rounds.lag,
+                "samples while the trainer trains, so vLLM needs GPUs of its own: name them in sampler.devices")
         if config.sampler.name == "vllm":
             self._vllm = VllmSampler(config.sampler, renderer, max_length=config.model.max_length, dtype=config.model.dtype,
                                      log_dir=folder / "logs")
@@ -112,9 +114,9 @@ class Online:
     def describe(self, plan: Plan, unit: str) -> str:
         """What is planned, in a sentence."""
         rounds = self.config.rounds
-        return (f"{rounds.contexts} contexts in rounds of {rounds.contexts_per_round}{' kept' if rounds.fill else ''}, {rounds.samples} samples "
-                f"each, of {len(self.contexts.prompts)} prompts: at most {plan.train.units} {unit}, {plan.steps} steps of "
-                f"{self.config.model.batch_size}")
+        size = f"{rounds.contexts_per_round}{' kept' if rounds.fill else ''}"
+        return (f"{rounds.contexts} contexts in rounds of {size}, {rounds.samples} samples each, of {len(self.contexts.prompts)} prompts: "
+                f"at most {plan.train.units} {unit}, {plan.steps} steps of {self.config.model.batch_size}")
 
     def close(self) -> None:
         """End the processes of sampler and reward."""
