@@ -1,0 +1,117 @@
+"""rounds.lag=1: the next round is sampled from the weights that a round starts with while that round trains, also after an interruption.
+
+vLLM's place is taken by a second model, which is what an engine of its own is.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import rollouts.setup
+from models.export import full_state
+from models.policy import load_policy
+from rollouts.engines import VllmEngine, attempt, outcome
+from rollouts.samplers import EmbeddedSampler
+from tests.integration.online import lines, rounds, run_online
+from tests.tiny import make_config
+from trainers.basic import BasicTrainer
+
+LAGGING = ("online=true", "loss=dpo", "sampler=vllm", "rounds.lag=1", "rounds.contexts=96", "rounds.contexts_per_round=24",
+           "model.batch_size=4", "save_every=4")
+
+
+class Second:
+    """An engine whose weights are a second model's; they reach it through a folder, as vLLM's do."""
+
+    threads: set[str] = set()  # noqa: RUF012
+
+    def __init__(self, policy, renderer):
+        self.policy, self.folder = policy, None
+        self.other = load_policy(make_config().model, torch.device("cpu"))
+        self.sampler = EmbeddedSampler(self.other, renderer, torch.device("cpu"), batch_size=256, synced=False)
+
+    def publish(self, folder, version):
+        folder.mkdir(parents=True)
+        torch.save(full_state(self.policy), folder / "weights.pt")
+        self.again(folder, version)
+        return {}
+
+    def again(self, folder, version):
+        self.other.model.load_state_dict(torch.load(folder / "weights.pt"))
+        self.folder = folder
+
+    def together(self, work):
+        return outcome(attempt(work))
+
+    def sample(self, prompts, n, settings, seed):
+        self.threads.add(threading.current_thread().name)
+        return self.sampler.sample(prompts, n, settings, seed)
+
+    def forget(self):
+        if self.folder is not None:
+            shutil.rmtree(self.folder)
+            self.folder = None
+
+    def rest(self): ...
+
+    def close(self): ...
+
+
+@pytest.fixture(autouse=True)
+def second(monkeypatch):
+    monkeypatch.setattr(rollouts.setup, "VllmSampler", lambda *_, **__: None)
+    monkeypatch.setattr(rollouts.setup.Online, "_engine", lambda self, policy: Second(policy, self.renderer))
+    monkeypatch.setattr(Second, "threads", set())
+
+
+def test_a_round_is_sampled_from_where_the_one_before_started(tmp_path):
+    run = run_online(tmp_path, "r", *LAGGING)
+    assert len(Second.threads) > 1, "nothing was sampled beside the training"
+    records = [folder.record for folder in rounds(run)]
+    begins = [min(line["step"] for line in lines(run) if line["round"] == i) for i in range(4)]
+    assert [record["sampled_step"] for record in records] == [0, 0, begins[1], begins[2]]
+    assert records[0]["weights"] == records[1]["weights"] != records[2]["weights"] != records[3]["weights"]
+    for line in lines(run):
+        assert line["staleness"] == line["step"] - records[line["round"]]["sampled_step"]
+    assert all(0 <= share <= 1 for record in records for share in record["idle"].values())
+    assert not list(run.glob("rounds/*/weights"))
+    ids = [line["id"] for folder in rounds(run) for line in folder.read("samples")]
+    assert len(ids) == 96 == len(set(ids))
+
+
+def test_interrupted_inside_a_round(tmp_path, monkeypatch):
+    """The round ahead had not been sampled (its files are taken away): the weights that it was to come from are still there."""
+    whole = run_online(tmp_path, "whole", *LAGGING)
+    at = next(line["step"] for line in lines(whole) if line["round"] == 1) + 1
+    step = BasicTrainer.step
+
+    def interrupted(self, segment):
+        if self.progress.step == at:
+            raise KeyboardInterrupt
+        return step(self, segment)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BasicTrainer, "step", interrupted)
+        patch.setattr(Second, "forget", lambda self: None)
+        with pytest.raises(KeyboardInterrupt):
+            run_online(tmp_path, "r", *LAGGING)
+    ahead = rounds(tmp_path / "r")[2]
+    while not ahead.done("groups"):  # its thread lives on in this process, as it would not in a killed one
+        time.sleep(0.05)
+    for stage in ("samples", "scores", "groups"):
+        ahead.file(stage).unlink(missing_ok=True)
+    assert (ahead.path / "weights").exists()
+    run = run_online(tmp_path, "r", *LAGGING, "resume=true")
+    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (run, whole))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+    assert [line["loss"] for line in lines(run)] == [line["loss"] for line in lines(whole)]
+
+
+def test_the_real_engine_has_what_rounds_ask_of_it():
+    assert {name for name in vars(Second) if not name.startswith("_") and name != "threads"} <= set(vars(VllmEngine))
