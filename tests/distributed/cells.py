@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -12,10 +11,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from data.batches import Segment
+from config.schema import ModelConfig
+from data.batches import Segment, collate
 from data.types import Example, Sequence
+from models.distributed import World, local, start
+from models.loading import load_sharded
+from models.policy import load_policy
+from models.reference import score, weights_fingerprint
 from tests.engine import engine_config, make_trainer, run, weights
-from tests.tiny import KINDS, VOCABULARY
+from tests.tiny import KINDS, VOCABULARY, random_groups, tiny_llama
 
 STEPS, LR = 8, 0.003
 CELLS = [(loss, k) for loss in ("dpo", "kto", "grpo") for k in (None, 1, 3)]
@@ -37,7 +41,7 @@ def uneven_groups(kind: str) -> tuple[tuple[Example, ...], ...]:
     return tuple(groups)
 
 
-def run_cells(cache: Path, out: Path, accumulation: int) -> None:
+def run_cells(cache: Path, out: Path, accumulation: int, world: World | None = None) -> None:
     """Train every cell for 8 steps of 4 pairs (the last of 3); rank 0 writes losses, gradient norms and final weights."""
     results: dict[str, np.ndarray] = {}
     for loss, k in CELLS:
@@ -47,7 +51,7 @@ def run_cells(cache: Path, out: Path, accumulation: int) -> None:
                                        *humanline), lr=LR)
         groups = uneven_groups(KINDS[loss])
         segment = Segment(groups, units, sum(map(len, groups)), seed=0)
-        trainer, lines = run(config, segment, make_trainer(config))
+        trainer, lines = run(config, segment, make_trainer(config, world=world))
         final = weights(trainer)
         name = f"{loss}-{k}"
         for key in ("loss", "grad_norm", "kl", "clipped_low", "reward_accuracy"):
@@ -57,14 +61,34 @@ def run_cells(cache: Path, out: Path, accumulation: int) -> None:
         np.savez(out, **results)
 
 
-def worker(rank: int, ranks: int, store: str, cache: str, out: str, accumulation: int) -> None:
+def check_loading(folder: Path, world: World) -> None:
+    """Weights that rank 0 alone read are those of a whole model, tied or not, with and without adapters, and can be trained."""
+    for tied in (True, False):
+        path = folder / f"tied-{tied}"
+        if world.is_main:
+            tiny_llama(tied=tied).save_pretrained(path)
+        dist.barrier()
+        for lora in (False, True):
+            config = ModelConfig(name="tiny", name_or_path=str(path), dtype="float32", max_length=64, max_prompt_length=16, use_peft=lora)
+            policy, fingerprint = load_sharded(config, world)
+            whole = load_policy(config, torch.device("cpu"))
+            assert fingerprint == weights_fingerprint(whole.named_parameters())
+            expected = dict(whole.named_parameters())
+            found = dict(policy.named_parameters())
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(local(p.detach()), expected[name].detach()) for name, p in found.items())
+            sequences = collate([row for (e,) in random_groups(4) for row in e.rows], world.device)
+            assert torch.allclose(score(policy, sequences), score(whole, sequences), atol=1e-5)
+            policy(sequences).sum().backward()
+
+
+def worker(rank: int, ranks: int, replicas: int, store: str, folder: str, accumulation: int) -> None:
     """One of ``ranks`` spawned processes."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=float(os.environ.get("TEST_TIMEOUT", 120))))
-    run_cells(Path(cache), Path(out), accumulation)
+    timeout = timedelta(seconds=float(os.environ.get("TEST_TIMEOUT", "240")))
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timeout)
+    world = start(replicas)
+    run_cells(Path(folder), Path(folder) / "out.npz", accumulation, world)
+    check_loading(Path(folder), world)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    run_cells(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -19,11 +19,11 @@ def single(tmp_path_factory):
     return np.load(folder / "out.npz")
 
 
-@pytest.fixture(scope="module", params=[(2, 2), (4, 1)], ids=["2 ranks x 2", "4 ranks x 1"])
+@pytest.fixture(scope="module", params=[(2, 1, 2), (4, 2, 1)], ids=["2 ranks x 2", "2 copies of 2 ranks x 1"])
 def several(request, tmp_path_factory):
-    ranks, accumulation = request.param
+    ranks, replicas, accumulation = request.param
     folder = tmp_path_factory.mktemp("several")
-    mp.start_processes(worker, (ranks, str(folder / "store"), str(folder), str(folder / "out.npz"), accumulation), nprocs=ranks,
+    mp.start_processes(worker, (ranks, replicas, str(folder / "store"), str(folder), accumulation), nprocs=ranks,
                        start_method="spawn")
     return np.load(folder / "out.npz")
 
