@@ -6,7 +6,6 @@ Rank 0 makes a round alone (``rollouts.making``), as plain code without collecti
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -40,8 +39,8 @@ class Engine(Protocol):
     """What rounds ask of a sampler, beside samples: to take the policy's weights, and to work for rank 0."""
 
     def publish(self, folder: Path, version: int) -> Facts:
-        """Sample from the policy as it is now, from here on. Every rank calls it. ``folder``: for what has to be written, until
-        ``forget``. Returns what is worth keeping of it. Raises SamplerError."""
+        """Sample from the policy as it is now, from here on. Every rank calls it. ``folder``: for what has to be written; it may go
+        once the round is sampled. Returns what is worth keeping of it. Raises SamplerError."""
 
     def again(self, folder: Path, version: int) -> None:
         """Sample from what ``publish`` wrote to ``folder`` in a process that was killed. Rank 0."""
@@ -51,9 +50,6 @@ class Engine(Protocol):
 
     def sample(self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int) -> list[list[Sample]]:
         """``n`` answers to each prompt, in order. Rank 0, inside ``together``."""
-
-    def forget(self) -> None:
-        """The samples are on disk: the weights that they came from need not be. Rank 0."""
 
     def rest(self) -> None:
         """Give accelerator memory back until the next ``publish``. Rank 0."""
@@ -104,9 +100,6 @@ class EmbeddedEngine:
         mine = prompts[self.world.rank :: self.world.size]
         return gather_objects(self.sampler.sample(mine, n, settings, seed))
 
-    def forget(self) -> None:
-        """Nothing was written."""
-
     def rest(self) -> None:
         """It has no memory of its own."""
 
@@ -123,7 +116,6 @@ class VllmEngine:
         self.sampler, self.policy, self.renderer, self.world = sampler, policy, renderer, world
         self.probe, self.trained_in = probe, trained_in
         self._probed: Probe | None = None
-        self._folder: Path | None = None
 
     def publish(self, folder: Path, version: int) -> Facts:
         state = full_state(self.policy)
@@ -143,7 +135,6 @@ class VllmEngine:
 
     def again(self, folder: Path, version: int) -> None:
         trainer = json.loads((folder / _PROBE).read_text())
-        self._folder = folder
         self.sampler.load(folder, version)
         dtype = max(self.trained_in, self.sampler.dtype, key=_COARSENESS.index)
         for engine in self.sampler.logprobs(self.probe):
@@ -155,10 +146,6 @@ class VllmEngine:
 
     def sample(self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int) -> list[list[Sample]]:
         return self.sampler.sample(prompts, n, settings, seed)
-
-    def forget(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def rest(self) -> None:
         self.sampler.sleep()

@@ -38,6 +38,11 @@ class RoundFolder:
         """Add to ``round.json``."""
         write_whole(self.path / "round.json", json.dumps(self.record | facts, indent=2, ensure_ascii=False))
 
+    @property
+    def weights(self) -> Path:
+        """Where the weights lie that the round is sampled from, until it is."""
+        return self.path / "weights"
+
     def file(self, stage: str) -> Path:
         return self.path / f"{stage}.jsonl"
 

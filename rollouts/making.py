@@ -6,6 +6,7 @@ Rank 0 alone does this. What is already on disk, made from the same inputs, is n
 from __future__ import annotations
 
 import hashlib
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -64,14 +65,14 @@ class Maker:
             parts.append(suffix)
         inputs = {"scores": [folder.checksum(f"scores{suffix}") for suffix in parts], "feedback": asdict(self.config.rounds)}
         if self.config.rounds.fill:
-            self._sampled()
+            self._sampled(folder)
         if not folder.done("groups", inputs):
             folder.write("groups", (to_dict(g) for made in groups for g in made), inputs, {"contexts": len(groups), "dropped": dropped})
         folder.note({"contexts": [first, end], "parts": parts, "kept": len(groups), "dropped": dropped, **self._metrics(folder, parts)})
 
-    def _sampled(self) -> None:
-        """All samples of the round are on disk."""
-        self.engine.forget()
+    def _sampled(self, folder: RoundFolder) -> None:
+        """All samples of the round are on disk: the weights that they came from need not be."""
+        shutil.rmtree(folder.weights, ignore_errors=True)
         self.engine.rest()
 
     # -- stages -----------------------------------------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ class Maker:
         stage, inputs = f"scores{suffix}", {"samples": folder.checksum(f"samples{suffix}"), "reward": reward_settings(self.config)}
         if not folder.done(stage, inputs):
             if not self.config.rounds.fill:  # else more may have to be sampled from the same weights
-                self._sampled()
+                self._sampled(folder)
             start = time.monotonic()
             scores = score_samples(self.reward, sampled)
             lines = [{"id": one.prompt.id, "scores": values} for one, values in zip(sampled, scores, strict=True)]

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from config.checks import StoppedError
 from config.schema import Config
-from data import views
 from data.batches import Segment
 from data.chat import Renderer
 from data.examples import make_examples
@@ -106,7 +105,7 @@ class OnlineSource:
 
         def work() -> None:
             if inside and maker.needs_weights(folder, first, weights):
-                self.engine.again(folder.path / "weights", index)
+                self.engine.again(folder.weights, index)
             maker.make(folder, first, weights)
 
         self._ahead = Ahead(work)
@@ -124,7 +123,7 @@ class OnlineSource:
         published: Facts = {}
         if self.engine.together(lambda: _there(maker).needs_weights(folder, first, weights)):
             start = time.monotonic()
-            published = self.engine.publish(folder.path / "weights", index)
+            published = self.engine.publish(folder.weights, index)
             published["publish_seconds"] = time.monotonic() - start
         begun = {"round": index, "weights": weights, "sampled_step": step, **published}
         self.engine.together(lambda: folder.note(begun))
@@ -179,7 +178,7 @@ def idle_shares(config: Config, seconds: dict[str, float], wall: float | None) -
 
 def round_view(config: Config, view: View) -> View:
     """The trainer's view, keeping groups of equal rewards where ``rounds.zero_variance`` says so."""
-    return partial(views.weighted, keep_zero_variance=True) if config.rounds.keeps_equal else view
+    return partial(view, keep_zero_variance=True) if config.rounds.keeps_equal else view
 
 
 def _there(maker: Maker | None) -> Maker:

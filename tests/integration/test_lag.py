@@ -5,7 +5,6 @@ vLLM's place is taken by a second model, which is what an engine of its own is.
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 
@@ -17,6 +16,7 @@ import rollouts.setup
 from models.export import full_state
 from models.policy import load_policy
 from rollouts.engines import VllmEngine, attempt, outcome
+from rollouts.making import Maker
 from rollouts.samplers import EmbeddedSampler
 from tests.integration.online import lines, rounds, run_online
 from tests.tiny import make_config
@@ -32,7 +32,7 @@ class Second:
     threads: set[str] = set()  # noqa: RUF012
 
     def __init__(self, policy, renderer):
-        self.policy, self.folder = policy, None
+        self.policy = policy
         self.other = load_policy(make_config().model, torch.device("cpu"))
         self.sampler = EmbeddedSampler(self.other, renderer, torch.device("cpu"), batch_size=256, synced=False)
 
@@ -44,7 +44,6 @@ class Second:
 
     def again(self, folder, version):
         self.other.model.load_state_dict(torch.load(folder / "weights.pt"))
-        self.folder = folder
 
     def together(self, work):
         return outcome(attempt(work))
@@ -52,11 +51,6 @@ class Second:
     def sample(self, prompts, n, settings, seed):
         self.threads.add(threading.current_thread().name)
         return self.sampler.sample(prompts, n, settings, seed)
-
-    def forget(self):
-        if self.folder is not None:
-            shutil.rmtree(self.folder)
-            self.folder = None
 
     def rest(self): ...
 
@@ -98,7 +92,7 @@ def test_interrupted_inside_a_round(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(BasicTrainer, "step", interrupted)
-        patch.setattr(Second, "forget", lambda self: None)
+        patch.setattr(Maker, "_sampled", lambda self, folder: None)  # the weights stay, as where nothing was sampled yet
         with pytest.raises(KeyboardInterrupt):
             run_online(tmp_path, "r", *LAGGING)
     ahead = rounds(tmp_path / "r")[2]
