@@ -67,7 +67,7 @@ def test_the_clock_is_contexts_consumed(tmp_path):
     for index, done in ((0, 0.5), (1, 1.0)):
         last = [line for line in lines(run) if line["round"] == index][-1]
         assert last["lr"] == pytest.approx(1e-3 * done)
-    assert [line["staleness"] for line in lines(run) if line["round"] == 1][0] == 0
+    assert next(line["staleness"] for line in lines(run) if line["round"] == 1) == 0
 
 
 def test_whole_groups_with_equal_scores_take_the_same_steps(tmp_path, batches):
