@@ -17,12 +17,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from config.checks import ConfigError, one_of, require
-from config.schema_method import BetaConfig
+from config.schema_method import TRAINER_KEYS, BetaConfig, check_trainer_keys
 from config.schema_rewards import ClassifierConfig, FunctionConfig, JudgeConfig, RewardConfig, RewardModelConfig, VerifierConfig
 from config.schema_rounds import RoundsConfig
 from config.schema_sampler import SamplerConfig
 
-RESERVED_LOSS_KEYS = ("name", "_target_", "_partial_", "reference")
+RESERVED_LOSS_KEYS = ("name", "_target_", "_partial_", "reference", *TRAINER_KEYS)
+OFFLINE_ONLY = ("reward", "csft")
+"""Trainers whose model does not answer prompts as it was trained to: a reward model, and one that wants its control token."""
 OPERATIONAL = ("exp_name", "runs_dir", "cache_dir", "overwrite", "resume", "dry_run", "keep_checkpoints", "keep_best", "save_every", "wandb",
                "replicas", "watchdog_seconds")
 """Settings that change nothing of what is computed: a run may go on with others."""
@@ -53,6 +55,8 @@ class ModelConfig:
     dtype: str = "bfloat16"
     export_dtype: str | None = None
     from_config: bool = False
+    head: str | None = None
+    control_tokens: dict[str, str] = field(default_factory=lambda: {"chosen": "<|good|>", "rejected": "<|bad|>"})
     batch_size: int = 32
     gradient_accumulation_steps: int = 1
     eval_batch_size: int = 64
@@ -71,6 +75,8 @@ class ModelConfig:
         require(self.max_prompt_length < self.max_length, "model.max_prompt_length", self.max_prompt_length,
                 f"must be less than model.max_length={self.max_length}, or no room is left for a completion")
         require(self.max_grad_norm > 0, "model.max_grad_norm", self.max_grad_norm, "must be above 0 (use inf for no clipping)")
+        one_of("model.head", self.head, (None, "value", "reward"))
+        require(self.head != "reward" or not self.use_peft, "model.use_peft", True, "a reward model's head is trained: no adapters")
         one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
         one_of("model.export_dtype", self.export_dtype, (None, "float32", "bfloat16", "float16"))
         require(self.batch_size % self.gradient_accumulation_steps == 0, "model.gradient_accumulation_steps",
@@ -212,7 +218,10 @@ class Config:
             self._check_online()
 
     def _check_method(self) -> None:
-        """What humanline's modes and the ways to sync need of each other."""
+        """What humanline's modes, the ways to sync and the objective's own settings need of each other."""
+        check_trainer_keys(self.loss, self.trainer.name)
+        require(not self.online or self.trainer.name not in OFFLINE_ONLY, "online", True,
+                f"loss={self.loss['name']} trains on a fixed data set: its samples would not be what it learns from")
         one_of("humanline_mode", self.humanline_mode, ("clip", "sample"))
         require(self.humanline or self.humanline_mode == "clip", "humanline_mode", self.humanline_mode,
                 "says how humanline=true treats a token; humanline=false leaves all as they are")

@@ -1,10 +1,14 @@
-"""The settings of humanline sampling."""
+"""The settings of humanline sampling, and those settings of a loss that its trainer reads rather than its function."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from config.checks import require
+
+TRAINER_KEYS = {"gamma": "ppo", "lam": "ppo", "control_tokens": "csft"}
+"""loss.<key> -> the trainer that reads it"""
 
 
 @dataclass
@@ -23,3 +27,19 @@ class BetaConfig:
         for item in fields(self):
             value = getattr(self, item.name)
             require(value > 0, f"humanline_sampling.{item.name}", value, "must be above 0")
+
+
+def check_trainer_keys(loss: dict[str, Any], trainer: str) -> None:
+    """Raise ConfigError for a setting of another trainer's, and for a missing or impossible one of this trainer's."""
+    for key, owner in TRAINER_KEYS.items():
+        require(trainer == owner or key not in loss, f"loss.{key}", loss.get(key), f"loss={loss['name']} does not take it")
+        require(trainer != owner or key in loss, f"loss.{key}", "???", f"loss={loss['name']} needs it")
+    for key in ("gamma", "lam"):
+        value = loss.get(key, 1.0)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        require(number and 0 <= value <= 1, f"loss.{key}", value, "must be a number in [0, 1]")
+    if trainer == "csft":
+        tokens = loss["control_tokens"]
+        right = isinstance(tokens, dict) and set(tokens) == {"chosen", "rejected"} and all(isinstance(t, str) and t for t in tokens.values())
+        require(right, "loss.control_tokens", tokens, "give two texts, as in {chosen: <|good|>, rejected: <|bad|>}")
+        require(tokens["chosen"] != tokens["rejected"], "loss.control_tokens", tokens, "must be two different texts")

@@ -64,6 +64,12 @@ def weighted(group: Group, keep_zero_variance: bool = False) -> list[Wanted]:
     return [Wanted((i,), a) for i, a in enumerate(advantages(group.rewards))]
 
 
+def centred(group: Group, keep_zero_variance: bool = False) -> list[Wanted]:
+    """As ``weighted``, with the advantage ``R - mean R`` (Dr. GRPO): not divided by the group's std."""
+    mean = fmean(group.rewards) if group.rewards else 0.0
+    return [Wanted(want.completions, group.rewards[want.completions[0]] - mean) for want in weighted(group, keep_zero_variance)]
+
+
 def demonstrations(group: Group) -> list[Wanted]:
     """The best completion alone (SFT)."""
     return [Wanted((group.rewards.index(max(group.rewards)),), 1.0)] if group.rewards else []

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     LogitsProcessorList,
@@ -66,17 +67,23 @@ class Policy(nn.Module):
         Without a completion token (rows that fill a batch up) it is zeros that still hang on every trained weight, so that a
         sharded backward runs on every rank.
         """
-        body, head = causal_lm(self.model).base_model, output_head(self.model)
+        return self.logprobs(sequences, self.hidden(sequences).index_select(0, sequences.predict))
+
+    def hidden(self, sequences: Sequences) -> Tensor:
+        """[B L, D] the last hidden state at every position, B and L flattened."""
         limits: dict[str, Any] = {}
         if self.packs and sequences.position_ids is not None:
             limits = row_limits([len(row) for row in sequences.rows], sequences.input_ids.device)
+        body = causal_lm(self.model).base_model
         out = body(input_ids=sequences.input_ids, position_ids=sequences.position_ids, use_cache=False, **limits)
-        hidden = out.last_hidden_state.flatten(0, 1).index_select(0, sequences.predict)
+        return out.last_hidden_state.flatten(0, 1)
+
+    def logprobs(self, sequences: Sequences, before: Tensor) -> Tensor:
+        """[R, T] log-probabilities of the completion tokens from the hidden states [M, D] that predict them."""
         # The head's weight is read here, not in __init__: once sharded it is whole only inside this forward.
-        values = chunked_logprobs(hidden, head.weight, head.bias, sequences.targets, scale=self.scale, softcap=self.softcap)
-        grid, width = torch.zeros(sequences.mask.shape, device=values.device, dtype=values.dtype), sequences.mask.shape[1]
-        # Not a view of a flat tensor: FSDP2 hangs its pre-backward hook on what is returned.
-        return grid.index_put((sequences.cells // width, sequences.cells % width), values)
+        head = output_head(self.model)
+        values = chunked_logprobs(before, head.weight, head.bias, sequences.targets, scale=self.scale, softcap=self.softcap)
+        return on_grid(sequences, values)
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor, generation_config: GenerationConfig,
                  logits_processor: LogitsProcessorList | None = None, synced_gpus: bool = False) -> Tensor:
@@ -127,6 +134,63 @@ class Policy(nn.Module):
                 f"{name} does something to its logits that is not known here (log-probabilities differ by {error:.2g} nats)")
 
 
+class ValuePolicy(Policy):
+    """A policy with a value head on the hidden states that its own head reads: offline PPO's critic.
+
+    The head starts at 0 and reads the states detached: it learns from the policy's features and leaves them alone.
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel) -> None:
+        super().__init__(model)
+        weight = causal_lm(model).get_input_embeddings().weight
+        self.value_head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=torch.float32)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, sequences: Sequences, values: bool = False) -> Tensor:
+        """[R, T] as a Policy's; with ``values`` [2, R, T]: beside them the values of the states before each completion token."""
+        before = self.hidden(sequences).index_select(0, sequences.predict)
+        logprobs = self.logprobs(sequences, before)
+        if not values:
+            return logprobs
+        head = self.value_head
+        value = before.detach().float() @ head.weight[0].float() + head.bias.float()
+        return torch.stack([logprobs, on_grid(sequences, value)])
+
+
+class RewardModel(Policy):
+    """A sequence classifier with one label: its reward is read at the last token of a row, which is its end-of-turn token.
+
+    Any policy's trainer can run it: it stands where a Policy does, with rewards in place of log-probabilities.
+    """
+
+    def forward(self, sequences: Sequences) -> Tensor:
+        """[R, T] float32: the row's reward at its last completion token, 0 elsewhere, so that a row's sum is its reward."""
+        width = sequences.input_ids.shape[1]
+        lengths = torch.tensor([max(len(row), 1) for row in sequences.rows])
+        packed = sequences.position_ids is not None
+        last = lengths.cumsum(0) - 1 if packed else torch.arange(len(lengths)) * width + lengths - 1
+        hidden = self.hidden(sequences).index_select(0, last.to(sequences.mask.device))
+        rewards = hidden.float() @ score_head(self.model).weight[0].float()
+        at_end = torch.arange(sequences.mask.shape[1], device=hidden.device) == sequences.mask.sum(-1, keepdim=True) - 1
+        return torch.where(at_end, rewards[:, None], 0.0)
+
+    def check_head(self) -> None:
+        """Raise ConfigError unless the classifier's head is what forward takes it for."""
+        score_head(self.model)
+
+
+WRAPPERS: dict[str | None, type[Policy]] = {None: Policy, "value": ValuePolicy, "reward": RewardModel}
+"""model.head -> what stands around the transformers model"""
+
+
+def on_grid(sequences: Sequences, values: Tensor) -> Tensor:
+    """[R, T] the [M] ``values`` of completion tokens in their cells, 0 elsewhere."""
+    grid, width = torch.zeros(sequences.mask.shape, device=values.device, dtype=values.dtype), sequences.mask.shape[1]
+    # Not a view of a flat tensor: FSDP2 hangs its pre-backward hook on what is returned.
+    return grid.index_put((sequences.cells // width, sequences.cells % width), values)
+
+
 def causal_lm(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """The transformers model, with or without adapters around it."""
     return cast(PreTrainedModel, model.get_base_model()) if isinstance(model, PeftModel) else model
@@ -138,6 +202,15 @@ def output_head(model: PreTrainedModel | PeftModel) -> nn.Linear:
     if type(head) is not nn.Linear:
         raise ConfigError("model.name_or_path", type(head).__name__, "the output head must be a plain linear layer, without "
                           "adapters (model.peft.target_modules=all-linear leaves it alone)")
+    return head
+
+
+def score_head(model: PreTrainedModel | PeftModel) -> nn.Linear:
+    """The head of a sequence classifier. Raises ConfigError unless it is one linear layer without bias and with one label."""
+    head = getattr(causal_lm(model), "score", None)
+    if not (type(head) is nn.Linear and head.bias is None and head.out_features == 1):
+        raise ConfigError("model.name_or_path", type(causal_lm(model)).__name__, "its classifier's head is not one linear layer called "
+                          "score with one label: no reward model can be made of it here")
     return head
 
 
@@ -195,6 +268,10 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
     require(cap is None or kernel in SOFTCAP_ATTENTION, "model.attn_implementation", kernel,
             f"would drop this model's attn_logit_softcapping={cap}; use eager")
     positions = getattr(text, "max_position_embeddings", None) or config.max_length
+    if config.head == "reward":
+        found.num_labels = 1
+        # A classifier pools at the last token that is not this one: were it also the end-of-turn token, it would pool before it.
+        text.pad_token_id = None
     require(config.max_length <= positions, "model.max_length", config.max_length, f"the model has {positions} positions")
     return found
 
@@ -209,10 +286,15 @@ def empty_policy(config: ModelConfig) -> Policy:
     """The policy with its weights on the meta device, to be sharded and then filled (models.loading). Buffers are real."""
     found = check_model(config)
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(found, **_how(config))
+        model = _auto(config).from_config(found, **_how(config))
         if config.use_peft:
             model = _with_lora(model, config)
-    return _finished(Policy(model), config)
+        policy = WRAPPERS[config.head](model)
+    return _finished(policy, config)
+
+
+def _auto(config: ModelConfig) -> type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]:
+    return AutoModelForSequenceClassification if config.head == "reward" else AutoModelForCausalLM
 
 
 def _how(config: ModelConfig) -> dict[str, Any]:
@@ -231,15 +313,15 @@ def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Pol
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if config.from_config:
-            model = AutoModelForCausalLM.from_config(found, **common)
+            model = _auto(config).from_config(found, **common)
         else:
             try:
-                model = AutoModelForCausalLM.from_pretrained(path, revision=config.revision, use_safetensors=True, **common)
+                model = _auto(config).from_pretrained(path, config=found, use_safetensors=True, revision=config.revision, **common)
             except (OSError, ValueError) as error:
                 raise _not_found("model.name_or_path", config.name_or_path, error) from error
         if config.use_peft:
             model = _with_lora(model, config)
-    policy = Policy(model.to(device))
+    policy = WRAPPERS[config.head](model.to(device))
     policy.check_head()
     return _finished(policy, config)
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from config.checks import StoppedError
 from config.schema import Config
 from data.batches import Segment, cut, microbatch
 from data.types import Example, Microbatch, Sequences
@@ -115,6 +116,9 @@ class BasicTrainer:
     def prepare(self, step: int, batch: list[Microbatch], reference: Reference, humanline: Humanline) -> None:
         """What needs the whole global batch before the first microbatch's loss."""
 
+    def after_backward(self, metrics: list[dict[str, Ratio]]) -> None:
+        """Called with the loss's metrics of each microbatch: what the objective carries to the next step (BCO's running means)."""
+
     # -- scores ---------------------------------------------------------------------------------------------------------------------
 
     @property
@@ -128,9 +132,13 @@ class BasicTrainer:
         parts = cut(self.arrange(batch), self.world.rank, self.world.size, size or self.micro_size, self.rows_per_example)
         return [microbatch(part, self.world.device, self.config.model.packing) for part in parts]
 
+    def logprobs(self, micro: Microbatch) -> Tensor:
+        """[R, T] the policy's token log-probabilities, nats, with gradient."""
+        return self.policy(micro.sequences)
+
     def score(self, step: int, micro: Microbatch, reference: Reference, humanline: Humanline) -> TokenScores:
         """Policy (with gradient) and reference log-probabilities of a microbatch, and their clipped difference."""
-        policy = self.policy(micro.sequences)
+        policy = self.logprobs(micro)
         other = reference.lookup(step, micro.sequences) if self.config.has_reference else policy.detach()
         return humanline.scores(policy, other, micro.sequences.mask, draw(step, micro.sequences))
 
@@ -149,7 +157,7 @@ class BasicTrainer:
         at = self.progress
         batch = segment.batch(at.position)
         micros = self.microbatches(batch)
-        units, meters = self.units(batch), Meters()
+        units, meters, of_loss = self.units(batch), Meters(), []
         reference_step = self.reference.step
         self.prepare(at.step, micros, self.reference, self.humanline)
         for micro in micros:
@@ -159,6 +167,8 @@ class BasicTrainer:
             # float32 gradients.
             (result.total * (self.world.size / units)).backward()
             meters.add(self.metrics(micro, scores, result))
+            of_loss.append(result.metrics)
+        self.after_backward(of_loss)
         norm = clip_grad_norm(self.policy.parameters(), self.config.model.max_grad_norm)
         due = self.syncing.due(at.step)
         if due and not self.syncing.after_update:
@@ -169,7 +179,7 @@ class BasicTrainer:
         update(self.optimizer, lr, skip)
         if due and self.syncing.after_update:
             self.sync(segment, at.step + 1)
-        once = torch.tensor(1.0 / self.world.size, device=norm.device)
+        once = torch.full_like(norm, 1.0 / self.world.size)  # filled there: a copy would make the host wait
         meters.add({"grad_norm": Ratio(norm * once, once), "skipped": Ratio(skip * once, once)})
         known = {"step": at.step, "lr": lr, "reference_step": reference_step if self.config.has_reference else None}
         return self._advance(batch, Record(known, meters.reduce(), batch, token_count(batch)))
@@ -202,7 +212,7 @@ class BasicTrainer:
     def loss_ratio(self, micro: Microbatch, result: LossResult) -> Ratio:
         """The microbatch's summed loss over its units; rows that fill a batch up are none."""
         real = [example for example in micro.examples if example.prompt_id]
-        return Ratio(result.total.detach(), torch.tensor(float(self.units(real)), device=result.total.device))
+        return Ratio(result.total.detach(), torch.full_like(result.total.detach(), float(self.units(real))))
 
     def _drift(self, micro: Microbatch, scores: TokenScores) -> dict[str, Ratio]:
         """The mean token log-ratio against the initial weights, nats, over rows whose initial score is known."""
@@ -243,7 +253,7 @@ class BasicTrainer:
         worst = float(torch.where(scores.mask, scores.log_ratio.abs(), 0.0).max())
         limit = 1e-3 if self.config.model.dtype == "float32" else 0.1
         if any_rank(not worst <= limit):
-            raise RuntimeError(
+            raise StoppedError(
                 f"policy and reference are the same weights before step 0, yet a token's log-probability differs by {worst:.3g} nats "
                 f"(limit {limit}): a stale score cache, or an attention kernel that depends on the batch. Delete {self.config.cache_dir} "
                 "and try again, or try another model.attn_implementation")

@@ -46,7 +46,7 @@ class Evaluator:
 
     def evaluate(self) -> Metrics:
         """``eval_loss``, ``eval_reward_{chosen,rejected,margin,accuracy}``, ``eval_drift`` (nats a token) and, where answers can be
-        checked, ``eval_accuracy_{sampled,greedy}``. The same on every rank."""
+        checked, ``eval_accuracy_{sampled,greedy}``. The same on every rank. Without a reference: the loss's own metrics."""
         with rounded(self.trainer.policy, self.dtype):
             out: Metrics = self._scores() if self.batches else {}
             if self.accuracy is not None:
@@ -63,7 +63,8 @@ class Evaluator:
             for micro in micros:
                 scores = trainer.score(i, micro, self.reference, OFF)
                 reshard(trainer.policy)
-                meters.add({"loss": trainer.loss_ratio(micro, trainer.compute_loss(micro, scores))})
+                result = trainer.compute_loss(micro, scores)
+                meters.add({"loss": trainer.loss_ratio(micro, result)} | ({} if trainer.config.has_reference else result.metrics))
                 rewards |= row_rewards(micro, scores)
         out = meters.reduce().read()
         if trainer.config.has_reference:

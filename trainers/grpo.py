@@ -20,3 +20,9 @@ class GRPOTrainer(BasicTrainer):
 
     def compute_loss(self, micro: Microbatch, scores: TokenScores) -> LossResult:
         return self.loss(scores, micro.labels)
+
+
+class CentredGRPOTrainer(GRPOTrainer):
+    """Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): a std would weigh prompts whose answers differ little as much as any."""
+
+    view = staticmethod(views.centred)

@@ -144,7 +144,8 @@ def test_a_slow_reference_is_in_the_checkpoint_and_not_in_the_model(tmp_path):
 def test_sampling_loses_gradient_but_no_value(tmp_path):
     """The first loss is plain's, its gradient is not; the share of rejected tokens is logged."""
     constants = [f"humanline_sampling.{name}=5" for name in ("gamma_P", "beta_P", "gamma_R", "beta_R")]
-    sample = config_of(tmp_path, "humanline=true", "humanline_mode=sample", *constants, "humanline_sampling.M_P=2", "humanline_sampling.M_R=2")
+    constants += ["humanline_sampling.M_P=2", "humanline_sampling.M_R=2"]
+    sample = config_of(tmp_path, "humanline=true", "humanline_mode=sample", *constants)
     plain = config_of(tmp_path, "humanline=true", "log_epsilon_P=-.inf", "log_epsilon_R=.inf")
     (_, some), (_, all_) = (run(c, make_segment(c, pairs=4 * STEPS)) for c in (sample, plain))
     assert some[0]["loss"] == all_[0]["loss"] and some[0]["grad_norm"] != all_[0]["grad_norm"]

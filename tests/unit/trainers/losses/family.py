@@ -11,8 +11,9 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from config.schema import RESERVED_LOSS_KEYS
 from trainers.humanline import OFF, Humanline
-from trainers.losses.base import LossResult, TokenScores
+from trainers.losses.base import LossResult, TokenScores, token_sum
 
 FILES = sorted((Path(__file__).parents[4] / "config" / "loss").glob("*.yaml"))
 RANGE = Humanline(-1.5, 1.5)
@@ -29,15 +30,22 @@ class Loss:
         """Paired losses read the first half of the rows as chosen, the second as rejected."""
         if self.trainer == "paired":
             return self.function(*scores.split(len(labels) // 2))
-        if self.trainer == "unpaired":
+        if self.trainer == "reward":  # a row's sum stands for its reward
+            rewards, half = token_sum(scores.policy, scores.mask), len(labels) // 2
+            return self.function(rewards[:half], rewards[half:], scores.valid[:half] & scores.valid[half:])
+        if self.trainer in ("unpaired", "bco"):
             return self.function(scores, labels > 0, torch.tensor(0.5))
-        return self.function(scores, labels) if self.trainer == "grpo" else self.function(scores)
+        if self.trainer == "ppo":
+            nothing = torch.zeros_like(scores.policy)
+            return self.function(scores, nothing, labels, nothing)
+        return self.function(scores, labels) if self.trainer in ("grpo", "dr_grpo") else self.function(scores)
 
 
 def load(path: Path) -> Loss:
     cfg = OmegaConf.load(path)
     trainer = next(entry["/trainer"] for entry in cfg.defaults if "/trainer" in entry)
-    call = OmegaConf.create({k: v for k, v in cfg.loss.items() if k not in ("name", "reference")})
+    numbers = OmegaConf.to_container(cfg.loss, resolve=False)
+    call = OmegaConf.create({k: v for k, v in numbers.items() if k not in RESERVED_LOSS_KEYS or k in ("_target_", "_partial_")})
     return Loss(cfg.loss.name, trainer, cfg.loss.reference, instantiate(call))
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from config.schema import RESERVED_LOSS_KEYS
 from tests.unit.trainers.losses.family import FILES, RANGE, Batch, load, random_batch
 from trainers.humanline import OFF
 from trainers.losses.base import TokenScores
@@ -43,7 +44,7 @@ def test_the_yaml_names_the_file_and_numbers_that_the_function_takes(path):
     assert isinstance(loss.reference, bool)
     numbers = {name for name, p in inspect.signature(load(path).function.func).parameters.items()
                if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    assert set(loss) - {"name", "_target_", "_partial_", "reference"} == numbers
+    assert set(loss) - set(RESERVED_LOSS_KEYS) == numbers
 
 
 @every_loss
@@ -158,6 +159,6 @@ def test_metrics_are_sums_and_counts_without_gradient(loss):
     for name, value in result.metrics.items():
         assert value.sum.shape == value.count.shape == (), name
         assert not value.sum.requires_grad, name
-    if loss.trainer != "sft":
+    if loss.trainer not in ("sft", "csft"):
         assert {"reward_chosen", "reward_rejected", "reward_accuracy"} <= set(result.metrics)
     assert "reward_margin" not in result.metrics, "the trainer makes it of the other two"

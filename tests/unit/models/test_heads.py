@@ -1,0 +1,108 @@
+"""Value head and reward head: where they read, what they leave alone, and what a stock loader finds of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from config.schema import ConfigError
+from config.schema_rewards import ClassifierConfig
+from data.batches import microbatch
+from data.types import Example, Prompt, Turn
+from models.distributed import shard, start
+from models.export import export, full_state
+from models.loading import load_sharded
+from models.policy import Policy, RewardModel, ValuePolicy, causal_lm, decoder_blocks, load_policy, load_tokenizer
+from rollouts.rewards.models import Conversations, classifier
+from tests.tiny import make_config, random_groups, tiny_llama
+
+CPU = torch.device("cpu")
+
+
+def batch(pack=False):
+    return microbatch([group[0] for group in random_groups(5, seed=1)], CPU, pack).sequences
+
+
+def loss_config(loss):
+    return make_config(f"loss={loss}")
+
+
+@pytest.fixture(scope="module")
+def reward_model():
+    return load_sharded(loss_config("bradley_terry").model, start())[0]
+
+
+@pytest.mark.parametrize("pack", [False, True], ids=["grid", "packed"])
+def test_the_reward_is_what_a_stock_classifier_says_of_each_row_alone(pack):
+    policy, sequences = load_policy(loss_config("bradley_terry").model, CPU), batch(pack)
+    sequences.input_ids = sequences.input_ids % 19
+    with torch.no_grad():
+        found = policy(sequences)
+        stock = [causal_lm(policy.model)(torch.tensor([[*row.prompt_ids, *row.completion_ids]]) % 19).logits.item() for row in sequences.rows]
+    torch.testing.assert_close(found.sum(dim=1), torch.tensor(stock), atol=1e-5, rtol=1e-5)
+    for r, row in enumerate(sequences.rows):
+        assert not found[r, torch.arange(found.shape[1]) != len(row.completion_ids) - 1].any()
+
+
+def test_the_exported_reward_model_is_a_stock_classifier_that_rounds_score_with(reward_model, tmp_path):
+    config = loss_config("bradley_terry").model
+    state = full_state(reward_model)
+    assert "score.weight" in state and "lm_head.weight" not in state
+    export(state, reward_model, load_tokenizer(config), tmp_path / "model", torch.float32)
+    stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert stock.config.num_labels == 1 and stock.config.pad_token_id is None and stock.config.architectures == ["LlamaForSequenceClassification"]
+    settings = ClassifierConfig(name_or_path=str(tmp_path / "model"), dtype="float32", max_length=64, max_prompt_length=32, rendering="turn")
+    prompts = [Prompt((Turn("user", f"{a}+{b}="),)) for a, b in ((12, 34), (5, 67), (80, 9))]
+    answers = ["2+4=6;1+3=4;46", "12", "0+9=9;8;89"]
+    scores = classifier(settings, CPU).score(prompts, answers)
+    rows = Conversations(settings, key="reward.classifier", rendering="turn").rows(prompts, answers)
+    with torch.no_grad():
+        mine = reward_model(microbatch([Example("p", (row,)) for row in rows], CPU).sequences).sum(dim=1)
+    reward_model.reshard()
+    assert all(row.completion_ids[-1] == 1 for row in rows)  # the end-of-turn token is what is read
+    torch.testing.assert_close(torch.tensor(scores), mine, atol=1e-5, rtol=1e-5)
+    assert len(set(scores)) == 3
+
+
+def test_a_reward_model_takes_no_adapters():
+    with pytest.raises(ConfigError, match="model.use_peft"):
+        make_config("loss=bradley_terry", "model.use_peft=true")
+
+
+def test_a_reward_head_must_be_one_linear_layer():
+    with pytest.raises(ConfigError, match="no reward model"):
+        RewardModel(tiny_llama()).check_head()
+
+
+def test_the_value_head_leaves_the_policy_alone():
+    plain, valued, sequences = Policy(tiny_llama()), ValuePolicy(tiny_llama()), batch()
+    logprobs, values = valued(sequences, values=True)
+    assert torch.equal(plain(sequences), logprobs) and torch.equal(plain(sequences), valued(sequences))
+    assert not values.any() and values.shape == sequences.mask.shape
+    ((values - 1.0) * sequences.mask).square().sum().backward()
+    moved = {name for name, p in valued.named_parameters() if p.grad is not None and p.grad.any()}
+    assert moved == {"value_head.weight", "value_head.bias"}
+
+
+def test_a_value_is_of_the_state_before_its_token():
+    """The last completion token changes no value of its own row; the first one does from the second on."""
+    policy, sequences = ValuePolicy(tiny_llama()), batch()
+    torch.nn.init.normal_(policy.value_head.weight)
+    with torch.no_grad():
+        before = policy(sequences, values=True)[1]
+        row = next(r for r, s in enumerate(sequences.rows) if len(s.completion_ids) > 2)
+        p, c = len(sequences.rows[row].prompt_ids), len(sequences.rows[row].completion_ids)
+        sequences.input_ids[row, p + c - 1] += 1
+        assert torch.equal(policy(sequences, values=True)[1], before)
+        sequences.input_ids[row, p] += 1
+        after = policy(sequences, values=True)[1]
+    assert torch.equal(after[row, 0], before[row, 0]) and not torch.allclose(after[row, 1:c], before[row, 1:c])
+
+
+def test_heads_are_sharded_kept_and_left_out_of_the_exported_language_model():
+    policy = ValuePolicy(tiny_llama())
+    shard(policy, decoder_blocks(policy), start(), torch.float32)
+    assert hasattr(policy.value_head.weight, "full_tensor")
+    assert "value_head.weight" in policy.state_dict()
+    assert not any("value_head" in name for name in full_state(policy))

@@ -1,0 +1,172 @@
+"""Objectives with a head, a state or an input of their own: from the command line to the step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForSequenceClassification
+
+from config.schema import ConfigError
+from data.batches import Segment
+from data.types import Completion, Example, Group, Prompt, Sequence, Turn
+from data.views import centred, weighted
+from models.checkpoint import Checkpoints
+from models.distributed import local, start
+from models.policy import RewardModel, ValuePolicy
+from tests.engine import engine_config, make_segment, make_trainer, run, weights
+from tests.tiny import KINDS, make_config, tiny_llama, tiny_policy
+from trainers.csft import ConditionedSFTTrainer, control_tokens
+from trainers.losses.ppo import gae
+from trainers.ppo import moments
+
+MORE = {"bradley_terry": "pairs", "bco": "labelled", "ppo": "labelled", "csft": "labelled", "dr_grpo": "weighted"}
+
+
+@pytest.fixture(autouse=True)
+def kinds(monkeypatch):
+    for loss, kind in MORE.items():
+        monkeypatch.setitem(KINDS, loss, kind)
+
+
+def policy_for(loss):
+    if loss == "bradley_terry":
+        config = tiny_llama().config
+        config.num_labels, config.pad_token_id = 1, None
+        torch.manual_seed(0)
+        return RewardModel(LlamaForSequenceClassification(config).eval())
+    return ValuePolicy(tiny_llama()) if loss == "ppo" else tiny_policy()
+
+
+def trained(folder, loss, *overrides, pairs=24):
+    config = engine_config(folder, loss, "model.batch_size=8", *overrides)
+    return run(config, make_segment(config, pairs=pairs), make_trainer(config, policy_for(loss)))
+
+
+@pytest.mark.parametrize("loss", MORE)
+def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
+    (one, lines), (other, again) = (trained(tmp_path, loss, f"model.gradient_accumulation_steps={parts}") for parts in (1, 4))
+    for a, b in zip(lines, again, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6) and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+    assert lines[0]["loss"] != lines[-1]["loss"]
+    start_weights = weights(make_trainer(one.config, policy_for(loss)))
+    way = sum((w - start_weights[n]).square().sum() for n, w in weights(one).items()) ** 0.5
+    apart = sum((w - weights(other)[n]).square().sum() for n, w in weights(one).items()) ** 0.5
+    assert way > 0.05 and apart < 1e-2 * way
+
+
+@pytest.mark.parametrize("loss", MORE)
+def test_humanline_or_its_refusal(tmp_path, loss):
+    if loss in ("bradley_terry", "csft"):
+        with pytest.raises(ConfigError, match="has no reference model"):
+            make_config(f"loss={loss}", "humanline=true")
+        with pytest.raises(ConfigError, match="fixed data set"):
+            make_config(f"loss={loss}", "online=true", "reward=adder")
+        return
+    _, lines = trained(tmp_path, loss, "humanline=true", "sync_freq=1")
+    assert [line["reference_step"] for line in lines] == [0, 0, 1, 2, 3, 4][: len(lines)]
+
+
+def test_a_reward_model_learns_to_prefer(tmp_path):
+    """The same pairs again and again: their chosen rows come to be worth more."""
+    config = engine_config(tmp_path, "bradley_terry", "model.batch_size=8", "n_epochs=6")
+    segment = make_segment(config, pairs=8)
+    _, lines = run(config, Segment(segment.groups, 8, 48, 0), make_trainer(config, policy_for("bradley_terry")))
+    assert lines[-1]["reward_accuracy"] == 1.0 and lines[-1]["loss"] < lines[0]["loss"]
+    assert "kl" not in lines[0] and "drift" not in lines[0]
+
+
+def test_bco_shifts_by_the_mean_of_all_rewards_before(tmp_path):
+    """Against sums kept by hand from the lines that were logged; none of it from the batch itself."""
+    trainer, lines = trained(tmp_path, "bco")
+    config = trainer.config
+    segment = make_segment(config, pairs=24)
+    sums = np.zeros((2, 2))
+    for i, line in enumerate(lines):
+        labels = [e.label for e in segment.batch(i)]
+        counts = [sum(label > 0 for label in labels), sum(label < 0 for label in labels)]
+        for kind, name in enumerate(("reward_chosen", "reward_rejected")):
+            if counts[kind]:
+                sums[kind] += line[name] * counts[kind], counts[kind]
+    assert float(trainer.shift) == pytest.approx(float((sums[:, 0] / sums[:, 1]).mean()), rel=1e-5) != 0
+    _, again = trained(tmp_path, "bco", pairs=4)  # at the first step delta is 0 and every reward too
+    assert again[0]["loss"] == pytest.approx(np.log(2), abs=1e-6)
+
+
+@pytest.mark.parametrize(("loss", "key"), [("bco", "reward_totals"), ("ppo", "value_head.weight")])
+def test_what_an_objective_keeps_is_in_its_checkpoint(tmp_path, loss, key):
+    trainer, _ = trained(tmp_path, loss)
+    kept = Checkpoints(tmp_path / "checkpoints", start(), 1)
+    kept.save(6, trainer.policy, trainer.optimizer, {}, {})
+    fresh = make_trainer(trainer.config, policy_for(loss))
+    kept.load(kept.path(6), fresh.policy, fresh.optimizer)
+    found, expected = (local(t.policy.state_dict()[key]) for t in (fresh, trainer))
+    assert torch.equal(found, expected) and expected.any()
+
+
+def test_ppo_pays_at_the_last_token_and_normalises_over_the_batch(tmp_path):
+    config = engine_config(tmp_path, "ppo", "model.batch_size=8", "model.gradient_accumulation_steps=4")
+    trainer, segment = make_trainer(config, policy_for("ppo")), make_segment(config, pairs=4)
+    micros = trainer.microbatches(segment.batch(0))
+    trainer.prepare(0, micros, trainer.reference, trainer.humanline)
+    scaled = torch.cat([m.scored["advantages"][m.sequences.mask] for m in micros]).double()
+    assert float(scaled.mean()) == pytest.approx(0, abs=1e-6) and float(scaled.std(correction=0)) == pytest.approx(1, abs=1e-5)
+    raw = []
+    for m in micros:
+        for label, row in zip(m.labels.tolist(), m.sequences.rows, strict=True):
+            n = len(row.completion_ids)  # no value yet: the advantage is the discounted reward
+            raw += [label * (0.99 * 0.95) ** (n - 1 - t) for t in range(n)]
+    raw = np.array(raw)
+    np.testing.assert_allclose(scaled.numpy(), (raw - raw.mean()) / raw.std(), atol=1e-5)
+    assert all(torch.equal(m.scored["returns"], gae(torch.zeros(m.sequences.mask.shape), m.labels, m.sequences.mask, gamma=0.99,
+                                                    lam=0.95)[1]) for m in micros)
+
+
+def test_moments_are_the_masked_places():
+    values, mask = torch.tensor([[1.0, 3.0, float("nan")]]), torch.tensor([[True, True, False]])
+    assert [float(x) for x in moments([(values, mask), (values + 4, mask)])] == [4.0, pytest.approx(5**0.5)]
+
+
+def test_control_tokens_stand_between_prompt_and_completion_and_are_not_learned():
+    config = make_config("loss=csft", "model.max_length=12", "model.max_prompt_length=8")
+    good, bad = control_tokens(config)
+    assert good.tolist() == [16] and bad.tolist() == [18]
+    trainer = make_trainer(config)
+    prompt, answer = np.arange(6, 10, dtype=np.int32), np.array([7, 7, 1], np.int32)
+    batch = [Example("p", (Sequence(prompt, answer),), 1.0), Example("p", (Sequence(prompt, answer),), -1.0)]
+    rows = [e.rows[0] for e in trainer.arrange(batch)]
+    assert [r.prompt_ids.tolist() for r in rows] == [[*prompt, 16], [*prompt, 18]]
+    assert all(r.completion_ids.tolist() == [7, 7, 1] for r in rows) and trainer.units(batch) == 6
+    long = Sequence(np.arange(8, dtype=np.int32), np.full(4, 7, np.int32))
+    (cut,) = trainer.arrange([Example("p", (long,), 1.0)])
+    assert len(cut.rows[0]) == 12 and cut.rows[0].prompt_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 16]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["loss=csft", "loss.control_tokens={chosen: x}"], "loss.control_tokens"),
+        (["loss=csft", "loss.control_tokens={chosen: x, rejected: x}"], "loss.control_tokens"),
+        (["loss=dpo", "+loss.gamma=1"], "loss.gamma"),
+        (["loss=ppo", "loss.lam=1.5"], "loss.lam"),
+        (["loss=ppo", "loss.gamma=high"], "loss.gamma"),
+    ],
+)
+def test_settings_of_an_objective_are_checked(overrides, key):
+    with pytest.raises(ConfigError) as error:
+        make_config(*overrides)
+    assert error.value.key == key
+
+
+def test_control_tokens_that_the_tokenizer_does_not_know_are_refused():
+    config = make_config("loss=csft", "loss.control_tokens={chosen: good, rejected: bad}")
+    with pytest.raises(ConfigError, match="no tokens for it"):
+        ConditionedSFTTrainer.check(config, make_segment(config, pairs=1))
+
+
+def test_dr_grpo_keeps_the_size_of_a_reward():
+    group = Group(Prompt((Turn("user", "x"),)), tuple(Completion(str(i)) for i in range(4)), (1.0, 0.0, 0.0, 0.5))
+    assert [w.label for w in centred(group)] == [0.625, -0.375, -0.375, 0.125]
+    assert [w.completions for w in centred(group)] == [w.completions for w in weighted(group)]
+    equal = Group(group.prompt, group.completions, (0.5,) * 4)
+    assert centred(equal) == [] and [w.label for w in centred(equal, keep_zero_variance=True)] == [0.0] * 4

@@ -1,0 +1,44 @@
+"""BCO: a classifier of desirable and undesirable completions, whose threshold is a running mean of the rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from config.schema import Config
+from data import views
+from data.types import Example, Microbatch
+from models.distributed import World, sum_over_ranks
+from trainers.basic import BasicTrainer
+from trainers.losses.base import LossResult, Ratio, TokenScores
+
+
+class BCOTrainer(BasicTrainer):
+    view = staticmethod(views.labelled)
+
+    def __init__(self, config: Config, policy: nn.Module, loss: Callable[..., LossResult], world: World) -> None:
+        super().__init__(config, policy, loss, world)
+        # Sum and count of the desirable rewards so far, then of the others: a part of the policy's module, so that checkpoints have it.
+        policy.register_buffer("reward_totals", torch.zeros(4, dtype=torch.float64, device=world.device))
+        self.totals = policy.get_buffer("reward_totals")
+
+    def units(self, batch: list[Example]) -> int:
+        return len(batch)
+
+    def compute_loss(self, micro: Microbatch, scores: TokenScores) -> LossResult:
+        return self.loss(scores, micro.labels > 0, self.shift)
+
+    @property
+    def shift(self) -> Tensor:
+        """[] delta: the average of the desirable and the undesirable mean reward over all batches before this one, so that no batch has
+        to be run twice; 0 at the first step, where every reward is 0. While only one kind was seen, half its mean."""
+        total, count = self.totals[0::2], self.totals[1::2]
+        return (total / count.clamp(min=1)).mean().float()
+
+    def after_backward(self, metrics: list[dict[str, Ratio]]) -> None:
+        """The batch's rewards join the running means."""
+        seen = [values[name] for values in metrics for name in ("reward_chosen", "reward_rejected")]
+        batch = torch.stack([part.double() for mean in seen for part in mean]).view(len(metrics), 4).sum(dim=0)
+        self.totals += sum_over_ranks(batch)

@@ -1,0 +1,54 @@
+"""Token-conditioned fine-tuning (Korbak et al. 2023, arXiv 2302.08582): good and bad completions are learned alike, each behind a text
+that says which it is. To sample a good one, put the good text behind the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from torch import nn
+
+from config.schema import Config, require
+from data import views
+from data.batches import Segment
+from data.types import Example, Sequence
+from models.distributed import World
+from models.policy import load_tokenizer
+from trainers.losses.base import LossResult
+from trainers.sft import SFTTrainer
+
+
+class ConditionedSFTTrainer(SFTTrainer):
+    view = staticmethod(views.labelled)
+
+    def __init__(self, config: Config, policy: nn.Module, loss: Callable[..., LossResult], world: World) -> None:
+        super().__init__(config, policy, loss, world)
+        self.control = control_tokens(config)
+
+    @classmethod
+    def check(cls, config: Config, segment: Segment) -> None:
+        control_tokens(config)
+
+    def arrange(self, batch: list[Example]) -> list[Example]:
+        """Every row with its control tokens as the last of its prompt, so that they are read and not learned."""
+        chosen, rejected = self.control
+        return [replace(e, rows=tuple(self._conditioned(row, chosen if e.label > 0 else rejected) for row in e.rows)) for e in batch]
+
+    def _conditioned(self, row: Sequence, control: np.ndarray) -> Sequence:
+        """A row that gets too long loses the beginning of its prompt."""
+        excess = max(0, len(row) + len(control) - self.config.model.max_length)
+        return Sequence(np.concatenate([row.prompt_ids[excess:], control]), row.completion_ids)
+
+
+def control_tokens(config: Config) -> tuple[np.ndarray, np.ndarray]:
+    """The token ids of loss.control_tokens, chosen and rejected. Raises ConfigError for a text that the tokenizer does not know."""
+    tokenizer = load_tokenizer(config.model)
+    found = []
+    for kind in ("chosen", "rejected"):
+        text = config.loss["control_tokens"][kind]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        require(bool(ids) and tokenizer.unk_token_id not in ids, f"loss.control_tokens.{kind}", text,
+                "the tokenizer has no tokens for it; give a text that it knows")
+        found.append(np.array(ids, dtype=np.int32))
+    return found[0], found[1]
