@@ -25,8 +25,8 @@ from config.schema_sampler import SamplerConfig
 RESERVED_LOSS_KEYS = ("name", "_target_", "_partial_", "reference", *TRAINER_KEYS)
 OFFLINE_ONLY = ("reward", "csft")
 """Trainers whose model does not answer prompts as it was trained to: a reward model, and one that wants its control token."""
-OPERATIONAL = ("exp_name", "runs_dir", "cache_dir", "overwrite", "resume", "dry_run", "keep_checkpoints", "keep_best", "save_every", "wandb",
-               "replicas", "watchdog_seconds")
+OPERATIONAL = ("exp_name", "runs_dir", "cache_dir", "overwrite", "resume", "dry_run", "keep_checkpoints", "keep_best", "save_every",
+               "wandb", "replicas", "watchdog_seconds")
 """Settings that change nothing of what is computed: a run may go on with others."""
 
 

@@ -40,6 +40,6 @@ def check_trainer_keys(loss: dict[str, Any], trainer: str) -> None:
         require(number and 0 <= value <= 1, f"loss.{key}", value, "must be a number in [0, 1]")
     if trainer == "csft":
         tokens = loss["control_tokens"]
-        right = isinstance(tokens, dict) and set(tokens) == {"chosen", "rejected"} and all(isinstance(t, str) and t for t in tokens.values())
-        require(right, "loss.control_tokens", tokens, "give two texts, as in {chosen: <|good|>, rejected: <|bad|>}")
+        named = isinstance(tokens, dict) and set(tokens) == {"chosen", "rejected"}
+        require(named and all(isinstance(text, str) and text for text in tokens.values()), "loss.control_tokens", tokens, "give two texts, as in {chosen: <|good|>, rejected: <|bad|>}")
         require(tokens["chosen"] != tokens["rejected"], "loss.control_tokens", tokens, "must be two different texts")

@@ -142,7 +142,7 @@ class ValuePolicy(Policy):
 
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         super().__init__(model)
-        weight = causal_lm(model).get_input_embeddings().weight
+        weight = output_head(model).weight
         self.value_head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)

@@ -178,7 +178,7 @@ def idle_shares(config: Config, seconds: dict[str, float], wall: float | None) -
 
 def round_view(config: Config, view: View) -> View:
     """The trainer's view, keeping groups of equal rewards where ``rounds.zero_variance`` says so."""
-    return partial(view, keep_zero_variance=True) if config.rounds.keeps_equal else view
+    return partial(view, keep_zero_variance=True) if config.rounds.keeps_equal else view  # type: ignore[call-arg]  # GRPO's takes it
 
 
 def _there(maker: Maker | None) -> Maker:

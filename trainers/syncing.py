@@ -6,7 +6,9 @@
 | ``trust_region`` | after the update of every k-th step | at k = 1 the policy itself: DPO's loss is ln 2 for ever |
 | ``never`` | at the start alone (of every round) | the initial policy (the round's) |
 
-The trust region's is Gorbatovski et al. 2024, arXiv 2404.09656. A reference that *is* the policy of some step needs no weights of its own (models.reference). One that only moves towards it, by
+The trust region's is Gorbatovski et al. 2024, arXiv 2404.09656.
+
+A reference that *is* the policy of some step needs no weights of its own (models.reference). One that only moves towards it, by
 ``sync_alpha`` < 1, does: ``SoftReference`` is the one place that holds them.
 """
 

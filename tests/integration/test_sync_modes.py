@@ -99,12 +99,13 @@ def test_the_ablations_of_figure_5_are_four_runs(tmp_path):
     assert len({rows[-1]["loss"] for rows in lines.values()}) == 4
 
 
-class Stop(Exception):
+class StopHereError(Exception):
     """What a killed run sees."""
 
 
 @pytest.mark.parametrize("overrides", [
-    ["humanline=true", "sync_freq=3"], ["sync_mode=trust_region", "sync_freq=3"], ["sync_mode=trust_region", "sync_freq=2", "sync_alpha=0.3"],
+    ["humanline=true", "sync_freq=3"], ["sync_mode=trust_region", "sync_freq=3"],
+    ["sync_mode=trust_region", "sync_freq=2", "sync_alpha=0.3"],
     ["humanline=true", "sync_mode=never"], ["humanline=true", "humanline_mode=sample"],
 ], ids=["humanline", "hard", "soft", "never", "sample"])
 def test_resuming_changes_nothing(tmp_path, overrides):
@@ -117,9 +118,9 @@ def test_resuming_changes_nothing(tmp_path, overrides):
     def save_and_stop():
         if stopped.progress.step == 4:
             kept.save(4, stopped.policy, stopped.optimizer, dict(vars(stopped.progress)), dict(stopped.reference.scores))
-            raise Stop
+            raise StopHereError
 
-    with pytest.raises(Stop):
+    with pytest.raises(StopHereError):
         run(config, segment, stopped, save_and_stop)
     resumed = make_trainer(config, tiny_policy(seed=9))
     state, scores = kept.load(kept.path(4), resumed.policy, resumed.optimizer)

@@ -39,7 +39,8 @@ def test_the_reward_is_what_a_stock_classifier_says_of_each_row_alone(pack):
     sequences.input_ids = sequences.input_ids % 19
     with torch.no_grad():
         found = policy(sequences)
-        stock = [causal_lm(policy.model)(torch.tensor([[*row.prompt_ids, *row.completion_ids]]) % 19).logits.item() for row in sequences.rows]
+        whole = [torch.tensor([[*row.prompt_ids, *row.completion_ids]]) % 19 for row in sequences.rows]
+        stock = [causal_lm(policy.model)(ids).logits.item() for ids in whole]
     torch.testing.assert_close(found.sum(dim=1), torch.tensor(stock), atol=1e-5, rtol=1e-5)
     for r, row in enumerate(sequences.rows):
         assert not found[r, torch.arange(found.shape[1]) != len(row.completion_ids) - 1].any()
@@ -51,8 +52,10 @@ def test_the_exported_reward_model_is_a_stock_classifier_that_rounds_score_with(
     assert "score.weight" in state and "lm_head.weight" not in state
     export(state, reward_model, load_tokenizer(config), tmp_path / "model", torch.float32)
     stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
-    assert stock.config.num_labels == 1 and stock.config.pad_token_id is None and stock.config.architectures == ["LlamaForSequenceClassification"]
-    settings = ClassifierConfig(name_or_path=str(tmp_path / "model"), dtype="float32", max_length=64, max_prompt_length=32, rendering="turn")
+    assert stock.config.num_labels == 1 and stock.config.pad_token_id is None
+    assert stock.config.architectures == ["LlamaForSequenceClassification"]
+    settings = ClassifierConfig(name_or_path=str(tmp_path / "model"), dtype="float32", max_length=64, max_prompt_length=32,
+                                rendering="turn")
     prompts = [Prompt((Turn("user", f"{a}+{b}="),)) for a, b in ((12, 34), (5, 67), (80, 9))]
     answers = ["2+4=6;1+3=4;46", "12", "0+9=9;8;89"]
     scores = classifier(settings, CPU).score(prompts, answers)
@@ -66,7 +69,7 @@ def test_the_exported_reward_model_is_a_stock_classifier_that_rounds_score_with(
 
 
 def test_a_reward_model_takes_no_adapters():
-    with pytest.raises(ConfigError, match="model.use_peft"):
+    with pytest.raises(ConfigError, match=r"model\.use_peft"):
         make_config("loss=bradley_terry", "model.use_peft=true")
 
 
