@@ -1,0 +1,113 @@
+"""Timing A against B fairly on a machine that is not idle, and peak memory in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+ROOT = Path(__file__).parent.parent
+Work = Callable[[], object]
+Variant = Callable[[], Work]
+"""Makes everything ready (not timed) and returns what is timed."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed run, seconds. CPU time is all threads' of this process: on a shared machine it says more than the wall does."""
+
+    wall: float
+    cpu: float
+
+
+def timed(work: Work) -> Sample:
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return Sample(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def alternate(variants: dict[str, Variant], rounds: int, warm_up: bool = True) -> dict[str, list[Sample]]:
+    """``rounds`` samples of each variant, taken in turn (there and back, so that a drift of the machine favours none), after one
+    round that does not count."""
+    samples: dict[str, list[Sample]] = {name: [] for name in variants}
+    for i in range(rounds + warm_up):
+        names = list(variants) if i % 2 == 0 else list(reversed(variants))
+        for name in names:
+            sample = timed(variants[name]())
+            if i >= warm_up:
+                samples[name].append(sample)
+    return samples
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, smallest and largest of something measured a few times."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        values = sorted(values)
+        return cls(statistics.median(values), values[0], values[-1])
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def ratio(a: list[Sample], b: list[Sample], clock: str = "cpu") -> Spread:
+    """How much longer a took than b, round by round: both halves of each quotient were measured within the same minute."""
+    times = {"cpu": lambda s: s.cpu, "wall": lambda s: s.wall}[clock]
+    return Spread.of(times(x) / times(y) for x, y in zip(a, b, strict=True))
+
+
+def peak_rss() -> int:
+    """The most memory that this process has had, bytes. Not getrusage's, which remembers the parent's from before exec."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def rss() -> int:
+    """The memory that this process has now, bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def memory_of(work: Work) -> dict[str, float]:
+    """MiB: ``peak`` of this process so far, and how much of it (``step``) was not there before ``work``. For a fresh process."""
+    before = rss()
+    work()
+    return {"peak": peak_rss() / 2**20, "step": (peak_rss() - before) / 2**20}
+
+
+def in_fresh_process(module: str, *arguments: str) -> dict[str, float]:
+    """The JSON object on the last line that ``python -m module arguments`` prints."""
+    done = subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{module} {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def machine() -> str:
+    """Processor, cores, load, threads and versions: what a number here was measured with."""
+    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+               platform.processor())
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
+    return (f"{device}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {torch.get_num_threads()} thread(s); Python "
+            f"{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}")
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A markdown table."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])

@@ -1,0 +1,124 @@
+"""What humanline costs beside offline training, for DPO, KTO and GRPO.
+
+    python -m benchmarks.offline_vs_humanline                            # the preference data, or lengths drawn like theirs
+    python -m benchmarks.offline_vs_humanline --data my.jsonl:preference # another file and its format (data.format)
+
+Variants: ``cached``, offline from reference scores that are known; ``scored``, offline with its own scoring before the first step;
+``k=1``, ``k=4``, ``k=16``, humanline. Humanline scores each batch once, whatever k, so it is held against ``scored`` (the same
+forwards) and, against ``cached``, to the floor (benchmarks.floor).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+
+import torch
+
+from benchmarks.floor import Floor, floor
+from benchmarks.measure import Sample, Variant, Work, alternate, in_fresh_process, machine, memory_of, ratio, table
+from benchmarks.parts import (
+    LOSSES,
+    Pair,
+    Settings,
+    benchmark_pairs,
+    fresh,
+    make_trainer,
+    random_policy,
+    rows_of,
+    score_all,
+    segment,
+    shape,
+    train,
+)
+from data.batches import Segment
+from data.types import Sequence
+from data.views import mismatched
+from models.policy import Policy
+
+VARIANTS = ("cached", "scored", "k=1", "k=4", "k=16")
+
+
+def prepare(variant: str, settings: Settings, pairs: list[Pair], steps: int, base: Policy) -> Work:
+    """The timed part of one variant, everything else done."""
+    plan = segment(settings, pairs, steps)
+    trainer = make_trainer(settings, fresh(base))
+    if variant == "cached":
+        score_all(trainer, plan)
+    elif variant == "scored":
+        def scored_run() -> None:
+            score_all(trainer, plan)
+            train(trainer, plan)
+
+        return scored_run
+    return partial(train, trainer, plan)
+
+
+def settings_of(variant: str, loss: str, batch_pairs: int, packing: bool = False) -> Settings:
+    sequences = batch_pairs if loss == "dpo" else 2 * batch_pairs
+    k = int(variant[2:]) if variant.startswith("k=") else None
+    return Settings(loss, sequences, sequences // 2, humanline=k is not None, sync_freq=k or 1, packing=packing)
+
+
+def floor_of(loss: str, plan: Segment, base: Policy) -> Floor:
+    other: list[Sequence] = []
+    if loss == "kto":
+        batches = (mismatched(plan.batch(i), 10**6) for i in range(plan.steps))
+        other = [example.mismatched for batch in batches for example in batch if example.mismatched is not None]
+    return floor(base.model.config, rows_of(plan), other)
+
+
+def compare(loss: str, pairs: list[Pair], steps: int, batch_pairs: int, rounds: int, base: Policy, packing: bool = False,
+            variants: tuple[str, ...] = VARIANTS) -> dict[str, list[Sample]]:
+    """Samples of every variant of this loss, taken in turn."""
+    def variant(name: str) -> Variant:
+        return lambda: prepare(name, settings_of(name, loss, batch_pairs, packing), pairs, steps, base)
+
+    return alternate({name: variant(name) for name in variants}, rounds)
+
+
+def report(loss: str, samples: dict[str, list[Sample]], against: Floor, memory: dict[str, dict[str, float]]) -> str:
+    rows = []
+    for name, of in samples.items():
+        to_scored, to_cached, wall = (ratio(of, samples["scored"]), ratio(of, samples["cached"]), ratio(of, samples["scored"], "wall"))
+        used = memory.get(name)
+        rows.append([name, f"{min(s.cpu for s in of):.2f}", str(to_scored), str(wall), str(to_cached),
+                     f"{to_cached.median / against.ratio:.3f}" if name != "cached" else "", f"{used['step']:.0f}" if used else ""])
+    head = [f"{loss} (floor {against.ratio:.3f})", "CPU s, least", "CPU / scored", "wall / scored", "CPU / cached", "of the floor", "MiB"]
+    return table(head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="hh", help="hh, gsm8k, drawn, or PATH:FORMAT")
+    parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--batch-pairs", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--packing", action="store_true")
+    parser.add_argument("--memory-of", help="measure the memory of one variant in this process and print it (used by this command)")
+    parser.add_argument("--no-memory", action="store_true", help="leave out the memory, which takes a process a variant")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    config = shape(args.model)
+    base = random_policy(config, torch.device("cpu"))
+    pairs = benchmark_pairs(args.data, args.batch_pairs * args.steps, config.vocab_size)
+    if args.memory_of:
+        settings = settings_of(args.memory_of, args.losses[0], args.batch_pairs, args.packing)
+        print(json.dumps(memory_of(prepare(args.memory_of, settings, pairs, args.steps, base))))
+        return
+    print(f"{machine()}\n{args.steps} steps of {args.batch_pairs} pairs, {args.rounds} rounds, packing {args.packing}\n")
+    for loss in args.losses:
+        common = ["--data", args.data, "--losses", loss, "--model", args.model, "--batch-pairs", str(args.batch_pairs)]
+        steps = ["--steps", str(min(args.steps, 4)), *(["--packing"] if args.packing else [])]
+        memory = {} if args.no_memory else {
+            v: in_fresh_process("benchmarks.offline_vs_humanline", *common, *steps, "--memory-of", v) for v in VARIANTS}
+        plan = segment(settings_of("cached", loss, args.batch_pairs), pairs, args.steps)
+        samples = compare(loss, pairs, args.steps, args.batch_pairs, args.rounds, base, args.packing)
+        print(report(loss, samples, floor_of(loss, plan, base), memory) + "\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""The same model, pairs, batch and optimizer through TRL 1.16 and through this project, float32, one process.
+
+TRL is not a dependency; it goes into an environment of its own, beside what the project needs:
+
+    python3 -m venv /tmp/trl-venv && /tmp/trl-venv/bin/pip install -r requirements-cpu.txt trl==1.16.0
+    /tmp/trl-venv/bin/python -m benchmarks.trl_compare                     # dpo, kto, grpo on the preference data
+    /tmp/trl-venv/bin/python -m benchmarks.trl_compare --data gsm8k --losses dpo
+
+TRL at its best: fused head (its default), fused AdamW, cached reference scores, no gradient checkpointing, and for DPO both its
+orders, as given and grouped by length. Both get rows that are tokenised already. DPO's losses are checked to be equal, step by step;
+KTO and GRPO differ in what they define (TRL's KL is that of a device's batch, and its GRPO trains on what it has sampled, so here its
+update alone is timed on rows handed to it): there only tokens and work are equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer
+
+from benchmarks.measure import Variant, Work, alternate, in_fresh_process, machine, memory_of, ratio, table
+from benchmarks.parts import (
+    Pair,
+    Settings,
+    benchmark_pairs,
+    fresh,
+    make_trainer,
+    random_policy,
+    score_all,
+    segment,
+    shape,
+    train,
+    trained_tokenizer,
+)
+from data.batches import Segment
+from data.types import Example, Sequence
+from models.policy import Policy
+
+TOLERANCE = 1e-4
+"""Of the mean DPO loss of a step, nats: float32 sums in another order."""
+
+
+class Prepared:
+    """A TRL trainer whose rows are tokenised already."""
+
+    def _prepare_dataset(self, dataset: Dataset, *others: Any) -> Dataset:
+        return dataset
+
+
+class PreparedDPO(Prepared, DPOTrainer):
+    pass
+
+
+class PreparedKTO(Prepared, KTOTrainer):
+    pass
+
+
+class UpdateOfGRPO(GRPOTrainer):
+    """TRL's GRPO without its sampling: rows, advantages and reference scores are handed to it."""
+
+    rows: list[Example]
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        # Each prompt comes num_generations = 2 times in a row: once for each of the two rows of its group.
+        rows = [self.rows[2 * example["index"] + i % 2] for i, example in enumerate(inputs)]
+        prompts, answers = [e.rows[0].prompt_ids for e in rows], [e.rows[0].completion_ids for e in rows]
+        wide, long = max(map(len, prompts)), max(map(len, answers))
+        prompt, answer = torch.zeros(len(rows), wide, dtype=torch.int64), torch.zeros(len(rows), long, dtype=torch.int64)
+        seen, counts = torch.zeros_like(prompt), torch.zeros_like(answer)
+        for i, (p, a) in enumerate(zip(prompts, answers, strict=True)):
+            prompt[i, wide - len(p):], seen[i, wide - len(p):] = torch.from_numpy(p).long(), 1
+            answer[i, : len(a)], counts[i, : len(a)] = torch.from_numpy(a).long(), 1
+        return {"prompt_ids": prompt, "prompt_mask": seen, "completion_ids": answer, "completion_mask": counts,
+                "advantages": torch.tensor([e.label for e in rows]), "num_items_in_batch": counts.sum(),
+                "ref_per_token_logps": torch.full(answer.shape, -math.log(self.model.config.vocab_size))}
+
+
+def common(settings: Settings, folder: str, grouped: bool = False) -> dict[str, Any]:
+    """The arguments that make TRL's run the same as ours."""
+    return {
+        "output_dir": folder, "per_device_train_batch_size": settings.micro_size, "num_train_epochs": 1, "learning_rate": 1e-5,
+        "gradient_accumulation_steps": settings.batch_size // settings.micro_size, "lr_scheduler_type": "constant", "warmup_steps": 0,
+        "adam_epsilon": 1e-5, "weight_decay": 0.01, "optim": "adamw_torch_fused", "max_grad_norm": 1.0,
+        "gradient_checkpointing": False, "bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no",
+        "disable_tqdm": True, "logging_steps": 1, "seed": 1, "remove_unused_columns": False,
+        "train_sampling_strategy": "group_by_length" if grouped else "sequential",
+    }
+
+
+def trl_trainer(settings: Settings, plan: Segment, model: Any, tokenizer: PreTrainedTokenizerFast,
+                folder: str, grouped: bool) -> Any:
+    """TRL's trainer on the rows of ``plan``, in its order."""
+    examples = [example for i in range(plan.steps) for example in plan.batch(i)]
+    arguments = common(settings, folder, grouped)
+    if settings.loss == "dpo":
+        rows = [{"prompt_ids": e.rows[0].prompt_ids.tolist(), "chosen_ids": e.rows[0].completion_ids.tolist(),
+                 "rejected_ids": e.rows[1].completion_ids.tolist(), "length": max(map(len, e.rows))} for e in examples]
+        return PreparedDPO(model, args=DPOConfig(beta=0.1, max_length=None, precompute_ref_log_probs=True, **arguments),
+                           train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    if settings.loss == "kto":
+        size = settings.micro_size
+        # As TRL prepares them: within a device's batch each prompt meets the completion before its own.
+        others = [examples[i - 1 if i % size else min(i + size, len(examples)) - 1] for i in range(len(examples))]
+        rows = [{"prompt_ids": e.rows[0].prompt_ids.tolist(), "completion_ids": e.rows[0].completion_ids.tolist(),
+                 "KL_completion_ids": o.rows[0].completion_ids.tolist(), "label": e.label > 0}
+                for e, o in zip(examples, others, strict=True)]
+        return PreparedKTO(model, args=KTOConfig(beta=0.25, desirable_weight=1.1, max_length=None, precompute_ref_log_probs=True,
+                                                 **arguments),
+                           train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    arguments.pop("train_sampling_strategy")
+    trainer = UpdateOfGRPO(model, reward_funcs=lambda completions, **others: [0.0] * len(completions),
+                           args=GRPOConfig(beta=0.0, epsilon=0.15, num_generations=2, loss_type="dapo", shuffle_dataset=False,
+                                           **arguments),
+                           train_dataset=Dataset.from_list([{"prompt": "a", "index": i} for i in range(len(examples) // 2)]),
+                           processing_class=tokenizer)
+    trainer.rows, trainer.beta = examples, 0.01  # set here, or it would load a reference model, whose scores it is handed
+    return trainer
+
+
+def prepare(name: str, settings: Settings, pairs: list[Pair], base: Policy, tokenizer: PreTrainedTokenizerFast) -> Work:
+    """The timed part, for ``ours``, ``ours packed``, ``trl`` or ``trl grouped``; it returns the losses where they are comparable."""
+    if name.startswith("trl"):
+        plan = segment(settings, pairs)
+        trainer = trl_trainer(settings, plan, fresh(base).model, tokenizer, tempfile.mkdtemp(), name.endswith("grouped"))
+
+        def run() -> list[float]:
+            trainer.train()
+            return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+        return run
+    settings = Settings(settings.loss, settings.batch_size, settings.micro_size, packing=name.endswith("packed"))
+    plan, ours = segment(settings, pairs), make_trainer(settings, fresh(base))
+    score_all(ours, plan)
+    return partial(train, ours, plan)
+
+
+def equal_losses(settings: Settings, pairs: list[Pair], base: Policy, tokenizer: PreTrainedTokenizerFast) -> float:
+    """The largest difference of a step's mean DPO loss, nats. Raises RuntimeError where it is more than rounding."""
+    runs: list[Callable[[], Any]] = [prepare(name, settings, pairs, base, tokenizer) for name in ("ours", "trl")]
+    ours, theirs = (run() for run in runs)
+    worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    if worst > TOLERANCE:
+        raise RuntimeError(f"losses differ by {worst:.3g} nats: {ours} against {theirs}")
+    return worst
+
+
+def real_share(pairs: list[Pair]) -> float:
+    rows: list[Sequence] = [row for pair in pairs for row in pair]
+    return sum(map(len, rows)) / (len(rows) * max(map(len, rows)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="hh", help="hh, gsm8k, drawn, or PATH:FORMAT")
+    parser.add_argument("--losses", nargs="+", default=["dpo", "kto", "grpo"])
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--pairs", type=int, default=64)
+    parser.add_argument("--batch-pairs", type=int, default=16)
+    parser.add_argument("--micro-pairs", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--memory-of", help="measure the memory of one variant in this process and print it (used by this command)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    config = shape(args.model)
+    base = random_policy(config, torch.device("cpu"))
+    pairs = benchmark_pairs(args.data, args.pairs, config.vocab_size)
+    tokenizer = trained_tokenizer(["a"], 300)
+    for loss in args.losses:
+        rows = 1 if loss == "dpo" else 2
+        settings = Settings(loss, args.batch_pairs * rows, args.micro_pairs * rows)
+        if args.memory_of:
+            print(json.dumps(memory_of(prepare(args.memory_of, settings, pairs, base, tokenizer))))
+            return
+        print(f"\n{loss}: {machine()}; {args.pairs} pairs, {args.batch_pairs} a step, {args.micro_pairs} at once; "
+              f"{real_share(pairs):.0%} of a grid as wide as the longest row is real")
+        if loss == "dpo":
+            print(f"losses equal to {equal_losses(settings, pairs, base, tokenizer):.1e} nats")
+        names = ["ours", "ours packed", "trl", *(["trl grouped"] if loss == "dpo" else [])]
+        variants: dict[str, Variant] = {n: partial(prepare, n, settings, pairs, base, tokenizer) for n in names}
+        samples = alternate(variants, args.rounds)
+        common_args = [f"--{k}={v}" for k, v in vars(args).items() if k in ("data", "model")]
+        sizes = [f"--batch-pairs={args.batch_pairs}", f"--micro-pairs={args.micro_pairs}", f"--pairs={args.batch_pairs}"]
+        memory = {n: in_fresh_process("benchmarks.trl_compare", *common_args, *sizes, "--losses", loss, "--memory-of", n) for n in names}
+        rivals = [n for n in names if n.startswith("trl")]
+        print(table(["", "pairs / CPU s, best", *(f"CPU: {r} / this" for r in rivals), *(f"wall: {r} / this" for r in rivals),
+                     "MiB of the step", "MiB in all"],
+                    [[n, f"{args.pairs / min(s.cpu for s in samples[n]):.2f}", *(str(ratio(samples[r], samples[n])) for r in rivals),
+                      *(str(ratio(samples[r], samples[n], "wall")) for r in rivals), f"{memory[n]['step']:.0f}",
+                      f"{memory[n]['peak']:.0f}"] for n in names]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
