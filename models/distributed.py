@@ -24,7 +24,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 TIMEOUT = timedelta(minutes=30)
+PATIENCE = timedelta(days=7)
 T = TypeVar("T")
+
+_patient: dist.ProcessGroup | None = None
+"""A gloo group for waits on the CPU: ranks may wait for hours while one samples or scores a round, or writes a checkpoint. A rank that
+dies ends them all the same; a device that hangs does not pass through here."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ def start(replicas: int = 1) -> World:
             dist.init_process_group(backend, timeout=TIMEOUT)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    global _patient
+    _patient = dist.new_group(backend="gloo", timeout=PATIENCE)
     size = dist.get_world_size()
     if replicas > 1 and size % replicas == 0:  # a number that does not divide the ranks is refused with the other settings
         mesh = init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
@@ -62,6 +69,8 @@ def start(replicas: int = 1) -> World:
 
 
 def stop() -> None:
+    global _patient
+    _patient = None
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -129,14 +138,14 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
 def gather_objects(value: Any) -> list[Any]:
     """``value`` of every rank, in rank order, on every rank. Small Python objects only (goes through the CPU)."""
     out: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(out, value)
+    dist.all_gather_object(out, value, group=_patient)
     return out
 
 
 def from_main(value: Any) -> Any:
     """Rank 0's ``value`` on every rank."""
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=_patient)
     return box[0]
 
 
@@ -198,12 +207,12 @@ def slow_ranks(marks: list[str], seconds: float) -> str:
 
 
 def barrier() -> None:
-    """Wait for every rank, on the CPU (a long wait on NCCL would time out while rank 0 works)."""
-    dist.barrier() if not torch.cuda.is_available() else dist.all_reduce(torch.zeros(1))
+    """Wait for every rank, on the CPU."""
+    dist.all_reduce(torch.zeros(1), group=_patient)
 
 
 def any_rank(flag: bool) -> bool:
     """Whether ``flag`` is true on any rank."""
     box = torch.tensor([int(flag)])
-    dist.all_reduce(box)
+    dist.all_reduce(box, group=_patient)
     return bool(box.item())
