@@ -21,7 +21,7 @@ run: venv        ## train: python train.py loss=dpo humanline=true, on the embed
 
 test: $(INSTALLED_DEV) $(INSTALLED_VLLM)  ## run every test (ARGS='-k tracking' for some of them)
 	@tools/slurm/install.sh
-	@$(PY) -m pytest -rfEs $(ARGS)
+	@$(PY) -m pytest -n auto --dist loadfile -rfEs $(ARGS)
 
 torture: $(INSTALLED_DEV)  ## 50 kills, signals and damaged checkpoints over one run on two ranks (half an hour)
 	@$(PY) -m tests.distributed.torture --kills 50 --steps 400
