@@ -84,6 +84,19 @@ class ModelConfig:
 
 
 @dataclass
+class MixPart:
+    """One set of ``data=mix``: a file of config/data, its weight, and another path to read it from."""
+
+    name: str = "???"
+    weight: float = 1.0
+    path: str | None = None
+    eval_path: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self.weight > 0, "data.mix.weight", self.weight, f"of {self.name} must be above 0")
+
+
+@dataclass
 class DataConfig:
     """Where groups come from. ``source`` is the import path of ``f(config, split) -> data.sources.Loaded``."""
 
@@ -103,8 +116,16 @@ class DataConfig:
     apply_chat_template: bool = True
     score_threshold: float = 0.0
     verifier: str | None = None
+    frac_unique_desirable: float = 1.0
+    frac_unique_undesirable: float = 1.0
+    mix: list[MixPart] | None = None
 
     def __post_init__(self) -> None:
+        for key in ("frac_unique_desirable", "frac_unique_undesirable"):
+            require(0 <= getattr(self, key) <= 1, f"data.{key}", getattr(self, key), "is a share of the examples: must lie in [0, 1]")
+        mixes = self.source == "data.mix.mixed"
+        require(bool(self.mix) == mixes, "data.mix", self.mix,
+                "name the sets, as in 'data.mix=[{name: hh, weight: 0.7}, {name: shp, weight: 0.3}]'" if mixes else "is for data=mix")
         require(self.score_threshold >= 0, "data.score_threshold", self.score_threshold, "must be 0 or more")
         require(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction,
                 "is the share of the prompts held out for evaluation: must lie in [0, 1)")
@@ -220,6 +241,10 @@ class Config:
     def _check_method(self) -> None:
         """What humanline's modes, the ways to sync and the objective's own settings need of each other."""
         check_trainer_keys(self.loss, self.trainer.name)
+        for key in ("frac_unique_desirable", "frac_unique_undesirable"):
+            labelled = self.trainer.name in ("unpaired", "bco", "ppo", "csft") and not self.online
+            require(labelled or getattr(self.data, key) == 1, f"data.{key}", getattr(self.data, key),
+                    f"takes single examples out of pairs, which loss={self.loss['name']} {'online ' if self.online else ''}does not read")
         require(not self.online or self.trainer.name not in OFFLINE_ONLY, "online", True,
                 f"loss={self.loss['name']} trains on a fixed data set: its samples would not be what it learns from")
         one_of("humanline_mode", self.humanline_mode, ("clip", "sample"))
@@ -315,6 +340,9 @@ def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str) -> None:
             near = difflib.get_close_matches(str(key), known, n=1)
             did_you_mean = f"; did you mean {prefix}{near[0]}?" if near else f"; known here: {', '.join(sorted(known))}"
             raise ConfigError(f"{prefix}{key}", value, f"is not a setting, nothing would read it{did_you_mean}")
+        if key == "mix" and isinstance(value, list):
+            for i, part in enumerate(value):
+                _refuse_unknown(part, MixPart, f"{prefix}mix[{i}].")
         if key in hints and isinstance(value, dict) and is_dataclass(hints[key]):
             _refuse_unknown(value, hints[key], f"{prefix}{key}.")
 

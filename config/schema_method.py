@@ -41,5 +41,6 @@ def check_trainer_keys(loss: dict[str, Any], trainer: str) -> None:
     if trainer == "csft":
         tokens = loss["control_tokens"]
         named = isinstance(tokens, dict) and set(tokens) == {"chosen", "rejected"}
-        require(named and all(isinstance(text, str) and text for text in tokens.values()), "loss.control_tokens", tokens, "give two texts, as in {chosen: <|good|>, rejected: <|bad|>}")
+        require(named and all(isinstance(text, str) and text for text in tokens.values()),
+                "loss.control_tokens", tokens, "give two texts, as in {chosen: <|good|>, rejected: <|bad|>}")
         require(tokens["chosen"] != tokens["rejected"], "loss.control_tokens", tokens, "must be two different texts")

@@ -20,6 +20,7 @@ from data.formats import Format, Values
 from data.groups import groups as groups_format
 from data.rows import SUFFIXES, Dropped, Loaded, Row, read_rows
 from data.types import DataError, Group, Prompt, Turn
+from data.views import keep_shares
 
 __all__ = ["Dropped", "Loaded", "hub_table", "import_function", "load_groups", "load_splits", "local"]
 
@@ -59,7 +60,8 @@ def load_groups(config: DataConfig, split: Split) -> Loaded:
     one_of("split", split, ("train", "eval"))
     config = _local_copy(config)
     loaded = _load(config, "train" if _holds_out(config) else split)
-    return _finished(config, hold_out(loaded, config.eval_fraction, split) if _holds_out(config) else loaded)
+    found = _finished(config, hold_out(loaded, config.eval_fraction, split) if _holds_out(config) else loaded)
+    return _thinned(config, found) if split == "train" else found
 
 
 def load_splits(config: DataConfig) -> tuple[Loaded, Loaded]:
@@ -69,7 +71,13 @@ def load_splits(config: DataConfig) -> tuple[Loaded, Loaded]:
         return load_groups(config, "train"), load_groups(config, "eval")
     loaded = _load(config, "train")
     train, evaluation = (hold_out(loaded, config.eval_fraction, split) for split in ("train", "eval"))
-    return _finished(config, train), _finished(config, evaluation)
+    return _thinned(config, _finished(config, train)), _finished(config, evaluation)
+
+
+def _thinned(config: DataConfig, loaded: Loaded) -> Loaded:
+    """Training data with the shares of desirable and undesirable examples that are kept of them."""
+    shares = (config.frac_unique_desirable, config.frac_unique_undesirable)
+    return loaded if shares == (1, 1) else replace(loaded, groups=keep_shares(loaded.groups, *shares))
 
 
 def _holds_out(config: DataConfig) -> bool:

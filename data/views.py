@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
@@ -42,6 +43,29 @@ def labelled(group: Group) -> list[Wanted]:
         return [Wanted((0,), 1.0 if group.rewards[0] > 0 else -1.0)]
     found = best_and_worst(group)
     return [] if found is None else [Wanted((found[0],), 1.0), Wanted((found[1],), -1.0)]
+
+
+def keep_shares(groups: list[Group], desirable: float, undesirable: float) -> list[Group]:
+    """The groups with these shares of their desirable and undesirable examples (see ``labelled``) left, whichever rows prompt ids
+    decide. A pair that loses one half becomes an unpaired example; what has no example stays as it is."""
+    wanted = [{want.label: want.completions[0] for want in labelled(group)} if group.rewards else {} for group in groups]
+    kept: dict[float, set[int]] = {}
+    for label, share in ((1.0, desirable), (-1.0, undesirable)):
+        having = sorted((i for i, found in enumerate(wanted) if label in found), key=lambda i: (_shuffled(groups[i], label), i))
+        kept[label] = set(having[: round(share * len(having))])
+    out = []
+    for i, (group, found) in enumerate(zip(groups, wanted, strict=True)):
+        left = [(label, completion) for label, completion in found.items() if i in kept[label]]
+        if len(left) == len(found):
+            out.append(group)
+        elif left:
+            out.append(Group(group.prompt, tuple(group.completions[c] for _, c in left), tuple(label for label, _ in left)))
+    return out
+
+
+def _shuffled(group: Group, label: float) -> str:
+    """A place in an order that neither the rows' order nor the other label's draw has to do with."""
+    return hashlib.sha256(f"{label:+.0f}/{group.prompt.id}".encode()).hexdigest()
 
 
 def advantages(rewards: Iterable[float]) -> list[float]:

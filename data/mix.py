@@ -1,0 +1,50 @@
+"""Several data sets in one, by weight (``data=mix``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from config.files import data_file
+from config.schema import ConfigError, DataConfig, MixPart
+from data.rows import Loaded
+from data.sources import load_groups, load_splits
+from data.types import Group
+
+
+def mixed(config: DataConfig, split: str) -> Loaded:
+    """The groups of every set of ``data.mix``, as many of each as its weight asks. No prompt that any of them evaluates on is trained on.
+
+    Raises ConfigError for a set that is none, DataError for one of which nothing can be used.
+    """
+    assert config.mix  # DataConfig checks it
+    parts = [part_config(part) for part in config.mix]
+    weights = [part.weight for part in config.mix]
+    if split == "eval":
+        loaded = [load_groups(part, "eval") for part in parts]
+    else:
+        both = [load_splits(part) for part in parts]
+        held_out = {group.prompt.id for _, evaluation in both for group in evaluation.groups}
+        loaded = [replace(train, groups=[g for g in train.groups if g.prompt.id not in held_out]) for train, _ in both]
+    chosen = by_weight([part.groups for part in loaded], weights)
+    origin = "; ".join(f"{len(groups)} of {len(part.groups)} groups of {part.origin}" for groups, part in zip(chosen, loaded, strict=True))
+    return Loaded([group for groups in chosen for group in groups], sum(part.read for part in loaded),
+                  [row for part in loaded for row in part.dropped], origin)
+
+
+def part_config(part: MixPart) -> DataConfig:
+    """The settings of one set, from its own file. Raises ConfigError."""
+    settings = data_file("data.mix.name", part.name)
+    own = {key: value for key, value in (("path", part.path), ("eval_path", part.eval_path)) if value is not None}
+    if settings["source"] == "data.mix.mixed" or (settings | own).get("path") == "???":
+        raise ConfigError("data.mix.name", part.name, "needs a path of its own, and is no mix itself: "
+                          "give {name: local, path: pairs.jsonl, weight: 1}, or another set")
+    return DataConfig(**settings | own)
+
+
+def by_weight(sets: Sequence[list[Group]], weights: Sequence[float]) -> list[list[Group]]:
+    """Of each set as many groups as its weight asks, none twice: the largest mix that the sets allow. Which ones, prompt ids decide, so
+    that they are the same whatever the order of the rows. An empty set has no say."""
+    scale = min((len(groups) / weight for groups, weight in zip(sets, weights, strict=True) if groups), default=0.0)
+    counts = [int(scale * weight + 1e-9) for weight in weights]
+    return [sorted(groups, key=lambda g: g.prompt.id)[:n] for groups, n in zip(sets, counts, strict=True)]
