@@ -53,7 +53,7 @@ def make(lengths, scenario, clip, seed):
 
 def scores(rows, dtype):
     policy = torch.tensor(rows.policy, dtype=dtype, requires_grad=True)
-    made = Humanline(rows.low, rows.high, 1).scores(policy, torch.tensor(rows.reference, dtype=dtype), torch.tensor(rows.mask))
+    made = Humanline(rows.low, rows.high).scores(policy, torch.tensor(rows.reference, dtype=dtype), torch.tensor(rows.mask))
     return policy, made
 
 
