@@ -16,7 +16,7 @@ from trainers.losses.grpo import grpo
 from trainers.sampling import BetaConstants, detach_rejected, log_thresholds, rejected
 
 CONSTANTS = BetaConstants(M_P=3.0, M_R=2.5, gamma_P=0.7, beta_P=1.3, gamma_R=1.0, beta_R=4.0)
-BOUNDS = Humanline(-1.5, 1.5, 1)
+BOUNDS = Humanline(-1.5, 1.5)
 LIMIT = BetaConstants.towards_clipping(1e12, epsilon_P=math.exp(-1.5), epsilon_R=math.exp(1.5), M_P=20.0, M_R=20.0)
 
 
