@@ -1,6 +1,6 @@
 # What a newcomer types. The environment is made once and again only when a requirements file changes.
 .DEFAULT_GOAL := help
-.PHONY: help venv run test check torture
+.PHONY: help venv run test check bench-quick torture
 SHELL := /bin/bash
 
 PY := .venv/bin/python
@@ -28,6 +28,9 @@ torture: $(INSTALLED_DEV)  ## 50 kills, signals and damaged checkpoints over one
 
 check: $(INSTALLED_DEV)  ## lint and type-check, as the pre-commit hooks do
 	@$(PY) -m ruff check . && $(PY) -m mypy .
+
+bench-quick: venv  ## a minute's guard: ratios of cost against benchmarks/baseline.json
+	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.quick $(ARGS)
 
 $(INSTALLED): requirements.txt requirements-cpu.txt
 	@tools/venv.sh $(REQUIREMENTS)
