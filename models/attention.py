@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence as Seq
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -50,9 +49,9 @@ def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attenti
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
-    parts = []
-    for first, last in pairwise(cu_seq_lens_q.tolist()):
-        q, k, v = (x[:, :, first:last] for x in (query, key, value))
+    parts, lengths = [], cu_seq_lens_q.diff().tolist()
+    # split, not slices: the backward of a slice fills a gradient as long as all rows, for every row.
+    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
         parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]))
     return torch.cat(parts, dim=2).transpose(1, 2), None
 
