@@ -13,7 +13,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from config.cli import cli, guarded, settings
+from config.cli import cli, guarded, say_what_is_idle, settings
 from config.schema import Config
 from trainers.signals import Signals
 
@@ -37,7 +37,12 @@ def train(config: Config, name: str) -> dict[str, Any]:
 
 @hydra.main(version_base="1.3", config_path="config", config_name="config")
 def main(cfg: DictConfig) -> None:
-    guarded(lambda: train(*settings(cfg)))
+    def work() -> None:
+        config, name = settings(cfg)
+        say_what_is_idle(config)
+        train(config, name)
+
+    guarded(work)
 
 
 if __name__ == "__main__":

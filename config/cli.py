@@ -30,6 +30,29 @@ def settings(cfg: DictConfig) -> tuple[Config, str]:
     return config, run_name(config, list(HydraConfig.get().overrides.task))
 
 
+def say_what_is_idle(config: Config) -> None:
+    """Print, once whatever the number of ranks, what ``idle`` finds."""
+    if os.environ.get("RANK", "0") == "0":
+        for notice in idle(config):
+            print(notice, file=sys.stderr, flush=True)
+
+
+def idle(config: Config) -> list[str]:
+    """What the command line sets although nothing will read it with the other settings as they are: said, not refused, so that a sweep
+    may cross such settings."""
+    inert = {
+        "humanline=false": [] if config.humanline else ["log_epsilon_P", "log_epsilon_R", "humanline_mode", "humanline_sampling"],
+        "humanline=false (or sync_mode=never)": ["sync_freq"] if config.syncing == "never" else [],
+        "online=false": [] if config.online else ["rounds", "sampler", "reward"],
+        "online=true (rounds.contexts says how long)": ["n_epochs", "n_examples"] if config.online else [],
+        "model.use_peft=false": [] if config.model.use_peft else ["model.peft"],
+        "scheduler=constant": ["min_lr_ratio"] if config.scheduler == "constant" else [],
+    }
+    given = [override.lstrip("+~").partition("=")[0] for override in HydraConfig.get().overrides.task]
+    return [f"note: {key} has no effect with {because}" for because, keys in inert.items() for key in given
+            if any(key == name or key.startswith(f"{name}.") for name in keys)]
+
+
 def guarded(work: Callable[[], object]) -> None:
     """Do ``work``; what a user can mend ends the program with one message instead of a traceback."""
     try:
