@@ -70,7 +70,7 @@ def test_no_usable_row_at_all_is_an_error_that_shows_the_first(tmp_path) -> None
     ("pairs.json", b'{"prompt": 1}', DataError, "must hold one list"),
     ("pairs.json", b'{"a": 1}\n{"a": 2}', DataError, "must be named .jsonl"),
     ("pairs.jsonl.gz", b"not gzip", DataError, "cannot be read"),
-    ("pairs.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 99)[:-9], DataError, "cannot be read to its end"),
+    ("pairs.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 99, mtime=0)[:-9], DataError, "cannot be read to its end"),
     ("pairs.parquet", b"not parquet", DataError, "cannot be read"),
     ("pairs.jsonl", b"\xff\xfe", DataError, "cannot be read"),
     ("pairs.jsonl", b"\n", DataError, "holds no row"),
