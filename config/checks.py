@@ -28,3 +28,8 @@ def require(condition: bool, key: str, value: Any, remedy: str) -> None:
 
 def one_of(key: str, value: Any, allowed: tuple[Any, ...]) -> None:
     require(value in allowed, key, value, f"use one of {', '.join(str(a) for a in allowed)}")
+
+
+def variant(online: bool, humanline: bool, sync_mode: str | None) -> str:
+    """One of the paper's four, offline, online, offline+humanline, online+humanline; trust-region syncing is said beside it."""
+    return ("online" if online else "offline") + "+humanline" * humanline + "+trust-region" * (sync_mode == "trust_region")

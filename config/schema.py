@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
-from config.checks import ConfigError, one_of, require
+from config.checks import ConfigError, one_of, require, variant
 from config.schema_method import TRAINER_KEYS, BetaConfig, check_trainer_keys
 from config.schema_rewards import ClassifierConfig, FunctionConfig, JudgeConfig, RewardConfig, RewardModelConfig, VerifierConfig
 from config.schema_rounds import RoundsConfig
@@ -291,8 +291,8 @@ class Config:
 
     @property
     def variant(self) -> str:
-        """One of the paper's four: offline, online, offline+humanline, online+humanline."""
-        return ("online" if self.online else "offline") + ("+humanline" if self.humanline else "")
+        """Which of the paper's four this is."""
+        return variant(self.online, self.humanline, self.sync_mode)
 
 
 def load(cfg: DictConfig) -> Config:

@@ -129,6 +129,7 @@ class Job:
         summary: dict[str, Any] = {
             "before": run.before, "after": run.after, "steps": run.trainer.progress.step, "examples": run.trainer.progress.examples,
             "tokens_per_second": run.tokens_timed / seconds, "seconds": seconds, "run_dir": str(folder),
+            "loads_as": "AutoModelForSequenceClassification" if self.config.model.head == "reward" else "AutoModelForCausalLM",
             "command": scrub_text(shlex.join(["python", *sys.argv])),
         }
         if self.world.is_main:

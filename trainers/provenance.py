@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from config import checks
+
 REMOVED = "[removed]"
 _SECRET_NAME = re.compile(r"(^|[_.\-])(key|apikey|token|secret|passw(or)?d|credentials?)$", re.IGNORECASE)
 _SECRET_VALUE = re.compile(
@@ -51,8 +53,8 @@ def scrub(config: Any) -> Any:
 
 
 def variant(config: dict[str, Any]) -> str:
-    """offline, online, offline+humanline or online+humanline, of a saved config (config.yaml)."""
-    return ("online" if config.get("online") else "offline") + ("+humanline" if config.get("humanline") else "")
+    """Which of the paper's four variants a saved config (config.yaml) is."""
+    return checks.variant(bool(config.get("online")), bool(config.get("humanline")), config.get("sync_mode"))
 
 
 def versions() -> dict[str, str]:

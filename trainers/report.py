@@ -54,7 +54,7 @@ def final_table(summary: dict[str, Any]) -> str:
         facts.append(("training", duration(summary["seconds"])))
     if run_dir := summary.get("run_dir"):
         facts.append(("run", str(run_dir)))
-        facts.append(("load it", f'AutoModelForCausalLM.from_pretrained("{Path(run_dir) / "model"}")'))
+        facts.append(("load it", f'{summary.get("loads_as", "AutoModelForCausalLM")}.from_pretrained("{Path(run_dir) / "model"}")'))
     return "\n".join([*lines, *([""] if lines and facts else []), *(f"{name:<9}  {value}" for name, value in facts)])
 
 

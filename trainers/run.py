@@ -210,8 +210,9 @@ class Run:
 def round_line(index: int, metrics: dict[str, Any]) -> str:
     """A round's samples in a line, for the terminal."""
     reward = "no reward" if metrics["reward"] is None else f"reward {metrics['reward']:.3f}"
-    return (f"round {index}: {metrics['contexts']} contexts, {metrics['keep_rate']:.0%} kept, {reward}, {metrics['length']:.0f} tokens a sample, "
-            f"{metrics['finished']:.0%} finished; sampled in {metrics['sample_seconds']:.1f} s, scored in {metrics['score_seconds']:.1f} s")
+    return (f"round {index}: {metrics['contexts']} contexts, {metrics['keep_rate']:.0%} kept, {reward}, "
+            f"{metrics['length']:.0f} tokens a sample, {metrics['finished']:.0%} finished; "
+            f"sampled in {metrics['sample_seconds']:.1f} s, scored in {metrics['score_seconds']:.1f} s")
 
 
 def write_batch(path: Path, batch: list[Example]) -> Path:
