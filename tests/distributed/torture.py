@@ -26,10 +26,10 @@ ROOT = Path(__file__).parents[2]
 ACTIONS = ("kill everything", "kill a rank", "ask to stop", "kill and damage")
 
 
-def command(folder: Path, name: str, steps: int, ranks: int) -> list[str]:
+def command(folder: Path, name: str, steps: int, ranks: int, lr: float = 1e-3) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "train.py", "loss=kto",
             "humanline=true", "sync_freq=3", "resume=true", f"exp_name={name}", f"runs_dir={folder}", f"cache_dir={folder / 'cache'}",
-            f"n_examples={8 * steps}", "model.batch_size=8", "save_every=16", "eval_every=64", "n_eval_examples=16", "lr=1e-3",
+            f"n_examples={8 * steps}", "model.batch_size=8", "save_every=16", "eval_every=64", "n_eval_examples=16", f"lr={lr}",
             "data.verifier=null", "wandb.enabled=false", "keep_checkpoints=3"]
 
 

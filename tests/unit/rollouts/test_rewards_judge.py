@@ -56,13 +56,15 @@ class Handler(BaseHTTPRequestHandler):
             server.bodies.append(body)
         assert self.path == "/v1/chat/completions"
         try:
-            if not server.behave(self, text):
+            try:
+                answered = server.behave(self, text)
+            finally:
+                with server.lock:  # before the answer is sent: with it in hand the caller may ask again at once
+                    server.now -= 1
+            if not answered:
                 self.reply(f"Fine. [[99]] no: [[{len(text)}]]")
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
-        finally:
-            with server.lock:
-                server.now -= 1
 
     def reply(self, content, usage=30):
         self.send(200, json.dumps({"choices": [{"message": {"content": content}}], "usage": {"total_tokens": usage}}))

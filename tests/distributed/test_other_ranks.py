@@ -1,0 +1,47 @@
+"""A run goes on with another number of ranks than it was started with, and ends where it would have."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.torture import ROOT, command, disturb, lines, start
+
+STEPS, LR = 24, 1e-4  # at ten times this rate rounding grows tenfold every few steps, resumed or not
+
+
+def stopped_and_resumed(folder, name: str, before: int, after: int) -> None:
+    """Start on ``before`` ranks, ask to stop in mid-run, go on with ``after``."""
+    process = start(command(folder, name, STEPS, before, LR), folder / f"{name}.log")
+    until = time.time() + 200
+    while process.poll() is None and lines(folder / name) < 7 and time.time() < until:
+        time.sleep(0.005)
+    disturb(process, "ask to stop", folder / name, random.Random(0))
+    assert 7 <= lines(folder / name) < STEPS, (folder / f"{name}.log").read_text()[-3000:]
+    assert start(command(folder, name, STEPS, after, LR), folder / f"{name}.log").wait(300) == 0, (folder / f"{name}.log").read_text()[-3000:]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    assert start(command(folder, "whole", STEPS, 1, LR), folder / "whole.log").wait(300) == 0, (folder / "whole.log").read_text()[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2)])
+def test_another_number_of_ranks_goes_on(whole, before, after):
+    name = f"{before}-{after}"
+    stopped_and_resumed(whole, name, before, after)
+    one, other = (load_file(whole / run / "model" / "model.safetensors") for run in ("whole", name))
+    begin = load_file(ROOT / "assets" / "adder" / "model" / "model.safetensors")
+    assert max(float((one[key] - begin[key]).abs().max()) for key in one) > 1e-3
+    assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-5
+    records = [[json.loads(line) for line in (whole / run / "metrics.jsonl").read_text().splitlines()] for run in ("whole", name)]
+    assert [r["step"] for r in records[1]] == list(range(STEPS))
+    assert [r["reference_step"] for r in records[0]] == [r["reference_step"] for r in records[1]]
+    torch.testing.assert_close([r["loss"] for r in records[1]], [r["loss"] for r in records[0]], rtol=0, atol=1e-5)
