@@ -97,8 +97,13 @@ class Maker:
     def _draw(self, prompts: list[Prompt], seed: int) -> list[Line]:
         how = {"sampler": self.config.sampler.name, **asdict(self.settings), "seed": seed}
         answers = self.engine.sample(prompts, self.config.rounds.samples, self.settings, seed)
-        return [sampled_line(Sampled(prompt, tuple(s.completion(self.renderer.tokenizer) for s in samples))) | {"sampling": how}
-                for prompt, samples in zip(prompts, answers, strict=True)]
+        lines = []
+        for prompt, samples in zip(prompts, answers, strict=True):
+            line = sampled_line(Sampled(prompt, tuple(s.completion(self.renderer.tokenizer) for s in samples))) | {"sampling": how}
+            if any(s.logprobs for s in samples):
+                line["engine_logprobs"] = [list(s.logprobs) for s in samples]
+            lines.append(line)
+        return lines
 
     def _score(self, folder: RoundFolder, suffix: str, sampled: list[Sampled]) -> list[list[float | None]]:
         assert self.config.reward is not None, "the schema asks for one"
@@ -143,6 +148,17 @@ def score_samples(reward: Reward, sampled: list[Sampled]) -> list[list[float | N
     finally:
         reward.release()
     return [[next(flat) for _ in one.completions] for one in sampled]
+
+
+def engine_scores(folder: RoundFolder) -> dict[tuple[str, tuple[int, ...]], float]:
+    """(prompt id, sampled token ids) -> what the engine believed their log-probability to be, nats; {} where it did not say."""
+    found = {}
+    for part in folder.record["parts"]:
+        for line in folder.read(f"samples{part}"):
+            prompt_id = sampled_of(line).prompt.id
+            for completion, logprobs in zip(line["completions"], line.get("engine_logprobs", []), strict=False):
+                found[prompt_id, tuple(completion["token_ids"])] = sum(logprobs)
+    return found
 
 
 def samples_table(folder: RoundFolder) -> list[list[Any]]:

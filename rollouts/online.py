@@ -22,7 +22,7 @@ from models.distributed import local
 from models.reference import weights_fingerprint
 from rollouts.engines import Ahead, Engine
 from rollouts.ledger import RoundFolder
-from rollouts.making import Maker, samples_table
+from rollouts.making import Maker, engine_scores, samples_table
 from rollouts.rewards.base import RewardError
 from rollouts.rounds import Contexts
 from rollouts.worker_process import SamplerError
@@ -132,7 +132,10 @@ class OnlineSource:
     def _enter(self, index: int, inside: bool) -> Segment:
         folder = self.round(index)
         examples = make_examples(folder.groups(), self.view, self.renderer)
-        record = folder.record
+        record, believed = folder.record, engine_scores(folder)
+        rows = [(example.prompt_id, row) for group in examples.groups for example in group for row in example.rows]
+        self.trainer.engine = {row.key: believed[name] for prompt_id, row in rows
+                               if (name := (prompt_id, tuple(row.completion_ids.tolist()))) in believed}
         facts = {"round": index, "sampled_step": record["sampled_step"]}
         metrics = {key: record[key] for key in ("publish_seconds", "probe_largest", "probe_mean") if key in record} | record["metrics"]
         self.watch.entered(facts, {} if inside else metrics, [] if inside else samples_table(folder))

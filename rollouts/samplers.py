@@ -56,6 +56,9 @@ class Sample:
     """ends with the stop token if ``finished``"""
     finished: bool
     """False when it was cut by max_tokens: it has no stop token then"""
+    logprobs: tuple[float, ...] = ()
+    """What an engine believed of it: nats, one a token, at temperature 1 and without top-p. To be compared with the trainer's, never
+    trained on; the embedded sampler, which is the trainer, has none."""
 
     def completion(self, tokenizer: PreTrainedTokenizerBase) -> Completion:
         """As the record of a groups file: the ids, which are trained on as they are, and the text, for verifiers and readers."""

@@ -15,7 +15,6 @@ import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,14 +28,6 @@ from rollouts.vllm_messages import Drawn, DrawRequest, EngineOptions, TokenRow
 from rollouts.worker_process import SamplerError, WorkerProcess
 
 WORKER = "rollouts.vllm_worker"
-
-
-@dataclass(frozen=True)
-class EngineSample(Sample):
-    """A sample with what the engine believed of it."""
-
-    logprobs: tuple[float, ...] = ()
-    """nats, one a token, at temperature 1 and without top-p: to be compared with the trainer's, never trained on"""
 
 
 class VllmSampler:
@@ -81,7 +72,8 @@ class VllmSampler:
             self._ask("start", [(self._options, path, version)] * len(self._workers), self.config.start_timeout)
 
     def sample(self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int) -> list[list[Sample]]:
-        """``n`` answers, each an EngineSample, to each prompt. Raises DataError if one cannot be rendered, and SamplerError."""
+        """``n`` answers to each prompt, with what the engine believed of them. Raises DataError if one cannot be
+        rendered, and SamplerError."""
         stops = self.renderer.stop_token_ids
         rows = [(prompt.id, self.renderer.prompt_ids(prompt).tolist()) for prompt in prompts]
         requests = [
@@ -92,7 +84,7 @@ class VllmSampler:
         self._require_weights()
         answers = self._ask("draw", [(requests[i:j],) for i, j in pairwise(bounds)], self.config.timeout)
         drawn: list[Drawn] = [each for answer in answers for each in answer]
-        samples: list[Sample] = [EngineSample(each.token_ids, each.finished, each.logprobs) for each in drawn]
+        samples: list[Sample] = [Sample(each.token_ids, each.finished, each.logprobs) for each in drawn]
         return [samples[i : i + n] for i in range(0, len(samples), n)]
 
     def logprobs(self, rows: list[Sequence]) -> list[list[list[float]]]:

@@ -91,6 +91,8 @@ class BasicTrainer:
         self.reference = Reference(by_row=config.reference_batch_size is not None)
         self.initial: dict[str, float] = {}
         """Row key -> its completion's log-probability under the initial weights, nats (for ``drift``); rows may be missing."""
+        self.engine: dict[str, float] = {}
+        """The same as the engine believed it that sampled the row (for ``engine_gap``); empty where no engine did."""
         self.optimizer = make_optimizer(policy, config)
         self.progress = Progress()
         self.micro_size = config.model.batch_size // (config.model.gradient_accumulation_steps * world.size)
@@ -206,7 +208,10 @@ class BasicTrainer:
         """Everything logged of a microbatch, as sums and counts: their quotient over the global batch is the exact mean."""
         out = {"loss": self.loss_ratio(micro, result)} | result.metrics
         if self.config.has_reference:
-            out |= self.humanline.metrics(scores, draw(self.progress.step, micro.sequences)) | self._drift(micro, scores)
+            out |= self.humanline.metrics(scores, draw(self.progress.step, micro.sequences))
+            out["drift"] = self._moved(micro, scores, self.initial)
+            if self.config.online:
+                out["engine_gap"] = self._moved(micro, scores, self.engine)
         return out
 
     def loss_ratio(self, micro: Microbatch, result: LossResult) -> Ratio:
@@ -214,13 +219,13 @@ class BasicTrainer:
         real = [example for example in micro.examples if example.prompt_id]
         return Ratio(result.total.detach(), torch.full_like(result.total.detach(), float(self.units(real))))
 
-    def _drift(self, micro: Microbatch, scores: TokenScores) -> dict[str, Ratio]:
-        """The mean token log-ratio against the initial weights, nats, over rows whose initial score is known."""
-        initial = torch.tensor([self.initial.get(row.key, math.nan) for row in micro.sequences.rows], dtype=torch.float32)
-        initial = initial.to(scores.mask.device, non_blocking=True)
-        known = ~initial.isnan() & scores.valid
-        moved = torch.where(scores.mask, scores.policy.detach(), 0.0).sum(dim=-1) - initial
-        return {"drift": Ratio(ratio(moved, known).sum, torch.where(known, scores.mask.sum(dim=-1), 0).sum())}
+    def _moved(self, micro: Microbatch, scores: TokenScores, since: dict[str, float]) -> Ratio:
+        """The mean token log-ratio of the policy against ``since`` (row key -> nats), over the rows that it knows."""
+        before = torch.tensor([since.get(row.key, math.nan) for row in micro.sequences.rows], dtype=torch.float32)
+        before = before.to(scores.mask.device, non_blocking=True)
+        known = ~before.isnan() & scores.valid
+        moved = torch.where(scores.mask, scores.policy.detach(), 0.0).sum(dim=-1) - before
+        return Ratio(ratio(moved, known).sum, torch.where(known, scores.mask.sum(dim=-1), 0).sum())
 
     # -- the loop -------------------------------------------------------------------------------------------------------------------
 

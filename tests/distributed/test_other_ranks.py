@@ -23,7 +23,8 @@ def stopped_and_resumed(folder, name: str, before: int, after: int) -> None:
         time.sleep(0.005)
     disturb(process, "ask to stop", folder / name, random.Random(0))
     assert 7 <= lines(folder / name) < STEPS, (folder / f"{name}.log").read_text()[-3000:]
-    assert start(command(folder, name, STEPS, after, LR), folder / f"{name}.log").wait(300) == 0, (folder / f"{name}.log").read_text()[-3000:]
+    resumed = start(command(folder, name, STEPS, after, LR), folder / f"{name}.log")
+    assert resumed.wait(300) == 0, (folder / f"{name}.log").read_text()[-3000:]
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,9 @@ def test_two_rounds_with_a_kill_between_sampling_and_scoring(tmp_path, monkeypat
     run = run_online(tmp_path, "r", "loss=kto", *VLLM, "resume=true")
     assert (run / "rounds/001/samples.jsonl").read_bytes() == samples
     assert {line["round"] for line in lines(run)} == {0, 1}
+    for index in (0, 1):  # the weights that the engine sampled from are still those of the round's first step
+        first, *_, last = [line for line in lines(run) if line["round"] == index]
+        assert abs(first["engine_gap"]) < 1e-3 < abs(last["engine_gap"])
     for folder in rounds(run):
         assert folder.record["probe_largest"] < 1e-3
         assert not (folder.path / "weights").exists()
