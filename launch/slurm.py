@@ -11,6 +11,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -59,7 +60,8 @@ class Job:
     modules: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     """Shell lines run on the first node before training: source an environment, unpack data."""
-    python: str = "python"
+    python: str | None = None
+    """None: the Python that submits; in a container, ``python``."""
     container: str | None = None
     """A command put before python on every rank, such as ``apptainer exec --nv image.sif``."""
     srun: tuple[str, ...] = ()
@@ -84,6 +86,11 @@ class Job:
     def ranks(self) -> int:
         """Training processes on one node."""
         return self.ranks_per_node or max(1, self.gpus_per_node)
+
+    @property
+    def interpreter(self) -> str:
+        """What runs train.py on every rank."""
+        return self.python or ("python" if self.container else sys.executable)
 
     @property
     def world_size(self) -> int:
