@@ -25,10 +25,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from config.checks import StoppedError
 from models.distributed import World, any_rank, barrier, gather_objects
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(StoppedError):
     """A checkpoint that could not be written, or none that can be read; the message says what and why."""
 
 

@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from config.checks import StoppedError
+
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher (torchrun, accelerate) tells the owner's rank: a worker that read it would join the owner's process group."""
@@ -31,7 +33,7 @@ _LOG_LINES = 25
 _LEAVE = ("", ())
 
 
-class SamplerError(RuntimeError):
+class SamplerError(StoppedError):
     """A sampler that failed, died, kept silent too long, or samples from other weights than the trainer's."""
 
 

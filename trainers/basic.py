@@ -7,6 +7,7 @@ asks which.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -71,7 +72,7 @@ class Watch(Protocol):
     def done(self) -> None: ...
 
 
-class BasicTrainer:
+class BasicTrainer(ABC):
     """Owns the step. A subclass says how a group becomes examples (``view``), what one unit of its loss is (``units``) and how scores
     feed the loss (``compute_loss``); KTO also needs something of the whole batch first (``arrange``, ``prepare``)."""
 
@@ -99,13 +100,13 @@ class BasicTrainer:
 
     # -- what a subclass supplies ---------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def units(self, batch: list[Example]) -> int:
         """The number that the summed loss of the global batch is divided by."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compute_loss(self, micro: Microbatch, scores: TokenScores) -> LossResult:
         """The loss of a microbatch, summed over its units."""
-        raise NotImplementedError
 
     def arrange(self, batch: list[Example]) -> list[Example]:
         """A last look at the global batch in its own order, before it is cut."""
@@ -232,7 +233,7 @@ class BasicTrainer:
     def train(self, source: Source, watch: Watch) -> None:
         """Train segment after segment until the source has no more. ``watch`` is told of every step and may interrupt by raising."""
         while (segment := source.segment(self.progress.segment)) is not None:
-            if self.progress.position == 0 and not self.fixed_reference:
+            if self.progress.position == 0 and self.config.has_reference and not self.fixed_reference:
                 if self.soft is not None:
                     self.soft.follow(self.policy, alpha=1.0)
                 self.reference.refresh(self.policy, self.progress.step, self.upcoming(segment, 0, self.progress.step))

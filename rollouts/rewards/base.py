@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from config.checks import StoppedError
 from data.types import Prompt
 
 EXAMPLES = 3
@@ -17,7 +18,7 @@ EXAMPLES = 3
 _SHOWN = 120
 
 
-class RewardError(RuntimeError):
+class RewardError(StoppedError):
     """A reward that cannot go on: it gave too few verdicts, or nothing that it was asked could be answered."""
 
 
