@@ -51,7 +51,8 @@ def lines(run: Path) -> int:
 
 def disturb(process: subprocess.Popen[bytes], action: str, run: Path, rng: random.Random) -> None:
     """Do it, and see that everything is gone within a minute."""
-    ranks = ranks_of(process)
+    while not (ranks := ranks_of(process)) and process.poll() is None:
+        time.sleep(0.05)  # torchrun has not started them yet: there is nobody to ask
     if action == "ask to stop":
         for pid in ranks:
             os.kill(pid, rng.choice((signal.SIGTERM, signal.SIGUSR1)))
