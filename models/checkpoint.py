@@ -85,9 +85,15 @@ class Checkpoints:
         return ""
 
     def best(self) -> Path | None:
-        """The checkpoint with the highest "score" in its state; None where none has one."""
-        scores = {path: json.loads((path / "state.json").read_text()).get("score") for path in self.all()}
-        scored = {path: score for path, score in scores.items() if score is not None}
+        """The checkpoint with the highest "score" in its state; None where none has one. One whose state is damaged has none."""
+        scored: dict[Path, float] = {}
+        for path in self.all():
+            try:
+                score = json.loads((path / "state.json").read_text()).get("score")
+            except (OSError, ValueError):
+                continue
+            if score is not None:
+                scored[path] = score
         return max(scored, key=lambda path: scored[path]) if scored else None
 
     def newest_sound(self) -> Path | None:

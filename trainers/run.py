@@ -110,9 +110,9 @@ class Run:
 
     def _stop_if_asked(self) -> None:
         if any_rank(self.signals.asked):
-            self.save()
+            self._save_or_warn(first=False)  # without room for another, the checkpoint before it is gone on from
             if self.trainer.world.is_main:
-                print(f"asked to stop: saved before step {self.trainer.progress.step}; the same command with resume=true goes on",
+                print(f"asked to stop before step {self.trainer.progress.step}; the same command with resume=true goes on",
                       flush=True)
             raise Requeue
 

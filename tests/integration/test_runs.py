@@ -101,6 +101,18 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, cache, monkeypatch, capfd
     assert all(torch.equal(whole[name], hurt[name]) for name in whole)
 
 
+def test_a_checkpoint_without_its_state_spoils_no_later_one(tmp_path, cache, monkeypatch, capfd):
+    with monkeypatch.context() as patch:
+        crash_before(patch, 9)
+        with pytest.raises(CrashError):
+            train(settings(tmp_path, cache, "save_every=48", "keep_checkpoints=2"), "run")
+    kept = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    (kept[-1] / "state.json").unlink()
+    train(settings(tmp_path, cache, "resume=true", "save_every=32", "keep_checkpoints=2"), "run")
+    assert "could not be written" not in capfd.readouterr().out
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
+
+
 def test_a_run_that_is_there_is_not_touched_unless_told_to(tmp_path, cache):
     train(settings(tmp_path, cache, "n_examples=32"), "run")
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
