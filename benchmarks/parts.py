@@ -79,7 +79,8 @@ class Settings:
     micro_size: int = 4
     humanline: bool = False
     sync_freq: int = 1
-    packing: bool = False
+    packing: bool | None = None
+    """model.packing; None: its default, rows end to end wherever they can be."""
     dtype: str = "float32"
     max_length: int = 2048
     checkpointing: bool = False
@@ -102,8 +103,7 @@ class Settings:
 def make_trainer(settings: Settings, policy: Policy, world: World | None = None) -> BasicTrainer:
     """A trainer on ``policy`` itself, sharded here; copy the policy first to train it again."""
     world, config = world or start(), settings.config()
-    if settings.packing:
-        policy.use_packed_attention()
+    policy.use_packed_attention()
     shard(policy, decoder_blocks(policy), world, getattr(torch, settings.dtype))
     return trainer_class(config)(config, policy, make_loss(config), world)
 
@@ -137,6 +137,20 @@ def train(trainer: BasicTrainer, segment: Segment) -> list[float | None]:
 def score_all(trainer: BasicTrainer, segment: Segment) -> None:
     """The reference of offline training: every row of the plan under the weights as they are now."""
     trainer.reference.refresh(trainer.policy, 0, trainer.upcoming(segment, 0, 0))
+
+
+class Stepper:
+    """One step of ``segment`` a call, for timing: as ``train`` without the check before step 0."""
+
+    def __init__(self, trainer: BasicTrainer, segment: Segment) -> None:
+        self.trainer, self.segment, self.watch = trainer, segment, Quiet()
+
+    def __call__(self) -> list[float | None]:
+        """The losses of the steps that are read so far."""
+        self.watch.after_step(self.trainer.step(self.segment))
+        if self.trainer.progress.position == self.segment.steps:
+            self.watch.done()
+        return self.watch.losses
 
 
 def fresh(policy: Policy) -> Policy:

@@ -3,8 +3,8 @@ more than 15 %. ``make bench-quick``, or:
 
     python -m benchmarks.quick            # --write to make the ratios found the new baseline
 
-Every ratio is a cost (more is worse) of CPU time within one run, so that the machine cancels out. One that fails is measured once
-more before it counts.
+Every ratio is a cost (more is worse) of CPU time within one run, so that the machine cancels out: the least of a few rounds over the
+least of a few, which other work on the machine can only add to. One that fails is measured once more before it counts.
 """
 
 from __future__ import annotations
@@ -12,57 +12,63 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks import offline_vs_humanline, padding
+from benchmarks import padding
 from benchmarks.floor import floor
-from benchmarks.measure import Sample, machine, ratio, table, timed
+from benchmarks.measure import Variant, Work, alternate, machine, table
+from benchmarks.offline_vs_humanline import floor_of, settings_of, variants_of
 from benchmarks.parts import Settings, drawn_pairs, random_policy, rows_of, segment, shape
 from models.policy import Policy
 
 BASELINE = Path(__file__).with_name("baseline.json")
 WORST = 1.15
-STEPS, BATCH_PAIRS, ROUNDS = 2, 4, 2
+STEPS, BATCH_PAIRS, ROUNDS = 2, 4, 3
 
 
 def humanline_cost(loss: str, base: Policy) -> dict[str, float]:
     """Humanline at k = 1 against the same forwards offline, and offline's steps against bare matrix products of as many operations."""
     pairs = drawn_pairs(STEPS * BATCH_PAIRS, base.model.config.vocab_size)
-    samples = offline_vs_humanline.compare(loss, pairs, STEPS, BATCH_PAIRS, ROUNDS, base, variants=("cached", "scored", "k=1"))
-    plan = segment(offline_vs_humanline.settings_of("cached", loss, BATCH_PAIRS), pairs, STEPS)
-    work = offline_vs_humanline.floor_of(loss, plan, base).cached
-    least = min(s.cpu for s in samples["cached"])
-    return {f"{loss}: humanline / offline with its own scoring": ratio(samples["k=1"], samples["scored"]).median,
-            f"{loss}: a step / its products alone": least / products_alone(work).cpu}
+    plan = segment(settings_of("cached", loss, BATCH_PAIRS), pairs, STEPS)
+    products = products_alone(floor_of(loss, plan, base).cached / STEPS)
+    variants = variants_of(loss, pairs, STEPS, BATCH_PAIRS, base, names=("cached", "scored", "k=1"))
+    found = least(variants | {"products": lambda: [products] * STEPS})
+    return {f"{loss}: humanline / offline with its own scoring": found["k=1"] / found["scored"],
+            f"{loss}: a step / its products alone": found["cached"] / found["products"]}
 
 
-def products_alone(operations: float, size: int = 512) -> Sample:
-    """How long a square product takes on this machine, scaled to ``operations``."""
+def least(variants: dict[str, Variant]) -> dict[str, float]:
+    """CPU seconds of the cheapest of a few rounds of each. What is slow the first time is no cheapest: no round is for warming up."""
+    return {name: min(s.cpu for s in of) for name, of in alternate(variants, ROUNDS, warm_up=False).items()}
+
+
+def products_alone(operations: float, size: int = 512) -> Work:
+    """Square products of so many operations in all."""
     a, b = torch.randn(2, size, size)
-    repeats = 40
-    timed(lambda: [a @ b for _ in range(repeats)])
-    best = min((timed(lambda: [a @ b for _ in range(repeats)]) for _ in range(5)), key=lambda s: s.cpu)
-    scale = operations / (2.0 * size**3 * repeats)
-    return Sample(best.wall * scale, best.cpu * scale)
+    repeats = round(operations / (2.0 * size**3))
+    return lambda: [a @ b for _ in range(repeats)]
 
 
 def padding_cost(base: Policy) -> dict[str, float]:
-    samples = padding.compare(drawn_pairs(8, base.model.config.vocab_size), 512, base, ROUNDS, batch_pairs=4)
-    return {f"{name} / padding to the maximum": ratio(samples[name], samples["to max"]).median for name in ("padded", "packed")}
+    pairs = drawn_pairs(8, base.model.config.vocab_size)
+    found = least({name: partial(padding.prepare, name, pairs, 512, base, 4) for name in padding.VARIANTS})
+    return {f"{name} / padding to the maximum": found[name] / found["to max"] for name in ("padded", "packed")}
 
 
 def head_cost() -> dict[str, float]:
     """A vocabulary eight times as large: cost per operation must not grow."""
-    costs = []
-    for vocabulary in (8192, 65536):
+    variants: dict[str, Variant] = {}
+    work = []
+    for vocabulary in (65536, 8192):
         base = random_policy(shape("small", vocabulary), torch.device("cpu"))
-        pairs = drawn_pairs(4, vocabulary)
-        work = floor(base.model.config, rows_of(segment(Settings(), pairs, 1))).cached
-        samples = offline_vs_humanline.compare("dpo", pairs, 1, 4, ROUNDS, base, variants=("cached",))
-        costs.append(min(s.cpu for s in samples["cached"]) / work)
-    return {"an operation at a vocabulary of 65,536 / of 8,192": costs[1] / costs[0]}
+        pairs = drawn_pairs(BATCH_PAIRS, vocabulary)
+        variants |= {str(vocabulary): variants_of("dpo", pairs, 1, BATCH_PAIRS, base, names=("cached",))["cached"]}
+        work.append(floor(base.model.config, rows_of(segment(Settings(), pairs, 1))).cached)
+    large, small = least(variants).values()
+    return {"an operation at a vocabulary of 65,536 / of 8,192": large / small / (work[0] / work[1])}
 
 
 def measure() -> dict[str, float]:

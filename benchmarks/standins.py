@@ -1,5 +1,5 @@
-"""Import this first where omegaconf is not installed (a bare GPU machine): the typed configuration is built directly in the benchmarks,
-nothing is composed or parsed, so its names only have to exist."""
+"""Import this first where omegaconf or pyarrow is not installed (a bare GPU machine): the typed configuration is built directly in the
+benchmarks and no file of data is read, so their names only have to exist."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ import importlib.util
 import sys
 from types import ModuleType
 
-if importlib.util.find_spec("omegaconf") is None:
-    module, errors = ModuleType("omegaconf"), ModuleType("omegaconf.errors")
-    for name in ("DictConfig", "OmegaConf"):
-        setattr(module, name, type(name, (), {}))
-    for name in ("ConfigKeyError", "MissingMandatoryValue", "OmegaConfBaseException", "ValidationError"):
-        setattr(errors, name, type(name, (Exception,), {}))
-    sys.modules |= {"omegaconf": module, "omegaconf.errors": errors}
+NAMES = {
+    "omegaconf": ("DictConfig", "OmegaConf"),
+    "omegaconf.errors": ("ConfigKeyError", "MissingMandatoryValue", "OmegaConfBaseException", "ValidationError"),
+    "pyarrow": (),
+    "pyarrow.parquet": (),
+}
+"""Module -> the names that are asked of it while the project is imported."""
+
+for top in ("omegaconf", "pyarrow"):
+    if importlib.util.find_spec(top) is None:
+        for module in (name for name in NAMES if name.split(".")[0] == top):
+            sys.modules[module] = ModuleType(module)
+            for name in NAMES[module]:
+                setattr(sys.modules[module], name, type(name, (Exception,), {}))

@@ -127,7 +127,7 @@ def trl_trainer(settings: Settings, plan: Segment, model: Any, tokenizer: PreTra
 
 
 def prepare(name: str, settings: Settings, pairs: list[Pair], base: Policy, tokenizer: PreTrainedTokenizerFast) -> Work:
-    """The timed part, for ``ours``, ``ours packed``, ``trl`` or ``trl grouped``; it returns the losses where they are comparable."""
+    """The timed part, for ``ours``, ``ours padded``, ``trl`` or ``trl grouped``; it returns the losses where they are comparable."""
     if name.startswith("trl"):
         plan = segment(settings, pairs)
         trainer = trl_trainer(settings, plan, fresh(base).model, tokenizer, tempfile.mkdtemp(), name.endswith("grouped"))
@@ -137,10 +137,15 @@ def prepare(name: str, settings: Settings, pairs: list[Pair], base: Policy, toke
             return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
         return run
-    settings = Settings(settings.loss, settings.batch_size, settings.micro_size, packing=name.endswith("packed"))
+    settings = Settings(settings.loss, settings.batch_size, settings.micro_size, packing=False if name.endswith("padded") else None)
     plan, ours = segment(settings, pairs), make_trainer(settings, fresh(base))
     score_all(ours, plan)
     return partial(train, ours, plan)
+
+
+def whole(*arguments: Any) -> list[Work]:
+    """``prepare`` in one piece: TRL's trainer does not stop between steps."""
+    return [prepare(*arguments)]
 
 
 def equal_losses(settings: Settings, pairs: list[Pair], base: Policy, tokenizer: PreTrainedTokenizerFast) -> float:
@@ -184,8 +189,8 @@ def main() -> None:
               f"{real_share(pairs):.0%} of a grid as wide as the longest row is real")
         if loss == "dpo":
             print(f"losses equal to {equal_losses(settings, pairs, base, tokenizer):.1e} nats")
-        names = ["ours", "ours packed", "trl", *(["trl grouped"] if loss == "dpo" else [])]
-        variants: dict[str, Variant] = {n: partial(prepare, n, settings, pairs, base, tokenizer) for n in names}
+        names = ["ours", "ours padded", "trl", *(["trl grouped"] if loss == "dpo" else [])]
+        variants: dict[str, Variant] = {n: partial(whole, n, settings, pairs, base, tokenizer) for n in names}
         samples = alternate(variants, args.rounds)
         common_args = [f"--{k}={v}" for k, v in vars(args).items() if k in ("data", "model")]
         sizes = [f"--batch-pairs={args.batch_pairs}", f"--micro-pairs={args.micro_pairs}", f"--pairs={args.batch_pairs}"]

@@ -10,17 +10,19 @@ from __future__ import annotations
 import difflib
 import hashlib
 import math
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from config.checks import ConfigError, one_of, require, variant
 from config.schema_method import TRAINER_KEYS, BetaConfig, check_trainer_keys
-from config.schema_rewards import ClassifierConfig, FunctionConfig, JudgeConfig, RewardConfig, RewardModelConfig, VerifierConfig
+from config.schema_rewards import RewardConfig
 from config.schema_rounds import RoundsConfig
 from config.schema_sampler import SamplerConfig
+
+T = TypeVar("T")
 
 RESERVED_LOSS_KEYS = ("name", "_target_", "_partial_", "reference", *TRAINER_KEYS)
 OFFLINE_ONLY = ("reward", "csft")
@@ -65,7 +67,7 @@ class ModelConfig:
     max_grad_norm: float = 1.0
     activation_checkpointing: bool = False
     compile: bool = False
-    packing: bool = False
+    packing: bool | None = None
     use_peft: bool = False
     peft: PeftConfig = field(default_factory=PeftConfig)
 
@@ -118,6 +120,7 @@ class DataConfig:
     verifier: str | None = None
     frac_unique_desirable: float = 1.0
     frac_unique_undesirable: float = 1.0
+    logprob_range: list[float] | None = None
     mix: list[MixPart] | None = None
 
     def __post_init__(self) -> None:
@@ -127,6 +130,9 @@ class DataConfig:
         require(bool(self.mix) == mixes, "data.mix", self.mix,
                 "name the sets, as in 'data.mix=[{name: hh, weight: 0.7}, {name: shp, weight: 0.3}]'" if mixes else "is for data=mix")
         require(self.score_threshold >= 0, "data.score_threshold", self.score_threshold, "must be 0 or more")
+        ends = self.logprob_range
+        require(ends is None or (len(ends) == 2 and 0 <= ends[0] < ends[1] <= 1), "data.logprob_range", ends,
+                "give two shares of the groups, from the least likely on, as in [0.25, 1]: 0 <= low < high <= 1; null keeps all")
         require(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction,
                 "is the share of the prompts held out for evaluation: must lie in [0, 1)")
 
@@ -174,11 +180,14 @@ class Config:
     sync_alpha: float = 1.0
     online: bool = False
     reference_batch_size: int | None = None
+    diagnostics: bool = True
     log_drift: bool = True
+    drift_examples: int | None = 1024
     n_epochs: int | None = 1
     n_examples: int | None = None
     n_eval_examples: int | None = 256
     n_eval_prompts: int | None = None
+    n_eval_samples: int = 1
     eval_every: int | None = None
     save_every: int | None = None
     keep_checkpoints: int = 2
@@ -208,10 +217,11 @@ class Config:
         require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must be 0 or more")
         require(0 <= self.warmup <= 1, "warmup", self.warmup, "is a fraction of the steps: must lie in [0, 1]")
         require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
-        for key in ("n_epochs", "n_examples", "n_eval_examples", "n_eval_prompts", "eval_every", "save_every", "reference_batch_size"):
+        for key in ("n_epochs", "n_examples", "n_eval_examples", "n_eval_prompts", "eval_every", "save_every", "reference_batch_size",
+                    "drift_examples"):
             value = getattr(self, key)
             require(value is None or value >= 1, key, value, "must be at least 1, or null")
-        for key in ("sync_freq", "keep_checkpoints", "max_skipped_steps", "replicas"):
+        for key in ("n_eval_samples", "sync_freq", "keep_checkpoints", "max_skipped_steps", "replicas"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "must be at least 1")
         require(self.watchdog_seconds > 0, "watchdog_seconds", self.watchdog_seconds, "must be above 0")
         require(0 <= self.seed < 2**32, "seed", self.seed, "must lie in [0, 2^32)")
@@ -247,6 +257,8 @@ class Config:
                     f"takes single examples out of pairs, which loss={self.loss['name']} {'online ' if self.online else ''}does not read")
         require(not self.online or self.trainer.name not in OFFLINE_ONLY, "online", True,
                 f"loss={self.loss['name']} trains on a fixed data set: its samples would not be what it learns from")
+        require(self.data.logprob_range is None or self.trainer.name != "reward", "data.logprob_range", self.data.logprob_range,
+                f"orders completions by what the model thinks of them; loss={self.loss['name']} trains one that only scores them")
         one_of("humanline_mode", self.humanline_mode, ("clip", "sample"))
         require(self.humanline or self.humanline_mode == "clip", "humanline_mode", self.humanline_mode,
                 "says how humanline=true treats a token; humanline=false leaves all as they are")
@@ -264,7 +276,9 @@ class Config:
         require(self.reward is not None, "reward", None,
                 "online=true scores the policy's samples: choose a file of config/reward, as in reward=armorm or reward=verifier")
         self.check_room()
-        require(self.n_examples is None, "n_examples", self.n_examples, "online the plan is in contexts: set rounds.contexts instead")
+        require(self.data.logprob_range is None, "data.logprob_range", self.data.logprob_range,
+                "chooses among completions that are there before training; online=true samples its own")
+        require(self.n_examples is None, "n_examples", self.n_examples, "is for offline: set rounds.contexts, or rounds.examples")
         feedback, trainer = self.rounds.feedback, self.trainer.name
         fits = {"threshold": "unpaired", "group": "grpo"}.get(feedback, trainer)
         require(trainer == fits, "rounds.feedback", feedback,
@@ -296,20 +310,25 @@ class Config:
 
 
 def load(cfg: DictConfig) -> Config:
-    """The checked Config of what Hydra composed.
+    """The checked Config of what Hydra composed. Raises ConfigError, see ``typed``."""
+    return typed(cfg, Config)
+
+
+def typed(cfg: DictConfig, schema: type[T]) -> T:
+    """``cfg`` as the dataclass ``schema``.
 
     Raises ConfigError: an unknown key (with the nearest known one), a wrong type, a missing value, a value out of range, an
     impossible combination.
     """
     raw = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(raw, dict)
-    _refuse_unknown({str(key): value for key, value in raw.items()}, Config, "")
+    _refuse_unknown({str(key): value for key, value in raw.items()}, schema, "")
     cfg = OmegaConf.create(_infinities(raw))
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), cfg)
+        merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
         config = OmegaConf.to_object(merged)
     except MissingMandatoryValue as error:
-        key = (error.full_key or "").removeprefix("Config.")
+        key = (error.full_key or "").removeprefix(f"{schema.__name__}.")
         raise ConfigError(key, "???", "has no default; set it on the command line") from error
     except (ValidationError, ConfigKeyError) as error:
         key = error.full_key or "config"
@@ -317,7 +336,7 @@ def load(cfg: DictConfig) -> Config:
         raise ConfigError(key, OmegaConf.select(cfg, key), f"{first_line} (wrong type)") from error
     except OmegaConfBaseException as error:
         raise ConfigError(error.full_key or "config", "?", str(error).splitlines()[0]) from error
-    assert isinstance(config, Config)
+    assert isinstance(config, schema)
     return config
 
 
@@ -330,11 +349,7 @@ def _infinities(tree: Any) -> Any:
 
 def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str) -> None:
     """Raise ConfigError for a key that the schema does not have: it would be read by nobody."""
-    known = {f.name: f.type for f in fields(schema)}
-    hints = {"model": ModelConfig, "data": DataConfig, "wandb": WandbConfig, "trainer": TrainerConfig, "peft": PeftConfig,
-             "sampler": SamplerConfig, "reward": RewardConfig, "rounds": RoundsConfig, "function": FunctionConfig,
-             "verifier": VerifierConfig, "armorm": RewardModelConfig, "classifier": ClassifierConfig, "judge": JudgeConfig,
-             "humanline_sampling": BetaConfig}
+    known = get_type_hints(schema)
     for key, value in raw.items():
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
@@ -343,8 +358,9 @@ def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str) -> None:
         if key == "mix" and isinstance(value, list):
             for i, part in enumerate(value):
                 _refuse_unknown(part, MixPart, f"{prefix}mix[{i}].")
-        if key in hints and isinstance(value, dict) and is_dataclass(hints[key]):
-            _refuse_unknown(value, hints[key], f"{prefix}{key}.")
+        section = next((hint for hint in (known[key], *get_args(known[key])) if is_dataclass(hint)), None)
+        if section is not None and isinstance(value, dict):
+            _refuse_unknown(value, section, f"{prefix}{key}.")
 
 
 def load_saved(text: str) -> Config:

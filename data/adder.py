@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from config.schema import ConfigError, DataConfig
+from config.schema import ConfigError, DataConfig, require
 from data.groups import read_groups
 from data.rows import Loaded
 from data.types import Completion, Group, Prompt, Turn
@@ -22,6 +22,8 @@ from data.views import prompts_of
 
 HELD_OUT = 16
 """One prompt in so many, by its id, is held out for evaluation and never trained on."""
+
+HALVES = ("validation", "test")
 
 DEMONSTRATIONS_PER_PROMPT = 8
 
@@ -42,6 +44,11 @@ def prompts(split: str) -> tuple[Prompt, ...]:
     prompt id, so that no prompt is in both."""
     every = (addition(a, b) for a in range(100) for b in range(100))
     return tuple(sorted((p for p in every if (int(p.id, 16) % HELD_OUT == 0) == (split == "eval")), key=lambda p: p.id))
+
+
+def half(prompt: Prompt) -> str:
+    """Which half of the held-out prompts one belongs to, by its id."""
+    return HALVES[int(prompt.id, 16) // HELD_OUT % 2]
 
 
 def operands(prompt: Prompt) -> tuple[int, int]:
@@ -134,7 +141,8 @@ def adder_sft(config: DataConfig, split: str) -> Loaded:
 
 
 def adder_pairs(config: DataConfig, split: str) -> Loaded:
-    """The preference set sampled from another checkpoint: groups files ``data.path`` and ``data.eval_path``.
+    """The preference set sampled from another checkpoint: groups files ``data.path`` and ``data.eval_path``. ``data.eval_split``:
+    validation or test, either half of the held-out prompts (what is tuned on one is reported on the other), or null for both.
 
     Behind the held-out pairs stand the held-out prompts that have none, without completions, for accuracy: prompts with a pair are
     those on which samples differed, which is no fair draw. Raises ConfigError, DataError."""
@@ -145,4 +153,6 @@ def adder_pairs(config: DataConfig, split: str) -> Loaded:
     if split == "eval":
         paired = {prompt.id for prompt in prompts_of(groups)}
         groups += [Group(prompt) for prompt in prompts("eval") if prompt.id not in paired]
+        require(config.eval_split in (None, *HALVES), "data.eval_split", config.eval_split, f"must be {' or '.join(HALVES)}, or null")
+        groups = [group for group in groups if config.eval_split in (None, half(group.prompt))]
     return Loaded(groups, len(groups), origin=path)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from data.chat import Renderer
+from data.token_cache import TokenCache
 from data.types import Example, Group, Sequence
 from data.views import View
 
@@ -23,13 +24,13 @@ class Examples:
         return sum(len(group) for group in self.groups)
 
 
-def make_examples(groups: Iterable[Group], view: View, renderer: Renderer) -> Examples:
-    """Tokenise what ``view`` wants of each group. A group of which any wanted row cannot be tokenised (no completion token left) is
-    dropped whole, so that every loss drops the same groups."""
+def make_examples(groups: Iterable[Group], view: View, renderer: Renderer, cache: TokenCache | None = None) -> Examples:
+    """Tokenise what ``view`` wants of each group, or read from ``cache`` what an earlier start made of the same rows. A group of which
+    any wanted row cannot be tokenised (no completion token left) is dropped whole, so that every loss drops the same groups."""
     groups = list(groups)
     wanted = [view(group) for group in groups]
     rows = [(g.prompt, g.completions[i]) for g, ws in zip(groups, wanted, strict=True) for w in ws for i in w.completions]
-    rendered = iter(renderer.sequences(rows))
+    rendered = iter(renderer.sequences(rows) if cache is None else cache.sequences(renderer, rows))
     kept: list[tuple[Example, ...]] = []
     dropped: dict[str, int] = {}
     for group, wants in zip(groups, wanted, strict=True):

@@ -15,33 +15,14 @@ import numpy as np
 
 from data.examples import Examples
 from data.rows import Dropped, Loaded
+from data.selection import Selection
+from data.spread import Spread
 from data.types import Group
 
 PAPER_WORST_QUARTILE = (-1.03, -0.36)
 """Mean token log-probability (nats) of the paper's lowest quarter of offline completions, under the initial reference."""
 
 _NAMED = 10
-
-
-@dataclass(frozen=True)
-class Spread:
-    """How a number is spread over a set: the ends of its four quarters, and the mean."""
-
-    count: int
-    mean: float
-    minimum: float
-    lower_quartile: float
-    median: float
-    upper_quartile: float
-    maximum: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Spread | None:
-        """The spread of ``values`` in float64 (quartiles interpolated linearly); None of no values."""
-        array = np.fromiter(values, dtype=np.float64)
-        if not array.size:
-            return None
-        return cls(array.size, float(array.mean()), *(float(q) for q in np.quantile(array, (0, 0.25, 0.5, 0.75, 1))))
 
 
 @dataclass(frozen=True)
@@ -72,8 +53,10 @@ class DataReport:
     """"all" and each kind ("chosen", "rejected" …) -> mean token log-probability a completion, initial reference, nats"""
     poor_share: float | None = None
     """share of the completions whose mean token log-probability lies where the paper's lowest quarter does, or below"""
-    clipped_share: float | None = None
-    """share of completion tokens that humanline is expected to clip"""
+    clippable_share: float | None = None
+    """share of completion tokens that humanline can clip from above while the reference is the initial model: an upper bound"""
+    selection: Selection | None = None
+    """which groups data.logprob_range kept; ``examples`` and the lengths are then theirs, the counts of rows those of all"""
 
     @classmethod
     def of(cls, loaded: Loaded, evaluation: Loaded, examples: Examples, cut: Mapping[str, int]) -> DataReport:
@@ -89,29 +72,37 @@ class DataReport:
             completion_tokens=Spread.of(len(row.completion_ids) for row in rows),
         )
 
-    def with_logprobs(self, kinds: Mapping[str, np.ndarray], clipped_share: float | None = None) -> DataReport:
+    def with_logprobs(self, kinds: Mapping[str, np.ndarray], clippable_share: float | None = None) -> DataReport:
         """The report with ``kinds``: "chosen", "rejected" … -> [completions] mean token log-probability, initial reference, nats.
 
-        NaN stands for a completion that was not scored and is left out.
+        NaN stands for a completion that was not scored and is left out. ``clippable_share``: see ``can_be_clipped``; None where nothing
+        is clipped, or nothing was scored.
         """
         scored = {kind: values[~np.isnan(values)] for kind, values in kinds.items()}
         everything = np.concatenate(list(scored.values())) if scored else np.empty(0)
         spreads = {kind: Spread.of(values) for kind, values in {"all": everything, **scored}.items()}
         return replace(
-            self, logprob={kind: spread for kind, spread in spreads.items() if spread is not None}, clipped_share=clipped_share,
+            self, logprob={kind: spread for kind, spread in spreads.items() if spread is not None}, clippable_share=clippable_share,
             poor_share=float((everything <= PAPER_WORST_QUARTILE[1]).mean()) if everything.size else None,
         )
+
+    def with_selection(self, selection: Selection, kept: Examples) -> DataReport:
+        """The report of the groups that ``data.logprob_range`` kept: their examples and lengths."""
+        rows = [row for group in kept.groups for example in group for row in example.rows]
+        return replace(self, selection=selection, examples=kept.count, prompt_tokens=Spread.of(len(row.prompt_ids) for row in rows),
+                       completion_tokens=Spread.of(len(row.completion_ids) for row in rows))
 
     def warnings(self) -> list[str]:
         """What a person should look at before spending GPU hours; empty when nothing stands out."""
         found = []
         if self.poor_share is not None and self.poor_share > 0.5:
             low, high = PAPER_WORST_QUARTILE
+            leave_out = "" if self.selection else ", or data.logprob_range=[0.25,1], which leaves the least likely quarter out"
             found.append(
                 f"{self.poor_share:.0%} of the completions have a mean token log-probability of {high} nats or less under the "
                 "initial model, which would hardly say them. So had the lowest quarter of the paper's data, "
                 f"[{low}, {high}], which trained clearly worse than the rest even with humanline (§5.2.1, Figure 6). Expect many "
-                "clipped tokens; prefer completions of this or a similar model, or online=true")
+                f"clipped tokens; prefer completions of this or a similar model, or online=true{leave_out}")
         if self.shared_prompts:
             found.append(f"{self.shared_prompts} prompts are both trained on and evaluated with; evaluation numbers will flatter")
         lost = sum(self.dropped.values())
@@ -123,7 +114,8 @@ class DataReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {**asdict(self), "warnings": self.warnings()}
+        selection = None if self.selection is None else self.selection.to_dict()
+        return {**asdict(self), "selection": selection, "warnings": self.warnings()}
 
     def to_markdown(self) -> str:
         """The report as a page, headings from level 2 on."""
@@ -135,6 +127,7 @@ class DataReport:
             *(f"- {row.file}, row {row.row}: {row.reason}" for row in self.named), *([""] if self.named else []),
             *_counts("Groups without an example", "groups", self.untrainable),
             *_counts("Shortened", "times", self.cut),
+            *([] if self.selection is None else self.selection.to_markdown()),
             *_spreads("Lengths", "tokens", {"prompt": self.prompt_tokens, "completion": self.completion_tokens}, ".0f"),
         ]
         if self.logprob:
@@ -142,10 +135,23 @@ class DataReport:
             low, high = PAPER_WORST_QUARTILE
             parts += [f"{self.poor_share:.0%} of the completions lie at {high} or below; in the paper's data the lowest quarter "
                       f"did, [{low}, {high}] (§5.2.1, Figure 6).", ""]
-        if self.clipped_share is not None:
-            parts += [f"Humanline is expected to clip {self.clipped_share:.1%} of the completion tokens.", ""]
+        if self.clippable_share is not None:
+            parts += [f"Humanline can clip at most {self.clippable_share:.1%} of the completion tokens from above while the reference "
+                      "is the initial model: those to which it gives less than exp(−log_epsilon_R). The others cannot become "
+                      "that much more likely.", ""]
         parts += [f"**Warning.** {warning}.\n" for warning in self.warnings()]
         return "\n".join(parts)
+
+
+def can_be_clipped(logprobs: np.ndarray, log_epsilon_R: float) -> np.ndarray:
+    """[tokens] bool: whose log-ratio against these reference log-probabilities (nats) can pass ``log_epsilon_R``.
+
+    Before training nobody knows what will be clipped: the policy is the reference, every log-ratio is 0. But a log-probability is at
+    most 0, so a log-ratio is at most −log pi_ref: a token at −log_epsilon_R or above can never be clipped from above. The share of the
+    others is an upper bound, and the part of clipping that the data decide; from below any token can be clipped. It holds against
+    this reference alone: synced, each later reference has a bound of its own.
+    """
+    return logprobs < -log_epsilon_R
 
 
 def _prompts(groups: Iterable[Group]) -> set[str]:

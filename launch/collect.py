@@ -16,8 +16,8 @@ from launch.grid import Run, Settings
 from launch.state import compose_config, folder_of, last_line
 
 FINISHED, UNFINISHED, NOT_STARTED = "finished", "unfinished", "not started"
-NO_NUMBERS = ("settings", "fingerprints", "config")
-"""Parts of an evaluation file that say how it was made."""
+NO_NUMBERS = ("settings", "fingerprints", "config", "counts")
+"""Parts of an evaluation file that say how it was made, and of how much."""
 
 
 @dataclass(frozen=True)

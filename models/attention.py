@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence as Seq
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+from config.schema import ModelConfig
 
 PACKED = "packed_rows"
 MODEL_TYPES = ("llama", "qwen2", "mistral", "gpt_neox", "granite", "cohere")
@@ -27,33 +30,85 @@ GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """torch 2.11's takes as many key heads as query heads."""
 
 
-def packable(model: PreTrainedModel) -> bool:
-    """Whether packed rows of this model may take this kernel: full attention by sdpa, in an architecture with a test."""
-    config = model.config
-    full = getattr(config, "sliding_window", None) is None and getattr(config, "attn_logit_softcapping", None) is None
-    return full and config.model_type in MODEL_TYPES and config._attn_implementation in ("sdpa", PACKED)
+def packable(found: PretrainedConfig, kernel: str) -> bool:
+    """Whether packed rows of this architecture may take this kernel: full attention by sdpa, in an architecture with a test."""
+    full = getattr(found, "sliding_window", None) is None and getattr(found, "attn_logit_softcapping", None) is None
+    return full and found.model_type in MODEL_TYPES and kernel in ("sdpa", PACKED)
+
+
+def packs_rows(config: ModelConfig, found: PretrainedConfig) -> tuple[bool, str]:
+    """(whether the rows of a microbatch are put end to end, why): model.packing where it is true or false, else what is best here.
+
+    Left open, rows are packed where each can attend to itself alone without a mask: not in an architecture that this kernel does not
+    take, not with torch.compile, which would cut every layer in two there, and on a GPU only if it has the kernel for uneven
+    lengths. ``found`` is the architecture; no weights are needed.
+    """
+    if config.packing is not None:
+        return config.packing, f"model.packing={str(config.packing).lower()}"
+    if not packable(found, config.attn_implementation):
+        return False, f"{found.model_type} with {config.attn_implementation} has no packed attention here"
+    if config.compile:
+        return False, "model.compile=true"
+    if torch.cuda.is_available():
+        if config.dtype == "float32":
+            return False, "model.dtype=float32: this GPU's kernel for uneven lengths takes bfloat16 alone"
+        if not flash_works():
+            return False, "this GPU has no kernel for uneven lengths"
+    return True, "no padding is computed"
+
+
+@cache
+def flash_works() -> bool:
+    """Whether the kernel for uneven lengths runs here, forward and backward, and gives what sdpa gives row by row: tried once, on two
+    rows of bfloat16."""
+    lengths, generator = [3, 6], torch.Generator().manual_seed(0)
+    start = torch.randn(3, 1, 2, sum(lengths), 64, generator=generator).bfloat16().cuda()
+    limits, results = row_limits(lengths, start.device)["cu_seq_lens_q"], []
+    try:
+        for kernel in (partial(_flash, limits=limits, longest=max(lengths)), partial(_row_by_row, lengths=RowLengths(lengths))):
+            q, k, v = (part.clone().requires_grad_() for part in start)
+            out = kernel(q, k, v, scaling=None)
+            results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    except (RuntimeError, NotImplementedError):
+        return False
+    return all(torch.allclose(a, b, rtol=0.05, atol=0.05) for a, b in zip(*results, strict=True))
+
+
+class RowLengths:
+    """How long each row is, tokens. An object of its own: a layer compiled by torch.compile would be compiled again for every other
+    tuple of numbers."""
+
+    def __init__(self, lengths: Seq[int]) -> None:
+        self.tokens = tuple(lengths)
 
 
 def row_limits(lengths: Seq[int], device: torch.device) -> dict[str, Any]:
-    """What a model's forward hands down to ``attend`` for rows of these lengths (tokens): where each begins, and the longest."""
+    """What a model's forward hands down to ``attend`` for rows of these lengths (tokens): where each begins, the longest, and all. On the
+    device and on the host, so that neither has to wait for the other."""
     limits = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return {"cu_seq_lens_q": limits.to(device, non_blocking=True), "max_length_q": max(lengths)}
+    return {"cu_seq_lens_q": limits.to(device, non_blocking=True), "max_length_q": max(lengths), "row_lengths": RowLengths(lengths)}
 
 
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
            scaling: float | None = None, dropout: float = 0.0, cu_seq_lens_q: Tensor | None = None, max_length_q: int = 0,
-           **others: Any) -> tuple[Tensor, None]:
+           row_lengths: RowLengths | None = None, **others: Any) -> tuple[Tensor, None]:
     """[B, L, H, d] causal attention of query [B, H, L, d] to key and value [B, H', L, d]. With ``cu_seq_lens_q`` (row_limits) B
     is 1 and each row attends to itself; without, it is a padded grid and transformers' sdpa. The signature is theirs."""
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
-    parts, lengths = [], cu_seq_lens_q.diff().tolist()
+    assert row_lengths is not None
+    return _row_by_row(query, key, value, row_lengths, scaling), None
+
+
+@torch.compiler.disable
+def _row_by_row(query: Tensor, key: Tensor, value: Tensor, lengths: RowLengths, scaling: float | None) -> Tensor:
+    parts, grouped = [], query.shape[1] != key.shape[1]
     # split, not slices: the backward of a slice fills a gradient as long as all rows, for every row.
-    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
-        parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]))
-    return torch.cat(parts, dim=2).transpose(1, 2), None
+    for q, k, v in zip(*(x.split(lengths.tokens, dim=2) for x in (query, key, value)), strict=True):
+        parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped))
+    return torch.cat(parts, dim=2).transpose(1, 2)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, limits: Tensor, longest: int, scaling: float | None) -> Tensor:

@@ -57,6 +57,25 @@ def chunked_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, target
     return _LogProbs.apply(hidden, weight, bias, targets, Logits(scale, softcap), width)
 
 
+@torch.no_grad()
+def chunked_entropies(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, scale: float = 1.0, softcap: float | None = None,
+                      budget: int | None = None) -> Tensor:
+    """[M] float32: the entropy of softmax(logits), nats, without gradient. Arguments as ``chunked_logprobs`` has them."""
+    budget, form = budget or BUDGET.get(hidden.device.type, BUDGET["cpu"]), Logits(scale, softcap)
+    exact = torch.promote_types(hidden.dtype, torch.float32)
+    highest = torch.full((len(hidden),), torch.finfo(exact).min, device=hidden.device, dtype=exact)
+    total, weighted = torch.zeros_like(highest), torch.zeros_like(highest)  # of exp(d) and exp(d) d, d = logit - highest
+    for part in _slices(weight, max(budget // max(len(hidden), 1), 64)):
+        logits = form.of(_product(hidden, weight[part], None if bias is None else bias[part]))
+        before, highest = highest, torch.maximum(highest, logits.amax(dim=1))
+        down = before - highest
+        weighted, total = (weighted + total * down) * down.exp(), total * down.exp()
+        below = logits.sub_(highest[:, None])
+        shares = below.exp()
+        weighted, total = weighted + (shares * below).sum(dim=1), total + shares.sum(dim=1)
+    return total.log() - weighted / total
+
+
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, form: Logits, width: int) -> Tensor:

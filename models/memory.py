@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.schema import ModelConfig
 from data.batches import Segment, cut
+from models.attention import packs_rows
 from models.logprobs import BUDGET
 from models.policy import resolve_model_path
 
@@ -29,7 +30,8 @@ def estimate_memory(config: ModelConfig, plan: Segment, rows_per_example: int, r
     width = 4 if config.dtype == "float32" else 2
     size = config.batch_size // (config.gradient_accumulation_steps * ranks)
     micros = cut(plan.batch(0), 0, ranks, max(size, 1), rows_per_example)
-    tokens = max(len(micro) * rows_per_example * max(len(row) for e in micro for row in e.rows) for micro in micros)
+    packing, _ = packs_rows(config, model_config)
+    tokens = max(sum(of) if packing else len(of) * max(of) for of in ([len(row) for e in micro for row in e.rows] for micro in micros))
     text = model_config.get_text_config()
     logits = 8 * BUDGET["cuda" if torch.cuda.is_available() else "cpu"]
     states = parameters * 16 / ranks if not config.use_peft else parameters * width / ranks

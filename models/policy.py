@@ -35,7 +35,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from config.schema import ConfigError, ModelConfig, require
 from data.types import Sequences
 from models.attention import PACKED, packable, row_limits
-from models.logprobs import chunked_logprobs
+from models.logprobs import chunked_entropies, chunked_logprobs
 
 ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
 SOFTCAP_ATTENTION = ("eager", "flex_attention", "flash_attention_2", "flash_attention_3")
@@ -61,19 +61,21 @@ class Policy(nn.Module):
         """Eval mode whatever is asked for: dropout would make the policy differ from itself as its reference."""
         return super().train(False)
 
-    def forward(self, sequences: Sequences) -> Tensor:
-        """[R, T] float32: log p(token | what is before it) at completion cells, nats; 0 where the mask is False.
+    def forward(self, sequences: Sequences, entropy: bool = False) -> Tensor:
+        """[R, T] float32: log p(token | what is before it) at completion cells, nats; 0 where the mask is False. With ``entropy``
+        that of the distribution which each token is drawn from instead, nats, without gradient.
 
         Without a completion token (rows that fill a batch up) it is zeros that still hang on every trained weight, so that a
         sharded backward runs on every rank.
         """
-        return self.logprobs(sequences, self.hidden(sequences).index_select(0, sequences.predict))
+        before = self.hidden(sequences).index_select(0, sequences.predict)
+        return self.entropies(sequences, before) if entropy else self.logprobs(sequences, before)
 
     def hidden(self, sequences: Sequences) -> Tensor:
         """[B L, D] the last hidden state at every position, B and L flattened."""
         limits: dict[str, Any] = {}
         if self.packs and sequences.position_ids is not None:
-            limits = row_limits([len(row) for row in sequences.rows], sequences.input_ids.device)
+            limits = row_limits([max(len(row), 1) for row in sequences.rows], sequences.input_ids.device)
         body = causal_lm(self.model).base_model
         out = body(input_ids=sequences.input_ids, position_ids=sequences.position_ids, use_cache=False, **limits)
         return out.last_hidden_state.flatten(0, 1)
@@ -84,6 +86,11 @@ class Policy(nn.Module):
         head = output_head(self.model)
         values = chunked_logprobs(before, head.weight, head.bias, sequences.targets, scale=self.scale, softcap=self.softcap)
         return on_grid(sequences, values)
+
+    def entropies(self, sequences: Sequences, before: Tensor) -> Tensor:
+        """[R, T] the entropies of the distributions that the hidden states [M, D] give."""
+        head = output_head(self.model)
+        return on_grid(sequences, chunked_entropies(before, head.weight, head.bias, scale=self.scale, softcap=self.softcap))
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor, generation_config: GenerationConfig,
                  logits_processor: LogitsProcessorList | None = None, synced_gpus: bool = False) -> Tensor:
@@ -101,9 +108,10 @@ class Policy(nn.Module):
                 config._attn_implementation = PACKED
 
     def use_packed_attention(self) -> None:
-        """Let packed rows attend to themselves by models.attention, where this model can; elsewhere transformers masks them."""
+        """Attention by models.attention, where this model can: a packed row attends to itself alone, and transformers does not search
+        padded ones for packed ones, for which the host would wait. Elsewhere it does, and masks packed rows."""
         model = causal_lm(self.model)
-        self.packs = packable(model)
+        self.packs = packable(model.config, model.config._attn_implementation)
         if self.packs:
             model.config._attn_implementation = PACKED
 
@@ -147,15 +155,14 @@ class ValuePolicy(Policy):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def forward(self, sequences: Sequences, values: bool = False) -> Tensor:
+    def forward(self, sequences: Sequences, entropy: bool = False, values: bool = False) -> Tensor:
         """[R, T] as a Policy's; with ``values`` [2, R, T]: beside them the values of the states before each completion token."""
-        before = self.hidden(sequences).index_select(0, sequences.predict)
-        logprobs = self.logprobs(sequences, before)
         if not values:
-            return logprobs
+            return super().forward(sequences, entropy)
+        before = self.hidden(sequences).index_select(0, sequences.predict)
         head = self.value_head
         value = before.detach().float() @ head.weight[0].float() + head.bias.float()
-        return torch.stack([logprobs, on_grid(sequences, value)])
+        return torch.stack([self.logprobs(sequences, before), on_grid(sequences, value)])
 
 
 class RewardModel(Policy):
@@ -164,13 +171,13 @@ class RewardModel(Policy):
     Any policy's trainer can run it: it stands where a Policy does, with rewards in place of log-probabilities.
     """
 
-    def forward(self, sequences: Sequences) -> Tensor:
+    def forward(self, sequences: Sequences, entropy: bool = False) -> Tensor:
         """[R, T] float32: the row's reward at its last completion token, 0 elsewhere, so that a row's sum is its reward."""
         width = sequences.input_ids.shape[1]
         lengths = torch.tensor([max(len(row), 1) for row in sequences.rows])
         packed = sequences.position_ids is not None
         last = lengths.cumsum(0) - 1 if packed else torch.arange(len(lengths)) * width + lengths - 1
-        hidden = self.hidden(sequences).index_select(0, last.to(sequences.mask.device))
+        hidden = self.hidden(sequences).index_select(0, last.to(sequences.mask.device, non_blocking=True))
         rewards = hidden.float() @ score_head(self.model).weight[0].float()
         at_end = torch.arange(sequences.mask.shape[1], device=hidden.device) == sequences.mask.sum(-1, keepdim=True) - 1
         return torch.where(at_end, rewards[:, None], 0.0)
@@ -328,8 +335,7 @@ def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Pol
 
 def _finished(policy: Policy, config: ModelConfig) -> Policy:
     """The policy with its forward as the settings ask for it."""
-    if config.packing:
-        policy.use_packed_attention()
+    policy.use_packed_attention()
     if config.compile:
         for block in decoder_blocks(policy):
             block.forward = torch.compile(block.forward, dynamic=True)

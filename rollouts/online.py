@@ -77,7 +77,7 @@ class OnlineSource:
             self._join()
             self._close(index - 1)
         first = self._first(index)
-        if first >= self.contexts.planned:
+        if first >= self.contexts.planned or self._left(index) == 0:
             return None
         if not inside:
             self.watch.before_round()
@@ -93,6 +93,13 @@ class OnlineSource:
     def _first(self, index: int) -> int:
         """The round's first context, which is where the one before ended."""
         return self.engine.together(lambda: 0 if index == 0 else int(self.round(index - 1).record["contexts"][1]))
+
+    def _left(self, index: int) -> int | None:
+        """Of ``rounds.examples``, how many are left to train on when the round starts; None where contexts alone end the run."""
+        if self.config.rounds.examples is None:
+            return None
+        trained = self.engine.together(lambda: sum(int(self.round(i).record["examples"]) for i in range(index)))
+        return max(0, self.config.rounds.examples - trained)
 
     def _start_ahead(self, index: int, inside: bool) -> None:
         """Sample and score a round beside the training of the one before, from the weights that that one starts with. ``inside``: it
@@ -144,8 +151,12 @@ class OnlineSource:
         if not inside:
             noted["trained_seconds"] = self.watch.trained_seconds()
         self.engine.together(lambda: folder.note(noted))
-        return Segment(examples.groups, self.config.model.batch_size, examples.count, self.config.seed, index=index,
-                       start=first / self.contexts.planned, end=end / self.contexts.planned)
+        planned, units, left = self.contexts.planned, examples.count, self._left(index)
+        if left is not None:
+            units, planned = min(examples.count, left), int(self.config.rounds.examples or 0)
+            first, end = planned - left, planned - left + units
+        return Segment(examples.groups, self.config.model.batch_size, units, self.config.seed, index=index,
+                       start=first / planned, end=end / planned)
 
     def _close(self, index: int) -> None:
         """Note what training on the round came to: time, KL, staleness, and what each device had to do."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from huggingface_hub import snapshot_download
 
 from config.checks import StoppedError
 from config.schema import Config, require
+from config.schema_sampler import SamplerConfig
 from config.schema_stages import LabelStage, SampleStage
 from data.chat import Renderer, make_renderer
 from data.sources import load_splits
@@ -26,6 +30,8 @@ from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
 from rollouts.setup import usable_prompts
 from rollouts.vllm_sampler import VllmSampler
 
+T = TypeVar("T")
+
 
 def sample(config: Config, stage: SampleStage, world: World) -> None:
     """Sample ``rounds.samples`` answers to the data's prompts and write them to ``stage.out``. Raises ConfigError, DataError."""
@@ -39,7 +45,9 @@ def sample(config: Config, stage: SampleStage, world: World) -> None:
     every = prompts_of((train if stage.split == "train" else evaluation).groups)[: stage.limit]
     prompts, refused = usable_prompts(every, renderer)
     require(bool(prompts), "data.path", config.data.path, f"has no prompt to sample in split={stage.split}: {dict(refused) or 'none read'}")
-    answers = _answers(config, renderer, prompts, world)
+    settings = settings_of(config.sampler)
+    with opened(config, renderer, world, Path(config.runs_dir) / "logs") as drawer:
+        answers = drawer.together(lambda: drawer.sample(prompts, config.rounds.samples, settings, config.seed))
     if world.is_main:
         made = [Sampled(prompt, tuple(s.completion(renderer.tokenizer) for s in samples))
                 for prompt, samples in zip(prompts, answers, strict=True)]
@@ -48,20 +56,40 @@ def sample(config: Config, stage: SampleStage, world: World) -> None:
               + (f"; {refused.total()} prompts cannot be rendered" if refused else ""), flush=True)
 
 
-def _answers(config: Config, renderer: Renderer, prompts: list[Prompt], world: World) -> list[list[Sample]]:
-    """By the sampler that the settings name; every rank calls it."""
-    settings = SamplingSettings(config.sampler.temperature, config.sampler.top_p, config.sampler.max_tokens)
-    n, seed = config.rounds.samples, config.seed
+class Drawer(Protocol):
+    """A sampler with its weights. ``together`` and ``sample`` as of ``rollouts.engines.Engine``."""
+
+    def together(self, work: Callable[[], T]) -> T: ...
+
+    def sample(self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int) -> list[list[Sample]]: ...
+
+
+class _OneProcess:
+    """vLLM, whose processes are its own: there is no other rank to help."""
+
+    def __init__(self, sampler: VllmSampler) -> None:
+        self.sample = sampler.sample
+
+    def together(self, work: Callable[[], T]) -> T:
+        return work()
+
+
+def settings_of(config: SamplerConfig) -> SamplingSettings:
+    return SamplingSettings(config.temperature, config.top_p, config.max_tokens)
+
+
+@contextmanager
+def opened(config: Config, renderer: Renderer, world: World, log_dir: Path) -> Iterator[Drawer]:
+    """The sampler that the settings name, with the weights of ``model``; every rank opens it. Raises ConfigError."""
     if config.sampler.name == "vllm":
-        require(world.size == 1, "sampler", "vllm", "has processes of its own (sampler.data_parallel): start sample.py without a launcher")
-        log_dir = Path(config.runs_dir) / "logs"
+        require(world.size == 1, "sampler", "vllm", "has processes of its own (sampler.data_parallel): start it without a launcher")
         with VllmSampler(config.sampler, renderer, max_length=config.model.max_length, dtype=config.model.dtype, log_dir=log_dir) as vllm:
             vllm.load(model_folder(config), 0)
-            return vllm.sample(prompts, n, settings, seed)
+            yield _OneProcess(vllm)
+        return
     policy, _ = load_sharded(config.model, world)
     rows = config.sampler.batch_size or config.model.eval_batch_size
-    engine = EmbeddedEngine(EmbeddedSampler(policy, renderer, world.device, batch_size=rows, synced=world.size > 1), world)
-    return engine.together(lambda: engine.sample(prompts, n, settings, seed))
+    yield EmbeddedEngine(EmbeddedSampler(policy, renderer, world.device, batch_size=rows, synced=world.size > 1), world)
 
 
 def model_folder(config: Config) -> Path:

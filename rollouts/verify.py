@@ -25,8 +25,8 @@ SHOWN = 16
 
 
 class Accuracy:
-    """What evaluation calls for ``accuracy_sampled`` (one sample at temperature 0.7, top-p 1, always the same seed) and
-    ``accuracy_greedy``: the mean verdict over ``prompts``, None where there is no verdict at all.
+    """What evaluation calls for ``accuracy_sampled`` (``samples`` answers a prompt at temperature 0.7, top-p 1, always the same seed)
+    and ``accuracy_greedy`` (one): the mean verdict over ``prompts``, None where there is no verdict at all.
 
     Every rank calls it and samples its own share; the result is the same on every rank.
     """
@@ -34,10 +34,11 @@ class Accuracy:
     columns = ("kind", "prompt", "answer", "reference", "verdict")
 
     def __init__(self, sampler: Sampler, prompts: list[Prompt], verifier: Verifier, renderer: Renderer, world: World, max_tokens: int,
-                 seed: int = 0) -> None:
+                 seed: int = 0, samples: int = 1) -> None:
         self.sampler, self.prompts, self.verifier, self.renderer, self.world = sampler, prompts, verifier, renderer, world
         self.settings = {"sampled": SamplingSettings(TEMPERATURE, 1.0, max_tokens), "greedy": SamplingSettings(0.0, 1.0, max_tokens)}
         self.seed = seed
+        self.counts = {"sampled": samples, "greedy": 1}
         self.samples: list[tuple[str, str, str, str | None, float | None]] = []
         """A few rows of ``columns`` from the last call, of this rank's share."""
 
@@ -46,9 +47,10 @@ class Accuracy:
         return {f"accuracy_{kind}": self._measure(kind) for kind in self.settings}
 
     def _measure(self, kind: str) -> float | None:
-        mine = self.prompts[self.world.rank :: self.world.size]
-        samples = [of_prompt[0] for of_prompt in self.sampler.sample(mine, 1, self.settings[kind], self.seed)]
-        texts = [sample.completion(self.renderer.tokenizer).text or "" for sample in samples]
+        share = self.prompts[self.world.rank :: self.world.size]
+        sampled = self.sampler.sample(share, self.counts[kind], self.settings[kind], self.seed)
+        texts = [sample.completion(self.renderer.tokenizer).text or "" for of_prompt in sampled for sample in of_prompt]
+        mine = [prompt for prompt in share for _ in range(self.counts[kind])]
         verdicts = self.verifier(texts, [p.reference for p in mine])
         for prompt, text, verdict in list(zip(mine, texts, verdicts, strict=True))[:SHOWN]:
             self.samples.append((kind, prompt.turns[-1].content, text, prompt.reference, verdict))
@@ -67,4 +69,5 @@ def make_accuracy(config: Config, policy: Policy, renderer: Renderer, held_out: 
     if not prompts:
         return None
     sampler = EmbeddedSampler(policy, renderer, world.device, batch_size=config.model.eval_batch_size, synced=world.size > 1)
-    return Accuracy(sampler, prompts, verifier, renderer, world, config.model.max_length - config.model.max_prompt_length)
+    return Accuracy(sampler, prompts, verifier, renderer, world, config.model.max_length - config.model.max_prompt_length,
+                    samples=config.n_eval_samples)

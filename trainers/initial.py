@@ -36,7 +36,7 @@ def initial_scores(trainer: BasicTrainer, batches: list[list[Example]], size: in
     """
     wanted = {reference.key(i, row): row for i, batch in enumerate(batches) for row in rows_of(trainer.arrange(batch))}
     if not reference.by_row:
-        parts = parts | {"cut": f"{size} examples x {trainer.world.size} ranks", "packing": str(trainer.config.model.packing)}
+        parts = parts | {"cut": f"{size} examples x {trainer.world.size} ranks", "packing": str(trainer.packing)}
         parts["rows"] = hashlib.sha256("\n".join(wanted).encode()).hexdigest()
     cache = ScoreCache(Path(trainer.config.cache_dir), parts, trainer.world.rank)
     known = cache.read()
@@ -74,4 +74,4 @@ def _work(trainer: BasicTrainer, batches: list[list[Example]], missing: dict[str
 
 def _alone(trainer: BasicTrainer, examples: list[Example], size: int) -> list[Microbatch]:
     mine = cut(examples, trainer.world.rank, trainer.world.size, size, 1)
-    return [microbatch(part, trainer.world.device, trainer.config.model.packing) for part in mine]
+    return [microbatch(part, trainer.world.device, trainer.packing) for part in mine]

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
 import sys
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from config.checks import StoppedError
 from config.schema import Config
 from data.chat import make_renderer
 from data.quality import DataReport
+from models.attention import packs_rows
 from models.distributed import World, barrier, on_main
 from models.export import export, full_state
 from models.loading import load_sharded
@@ -28,13 +29,15 @@ from models.reference import Reference
 from rollouts.setup import Online, make_online_plan
 from rollouts.verify import make_accuracy
 from trainers.basic import BasicTrainer
+from trainers.diagnostics import Diagnostics
 from trainers.evaluation import Evaluator
 from trainers.initial import initial_scores
+from trainers.likelihood import choose_groups, clippable_share, completion_means
 from trainers.modelcard import write_model_card
 from trainers.provenance import scrub_text
 from trainers.report import final_table, write_report
 from trainers.run import Run
-from trainers.setup import Offline, check_ranks, make_loss, make_plan, run_folder, trainer_class
+from trainers.setup import Offline, check_ranks, make_loss, make_plan, run_folder, trainer_class, training_segment
 from trainers.signals import Signals
 from trainers.tracking import Tracker
 
@@ -48,7 +51,8 @@ class Job:
         self.say(f"{name}: {config.variant} {config.loss['name']}, {world.size} x {world.device.type}")
         check_ranks(config, world.size)
         self.loss, self.trainer_class = make_loss(config), trainer_class(config)
-        check_model(config.model)
+        packing, why = packs_rows(config.model, check_model(config.model))
+        self.say(f"rows of a microbatch {'end to end' if packing else 'padded to the longest'}: {why}")
         self.tokenizer = load_tokenizer(config.model)
         self.renderer = make_renderer(self.tokenizer, config.model, config.data)
         if self.renderer.template is not None:
@@ -61,7 +65,8 @@ class Job:
         if self.online is not None:
             self.say(self.online.describe(self.plan, self.trainer_class.unit))
         else:
-            self.say(f"{self.plan.examples.count} {self.trainer_class.unit} to train on, {self.plan.train.units} in all, "
+            kept = f", of which {share} will be kept (data.logprob_range)" if (share := config.data.logprob_range) else ""
+            self.say(f"{self.plan.examples.count} {self.trainer_class.unit} to train on{kept}, {self.plan.train.units} in all, "
                      f"{self.plan.steps} steps of {config.model.batch_size}")
 
     def say(self, text: str) -> None:
@@ -81,8 +86,10 @@ class Job:
         accuracy = make_accuracy(config, policy, self.renderer, self.plan.evaluation.groups, world)
         evaluator = Evaluator(trainer, self.plan.held_out, accuracy, export_dtype(config.model))
         evaluator.prepare(parts)
+        if config.data.logprob_range is not None:
+            self.choose_groups(trainer, parts, folder)
         self.score_training_rows(trainer, parts, folder)
-        run = Run(config, folder, trainer, evaluator, self.plan.steps, signals)
+        run = Run(config, folder, trainer, evaluator, self.plan.steps, signals, self.make_diagnostics(trainer))
         state = run.resume() if exists else None
         if exists:
             self.say(f"resumed before step {trainer.progress.step}" if state else "no checkpoint to resume from: starting afresh")
@@ -94,33 +101,50 @@ class Job:
             raise StoppedError(f"{trainer.progress.step} of {self.plan.steps} planned steps were done")
         return self.finish(run, folder, policy)
 
+    def make_diagnostics(self, trainer: BasicTrainer) -> Diagnostics | None:
+        """What follows the trainer beside its metrics, if asked for and there is a reference to compare with."""
+        if not (self.config.diagnostics and self.config.has_reference):
+            return None
+        sample = self.plan.held_out or (None if self.config.online else self.plan.train)
+        return Diagnostics(trainer, [] if sample is None else sample.batch(0), self.plan.steps)
+
+    def choose_groups(self, trainer: BasicTrainer, parts: dict[str, str], folder: Path) -> None:
+        """Train on what ``data.logprob_range`` keeps. Raises ConfigError where the loss cannot be trained on it."""
+        examples, selection, scores = choose_groups(trainer, self.plan.examples, parts, folder)
+        self.plan = replace(self.plan, examples=examples, train=training_segment(self.config, examples.groups))
+        self.trainer_class.check(self.config, self.plan.train)
+        self.report = self.report.with_selection(selection, examples)
+        self.report_logprobs({row.key: scores[row.key] for group in examples.groups for example in group for row in example.rows})
+        self.say(f"{len(selection.kept)} of {selection.all.count} groups kept, by mean token log-probability in "
+                 f"[{selection.lowest:.3f}, {selection.highest:.3f}] nats: {self.plan.train.units} {self.trainer_class.unit} in all, "
+                 f"{self.plan.steps} steps")
+
+    def report_logprobs(self, scores: Mapping[str, Tensor]) -> None:
+        """``scores``: row key -> [C] log-probabilities (nats) under the initial weights of what will be trained on."""
+        config = self.config
+        clips = config.humanline and config.humanline_mode == "clip"
+        self.report = self.report.with_logprobs(
+            completion_means(self.plan.train.groups, scores), clippable_share(scores.values(), config.log_epsilon_R) if clips else None)
+
     def score_training_rows(self, trainer: BasicTrainer, parts: dict[str, str], folder: Path) -> None:
-        """The training rows under the initial weights: the reference for ever (offline), else for ``drift``; and the data report."""
+        """Training rows under the initial weights, for the data report: all of them where that is the reference for ever (offline),
+        else those of one batch in n, for ``drift``."""
         config, plan = self.config, self.plan.train
         if config.has_reference and not config.online and (trainer.fixed_reference or config.log_drift):
             reference = trainer.reference if trainer.fixed_reference else Reference(by_row=True)
             size = trainer.micro_size if not reference.by_row else config.reference_batch_size or config.model.eval_batch_size
-            batches = [plan.batch(i) for i in range(plan.steps)]
+            every = 1 if trainer.fixed_reference else max(1, plan.units // (config.drift_examples or plan.units))
+            batches = [plan.batch(i) for i in range(0, plan.steps, every)]
             reference.scores = initial_scores(trainer, batches, size, reference, parts, "score training rows")
-            for i, batch in enumerate(batches):
-                for row in (row for example in batch for row in example.rows):
-                    trainer.initial[row.key] = float(reference.scores[reference.key(i, row)].sum())
-            self.report = self.report.with_logprobs(self.mean_logprobs(trainer))
+            scores = {row.key: reference.scores[reference.key(i, row)]
+                      for i, batch in enumerate(batches) for example in batch for row in example.rows}
+            trainer.initial = {key: float(values.sum()) for key, values in scores.items()}
+            self.report_logprobs(scores)
         if self.world.is_main:
             (folder / "data_report.json").write_text(json.dumps(self.report.to_dict(), indent=2))
             (folder / "data_report.md").write_text(self.report.to_markdown())
             for warning in self.report.warnings():
                 print(f"warning: {warning}", flush=True)
-
-    def mean_logprobs(self, trainer: BasicTrainer) -> dict[str, np.ndarray]:
-        """"chosen" and "rejected" (or desirable and not) -> mean token log-probability of each completion, nats."""
-        kinds: dict[str, list[float]] = {"chosen": [], "rejected": []}
-        for group in self.plan.train.groups:
-            for example in group:
-                signs = (1.0, -1.0) if len(example.rows) == 2 else (example.label,)
-                for row, sign in zip(example.rows, signs, strict=True):
-                    kinds["chosen" if sign > 0 else "rejected"].append(trainer.initial.get(row.key, math.nan) / len(row.completion_ids))
-        return {kind: np.array(values) for kind, values in kinds.items() if values}
 
     def finish(self, run: Run, folder: Path, policy: Policy) -> dict[str, Any]:
         """Export, summary, model card, report, the table at the end."""

@@ -17,6 +17,7 @@ import yaml  # type: ignore[import-untyped]
 
 from config.schema import RESERVED_LOSS_KEYS
 from trainers.charts import charts
+from trainers.diagnostic_charts import diagnostic_charts
 from trainers.provenance import scrub, variant
 from trainers.tracking import read_metrics
 
@@ -69,12 +70,13 @@ def duration(seconds: float) -> str:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write ``run_dir/report.html``, self-contained, from config.yaml, metrics.jsonl, summary.json and data_report.json as far as
-    they are there; returns its path. Secrets in them are left out."""
+    """Write ``run_dir/report.html``, self-contained, from config.yaml, metrics.jsonl, diagnostics.jsonl, summary.json and data_report.json
+    as far as they are there; returns its path. Secrets in them are left out."""
     config = scrub(_read(run_dir / "config.yaml"))
     summary = scrub(_read(run_dir / "summary.json"))
     data = scrub(_read(run_dir / "data_report.json"))
     records = read_metrics(run_dir / "metrics.jsonl")
+    diagnostics = read_metrics(run_dir / "diagnostics.jsonl")
     tables = [("Settings", _settings(config)), ("Data", list(flat(data))), ("Every setting", list(flat(config)))]
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     page = environment.get_template("report.html").render(
@@ -83,6 +85,8 @@ def write_report(run_dir: Path) -> Path:
         command=summary.get("command"),
         compared=compared(summary),
         charts=[(title, base64.b64encode(svg).decode()) for title, svg in charts([*records, *_end(summary, records)])],
+        diagnostics=[(title, base64.b64encode(svg).decode()) for title, svg in diagnostic_charts(diagnostics)],
+        noise=next((line["noise"] for line in diagnostics if line.get("noise")), None),
         tables=[(title, rows) for title, rows in tables if rows],
     )
     path = run_dir / "report.html"

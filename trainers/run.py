@@ -18,6 +18,7 @@ from models.distributed import Watchdog, any_rank, from_main
 from rollouts.making import TABLE_COLUMNS
 from rollouts.verify import Accuracy
 from trainers.basic import BasicTrainer, Progress, Record
+from trainers.diagnostics import Diagnostics
 from trainers.evaluation import Evaluator, Metrics
 from trainers.progress import progress, status
 from trainers.signals import Requeue, Signals
@@ -29,10 +30,10 @@ class Run:
     evaluation made then, if one was due."""
 
     def __init__(self, config: Config, folder: Path, trainer: BasicTrainer, evaluator: Evaluator, total_steps: int,
-                 signals: Signals) -> None:
+                 signals: Signals, diagnostics: Diagnostics | None = None) -> None:
         self.config, self.folder, self.trainer, self.evaluator = config, folder, trainer, evaluator
         self.tracker: Tracking = NullTracker()
-        self.signals = signals
+        self.signals, self.diagnostics = signals, diagnostics
         self.watchdog = Watchdog(trainer.world, config.watchdog_seconds)
         self.checkpoints = Checkpoints(folder / "checkpoints", trainer.world, config.keep_checkpoints)
         self.bar = progress(total_steps, "train", done=trainer.progress.step, shown=trainer.world.is_main)
@@ -65,6 +66,8 @@ class Run:
         if not trainer.fixed_reference:
             trainer.reference.step = state["reference_step"]
             trainer.reference.scores = {k: v.to(trainer.world.device) for k, v in mine.items()}
+        if self.diagnostics is not None:
+            self.diagnostics.restore(state["diagnostics"])
         return state
 
     def save(self) -> None:
@@ -75,6 +78,7 @@ class Run:
             "progress": asdict(trainer.progress), "reference_step": trainer.reference.step, "marks": self._marks, "before": self.before,
             "evaluated": self._evaluated, "score": self._score(), "seconds": self.seconds,
             "tokens_timed": self.tokens_timed, "wandb_id": self.tracker.wandb_id,
+            "diagnostics": None if self.diagnostics is None else self.diagnostics.state(),
         }
         mine: dict[str, Tensor] = {} if trainer.fixed_reference else {k: v.cpu().contiguous() for k, v in trainer.reference.scores.items()}
         self.checkpoints.save(trainer.progress.step, trainer.policy, trainer.optimizer, state, mine)
@@ -93,6 +97,7 @@ class Run:
         self._stop_if_asked()
         self.watchdog.mark(f"step {self.trainer.progress.step}, under way")
         first = self.trainer.progress.step == 0
+        self._diagnose(first)
         if self._due("eval", self.config.eval_every) or first:
             self._evaluated = self._evaluate()
             if first:
@@ -101,8 +106,19 @@ class Run:
             self._save_or_warn(first)
         self._started = time.perf_counter()
 
+    def _diagnose(self, first: bool = False, last: bool = False) -> None:
+        """A line of diagnostics, if one is due."""
+        if self.diagnostics is None:
+            return
+        if first:
+            self.diagnostics.begin(self.tracker)
+        if last or self.diagnostics.due():
+            self._flush()
+            self.diagnostics.write(self.tracker)
+
     def _evaluate(self) -> Metrics:
-        """The evaluation of the weights as they are; a few samples go to the tracker's table."""
+        """The evaluation of the weights as they are; a few samples go to the tracker's table, behind the line of the step before."""
+        self._flush()
         values = self.evaluator.evaluate()
         if self.evaluator.accuracy is not None:
             self.tracker.table("samples", Accuracy.columns, self.evaluator.accuracy.samples, self.trainer.progress.step)
@@ -202,6 +218,7 @@ class Run:
     def done(self) -> None:
         self._flush()
         self.bar.close()
+        self._diagnose(last=True)
         self.watchdog.close()
         self.after = self._evaluate()
         self._save_or_warn(first=False)

@@ -66,7 +66,7 @@ def log_thresholds(constants: BetaConstants, seed: int, step: int, keys: Sequenc
 
 def rejected(log_ratio: Tensor, thresholds: Tensor) -> Tensor:
     """[R, T] bool: the tokens that Definition 4.2 rejects. ``thresholds``: [2, R, T], of ``log_thresholds``."""
-    log_P, log_R = thresholds.to(log_ratio.device)
+    log_P, log_R = thresholds.to(log_ratio.device, non_blocking=True)
     value = log_ratio.detach().double()
     return (value < log_P) | (-value < log_R)
 

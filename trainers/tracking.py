@@ -13,10 +13,12 @@ import netrc
 import numbers
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
+
+import numpy as np
 
 from config.schema import WandbConfig
 from data.types import DataError
@@ -33,6 +35,8 @@ FINISH_SECONDS = 60.0
 """How long uploading may delay the end; what is left stays on disk for ``wandb sync``."""
 
 Record = dict[str, Any]
+Histograms = Mapping[str, tuple[Sequence[int], Sequence[float]]]
+"""name -> (counts [bins], what parts the bins [bins - 1]): the outer two bins are open"""
 
 
 class Tracking(Protocol):
@@ -44,6 +48,8 @@ class Tracking(Protocol):
     def log(self, record: Record) -> None: ...
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None: ...
+
+    def diagnostics(self, record: Record, histograms: Histograms) -> None: ...
 
     def summary(self, values: Record) -> None: ...
 
@@ -59,6 +65,9 @@ class NullTracker:
         """Nothing."""
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Nothing."""
+
+    def diagnostics(self, record: Record, histograms: Histograms) -> None:
         """Nothing."""
 
     def summary(self, values: Record) -> None:
@@ -80,6 +89,8 @@ class Tracker:
         self, run_dir: Path, config: Record, wandb: WandbConfig, resume_step: int | None = None, wandb_id: str | None = None
     ) -> None:
         self._file = _open_metrics(run_dir / "metrics.jsonl", resume_step or 0)
+        self._open_diagnostics = lambda: _open_metrics(run_dir / "diagnostics.jsonl", resume_step or 0)
+        self._diagnostics_file: Any = None
         self._wandb = _Mirror(run_dir, config, wandb, wandb_id)
 
     @property
@@ -98,6 +109,16 @@ class Tracker:
         """A wandb table (of samples); ``step`` is that of the last line or of the next one."""
         self._wandb.table(name, columns, rows, step)
 
+    def diagnostics(self, record: Record, histograms: Histograms) -> None:
+        """Append one line to diagnostics.jsonl, which is cut like metrics.jsonl when the run was resumed, and show ``histograms`` to
+        wandb at ``record["step"]``, that of the last line of metrics."""
+        if self._diagnostics_file is None:
+            self._diagnostics_file = self._open_diagnostics()
+        self._diagnostics_file.write(json.dumps(plain(record), allow_nan=False) + "\n")
+        self._diagnostics_file.flush()
+        for name, (counts, edges) in histograms.items():
+            self._wandb.histogram(name, counts, edges, record["step"])
+
     def summary(self, values: Record) -> None:
         """The numbers that stand for the whole run, in wandb's list of runs."""
         self._wandb.summary(plain(values))
@@ -105,7 +126,48 @@ class Tracker:
     def close(self) -> None:
         """Close the file and let wandb finish, for at most FINISH_SECONDS."""
         self._file.close()
+        if self._diagnostics_file is not None:
+            self._diagnostics_file.close()
         self._wandb.finish()
+
+
+def mirror_evaluation(run_dir: Path, config: Record, wandb: WandbConfig, name: str, values: Record, rows: Sequence[Record]) -> bool:
+    """Show an evaluation in the run's own wandb run: each number as ``<name>/<metric>``, after its last step and in its summary, and
+    ``rows`` as a table. Returns whether the run has one that could be told; it need not, and wandb may fail as ever."""
+    run_id = wandb_id_of(run_dir)
+    if run_id is None:
+        return False
+    mirror = _Mirror(run_dir, config, wandb, run_id)
+    shown = {f"{name}/{key}": value for key, value in _numbers(plain(values))}
+    step = max(mirror.step, *(record["step"] + 1 for record in read_metrics(run_dir / "metrics.jsonl")), 0)
+    mirror.log(shown, step)
+    if rows:
+        columns = list(rows[0])
+        mirror.table(f"{name}/answers", columns, [[_cell(row.get(column)) for column in columns] for row in rows], step)
+    mirror.summary(shown)
+    told = mirror.alive
+    mirror.finish()
+    return told
+
+
+def wandb_id_of(run_dir: Path) -> str | None:
+    """The wandb id of a run, from what wandb left in its folder (``wandb/[offline-]run-<time>-<id>``), the newest; None without one."""
+    found = [path.name.rsplit("-", 2) for path in (run_dir / "wandb").glob("*run-*-*") if path.is_dir() and not path.is_symlink()]
+    return max(((time, run_id) for _, time, run_id in found), default=(None, None))[1]
+
+
+def _numbers(tree: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """(dotted key, number) of nested values."""
+    if isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from _numbers(item, f"{prefix}.{key}".lstrip("."))
+    elif isinstance(tree, int | float) and not isinstance(tree, bool):
+        yield prefix, tree
+
+
+def _cell(value: Any) -> Any:
+    """What a wandb table shows of a value that is no number, flag or text."""
+    return value if value is None or isinstance(value, bool | int | float | str) else json.dumps(value, ensure_ascii=False)
 
 
 def plain(value: Any) -> Any:
@@ -211,10 +273,29 @@ class _Mirror:
 
         self._guard(lambda: run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])}, step=step))
 
+    def histogram(self, name: str, counts: Sequence[int], edges: Sequence[float], step: int) -> None:
+        run = self._run
+        if run is None:
+            return
+        import wandb
+
+        closed = np.array([2 * edges[0], *edges, 2 * edges[-1]])  # wandb takes no open bins
+        self._guard(lambda: run.log({name: wandb.Histogram(np_histogram=(np.array(counts), closed))}, step=step))
+
     def summary(self, values: Record) -> None:
         run = self._run
         if run is not None:
             self._guard(lambda: run.summary.update(values))
+
+    @property
+    def alive(self) -> bool:
+        """Whether wandb takes numbers: it is on and has not failed."""
+        return self._run is not None
+
+    @property
+    def step(self) -> int:
+        """The first step that wandb still takes numbers for."""
+        return 0 if self._run is None else self._run.step
 
     def finish(self) -> None:
         run = self._run

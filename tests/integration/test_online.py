@@ -139,3 +139,16 @@ def test_several_ranks_and_one_sample_and_train_alike(tmp_path):
     np.testing.assert_allclose([a["loss"] for a in lines(one)], [b["loss"] for b in lines(tmp_path / "two")], rtol=1e-4)
     first, second = (load_file(run / "model" / "model.safetensors") for run in (one, tmp_path / "two"))
     assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-3
+
+
+def test_a_run_may_be_as_long_as_an_offline_one_of_so_many_examples(tmp_path, batches):
+    """``rounds.examples``: as many examples as offline, on the same schedule, whatever share of contexts is dropped."""
+    run = run_online(tmp_path, "r", "online=true", "loss=dpo", "warmup=1.0", "lr=1e-3", "rounds.contexts=200",
+                     "rounds.contexts_per_round=12", "rounds.fill=true", "rounds.examples=30")
+    assert sum(len(batch) for batch in batches) == 30
+    sizes = [folder.record["examples"] for folder in rounds(run)]
+    assert len(sizes) == 3 and sum(sizes[:2]) < 30 <= sum(sizes), "the last round is cut, not left out"
+    last = lines(run)[-1]
+    assert last["examples"] == 30 and last["lr"] == pytest.approx(1e-3)
+    for line in lines(run):
+        assert line["lr"] == pytest.approx(1e-3 * line["examples"] / 30)

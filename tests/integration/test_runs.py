@@ -142,6 +142,17 @@ def test_what_a_run_leaves_loads_in_transformers_and_chains(tmp_path, cache):
     train(settings(tmp_path, cache, "loss=dpo", f"model.name_or_path={run}", "n_examples=16"), "next")
 
 
+def test_with_syncing_drift_is_measured_on_some_batches_and_the_report_says_on_how_many(tmp_path, cache):
+    every = ("loss=dpo", "humanline=true", "n_examples=64", "model.batch_size=8")
+    train(settings(tmp_path, cache, *every, "drift_examples=16"), "some")
+    train(settings(tmp_path, cache, *every, "drift_examples=null"), "all")
+    some, whole = ([line["drift"] for line in lines(tmp_path / name)] for name in ("some", "all"))
+    assert [value is not None for value in some] == [True, False, False, False] * 2
+    assert all(value is not None for value in whole) and [some[i] for i in (0, 4)] == [whole[i] for i in (0, 4)]
+    counts = [json.loads((tmp_path / name / "data_report.json").read_text())["logprob"]["all"]["count"] for name in ("some", "all")]
+    assert counts == [32, 128], "two of eight batches of eight pairs"
+
+
 def test_the_last_and_the_best_checkpoints_stay_and_any_is_exported(tmp_path, cache):
     train(settings(tmp_path, cache, "eval_every=32", "keep_best=eval_loss", "keep_checkpoints=2", "lr=0.02"), "run")
     kept = [int(p.name[5:]) for p in Checkpoints(tmp_path / "run" / "checkpoints", None, 2).all()]

@@ -22,7 +22,9 @@ LAYERS = {
     "trainers.losses": {"trainers.losses"},  # pure functions of tensors
     "trainers": {"config", "data", "models", "trainers", "rollouts"},
     "rollouts": {"config", "data", "models", "trainers", "rollouts"},
+    "evals": {"config", "data", "models", "trainers", "rollouts", "evals", "launch.statistics"},
     "launch": {"config", "launch"},  # knows the schema and the command line
+    "study": {"config", "launch", "study", "train", "trainers.progress", "trainers.charts"},  # runs runs, reads their folders
 }
 # Third-party packages that stay where they are; entry points are the .py files of the root.
 CONFINED = {

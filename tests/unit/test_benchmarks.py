@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import padding, quick
-from benchmarks.floor import floor, forward
-from benchmarks.measure import Sample, Spread, alternate, ratio
+from benchmarks import gpu, padding, quick, ranks, rounds
+from benchmarks.floor import Forward, floor, forward
+from benchmarks.measure import Sample, Spread, alternate, counted_products, in_a_row, ratio
 from benchmarks.offline_vs_humanline import floor_of, prepare, settings_of
-from benchmarks.parts import Settings, drawn_pairs, fixed_pairs, make_trainer, random_policy, rows_of, segment, shape, train
+from benchmarks.parts import (
+    Settings,
+    drawn_pairs,
+    fixed_pairs,
+    fresh,
+    make_trainer,
+    random_policy,
+    rows_of,
+    score_all,
+    segment,
+    shape,
+    train,
+)
+from benchmarks.profile import profiled, report
 from data.batches import collate
 from data.types import Sequence
+from data.views import mismatched
+from models.policy import checkpoint_activations, decoder_blocks
+from rollouts.ledger import RoundFolder
+from tests.integration.online import run_online
+from tests.tiny import make_config
+from trainers.basic import BasicTrainer
 
 ROOT = Path(__file__).parents[2]
-ABSENT = "omegaconf", "hydra", "datasets", "wandb", "vllm", "trl", "math_verify"
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +53,76 @@ def test_the_floor_is_what_the_model_multiplies():
     config = shape("tiny")
     policy = random_policy(config, torch.device("cpu"))
     row = fixed_pairs(1, 512, length=40, completion=40 - 1)[0][0]
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-        policy(collate([row], torch.device("cpu")))
-    ours = forward(config, [row])
-    assert counter.get_total_flops() == pytest.approx(ours.body + ours.head + 2 * ours.attention, rel=1e-6)
+    with torch.no_grad():
+        counted = counted_products(lambda: policy(collate([row], torch.device("cpu"))))
+    assert counted == whole_squares(forward(config, [row])).scoring
+
+
+def whole_squares(of: Forward) -> Forward:
+    """As torch counts plain attention."""
+    return Forward(of.body, 2 * of.attention, of.head)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
+@pytest.mark.parametrize("variant", ["cached", "k=1"])
+def test_the_floor_of_a_step_is_what_a_real_step_multiplies(base, loss, variant, padded):
+    """Policy forward and backward, the reference of the next batch, mismatched rows, the head's second product: to the last product."""
+    settings, config = settings_of(variant, loss, 2, padded), base.model.config
+    plan, trainer = segment(settings, fixed_pairs(6, 512, 40, 25), 3), make_trainer(settings, fresh(base))
+    score_all(trainer, plan)
+
+    def of_batch(i: int) -> tuple[Forward, Forward]:
+        batch = mismatched(plan.batch(i), 10**6) if loss == "kto" else plan.batch(i)
+        other = [e.mismatched for e in batch if e.mismatched is not None]
+        return whole_squares(forward(config, [row for e in batch for row in e.rows])), whole_squares(forward(config, other))
+
+    (rows, other), following = of_batch(0), of_batch(1)
+    expected = rows.training + other.scoring + (sum(f.scoring for f in following) if variant == "k=1" else 0)
+    assert counted_products(lambda: trainer.step(plan)) == expected
+    assert bool(other.scoring) == (loss == "kto")
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_profile_finds_every_operation_of_the_floor_and_all_of_the_time(base, padded):
+    settings = settings_of("cached", "dpo", 2, padded)
+    plan = segment(settings, fixed_pairs(4, 512, 40, 25), 2)
+    took = time.perf_counter()
+    steps, cheapest = profiled(make_trainer(settings, fresh(base)), plan, 2)
+    took = time.perf_counter() - took
+    one = forward(base.model.config, [row for e in plan.batch(0) for row in e.rows])
+    for parts in steps:
+        assert parts["body products"].operations == 3 * one.body and parts["head"].operations == 4 * one.head
+        assert parts["attention"].operations == 3 * one.attention
+        assert all(part.seconds > 0 for part in parts.values())
+    assert len(steps) == 2 and sum(p.seconds for parts in steps for p in parts.values()) < took
+    assert 0 < cheapest < took
+    text = report(steps, cheapest, best=1e9)
+    assert f"| the step | {1e3 * min(sum(p.seconds for p in parts.values()) for parts in steps):.1f} | 100.0% |" in text
+
+
+def test_recomputed_activations_cost_a_unit_less_the_last_product(base):
+    """torch stops recomputing a block once it has all that the backward reads: its last product, down, is read by nobody."""
+    policy, settings = fresh(base), Settings("dpo", 2, 2, checkpointing=True)
+    checkpoint_activations(decoder_blocks(policy))
+    plan, trainer = segment(settings, fixed_pairs(2, 512, 40, 25)), make_trainer(settings, policy)
+    score_all(trainer, plan)
+    config, rows = policy.model.config, list(rows_of(plan))
+    one = whole_squares(forward(config, rows))
+    down = 2 * config.num_hidden_layers * config.hidden_size * config.intermediate_size * sum(map(len, rows))
+    assert counted_products(lambda: trainer.step(plan)) == one.training + one.body + one.attention - down
+
+
+def test_the_page_on_performance_has_the_floor_s_numbers():
+    """By hand: Qwen2.5-1.5B's shape at 16 pairs of 2,048 tokens, half completion."""
+    rows = [Sequence(np.zeros(1024, np.int32), np.zeros(1024, np.int32))] * 32
+    one = forward(shape("qwen2.5-1.5b"), rows)
+    weights = 2 * 1536 * 128 * (12 + 2) + 3 * 1536 * 8960
+    assert one.body == 2 * 28 * weights * 32 * 2048
+    text = (ROOT / "docs" / "performance.md").read_text()
+    for said in (f"{weights / 1e6:.1f} M", f"body {one.body / 1e12:.1f} T", f"attention {one.attention / 1e12:.1f} T",
+                 f"{one.training / 1e12:.0f} TFLOP", f"{one.training / 989e12:.2f} s"):
+        assert said in " ".join(text.split()), said
 
 
 def test_the_floor_of_humanline_is_four_thirds_at_most(base):
@@ -61,16 +146,15 @@ def test_the_floor_of_kto_counts_mismatched_rows_twice(base):
 def test_variants_train_on_the_same_rows_and_start_from_the_same_loss(base, loss):
     pairs = drawn_pairs(4, 512, longest=40)
     losses = {}
-    for variant in ("cached", "k=1", "k=4"):
-        work = prepare(variant, settings_of(variant, loss, 2), pairs, 2, base)
-        losses[variant] = work()
-    assert len(losses["cached"]) == 2
+    for variant in ("cached", "scored", "k=1", "k=4"):
+        losses[variant] = in_a_row(prepare(variant, settings_of(variant, loss, 2), pairs, 2, base))()
+    assert len(losses["cached"]) == 2 and losses["cached"] == losses["scored"]
     assert losses["cached"][0] == losses["k=1"][0] == losses["k=4"][0]
 
 
 def test_padding_to_the_maximum_changes_no_loss(base):
     pairs = drawn_pairs(4, 512, prompt=10, completion=10, longest=48)
-    losses = [padding.prepare(variant, pairs, 48, base, 2)() for variant in padding.VARIANTS]
+    losses = [in_a_row(padding.prepare(variant, pairs, 48, base, 2))() for variant in padding.VARIANTS]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5) and losses[0] == pytest.approx(losses[2], abs=1e-5)
     grid = padding.collate_to(48, [pairs[0][0]], torch.device("cpu"))
     assert grid.input_ids.shape == (1, 48)
@@ -83,10 +167,18 @@ def test_drawn_lengths_are_seeded_and_fit():
     assert len({len(row) for pair in a for row in pair}) > 5
 
 
-def test_variants_alternate():
+def test_pieces_of_variants_alternate():
     order: list[str] = []
-    found = alternate({name: lambda name=name: lambda: order.append(name) for name in "ab"}, rounds=2)
-    assert "".join(order) == "abbaab" and len(found["a"]) == 2
+    found = alternate({name: lambda name=name: [lambda: order.append(name), lambda: order.append(name.upper())] for name in "ab"}, rounds=2)
+    assert "".join(order) == "abBA" "baAB" "abBA" and len(found["a"]) == 2
+    with pytest.raises(ValueError, match="longer"):
+        alternate({"a": lambda: [order.clear], "b": lambda: [order.clear] * 2}, rounds=1)
+
+
+def test_a_sample_is_the_sum_of_its_pieces():
+    pieces = [lambda: time.sleep(0.02)] * 3
+    found = alternate({"a": lambda: pieces}, rounds=1)["a"][0]
+    assert found.wall >= 0.06 and found.cpu < found.wall
 
 
 def test_a_ratio_is_of_neighbours():
@@ -107,6 +199,37 @@ def test_the_guard_fails_on_a_loss_of_more_than_15_percent():
     assert quick.worse({"a": 0.5}, {"a": 1.0}) == []
 
 
+def test_the_guard_sees_a_real_slowdown(base, monkeypatch):
+    """Every sync scores what is coming four times more than it must."""
+    before, sync = quick.humanline_cost("dpo", base), BasicTrainer.sync
+
+    def slow(self, segment, step):
+        for _ in range(5):
+            sync(self, segment, step)
+
+    monkeypatch.setattr(BasicTrainer, "sync", slow)
+    assert "dpo: humanline / offline with its own scoring" in quick.worse(quick.humanline_cost("dpo", base), before)
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.3])
+def test_the_guard_s_exit_code(monkeypatch, tmp_path, capsys, slower):
+    """A cost that is worse twice fails; one that was better the second time does not."""
+    found = iter([{"a": 1.3, "b": 1.0}, {"a": slower, "b": 1.0}])
+    (tmp_path / "baseline.json").write_text('{"a": 1.0, "b": 1.0}')
+    monkeypatch.setattr(quick, "BASELINE", tmp_path / "baseline.json")
+    monkeypatch.setattr(quick, "measure", lambda: next(found))
+    monkeypatch.setattr(sys, "argv", ["quick"])
+    with pytest.raises(SystemExit) as stopped:
+        quick.main()
+    assert stopped.value.code == int(slower > quick.WORST)
+    assert ("WORSE" in capsys.readouterr().out) == (slower > quick.WORST)
+
+
+def test_the_baseline_has_what_the_guard_measures(base, monkeypatch):
+    monkeypatch.setattr(quick, "shape", lambda name, vocabulary=None: shape("tiny", vocabulary))
+    assert set(quick.measure()) == set(json.loads(quick.BASELINE.read_text()))
+
+
 def test_rows_are_those_of_the_loss_unit():
     pairs = drawn_pairs(4, 512)
     assert segment(Settings("dpo", 2, 1), pairs).steps == 2 and segment(Settings("kto", 2, 1), pairs).steps == 4
@@ -119,18 +242,107 @@ def test_training_reports_a_loss_a_step(base):
     assert len(train(make_trainer(settings, random_policy(shape("tiny"), torch.device("cpu"))), plan)) == plan.steps == 2
 
 
-def test_the_gpu_script_runs_with_torch_transformers_accelerate_and_peft_alone():
-    code = f"""
-import importlib.util, runpy, sys
-ABSENT, found = {ABSENT!r}, importlib.util.find_spec
+NEEDED = "torch", "transformers", "accelerate", "peft"
+BARE = f"""
+import importlib.metadata, importlib.util, re, runpy, sys
+wanted, seen = list({NEEDED!r}), set()
+while wanted:
+    name = wanted.pop()
+    if name in seen: continue
+    seen.add(name)
+    try: requires = importlib.metadata.requires(name) or []
+    except importlib.metadata.PackageNotFoundError: continue
+    wanted += [re.split('[^A-Za-z0-9._-]', r)[0].lower().replace('_', '-') for r in requires if 'extra ==' not in r]
+absent = {{m for m, of in importlib.metadata.packages_distributions().items() if not {{d.lower().replace('_', '-') for d in of}} & seen}}
+assert {{'hydra', 'omegaconf', 'datasets', 'wandb'}} <= absent and not {{'torch', 'numpy', 'tokenizers'}} & absent, absent
+find_spec = importlib.util.find_spec
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split('.')[0] in ABSENT: raise ModuleNotFoundError(name)
+        if name.split('.')[0] in absent: raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Refuse())
-importlib.util.find_spec = lambda name, package=None: None if name.split('.')[0] in ABSENT else found(name, package)
-sys.argv = 'gpu --shape tiny --length 32 --batch-pairs 2 --micro-pairs 1 --steps 1 --losses dpo kto --variants cached live k=1'.split()
+importlib.util.find_spec = lambda name, package=None: None if name.split('.')[0] in absent else find_spec(name, package)
+import socket
+def refused(*a, **k): raise AssertionError('the network')
+socket.socket.connect = socket.getaddrinfo = refused
+sys.argv = ['gpu', *sys.argv[1:]]
 runpy.run_module('benchmarks.gpu', run_name='__main__')
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+"""benchmarks.gpu where only what NEEDED depends on is installed, without a network."""
+
+
+@pytest.mark.parametrize("more", [["--variants", "cached", "live", "k=1", "k=4"],
+                                  ["--variants", "k=1", "--drawn", "--padded", "--checkpointing", "--profile"]])
+def test_the_gpu_script_runs_with_torch_transformers_accelerate_and_peft_alone(more, tmp_path):
+    done = subprocess.run([sys.executable, "-c", BARE, "--device", "cpu", "--tiny", *more], cwd=ROOT, capture_output=True, text=True,
+                          check=False, env=os.environ | {"HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("| kto |") == 3 and done.stdout.count("| dpo |") == 3
+    variants = [word for word in more if word in ("cached", "live") or word.startswith("k=")]
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith(("| dpo", "| kto", "| grpo"))]
+    assert [tuple(row[:2]) for row in rows] == [(f"| {loss}", v) for loss in ("dpo", "kto", "grpo") for v in variants]
+    assert all(float(row[3].replace(",", "")) > 0 and row[-2] == "0.0" for row in rows), "tokens a second, and no GPU's memory"
+    assert ("Self CPU" in done.stdout) == ("--profile" in more)
+
+
+@pytest.mark.parametrize(("variant", "steps"), [("cached", 6), ("k=1", 6), ("k=4", 6), ("k=16", 6)])
+def test_every_sync_among_the_timed_steps_scores_a_whole_cycle(base, variant, steps):
+    k = gpu.cycle(variant)
+    settings = Settings("dpo", 1, 1, humanline=variant != "cached", sync_freq=k)
+    plan = segment(settings, fixed_pairs(gpu.planned_steps(variant, steps), 512, 4, 2))
+    trainer = make_trainer(settings, fresh(base))
+    timed = range(gpu.WARM_UP, gpu.WARM_UP + gpu.timed_steps(variant, steps))
+    scored = [len(list(trainer.upcoming(plan, at + 1, at + 1))) for at in timed if trainer.syncing.due(at)]
+    assert len(timed) >= steps and sum(scored) == (0 if variant == "cached" else len(timed))
+
+
+def test_lengths_are_drawn_about_a_quarter_of_the_maximum(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu", "--tiny", "--drawn", "--batch-pairs", "8"])
+    args = gpu.arguments()
+    args.length, args.batch_pairs = 2048, 64
+    lengths = [len(row) for pair in gpu.make_pairs(args) for row in pair]
+    assert 0.2 < np.mean(lengths) / 2048 < 0.3 and max(lengths) <= 2048
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_what_one_does():
+    """In processes of their own; the CPU time is that of both."""
+    two = ranks.started(2, ["--model", "tiny", "--data", "drawn", "--steps", "1", "--batch-pairs", "4"])
+    one = ranks.measure("tiny", "drawn", 1, 4, 2)
+    assert one.cpu > 0 and two.wall > 0 and two.cpu > 0.5 * one.cpu
+
+
+def rounds_of(tmp_path, lag: int, count: int) -> Path:
+    for i in range(count):
+        seconds = {"sample": 1.0 + i, "score": 0.5, "publish": 0.25, "train": 2.0}
+        RoundFolder(tmp_path / "rounds" / f"{i:03d}").note({
+            "seconds": seconds, "train_wall_seconds": 4.0, "metrics": {"sample_tokens_per_second": 100.0},
+            "idle": {"trainer": 0.5, "sampler": 0.25}})
+    return tmp_path
+
+
+@pytest.mark.parametrize(("lag", "sampled", "whole"), [(0, 3.0, 3.0 + 0.5 + 0.25 + 4.0), (1, 2.5, 0.25 + 4.0)])
+def test_rounds_are_read_from_what_a_run_wrote(tmp_path, lag, sampled, whole):
+    found = rounds.Rounds.of(rounds_of(tmp_path, lag, 4), lag, wall=60.0)
+    assert found.seconds("sample").median == sampled and found.whole.median == whole
+    text = rounds.report({"vLLM": found})
+    assert "50% / 25%" in text and "| 60 |" in text
+    bars = {line.split()[-4]: line.split()[-1] for line in text.splitlines() if line.endswith(("#", "="))}
+    assert set(bars["sample"]) == {"=" if lag else "#"} and set(bars["train"]) == {"#"}
+    assert len(bars["sample"]) == rounds.BAR and len(bars["train"]) == round(rounds.BAR * 2.0 / sampled)
+
+
+def test_too_few_rounds_are_said(tmp_path):
+    with pytest.raises(ValueError, match="has 2 rounds"):
+        rounds.Rounds.of(rounds_of(tmp_path, 1, 2), 1, wall=1.0)
+
+
+def test_a_real_run_has_the_numbers_that_the_benchmark_of_rounds_reads(tmp_path):
+    sizes = "rounds.contexts=16", "rounds.contexts_per_round=8"
+    run = run_online(tmp_path, "r", "loss=dpo", "online=true", *rounds.VARIANTS["embedded"], *sizes)
+    found = rounds.Rounds.of(run, 0, wall=1.0)
+    assert len(found.records) == 1 and found.tokens_per_second > 0
+    assert 0 < found.seconds("train").median <= found.records[0]["train_wall_seconds"] < found.whole.median
+
+
+@pytest.mark.parametrize("variant", rounds.VARIANTS.values())
+def test_the_variants_of_rounds_are_settings_that_exist(variant):
+    assert make_config("loss=dpo", *rounds.COMMON, *variant).rounds.lag == ("rounds.lag=1" in variant)

@@ -233,3 +233,13 @@ def test_shipped_settings_leave_room_for_every_answer(model: str, data: str) -> 
     assert config.model.max_prompt_length >= 9
     assert config.model.max_length - config.model.max_prompt_length >= 21
     assert config.model.from_config == (model == "adder-init")
+
+
+def test_validation_and_test_are_the_held_out_prompts_cut_in_two() -> None:
+    halves = {split: load_groups(replace(PAIRS, eval_split=split), "eval").groups for split in adder.HALVES}
+    ids = {split: {group.prompt.id for group in groups} for split, groups in halves.items()}
+    assert ids["validation"] | ids["test"] == {prompt.id for prompt in adder.prompts("eval")}
+    assert not ids["validation"] & ids["test"]
+    assert all(250 < len(found) < 380 and sum(bool(g.completions) for g in halves[split]) > 90 for split, found in ids.items())
+    with pytest.raises(ConfigError, match=r"data\.eval_split"):
+        load_groups(replace(PAIRS, eval_split="dev"), "eval")

@@ -46,7 +46,7 @@ def test_it_counts_rows_prompts_and_what_both_splits_share(report: DataReport) -
 
 
 def test_markdown_names_rows_and_its_tables_hold_whatever_the_data_say(report: DataReport) -> None:
-    page = report.with_logprobs({"chosen": np.array([-0.1]), "rejected": np.array([-0.5])}, clipped_share=0.021).to_markdown()
+    page = report.with_logprobs({"chosen": np.array([-0.1]), "rejected": np.array([-0.5])}, clippable_share=0.021).to_markdown()
     assert "f.jsonl, row 2: a tie" in page
     assert "2.1%" in page
     for table in page.split("\n\n"):

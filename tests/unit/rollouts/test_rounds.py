@@ -178,6 +178,8 @@ def test_a_rounds_groups_file_trains_offline(tmp_path):
         (["rounds.zero_variance=keep"], "rounds.zero_variance"),
         (["rounds.lag=1"], "rounds.lag"),
         (["rounds.lag=2"], "rounds.lag"),
+        (["rounds.examples=0"], "rounds.examples"),
+        (["rounds.lag=1", "sampler=vllm", "rounds.examples=64"], "rounds.examples"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(overrides, key):

@@ -84,6 +84,12 @@ def test_evaluation_samples_once_as_the_policy_would_and_once_greedily(renderer,
     assert [(n, settings) for _, n, settings, _ in sampler.calls] == [(1, SETTINGS), (1, SamplingSettings(0.0, 1.0, 24))]
 
 
+def test_several_samples_of_a_prompt_are_as_many_verdicts(renderer, world):
+    sampler = Scripted(renderer, wrong={prompt.id for prompt in PROMPTS[:3]})
+    assert Accuracy(sampler, PROMPTS, adder.accuracy, renderer, world, 24, samples=4)() == {"accuracy_sampled": 0.7, "accuracy_greedy": 0.7}
+    assert [n for _, n, _, _ in sampler.calls] == [4, 1]
+
+
 def test_nothing_is_checked_without_verifier_or_reference(renderer, world):
     config = make_config("loss=dpo", "data=adder")
     policy = load_policy(config.model, torch.device("cpu"))

@@ -106,6 +106,7 @@ def test_the_null_tracker_leaves_nothing(tmp_path, monkeypatch):
     tracker = NullTracker()
     tracker.log({"step": 0})
     tracker.table("samples", ["prompt"], [["a"]], 0)
+    tracker.diagnostics({"step": 0}, {"log_ratio_chosen": ([1, 2], [0.0])})
     tracker.summary({"loss": 1.0})
     tracker.close()
     assert tracker.wandb_id is None
@@ -127,6 +128,7 @@ TRAIN = """
         tracker.table("samples_before", ["prompt", "completion"], [["2+2=", "5"]], step=0)
     for step in range(first, last):
         tracker.log({"step": step, "loss": 1 / (step + 1), "reference_step": None})
+        tracker.diagnostics({"step": step, "entropy": 0.5}, {"log_ratio_chosen": ([step, 2, 3], [-1.0, 4.0])})
     tracker.table("samples_after", ["prompt", "completion"], [["2+2=", "4"]], step=last - 1)
     tracker.summary({"after": {"eval_reward_accuracy": 0.75}})
     tracker.close()
@@ -186,6 +188,9 @@ def test_wandb_has_every_step_config_tables_and_summary(resumed):
     assert {h["step"]: h["loss"] for h in history} == {step: 1 / (step + 1) for step in range(5)}
     assert all(h["step"] == h["_step"] for h in history)  # wandb's own axis is the optimizer step, over the resume too
 
+    assert [h["log_ratio_chosen.values"] for h in history] == [[step, 2, 3] for step in range(5)]
+    assert all(h["log_ratio_chosen.bins"] == [-2.0, -1.0, 4.0, 8.0] for h in history)  # the open bins are closed
+
     (run,) = [r.run for r in written[0] if r.HasField("run")]
     config = keyed(run.config.update)
     assert config["loss"] == {"name": "dpo", "beta": 0.1}
@@ -203,6 +208,7 @@ def test_wandb_has_every_step_config_tables_and_summary(resumed):
 def test_wandb_keeps_its_id_over_a_resume_and_its_peace(resumed):
     run_dir, ids, said = resumed
     assert ids[0] == ids[1]
+    assert [line["step"] for line in read_metrics(run_dir / "diagnostics.jsonl")] == list(range(5))
     assert {p.name for p in run_dir.glob("wandb/offline-run-*/*.wandb")} == {f"run-{ids[0]}.wandb"}
     assert said.split() == ids  # nothing on the console, no prompt
     assert not (ROOT / "wandb").exists()  # all of it in the run's folder

@@ -1,0 +1,89 @@
+"""The settings of ``eval.py``, beside those of a run: what is evaluated, how, and where the result goes. config/eval.yaml says what each
+key means."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from config.checks import one_of, require
+from config.schema_benchmarks import AlpacaEvalConfig, LmEvalConfig
+
+KINDS = ("accuracy", "compare", "alpacaeval", "lm_eval")
+READ = ("model", "data", "sampler", "reward", "seed", "runs_dir", "wandb")
+"""Of a run's settings those that an evaluation reads."""
+
+
+@dataclass
+class AccuracyConfig:
+    """``kind=accuracy``: greedy accuracy, and pass@k of several samples a prompt (Chen et al. 2021, eq. 1)."""
+
+    greedy: bool = True
+    samples: int = 8
+    k: list[int] = field(default_factory=lambda: [1, 8])
+    verifier: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self.samples >= 0, "accuracy.samples", self.samples, "must be at least 1, or 0 for greedy accuracy alone")
+        require(self.greedy or self.samples > 0, "accuracy.samples", 0, "with accuracy.greedy=false nothing is left to measure")
+        require(bool(self.k), "accuracy.k", self.k, "give at least one, as in accuracy.k=[1]")
+        for k in self.k:
+            require(k >= 1, "accuracy.k", k, "must be at least 1")
+            require(k <= self.samples or not self.samples, "accuracy.k", k,
+                    f"pass@k needs at least k samples a prompt: raise accuracy.samples={self.samples}, or leave {k} out")
+
+
+@dataclass
+class CompareConfig:
+    """``kind=compare``: two models' answers to the same prompts, by a reward."""
+
+    samples: int = 1
+    tie: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.samples >= 1, "compare.samples", self.samples, "must be at least 1")
+        require(self.tie >= 0, "compare.tie", self.tie, "is the largest difference of two rewards that is a tie: must be 0 or more")
+
+
+@dataclass
+class EvalStage:
+    """``eval.py``'s own keys."""
+
+    kind: str = "accuracy"
+    run: list[str] = field(default_factory=list)
+    step: int | None = None
+    answers: str | None = None
+    against: list[str] = field(default_factory=list)
+    name: str | None = None
+    out: str | None = None
+    overwrite_out: bool = False
+    split: str = "eval"
+    limit: int | None = None
+    resamples: int = 10_000
+    confidence: float = 0.95
+    accuracy: AccuracyConfig = field(default_factory=AccuracyConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
+    alpacaeval: AlpacaEvalConfig = field(default_factory=AlpacaEvalConfig)
+    lm_eval: LmEvalConfig = field(default_factory=LmEvalConfig)
+
+    def __post_init__(self) -> None:
+        one_of("kind", self.kind, KINDS)
+        one_of("split", self.split, ("train", "eval"))
+        require(self.limit is None or self.limit >= 1, "limit", self.limit, "must be at least 1, or null")
+        require(self.resamples >= 100, "resamples", self.resamples, "must be at least 100: fewer give no confidence interval")
+        require(0 < self.confidence < 1, "confidence", self.confidence, "must lie in (0, 1)")
+        require(self.step is None or self.step >= 0, "step", self.step, "is a step's number: must be 0 or more, or null")
+        require(self.name is None or re.fullmatch(r"[\w.+@=-]+", self.name) is not None, "name", self.name,
+                "becomes a file's name: letters, digits and . _ - + @ = alone")
+        self._check_targets()
+
+    def _check_targets(self) -> None:
+        compares = self.kind == "compare"
+        require(self.step is None or bool(self.run), "step", self.step, "is a checkpoint of a run: give run=")
+        require(not self.answers or not self.run, "answers", self.answers, "is instead of run=: give one of them")
+        require(compares or not self.against, "against", self.against, "is for kind=compare")
+        require(compares or not self.answers, "answers", self.answers, "is for kind=compare; other kinds sample their own")
+        require(bool(self.against) or not compares, "against", None,
+                "kind=compare needs what to compare with: a run, a model or a file of answers, as in against=runs/y")
+        require(not compares or len(self.against) in (1, max(1, len(self.run))), "against", self.against,
+                f"give one, or as many as run= has ({len(self.run)}), in the same order")

@@ -1,0 +1,81 @@
+"""Which part of the training groups a run keeps, by how likely the initial model finds their completions (``data.logprob_range``).
+
+It is how Figure 6 of the paper is run: a range of [0, 0.25] is its lowest quartile, [0.25, 1] the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from config.checks import StoppedError
+from data.spread import Spread
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which groups are trained on, and what is said of it."""
+
+    range: tuple[float, float]
+    """data.logprob_range: shares of the groups in order of their mean token log-probability, 0 the least likely"""
+    kept: tuple[int, ...]
+    """Indices of the kept groups, ascending: the data keep their order"""
+    below: int
+    """Groups left out because they are less likely"""
+    above: int
+    """Groups left out because they are more likely"""
+    all: Spread
+    """Mean token log-probability of every group, nats; its four quarters are Figure 6's quartiles"""
+    lowest: float
+    """The least mean token log-probability among those kept, nats"""
+    highest: float
+    """The greatest, nats"""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; of the kept groups their number alone."""
+        return {**asdict(self), "kept": len(self.kept)}
+
+    def to_markdown(self) -> list[str]:
+        """The paragraph of the data report."""
+        s = self.all
+        quarters = [s.minimum, s.lower_quartile, s.median, s.upper_quartile, s.maximum]
+        return [
+            "### Kept by log-probability", "",
+            f"data.logprob_range={list(self.range)}: {len(self.kept)} of {s.count} groups were kept, those whose mean token "
+            f"log-probability under the initial model lies in [{self.lowest:.3f}, {self.highest:.3f}] nats. "
+            "What follows is about them.", "",
+            "| left out because | groups |", "|---|---|",
+            f"| less likely than those kept | {self.below} |", f"| more likely than those kept | {self.above} |", "",
+            "The quartiles of all groups: " + ", ".join(f"[{a:.3f}, {b:.3f}]" for a, b in pairwise(quarters))
+            + " nats.", "",
+        ]
+
+
+def places(count: int, share: Seq[float]) -> tuple[int, int]:
+    """The slice [first, last) of ``count`` groups in ascending order that the range ``share`` means. Ranges that meet share no group
+    and leave none between them."""
+    first, last = (math.floor(end * count + 0.5) for end in share)
+    return first, last
+
+
+def select(values: np.ndarray, share: Seq[float]) -> Selection:
+    """The selection of groups by their ``values`` [groups]: mean token log-probability, nats. Of equal values the earlier group counts
+    as the less likely one.
+
+    Raises StoppedError where a value is no finite number: such a group has no place in the order.
+    """
+    if not np.isfinite(values).all():
+        raise StoppedError(f"the initial weights give {int((~np.isfinite(values)).sum())} of {len(values)} training groups no finite "
+                           "log-probability, so data.logprob_range cannot order them; look at the model (model.dtype=float32?)")
+    first, last = places(len(values), share)
+    order = np.argsort(values, kind="stable")
+    kept = np.sort(order[first:last])
+    spread = Spread.of(values)
+    assert spread is not None and len(kept)  # make_plan checks it
+    return Selection((float(share[0]), float(share[1])), tuple(kept.tolist()), first, len(values) - last, spread,
+                     float(values[order[first]]), float(values[order[last - 1]]))

@@ -1,0 +1,74 @@
+"""Evaluation of what was trained: of a run, its checkpoints, any model's folder, or a model of the hub.
+
+    python eval.py run=runs/mine                                      # greedy accuracy and pass@k on the run's held-out prompts
+    python eval.py run=runs/mine-s* data=math accuracy.k=[1,8,64] accuracy.samples=64 sampler=vllm
+    python eval.py run=runs/mine kind=compare against=runs/other reward=armorm data=alpacaeval data.path=prompts.json
+    python eval.py model=hub model.name_or_path=org/name data=gsm8k out=evaluations/name
+
+Results: runs/mine/evals/<name>.json, every answer in <name>.jsonl beside it; python -m launch.results shows them. Its own keys are those
+of config/eval.yaml: python eval.py --cfg job
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import ExitStack
+from dataclasses import fields
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from config.checks import require
+from config.cli import cli, guarded
+from config.schema import typed
+from config.schema_eval import EvalStage
+
+
+def evaluate(cfg: DictConfig, given: list[str]) -> None:
+    """Everything that ``run`` names, by ``kind``. ``given``: the dotted keys that the command line sets. Raises ConfigError, DataError,
+    StoppedError."""
+    composed = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(composed, dict)
+    own = {item.name: composed.pop(item.name) for item in fields(EvalStage)}
+    own |= {key: [own[key]] for key in ("run", "against") if isinstance(own[key], str)}
+    stage = typed(OmegaConf.create(own), EvalStage)
+
+    from evals.targets import expanded, refuse_unread, run_of, targets_of
+
+    refuse_unread(given, list(own), bool(stage.run))
+    settings = {str(key): value for key, value in composed.items()}
+    checkpoints = [found for path in expanded(stage.run) if (found := run_of(path, stage.step))[1] is not None]
+    with ExitStack() as stack:
+        exported = {}
+        for run, step in checkpoints:
+            require(os.environ.get("WORLD_SIZE", "1") == "1", "step", step,
+                    f"is read by one process: start it without a launcher, or python export.py {run} --step {step} --to DIR first")
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="eval-")))
+            from export import export_run
+
+            exported[run] = export_run(run, step, folder / "model")
+        targets = targets_of(stage, settings, given, exported)
+        from transformers.utils.logging import disable_progress_bar
+
+        from evals.running import evaluate as measure
+        from models.distributed import start, stop
+
+        disable_progress_bar()  # transformers draws one for every file; sampling has its own
+        world = start()
+        try:
+            measure(targets, stage, world)
+        finally:
+            stop()
+
+
+@hydra.main(version_base="1.3", config_path="config", config_name="eval")
+def main(cfg: DictConfig) -> None:
+    given = [word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task]
+    guarded(lambda: evaluate(cfg, given))
+
+
+if __name__ == "__main__":
+    cli(main)

@@ -1,0 +1,185 @@
+"""``kind=accuracy``: how often answers that can be checked are right: greedy accuracy, and pass@k of several samples."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from config.checks import ConfigError, StoppedError, require
+from config.schema import DataConfig
+from config.schema_eval import EvalStage
+from data.chat import Renderer
+from data.sources import import_function
+from data.types import Prompt
+from evals import answers, statistics
+from evals.answers import Request, check_answering, described
+from evals.base import Evaluation, Target, fingerprints
+from models.distributed import World, on_main
+from rollouts.samplers import Sample
+from rollouts.stages import settings_of
+from rollouts.verify import Verifier
+
+MATHS = ("gsm8k", "math")
+MATH_VERIFY = "rollouts.rewards.verifier.accuracy"
+Items = dict[str, dict[str, float]]
+"""metric -> prompt id -> value"""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One prompt's answers of one request, with their verdicts: 1.0 right, 0.0 wrong, None for no verdict."""
+
+    prompt: Prompt
+    samples: list[Sample]
+    texts: list[str]
+    verdicts: list[float | None]
+
+    @property
+    def known(self) -> list[float]:
+        return [v for v in self.verdicts if v is not None]
+
+
+def verifier_path(data: DataConfig, stage: EvalStage) -> str:
+    """The import path of what checks the answers. Raises ConfigError where nothing does."""
+    path = stage.accuracy.verifier or data.verifier or (MATH_VERIFY if data.format in MATHS else None)
+    if path is None:
+        raise ConfigError("accuracy.verifier", None, f"data={data.name} names nothing that checks answers: give data.verifier, as in "
+                          f"accuracy.verifier={MATH_VERIFY}, or compare by a reward (kind=compare)")
+    return path
+
+
+def check(target: Target, stage: EvalStage) -> None:
+    """Raises ConfigError, DataError: nothing checks the answers, no prompt has a reference answer, the model cannot answer."""
+    renderer = check_answering(target)
+    import_function("accuracy.verifier", verifier_path(target.config.data, stage))
+    require(target.config.sampler.temperature > 0 or stage.accuracy.samples <= 1, "sampler.temperature", 0,
+            f"makes all accuracy.samples={stage.accuracy.samples} answers the same: use accuracy.samples=0, greedy accuracy alone")
+    checkable(target, stage, renderer)
+
+
+def checkable(target: Target, stage: EvalStage, renderer: Renderer) -> tuple[list[Prompt], Counter[str]]:
+    """(the prompts that have a reference answer, for what reasons how many others are left out). Raises ConfigError for none."""
+    every, left_out = answers.prompts(target, replace(stage, limit=None), renderer)
+    found = [prompt for prompt in every if prompt.reference is not None]
+    if len(found) < len(every):
+        left_out["no reference answer"] += len(every) - len(found)
+    require(bool(found), "data", target.config.data.name, f"no prompt of split={stage.split} has a reference answer to check against")
+    return answers.limited(found, stage.limit), left_out
+
+
+def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
+    """Greedy accuracy and pass@k of one target, with bootstrap intervals over problems. Raises StoppedError for verdicts that are
+    neither 0 nor 1, and if there is no verdict at all."""
+    renderer = check_answering(target)
+    asked, left_out = checkable(target, stage, renderer)
+    own, drawn = stage.accuracy, settings_of(target.config.sampler)
+    requests = {"greedy": Request("greedy answers", 1, replace(drawn, temperature=0.0))} if own.greedy else {}
+    if own.samples:
+        requests["sampled"] = Request(f"{own.samples} samples each", own.samples, drawn)
+    made = answers.sample(target, renderer, asked, list(requests.values()), world)
+    path = verifier_path(target.config.data, stage)
+
+    def checked() -> dict[str, list[Checked]]:
+        verifier: Verifier = import_function("accuracy.verifier", path)
+        return {kind: verified(asked, of_kind, verifier, renderer) for kind, of_kind in zip(requests, made, strict=True)}
+
+    by_kind = on_main(checked)
+    items, summaries = items_of(by_kind, own.k), {kind: summary(every) for kind, every in by_kind.items()}
+    counts = {"prompts": len(asked), "answers": sum(request.n for request in requests.values()) * len(asked), "left_out": dict(left_out)}
+    settings = described(target, stage) | {"samples": own.samples, "k": own.k, "verifier": path}
+    title = f"{target.config.data.name}, {stage.split}, {len(asked)} prompts"
+    return result([items], summaries, stage, title, counts=counts, rows=list(rows_of(by_kind)), settings=settings,
+                  fingerprints=fingerprints(target, asked, text=renderer.fingerprint) if world.is_main else {})
+
+
+def verified(asked: list[Prompt], of_prompt: list[list[Sample]], verifier: Verifier, renderer: Renderer) -> list[Checked]:
+    """Every answer with its verdict. Raises StoppedError for one that is neither 0 nor 1."""
+    texts = [[sample.completion(renderer.tokenizer).text or "" for sample in samples] for samples in of_prompt]
+    flat = [(text, prompt.reference) for prompt, each in zip(asked, texts, strict=True) for text in each]
+    verdicts = iter(verifier([text for text, _ in flat], [reference for _, reference in flat]))
+    found = [Checked(prompt, samples, each, [next(verdicts) for _ in each])
+             for prompt, samples, each in zip(asked, of_prompt, texts, strict=True)]
+    partly = next((v for one in found for v in one.known if v not in (0.0, 1.0)), None)
+    if partly is not None:
+        raise StoppedError(f"the verifier gave {partly}: pass@k counts answers that are right (1.0) or wrong (0.0)")
+    return found
+
+
+def items_of(by_kind: Mapping[str, list[Checked]], ks: Iterable[int]) -> Items:
+    """Metric -> prompt id -> value: what is averaged over prompts. A prompt with fewer verdicts than k has no pass@k."""
+    items: Items = {}
+    if "greedy" in by_kind:
+        items["greedy.accuracy"] = {one.prompt.id: one.known[0] for one in by_kind["greedy"] if one.known}
+    for k in sorted(set(ks)) if "sampled" in by_kind else []:
+        items[f"sampled.pass@{k}"] = {one.prompt.id: statistics.pass_at_k(len(one.known), int(sum(one.known)), k)
+                                      for one in by_kind["sampled"] if len(one.known) >= k}
+    return items
+
+
+def summary(every: list[Checked]) -> dict[str, float]:
+    """``length`` (mean tokens, the stop token included), ``finished`` (share not cut by max_tokens), ``no_verdict`` (share), and where
+    there are several answers a prompt ``distinct`` (the mean share of different texts among them)."""
+    samples = [sample for one in every for sample in one.samples]
+    found = {"length": fmean(len(s.token_ids) for s in samples), "finished": fmean(s.finished for s in samples),
+             "no_verdict": 1 - sum(len(one.known) for one in every) / len(samples)}
+    if len(every[0].samples) > 1:
+        found["distinct"] = fmean(len(set(one.texts)) / len(one.texts) for one in every)
+    return found
+
+
+def rows_of(by_kind: Mapping[str, list[Checked]]) -> Iterable[dict[str, Any]]:
+    """A line an answer."""
+    for kind, every in by_kind.items():
+        for one in every:
+            asked = [{"role": turn.role, "content": turn.content} for turn in one.prompt.turns]
+            for i, (sample, text, verdict) in enumerate(zip(one.samples, one.texts, one.verdicts, strict=True)):
+                yield {"prompt_id": one.prompt.id, "prompt": asked, "reference": one.prompt.reference, "drawn": kind, "sample_id": i,
+                       "output": text, "verdict": verdict, "tokens": len(sample.token_ids), "finished": sample.finished}
+
+
+# -- one run or several ------------------------------------------------------------------------------------------------------------
+
+
+def pool(parts: list[Evaluation], stage: EvalStage) -> Evaluation:
+    """Several runs as one result: means over all, intervals by a bootstrap over runs and problems."""
+    kinds = parts[0].values.keys() & {"greedy", "sampled"}
+    summaries = {kind: {key: fmean(part.values[kind][key] for part in parts) for key in ("length", "finished", "no_verdict", "distinct")
+                        if all(key in part.values[kind] for part in parts)} for kind in sorted(kinds)}
+    counts = {"runs": len(parts), "prompts": parts[0].values["counts"]["prompts"]}
+    return result([part.items for part in parts], summaries, stage, f"mean of {len(parts)} runs", counts=counts, rows=[],
+                  settings={"runs": [part.settings for part in parts]}, fingerprints={"runs": [part.fingerprints for part in parts]})
+
+
+def result(runs: list[Items], summaries: dict[str, dict[str, float]], stage: EvalStage, title: str, *, counts: dict[str, Any],
+           rows: list[dict[str, Any]], settings: dict[str, Any], fingerprints: dict[str, Any]) -> Evaluation:
+    """The record and the printed table of one run's items, or of several's. Raises StoppedError where nothing got a verdict."""
+    tables = {metric: statistics.table_of([run[metric] for run in runs]) for metric in runs[0]}
+    if not any(np.isfinite(table).any() for table in tables.values()):
+        raise StoppedError("the verifier gave no verdict on any answer: look at the reference answers of the data")
+    spread = statistics.intervals(tables, stage.resamples, stage.confidence)
+    values: dict[str, Any] = {kind: {} for kind in summaries}
+    printed = [[title, "mean", f"{stage.confidence:.0%} interval"]]
+    for metric, table in tables.items():
+        kind, _, name = metric.partition(".")
+        mean, interval = statistics.mean_of(table), spread[metric]
+        values[kind] |= {name: mean, f"{name}_ci": list(interval) if interval else None}
+        printed.append([f"{kind} {name}" if kind == "greedy" else name, _percent(mean),
+                        f"[{_percent(interval[0])}, {_percent(interval[1])}]" if interval else "–"])
+    for kind, numbers in summaries.items():
+        values[kind] |= numbers
+        printed += [[f"{kind}: {words}", form.format(numbers[key])] for key, words, form in SHOWN
+                    if key in numbers and (key != "no_verdict" or numbers[key])]
+    return Evaluation(values | {"counts": counts}, printed, rows, settings, fingerprints, runs[0] if len(runs) == 1 else {})
+
+
+SHOWN = (("length", "tokens an answer", "{:.1f}"), ("finished", "finished answers", "{:.1%}"),
+         ("no_verdict", "without a verdict", "{:.1%}"), ("distinct", "different answers of a prompt", "{:.1%}"))
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"

@@ -1,0 +1,134 @@
+"""AlpacaEval's files: answers, judgements, and the two that the alpaca_eval library takes from the hub, found without waiting for one
+that cannot be reached."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
+
+from config.checks import ConfigError, require
+from data.types import DataError
+
+Row = dict[str, Any]
+REPOSITORY = "tatsu-lab/alpaca_eval"
+BASELINE, GAMED = "alpaca_eval_gpt4_baseline.json", "df_gamed.csv"
+"""The baseline's answers to the 805 instructions; the instructions' difficulties with the judgements of two models that game length."""
+REACHED_WITHIN_S = 3.0
+"""A hub that gives no sign of life within this is done without: its own client would try for half a minute."""
+_NAMED = 3
+"""Bad rows that an error names."""
+
+
+def read_rows(key: str, path: Path, texts: Sequence[str]) -> list[Row]:
+    """The objects of a JSON list (or of JSON lines), each with a text under every one of ``texts``.
+
+    Raises ConfigError for a file that is not there, DataError for one that cannot be read or has rows that are no such objects.
+    """
+    require(path.is_file(), key, path, "there is no such file")
+    try:
+        content = path.read_text(encoding="utf-8")
+        rows = [json.loads(line) for line in content.splitlines() if line.strip()] if path.suffix == ".jsonl" else json.loads(content)
+    except ValueError as error:
+        raise DataError(f"{key}={path}: is no JSON ({error})") from error
+    if not isinstance(rows, list) or not rows:
+        raise DataError(f"{key}={path}: must be a list of objects with {', '.join(texts)}, and has none")
+    bad = [f"row {i}: {problem}" for i, row in enumerate(rows) if (problem := _problem(row, texts))]
+    if bad:
+        raise DataError(f"{key}={path}: {len(bad)} of {len(rows)} rows cannot be used; {'; '.join(bad[:_NAMED])}")
+    return rows
+
+
+def _problem(row: Any, texts: Sequence[str]) -> str | None:
+    if not isinstance(row, dict):
+        return "is no object"
+    missing = [name for name in texts if not isinstance(row.get(name), str)]
+    return f"has no text under {', '.join(missing)}" if missing else None
+
+
+def read_outputs(key: str, path: Path) -> list[Row]:
+    """Answers in AlpacaEval's format, one an instruction, all of one generator. Raises ConfigError, DataError."""
+    rows = read_rows(key, path, ("instruction", "output", "generator"))
+    generators = sorted({row["generator"] for row in rows})
+    if len(generators) > 1:
+        raise DataError(f"{key}={path}: answers of one model are judged, these are of {len(generators)}: {', '.join(generators[:_NAMED])}")
+    seen: dict[str, int] = {}
+    twice = [f"rows {seen[row['instruction']]} and {i}" for i, row in enumerate(rows) if seen.setdefault(row["instruction"], i) != i]
+    if twice:
+        raise DataError(f"{key}={path}: one answer an instruction, {len(twice)} are there again: {'; '.join(twice[:_NAMED])}")
+    return rows
+
+
+def read_annotations(path: Path) -> list[Row]:
+    """Judgements as alpaca_eval writes them, of one model against one baseline. Raises ConfigError, DataError.
+
+    A ``preference`` that is no number within [1, 2] (0 is an old way to write a tie) is a judgement that failed: such rows stay, the
+    library counts them out.
+    """
+    key = "alpacaeval.annotations"
+    rows = read_rows(key, path, ("instruction", "output_1", "output_2"))
+    for name in ("generator_1", "generator_2"):
+        found = sorted({str(row.get(name)) for row in rows})
+        if len(found) > 1:
+            raise DataError(f"{key}={path}: one model against one baseline is rated; {name} is {', '.join(found[:_NAMED])}"
+                            f"{' …' if len(found) > _NAMED else ''}")
+    wrong = [f"row {i}: {row.get('preference')!r}" for i, row in enumerate(rows) if "preference" not in row or not
+             (row["preference"] is None or (isinstance(row["preference"], int | float) and not isinstance(row["preference"], bool)))]
+    if wrong:
+        raise DataError(f"{key}={path}: {len(wrong)} of {len(rows)} rows have no preference that is a number or null; "
+                        f"{'; '.join(wrong[:_NAMED])}")
+    return rows
+
+
+def judged(row: Row) -> bool:
+    """Whether the library counts the row's preference."""
+    value = row.get("preference")
+    return value is not None and (value == 0 or 1 <= value <= 2)
+
+
+def aligned(outputs: Sequence[Row], reference: Sequence[Row], key: str, value: Any) -> None:
+    """Raise ConfigError unless every answer is to an instruction of the reference, letter by letter: the library would drop it."""
+    known = {row["instruction"] for row in reference}
+    strange = [row["instruction"] for row in outputs if row["instruction"] not in known]
+    require(not strange, key, value, f"{len(strange)} of {len(outputs)} instructions are none of alpacaeval.reference's, as {strange[:1]}: "
+            "answer its instructions as they are")
+
+
+def hub_file(name: str) -> Path | str:
+    """A file of the library's data set in the hub's cache, or fetched to it; or why it cannot be had. Never waits for long."""
+    cached = try_to_load_from_cache(REPOSITORY, name, repo_type="dataset")
+    if isinstance(cached, str):
+        return Path(cached)
+    if constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
+        return f"{name} of {REPOSITORY} is not in the hub's cache, and the hub is not asked (HF_HUB_OFFLINE)"
+    try:
+        request = urllib.request.Request(f"{constants.ENDPOINT}/datasets/{REPOSITORY}/resolve/main/{name}", method="HEAD")
+        urllib.request.urlopen(request, timeout=REACHED_WITHIN_S).close()
+        return Path(hf_hub_download(REPOSITORY, name, repo_type="dataset", etag_timeout=REACHED_WITHIN_S))
+    except (OSError, HfHubHTTPError) as error:  # URLError and HTTPError are OSErrors
+        reason = getattr(error, "reason", None) or error
+        return f"{name} of {REPOSITORY} is not in the hub's cache, and {constants.ENDPOINT} does not give it ({reason})"
+
+
+def reference_path(given: str | None) -> Path:
+    """The file of the baseline's answers. Raises ConfigError where there is none."""
+    found = Path(given) if given is not None else hub_file(BASELINE)
+    if isinstance(found, str):
+        raise ConfigError("alpacaeval.reference", None, f"{found}; fetch it where there is a network and give its path")
+    return found
+
+
+def difficulty_path(given: str | None) -> Path | str:
+    """The file that the length-controlled rate needs, or why there is none. Raises ConfigError for a given one that is not there."""
+    if given is not None:
+        require(Path(given).is_file(), "alpacaeval.difficulty", given, "there is no such file; it is df_gamed.csv of the hub's data set "
+                f"{REPOSITORY}")
+        return Path(given)
+    return hub_file(GAMED)

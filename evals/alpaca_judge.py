@@ -1,0 +1,253 @@
+"""Answers judged against a baseline's by a language model behind an endpoint, through the alpaca_eval library: its prompts, its parsing,
+its cache of judgements. Around it: failures that cost one judgement and not the run, a file that is always whole, and what it will cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from config.checks import StoppedError
+from config.schema_benchmarks import AlpacaEvalConfig
+from evals.alpaca_files import Row
+from evals.alpaca_library import annotator_settings, library, quiet
+from rollouts.ledger import write_whole
+from trainers.progress import progress
+
+CHARACTERS_PER_TOKEN = 4
+SECONDS_PER_CALL = 2.0
+"""What a call is taken to last before any was made."""
+DEAD_AFTER = 50
+"""Failures in a row, or five for each call at once, after which an endpoint is given up."""
+_CALLS_PER_WORKER = 8
+"""Judgements are written to the cache whenever every worker has done about so many."""
+_STOP = (301, 302, 307, 308, 401, 403, 404, 405)
+"""HTTP errors that every further call would get too: a wrong key, address or model."""
+NO_KEY = "none"
+"""What is sent where there is no key: the client insists on one."""
+
+
+@dataclass
+class Spent:
+    """What the endpoint was asked by this process, and what came of it."""
+
+    calls: int = 0
+    """answers that it was asked about; a call that was tried again counts once"""
+    tokens: float = 0
+    """its own count"""
+    failures: Counter[str] = field(default_factory=Counter)
+    """for what reasons how many calls gave no judgement"""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What judging will take. Tokens are characters / 4."""
+
+    calls: int
+    tokens: int
+    seconds: float
+    dollars: float | None
+
+    def __str__(self) -> str:
+        money = "" if self.dollars is None else f", about ${self.dollars:.2f}"
+        return (f"{self.calls} calls, about {self.tokens:,} tokens{money}, about {self.seconds / 60:.0f} min "
+                f"(at {SECONDS_PER_CALL:g} s a call)")
+
+
+def judge_name(own: AlpacaEvalConfig) -> str:
+    """What the judgements are filed under: the library's annotator and the model that plays it."""
+    return f"{own.annotator}-{own.model}"
+
+
+def estimate(outputs: Sequence[Row], reference: Sequence[Row], own: AlpacaEvalConfig, cache: Path) -> Estimate:
+    """What judging ``outputs`` will take, without those that are judged already."""
+    settings = annotator_settings(own.annotator)
+    frame, reply = len(Path(settings["prompt_template"]).read_text()), int(settings["completions_kwargs"]["max_tokens"])
+    theirs = {row["instruction"]: row["output"] for row in reference}
+    done = {(row["instruction"], row["output_1"], row["output_2"]) for row in _cached(cache) if row["annotator"] == judge_name(own)}
+    asked = [(o["instruction"], theirs[o["instruction"]], o["output"]) for o in outputs]
+    asked = [pair for pair in asked if pair not in done and pair[1] != pair[2]]  # the same answer twice is a tie without asking
+    tokens = sum((frame + sum(map(len, pair))) // CHARACTERS_PER_TOKEN + reply for pair in asked)
+    price = own.dollars_per_million_tokens
+    return Estimate(len(asked), tokens, len(asked) * SECONDS_PER_CALL / own.concurrency, None if price is None else tokens * price / 1e6)
+
+
+def judge(outputs: Sequence[Row], reference: Sequence[Row], own: AlpacaEvalConfig, cache: Path, shown: str) -> tuple[list[Row], Spent]:
+    """(the library's annotations, in the order of ``reference``, what they took). A row that got no judgement has preference None.
+
+    ``cache``: the library's file of judgements; what is in it is not asked again, and it is whole whenever the process ends.
+    ``shown``: said by the progress bar. Raises StoppedError where every further call would fail too, and when more than
+    ``own.max_missing`` of the answers got no judgement; the same command then goes on with what is missing.
+    """
+    import pandas as pd
+
+    about = estimate(outputs, reference, own, cache)
+    write_whole(cache, _text([row for row in _cached(cache) if row["preference"] not in (None, -1)]))  # what failed is asked again
+    wanted = {row["instruction"] for row in outputs}
+    with tempfile.TemporaryDirectory(prefix="alpacaeval-") as folder, progress(about.calls, shown, unit="answer") as bar:
+        endpoint = _Endpoint(own, lambda: bar.update())
+        annotator = _annotator(own, cache, Path(folder))
+        annotator.annotators[judge_name(own)].fn_completions = endpoint.complete
+        with quiet():
+            try:
+                rows: list[Row] = annotator.annotate_head2head(
+                    outputs_1=pd.DataFrame([row for row in reference if row["instruction"] in wanted]),
+                    outputs_2=pd.DataFrame(list(outputs)), chunksize=_CALLS_PER_WORKER * own.concurrency)
+            finally:
+                endpoint.close()
+    if endpoint.stopped is not None:
+        raise endpoint.stopped
+    rows = [{key: None if isinstance(value, float) and value != value else value for key, value in row.items()} for row in rows]
+    _check_missing(rows, endpoint.spent, own)
+    return rows, endpoint.spent
+
+
+def _annotator(own: AlpacaEvalConfig, cache: Path, folder: Path) -> Any:
+    """The library's annotator with our model, which reads and writes ``cache``; its settings go through a file in ``folder``."""
+    settings = annotator_settings(own.annotator)
+    settings["completions_kwargs"]["model_name"] = own.model
+    file = folder / "annotator" / "configs.yaml"
+    write_whole(file, yaml.safe_dump({judge_name(own): settings}))
+    with quiet():
+        annotator = library().annotators.PairwiseAnnotator(annotators_config=str(file), caching_path=str(cache))
+    if annotator.df_annotations is not None and annotator.df_annotations.empty:
+        annotator.df_annotations = None
+    save = annotator.save
+
+    def save_whole(path: str | None = None) -> None:  # the library writes in place: a kill would leave half a file
+        part = cache.with_name(f".{cache.name}.part")
+        save(str(part))
+        os.replace(part, cache)
+
+    annotator.save = save_whole
+    return annotator
+
+
+def _cached(cache: Path) -> list[Row]:
+    if not cache.exists():
+        return []
+    rows: list[Row] = json.loads(cache.read_text(encoding="utf-8"))
+    return rows
+
+
+def _text(rows: Sequence[Row]) -> str:
+    return json.dumps(list(rows), indent=1, ensure_ascii=False) + "\n"
+
+
+def _check_missing(rows: Sequence[Row], spent: Spent, own: AlpacaEvalConfig) -> None:
+    missing = sum(row["preference"] is None for row in rows)
+    unread = missing - spent.failures.total()
+    if unread > 0:
+        spent.failures["no verdict in the judge's reply"] += unread
+    if missing > own.max_missing * len(rows):
+        reasons = "".join(f"\n  {count} x {reason}" for reason, count in spent.failures.most_common(5))
+        raise StoppedError(f"{missing} of {len(rows)} answers got no judgement, more than alpacaeval.max_missing={own.max_missing:g}"
+                           f"{reasons}\nthe others are kept: the same command asks for these alone. Mend the endpoint, or raise "
+                           "alpacaeval.max_missing")
+
+
+class _FailedError(Exception):
+    """One call without a judgement, and why."""
+
+
+class _Endpoint:
+    """What the annotator asks for completions: the library's own function, one prompt a call, many calls at once."""
+
+    def __init__(self, own: AlpacaEvalConfig, done: Any) -> None:
+        import openai
+
+        self.own, self.spent, self._done = own, Spent(), done
+        self._key = (os.environ.get(own.api_key_env or "") or NO_KEY).strip()
+        self._client = openai.DefaultHttpxClient(timeout=own.timeout)
+        self._lock, self._in_a_row = threading.Lock(), 0
+        self._dead_after = max(DEAD_AFTER, 5 * own.concurrency)
+        self.stopped: StoppedError | None = None
+        """why no further call is made"""
+
+    def close(self) -> None:
+        self._client.close()
+
+    def complete(self, prompts: Sequence[str], **settings: Any) -> dict[str, list[Any]]:
+        """What the library's ``openai_completions`` gives for all prompts; a call that failed is an empty completion, which the library
+        takes for no judgement. Once ``stopped`` it gives only those, for the library to store what came before, and raises the next time.
+        """
+        if self.stopped is not None:
+            raise self.stopped
+        with ThreadPoolExecutor(self.own.concurrency) as threads:
+            made = list(threads.map(lambda prompt: self._one(prompt, settings), prompts))
+        return {key: [value for one in made for value in one[key]] for key in made[0]} if made else {}
+
+    def _one(self, prompt: str, settings: dict[str, Any]) -> dict[str, list[Any]]:
+        if self.stopped is not None:
+            return _nothing()
+        try:
+            made = self._ask(prompt, settings)
+        except StoppedError as stop:
+            self.stopped = stop
+            return _nothing()
+        except _FailedError as failed:
+            self._count(str(failed), 0)
+            made = _nothing()
+        else:
+            self._count(None, made["completions_all"][0]["total_tokens"])
+        self._done()
+        return made
+
+    def _count(self, failure: str | None, tokens: float) -> None:
+        with self._lock:
+            self.spent.calls += 1
+            self.spent.tokens += tokens
+            self._in_a_row = 0 if failure is None else self._in_a_row + 1
+            if failure is not None:
+                self.spent.failures[failure] += 1
+            if self._in_a_row >= self._dead_after and self.stopped is None:
+                self.stopped = StoppedError(f"alpacaeval.base_url={self.own.base_url} was given up after {self._in_a_row} failures in a "
+                                            f"row, the last: {failure}; what is judged is kept, the same command goes on")
+
+    def _ask(self, prompt: str, settings: dict[str, Any]) -> dict[str, list[Any]]:
+        """One prompt's completion. Raises _FailedError, StoppedError."""
+        import openai
+
+        own, price = self.own, self.own.dollars_per_million_tokens
+        try:
+            made: dict[str, list[Any]] = library().decoders.openai.openai_completions(
+                [prompt], num_procs=1, batch_size=1, requires_chatml=True, n_retries=1, sleep_time=0,
+                price_per_token=float("nan") if price is None else price / 1e6, client_config_path=os.devnull,
+                openai_api_keys=[self._key], openai_organization_ids=None, openai_api_base=own.base_url.rstrip("/"),
+                client_kwargs={"timeout": own.timeout, "max_retries": own.retries, "http_client": self._client}, **settings)
+            reply = made["completions_all"][0]
+        except openai.APIStatusError as error:
+            raise self._refused(error) from None
+        except openai.OpenAIError as error:
+            raise _FailedError(f"the endpoint did not answer ({type(error).__name__})") from None
+        except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError):
+            raise _FailedError("the endpoint's reply is no chat completion with its usage") from None
+        if "message" not in reply:  # the library's own way to give up
+            raise _FailedError("the endpoint's limit of calls or of length")
+        if settings.get("logprobs") and not reply.get("logprobs"):
+            raise _FailedError("the endpoint gives no log-probabilities, which this annotator reads (alpaca_eval_gpt4 reads text)")
+        return made
+
+    def _refused(self, error: Any) -> Exception:
+        """What an HTTP error means for this call, or for all of them. What the endpoint says may repeat the key: it is cut out."""
+        said = " ".join(str(error.message).split())
+        said = (said if self._key == NO_KEY else said.replace(self._key, "***"))[:300]
+        if error.status_code in _STOP:
+            return StoppedError(f"alpacaeval.base_url={self.own.base_url} refuses alpacaeval.model={self.own.model}: "
+                                f"HTTP {error.status_code} {said}; mend the address, the model or the key")
+        return _FailedError(f"HTTP {error.status_code} from the endpoint")
+
+
+def _nothing() -> dict[str, list[Any]]:
+    """The library's form of a completion that says nothing."""
+    return {"completions": [""], "price_per_example": [0.0], "time_per_example": [0.0],
+            "completions_all": [{"text": "", "total_tokens": 0}]}

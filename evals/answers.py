@@ -1,0 +1,114 @@
+"""Answers of a target to the prompts of its data, with the samplers of the rounds."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from config.checks import require
+from config.schema_eval import EvalStage
+from data.chat import Renderer, make_renderer
+from data.sources import load_groups
+from data.types import Prompt
+from data.views import prompts_of
+from evals.base import Target
+from models.distributed import World
+from models.policy import check_model, load_tokenizer
+from rollouts.samplers import Sample, SamplingSettings
+from rollouts.setup import usable_prompts
+from rollouts.stages import opened
+from rollouts.vllm_sampler import require_installed
+from trainers.progress import progress
+
+_VLLM_PARTS, _VLLM_IN_FLIGHT = 20, 512
+"""vLLM is asked in so many parts, so that there is something to show, but for at least so many samples at once."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """``n`` answers to every prompt."""
+
+    what: str
+    """said by the progress bar"""
+    n: int
+    settings: SamplingSettings
+
+
+def check_answering(target: Target) -> Renderer:
+    """The target's renderer. Raises ConfigError for what would keep it from answering, before weights are loaded."""
+    config = target.config
+    require(config.model.head != "reward", "run", target.run or target.name, "is a reward model: it answers nothing")
+    if config.sampler.name == "vllm":
+        require_installed()
+    config.check_room()
+    check_model(config.model)
+    return make_renderer(load_tokenizer(config.model), config.model, config.data)
+
+
+def prompts(target: Target, stage: EvalStage, renderer: Renderer) -> tuple[list[Prompt], Counter[str]]:
+    """(the prompts to be answered, for what reasons how many others cannot be). Raises ConfigError, DataError; where there is none too."""
+    data = target.config.data
+    every = prompts_of(load_groups(data, "eval" if stage.split == "eval" else "train").groups)
+    usable, refused = usable_prompts(every, renderer)
+    require(bool(usable), "data", data.name, f"has no prompt to answer in split={stage.split}: {dict(refused) or 'none read'}")
+    return limited(usable, stage.limit), refused
+
+
+def limited(every: list[Prompt], limit: int | None) -> list[Prompt]:
+    """The ``limit`` prompts with the smallest ids, in their order: a fair draw, whatever the order of the data."""
+    if limit is None:
+        return every
+    chosen = set(sorted(prompt.id for prompt in every)[:limit])
+    return [prompt for prompt in every if prompt.id in chosen]
+
+
+def sample(target: Target, renderer: Renderer, asked: list[Prompt], requests: list[Request], world: World) -> list[list[list[Sample]]]:
+    """[requests][prompts][n] answers, drawn with the target's seed; the same on every rank, each of which calls it.
+
+    Raises SamplerError, and ConfigError for weights that cannot be had.
+    """
+    config = target.config
+    with opened(config, renderer, world, (target.run or target.out) / "logs") as drawer:
+
+        def draw(request: Request) -> list[list[Sample]]:
+            longest_first = sorted(range(len(asked)), key=lambda i: -len(renderer.prompt_ids(asked[i])))
+            rows = (config.sampler.batch_size or config.model.eval_batch_size) * world.size
+            size = _part(len(asked), request.n, config.sampler.name, rows)
+            found: dict[int, list[Sample]] = {}
+            with progress(len(asked), f"{target.name}: {request.what}", unit="prompt", shown=world.is_main) as bar:
+                for first in range(0, len(asked), size):
+                    part = longest_first[first : first + size]
+                    found |= zip(part, drawer.sample([asked[i] for i in part], request.n, request.settings, config.seed), strict=True)
+                    bar.update(len(part))
+            return [found[i] for i in range(len(asked))]
+
+        answers: list[list[list[Sample]]] = drawer.together(lambda: [draw(request) for request in requests])
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return answers
+
+
+def _part(n_prompts: int, n: int, sampler: str, rows: int) -> int:
+    """How many prompts are answered between two movements of the bar: a batch's worth."""
+    if sampler == "vllm":
+        return max(math.ceil(n_prompts / _VLLM_PARTS), math.ceil(_VLLM_IN_FLIGHT / n))
+    return max(1, rows // n)
+
+
+def described(target: Target, stage: EvalStage) -> dict[str, Any]:
+    """The settings that answers depend on, for the result's ``settings``."""
+    config = target.config
+    keys = ("name", "path", "eval_path", "revision", "subset", "split", "eval_split", "eval_fraction", "system_prompt",
+            "apply_chat_template")
+    return {
+        "target": target.name, "step": target.step, "model": None if target.step is not None else config.model.name_or_path,
+        "dtype": config.model.dtype, "max_length": config.model.max_length, "max_prompt_length": config.model.max_prompt_length,
+        "data": {key: getattr(config.data, key) for key in keys}, "part": stage.split, "limit": stage.limit,
+        "sampler": {key: value for key, value in asdict(config.sampler).items()
+                    if key in ("name", "temperature", "top_p", "max_tokens", "dtype")},
+        "seed": config.seed, "resamples": stage.resamples, "confidence": stage.confidence,
+    }

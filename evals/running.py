@@ -1,0 +1,111 @@
+"""One evaluation of one or several targets: checked, measured, written, mirrored, printed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from config.checks import StoppedError
+from config.schema_eval import EvalStage
+from evals.base import Evaluation, Target
+from models.distributed import World
+from rollouts.files import refuse_existing
+from rollouts.ledger import write_whole
+from rollouts.rewards.base import RewardError
+from rollouts.worker_process import SamplerError
+from trainers.provenance import scrub
+from trainers.tracking import mirror_evaluation, plain
+
+KINDS = {"accuracy": "evals.accuracy", "compare": "evals.compare", "alpacaeval": "evals.alpaca", "lm_eval": "evals.harness"}
+"""What ``kind`` may be -> the module that does it (its contract: the docstring of this package)."""
+SHOWN = 64
+"""Answers that are shown in wandb."""
+
+
+def evaluate(targets: list[Target], stage: EvalStage, world: World) -> list[Evaluation]:
+    """Evaluate every target, then all of them as one result where the kind can pool them. Raises ConfigError, DataError before anything
+    is loaded, and StoppedError where sampling or scoring cannot go on."""
+    kind = importlib.import_module(KINDS[stage.kind])
+    pooled = pooled_path(targets, stage) if len(targets) > 1 and hasattr(kind, "pool") else None
+    if pooled is not None:
+        refuse_existing(pooled, stage.overwrite_out)
+    for target in targets:
+        refuse_existing(result_path(target, stage), stage.overwrite_out)
+        kind.check(target, stage)
+    found = []
+    for target in targets:
+        evaluation = _measured(kind, target, stage, world)
+        if world.is_main:
+            report(target, stage, evaluation)
+        found.append(evaluation)
+    if world.is_main and len(found) > 1 and hasattr(kind, "pool"):
+        report_pooled(kind.pool(found, stage), targets, stage)
+    return found
+
+
+def _measured(kind: ModuleType, target: Target, stage: EvalStage, world: World) -> Evaluation:
+    try:
+        evaluation: Evaluation = kind.evaluate(target, stage, world)
+    except (SamplerError, RewardError) as error:
+        raise StoppedError(f"{target.name}: {error}") from error
+    return evaluation
+
+
+def result_name(target: Target, stage: EvalStage) -> str:
+    """The result's file name without its end."""
+    if stage.name is not None:
+        return stage.name
+    of = [target.config.data.name] if stage.kind in ("accuracy", "compare") else []
+    against = [target.other.name] if target.other is not None else []
+    step = [f"step{target.step}"] if target.step is not None else []
+    return "-".join([stage.kind, *of, *against, *step])
+
+
+def result_path(target: Target, stage: EvalStage) -> Path:
+    return target.out / f"{result_name(target, stage)}.json"
+
+
+def pooled_path(targets: list[Target], stage: EvalStage) -> Path | None:
+    """Where the result of several runs together goes; None where ``out`` was not given: it is printed alone."""
+    return None if stage.out is None else Path(stage.out) / f"{result_name(targets[0], stage)}-pooled.json"
+
+
+def report(target: Target, stage: EvalStage, evaluation: Evaluation) -> None:
+    """Write the result and its answers, tell wandb, print."""
+    path = result_path(target, stage)
+    write_result(path, evaluation)
+    if target.run is not None:
+        mirror_evaluation(target.run, asdict(target.config), target.config.wandb, path.stem, evaluation.values, evaluation.rows[:SHOWN])
+    answers = f", its answers to {path.with_suffix('.jsonl').name}" if evaluation.rows else ""
+    print(f"\n{target.name}\n{text_table(evaluation.table)}\nwritten to {path}{answers}", flush=True)
+
+
+def report_pooled(evaluation: Evaluation, targets: list[Target], stage: EvalStage) -> None:
+    """Print what several runs say together; it is written where ``out`` was given."""
+    print(f"\n{len(targets)} runs together: {', '.join(target.name for target in targets)}\n{text_table(evaluation.table)}")
+    if (path := pooled_path(targets, stage)) is not None:
+        write_result(path, evaluation)
+        print(f"written to {path}", flush=True)
+
+
+def write_result(path: Path, evaluation: Evaluation) -> None:
+    """The answers first, then the numbers: a result that is there has its answers beside it. Both whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    answers = path.with_suffix(".jsonl")
+    if evaluation.rows:
+        write_whole(answers, "".join(json.dumps(plain(row), ensure_ascii=False) + "\n" for row in evaluation.rows))
+    else:
+        answers.unlink(missing_ok=True)
+    about: dict[str, Any] = {"settings": evaluation.settings, "fingerprints": evaluation.fingerprints}
+    write_whole(path, json.dumps(plain(evaluation.values | scrub(about)), indent=2, ensure_ascii=False) + "\n")
+
+
+def text_table(table: list[list[str]]) -> str:
+    """Columns as wide as their widest cell; the first to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in table if i < len(row)) for i in range(max(map(len, table), default=0))]
+    return "\n".join("  ".join(cell.ljust(widths[i]) if i == 0 else cell.rjust(widths[i]) for i, cell in enumerate(row)).rstrip()
+                     for row in table)

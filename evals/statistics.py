@@ -1,0 +1,93 @@
+"""What an evaluation says of its numbers: pass@k, bootstrap intervals over problems and seeds, paired tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from launch.statistics import paired
+
+Interval = tuple[float, float]
+_BLOCK = 500
+"""Resamples made at once, to bound memory."""
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """The chance that of ``k`` answers at least one is right, estimated without bias from ``n`` answers of which ``correct`` are:
+    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1). ``1 <= k <= n``."""
+    assert 0 <= correct <= n and 1 <= k <= n
+    return 1 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def table_of(runs: Sequence[Mapping[str, float]]) -> np.ndarray:
+    """[runs, problems] float64 of each run's problem -> value; nan where a run has no value for a problem that another has."""
+    problems = sorted({problem for run in runs for problem in run})
+    return np.array([[run.get(problem, np.nan) for problem in problems] for run in runs], np.float64).reshape(len(runs), len(problems))
+
+
+def mean_of(values: np.ndarray) -> float | None:
+    """The mean of every number of [runs, problems]; None where there is none."""
+    return float(np.nanmean(values)) if np.isfinite(values).any() else None
+
+
+def intervals(metrics: Mapping[str, np.ndarray], resamples: int, confidence: float) -> dict[str, Interval | None]:
+    """Percentile bootstrap of the mean of each metric's [runs, problems], nan left out. Problems are drawn with replacement, and runs
+    (seeds) too where there are several, crossed: every drawn run is judged on the same drawn problems.
+
+    All metrics see the same draws. None where there is no number. The draws are always the same ones.
+    """
+    shapes = {values.shape for values in metrics.values()}
+    out: dict[str, Interval | None] = {}
+    for shape in sorted(shapes):
+        names = [name for name, values in metrics.items() if values.shape == shape and np.isfinite(values).any()]
+        drawn: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        rng = np.random.default_rng(0)
+        for first in range(0, resamples if names else 0, _BLOCK):
+            size = min(_BLOCK, resamples - first)
+            problems = _counts(rng, shape[1], size)
+            runs = _counts(rng, shape[0], size) if shape[0] > 1 else np.ones((size, 1))
+            for name in names:
+                drawn[name].append(_means(metrics[name], runs, problems))
+        tail = (1 - confidence) / 2
+        for name in names:
+            low, high = np.nanquantile(np.concatenate(drawn[name]), [tail, 1 - tail])
+            out[name] = (float(low), float(high))
+    return {name: out.get(name) for name in metrics}
+
+
+def _counts(rng: np.random.Generator, n: int, size: int) -> np.ndarray:
+    """[size, n] how often each of ``n`` was drawn in ``size`` draws of ``n`` with replacement."""
+    picks = rng.integers(0, n, (size, n)) + n * np.arange(size)[:, None]
+    return np.bincount(picks.reshape(-1), minlength=size * n).reshape(size, n).astype(np.float64)
+
+
+def _means(values: np.ndarray, runs: np.ndarray, problems: np.ndarray) -> np.ndarray:
+    """[resamples] weighted means of [runs, problems], weights [resamples, runs] and [resamples, problems]; nan has none."""
+    known = np.isfinite(values)
+    sums = np.einsum("br,br->b", runs, problems @ np.where(known, values, 0.0).T)
+    totals = np.einsum("br,br->b", runs, problems @ known.astype(np.float64).T)
+    return np.divide(sums, totals, out=np.full_like(sums, np.nan), where=totals > 0)
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Two-sided p-values of "no difference"; None where the test is not defined."""
+
+    t: float | None
+    wilcoxon: float | None
+    sign: float
+
+
+def paired_tests(differences: Sequence[float], tie: float = 0.0) -> Paired:
+    """Tests on one difference a prompt: t and Wilcoxon's signed ranks on the differences, the sign test on wins against losses (ties,
+    |difference| <= ``tie``, left out). Differences that are all 0 have p = 1."""
+    wins, losses = sum(d > tie for d in differences), sum(d < -tie for d in differences)
+    sign = float(stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
+    if len(differences) < 2:
+        return Paired(None, None, sign)
+    found = paired("", "", differences)
+    return Paired(found.p_t, found.p_wilcoxon, sign)

@@ -1,0 +1,113 @@
+"""What is left of each run: one line with its settings, its results and where they came from. The report is made of these alone.
+
+``runs.jsonl`` beside a report holds the lines of its runs; each is read from the run's own folder while that is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from config.checks import require
+from launch.collect import read_run
+from launch.grid import Run, override
+
+FACTS = "study.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A finished run."""
+
+    name: str
+    cell: str
+    seed: int
+    command: list[str]
+    """What follows ``python train.py``."""
+    before: dict[str, float]
+    after: dict[str, float]
+    """``eval_*`` of the initial and of the trained weights."""
+    steps: int
+    examples: int
+    seconds: dict[str, float]
+    """``train``: in steps; ``sample``: sampling and scoring; ``cpu``, ``wall``: of the whole run, evaluations included."""
+    traces: dict[str, float] = field(default_factory=dict)
+    """Means over the last tenth of the steps of what a step logs: ``clipped_low``, ``grad_norm`` … ``entropy`` …"""
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    """(examples trained on, sampled accuracy) of the evaluations during training, the first before it."""
+    clipped: float | None = None
+    """Mean share of tokens that humanline clipped, over the whole run."""
+
+
+TRACES = ("clipped_low", "clipped_high", "grad_norm", "loss", "kl", "reward_margin")
+
+
+def finished(folder: Path) -> bool:
+    """Whether nothing is left to do for a run."""
+    return (folder / "summary.json").exists() and (folder / FACTS).exists()
+
+
+def read_record(run: Run, folder: Path) -> Record:
+    """The record of a finished run, from its folder."""
+    summary, facts = (json.loads((folder / name).read_text()) for name in ("summary.json", FACTS))
+    lines = [line for line in read_run(folder, run.cell).lines if "loss" in line]
+    rounds = [json.loads(path.read_text()) for path in sorted((folder / "rounds").glob("*/round.json"))]
+    sampled = sum(r.get("metrics", {}).get("sample_seconds", 0.0) + r.get("metrics", {}).get("score_seconds", 0.0) for r in rounds)
+    clipped = [(line.get("clipped_low") or 0.0) + (line.get("clipped_high") or 0.0) for line in lines]
+    return Record(
+        run.name, run.cell, run.seed, [override(key, value) for key, value in (run.settings | {"seed": run.seed}).items()],
+        numbers(summary["before"]), numbers(summary["after"]), summary["steps"], summary["examples"],
+        {"train": summary["seconds"], "sample": sampled, "cpu": facts["cpu_seconds"], "wall": facts["wall_seconds"]},
+        traces(lines[-max(1, len(lines) // 10):]),
+        [(seen, line["eval_accuracy_sampled"]) for seen, line in zip([0, *(ln["examples"] for ln in lines)], lines, strict=False)
+         if line.get("eval_accuracy_sampled") is not None],
+        _mean(clipped) if run.settings.get("humanline") else None)
+
+
+def traces(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The mean over ``lines`` of each of ``TRACES`` that they have."""
+    found = {key: [line[key] for line in lines if line.get(key) is not None] for key in TRACES}
+    return {key: _mean(values) for key, values in found.items() if values}
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def numbers(values: dict[str, Any]) -> dict[str, float]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def collect(runs: Sequence[Run], runs_dir: Path, earlier: Path | None = None) -> list[Record]:
+    """The records of those of ``runs`` that are finished: from their folders, or else from the file ``earlier``.
+
+    Raises ConfigError where ``earlier`` has a run of this name with other settings."""
+    known = {record.name: record for record in read_records(earlier)} if earlier is not None else {}
+    found = []
+    for run in runs:
+        if finished(runs_dir / run.name):
+            found.append(read_record(run, runs_dir / run.name))
+        elif run.name in known:
+            same = known[run.name].command == [override(key, value) for key, value in (run.settings | {"seed": run.seed}).items()]
+            require(same, "records", earlier, f"has {run.name} with other settings; run it again, or leave this file out")
+            found.append(known[run.name])
+    return found
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Raises ConfigError if there is no such file."""
+    require(path.is_file(), "records", path, "is not a file")
+    for line in path.read_text(encoding="utf-8").splitlines():
+        raw = json.loads(line)
+        yield Record(**raw | {"curve": [tuple(point) for point in raw["curve"]]})
+
+
+def write_records(path: Path, records: Sequence[Record]) -> None:
+    part = path.with_name(f".{path.name}")
+    part.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records), encoding="utf-8")
+    os.replace(part, path)

@@ -1,0 +1,116 @@
+"""The study's runs on this machine: a few processes, each of which does one run after another without importing anything again.
+
+A run is exactly what ``python train.py`` with its settings does, in its own folder; killed at any instant, the same study goes on with
+it. What is kept of a finished run: all of its folder but the checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from config.checks import StoppedError
+from launch.grid import Run
+from study.records import FACTS, finished
+from trainers.progress import progress
+
+RUNS_OF_A_PROCESS = 40
+"""About as many, then it is replaced: nothing that a library keeps grows for hours."""
+ONLINE_COST = 2.5
+"""What an online run takes of the time of an offline one, for the estimate of the time left."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    name: str
+    error: str | None
+
+
+def run_all(runs: Sequence[Run], runs_dir: Path, jobs: int) -> None:
+    """Do what is left of ``runs``, ``jobs`` at a time. Raises StoppedError, once the others are done, if any failed."""
+    todo = [run for run in runs if not finished(runs_dir / run.name)]
+    cost = {run.name: ONLINE_COST if run.settings.get("online") else 1.0 for run in runs}
+    if not todo:
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"  # read by the processes when they import torch
+    failed: list[Outcome] = []
+    bar = progress(round(sum(cost.values())), "study", unit="offline run", done=round(sum(cost.values()) - sum(cost[r.name] for r in todo)))
+    with bar:
+        for first in range(0, len(todo), jobs * RUNS_OF_A_PROCESS):  # (the executor's own max_tasks_per_child hangs in Python 3.11)
+            for outcome in finish(todo[first : first + jobs * RUNS_OF_A_PROCESS], runs_dir, jobs):
+                bar.set_postfix_str(f"last {outcome.name}", refresh=False)
+                bar.update(cost[outcome.name])
+                if outcome.error:
+                    failed.append(outcome)
+                    print(f"{outcome.name}: {outcome.error}", file=sys.stderr, flush=True)
+    if failed:
+        raise StoppedError(f"{len(failed)} of {len(todo)} runs failed: {', '.join(o.name for o in failed)}; their logs are in "
+                           f"{runs_dir / 'logs'}. The same command tries them again")
+
+
+def finish(runs: Sequence[Run], runs_dir: Path, jobs: int) -> Iterator[Outcome]:
+    """The outcomes of ``runs``, as they come, from processes of their own. Raises StoppedError where they cannot go on."""
+    with ProcessPoolExecutor(jobs, get_context("spawn"), live_with, (os.getpid(),)) as pool:
+        try:
+            for future in as_completed([pool.submit(one, run, runs_dir) for run in runs]):
+                yield future.result()
+        except BrokenProcessPool as error:
+            raise StoppedError("a process of the study was killed (memory?); the same command goes on") from error
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            raise StoppedError("interrupted; the same command goes on") from None
+
+
+def live_with(parent: int) -> None:
+    """End this process when the study's is gone: it would go on with the runs that it was given, beside those of the next study."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def one(run: Run, runs_dir: Path) -> Outcome:
+    """A run in this process; what it prints goes to its log."""
+    import torch
+
+    from launch.state import compose_config
+    from train import train
+
+    torch.set_num_threads(1)
+    overrides = [*run.overrides(), f"runs_dir={runs_dir}"]
+    folder, log = runs_dir / run.name, runs_dir / "logs" / f"{run.name}.out"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    wall, cpu = time.perf_counter(), time.process_time()
+    with log.open("a") as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            sys.argv = ["train.py", *overrides]  # what the run's summary says it was started with
+            train(compose_config(overrides), run.name)
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            return Outcome(run.name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    keep(folder, {"wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu, "load": os.getloadavg()[0]})
+    return Outcome(run.name, None)
+
+
+def keep(folder: Path, facts: dict[str, Any]) -> None:
+    """Note what the study measured of a finished run, and drop what only an unfinished one needs."""
+    part = folder / f".{FACTS}"
+    part.write_text(json.dumps(facts, indent=2))
+    os.replace(part, folder / FACTS)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)

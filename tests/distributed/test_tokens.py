@@ -1,0 +1,43 @@
+"""Two ranks start on the same data: one tokenises it, the other reads what that wrote."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from data.chat import Renderer, make_renderer
+from models.distributed import start
+from models.policy import load_tokenizer
+from tests.tiny import make_config
+from trainers.setup import make_plan, trainer_class
+
+
+def worker(rank: int, folder: str) -> None:
+    """Rank 1 cannot tokenise what rank 0 has; each writes the keys of its rows."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2, timeout=timedelta(seconds=240))
+    start()
+    config = make_config(f"cache_dir={folder}/cache", "n_eval_examples=8")
+    renderer, own = make_renderer(load_tokenizer(config.model), config.model, config.data), Renderer.sequences
+
+    def few(self: Renderer, rows: object) -> object:
+        rows = list(rows)  # type: ignore[call-overload]
+        assert rank == 0 or len(rows) < 2000, "rank 1 tokenised the training rows"
+        return own(self, rows)
+
+    Renderer.sequences = few  # type: ignore[assignment,method-assign]
+    plan = make_plan(config, trainer_class(config), renderer)
+    np.save(f"{folder}/{rank}.npy", np.array([row.key for group in plan.train.groups for example in group for row in example.rows]))
+    dist.destroy_process_group()
+
+
+def test_one_rank_tokenises_and_the_other_reads(tmp_path: Path) -> None:
+    mp.start_processes(worker, (str(tmp_path),), nprocs=2, start_method="spawn")
+    first, second = (np.load(tmp_path / f"{rank}.npy") for rank in (0, 1))
+    assert len(first) >= 2000 and (first == second).all()
+    assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 1

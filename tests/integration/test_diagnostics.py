@@ -1,0 +1,139 @@
+"""diagnostics.jsonl of whole runs: it agrees with metrics.jsonl, and is the same after a restart, on two ranks and packed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.torture import start
+from tests.tiny import make_config
+from train import train
+from trainers.run import Run
+from trainers.tracking import Tracker
+
+RUN = ("n_examples=320", "model.batch_size=8", "n_eval_examples=24", "wandb.enabled=false", "lr=1e-3", "data.verifier=null",
+       "log_epsilon_P=-0.1", "log_epsilon_R=0.1", "humanline=true", "model.packing=false")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("diagnostics")
+    train(make_config(*overrides(folder)), "whole")
+    return folder
+
+
+def overrides(folder: Path, *more: str) -> list[str]:
+    return [f"runs_dir={folder}", f"cache_dir={folder / 'cache'}", *RUN, *more]
+
+
+def lines(run: Path, name: str = "diagnostics") -> list[dict]:
+    return [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
+
+
+def sides(line: dict) -> list[dict]:
+    return [line[side] for side in ("chosen", "rejected", "neutral") if side in line]
+
+
+def check(run: Path) -> None:
+    """The intervals cover the run once, and their sums are those of the steps' metrics."""
+    first, *intervals = lines(run)
+    steps = lines(run, "metrics")
+    assert first["step"] == -1 and first["noise"]["tokens"] > 20 and first["noise"]["rms"] <= first["noise"]["max"] < 1e-4
+    assert 0 < first["entropy"] < 10 and all(0 < line["entropy"] < 10 for line in intervals)
+    starts = [0, *(line["step"] + 1 for line in intervals)]
+    assert [line["first_step"] for line in intervals] == starts[:-1] and starts[-1] == len(steps)
+    for line in intervals:
+        assert all(sum(side["histogram"]) == side["tokens"] == sum(place[0] for place in side["positions"]) for side in sides(line))
+    tokens = sum(side["tokens"] for line in intervals for side in sides(line))
+    clipped = [sum(place[k] for line in intervals for side in sides(line) for place in side["positions"]) for k in (1, 2)]
+    for line in intervals:  # of a run as short as this, each has one step
+        assert line["step"] == line["first_step"]
+        step, n = steps[line["step"]], sum(side["tokens"] for side in sides(line))
+        for k, name in ((1, "clipped_low"), (2, "clipped_high")):
+            assert sum(place[k] for side in sides(line) for place in side["positions"]) == pytest.approx(step[name] * n, abs=1e-3)
+        for key, name in (("log_ratio", "kl"), ("drift", "drift")):
+            mean = sum(side[key] * side["tokens"] for side in sides(line)) / n
+            assert mean == pytest.approx(step[name], rel=1e-4, abs=1e-6)
+    assert tokens > 1000 and sum(clipped) > 20
+    assert intervals[0]["chosen"]["spread"] == 0.0  # step 0: policy and reference are the same weights, scored in the same shapes
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
+def test_the_file_agrees_with_the_metrics(folder, loss):
+    run = folder / loss
+    train(make_config(*overrides(folder, f"loss={loss}", "n_examples=96", "model.batch_size=8")), loss)
+    check(run)
+    assert all(0 < line["rejected"]["rows"] == line["chosen"]["rows"] for line in lines(run)[1:])
+    assert "Beyond the clipping range, by position" in (run / "report.html").read_text()
+
+
+def test_a_killed_run_leaves_the_same_file(folder, monkeypatch):
+    class CrashError(Exception): ...
+
+    real = Run.before_step
+
+    def before_step(self):
+        if self.trainer.progress.step == 29:
+            raise CrashError
+        real(self)
+
+    settings = overrides(folder, "save_every=72")  # every 9 steps; an interval has 2
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "before_step", before_step)
+        with pytest.raises(CrashError):
+            train(make_config(*settings), "parts")
+    assert lines(folder / "parts")[-1]["step"] == 27 or lines(folder / "parts")[-1]["first_step"] > 18  # some will be done again
+    train(make_config(*settings, "resume=true"), "parts")
+    assert lines(folder / "parts") == lines(folder / "whole")
+
+
+@pytest.mark.parametrize("how", ["two ranks", "packed"])
+def test_ranks_and_packing_do_not_change_it(folder, how):
+    name = how.replace(" ", "-")
+    if how == "packed":
+        train(make_config(*overrides(folder, "lr=1e-4", "n_examples=64", "model.packing=true")), name)
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py",
+                   *overrides(folder, "lr=1e-4", "n_examples=64", f"exp_name={name}")]
+        assert start(command, folder / "two.log").wait(300) == 0, (folder / "two.log").read_text()[-3000:]
+    if not (folder / "short").exists():
+        train(make_config(*overrides(folder, "lr=1e-4", "n_examples=64")), "short")
+    one, other = lines(folder / "short"), lines(folder / name)
+    assert [line["step"] for line in one] == [line["step"] for line in other] == list(range(-1, 8))
+    for a, b in zip(one[1:], other[1:], strict=True):
+        assert a["entropy"] == pytest.approx(b["entropy"], abs=1e-4)
+        for mine, theirs in zip(sides(a), sides(b), strict=True):
+            assert (mine["rows"], mine["tokens"], mine["length"]) == (theirs["rows"], theirs["tokens"], theirs["length"])
+            assert [place[0] for place in mine["positions"]] == [place[0] for place in theirs["positions"]]
+            assert mine["spread"] == pytest.approx(theirs["spread"], rel=1e-2, abs=1e-5)
+            assert mine["drift"] == pytest.approx(theirs["drift"], abs=1e-4)
+
+
+def test_it_is_left_out_where_nobody_asked_or_nothing_is_compared(folder):
+    train(make_config(*overrides(folder, "n_examples=16", "diagnostics=false")), "off")
+    train(make_config(*overrides(folder, "loss=sft", "humanline=false", "n_examples=16", "model.batch_size=8")), "sft")
+    assert not (folder / "off" / "diagnostics.jsonl").exists() and not (folder / "sft" / "diagnostics.jsonl").exists()
+
+
+def test_the_tracker_is_told_of_steps_in_their_order(folder, monkeypatch):
+    """wandb drops what comes with an earlier step than the last."""
+    told: list[tuple[int, str]] = []
+    for name, step_of in (("log", lambda args: args[0]["step"]), ("diagnostics", lambda args: args[0]["step"]),
+                          ("table", lambda args: args[3])):
+        real = getattr(Tracker, name)
+
+        def tell(self, *args, name=name, step_of=step_of, real=real):
+            told.append((step_of(args), name))
+            return real(self, *args)
+
+        monkeypatch.setattr(Tracker, name, tell)
+    answered = ("data.verifier=data.adder.accuracy", "n_eval_prompts=4")
+    train(make_config(*overrides(folder, "n_examples=64", "eval_every=16", *answered)), "told")
+    steps = [step for step, _ in told]
+    assert steps == sorted(steps)
+    assert [step for step, name in told if name == "log"] == list(range(8))
+    assert [step for step, name in told if name == "table"] == [0, 2, 4, 6, 8]
+    assert [step for step, name in told if name == "diagnostics"] == list(range(-1, 8))

@@ -1,0 +1,88 @@
+"""A judge on this machine that speaks the OpenAI protocol, and AlpacaEval files to judge. The texts are ``score=1.25``: the judge prefers
+the higher one with the probability sigmoid(difference), whichever it is shown first, and says so in log-probabilities of m and M."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+SCORE = re.compile(r'"output": """score=(-?[\d.]+)"""')
+
+
+class Judge(ThreadingHTTPServer):
+    """``behave(handler, instruction) -> handled`` lets a test answer in its place."""
+
+    daemon_threads = True
+    request_queue_size = 128
+    behave = staticmethod(lambda handler, instruction: False)
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.asked, self.firsts, self.keys, self.bodies = Counter(), Counter(), set(), []
+        self.lock, self.now, self.most_at_once = threading.Lock(), 0, 0
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def close(self):
+        self.shutdown()
+        self.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        prompt = body["messages"][-1]["content"]
+        instruction = re.search(r'"instruction": """(.*?)"""', prompt, re.DOTALL)[1]
+        first, second = map(float, SCORE.findall(prompt)) if SCORE.search(prompt) else (0.0, 0.0)
+        with server.lock:
+            server.asked[instruction] += 1
+            server.firsts[first > second] += 1
+            server.keys.add(self.headers["Authorization"])
+            server.bodies.append(body)
+            server.now += 1
+            server.most_at_once = max(server.most_at_once, server.now)
+        try:
+            try:
+                handled = server.behave(self, instruction)
+            finally:
+                with server.lock:
+                    server.now -= 1
+            if not handled:
+                self.reply(-math.log1p(math.exp(second - first)), -math.log1p(math.exp(first - second)))
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+
+    def reply(self, m, M, logprobs=True, usage=100):
+        top = [{"token": token, "logprob": value, "bytes": None} for token, value in (("m", m), ("M", M))]
+        content = [{"token": "m", "logprob": m, "bytes": None, "top_logprobs": top}]
+        choice = {"index": 0, "finish_reason": "length", "message": {"role": "assistant", "content": "m" if m > M else "M"},
+                  "logprobs": {"content": content} if logprobs else None}
+        made = {"id": "1", "object": "chat.completion", "created": 1, "model": "x", "choices": [choice]}
+        tokens = {"prompt_tokens": usage - 1, "completion_tokens": 1, "total_tokens": usage}
+        self.send(200, json.dumps(made | ({"usage": tokens} if usage else {})))
+
+    def send(self, code, text, headers=()):
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        for name, value in headers:
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+        return True
+
+    def log_message(self, *_): ...
+
+
+def answers(scores, generator):
+    return [{"instruction": f"question {i}", "output": f"score={score}", "generator": generator, "dataset": "made"}
+            for i, score in enumerate(scores)]

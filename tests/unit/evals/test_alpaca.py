@@ -1,0 +1,313 @@
+"""AlpacaEval: the library's rates of judgements against independent ones, files that cannot be used, and all stages in one run."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from huggingface_hub import constants
+from omegaconf import OmegaConf
+
+from config.checks import ConfigError
+from config.schema import typed
+from config.schema_benchmarks import AlpacaEvalConfig, LmEvalConfig
+from config.schema_eval import EvalStage
+from data.types import DataError
+from evals import alpaca, alpaca_files
+from evals.base import Target
+from evals.running import evaluate
+from models.distributed import start
+from tests.tiny import ROOT, make_config
+from tests.unit.evals.judging import Judge
+
+pytest.importorskip("alpaca_eval", reason="make eval-tools installs it")
+REAL = ROOT.parent / "shared" / "data" / "alpacaeval_annotations_gpt35_turbo_0301.json"
+N = 805
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch, tmp_path):
+    """No test waits for a network: the cache is empty, and the hub is not asked."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def stage(**own):
+    return typed(OmegaConf.create({"kind": "alpacaeval", "alpacaeval": own}), EvalStage)
+
+
+def target(out, *overrides):
+    return Target("mine", make_config("sampler.max_tokens=24", "model.max_length=64", "model.max_prompt_length=40", *overrides), Path(out))
+
+
+def rates(tmp_path, rows, **own):
+    path = tmp_path / "annotations.json"
+    path.write_text(json.dumps(rows))
+    found = stage(annotations=str(path), **own)
+    alpaca.check(target(tmp_path), found)
+    return alpaca.evaluate(target(tmp_path), found, start())
+
+
+def row(i, preference, output_1="abc", output_2="abcd"):
+    return {"instruction": f"question {i}", "output_1": output_1, "output_2": output_2, "generator_1": "base", "generator_2": "mine",
+            "annotator": "someone", "preference": preference}
+
+
+# -- the plain rate ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_plain_rate_by_hand(tmp_path):
+    """0 is an old way to write a tie; null, nan and -1 are judgements that failed, which are counted and left out."""
+    rng = np.random.default_rng(1)
+    preferences = [*(1 + rng.random(200)).tolist(), *[1.5] * 3, *[0] * 4, *[1, 2, 2]]
+    bad = [None, float("nan"), -1]
+    found = rates(tmp_path, [row(i, p) for i, p in enumerate([*preferences[:50], *bad, *preferences[50:]])])
+    wins = np.array([0.5 if p == 0 else p - 1 for p in preferences], dtype=np.float64)
+    assert found.values["win_rate"] == pytest.approx(100 * wins.sum() / len(wins), rel=1e-12)
+    error = np.sqrt(((wins - wins.mean()) ** 2).sum() / (len(wins) - 1) / len(wins))
+    assert found.values["standard_error"] == pytest.approx(100 * error, rel=1e-12)
+    assert found.values["n_total"] == len(preferences)
+    assert found.values["avg_length"] == 4
+    counts = found.values["counts"]
+    assert (counts["n_wins"], counts["n_wins_base"], counts["n_draws"]) == ((wins > 0.5).sum(), (wins < 0.5).sum(), 7)
+    assert (counts["without_judgement"], counts["without_judgement_rows"]) == (3, [50, 51, 52])
+    assert found.values["length_controlled_winrate"] is None and "df_gamed.csv" in found.values["length_controlled_winrate_missing"]
+    assert len(found.rows) == len(preferences) + 3
+
+
+@pytest.mark.skipif(not REAL.is_file(), reason="the real judgements are not beside the repository (../shared/data)")
+def test_the_leaderboards_numbers_from_its_judgements(tmp_path):
+    """Of gpt-3.5-turbo-0301: https://tatsu-lab.github.io/alpaca_eval, with all digits of its table."""
+    found = alpaca.evaluate(target(tmp_path), stage(annotations=str(REAL)), start()).values
+    assert found["win_rate"] == pytest.approx(9.622453295105588, rel=1e-12)
+    assert found["standard_error"] == pytest.approx(0.9129656686751644, rel=1e-12)
+    assert found["discrete_win_rate"] == pytest.approx(8.881987577639752, rel=1e-12)
+    assert (found["n_total"], found["avg_length"]) == (805, 827)
+
+
+# -- the length-controlled rate ----------------------------------------------------------------------------------------------------
+
+
+class World:
+    """Judgements by a known law: log-odds = length * tanh(length difference in its standard deviations) + slope * difficulty + skill.
+    Without the length they are what the length-controlled rate estimates."""
+
+    def __init__(self, length, slope=0.6, skill=-0.7):
+        rng = np.random.default_rng(2)
+        self.difficulty = rng.normal(size=N)
+        lengths = rng.integers(20, 400, size=(2, N))
+        difference = (lengths[0] - lengths[1]).astype(np.float64)
+        self.scaled = difference / difference.std(ddof=1)
+        odds = slope * self.difficulty + skill
+        self.controlled = 1 / (1 + np.exp(-odds))
+        self.preferences = 1 + 1 / (1 + np.exp(-(odds + length * np.tanh(self.scaled))))
+        self.rows = [row(i, p, "x" * int(a), "y" * int(b)) for i, (p, a, b) in enumerate(zip(self.preferences, *lengths, strict=True))]
+        self.gamed = []
+        for name in ("concise", "verbose"):  # the same law without skill: what the regression is regularised to
+            off = rng.normal(size=N)
+            odds = slope * self.difficulty + length * np.tanh(off)
+            rates = 1 / (1 + np.exp(-odds))
+            self.gamed += [(name, rates[i], i, off[i], self.difficulty[i], False) for i in range(N)]
+
+    def write(self, path):
+        lines = ["model,preference,index,std_delta_len,instruction_difficulty,not_gamed_baseline",
+                 *(",".join(map(str, line)) for line in self.gamed)]
+        path.write_text("\n".join(lines) + "\n")
+        return str(path)
+
+
+def reference(tmp_path, rows):
+    path = tmp_path / "reference.json"
+    path.write_text(json.dumps([{"instruction": r["instruction"], "output": r["output_1"], "generator": "base"} for r in rows]))
+    return str(path)
+
+
+def test_the_length_controlled_rate_is_the_rate_without_length(tmp_path):
+    """A judge that likes long answers changes the plain rate and not this one."""
+    plain, controlled = [], []
+    for length in (-1.5, 0.0, 1.5):
+        made = World(length)
+        found = rates(tmp_path, made.rows, difficulty=made.write(tmp_path / "df_gamed.csv")).values
+        plain.append(found["win_rate"])
+        controlled.append(found["length_controlled_winrate"])
+        assert found["length_controlled_winrate"] == pytest.approx(100 * made.controlled.mean(), abs=0.3)
+        error = made.controlled.std(ddof=1) / np.sqrt(N)
+        assert found["lc_standard_error"] == pytest.approx(100 * error, rel=0.05)
+    assert np.ptp(controlled) < 0.5
+    assert abs(plain[0] - plain[1]) < 10 and plain[1] == pytest.approx(controlled[1], abs=0.5)
+
+
+def test_each_row_gets_its_own_controlled_preference_whatever_the_order(tmp_path):
+    made = World(1.5)
+    gamed, order = made.write(tmp_path / "df_gamed.csv"), np.random.default_rng(3).permutation(N)
+    straight = rates(tmp_path, made.rows, difficulty=gamed)
+    given = reference(tmp_path, made.rows)
+    shuffled = rates(tmp_path, [made.rows[i] for i in order], difficulty=gamed, reference=given)
+    assert shuffled.values["length_controlled_winrate"] == pytest.approx(straight.values["length_controlled_winrate"], rel=1e-9)
+    np.testing.assert_allclose([r["glm_preference"] for r in straight.rows], made.controlled, atol=0.02)
+    np.testing.assert_allclose([r["glm_preference"] for r in shuffled.rows], made.controlled[order], atol=0.02)
+
+
+def test_without_all_instructions_the_rate_is_null_and_says_why(tmp_path):
+    made = World(1.5)
+    found = rates(tmp_path, made.rows[:100], difficulty=made.write(tmp_path / "df_gamed.csv")).values
+    assert found["length_controlled_winrate"] is None and "all 805 instructions" in found["length_controlled_winrate_missing"]
+    assert found["n_total"] == 100
+
+
+def test_the_library_leaves_the_process_as_it_was(tmp_path):
+    import logging
+
+    import sklearn
+
+    from evals.alpaca_library import library
+
+    before = sklearn.get_config(), logging.getLogger().level, logging.root.manager.disable
+    made = World(0.5)
+    rates(tmp_path, made.rows, difficulty=made.write(tmp_path / "df_gamed.csv"))
+    assert (sklearn.get_config(), logging.getLogger().level, logging.root.manager.disable) == before
+    assert library().metrics.glm_winrate.hf_hub_download.__module__.startswith("huggingface_hub")
+
+
+# -- the hub -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_in_the_hubs_cache_is_used(tmp_path):
+    root = tmp_path / "hub" / "datasets--tatsu-lab--alpaca_eval"
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text("abc")
+    (root / "snapshots" / "abc").mkdir(parents=True)
+    made = World(0.0)
+    made.write(root / "snapshots" / "abc" / "df_gamed.csv")
+    assert rates(tmp_path, made.rows).values["length_controlled_winrate"] == pytest.approx(100 * made.controlled.mean(), abs=0.3)
+
+
+@pytest.mark.parametrize("how", ["refuses", "says nothing"])
+def test_a_hub_that_cannot_be_reached_is_not_waited_for(monkeypatch, how):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(alpaca_files, "REACHED_WITHIN_S", 0.5)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if how == "says nothing":
+            listener.listen()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        begun = time.monotonic()
+        found = alpaca_files.hub_file("df_gamed.csv")
+    assert isinstance(found, str) and "does not give it" in found
+    assert time.monotonic() - begun < 3
+
+
+# -- what cannot be used -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("own", "message"), [
+    ({"annotations": "nowhere.json"}, "alpacaeval.annotations=nowhere.json: there is no such file"),
+    ({"annotations": "a.json", "outputs": "b.json"}, "alpacaeval.annotations=a.json: are judgements"),
+    ({"outputs": "b.json", "model": None}, "alpacaeval.model=None: writes the answers"),
+    ({"base_url": "host/v1"}, "alpacaeval.base_url=host/v1: .*http"),
+    ({"max_missing": 1.5}, "alpacaeval.max_missing=1.5"),
+    ({"annotator": "weighted", "api_key_env": None}, "alpacaeval.annotator=weighted: .*has no such annotator"),
+    ({"annotator": "claude", "api_key_env": None}, "alpacaeval.annotator=claude: does not ask an OpenAI-compatible"),
+    ({"api_key_env": "NO_SUCH_VARIABLE"}, "alpacaeval.api_key_env=NO_SUCH_VARIABLE: .*is not set; .*alpacaeval.model=null"),
+    ({"model": None}, "alpacaeval.reference=None: .*not in the hub's cache.*give its path"),
+    ({"model": None, "difficulty": "nowhere.csv"}, "alpacaeval.difficulty=nowhere.csv: there is no such file"),
+    ({"jugde": 1}, "alpacaeval.jugde=1: is not a setting"),
+])
+def test_settings_that_cannot_be_honoured(tmp_path, own, message):
+    with pytest.raises(ConfigError, match=message):
+        alpaca.check(target(tmp_path), stage(**own))
+
+
+@pytest.mark.parametrize(("rows", "message"), [
+    ([], "must be a list"),
+    ([row(0, 1.2), {"instruction": "q"}], "1 of 2 rows cannot be used; row 1: has no text under output_1, output_2"),
+    ([row(0, 1.2), row(1, "2")], "1 of 2 rows have no preference that is a number or null; row 1: '2'"),
+    ([row(0, 1.2), row(1, 1.2) | {"generator_2": "other"}], "one model against one baseline is rated; generator_2 is mine, other"),
+    ("{", "is no JSON"),
+])
+def test_judgements_that_cannot_be_used(tmp_path, rows, message):
+    path = tmp_path / "annotations.json"
+    path.write_text(rows if isinstance(rows, str) else json.dumps(rows))
+    with pytest.raises(DataError, match=message):
+        alpaca.check(target(tmp_path), stage(annotations=str(path)))
+
+
+def test_a_difficulty_file_that_is_none(tmp_path):
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match=r"alpacaeval.difficulty=.*has no column model, preference"):
+        rates(tmp_path, [row(0, 1.2), row(1, 1.4)], difficulty=str(tmp_path / "other.csv"))
+
+
+def test_the_yaml_and_the_schema_have_the_same_defaults():
+    settings = yaml.safe_load((ROOT / "config" / "eval.yaml").read_text())
+    assert settings["alpacaeval"] == asdict(AlpacaEvalConfig())
+    assert settings["lm_eval"] == asdict(LmEvalConfig())
+
+
+# -- all stages --------------------------------------------------------------------------------------------------------------------
+
+QUESTIONS = [f"{a:02d}+{b:02d}=" for a, b in [(37, 58), (12, 30), (99, 1), (45, 45), (7, 8), (61, 27)]]
+
+
+@pytest.fixture
+def endpoint(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "a key")
+    server = Judge()
+    yield server
+    server.close()
+
+
+def baseline(tmp_path, questions=QUESTIONS):
+    path = tmp_path / "baseline.json"
+    path.write_text(json.dumps([{"instruction": q, "output": "I do not know.", "generator": "base", "dataset": "sums"} for q in questions]))
+    return str(path)
+
+
+def test_answers_judgements_and_rates_in_one_run_that_goes_on_where_it_stopped(tmp_path, endpoint, monkeypatch):
+    endpoint.behave = lambda handler, question: handler.send(500, "{}") if question == QUESTIONS[2] else None
+    own = {"reference": baseline(tmp_path), "base_url": endpoint.url, "api_key_env": "JUDGE_KEY", "retries": 0, "concurrency": 4}
+    out = tmp_path / "out"
+    with pytest.raises(RuntimeError, match="1 of 6 answers got no judgement"):
+        evaluate([target(out)], stage(**own), start())
+    assert not (out / "alpacaeval.json").exists()
+    outputs = json.loads((out / "alpacaeval" / "outputs.json").read_text())
+    assert [o["instruction"] for o in outputs] == QUESTIONS
+    assert len({o["generator"] for o in outputs}) == 1 and all(set(o) == {"dataset", "instruction", "output", "generator"} for o in outputs)
+    assert all(o["output"].count(";") == 2 for o in outputs)  # the embedded model's form, without special tokens
+    endpoint.behave, endpoint.asked = Judge.behave, type(endpoint.asked)()
+    monkeypatch.setattr(alpaca.answers, "sample", None)  # what was answered is not sampled again
+    [found] = evaluate([target(out)], stage(**own), start())
+    assert endpoint.asked == {QUESTIONS[2]: 1}
+    assert found.values["win_rate"] == pytest.approx(50) and found.values["n_total"] == 6  # this judge knows scores alone
+    written = json.loads((out / "alpacaeval.json").read_text())
+    assert written["win_rate"] == pytest.approx(50) and written["settings"]["judge"]["model"] == "gpt-4.1"
+    assert len((out / "alpacaeval.jsonl").read_text().splitlines()) == 6
+    again = stage(annotations=str(out / "alpacaeval" / "annotations.json"))
+    assert alpaca.evaluate(target(out), again, start()).values["win_rate"] == found.values["win_rate"]
+    assert "a key" not in "".join(path.read_text() for path in out.rglob("*") if path.is_file())
+
+
+def test_answers_alone_then_judged_elsewhere(tmp_path, endpoint):
+    own = {"reference": baseline(tmp_path)}
+    [alone] = evaluate([target(tmp_path / "a")], stage(model=None, **own), start())
+    assert "win_rate" not in alone.values and alone.values["counts"]["answers"] == 6
+    outputs = tmp_path / "a" / "alpacaeval" / "outputs.json"
+    judging = stage(outputs=str(outputs), base_url=endpoint.url, api_key_env=None, **own)
+    [found] = evaluate([target(tmp_path / "b")], judging, start())
+    assert found.values["n_total"] == 6 and sum(endpoint.asked.values()) == 6
+    rows = json.loads(outputs.read_text())
+    outputs.write_text(json.dumps([rows[0] | {"instruction": rows[0]["instruction"] + " "}, *rows[1:]]))
+    with pytest.raises(ConfigError, match=r"1 of 6 instructions are none of alpacaeval.reference's"):
+        alpaca.check(target(tmp_path / "c"), judging)
+
+
+def test_an_instruction_that_does_not_fit_is_refused_before_anything_is_sampled(tmp_path):
+    own = stage(reference=baseline(tmp_path, [*QUESTIONS, "1+" * 60]), model=None)
+    with pytest.raises(ConfigError, match=r"model.max_prompt_length=40: would cut 1 of AlpacaEval's 7 instructions"):
+        alpaca.check(target(tmp_path), own)

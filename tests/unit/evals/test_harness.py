@@ -1,0 +1,168 @@
+"""kind=lm_eval: the harness's own library on local task files and the embedded model, against the project's own forward and verifier."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+
+from config.checks import ConfigError, StoppedError
+from config.schema import typed
+from config.schema_eval import EvalStage
+from data import adder
+from data.chat import make_renderer
+from data.types import Completion
+from evals import harness
+from evals.base import Target
+from evals.running import evaluate
+from models.distributed import start
+from models.policy import load_tokenizer
+from rollouts.samplers import EmbeddedSampler, SamplingSettings
+from tests.tiny import make_config
+
+pytest.importorskip("lm_eval", reason="make eval-tools installs it")
+PROMPTS = adder.prompts("eval")[:24]
+
+
+@pytest.fixture(autouse=True)
+def here_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    """A folder with two tasks: generate the answer and extract the sum; choose between the sum with and without its carry."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    docs = [{"question": p.turns[0].content, "answer": p.reference, "wrong": str(int(p.reference) + 10)} for p in PROMPTS]
+    (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "docs.jsonl")}}, "test_split": "test",
+              "doc_to_text": "{{question}}"}
+    generates = common | {
+        "task": "sums", "output_type": "generate_until", "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["<user>"], "do_sample": False, "max_gen_toks": 40},
+        "filter_list": [{"name": "sum", "filter": [{"function": "regex", "regex_pattern": r";(\d+)$"}, {"function": "take_first"}]}],
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]}
+    chooses = common | {
+        "task": "carry", "output_type": "multiple_choice", "doc_to_choice": "{{[answer, wrong]}}", "doc_to_target": 0,
+        "target_delimiter": "", "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]}
+    for task in (generates, chooses):
+        (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump(task, sort_keys=False))
+    return folder
+
+
+def stage(folder, **own):
+    asked = {"tasks": ["sums"], "include_path": str(folder), "bootstrap": 50} | own
+    limit = asked.pop("limit", None)
+    return typed(OmegaConf.create({"kind": "lm_eval", "limit": limit, "lm_eval": asked}), EvalStage)
+
+
+def target(tmp_path, *overrides):
+    return Target("adder", make_config("sampler.max_tokens=40", *overrides), Path(tmp_path) / "out")
+
+
+def renderer_of(one):
+    return make_renderer(load_tokenizer(one.config.model), one.config.model, one.config.data)
+
+
+def test_the_harness_counts_what_our_sampler_and_verifier_count(tmp_path, tasks):
+    """Greedy answers by another generate, another prompt builder and another metric: the same accuracy, answer by answer."""
+    one = target(tmp_path)
+    [found] = evaluate([one], stage(tasks), start())
+    renderer = renderer_of(one)
+    sampler = EmbeddedSampler(harness.load_policy(one.config.model, torch.device("cpu")), renderer, torch.device("cpu"), batch_size=24,
+                              synced=False)
+    drawn = sampler.sample(list(PROMPTS), 1, SamplingSettings(0.0, 1.0, 40), 0)
+    texts = [sample.completion(renderer.tokenizer).text for [sample] in drawn]
+    right = adder.accuracy(texts, [p.reference for p in PROMPTS])
+    assert 0 < sum(right) < len(right)
+    assert found.values["sums"]["exact_match_sum"] == pytest.approx(sum(right) / len(right))
+    assert [row["responses"][0][0] for row in found.rows] == texts
+    assert [row["metrics"]["exact_match"] for row in found.rows] == right
+    assert found.values["counts"] == {"prompts": {"sums": 24}}
+    error = (sum(right) / 24 * (1 - sum(right) / 24) / 23) ** 0.5
+    assert found.values["sums"]["exact_match_stderr_sum"] == pytest.approx(error)
+    written = json.loads((tmp_path / "out" / "lm_eval.json").read_text())
+    assert written["sums"] == found.values["sums"] and written["settings"]["lm_eval"]
+    assert len((tmp_path / "out" / "lm_eval.jsonl").read_text().splitlines()) == 24
+
+
+def test_the_harness_prefers_what_our_forward_prefers(tmp_path, tasks):
+    """A choice is by the summed log-probability of its tokens: a plain forward over our rendering says the same of each."""
+    one = target(tmp_path)
+    found = harness.evaluate(one, stage(tasks, tasks=["carry"]), start())
+    policy, renderer = harness.load_policy(one.config.model, torch.device("cpu")), renderer_of(one)
+    model = policy.model
+    for prompt, row in zip(PROMPTS, found.rows, strict=True):
+        sums = []
+        for text in (prompt.reference, str(int(prompt.reference) + 10)):
+            made = renderer.sequence(prompt, Completion(text=text, finished=False))
+            before, tokens = made.prompt_ids.tolist(), made.completion_ids.tolist()
+            with torch.no_grad():
+                logs = model(torch.tensor([before + tokens])).logits[0].double().log_softmax(-1)
+            sums.append(sum(logs[len(before) - 1 + i, token].item() for i, token in enumerate(tokens)))
+        assert row["choices"] == [prompt.reference, str(int(prompt.reference) + 10)]
+        theirs = [float(response[0][0]) for response in row["responses"]]
+        assert theirs == pytest.approx(sums, abs=1e-3)
+        assert row["metrics"]["acc"] == float(sums[0] > sums[1])
+
+
+def test_limit_chat_template_and_system_instruction_are_what_the_model_sees(tmp_path, tasks):
+    one = target(tmp_path)
+    found = harness.evaluate(one, stage(tasks, limit=3), start())
+    assert found.values["counts"]["prompts"] == {"sums": 3}
+    asked = renderer_of(one).tokenizer.decode(renderer_of(one).prompt_ids(PROMPTS[0]))
+    assert found.rows[0]["prompts"] == [asked]
+    bare = harness.evaluate(one, stage(tasks, limit=1, chat_template=False), start())
+    assert bare.rows[0]["prompts"] == [PROMPTS[0].turns[0].content]
+    assert bare.settings["chat_template"] is False and found.settings["chat_template"] is True
+    assert bare.fingerprints["texts"] != found.fingerprints["texts"] and bare.fingerprints["weights"] == found.fingerprints["weights"]
+    said = harness.evaluate(one, stage(tasks, limit=1, chat_template=False, system_instruction="Add."), start())
+    assert said.rows[0]["prompts"][0].startswith("Add.")
+
+
+@pytest.mark.parametrize(("own", "message"), [
+    ({"tasks": []}, "name at least one"),
+    ({"tasks": ["summs"]}, r"lm_eval.tasks=summs: .*no such task.*did you mean sums\?"),
+    ({"include_path": "nowhere"}, "lm_eval.include_path=nowhere: is no folder"),
+    ({"num_fewshot": -1}, "lm_eval.num_fewshot=-1"),
+    ({"batch_size": 0}, "lm_eval.batch_size=0"),
+    ({"task": ["sums"]}, r"lm_eval.task=.*did you mean lm_eval.tasks"),
+])
+def test_settings_that_cannot_be_honoured(tmp_path, tasks, own, message, monkeypatch):
+    monkeypatch.setattr(harness, "_manager", lambda *_: harness._register(str(tasks), False))  # the harness's own list takes seconds
+    with pytest.raises(ConfigError, match=message):
+        harness.check(target(tmp_path), stage(tasks, **own))
+
+
+def test_a_task_whose_data_is_not_there_is_refused_before_weights_are_loaded(tmp_path, tasks, monkeypatch):
+    (tasks / "docs.jsonl").unlink()
+    monkeypatch.setattr(harness, "load_policy", None)
+    with pytest.raises(ConfigError, match=r"lm_eval.tasks=\['sums'\]: cannot be loaded .*"):
+        evaluate([target(tmp_path)], stage(tasks), start())
+
+
+def test_a_task_that_fails_is_named(tmp_path, tasks):
+    text = (tasks / "sums.yaml").read_text()
+    (tasks / "sums.yaml").write_text(text.replace("max_gen_toks: 40", "max_gen_toks: none"))
+    with pytest.raises(StoppedError, match=r"lm_eval.tasks=\['sums'\]: the harness failed"):
+        harness.evaluate(target(tmp_path), stage(tasks, tasks=["sums"]), start())
+
+
+def test_tasks_that_run_what_the_model_wrote_are_asked_for_twice(tmp_path, tasks, monkeypatch):
+    class Task:
+        UNSAFE_CODE = True
+
+    monkeypatch.setattr(harness, "_load", lambda _: {"runs_code": Task()})
+    with pytest.raises(ConfigError, match=r"lm_eval.unsafe_code=False: runs_code runs what the model wrote"):
+        harness.check(target(tmp_path), stage(tasks))
+    harness.check(target(tmp_path), stage(tasks, unsafe_code=True))
+
+
+def test_metric_names():
+    result = {"alias": "x", "sample_len": 3, "acc,none": 0.5, "acc_stderr,none": 0.1, "em,strict": 1, "em_stderr,strict": "N/A"}
+    assert harness.metrics_of(result) == {"acc": 0.5, "acc_stderr": 0.1, "em_strict": 1}

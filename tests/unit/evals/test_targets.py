@@ -1,0 +1,152 @@
+"""From the command line to targets: what a run says, what the command line changes, and what is refused with key, value and remedy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+from config.checks import ConfigError
+from config.schema import dump, load
+from eval import evaluate
+from evals.targets import over_run
+from tests.tiny import ROOT
+
+MODEL = ROOT / "assets" / "adder" / "model"
+
+
+def evaluated(*words: str) -> None:
+    """``python eval.py <words>`` in this process."""
+    with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        cfg = compose("eval", overrides=list(words))
+    evaluate(cfg, [word.lstrip("+~").partition("=")[0] for word in words])
+
+
+def make_run(folder: Path, *words: str, finished: bool = True) -> Path:
+    """A run's folder as training leaves it, of the embedded model as it is."""
+    with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        config = load(compose("config", overrides=list(words)))
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump(config))
+    (folder / "checkpoints" / "step_00000008").mkdir(parents=True)
+    if finished:
+        shutil.copytree(MODEL, folder / "model")
+    return folder
+
+
+REFUSED = {
+    "kind=acuracy": "kind=acuracy: use one of",
+    "out=null": "out=None: is needed",
+    "out=x accuracy.k=[1,9]": "accuracy.k=9: pass@k needs at least k samples",
+    "out=x accuracy.k=[]": "accuracy.k=[]",
+    "out=x accuracy.greedy=false accuracy.samples=0": "accuracy.samples=0",
+    "out=x +accuracy.sampels=4": "did you mean accuracy.samples?",
+    "out=x data.verifier=null": "accuracy.verifier=None: data=adder names nothing that checks answers",
+    "out=x accuracy.verifier=data.adder.nope": "accuracy.verifier=data.adder.nope: cannot be imported",
+    "out=x data=local data.path=nowhere.jsonl data.eval_fraction=0.5 accuracy.verifier=data.adder.accuracy": "nowhere.jsonl",
+    "out=x sampler.temperature=0": "sampler.temperature=0",
+    "out=x sampler.max_tokens=60": "sampler.max_tokens=60",
+    "out=x lr=1": "lr=…: is not read by an evaluation",
+    "out=x step=3": "step=3: is a checkpoint of a run",
+    "out=x against=runs/y": "against=['runs/y']: is for kind=compare",
+    "out=x kind=compare": "against=None",
+    "out=x kind=compare against=nowhere.jsonl": "against=nowhere.jsonl: there is no such file",
+    "out=x kind=compare against=assets/adder/model ~reward": "reward=None: choose what compares",
+    "out=x name=a/b": "name=a/b",
+    "out=x resamples=3": "resamples=3",
+    "run=runs/nowhere": "run=runs/nowhere: there is no such folder",
+    "run=assets": "run=assets: is not the folder of a run",
+    "run=assets/adder/model": "give model=hub model.name_or_path=",
+    "run='runs/nowhere-*'": "finds no folder of a run",
+    "model=hub model.name_or_path=./nowhere sampler.max_tokens=16 out=x": "model.name_or_path=./nowhere",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_a_wrong_command_line_says_key_value_and_remedy(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = [word.replace("out=x", f"out={tmp_path}/out") for word in line.split()]
+    with pytest.raises((ConfigError, ValueError)) as caught:
+        evaluated(*words)
+    assert type(caught.value).__name__ in ("ConfigError", "DataError")
+    assert REFUSED[line] in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_is_not_finished_names_its_checkpoints(tmp_path):
+    run = make_run(tmp_path / "a", finished=False)
+    with pytest.raises(ConfigError, match=r"is not finished.*step=… of 8"):
+        evaluated(f"run={run}")
+
+
+def test_a_run_says_which_model(tmp_path):
+    run = make_run(tmp_path / "a")
+    for word in ("model=hub", "model.name_or_path=assets/adder/model"):
+        with pytest.raises(ConfigError, match="run= says which model"):
+            evaluated(f"run={run}", word)
+
+
+def test_a_run_named_twice_is_refused(tmp_path):
+    run = make_run(tmp_path / "a")
+    with pytest.raises(ConfigError, match="names a run twice"):
+        evaluated(f"run=[{run},{run}]")
+
+
+def test_a_result_that_is_there_is_not_written_over(tmp_path):
+    run = make_run(tmp_path / "a")
+    (run / "evals").mkdir()
+    (run / "evals" / "accuracy-adder.json").write_text("{}")
+    with pytest.raises(ConfigError, match="overwrite_out=true"):
+        evaluated(f"run={run}", "accuracy.samples=0", "limit=4")
+    assert (run / "evals" / "accuracy-adder.json").read_text() == "{}"
+
+
+def test_a_reward_model_answers_nothing(tmp_path):
+    run = make_run(tmp_path / "a", "loss=bradley_terry")
+    with pytest.raises(ConfigError, match="is a reward model"):
+        evaluated(f"run={run}")
+
+
+SAVED = {"model": {"name_or_path": "theirs", "max_length": 64}, "data": {"name": "adder", "path": "a"}, "seed": 7, "reward": None,
+         "sampler": {"name": "embedded", "temperature": 1.0, "top_p": 0.95, "max_tokens": 48}, "lr": 1.0}
+COMPOSED = {"model": {"name_or_path": "default", "max_length": 32}, "data": {"name": "math", "path": "b"}, "seed": 1,
+            "reward": {"name": "r"}, "sampler": {"name": "vllm", "temperature": 0.7, "top_p": 1.0, "max_tokens": 2048}, "lr": 2.0}
+
+
+def test_a_runs_settings_are_its_own_but_for_what_the_command_line_changes():
+    kept = over_run(SAVED, COMPOSED, ["run", "kind"])
+    drawn = {"temperature": 0.7, "top_p": 1.0}  # how answers are drawn is the evaluation's
+    assert kept == SAVED | {"reward": {"name": "r"}, "sampler": SAVED["sampler"] | drawn}
+    changed = over_run(SAVED, COMPOSED, ["data", "model.max_length", "seed"])
+    assert changed["data"] == COMPOSED["data"] and changed["seed"] == 1
+    assert changed["model"] == {"name_or_path": "theirs", "max_length": 32}
+    assert over_run(SAVED, COMPOSED, ["sampler"])["sampler"] == COMPOSED["sampler"]
+    assert SAVED["sampler"]["temperature"] == 1.0  # what was given is not written to
+
+
+def test_answers_of_two_kinds_are_not_averaged(tmp_path):
+    file = tmp_path / "mixed.jsonl"
+    file.write_text("".join(json.dumps({"prompt": [{"role": "user", "content": "1"}], "output": "2", "drawn": kind}) + "\n"
+                            for kind in ("greedy", "sampled")))
+    with pytest.raises(ConfigError, match="greedy and sampled"):
+        evaluated("kind=compare", f"answers={file}", f"against={file}", f"out={tmp_path}/out")
+
+
+def test_every_key_of_the_evaluation_is_in_its_file():
+    from dataclasses import fields, is_dataclass
+
+    from config.schema_eval import EvalStage
+
+    stage = EvalStage(run=["x"])
+    written = yaml.safe_load((ROOT / "config" / "eval.yaml").read_text())
+    for item in fields(EvalStage):
+        assert item.name in written
+        value = getattr(stage, item.name)
+        if is_dataclass(value):
+            assert {f.name: getattr(value, f.name) for f in fields(value)} == written[item.name]
+        elif item.name != "run":
+            assert value == written[item.name]

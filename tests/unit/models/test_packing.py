@@ -1,0 +1,122 @@
+"""Which rows are put end to end when nobody says so, and that a run with them is the padded run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from config.schema import ModelConfig
+from data.batches import Segment
+from models import attention
+from models.attention import flash_works, packs_rows
+from models.distributed import shard, start
+from models.memory import estimate_memory
+from models.policy import decoder_blocks, load_policy
+from tests.engine import engine_config, run, weights
+from tests.tiny import random_groups, tiny_llama
+from tests.unit.models.test_families import FAMILIES
+from trainers.setup import make_loss, trainer_class
+
+OPEN = ModelConfig(name="m", name_or_path="m", max_length=64, max_prompt_length=32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    tiny_llama().save_pretrained(path)
+    return path
+
+
+def no_gpu(monkeypatch, present: bool = False, works: bool = True) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: present)
+    monkeypatch.setattr(attention, "flash_works", lambda: works)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("said", [True, False])
+def test_what_is_said_is_done(monkeypatch, family, said):
+    no_gpu(monkeypatch)
+    assert packs_rows(replace(OPEN, packing=said, compile=True), FAMILIES[family]) == (said, f"model.packing={str(said).lower()}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_left_open_rows_are_packed_where_each_can_attend_to_itself(monkeypatch, family):
+    no_gpu(monkeypatch)
+    kernel = "eager" if family == "gemma2" else "sdpa"
+    packed, why = packs_rows(replace(OPEN, attn_implementation=kernel), FAMILIES[family])
+    assert packed == (family != "gemma2") and ("gemma2 with eager" in why) == (family == "gemma2")
+
+
+@pytest.mark.parametrize(("change", "found", "why"), [
+    ({"attn_implementation": "eager"}, {}, "llama with eager"),
+    ({"attn_implementation": "flash_attention_2"}, {}, "llama with flash_attention_2"),
+    ({"compile": True}, {}, "model.compile=true"),
+    ({}, {"sliding_window": 4}, "has no packed attention"),
+    ({}, {"model_type": "phi3"}, "phi3 with sdpa"),
+])
+def test_left_open_rows_are_padded_elsewhere(monkeypatch, change, found, why):
+    no_gpu(monkeypatch)
+    config = type(FAMILIES["llama"])(**FAMILIES["llama"].to_dict())
+    for key, value in found.items():
+        object.__setattr__(config, key, value)
+    packed, said = packs_rows(replace(OPEN, **change), config)
+    assert not packed and why in said
+
+
+@pytest.mark.parametrize(("works", "dtype", "packed"), [(True, "bfloat16", True), (False, "bfloat16", False), (True, "float32", False)])
+def test_on_a_gpu_its_kernel_decides(monkeypatch, works, dtype, packed):
+    no_gpu(monkeypatch, present=True, works=works)
+    assert packs_rows(replace(OPEN, dtype=dtype), FAMILIES["llama"])[0] is packed
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs an Ampere GPU or later")
+def test_the_kernel_of_this_gpu_works():
+    assert flash_works()
+
+
+def trained(folder, loss: str, packing: str, *overrides: str):
+    """A run through the loading that a real one takes: (trainer, lines of metrics)."""
+    units = 3 if loss == "dpo" else 6
+    config = engine_config(folder / f"cache-{packing}", loss, f"model.batch_size={units}", f"model.name_or_path={folder}",
+                           f"model.packing={packing}", *overrides)
+    policy, world = load_policy(config.model, start().device), start()
+    shard(policy, decoder_blocks(policy), world, torch.float32)
+    trainer = trainer_class(config)(config, policy, make_loss(config), world)
+    assert trainer.packing == (packing != "false")
+    assert (trainer.microbatches(random_groups(2, kind=_kind(loss))[0])[0].sequences.position_ids is not None) == trainer.packing
+    groups = random_groups(8, kind=_kind(loss))
+    return run(config, Segment(groups, units, sum(map(len, groups)), seed=1), trainer)
+
+
+def _kind(loss: str) -> str:
+    return "pairs" if loss == "dpo" else "labelled"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in float32 a GPU pads")
+@pytest.mark.parametrize("humanline", ["true", "false"])
+@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
+def test_a_run_with_packed_rows_is_the_padded_run(folder, loss, humanline):
+    """The same losses and weights but for rounding; and at step 0 the policy is its reference to the bit."""
+    trainer, lines = trained(folder, loss, "null", f"humanline={humanline}")
+    padded, expected = trained(folder, loss, "false", f"humanline={humanline}")
+    assert lines[0]["kl"] == expected[0]["kl"] == 0.0 and lines[-1]["kl"] != 0.0
+    for line, other in zip(lines, expected, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], abs=1e-4) and line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)
+    begin = dict(tiny_llama().named_parameters())
+    ours, theirs = weights(trainer), weights(padded)
+    way = sum(float((theirs[f"model.{n}"] - p.detach()).square().sum()) for n, p in begin.items()) ** 0.5
+    apart = sum(float((ours[n] - theirs[n]).square().sum()) for n in ours) ** 0.5
+    assert way > 0.05 and apart < 0.02 * way
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in bfloat16 a GPU may pad")
+def test_the_estimate_counts_the_tokens_that_are_computed(folder):
+    groups = random_groups(4, kind="pairs")
+    plan = Segment(groups, 4, 4, seed=0)
+    lengths = [len(row) for (example,) in groups for row in example.rows]
+    assert len(set(lengths)) > 2
+    for packing, tokens in ((None, sum(lengths)), (True, sum(lengths)), (False, max(lengths) * len(lengths))):
+        config = replace(OPEN, name_or_path=str(folder), batch_size=4, packing=packing)
+        assert f"activations of {tokens:,} tokens" in estimate_memory(config, plan, 2, 1)

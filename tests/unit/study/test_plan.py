@@ -1,0 +1,116 @@
+"""The study's plan: equal examples, equal tuning, every setting one that a run accepts, and an order in which early runs cover all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from config.checks import ConfigError
+from launch.state import compose_config
+from study.plan import CHOSEN as FILE_OF_CHOSEN
+from study.plan import FULL, MAIN, PLAN, QUICK, best, read_chosen, read_plan
+
+PLANNED = read_plan()
+CHOSEN = {cell: {"lr": 1e-4, "model.max_grad_norm": 1.0} for cell in PLANNED.main}
+
+
+def config_of(cell: str):
+    run = next(run for run in PLANNED.runs(FULL, CHOSEN) if run.cell == cell)
+    return compose_config(run.overrides())
+
+
+def test_twelve_cells_see_as_many_examples_in_as_many_steps():
+    assert len(PLANNED.main) == 12
+    for cell in PLANNED.main:
+        config = config_of(cell)
+        examples = config.rounds.examples if config.online else config.n_examples
+        assert examples / config.model.batch_size == 160
+        assert examples == (1280 if config.loss["name"] == "dpo" else 2560), "a pair is two sequences"
+        assert config.humanline == cell.endswith("-hl") and config.online == ("-online" in cell)
+        assert config.data.eval_split == "test"
+
+
+def test_offline_grpo_alone_has_another_clip():
+    epsilons = {cell: config_of(cell).loss["epsilon"] for cell in PLANNED.main if cell.startswith("grpo")}
+    assert epsilons == {"grpo-offline": 0.5, "grpo-offline-hl": 0.15, "grpo-online": 0.15, "grpo-online-hl": 0.15}
+
+
+def test_no_cell_is_tuned_more_than_another_and_none_on_what_is_reported():
+    lrs = dict.fromkeys(PLANNED.main, 0.0001)
+    tuning = [*PLANNED.lr_runs(), *PLANNED.norm_runs(lrs)]
+    counts = {cell: sum(run.cell.startswith(f"tune-{cell}-lr") for run in tuning) for cell in PLANNED.main}
+    assert set(counts.values()) == {7 * len(PLANNED.tuning_seeds)}
+    assert all(compose_config(run.overrides()).data.eval_split == "validation" for run in tuning)
+    final = {run.seed for run in PLANNED.runs(FULL, CHOSEN)}
+    assert not final & set(PLANNED.tuning_seeds)
+    assert len({run.name for run in tuning}) == len(tuning)
+
+
+def test_the_runs_that_a_choice_looks_at_are_those_that_were_made():
+    made = {run.name for run in [*PLANNED.lr_runs(), *PLANNED.norm_runs(dict.fromkeys(PLANNED.main, 0.0003))]}
+    for cell in PLANNED.main:
+        assert {run.name for run in [*PLANNED.tuning_runs(cell), *PLANNED.tuning_runs(cell, 3e-4)]} <= made
+
+
+@pytest.mark.parametrize("mode", [FULL, QUICK])
+def test_every_run_is_one_that_train_accepts(mode):
+    cells = {run.cell: run for run in PLANNED.runs(mode, CHOSEN)}
+    assert set(cells) == {cell for part in PLANNED.cells(mode).values() for cell in part}
+    for run in cells.values():
+        compose_config(run.overrides())
+
+
+def test_seeds_are_ten_in_full_and_three_in_quick_and_can_be_given():
+    def seeds(runs, cell):
+        return sorted(run.seed for run in runs if run.cell == cell)
+
+    full, quick = PLANNED.runs(FULL, CHOSEN), PLANNED.runs(QUICK, CHOSEN)
+    assert all(len(seeds(full, cell)) >= 10 for cell in PLANNED.cells(FULL)[MAIN])
+    assert all(seeds(quick, cell) == [1, 2, 3] for part in PLANNED.cells(QUICK).values() for cell in part)
+    assert all(seeds(PLANNED.runs(QUICK, CHOSEN, [11, 12]), cell) == [11, 12] for cell in PLANNED.main)
+
+
+def test_three_seeds_of_everything_come_before_a_fourth_of_anything():
+    order = PLANNED.runs(FULL, CHOSEN)
+    first = next(i for i, run in enumerate(order) if run.seed == 4)
+    cells = [run.cell for run in order[:first]]
+    assert all(cells.count(cell) == 3 for part in PLANNED.cells(FULL).values() for cell in part)
+
+
+def test_a_further_cell_has_the_tuned_settings_of_the_cell_it_is_like():
+    chosen = {cell: {"lr": 1e-5 * (i + 1), "model.max_grad_norm": float(i)} for i, cell in enumerate(PLANNED.main)}
+    runs = {run.cell: run.settings for run in PLANNED.runs(FULL, chosen)}
+    assert runs["dpo-hl-k1"]["lr"] == chosen["dpo-offline-hl"]["lr"]
+    assert runs["rare-64x-hl-k16"]["model.max_grad_norm"] == chosen["grpo-online"]["model.max_grad_norm"]
+    changed = {key for key in runs["dpo-hl-k1"] if runs["dpo-hl-k1"][key] != runs["dpo-offline-hl"].get(key)}
+    assert changed == {"sync_freq"}
+
+
+def test_of_equals_the_smallest_is_chosen():
+    assert best({1e-4: 0.5, 3e-5: 0.7, 1e-3: 0.7}) == 3e-5
+
+
+def test_quick_says_what_to_do_where_nothing_was_tuned(tmp_path):
+    with pytest.raises(ConfigError, match="study full"):
+        read_chosen(tmp_path / "chosen.yaml")
+
+
+def test_what_full_chose_is_there_for_quick_and_was_tried():
+    chosen = read_chosen(PLAN.with_name(FILE_OF_CHOSEN))
+    assert set(chosen) == set(PLANNED.main)
+    for found in chosen.values():
+        assert found["lr"] in PLANNED.lrs and found["model.max_grad_norm"] in (1.0, *PLANNED.norms)
+
+
+def test_a_cell_like_none_is_refused(tmp_path):
+    raw = yaml.safe_load(PLAN.read_text())
+    raw["experiments"]["k"]["cells"]["dpo-hl-k1"]["like"] = "dpo-offlin"
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(raw))
+    with pytest.raises(ConfigError, match="is none of"):
+        read_plan(tmp_path / "plan.yaml")
+
+
+def test_plans_are_plain_values():
+    assert replace(PLANNED) == read_plan()

@@ -1,0 +1,190 @@
+"""A step never makes the host wait for the device. Found without a device: what would make it wait is caught as it is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from data.batches import Segment
+from models.distributed import shard, start
+from models.policy import decoder_blocks, load_policy
+from tests.engine import engine_config
+from tests.tiny import ROOT, random_groups, tiny_llama
+from trainers.basic import BasicTrainer
+from trainers.diagnostics import Diagnostics
+from trainers.setup import make_loss, trainer_class
+
+aten = torch.ops.aten
+READS = {aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select, aten.argwhere, aten._unique2,
+         aten.unique_dim, aten.unique_consecutive, aten.bincount, aten.repeat_interleave}
+"""Operations whose result, or its shape, the host has to know."""
+INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+READERS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__array__}
+COPIES = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.copy_, torch.tensor, torch.as_tensor}
+
+
+class Operations(TorchDispatchMode):
+    """Notes operations that read a value, wherever they were called from: backward, FSDP and the optimizer too."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        packet = func.overloadpacket
+        masks = packet in INDEXED and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        if packet in READS or masks:
+            self.found.append(f"{func} from {ours()}")
+        return func(*args, **(kwargs or {}))
+
+
+class Calls(TorchFunctionMode):
+    """Notes methods that read a tensor, and copies between host and device, of our own code, that wait for their end."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in READERS or (func in COPIES and waits(func, args, kwargs) and ours(direct=True)):
+            self.found.append(f"{getattr(func, '__name__', func)} from {ours()}")
+        return func(*args, **kwargs)
+
+
+def waits(func: Callable[..., object], args: tuple, kwargs: dict) -> bool:
+    """Whether this call copies to a named device (copy_: from wherever its source lies), and not in the background."""
+    if kwargs.get("non_blocking"):
+        return False
+    devices = [*args[1:], kwargs.get("device")]
+    return func in (torch.Tensor.copy_, torch.Tensor.cuda) or any(isinstance(a, torch.device | str) for a in devices)
+
+
+def ours(direct: bool = False) -> str:
+    """file:line of the innermost frame that is the project's own, outside this file; "" if there is none, or (``direct``) if a library's
+    lies within it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(str(ROOT)) and ".venv" not in name and name != __file__:
+            return f"{name.removeprefix(str(ROOT) + '/')}:{frame.f_lineno}"
+        if direct and name != __file__:
+            return ""
+        frame = frame.f_back
+    return ""
+
+
+@contextmanager
+def watched() -> Iterator[list[str]]:
+    found: list[str] = []
+    with Calls(found), Operations(found):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """The folder of a tiny model: a step must wait for nothing with the policy that a run loads."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_llama().save_pretrained(folder)
+    return folder
+
+
+def prepared(weights, loss: str, *overrides: str, dtype: str = "float32") -> tuple[BasicTrainer, Segment]:
+    """A trainer before its first step, on batches of several microbatches, the last of which is short."""
+    config = engine_config(weights, loss, "model.batch_size=4", "model.gradient_accumulation_steps=2", f"model.name_or_path={weights}",
+                           f"model.dtype={dtype}", *overrides)
+    world = start()
+    policy = load_policy(config.model, world.device)
+    shard(policy, decoder_blocks(policy), world, getattr(torch, dtype))
+    trainer = trainer_class(config)(config, policy, make_loss(config), world)
+    groups = random_groups(7, kind="pairs" if trainer.rows_per_example == 2 else "labelled")
+    segment = Segment(groups, config.model.batch_size, sum(map(len, groups)), config.seed)
+    trainer.reference.refresh(trainer.policy, 0, trainer.upcoming(segment, 0, 0))
+    Diagnostics(trainer, [], segment.steps)  # it follows every step
+    return trainer, segment
+
+
+VARIANTS = {"offline": [], "humanline": ["humanline=true", "sync_freq=2"], "sampling": ["humanline=true", "humanline_mode=sample"]}
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo", "bco"])
+def test_a_step_makes_the_host_wait_for_nothing(weights, loss, variant, packing):
+    trainer, segment = prepared(weights, loss, *VARIANTS[variant], f"model.packing={packing}")
+    for _ in range(segment.steps):
+        with watched() as found:
+            record = trainer.step(segment)
+        assert found == []
+        assert record.pending.read()["loss"] is not None
+    assert trainer.progress.step == segment.steps >= 2
+
+
+
+BREACHES: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": lambda x: x.sum().item(),
+    "float": lambda x: float(x.sum()),
+    "a condition": lambda x: 1 if x.sum() > 0 else 2,
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "cpu": lambda x: x.cpu(),
+    "a mask as an index": lambda x: x[x > 0],
+    "an assignment under a mask": lambda x: x.clone().__setitem__(x > 0, 0.0),
+    "a copy to the device": lambda x: x.to(x.device),
+    "a new tensor on the device": lambda x: torch.tensor([1.0, 2.0], device=x.device),
+    "a copy into it": lambda x: torch.zeros_like(x).copy_(x),
+}
+HARMLESS: dict[str, Callable[[torch.Tensor], object]] = {
+    "a copy in the background": lambda x: x.to(x.device, non_blocking=True),
+    "another type": lambda x: x.to(torch.float64),
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "numbers as an index": lambda x: x[torch.arange(2)],
+}
+
+
+@pytest.mark.parametrize("what", [*BREACHES, *HARMLESS])
+def test_the_watch_sees_what_waits_and_nothing_else(what, monkeypatch):
+    monkeypatch.setitem(globals(), "__file__", "")  # here this file is the code that is watched
+    with watched() as found:
+        (BREACHES | HARMLESS)[what](torch.tensor([1.0, -1.0, 2.0]))
+    found = [one for one in found if "a copy" not in what or "to" in one or "copy_" in one]
+    assert bool(found) == (what in BREACHES), found
+
+
+def test_the_watch_sees_into_a_step(weights):
+    """Into its backward, too."""
+    trainer, segment = prepared(weights, "dpo")
+    with watched() as found:
+        trainer.step(segment)
+    assert found == []
+
+    def reads_its_gradient(module, inputs, output):
+        output.register_hook(lambda grad: grad * float(grad.abs().max() < 1e9))
+
+    decoder_blocks(trainer.policy)[0].mlp.register_forward_hook(reads_its_gradient)
+    with watched() as found:
+        trainer.step(segment)
+    assert len([one for one in found if "_local_scalar_dense" in one]) == 2, "one a microbatch"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo", "bco"])
+def test_a_step_on_a_gpu_waits_for_nothing(weights, loss, variant, packing):
+    """What the device itself says. The first step is not watched: it sets libraries up."""
+    trainer, segment = prepared(weights, loss, *VARIANTS[variant], f"model.packing={packing}", dtype="bfloat16")
+    trainer.step(segment)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(segment.steps - 1):
+            trainer.step(segment)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,100 @@
+"""What the tokens of some steps did, added up on the device: a histogram of their log-ratios, how many lie beyond the clipping range and
+where, how far the rows have moved. Nothing here makes the host wait; no token is looped over in Python."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.types import Microbatch
+from models.distributed import sum_over_ranks
+from trainers.losses.base import token_sum
+
+SIDES = ("chosen", "rejected", "neutral")
+"""Chosen rows of pairs, desirable examples, completions of positive advantage; their opposites; completions of advantage 0."""
+OCTAVES = range(-20, 5)
+EDGES = tuple(sign * 2.0**o for sign, octaves in ((-1, reversed(OCTAVES)), (1, OCTAVES)) for o in octaves)
+"""What parts the bins of the histogram, nats: -16, -8 … -2^-20, 2^-20 … 8, 16. Log-ratios are of every order of magnitude: a step's
+noise is 1e-6 in float32, a clipped token 1.5. A bin has its upper edge; the outer two are open."""
+BINS = len(EDGES) + 1
+POSITIONS = 16
+"""Bin p has the completion positions 2^p to 2^(p+1) - 1, counted from 1; the last is open."""
+DIGITS = 6
+"""Significant digits of what is written: ranks add up in another order after a restart."""
+
+
+def sides(micro: Microbatch) -> Tensor:
+    """[R] int64: which of SIDES each row belongs to."""
+    n, device = len(micro.examples), micro.labels.device
+    if len(micro.sequences.rows) == 2 * n:
+        return torch.arange(2 * n, device=device) // n
+    labels = micro.labels
+    return torch.where(labels > 0, 0, torch.where(labels < 0, 1, 2))
+
+
+class Tally:
+    """Sums over the rows and tokens seen since the last ``clear``, of this rank. ``low`` and ``high``: the clipping range, nats."""
+
+    def __init__(self, low: float, high: float, device: torch.device) -> None:
+        self.low, self.high = low, high
+        self._edges = torch.tensor(EDGES, device=device)
+        self._powers = 2 ** torch.arange(1, POSITIONS, device=device)
+        self._shapes = {"histogram": (len(SIDES), BINS), "positions": (len(SIDES), POSITIONS, 3), "sums": (len(SIDES), 6)}
+        # One tensor, so that one collective sums it; float64, in which counts are exact.
+        self._all = torch.zeros(sum(math.prod(shape) for shape in self._shapes.values()), dtype=torch.float64, device=device)
+
+    def add(self, side: Tensor, raw: Tensor, mask: Tensor, moved: Tensor, known: Tensor) -> None:
+        """Take in R rows: ``side`` [R]; ``raw`` [R, T] unclipped log-ratios, nats; ``mask`` [R, T]; ``moved`` [R] the rows'
+        log-probabilities now less those under the initial weights, nats, where ``known`` [R]."""
+        parts = self._parts(self._all)
+        counts = mask.double().flatten()
+        bins = side[:, None] * BINS + torch.bucketize(raw, self._edges)
+        parts["histogram"].view(-1).index_add_(0, bins.flatten(), counts)
+        places = torch.bucketize(torch.arange(1, raw.shape[1] + 1, device=raw.device), self._powers, right=True)
+        beyond = torch.stack([counts, counts * (raw < self.low).flatten(), counts * (raw > self.high).flatten()], dim=1)
+        parts["positions"].view(-1, 3).index_add_(0, (side[:, None] * POSITIONS + places).flatten(), beyond)
+        tokens, exact = mask.sum(dim=-1), raw.double()
+        rows = torch.stack([mask.any(dim=-1), tokens, token_sum(exact, mask), token_sum(exact.square(), mask),
+                            torch.where(known, tokens, 0), torch.where(known, moved, 0.0)], dim=1).double()
+        parts["sums"] += (side == torch.arange(len(SIDES), device=side.device)[:, None]).double() @ rows
+
+    def clear(self) -> None:
+        self._all.zero_()
+
+    def total(self) -> list[float]:
+        """The sums over all ranks, on every rank. The host waits."""
+        out: list[float] = sum_over_ranks(self._all.clone()).tolist()
+        return out
+
+    def restore(self, total: Sequence[float], mine: bool) -> None:
+        """Go on from ``total``, which one rank (``mine``) takes over, however many there were."""
+        self._all.copy_(torch.tensor(total, dtype=torch.float64) * mine)
+
+    def _parts(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of one flat tensor."""
+        pieces = flat.split([math.prod(shape) for shape in self._shapes.values()])
+        return {name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)}
+
+    def describe(self, total: Sequence[float]) -> dict[str, dict[str, Any]]:
+        """``total`` as plain data: each side that has rows -> its counts and means."""
+        parts = self._parts(torch.tensor(total, dtype=torch.float64))
+        out: dict[str, dict[str, Any]] = {}
+        for s, name in enumerate(SIDES):
+            rows, tokens, log_ratio, square, known, moved = parts["sums"][s].tolist()
+            if rows:
+                out[name] = {
+                    "rows": int(rows), "tokens": int(tokens), "length": rounded(tokens / rows), "log_ratio": rounded(log_ratio / tokens),
+                    "spread": rounded(math.sqrt(max(square, 0.0) / tokens)), "drift": rounded(moved / known) if known else None,
+                    "histogram": [int(n) for n in parts["histogram"][s].tolist()],
+                    "positions": [[int(n) for n in place] for place in parts["positions"][s].tolist() if place[0]],
+                }
+        return out
+
+
+def rounded(value: float) -> float | None:
+    """``value`` to DIGITS significant digits; None where it is not finite."""
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
