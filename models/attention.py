@@ -52,15 +52,15 @@ def packs_rows(config: ModelConfig, found: PretrainedConfig) -> tuple[bool, str]
     if torch.cuda.is_available():
         if config.dtype == "float32":
             return False, "model.dtype=float32: this GPU's kernel for uneven lengths takes bfloat16 alone"
-        if not flash_works():
-            return False, "this GPU has no kernel for uneven lengths"
+        if (why := flash_fails()) is not None:
+            return False, f"this GPU has no working kernel for uneven lengths: {why}"
     return True, "no padding is computed"
 
 
 @cache
-def flash_works() -> bool:
-    """Whether the kernel for uneven lengths runs here, forward and backward, and gives what sdpa gives row by row: tried once, on two
-    rows of bfloat16."""
+def flash_fails() -> str | None:
+    """Why the kernel for uneven lengths cannot be used here, or None: whether it runs, forward and backward, and gives what sdpa gives
+    row by row is tried once, on two rows of bfloat16."""
     lengths, generator = [3, 6], torch.Generator().manual_seed(0)
     start = torch.randn(3, 1, 2, sum(lengths), 64, generator=generator).bfloat16().cuda()
     limits, results = row_limits(lengths, start.device)["cu_seq_lens_q"], []
@@ -69,9 +69,12 @@ def flash_works() -> bool:
             q, k, v = (part.clone().requires_grad_() for part in start)
             out = kernel(q, k, v, scaling=None)
             results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
-    except (RuntimeError, NotImplementedError):
-        return False
-    return all(torch.allclose(a, b, rtol=0.05, atol=0.05) for a, b in zip(*results, strict=True))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    same = all(torch.allclose(a, b, rtol=0.05, atol=0.05) for a, b in zip(*results, strict=True))
+    return None if same else "it does not give what attention row by row gives"
 
 
 class RowLengths:

@@ -64,10 +64,10 @@ class Maker:
                     groups.append(made)
             parts.append(suffix)
         inputs = {"scores": [folder.checksum(f"scores{suffix}") for suffix in parts], "feedback": asdict(self.config.rounds)}
-        if self.config.rounds.fill:
-            self._sampled(folder)
         if not folder.done("groups", inputs):
             folder.write("groups", (to_dict(g) for made in groups for g in made), inputs, {"contexts": len(groups), "dropped": dropped})
+        if self.config.rounds.fill:  # not before: only the groups' file says that nothing more will be sampled
+            self._sampled(folder)
         folder.note({"contexts": [first, end], "parts": parts, "kept": len(groups), "dropped": dropped, **self._metrics(folder, parts)})
 
     def _sampled(self, folder: RoundFolder) -> None:

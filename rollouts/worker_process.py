@@ -119,7 +119,7 @@ def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
     """The worker's side: answer requests by ``handlers`` until the owner says to leave, or is no more."""
     descriptor, owner = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)
-    threading.Thread(target=_die_with, args=(owner,), daemon=True).start()
+    live_while(owner, _kill_group)
     connection = Connection(descriptor)
     try:
         while (request := connection.recv()) != _LEAVE:
@@ -133,11 +133,15 @@ def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
         _kill_group()
 
 
-def _die_with(owner: int) -> None:
-    """End once the owner is gone, also in the middle of a request."""
-    while os.getppid() == owner:
-        time.sleep(_POLL_S)
-    _kill_group()
+def live_while(owner: int, end: Callable[[], None]) -> None:
+    """Have ``end`` called once ``owner``, this process's parent, is gone, whatever this process is doing then."""
+
+    def watch() -> None:
+        while os.getppid() == owner:
+            time.sleep(_POLL_S)
+        end()
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _kill_group() -> None:

@@ -20,6 +20,7 @@ import yaml  # type: ignore[import-untyped]
 
 from config.checks import ConfigError, StoppedError, require
 from launch.grid import Run, Settings
+from rollouts.ledger import write_whole
 from study.plan import CHOSEN, DEFAULT_NORM, FULL, PLAN, QUICK, TUNED, Plan, best, read_chosen, read_plan
 from study.records import collect, finished
 from study.runner import run_all
@@ -61,7 +62,7 @@ def act(options: argparse.Namespace) -> None:
     if mode == FULL:
         chosen, tuning = tune(plan, runs_dir, options)
     else:
-        chosen = read_chosen(options.plan.with_name(CHOSEN))
+        chosen = read_chosen(options.plan.with_name(CHOSEN), plan.main)
     wanted = plan.runs(mode, chosen, seeds_of(options.seeds))
     if options.only:
         groups, asked = plan.cells(mode), options.only.split(",")
@@ -84,7 +85,7 @@ def tune(plan: Plan, runs_dir: Path, options: argparse.Namespace) -> tuple[dict[
     values: dict[str, dict[float, float]] = {}
     lrs: dict[str, float] = {}
     if options.mode == "report" and not all(known(run, runs_dir, options.records) for run in plan.lr_runs()):
-        return read_chosen(options.plan.with_name(CHOSEN)), []
+        return read_chosen(options.plan.with_name(CHOSEN), plan.main), []
     for half in ("lr", "norm"):
         runs = plan.lr_runs() if half == "lr" else plan.norm_runs(lrs)
         if options.mode != "report":
@@ -123,9 +124,7 @@ def write_chosen(plan: Plan, chosen: dict[str, Settings], path: Path) -> None:
     rule = (f"# Written by `python -m study full`: per cell the learning rate, then the gradient norm, with the best mean "
             f"{plan.metric} on validation\n# (of lr {list(plan.lrs)} at norm {DEFAULT_NORM}, then norms "
             f"{sorted({DEFAULT_NORM, *plan.norms})} at that lr; seeds {list(plan.tuning_seeds)}).\n")
-    part = path.with_name(f".{path.name}")
-    part.write_text(rule + yaml.safe_dump({"cells": chosen}, sort_keys=False), encoding="utf-8")
-    os.replace(part, path)
+    write_whole(path, rule + yaml.safe_dump({"cells": chosen}, sort_keys=False))
 
 
 def seeds_of(text: str) -> list[int] | None:
@@ -133,7 +132,9 @@ def seeds_of(text: str) -> list[int] | None:
     if not text:
         return None
     require(all(word.strip().isdigit() for word in text.split(",")), "--seeds", text, "must be whole numbers, as in 11,12,13")
-    return [int(word) for word in text.split(",")]
+    seeds = [int(word) for word in text.split(",")]
+    require(len(set(seeds)) == len(seeds), "--seeds", text, "names a seed twice: runs of one seed are one run")
+    return seeds
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from matplotlib.ticker import PercentFormatter
 from launch.pictures import STYLE
 from launch.statistics import mean
 from study.claims import by_cell, interval
-from study.plan import Plan
 from study.records import Record
 
 RED, BLUE, ORANGE, PURPLE, GREY, GREEN = "#C0392B", "#0072B2", "#E69F00", "#AA5C99", "#888888", "#009E73"
@@ -27,7 +26,7 @@ Bar = tuple[str, str, str]
 """(cell, label, colour)"""
 
 
-def figures(plan: Plan, records: Sequence[Record]) -> dict[str, tuple[str, Figure]]:
+def figures(records: Sequence[Record]) -> dict[str, tuple[str, Figure]]:
     """File stem -> (caption, figure), of every figure that there are runs for."""
     sampled, greedy = by_cell(records, SAMPLED), by_cell(records, GREEDY)
     start = mean([r.before[SAMPLED] for r in records if not r.cell.startswith("tune-") and SAMPLED in r.before])
@@ -43,12 +42,12 @@ def figures(plan: Plan, records: Sequence[Record]) -> dict[str, tuple[str, Figur
                             "clipping or sampling": lambda x: [(hl[x], "clipping", ORANGE), (f"{x}-hl-sample", "sampling", GREEN)]})),
         "figure6": ("Figure 6: offline+humanline on quarters of the data, by mean token log-probability under the initial weights, lowest "
                     "first (80 steps each).", quarters(sampled, base)),
-        "figure7": ("Figure 7: GRPO on verified answers, sampled every step or every 64 steps.", curves(plan, records)),
+        "figure7": ("Figure 7: GRPO on verified answers, sampled every step or every 64 steps.", curves(records)),
         "figure8": ("Figure 8: how often the reference is synced; lines: plain offline and online.", frequencies(sampled)),
         "figure10": ("Figure 10: humanline syncing before the update, trust-region syncing after it.", side_by_side(
             sampled, base, {"": lambda x: [(hl[x], "humanline, k = 16", ORANGE), (f"{x}-trust-16", "trust region, every 16", GREEN),
                                            (f"{x}-trust-64", "trust region, every 64", PURPLE), (f"{x}-offline", "offline", RED)]})),
-        "figure11": ("Figure 11: what a run takes, CPU seconds on one core, by what they go to.", times(plan, records)),
+        "figure11": ("Figure 11: what a run takes, CPU seconds on one core, by what they go to.", times(records)),
         "table6": ("Table 6: humanline DPO with other clipping ranges.", ranges(sampled)),
         "controls": ("Controls: plain offline GRPO with wider clips; sampled and greedy accuracy.", controls(sampled, greedy, base)),
     }
@@ -140,7 +139,7 @@ def quarters(values: Values, base: float | None) -> Figure | None:
     return figure if found else None
 
 
-def curves(plan: Plan, records: Sequence[Record]) -> Figure | None:
+def curves(records: Sequence[Record]) -> Figure | None:
     """Accuracy over examples of the rare-sampling runs: mean and 95 % interval over seeds."""
     styles = {"rare-online": ("online: every step", BLUE), "rare-64x": ("every 64 steps", RED),
               "rare-64x-hl-k16": ("… humanline, k = 16", GREEN), "rare-64x-hl-k4": ("… humanline, k = 4", ORANGE),
@@ -191,7 +190,7 @@ def frequencies(values: Values) -> Figure | None:
     return figure if found else None
 
 
-def times(plan: Plan, records: Sequence[Record]) -> Figure | None:
+def times(records: Sequence[Record]) -> Figure | None:
     cells = [f"{loss}-{v}" for loss in LOSSES for v in ("offline", "hl-k1", "offline-hl", "online", "online-hl")]
     parts = (("train", "steps (syncing included)", ORANGE), ("sample", "sampling and scoring", BLUE),
              ("rest", "loading, reference scores, evaluation, report", "#cccccc"))

@@ -6,14 +6,14 @@ Tuning has the same runs in each of the twelve cells. Everything else inherits t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from config.checks import require
+from config.checks import ConfigError, require
 from launch.grid import Run, Settings
 
 PLAN, CHOSEN = Path(__file__).parent / "plan.yaml", "chosen.yaml"
@@ -99,9 +99,17 @@ class Plan:
 
 
 def read_plan(path: Path = PLAN) -> Plan:
-    """Raises ConfigError for an experiment's cell that is like none of the twelve, or is named twice."""
-    require(path.is_file(), "--plan", path, "is not a file")
-    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    """Raises ConfigError for what is not a plan: a part that is missing, unknown or of another kind, an experiment's cell that is like
+    none of the twelve, or is named twice."""
+    raw = read_yaml("--plan", path, "is not a file")
+    parts(f"{path}", raw, {"base": dict, "losses": dict, "variants": dict, "exceptions": dict, "tuning": dict, "seeds": dict,
+                           "experiments": dict})
+    parts("tuning", raw["tuning"], {"seeds": list, "metric": str, "lr": list, "max_grad_norm": list})
+    parts("seeds", raw["seeds"], {FULL: dict, QUICK: dict})
+    for mode in (FULL, QUICK):
+        parts(f"seeds.{mode}", raw["seeds"][mode], {MAIN: int, "other": int})
+    for key in ("losses", "variants"):
+        parts(key, raw[key], dict.fromkeys(raw[key], dict))
     main: dict[str, Settings] = {}
     for loss, variant in itertools.product(raw["losses"], raw["variants"]):
         settings: Settings = dict(raw["losses"][loss]) | dict(raw["variants"][variant])
@@ -119,6 +127,8 @@ def read_plan(path: Path = PLAN) -> Plan:
 
 def _experiment(name: str, part: dict[str, Any], main: Mapping[str, Settings]) -> Experiment:
     cells, like = {}, {}
+    parts(f"experiments.{name}", {"base": {}} | part, {"in": list, "base": dict, "cells": dict})
+    parts(f"experiments.{name}.cells", part["cells"], dict.fromkeys(part["cells"], dict))
     for cell, settings in part["cells"].items():
         own = dict(part.get("base", {})) | dict(settings)
         like[cell] = own.pop("like", None)
@@ -132,8 +142,29 @@ def best(values: Mapping[float, float]) -> float:
     return min(values, key=lambda tried: (-values[tried], tried))
 
 
-def read_chosen(path: Path) -> dict[str, Settings]:
-    """What tuning chose, from its file. Raises ConfigError where it was not run."""
-    require(path.is_file(), "chosen", path, "is not there: run `python -m study full`, which tunes first")
-    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return {cell: {key: float(found[key]) for key in TUNED} for cell, found in raw["cells"].items()}
+def read_chosen(path: Path, cells: Collection[str]) -> dict[str, Settings]:
+    """What tuning chose for ``cells``, from its file. Raises ConfigError where it was not run, or not for all of them."""
+    raw = read_yaml("chosen", path, "is not there: run `python -m study full`, which tunes first")
+    parts(f"{path}", raw, {"cells": dict})
+    parts(f"{path}: cells", raw["cells"], dict.fromkeys(cells, dict))
+    for cell in cells:
+        parts(f"{path}: cells.{cell}", raw["cells"][cell], dict.fromkeys(TUNED, float))
+    return {cell: dict(raw["cells"][cell]) for cell in cells}
+
+
+def read_yaml(key: str, path: Path, missing: str) -> Any:
+    """What a YAML file holds. Raises ConfigError if it is not there or cannot be read."""
+    require(path.is_file(), key, path, missing)
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(key, path, f"is no YAML: {' '.join(str(error).split())}") from error
+
+
+def parts(key: str, found: Any, wanted: Mapping[str, type]) -> None:
+    """Raise ConfigError unless ``found`` is a mapping with just the parts of ``wanted``, each of its type."""
+    require(isinstance(found, dict), key, found, f"must be a mapping with {', '.join(wanted)}")
+    for name, kind in wanted.items():
+        require(isinstance(found.get(name), kind), f"{key}: {name}", found.get(name), f"must be there, as a {kind.__name__}")
+    for name in found:
+        require(name in wanted, f"{key}: {name}", found[name], f"is nothing that is read here; there are {', '.join(wanted)}")

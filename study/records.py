@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from config.checks import require
+from config.checks import ConfigError, require
 from launch.collect import read_run
 from launch.grid import Run, override
+from rollouts.ledger import write_whole
 
 FACTS = "study.json"
 
@@ -41,6 +41,8 @@ class Record:
     """(examples trained on, sampled accuracy) of the evaluations during training, the first before it."""
     clipped: float | None = None
     """Mean share of tokens that humanline clipped, over the whole run."""
+    commit: str | None = None
+    """Of this project when the run began; None where that was not noted or is not known."""
 
 
 TRACES = ("clipped_low", "clipped_high", "grad_norm", "loss", "kl", "reward_margin")
@@ -59,13 +61,18 @@ def read_record(run: Run, folder: Path) -> Record:
     sampled = sum(r.get("metrics", {}).get("sample_seconds", 0.0) + r.get("metrics", {}).get("score_seconds", 0.0) for r in rounds)
     clipped = [(line.get("clipped_low") or 0.0) + (line.get("clipped_high") or 0.0) for line in lines]
     return Record(
-        run.name, run.cell, run.seed, [override(key, value) for key, value in (run.settings | {"seed": run.seed}).items()],
+        run.name, run.cell, run.seed, command(run),
         numbers(summary["before"]), numbers(summary["after"]), summary["steps"], summary["examples"],
         {"train": summary["seconds"], "sample": sampled, "cpu": facts["cpu_seconds"], "wall": facts["wall_seconds"]},
         traces(lines[-max(1, len(lines) // 10):]),
         [(seen, line["eval_accuracy_sampled"]) for seen, line in zip([0, *(ln["examples"] for ln in lines)], lines, strict=False)
          if line.get("eval_accuracy_sampled") is not None],
-        _mean(clipped) if run.settings.get("humanline") else None)
+        _mean(clipped) if run.settings.get("humanline") else None, facts.get("commit"))
+
+
+def command(run: Run) -> list[str]:
+    """What follows ``python train.py``, but for the folders."""
+    return [override(key, value) for key, value in (run.settings | {"seed": run.seed}).items()]
 
 
 def traces(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -93,21 +100,21 @@ def collect(runs: Sequence[Run], runs_dir: Path, earlier: Path | None = None) ->
         if finished(runs_dir / run.name):
             found.append(read_record(run, runs_dir / run.name))
         elif run.name in known:
-            same = known[run.name].command == [override(key, value) for key, value in (run.settings | {"seed": run.seed}).items()]
-            require(same, "records", earlier, f"has {run.name} with other settings; run it again, or leave this file out")
+            require(known[run.name].command == command(run), "records", earlier, f"has {run.name} with other settings; run it again, or leave this file out")
             found.append(known[run.name])
     return found
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Raises ConfigError if there is no such file."""
+    """Raises ConfigError if there is no such file, or a line of it is not a record."""
     require(path.is_file(), "records", path, "is not a file")
-    for line in path.read_text(encoding="utf-8").splitlines():
-        raw = json.loads(line)
-        yield Record(**raw | {"curve": [tuple(point) for point in raw["curve"]]})
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            raw = json.loads(line)
+            yield Record(**raw | {"curve": [tuple(point) for point in raw["curve"]]})
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError("records", path, f"line {number} is no record of a run ({type(error).__name__}: {error})") from error
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:
-    part = path.with_name(f".{path.name}")
-    part.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records), encoding="utf-8")
-    os.replace(part, path)
+    write_whole(path, "".join(json.dumps(asdict(record)) + "\n" for record in records))

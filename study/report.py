@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ def write_report(plan: Plan, mode: str, chosen: Mapping[str, Settings], records:
     final = [record for record in records if not record.cell.startswith("tune-")]
     claims = [claim for claim in claims if claim.experiment in plan.cells(mode)]
     found = answers(claims, by_cell(final, metric), margin, by_cell(final, GREEDY))
-    drawn = figures(plan, final)
+    drawn = figures(final)
     for stem, (_, figure) in drawn.items():
         (out / f"{stem}.svg").write_bytes(svg(figure))
     captions = {stem: caption for stem, (caption, _) in drawn.items()}
@@ -72,12 +73,19 @@ def opening(plan: Plan, mode: str, records: Sequence[Record], planned: int, comm
         "±1.5 nats and syncs every 16 steps. What is reported was measured on held-out prompts that tuning did not see, four samples "
         "each at temperature 0.7.",
         f"Made by `{command}`: {len(records)} of {planned} planned runs ({mode}) are in it, {cpu:.1f} CPU hours. Each line of "
-        "`runs.jsonl` is a run: `python train.py` with its `command` repeats it.",
+        f"`runs.jsonl` is a run: `python train.py` with its `command` repeats it. {made_at(records)}",
         "**Read it with care.** One task, one tiny model, one answer per prompt that is right: what is seen here shows that the "
         "implementation does what it says and that an effect exists at this scale; what is not seen here says nothing about 8 billion "
         "parameters. Seeds change the order of the data, which half of the pairs is trained on, and what is sampled; all runs start from "
         "the same weights, so intervals understate what another model or data set would give. Settings of the further experiments were "
         "not tuned: they have those of the cell that they change."))]
+
+
+def made_at(records: Sequence[Record]) -> str:
+    """Which commits of this project the runs were made with."""
+    counts = Counter(record.commit for record in records)
+    told = [f"{n} at {'no noted commit' if commit is None else f'`{commit[:12]}{commit[40:]}`'}" for commit, n in counts.most_common()]
+    return f"Made with: {', '.join(told)}."
 
 
 def claim_sections(found: Sequence[Answer], margin: float) -> list[Section]:

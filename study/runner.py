@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -23,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from config.checks import StoppedError
-from launch.grid import Run
+from launch.grid import CONFIG_DIR, Run
+from rollouts.ledger import write_whole
+from rollouts.worker_process import live_while
 from study.records import FACTS, finished
 from trainers.progress import progress
+from trainers.provenance import git_commit
 
 RUNS_OF_A_PROCESS = 40
 """About as many, then it is replaced: nothing that a library keeps grows for hours."""
@@ -74,15 +76,9 @@ def finish(runs: Sequence[Run], runs_dir: Path, jobs: int) -> Iterator[Outcome]:
             raise StoppedError("interrupted; the same command goes on") from None
 
 
-def live_with(parent: int) -> None:
+def live_with(study: int) -> None:
     """End this process when the study's is gone: it would go on with the runs that it was given, beside those of the next study."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    live_while(study, lambda: os._exit(1))
 
 
 def one(run: Run, runs_dir: Path) -> Outcome:
@@ -96,7 +92,7 @@ def one(run: Run, runs_dir: Path) -> Outcome:
     overrides = [*run.overrides(), f"runs_dir={runs_dir}"]
     folder, log = runs_dir / run.name, runs_dir / "logs" / f"{run.name}.out"
     log.parent.mkdir(parents=True, exist_ok=True)
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall, cpu, commit = time.perf_counter(), time.process_time(), git_commit(CONFIG_DIR.parent)
     with log.open("a") as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
             sys.argv = ["train.py", *overrides]  # what the run's summary says it was started with
@@ -104,13 +100,12 @@ def one(run: Run, runs_dir: Path) -> Outcome:
         except (Exception, SystemExit) as error:
             traceback.print_exc()
             return Outcome(run.name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-    keep(folder, {"wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu, "load": os.getloadavg()[0]})
+    keep(folder, {"wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu, "load": os.getloadavg()[0],
+                  "commit": commit})
     return Outcome(run.name, None)
 
 
 def keep(folder: Path, facts: dict[str, Any]) -> None:
     """Note what the study measured of a finished run, and drop what only an unfinished one needs."""
-    part = folder / f".{FACTS}"
-    part.write_text(json.dumps(facts, indent=2))
-    os.replace(part, folder / FACTS)
+    write_whole(folder / FACTS, json.dumps(facts, indent=2))
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)

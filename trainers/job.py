@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from models.loading import load_sharded
 from models.memory import estimate_memory
 from models.policy import Policy, check_model, export_dtype, load_tokenizer
 from models.reference import Reference
+from rollouts.ledger import write_whole
 from rollouts.setup import Online, make_online_plan
 from rollouts.verify import make_accuracy
 from trainers.basic import BasicTrainer
@@ -139,7 +139,8 @@ class Job:
             scores = {row.key: reference.scores[reference.key(i, row)]
                       for i, batch in enumerate(batches) for example in batch for row in example.rows}
             trainer.initial = {key: float(values.sum()) for key, values in scores.items()}
-            self.report_logprobs(scores)
+            if config.data.logprob_range is None:  # else the report has them already, of every row that is kept
+                self.report_logprobs(scores)
         if self.world.is_main:
             (folder / "data_report.json").write_text(json.dumps(self.report.to_dict(), indent=2))
             (folder / "data_report.md").write_text(self.report.to_markdown())
@@ -159,9 +160,7 @@ class Job:
         if self.world.is_main:
             export(state, policy, self.tokenizer, folder / "model", export_dtype(self.config.model))
             write_model_card(folder / "model", asdict(self.config), summary)
-            part = folder / ".summary.json"
-            part.write_text(json.dumps(summary, indent=2))
-            os.replace(part, folder / "summary.json")
+            write_whole(folder / "summary.json", json.dumps(summary, indent=2))
             run.tracker.summary(summary["after"])
             run.tracker.close()
             write_report(folder)

@@ -6,7 +6,6 @@ vLLM's place is taken by a second model, which is what an engine of its own is.
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ import rollouts.setup
 from models.export import full_state
 from models.policy import load_policy
 from rollouts.engines import VllmEngine, attempt, outcome
+from rollouts.ledger import RoundFolder
 from rollouts.making import Maker
 from rollouts.samplers import EmbeddedSampler
 from tests.integration.online import lines, rounds, run_online
@@ -95,13 +95,39 @@ def test_interrupted_inside_a_round(tmp_path, monkeypatch):
         patch.setattr(Maker, "_sampled", lambda self, folder: None)  # the weights stay, as where nothing was sampled yet
         with pytest.raises(KeyboardInterrupt):
             run_online(tmp_path, "r", *LAGGING)
+        for thread in threading.enumerate():  # one lives on in this process, as it would not in a killed one
+            if "(_run)" in thread.name:
+                thread.join()
     ahead = rounds(tmp_path / "r")[2]
-    while not ahead.done("groups"):  # its thread lives on in this process, as it would not in a killed one
-        time.sleep(0.05)
+    assert ahead.done("groups")
     for stage in ("samples", "scores", "groups"):
         ahead.file(stage).unlink(missing_ok=True)
     assert (ahead.path / "weights").exists()
-    run = run_online(tmp_path, "r", *LAGGING, "resume=true")
+    assert_same(run_online(tmp_path, "r", *LAGGING, "resume=true"), whole)
+
+
+@pytest.mark.parametrize("fill", ["true", "false"])
+def test_killed_before_the_groups_of_a_round_ahead_are_written(tmp_path, monkeypatch, fill):
+    """Whether more must be sampled for a round is known from its groups alone: until then its weights stay."""
+    whole = run_online(tmp_path, "whole", *LAGGING, f"rounds.fill={fill}")
+    write = RoundFolder.write
+
+    def killed(self, stage, *others):
+        if stage == "groups" and self.path.name == "002":
+            raise KeyboardInterrupt
+        write(self, stage, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RoundFolder, "write", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_online(tmp_path, "r", *LAGGING, f"rounds.fill={fill}")
+    ahead = rounds(tmp_path / "r")[2]
+    assert ahead.done("scores") and not ahead.done("groups")
+    assert_same(run_online(tmp_path, "r", *LAGGING, f"rounds.fill={fill}", "resume=true"), whole)
+    assert not list((tmp_path / "r").glob("rounds/*/weights"))
+
+
+def assert_same(run, whole):
     one, other = (load_file(folder / "model" / "model.safetensors") for folder in (run, whole))
     assert all(torch.equal(one[name], other[name]) for name in other)
     assert [line["loss"] for line in lines(run)] == [line["loss"] for line in lines(whole)]

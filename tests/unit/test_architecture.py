@@ -24,7 +24,8 @@ LAYERS = {
     "rollouts": {"config", "data", "models", "trainers", "rollouts"},
     "evals": {"config", "data", "models", "trainers", "rollouts", "evals", "launch.statistics"},
     "launch": {"config", "launch"},  # knows the schema and the command line
-    "study": {"config", "launch", "study", "train", "trainers.progress", "trainers.charts"},  # runs runs, reads their folders
+    "study": {"config", "launch", "study", "train", "trainers.progress", "trainers.charts", "trainers.provenance",  # runs runs,
+              "rollouts.ledger", "rollouts.worker_process"},  # reads their folders
 }
 # Third-party packages that stay where they are; entry points are the .py files of the root.
 CONFINED = {

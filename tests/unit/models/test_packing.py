@@ -10,7 +10,7 @@ import torch
 from config.schema import ModelConfig
 from data.batches import Segment
 from models import attention
-from models.attention import flash_works, packs_rows
+from models.attention import flash_fails, packs_rows
 from models.distributed import shard, start
 from models.memory import estimate_memory
 from models.policy import decoder_blocks, load_policy
@@ -29,9 +29,9 @@ def folder(tmp_path_factory):
     return path
 
 
-def no_gpu(monkeypatch, present: bool = False, works: bool = True) -> None:
+def no_gpu(monkeypatch, present: bool = False, fails: str | None = None) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: present)
-    monkeypatch.setattr(attention, "flash_works", lambda: works)
+    monkeypatch.setattr(attention, "flash_fails", lambda: fails)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,15 +65,17 @@ def test_left_open_rows_are_padded_elsewhere(monkeypatch, change, found, why):
     assert not packed and why in said
 
 
-@pytest.mark.parametrize(("works", "dtype", "packed"), [(True, "bfloat16", True), (False, "bfloat16", False), (True, "float32", False)])
-def test_on_a_gpu_its_kernel_decides(monkeypatch, works, dtype, packed):
-    no_gpu(monkeypatch, present=True, works=works)
-    assert packs_rows(replace(OPEN, dtype=dtype), FAMILIES["llama"])[0] is packed
+@pytest.mark.parametrize(("fails", "dtype", "packed", "why"), [
+    (None, "bfloat16", True, ""), ("no such image", "bfloat16", False, "no such image"), (None, "float32", False, "float32")])
+def test_on_a_gpu_its_kernel_decides(monkeypatch, fails, dtype, packed, why):
+    no_gpu(monkeypatch, present=True, fails=fails)
+    found, said = packs_rows(replace(OPEN, dtype=dtype), FAMILIES["llama"])
+    assert found is packed and why in said
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs an Ampere GPU or later")
 def test_the_kernel_of_this_gpu_works():
-    assert flash_works()
+    assert flash_fails() is None
 
 
 def trained(folder, loss: str, packing: str, *overrides: str):

@@ -94,12 +94,11 @@ def test_of_equals_the_smallest_is_chosen():
 
 def test_quick_says_what_to_do_where_nothing_was_tuned(tmp_path):
     with pytest.raises(ConfigError, match="study full"):
-        read_chosen(tmp_path / "chosen.yaml")
+        read_chosen(tmp_path / "chosen.yaml", PLANNED.main)
 
 
 def test_what_full_chose_is_there_for_quick_and_was_tried():
-    chosen = read_chosen(PLAN.with_name(FILE_OF_CHOSEN))
-    assert set(chosen) == set(PLANNED.main)
+    chosen = read_chosen(PLAN.with_name(FILE_OF_CHOSEN), PLANNED.main)
     for found in chosen.values():
         assert found["lr"] in PLANNED.lrs and found["model.max_grad_norm"] in (1.0, *PLANNED.norms)
 
@@ -110,6 +109,29 @@ def test_a_cell_like_none_is_refused(tmp_path):
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(raw))
     with pytest.raises(ConfigError, match="is none of"):
         read_plan(tmp_path / "plan.yaml")
+
+
+@pytest.mark.parametrize(("text", "key"), [
+    ("losses: [", "--plan"), ("- 1", "mapping"), ("{}", "base"), (None, "tuning: seeds"), ("extra", "extra"), ("k", "experiments.k"),
+])
+def test_what_is_no_plan_is_refused_by_the_part_that_is_wrong(text, key, tmp_path):
+    raw = yaml.safe_load(PLAN.read_text())
+    if text is None:
+        del raw["tuning"]["seeds"]
+    elif text == "extra":
+        raw["extra"] = {}
+    elif text == "k":
+        raw["experiments"]["k"]["cells"] = ["dpo"]
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(raw) if text in (None, "extra", "k") else text)
+    with pytest.raises(ConfigError, match=key):
+        read_plan(tmp_path / "plan.yaml")
+
+
+@pytest.mark.parametrize("text", ["cells: {", "cells: {}", "cells: {dpo-offline: {lr: 1.0e-4}}", "cells: {dpo-offline: {lr: fast}}"])
+def test_what_is_not_chosen_for_every_cell_is_refused(text, tmp_path):
+    (tmp_path / "chosen.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="chosen"):
+        read_chosen(tmp_path / "chosen.yaml", ["dpo-offline"])
 
 
 def test_plans_are_plain_values():
