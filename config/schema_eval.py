@@ -10,7 +10,7 @@ from config.checks import one_of, require
 from config.schema_benchmarks import AlpacaEvalConfig, LmEvalConfig
 
 KINDS = ("accuracy", "compare", "alpacaeval", "lm_eval")
-READ = ("model", "data", "sampler", "reward", "seed", "runs_dir", "wandb")
+READ = ("model", "data", "sampler", "reward", "seed", "runs_dir", "cache_dir", "wandb")
 """Of a run's settings those that an evaluation reads."""
 
 

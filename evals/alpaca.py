@@ -40,7 +40,7 @@ from rollouts.stages import settings_of
 from trainers.provenance import git_commit, versions
 from trainers.tracking import plain
 
-OUTPUTS, ANNOTATIONS, CACHE, MADE = "outputs.json", "annotations.json", "judged.json", "outputs.made.json"
+OUTPUTS, ANNOTATIONS, CACHE = "outputs.json", "annotations.json", "judged.json"
 _NAMED = 3
 
 
@@ -123,11 +123,7 @@ def prompt_of(row: Row) -> Prompt:
 
 
 def sampled(target: Target, stage: EvalStage, reference: list[Row], made: dict[str, Any], world: World) -> list[Row]:
-    """The target's answers, in AlpacaEval's format; those of an earlier start by the same weights, settings and code are used again."""
-    place = folder(target, stage)
-    record = plain({"made": made, "settings": _answering(target, stage)})
-    if (place / OUTPUTS).exists() and (place / MADE).exists() and json.loads((place / MADE).read_text(encoding="utf-8")) == record:
-        return read_outputs("alpacaeval.outputs", place / OUTPUTS)
+    """The target's answers, in AlpacaEval's format."""
     renderer = _renderer(target, reference)
     request = Request("answers to AlpacaEval", 1, settings_of(target.config.sampler))
     [drawn] = answers.sample(target, renderer, [prompt_of(row) for row in reference], [request], world)
@@ -136,9 +132,7 @@ def sampled(target: Target, stage: EvalStage, reference: list[Row], made: dict[s
     outputs = [{"dataset": row.get("dataset", "alpaca_eval"), "instruction": row["instruction"], "output": text.strip(), "generator": name}
                for row, text in zip(reference, texts, strict=True)]
     if world.is_main:
-        (place / MADE).unlink(missing_ok=True)
-        write_whole(place / OUTPUTS, json.dumps(outputs, indent=1, ensure_ascii=False) + "\n")
-        write_whole(place / MADE, json.dumps(record, indent=1) + "\n")
+        write_whole(folder(target, stage) / OUTPUTS, json.dumps(outputs, indent=1, ensure_ascii=False) + "\n")
     return outputs
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +67,28 @@ def fingerprints(target: Target, prompts: Sequence[Prompt] = (), **more: str) ->
     if target.answers is not None:
         found["answers"] = files_digest([target.answers])
     else:
-        found["weights"] = files_digest(sorted(target.model_folder().glob("*.safetensors")))
+        found["weights"] = weights_digest(target)
     if prompts:
         found["prompts"] = hashlib.sha256(repr([(p.id, p.reference) for p in prompts]).encode()).hexdigest()
     return found | {"code": git_commit(ROOT), "versions": versions()} | more
 
 
+def weights_digest(target: Target) -> str:
+    """The digest of a model's weight files. Raises ConfigError where they cannot be had."""
+    return files_digest(sorted(target.model_folder().glob("*.safetensors")))
+
+
 def files_digest(paths: Iterable[Path]) -> str:
     """SHA-256 of a file, 64 hex digits; of several, that of the lines which ``sha256sum`` would print of them."""
-    digests = [(path.name, _sha256(path)) for path in paths]
+    digests = [(path.name, _sha256(path, (about := path.stat()).st_size, about.st_mtime_ns)) for path in paths]
     if len(digests) == 1:
         return digests[0][1]
     return hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in digests).encode()).hexdigest()
 
 
-def _sha256(path: Path) -> str:
+@cache
+def _sha256(path: Path, size: int, changed: int) -> str:
+    """Of a file of this size, last changed then: it is read once, however often it is asked for."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while part := stream.read(_CHUNK):

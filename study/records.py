@@ -100,7 +100,8 @@ def collect(runs: Sequence[Run], runs_dir: Path, earlier: Path | None = None) ->
         if finished(runs_dir / run.name):
             found.append(read_record(run, runs_dir / run.name))
         elif run.name in known:
-            require(known[run.name].command == command(run), "records", earlier, f"has {run.name} with other settings; run it again, or leave this file out")
+            require(known[run.name].command == command(run), "records", earlier,
+                    f"has {run.name} with other settings; run it again, or leave this file out")
             found.append(known[run.name])
     return found
 

@@ -34,7 +34,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def evaluated(*words: str) -> str:
-    done = command("eval", *words, *FEW)
+    done = command("eval", *FEW, *words)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -90,7 +90,7 @@ def test_the_runs_own_wandb_run_has_them(folder, result):
 
 
 def test_a_checkpoint_is_another_model_and_the_same_weights_give_the_same_answers(folder, result):
-    evaluated(f"run={folder}/a/checkpoints/step_00000002", "accuracy.samples=0")
+    evaluated(f"run={folder}/a/checkpoints/step_00000002", "accuracy.samples=0", f"cache_dir={folder}/other")  # where nothing is kept
     evaluated(f"run={folder}/a", "step=1", "accuracy.samples=0")
     last, answers = read(folder / "a" / "evals" / "accuracy-adder-step2.json")
     before, _ = read(folder / "a" / "evals" / "accuracy-adder-step1.json")
@@ -101,7 +101,7 @@ def test_a_checkpoint_is_another_model_and_the_same_weights_give_the_same_answer
 
 def test_a_comparison_of_models_and_one_of_their_answers_agree(folder, result):
     against = "against=assets/adder/model"
-    evaluated(f"run={folder}/a", "kind=compare", against, "reward=adder", "wandb.enabled=false")
+    evaluated(f"run={folder}/a", "kind=compare", against, "reward=adder", "wandb.enabled=false", f"cache_dir={folder}/cache")
     found, rows = read(folder / "a" / "evals" / "compare-adder-adder.json")
     differences = [fmean(row["rewards"]) - fmean(row["rewards_against"]) for row in rows]
     assert all(row["rewards"] == rewards(row["answers"], [row["reference"]]) for row in rows)

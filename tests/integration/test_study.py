@@ -96,7 +96,8 @@ def test_a_run_that_fails_is_named_and_the_others_are_done(study, capsys):
 
 
 @pytest.mark.parametrize(("words", "key"), [
-    (["quick", "--jobs", "0"], "--jobs"), (["quick", "--seeds", "a"], "--seeds"), (["quick", "--seeds", "1,2,1"], "--seeds"), (["quick", "--only", "nothing"], "--only"),
+    (["quick", "--jobs", "0"], "--jobs"), (["quick", "--seeds", "a"], "--seeds"),
+    (["quick", "--seeds", "1,2,1"], "--seeds"), (["quick", "--only", "nothing"], "--only"),
     (["report", "--records", "missing.jsonl"], "records"), (["report", "--records", str(PLAN)], "line 1"),
     (["quick", "--plan", "missing.yaml"], "--plan"),
 ])

@@ -43,7 +43,8 @@ def stage(**own):
 
 
 def target(out, *overrides):
-    return Target("mine", make_config("sampler.max_tokens=24", "model.max_length=64", "model.max_prompt_length=40", *overrides), Path(out))
+    return Target("mine", make_config("sampler.max_tokens=24", "model.max_length=64", "model.max_prompt_length=40",
+                                      f"cache_dir={out}/.cache", *overrides), Path(out))
 
 
 def rates(tmp_path, rows, **own):
@@ -281,7 +282,7 @@ def test_answers_judgements_and_rates_in_one_run_that_goes_on_where_it_stopped(t
     assert len({o["generator"] for o in outputs}) == 1 and all(set(o) == {"dataset", "instruction", "output", "generator"} for o in outputs)
     assert all(o["output"].count(";") == 2 for o in outputs)  # the embedded model's form, without special tokens
     endpoint.behave, endpoint.asked = Judge.behave, type(endpoint.asked)()
-    monkeypatch.setattr(alpaca.answers, "sample", None)  # what was answered is not sampled again
+    monkeypatch.setattr(alpaca.answers, "opened", None)  # what was answered is not sampled again
     [found] = evaluate([target(out)], stage(**own), start())
     assert endpoint.asked == {QUESTIONS[2]: 1}
     assert found.values["win_rate"] == pytest.approx(50) and found.values["n_total"] == 6  # this judge knows scores alone
