@@ -16,19 +16,16 @@ from data.chat import Renderer, make_renderer
 from data.sources import load_groups
 from data.types import Prompt
 from data.views import prompts_of
-from evals.base import ROOT, Target, files_digest, weights_digest
-from evals.kept import KeptAnswers
+from evals.base import Target, weights_digest
 from models.distributed import World, on_main
 from models.policy import check_model, load_tokenizer
+from rollouts.kept import KeptAnswers
 from rollouts.samplers import Sample, SamplingSettings
 from rollouts.setup import usable_prompts
 from rollouts.stages import opened
 from rollouts.vllm_sampler import require_installed
 from trainers.progress import progress
-from trainers.provenance import versions
 
-_CODE = ("models", "rollouts")
-"""Whose code decides what is sampled."""
 _VLLM_PARTS, _VLLM_IN_FLIGHT = 20, 512
 """vLLM is asked in so many parts, so that there is something to show, but for at least so many samples at once."""
 
@@ -73,7 +70,7 @@ def limited(every: list[Prompt], limit: int | None) -> list[Prompt]:
 
 def sample(target: Target, renderer: Renderer, asked: list[Prompt], requests: list[Request], world: World) -> list[list[list[Sample]]]:
     """[requests][prompts][n] answers, drawn with the target's seed; the same on every rank, each of which calls it. Those that an earlier
-    evaluation has drawn are kept (``evals.kept``); where all are, no weights are loaded.
+    evaluation has drawn are kept (``rollouts.kept``); where all are, no weights are loaded.
 
     Raises SamplerError, and ConfigError for weights that cannot be had.
     """
@@ -109,8 +106,7 @@ def sample(target: Target, renderer: Renderer, asked: list[Prompt], requests: li
 def _kept(target: Target, renderer: Renderer, requests: list[Request]) -> tuple[list[KeptAnswers], list[dict[str, list[Sample]]]]:
     """Where each request's answers are kept, and those that are there, by prompt id (the digest of its turns)."""
     model, sampler = target.config.model, target.config.sampler
-    shared = {"weights": weights_digest(target), "text": renderer.fingerprint, "seed": target.config.seed, "versions": versions(),
-              "code": files_digest(sorted(path for part in _CODE for path in (ROOT / part).glob("*.py"))),
+    shared = {"weights": weights_digest(target), "text": renderer.fingerprint, "seed": target.config.seed,
               "model": [model.dtype, model.attn_implementation, model.max_length, model.max_prompt_length],
               "sampler": [sampler.name, sampler.dtype]}
     cache = Path(target.config.cache_dir)

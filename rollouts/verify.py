@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
 
 from config.schema import Config
 from data.chat import Renderer
 from data.sources import import_function
 from data.types import Group, Prompt
 from data.views import prompts_of
-from models.distributed import World, gather_objects
+from models.distributed import World, gather_objects, on_main
 from models.policy import Policy
-from rollouts.samplers import EmbeddedSampler, Sampler, SamplingSettings
+from rollouts.kept import KeptAnswers
+from rollouts.samplers import EmbeddedSampler, Sample, Sampler, SamplingSettings
 
 Verifier = Callable[[list[str], list[str | None]], list[float | None]]
 """(completions, reference answers) -> verdicts in [0, 1]; None: no verdict, which is not a 0."""
@@ -41,14 +44,36 @@ class Accuracy:
         self.counts = {"sampled": samples, "greedy": 1}
         self.samples: list[tuple[str, str, str, str | None, float | None]] = []
         """A few rows of ``columns`` from the last call, of this rank's share."""
+        self.kept: dict[str, KeptAnswers] = {}
 
-    def __call__(self) -> dict[str, float | None]:
+    def keep_initial(self, cache_dir: Path, parts: Mapping[str, str]) -> None:
+        """Let calls with ``initial`` take the initial weights' answers from ``cache_dir``, and leave them there. ``parts``: what answers
+        depend on beside the sampling."""
+        for kind, settings in self.settings.items():
+            drawn = {"settings": asdict(settings), "n": self.counts[kind], "seed": self.seed}
+            self.kept[kind] = KeptAnswers(cache_dir, {**parts, **drawn})
+
+    def __call__(self, initial: bool = False) -> dict[str, float | None]:
+        """``initial``: the policy has its initial weights."""
         self.samples = []
-        return {f"accuracy_{kind}": self._measure(kind) for kind in self.settings}
+        return {f"accuracy_{kind}": self._measure(kind, self.kept.get(kind) if initial else None) for kind in self.settings}
 
-    def _measure(self, kind: str) -> float | None:
+    def _answers(self, kind: str, kept: KeptAnswers | None) -> list[list[Sample]]:
+        """The answers to this rank's share of the prompts."""
         share = self.prompts[self.world.rank :: self.world.size]
-        sampled = self.sampler.sample(share, self.counts[kind], self.settings[kind], self.seed)
+        known: dict[str, list[Sample]] = {} if kept is None else on_main(kept.read)
+        if kept is None or not all(prompt.id in known for prompt in self.prompts):
+            drawn = self.sampler.sample(share, self.counts[kind], self.settings[kind], self.seed)
+            if kept is None:
+                return drawn
+            for part in gather_objects({prompt.id: samples for prompt, samples in zip(share, drawn, strict=True)}):
+                known |= part
+            on_main(lambda: kept.add(known))
+        return [known[prompt.id] for prompt in share]
+
+    def _measure(self, kind: str, kept: KeptAnswers | None) -> float | None:
+        share = self.prompts[self.world.rank :: self.world.size]
+        sampled = self._answers(kind, kept)
         texts = [sample.completion(self.renderer.tokenizer).text or "" for of_prompt in sampled for sample in of_prompt]
         mine = [prompt for prompt in share for _ in range(self.counts[kind])]
         verdicts = self.verifier(texts, [p.reference for p in mine])

@@ -9,7 +9,9 @@ import base64
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from statistics import fmean, stdev
 
 import jinja2
 
@@ -185,17 +187,23 @@ def tuning_sections(plan: Plan, chosen: Mapping[str, Settings], records: Sequenc
     for cell in plan.main:
         lr = float(chosen[cell]["lr"])
         runs = [plan.tuning_runs(cell), plan.tuning_runs(cell, lr)]
-        values = [tried.get((run.cell, run.seed)) for half in runs for run in half if run.seed == plan.tuning_seeds[0]]
+        values = [[tried[name] for run in same if (name := (run.cell, run.seed)) in tried]
+                  for half in runs for _, same in groupby(half, key=lambda run: run.cell)]
         picked = ", ".join(f"{key.rpartition('.')[2]} {chosen[cell][key]:g}" for key in TUNED)
-        rows.append([cell, *("–" if value is None else f"{100 * value:.1f}" for value in values), picked])
-    shown = f"seed{'s' * (len(plan.tuning_seeds) > 1)} {', '.join(map(str, plan.tuning_seeds))}"
-    shown += ", the first shown" if len(plan.tuning_seeds) > 1 else ""
+        rows.append([cell, *(told(found) for found in values), picked])
+    several = len(plan.tuning_seeds) > 1
+    shown = f"seed{'s' * several} {', '.join(map(str, plan.tuning_seeds))}{': mean ± standard deviation' * several}"
     text = (f"The same runs for each cell: the learning rate at max_grad_norm {DEFAULT_NORM:g}, then the norm at the best learning "
-            f"rate; the best {plan.metric} on validation prompts is taken, of equals the smaller value ({shown}; per cent). Further "
-            "experiments were not tuned.",
-            *(("One seed is noisy: where the seeds of a cell lie tens of points apart, another one would have chosen otherwise.",)
-              if len(plan.tuning_seeds) == 1 else ()))
+            f"rate; the best mean of {plan.metric} on validation prompts is taken, of equals the smaller value ({shown}; per cent). "
+            "Further experiments were not tuned. Where seeds lie far apart, others might have chosen otherwise.",)
     return [Section("Tuning", text, rows)]
+
+
+def told(values: Sequence[float]) -> str:
+    """Mean and standard deviation over seeds, per cent."""
+    if not values:
+        return "–"
+    return f"{100 * fmean(values):.1f}" + (f" ± {100 * stdev(values):.1f}" if len(values) > 1 else "")
 
 
 def origins(final: Sequence[Record]) -> Section:

@@ -3,6 +3,7 @@ beside them wherever answers can be checked."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -39,18 +40,21 @@ class Evaluator:
 
     def prepare(self, parts: dict[str, str]) -> None:
         """Score the held-out rows under the initial weights, which the policy must still have, as they will be used."""
+        parts = parts | {"rounded to": str(self.dtype)}
+        if self.accuracy is not None:
+            self.accuracy.keep_initial(Path(self.trainer.config.cache_dir), parts)
         if self.batches and self.trainer.config.has_reference:
-            parts = parts | {"rounded to": str(self.dtype)}
             with rounded(self.trainer.policy, self.dtype):
                 self.reference.scores = initial_scores(self.trainer, self.batches, self.size, self.reference, parts, "score held-out rows")
 
-    def evaluate(self) -> Metrics:
+    def evaluate(self, initial: bool = False) -> Metrics:
         """``eval_loss``, ``eval_reward_{chosen,rejected,margin,accuracy}``, ``eval_drift`` (nats a token) and, where answers can be
-        checked, ``eval_accuracy_{sampled,greedy}``. The same on every rank. Without a reference: the loss's own metrics."""
+        checked, ``eval_accuracy_{sampled,greedy}``. The same on every rank. Without a reference: the loss's own metrics. ``initial``:
+        of the initial weights, whose answers an earlier run may have left."""
         with rounded(self.trainer.policy, self.dtype):
             out: Metrics = self._scores() if self.batches else {}
             if self.accuracy is not None:
-                out |= self.accuracy()
+                out |= self.accuracy(initial)
         return {f"eval_{name}": value for name, value in out.items()}
 
     @torch.no_grad()

@@ -99,7 +99,7 @@ class Run:
         first = self.trainer.progress.step == 0
         self._diagnose(first)
         if self._due("eval", self.config.eval_every) or first:
-            self._evaluated = self._evaluate()
+            self._evaluated = self._evaluate(first)
             if first:
                 self.before = self._evaluated
         if self._due("save", self.config.save_every or self.config.eval_every) or first:
@@ -116,10 +116,10 @@ class Run:
             self._flush()
             self.diagnostics.write(self.tracker)
 
-    def _evaluate(self) -> Metrics:
+    def _evaluate(self, first: bool = False) -> Metrics:
         """The evaluation of the weights as they are; a few samples go to the tracker's table, behind the line of the step before."""
         self._flush()
-        values = self.evaluator.evaluate()
+        values = self.evaluator.evaluate(first)
         if self.evaluator.accuracy is not None:
             self.tracker.table("samples", Accuracy.columns, self.evaluator.accuracy.samples, self.trainer.progress.step)
         return values

@@ -84,6 +84,23 @@ def test_evaluation_samples_once_as_the_policy_would_and_once_greedily(renderer,
     assert [(n, settings) for _, n, settings, _ in sampler.calls] == [(1, SETTINGS), (1, SamplingSettings(0.0, 1.0, 24))]
 
 
+def test_the_initial_weights_answer_once_for_all_runs_that_start_from_them(renderer, world, tmp_path):
+    def measured(sampler, weights, initial=True, samples=2, prompts=PROMPTS):
+        accuracy = Accuracy(sampler, prompts, adder.accuracy, renderer, world, 24, samples=samples)
+        accuracy.keep_initial(tmp_path, {"weights": weights})
+        return accuracy(initial)
+
+    first, again = Scripted(renderer, wrong={prompt.id for prompt in PROMPTS[:3]}), Scripted(renderer)
+    assert measured(first, "a") == {"accuracy_sampled": 0.7, "accuracy_greedy": 0.7} and len(first.calls) == 2
+    assert measured(again, "a") == {"accuracy_sampled": 0.7, "accuracy_greedy": 0.7} and not again.calls
+    assert measured(again, "a", prompts=PROMPTS[:3]) == {"accuracy_sampled": 0.0, "accuracy_greedy": 0.0} and not again.calls
+    assert measured(again, "a", initial=False)["accuracy_sampled"] == 1.0, "trained weights are always asked"
+    assert measured(again, "b")["accuracy_sampled"] == 1.0
+    assert len(again.calls) == 4
+    measured(again, "a", samples=3)
+    assert len(again.calls) == 5, "the greedy answers were there"
+
+
 def test_several_samples_of_a_prompt_are_as_many_verdicts(renderer, world):
     sampler = Scripted(renderer, wrong={prompt.id for prompt in PROMPTS[:3]})
     assert Accuracy(sampler, PROMPTS, adder.accuracy, renderer, world, 24, samples=4)() == {"accuracy_sampled": 0.7, "accuracy_greedy": 0.7}

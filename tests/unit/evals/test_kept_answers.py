@@ -9,8 +9,8 @@ from data.types import Prompt
 from evals import answers
 from evals.answers import Request
 from evals.base import Target
-from evals.kept import KeptAnswers
 from models.distributed import start
+from rollouts.kept import KeptAnswers
 from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
 from tests.tiny import make_config
 

@@ -1,5 +1,5 @@
-"""Answers that were drawn, kept as they come: an evaluation that was killed goes on with the prompts that are left, and another one of the
-same weights with the same sampling draws nothing again.
+"""Answers that were drawn for an evaluation, kept as they come: one that was killed goes on with the prompts that are left, and another
+one of the same weights with the same sampling draws nothing again; so runs that start from the same weights measure those once.
 
 ``<cache_dir>/answers/<key>.jsonl`` has a line a prompt: which, and its samples. The key stands for all that they depend on.
 """
@@ -11,18 +11,29 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rollouts.samplers import Sample
+from trainers.provenance import versions
+
+
+@cache
+def _code() -> str:
+    """A digest of the code that decides what is sampled, committed or not."""
+    root = Path(__file__).parents[1]
+    files = (path for part in ("models", "rollouts") for path in sorted((root / part).glob("*.py")))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 class KeptAnswers:
     """The answers to one request by one model, by the prompts' ids. One process adds to them."""
 
     def __init__(self, cache_dir: Path, parts: Mapping[str, Any]) -> None:
-        """``parts``: everything but the prompts that a sample depends on, as plain data."""
-        key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+        """``parts``: all that a sample depends on beside its prompt, this code and the libraries' versions, as plain data."""
+        every = {"parts": parts, "code": _code(), "versions": versions()}
+        key = hashlib.sha256(json.dumps(every, sort_keys=True).encode()).hexdigest()[:32]
         self.path = cache_dir / "answers" / f"{key}.jsonl"
 
     def read(self) -> dict[str, list[Sample]]:
