@@ -97,7 +97,8 @@ def spread(first: Record, intervals: Sequence[Record]) -> Figure:
     if noise := (first["noise"] or {}).get("rms"):
         axes.axhline(noise, color="#888888", linestyle=":", label=f"noise of a log-ratio, {noise:.1g}")
     axes.set_yscale("log")
-    axes.legend()
+    if axes.get_legend_handles_labels()[0]:  # none where the reference was synced at every step that was drawn
+        axes.legend()
     return figure
 
 
