@@ -17,11 +17,11 @@ from data.chat import Renderer
 from data.sources import import_function
 from data.types import Prompt
 from evals import answers, statistics
-from evals.answers import Request, check_answering, described
+from evals.answers import check_answering, described
 from evals.base import Evaluation, Target, fingerprints
 from models.distributed import World, on_main
+from rollouts.drawing import Request, settings_of
 from rollouts.samplers import Sample
-from rollouts.stages import settings_of
 from rollouts.verify import Verifier
 
 MATHS = ("gsm8k", "math")

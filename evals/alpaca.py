@@ -31,13 +31,13 @@ from evals.alpaca_files import (
 )
 from evals.alpaca_judge import estimate, judge
 from evals.alpaca_library import annotator_settings, length_controlled, require_installed, win_rate
-from evals.answers import Request, check_answering, described
-from evals.base import ROOT, Evaluation, Target, files_digest, fingerprints
+from evals.answers import check_answering, described
+from evals.base import ROOT, Evaluation, Target, fingerprints
 from evals.running import result_path
 from models.distributed import World
+from rollouts.drawing import Request, settings_of
 from rollouts.ledger import write_whole
-from rollouts.stages import settings_of
-from trainers.provenance import git_commit, versions
+from trainers.provenance import files_digest, git_commit, versions
 from trainers.tracking import plain
 
 OUTPUTS, ANNOTATIONS, CACHE = "outputs.json", "annotations.json", "judged.json"

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from config.schema import Config
 from data.types import Prompt
-from trainers.provenance import git_commit, versions
+from trainers.provenance import files_digest, git_commit, versions
 
 ROOT = Path(__file__).parents[1]
-_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Target:
 
     def model_folder(self) -> Path:
         """The model's own files on disk; a hub model is downloaded. Raises ConfigError."""
-        from rollouts.stages import model_folder  # torch takes seconds that a wrong command line need not wait
+        from rollouts.drawing import model_folder  # torch takes seconds that a wrong command line need not wait
 
         return model_folder(self.config)
 
@@ -63,34 +61,13 @@ class Evaluation:
 def fingerprints(target: Target, prompts: Sequence[Prompt] = (), **more: str) -> dict[str, Any]:
     """Digests of what an evaluation depends on: the weights' files, the prompts with their reference answers, the code's commit, and the
     versions of the libraries. ``more``: what else a kind wants kept."""
+    from rollouts.drawing import weights_digest
+
     found: dict[str, Any] = {}
     if target.answers is not None:
         found["answers"] = files_digest([target.answers])
     else:
-        found["weights"] = weights_digest(target)
+        found["weights"] = weights_digest(target.config)
     if prompts:
         found["prompts"] = hashlib.sha256(repr([(p.id, p.reference) for p in prompts]).encode()).hexdigest()
     return found | {"code": git_commit(ROOT), "versions": versions()} | more
-
-
-def weights_digest(target: Target) -> str:
-    """The digest of a model's weight files. Raises ConfigError where they cannot be had."""
-    return files_digest(sorted(target.model_folder().glob("*.safetensors")))
-
-
-def files_digest(paths: Iterable[Path]) -> str:
-    """SHA-256 of a file, 64 hex digits; of several, that of the lines which ``sha256sum`` would print of them."""
-    digests = [(path.name, _sha256(path, (about := path.stat()).st_size, about.st_mtime_ns)) for path in paths]
-    if len(digests) == 1:
-        return digests[0][1]
-    return hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in digests).encode()).hexdigest()
-
-
-@cache
-def _sha256(path: Path, size: int, changed: int) -> str:
-    """Of a file of this size, last changed then: it is read once, however often it is asked for."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while part := stream.read(_CHUNK):
-            digest.update(part)
-    return digest.hexdigest()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ _SECRET_VALUE = re.compile(
 _SHORTEST_SECRET = 8
 """Characters: a shorter environment value is more likely a word than a secret, and would be cut out of ordinary text."""
 
+_CHUNK = 1 << 22
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "vllm")
 
 
@@ -78,3 +82,21 @@ def git_commit(folder: Path) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return describe.stdout.strip()
+
+
+def files_digest(paths: Iterable[Path]) -> str:
+    """SHA-256 of a file, 64 hex digits; of several, that of the lines which ``sha256sum`` would print of them."""
+    digests = [(path.name, _sha256(path, (about := path.stat()).st_size, about.st_mtime_ns)) for path in paths]
+    if len(digests) == 1:
+        return digests[0][1]
+    return hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in digests).encode()).hexdigest()
+
+
+@cache
+def _sha256(path: Path, size: int, changed: int) -> str:
+    """Of a file of this size, last changed then: it is read once, however often it is asked for."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while part := stream.read(_CHUNK):
+            digest.update(part)
+    return digest.hexdigest()

@@ -21,7 +21,7 @@ def command(program, *arguments):
 
 def test_stages_on_files_make_the_data_of_a_run(tmp_path):
     samples, feedback = tmp_path / "samples.jsonl", tmp_path / "feedback.jsonl"
-    done = command("sample", *COMMON, f"out={samples}", "limit=24")
+    done = command("sample", *COMMON, f"out={samples}", "limit=24", f"cache_dir={tmp_path}/cache")
     assert done.returncode == 0, done.stderr
     done = command("label", *COMMON, f"in={samples}", f"out={feedback}")
     assert done.returncode == 0, done.stderr

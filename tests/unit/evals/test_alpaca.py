@@ -282,7 +282,7 @@ def test_answers_judgements_and_rates_in_one_run_that_goes_on_where_it_stopped(t
     assert len({o["generator"] for o in outputs}) == 1 and all(set(o) == {"dataset", "instruction", "output", "generator"} for o in outputs)
     assert all(o["output"].count(";") == 2 for o in outputs)  # the embedded model's form, without special tokens
     endpoint.behave, endpoint.asked = Judge.behave, type(endpoint.asked)()
-    monkeypatch.setattr(alpaca.answers, "opened", None)  # what was answered is not sampled again
+    monkeypatch.setattr("rollouts.drawing.opened", None)  # what was answered is not sampled again
     [found] = evaluate([target(out)], stage(**own), start())
     assert endpoint.asked == {QUESTIONS[2]: 1}
     assert found.values["win_rate"] == pytest.approx(50) and found.values["n_total"] == 6  # this judge knows scores alone

@@ -1,15 +1,16 @@
-"""Answers that were drawn are kept as they come: what a killed evaluation had, the next one goes on from; and only from the same."""
+"""Answers that were drawn are kept as they come: what a killed process had, the next one goes on from; and only from the same."""
 
 from __future__ import annotations
 
 import pytest
 
 from data import adder
+from data.chat import make_renderer
 from data.types import Prompt
-from evals import answers
-from evals.answers import Request
-from evals.base import Target
 from models.distributed import start
+from models.policy import load_tokenizer
+from rollouts import drawing
+from rollouts.drawing import Request
 from rollouts.kept import KeptAnswers
 from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
 from tests.tiny import make_config
@@ -34,11 +35,11 @@ def asked(monkeypatch) -> list[Prompt]:
 
 def drawn(cache, prompts=PROMPTS, requests=REQUESTS, *overrides):
     config = make_config("sampler.max_tokens=24", "sampler.batch_size=6", f"cache_dir={cache}", *overrides)
-    target = Target("mine", config, cache / "out")
-    return answers.sample(target, answers.check_answering(target), prompts, list(requests), start())
+    renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
+    return drawing.answers(config, renderer, prompts, list(requests), start(), cache / "logs", "mine")
 
 
-def test_what_a_killed_evaluation_had_is_not_drawn_again(tmp_path, asked, monkeypatch):
+def test_what_a_killed_process_had_is_not_drawn_again(tmp_path, asked, monkeypatch):
     whole = drawn(tmp_path / "whole")
     assert len(asked) == 24
     asked.clear()
@@ -61,7 +62,7 @@ def test_what_a_killed_evaluation_had_is_not_drawn_again(tmp_path, asked, monkey
 
 def test_all_of_it_there_no_weights_are_loaded(tmp_path, asked, monkeypatch):
     whole = drawn(tmp_path)
-    monkeypatch.setattr(answers, "opened", None)
+    monkeypatch.setattr(drawing, "opened", None)
     assert drawn(tmp_path) == whole
     assert drawn(tmp_path, PROMPTS[3:7]) == [of_request[3:7] for of_request in whole]
 
