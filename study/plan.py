@@ -121,8 +121,9 @@ def read_plan(path: Path = PLAN) -> Plan:
     for name in names:
         require(names.count(name) == 1, "experiments", name, "names two cells")
     tuning = raw["tuning"]
-    return Plan(raw["base"], main, tuple(experiments), tuple(tuning["seeds"]), tuning["metric"], tuple(tuning["lr"]),
-                tuple(tuning["max_grad_norm"]), raw["seeds"])
+    return Plan(raw["base"], main, tuple(experiments), tuple(tuning["seeds"]), tuning["metric"],
+                tuple(number("tuning: lr", lr) for lr in tuning["lr"]),
+                tuple(number("tuning: max_grad_norm", norm) for norm in tuning["max_grad_norm"]), raw["seeds"])
 
 
 def _experiment(name: str, part: dict[str, Any], main: Mapping[str, Settings]) -> Experiment:
@@ -148,8 +149,8 @@ def read_chosen(path: Path, cells: Collection[str]) -> dict[str, Settings]:
     parts(f"{path}", raw, {"cells": dict})
     parts(f"{path}: cells", raw["cells"], dict.fromkeys(cells, dict))
     for cell in cells:
-        parts(f"{path}: cells.{cell}", raw["cells"][cell], dict.fromkeys(TUNED, float))
-    return {cell: dict(raw["cells"][cell]) for cell in cells}
+        parts(f"{path}: cells.{cell}", raw["cells"][cell], dict.fromkeys(TUNED, object))
+    return {cell: {key: number(f"{path}: cells.{cell}: {key}", raw["cells"][cell][key]) for key in TUNED} for cell in cells}
 
 
 def read_yaml(key: str, path: Path, missing: str) -> Any:
@@ -161,10 +162,18 @@ def read_yaml(key: str, path: Path, missing: str) -> Any:
         raise ConfigError(key, path, f"is no YAML: {' '.join(str(error).split())}") from error
 
 
+def number(key: str, value: Any) -> float:
+    """A number, also one that YAML reads as a text (1e-4). Raises ConfigError."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(key, value, "must be a number") from error
+
+
 def parts(key: str, found: Any, wanted: Mapping[str, type]) -> None:
     """Raise ConfigError unless ``found`` is a mapping with just the parts of ``wanted``, each of its type."""
     require(isinstance(found, dict), key, found, f"must be a mapping with {', '.join(wanted)}")
     for name, kind in wanted.items():
-        require(isinstance(found.get(name), kind), f"{key}: {name}", found.get(name), f"must be there, as a {kind.__name__}")
+        require(name in found and isinstance(found[name], kind), f"{key}: {name}", found.get(name), f"must be there, as a {kind.__name__}")
     for name in found:
         require(name in wanted, f"{key}: {name}", found[name], f"is nothing that is read here; there are {', '.join(wanted)}")
