@@ -58,17 +58,17 @@ def act(options: argparse.Namespace) -> None:
     plan, mode = read_plan(options.plan), FULL if options.mode == "report" else options.mode
     name = options.name or ("quick-study" if mode == QUICK else "study")
     runs_dir = (options.runs_dir or Path("runs") / name).resolve()
+    seeds, groups = seeds_of(options.seeds), plan.cells(mode)
+    asked = options.only.split(",") if options.only else list(groups)
+    for one in asked:
+        require(one in groups, "--only", one, f"is no experiment of {mode}; there are {', '.join(groups)}")
     tuning: list[Run] = []
     if mode == FULL:
         chosen, tuning = tune(plan, runs_dir, options)
     else:
         chosen = read_chosen(options.plan.with_name(CHOSEN), plan.main)
-    wanted = plan.runs(mode, chosen, seeds_of(options.seeds))
-    if options.only:
-        groups, asked = plan.cells(mode), options.only.split(",")
-        for one in asked:
-            require(one in groups, "--only", one, f"is no experiment of {mode}; there are {', '.join(groups)}")
-        wanted = [run for run in wanted if any(run.cell in groups[one] for one in asked)]
+    cells = {cell for one in asked for cell in groups[one]}
+    wanted = [run for run in plan.runs(mode, chosen, seeds) if run.cell in cells]
     if options.mode != "report":
         do(wanted, runs_dir, options)
     from study.report import write_report  # matplotlib takes a second that a wrong command line need not wait

@@ -97,7 +97,8 @@ def test_a_run_that_fails_is_named_and_the_others_are_done(study, capsys):
 
 @pytest.mark.parametrize(("words", "key"), [
     (["quick", "--jobs", "0"], "--jobs"), (["quick", "--seeds", "a"], "--seeds"),
-    (["quick", "--seeds", "1,2,1"], "--seeds"), (["quick", "--only", "nothing"], "--only"),
+    (["quick", "--seeds", "1,2,1"], "--seeds"), (["full", "--seeds", "1,1"], "--seeds"), (["full", "--only", "nothing"], "--only"),
+    (["full", "--records", "missing.jsonl"], "records"), (["quick", "--only", "nothing"], "--only"),
     (["report", "--records", "missing.jsonl"], "records"), (["report", "--records", str(PLAN)], "line 1"),
     (["quick", "--plan", "missing.yaml"], "--plan"),
 ])
@@ -108,6 +109,7 @@ def test_what_cannot_be_honoured_is_refused(words, key, tmp_path, capsys):
     here = [] if "--plan" in words else ["--plan", str(tmp_path / "plan.yaml")]
     assert main([*words, *here, "--runs-dir", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 2
     assert key in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists(), "nothing is run, nor tuned, before it is said"
 
 
 def test_the_studys_own_plan_is_the_default():
