@@ -40,12 +40,18 @@ def evaluate(cfg: DictConfig, given: list[str]) -> None:
 
     refuse_unread(given, list(own), bool(stage.run))
     settings = {str(key): value for key, value in composed.items()}
-    checkpoints = [found for path in expanded(stage.run) if (found := run_of(path, stage.step))[1] is not None]
+    checkpoints = [
+        found for path in expanded(stage.run) if (found := run_of(path, stage.step))[1] is not None
+    ]
     with ExitStack() as stack:
         exported = {}
         for run, step in checkpoints:
-            require(os.environ.get("WORLD_SIZE", "1") == "1", "step", step,
-                    f"is read by one process: start it without a launcher, or python export.py {run} --step {step} --to DIR first")
+            require(
+                os.environ.get("WORLD_SIZE", "1") == "1",
+                "step",
+                step,
+                f"is read by one process: start it without a launcher, or python export.py {run} --step {step} --to DIR first",
+            )
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="eval-")))
             from export import export_run
 

@@ -1,7 +1,7 @@
 """A checkpoint of a run as one Hugging Face folder.
 
-    python export.py runs/NAME                      # the newest sound checkpoint, to runs/NAME/model
-    python export.py runs/NAME --step 80 --to DIR   # another one, elsewhere
+python export.py runs/NAME                      # the newest sound checkpoint, to runs/NAME/model
+python export.py runs/NAME --step 80 --to DIR   # another one, elsewhere
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def export_run(run: Path, step: int | None, to: Path | None) -> Path:
         path = checkpoints.newest_sound() if step is None else checkpoints.path(step)
         if path is None or not path.is_dir():
             there = ", ".join(str(int(p.name.removeprefix("step_"))) for p in checkpoints.all()) or "none"
-            raise ConfigError("step", step, f"there is no such sound checkpoint in {checkpoints.folder}; there are: {there}")
+            raise ConfigError(
+                "step", step, f"there is no such sound checkpoint in {checkpoints.folder}; there are: {there}"
+            )
         if checkpoints.problem(path):
             raise StoppedError(f"{path} is damaged: {checkpoints.problem(path)}")
         policy, _ = load_sharded(config.model, world)
@@ -49,9 +51,19 @@ def export_run(run: Path, step: int | None, to: Path | None) -> Path:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="the folder of a run")
-    parser.add_argument("--step", type=int, help="the checkpoint before this step; default: the newest sound one")
+    parser.add_argument(
+        "--step", type=int, help="the checkpoint before this step; default: the newest sound one"
+    )
     parser.add_argument("--to", type=Path, help="where to write; default: the run's model/")
     given = parser.parse_args()
-    guarded(lambda: print('{0}: AutoModelForCausalLM.from_pretrained("{0}")'.format(export_run(given.run, given.step, given.to))))
+    guarded(
+        lambda: print(
+            '{0}: AutoModelForCausalLM.from_pretrained("{0}")'.format(
+                export_run(given.run, given.step, given.to)
+            )
+        )
+    )

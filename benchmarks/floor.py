@@ -1,6 +1,6 @@
 """The arithmetic that a step cannot do without: docs/performance.md says where each term comes from.
 
-    python -m benchmarks.floor            # the floor for the benchmark data
+python -m benchmarks.floor            # the floor for the benchmark data
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def head_size(config: PretrainedConfig) -> int:
 def forward(config: PretrainedConfig, rows: Iterable[Sequence]) -> Forward:
     """The operations of one forward over ``rows`` without a padded token."""
     lengths = [(len(row), len(row.completion_ids)) for row in rows]
-    tokens, squares, scored = (sum(f(n, c) for n, c in lengths) for f in (lambda n, c: n, lambda n, c: n * n, lambda n, c: c))
+    tokens, squares, scored = (
+        sum(f(n, c) for n, c in lengths) for f in (lambda n, c: n, lambda n, c: n * n, lambda n, c: c)
+    )
     layers = config.num_hidden_layers
     return Forward(
         body=2.0 * layers * block_weights(config) * tokens,

@@ -62,7 +62,9 @@ def make_step(variant: str, name: str, settings: Settings, plan: Segment) -> tup
         return made
 
     k = cycle(variant)
-    trainer = make_trainer(replace(settings, humanline=variant.startswith("k="), sync_freq=k), policy(), world)
+    trainer = make_trainer(
+        replace(settings, humanline=variant.startswith("k="), sync_freq=k), policy(), world
+    )
     step = Stepper(trainer, plan)
     if variant != "live":
         score_all(trainer, plan)  # humanline: up to the first sync
@@ -134,7 +136,11 @@ def syncs(step: Work) -> str:
         frame = error.__traceback__
         while frame is not None and frame.tb_next is not None:
             frame = frame.tb_next
-        where = "" if frame is None else f" at {frame.tb_frame.f_code.co_filename.rsplit('/', 2)[-1]}:{frame.tb_lineno}"
+        where = (
+            ""
+            if frame is None
+            else f" at {frame.tb_frame.f_code.co_filename.rsplit('/', 2)[-1]}:{frame.tb_lineno}"
+        )
         return str(error).splitlines()[0] + where
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -150,10 +156,14 @@ def operations_of(variant: str, name: str, settings: Settings, plan: Segment) ->
         rows += [row for e in batch for row in e.rows]
         other += [e.mismatched for e in batch if e.mismatched is not None]
     work = floor(shape(name), rows, other)
-    return (work.cached if variant == "cached" else work.scored) / plan.steps, sum(map(len, rows)) // plan.steps
+    return (work.cached if variant == "cached" else work.scored) / plan.steps, sum(
+        map(len, rows)
+    ) // plan.steps
 
 
-def measure(variant: str, name: str, settings: Settings, pairs: list[Pair], steps: int, peak: float) -> list[str]:
+def measure(
+    variant: str, name: str, settings: Settings, pairs: list[Pair], steps: int, peak: float
+) -> list[str]:
     """A row of the table."""
     gc.collect()
     if torch.cuda.is_available():
@@ -169,8 +179,15 @@ def measure(variant: str, name: str, settings: Settings, pairs: list[Pair], step
     memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     operations, tokens = operations_of(variant, name, settings, plan)
     stopped = syncs(partial(trainer.step, plan)) if variant != "live" else ""
-    return [settings.loss, variant, f"{mean:.3f} ({spread.low:.3f} to {spread.high:.3f})", f"{tokens / mean:,.0f}",
-            f"{operations / mean / peak:.1%}", f"{memory:.1f}", stopped]
+    return [
+        settings.loss,
+        variant,
+        f"{mean:.3f} ({spread.low:.3f} to {spread.high:.3f})",
+        f"{tokens / mean:,.0f}",
+        f"{operations / mean / peak:.1%}",
+        f"{memory:.1f}",
+        stopped,
+    ]
 
 
 def profile(variant: str, name: str, settings: Settings, pairs: list[Pair]) -> str:
@@ -185,25 +202,53 @@ def profile(variant: str, name: str, settings: Settings, pairs: list[Pair]) -> s
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="qwen2.5-1.5b")
     parser.add_argument("--losses", nargs="+", default=["dpo"], choices=list(LOSSES))
     parser.add_argument("--variants", nargs="+", default=["cached", "live", "k=1", "k=4"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a row, half of them the completion; with --drawn the maximum")
-    parser.add_argument("--drawn", action="store_true", help="log-normal lengths instead, about a quarter of the maximum on average")
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=2048,
+        help="tokens of a row, half of them the completion; with --drawn the maximum",
+    )
+    parser.add_argument(
+        "--drawn",
+        action="store_true",
+        help="log-normal lengths instead, about a quarter of the maximum on average",
+    )
     parser.add_argument("--batch-pairs", type=int, default=16)
     parser.add_argument("--micro-pairs", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--padded", action="store_true", help="model.packing=false")
     parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--peak", type=float, default=PEAK, help="operations a second that MFU is counted against")
+    parser.add_argument(
+        "--peak", type=float, default=PEAK, help="operations a second that MFU is counted against"
+    )
     parser.add_argument("--profile", action="store_true", help="also print where a step's time goes")
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="cpu: also where there is a GPU; by default a GPU if there is one")
-    parser.add_argument("--tiny", action="store_true", help="every loss on a model and rows of no size: whether this program works")
+    parser.add_argument(
+        "--device",
+        choices=["cuda", "cpu"],
+        help="cpu: also where there is a GPU; by default a GPU if there is one",
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="every loss on a model and rows of no size: whether this program works",
+    )
     args = parser.parse_args()
     if args.tiny:
-        args.shape, args.losses, args.length, args.batch_pairs, args.micro_pairs, args.steps = "tiny", list(LOSSES), 32, 2, 1, 1
+        args.shape, args.losses, args.length, args.batch_pairs, args.micro_pairs, args.steps = (
+            "tiny",
+            list(LOSSES),
+            32,
+            2,
+            1,
+            1,
+        )
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif args.device == "cuda" and not torch.cuda.is_available():
@@ -212,9 +257,14 @@ def arguments() -> argparse.Namespace:
 
 
 def make_pairs(args: argparse.Namespace) -> list[Pair]:
-    count, vocabulary = args.batch_pairs * max(planned_steps(v, args.steps) for v in args.variants), shape(args.shape).vocab_size
+    count, vocabulary = (
+        args.batch_pairs * max(planned_steps(v, args.steps) for v in args.variants),
+        shape(args.shape).vocab_size,
+    )
     if args.drawn:
-        return drawn_pairs(count, vocabulary, prompt=0.12 * args.length, completion=0.08 * args.length, longest=args.length)
+        return drawn_pairs(
+            count, vocabulary, prompt=0.12 * args.length, completion=0.08 * args.length, longest=args.length
+        )
     return fixed_pairs(count, vocabulary, args.length, args.length // 2)
 
 
@@ -222,18 +272,31 @@ def main() -> None:
     args = arguments()
     pairs = make_pairs(args)
     mean = sum(len(row) for pair in pairs for row in pair) / (2 * len(pairs))
-    print(f"{machine()}; {args.shape}, {args.dtype}, rows of {mean:.0f} tokens of {args.length}, {args.batch_pairs} pairs a step, "
-          f"{args.micro_pairs} at once, padded {args.padded}, checkpointing {args.checkpointing}")
+    print(
+        f"{machine()}; {args.shape}, {args.dtype}, rows of {mean:.0f} tokens of {args.length}, {args.batch_pairs} pairs a step, "
+        f"{args.micro_pairs} at once, padded {args.padded}, checkpointing {args.checkpointing}"
+    )
     rows = []
     for loss in args.losses:
         per_pair = 1 if loss == "dpo" else 2
-        settings = Settings(loss, args.batch_pairs * per_pair, args.micro_pairs * per_pair,
-                            packing=False if args.padded else None, dtype=args.dtype, max_length=args.length,
-                            checkpointing=args.checkpointing)
+        settings = Settings(
+            loss,
+            args.batch_pairs * per_pair,
+            args.micro_pairs * per_pair,
+            packing=False if args.padded else None,
+            dtype=args.dtype,
+            max_length=args.length,
+            checkpointing=args.checkpointing,
+        )
         for variant in args.variants:
             rows.append(measure(variant, args.shape, settings, pairs, args.steps, args.peak))
             print(rows[-1], flush=True)
-    print(table(["loss", "variant", "s a step, mean (least to most)", "tokens/s", "MFU", "GiB", "host syncs"], rows))
+    print(
+        table(
+            ["loss", "variant", "s a step, mean (least to most)", "tokens/s", "MFU", "GiB", "host syncs"],
+            rows,
+        )
+    )
     if args.profile:
         print(profile(args.variants[0], args.shape, settings, pairs))
 

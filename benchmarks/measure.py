@@ -98,7 +98,9 @@ def counted_products(work: Work) -> float:
 
 def peak_rss() -> int:
     """The most memory that this process has had, bytes. Not getrusage's, which remembers the parent's from before exec."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -116,7 +118,9 @@ def memory_of(work: Work) -> dict[str, float]:
 
 def in_fresh_process(module: str, *arguments: str) -> dict[str, float]:
     """The JSON object on the last line that ``python -m module arguments`` prints."""
-    done = subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"{module} {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -124,11 +128,19 @@ def in_fresh_process(module: str, *arguments: str) -> dict[str, float]:
 
 def machine() -> str:
     """Processor, cores, load, threads and versions: what a number here was measured with."""
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-               platform.processor())
+    cpu = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        platform.processor(),
+    )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
-    return (f"{device}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {torch.get_num_threads()} thread(s); Python "
-            f"{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}")
+    return (
+        f"{device}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {torch.get_num_threads()} thread(s); Python "
+        f"{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
+    )
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -16,7 +16,18 @@ import json
 import torch
 
 from benchmarks.floor import Floor, floor
-from benchmarks.measure import Sample, Variant, Work, alternate, in_a_row, in_fresh_process, machine, memory_of, ratio, table
+from benchmarks.measure import (
+    Sample,
+    Variant,
+    Work,
+    alternate,
+    in_a_row,
+    in_fresh_process,
+    machine,
+    memory_of,
+    ratio,
+    table,
+)
 from benchmarks.parts import (
     LOSSES,
     Pair,
@@ -58,39 +69,81 @@ def prepare(variant: str, settings: Settings, pairs: list[Pair], steps: int, bas
 def settings_of(variant: str, loss: str, batch_pairs: int, padded: bool = False) -> Settings:
     sequences = batch_pairs if loss == "dpo" else 2 * batch_pairs
     k = int(variant[2:]) if variant.startswith("k=") else None
-    return Settings(loss, sequences, sequences // 2, humanline=k is not None, sync_freq=k or 1, packing=False if padded else None)
+    return Settings(
+        loss,
+        sequences,
+        sequences // 2,
+        humanline=k is not None,
+        sync_freq=k or 1,
+        packing=False if padded else None,
+    )
 
 
 def floor_of(loss: str, plan: Segment, base: Policy) -> Floor:
     other: list[Sequence] = []
     if loss == "kto":
         batches = (mismatched(plan.batch(i), 10**6) for i in range(plan.steps))
-        other = [example.mismatched for batch in batches for example in batch if example.mismatched is not None]
+        other = [
+            example.mismatched for batch in batches for example in batch if example.mismatched is not None
+        ]
     return floor(base.model.config, rows_of(plan), other)
 
 
-def variants_of(loss: str, pairs: list[Pair], steps: int, batch_pairs: int, base: Policy, padded: bool = False,
-                names: tuple[str, ...] = VARIANTS) -> dict[str, Variant]:
+def variants_of(
+    loss: str,
+    pairs: list[Pair],
+    steps: int,
+    batch_pairs: int,
+    base: Policy,
+    padded: bool = False,
+    names: tuple[str, ...] = VARIANTS,
+) -> dict[str, Variant]:
     """These variants of this loss, to be timed in turn."""
+
     def variant(name: str) -> Variant:
         return lambda: prepare(name, settings_of(name, loss, batch_pairs, padded), pairs, steps, base)
 
     return {name: variant(name) for name in names}
 
 
-def report(loss: str, samples: dict[str, list[Sample]], against: Floor, memory: dict[str, dict[str, float]]) -> str:
+def report(
+    loss: str, samples: dict[str, list[Sample]], against: Floor, memory: dict[str, dict[str, float]]
+) -> str:
     rows = []
     for name, of in samples.items():
-        to_scored, to_cached, wall = (ratio(of, samples["scored"]), ratio(of, samples["cached"]), ratio(of, samples["scored"], "wall"))
+        to_scored, to_cached, wall = (
+            ratio(of, samples["scored"]),
+            ratio(of, samples["cached"]),
+            ratio(of, samples["scored"], "wall"),
+        )
         used = memory.get(name)
-        rows.append([name, f"{min(s.cpu for s in of):.2f}", str(to_scored), str(wall), str(to_cached),
-                     f"{to_cached.median / against.ratio:.3f}" if name != "cached" else "", f"{used['step']:.0f}" if used else ""])
-    head = [f"{loss} (floor {against.ratio:.3f})", "CPU s, least", "CPU / scored", "wall / scored", "CPU / cached", "of the floor", "MiB"]
+        rows.append(
+            [
+                name,
+                f"{min(s.cpu for s in of):.2f}",
+                str(to_scored),
+                str(wall),
+                str(to_cached),
+                f"{to_cached.median / against.ratio:.3f}" if name != "cached" else "",
+                f"{used['step']:.0f}" if used else "",
+            ]
+        )
+    head = [
+        f"{loss} (floor {against.ratio:.3f})",
+        "CPU s, least",
+        "CPU / scored",
+        "wall / scored",
+        "CPU / cached",
+        "of the floor",
+        "MiB",
+    ]
     return table(head, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", default="hh", help="hh, gsm8k, drawn, or PATH:FORMAT")
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
     parser.add_argument("--model", default="small")
@@ -98,8 +151,13 @@ def main() -> None:
     parser.add_argument("--batch-pairs", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--padded", action="store_true", help="model.packing=false")
-    parser.add_argument("--memory-of", help="measure the memory of one variant in this process and print it (used by this command)")
-    parser.add_argument("--no-memory", action="store_true", help="leave out the memory, which takes a process a variant")
+    parser.add_argument(
+        "--memory-of",
+        help="measure the memory of one variant in this process and print it (used by this command)",
+    )
+    parser.add_argument(
+        "--no-memory", action="store_true", help="leave out the memory, which takes a process a variant"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     config = shape(args.model)
@@ -109,14 +167,33 @@ def main() -> None:
         settings = settings_of(args.memory_of, args.losses[0], args.batch_pairs, args.padded)
         print(json.dumps(memory_of(in_a_row(prepare(args.memory_of, settings, pairs, args.steps, base)))))
         return
-    print(f"{machine()}\n{args.steps} steps of {args.batch_pairs} pairs, {args.rounds} rounds, padded {args.padded}\n")
+    print(
+        f"{machine()}\n{args.steps} steps of {args.batch_pairs} pairs, {args.rounds} rounds, padded {args.padded}\n"
+    )
     for loss in args.losses:
-        common = ["--data", args.data, "--losses", loss, "--model", args.model, "--batch-pairs", str(args.batch_pairs)]
+        common = [
+            "--data",
+            args.data,
+            "--losses",
+            loss,
+            "--model",
+            args.model,
+            "--batch-pairs",
+            str(args.batch_pairs),
+        ]
         steps = ["--steps", str(min(args.steps, 4)), *(["--padded"] if args.padded else [])]
-        memory = {} if args.no_memory else {
-            v: in_fresh_process("benchmarks.offline_vs_humanline", *common, *steps, "--memory-of", v) for v in VARIANTS}
+        memory = (
+            {}
+            if args.no_memory
+            else {
+                v: in_fresh_process("benchmarks.offline_vs_humanline", *common, *steps, "--memory-of", v)
+                for v in VARIANTS
+            }
+        )
         plan = segment(settings_of("cached", loss, args.batch_pairs), pairs, args.steps)
-        samples = alternate(variants_of(loss, pairs, args.steps, args.batch_pairs, base, args.padded), args.rounds)
+        samples = alternate(
+            variants_of(loss, pairs, args.steps, args.batch_pairs, base, args.padded), args.rounds
+        )
         print(report(loss, samples, floor_of(loss, plan, base), memory) + "\n", flush=True)
 
 

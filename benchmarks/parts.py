@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 from config.schema import Config, DataConfig, ModelConfig, TrainerConfig, WandbConfig
 from data.batches import Segment
@@ -26,8 +32,11 @@ from trainers.setup import Offline, make_loss, trainer_class
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 LOSSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dpo": ("paired", "trainers.paired.PairedPreferenceTrainer", {"beta": 0.1}),
-    "kto": ("unpaired", "trainers.unpaired.UnpairedPreferenceTrainer",
-            {"beta": 0.25, "desirable_weight": 1.1, "undesirable_weight": 1.0}),
+    "kto": (
+        "unpaired",
+        "trainers.unpaired.UnpairedPreferenceTrainer",
+        {"beta": 0.25, "desirable_weight": 1.1, "undesirable_weight": 1.0},
+    ),
     "grpo": ("grpo", "trainers.grpo.GRPOTrainer", {"beta": 0.01, "epsilon": 0.15}),
 }
 """loss -> trainer's name, its class, the numbers of Table 3."""
@@ -38,10 +47,19 @@ Pair = tuple[Sequence, Sequence]
 # -- models --------------------------------------------------------------------------------------------------------------------------
 
 
-def llama(vocabulary: int, width: int, layers: int, heads: int, key_heads: int, inner: int, positions: int = 8192) -> LlamaConfig:
-    return LlamaConfig(vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
-                       num_key_value_heads=key_heads, intermediate_size=inner, max_position_embeddings=positions,
-                       tie_word_embeddings=False)
+def llama(
+    vocabulary: int, width: int, layers: int, heads: int, key_heads: int, inner: int, positions: int = 8192
+) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        intermediate_size=inner,
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+    )
 
 
 def shape(name: str, vocabulary: int | None = None) -> PretrainedConfig:
@@ -49,9 +67,16 @@ def shape(name: str, vocabulary: int | None = None) -> PretrainedConfig:
     shapes: dict[str, PretrainedConfig] = {
         "tiny": llama(512, 64, 2, 4, 2, 128),
         "small": llama(8192, 192, 4, 6, 3, 512),
-        "qwen2.5-1.5b": Qwen2Config(vocab_size=151936, hidden_size=1536, num_hidden_layers=28, num_attention_heads=12,
-                                    num_key_value_heads=2, intermediate_size=8960, max_position_embeddings=32768,
-                                    tie_word_embeddings=True),
+        "qwen2.5-1.5b": Qwen2Config(
+            vocab_size=151936,
+            hidden_size=1536,
+            num_hidden_layers=28,
+            num_attention_heads=12,
+            num_key_value_heads=2,
+            intermediate_size=8960,
+            max_position_embeddings=32768,
+            tie_word_embeddings=True,
+        ),
         "llama-3-8b": llama(128256, 4096, 32, 32, 8, 14336),
     }
     found = shapes[name]
@@ -63,7 +88,9 @@ def random_policy(config: PretrainedConfig, device: torch.device, seed: int = 0)
     """Random float32 weights of this architecture, made on the device."""
     torch.manual_seed(seed)
     with device:
-        return Policy(AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa"))
+        return Policy(
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        )
 
 
 # -- trainers ------------------------------------------------------------------------------------------------------------------------
@@ -87,13 +114,34 @@ class Settings:
 
     def config(self) -> Config:
         name, target, numbers = LOSSES[self.loss]
-        model = ModelConfig(name="random", name_or_path="random", dtype=self.dtype, batch_size=self.batch_size, packing=self.packing,
-                            gradient_accumulation_steps=self.batch_size // self.micro_size, max_length=self.max_length,
-                            max_prompt_length=self.max_length - 1, activation_checkpointing=self.checkpointing)
-        loss = {"name": self.loss, "_target_": f"trainers.losses.{self.loss}.{self.loss}", "_partial_": True, **numbers}
-        return Config(model=model, data=DataConfig(name="random", source="none"), loss=loss,
-                      trainer=TrainerConfig(name, target), wandb=WandbConfig(enabled=False), lr=1e-5, warmup=0.0,
-                      humanline=self.humanline, sync_freq=self.sync_freq)
+        model = ModelConfig(
+            name="random",
+            name_or_path="random",
+            dtype=self.dtype,
+            batch_size=self.batch_size,
+            packing=self.packing,
+            gradient_accumulation_steps=self.batch_size // self.micro_size,
+            max_length=self.max_length,
+            max_prompt_length=self.max_length - 1,
+            activation_checkpointing=self.checkpointing,
+        )
+        loss = {
+            "name": self.loss,
+            "_target_": f"trainers.losses.{self.loss}.{self.loss}",
+            "_partial_": True,
+            **numbers,
+        }
+        return Config(
+            model=model,
+            data=DataConfig(name="random", source="none"),
+            loss=loss,
+            trainer=TrainerConfig(name, target),
+            wandb=WandbConfig(enabled=False),
+            lr=1e-5,
+            warmup=0.0,
+            humanline=self.humanline,
+            sync_freq=self.sync_freq,
+        )
 
     @property
     def rows_per_unit(self) -> int:
@@ -170,7 +218,12 @@ def segment(settings: Settings, pairs: list[Pair], steps: int | None = None) -> 
         else:
             groups.append((Example(f"p{i}", (chosen,), 1.0), Example(f"p{i}", (rejected,), -1.0)))
     units = sum(map(len, groups))
-    return Segment(tuple(groups), settings.batch_size, min(units, steps * settings.batch_size) if steps else units, seed=1)
+    return Segment(
+        tuple(groups),
+        settings.batch_size,
+        min(units, steps * settings.batch_size) if steps else units,
+        seed=1,
+    )
 
 
 def rows_of(segment: Segment) -> Iterator[Sequence]:
@@ -178,8 +231,14 @@ def rows_of(segment: Segment) -> Iterator[Sequence]:
         yield from (row for example in segment.batch(i) for row in example.rows)
 
 
-def drawn_pairs(count: int, vocabulary: int, prompt: float = 110.0, completion: float = 60.0, longest: int = 512,
-                seed: int = 0) -> list[Pair]:
+def drawn_pairs(
+    count: int,
+    vocabulary: int,
+    prompt: float = 110.0,
+    completion: float = 60.0,
+    longest: int = 512,
+    seed: int = 0,
+) -> list[Pair]:
     """Pairs of random tokens with log-normal lengths (medians in tokens; about those of the preference data)."""
     rng = np.random.default_rng(seed)
 
@@ -190,7 +249,12 @@ def drawn_pairs(count: int, vocabulary: int, prompt: float = 110.0, completion: 
     pairs = []
     for _ in range(count):
         asked = some(prompt, longest // 2)
-        pairs.append((Sequence(asked, some(completion, longest - len(asked))), Sequence(asked, some(completion, longest - len(asked)))))
+        pairs.append(
+            (
+                Sequence(asked, some(completion, longest - len(asked))),
+                Sequence(asked, some(completion, longest - len(asked))),
+            )
+        )
     return pairs
 
 
@@ -208,32 +272,61 @@ def fixed_pairs(count: int, vocabulary: int, length: int, completion: int, seed:
 def trained_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE of these texts: real text gets real lengths without a file from the network."""
     inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    inner.pre_tokenizer, inner.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     special = ["<pad>", "<s>", "</s>"]
-    inner.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=special, show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    inner.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=special, show_progress=False)
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
 
 
 def real_rows(path: Path, format_: str) -> list[tuple[Prompt, Completion, Completion]]:
     """(prompt, better, worse) of a local file; a set with one answer a prompt lends each the answer of the next as the worse one."""
-    config = DataConfig(name="file", source="data.sources.local", path=str(path), format=format_, eval_fraction=0.0)
+    config = DataConfig(
+        name="file", source="data.sources.local", path=str(path), format=format_, eval_fraction=0.0
+    )
     groups = load_groups(config, "train").groups
-    return [(g.prompt, g.completions[0], g.completions[1] if len(g.completions) > 1 else groups[(i + 1) % len(groups)].completions[0])
-            for i, g in enumerate(groups)]
+    return [
+        (
+            g.prompt,
+            g.completions[0],
+            g.completions[1] if len(g.completions) > 1 else groups[(i + 1) % len(groups)].completions[0],
+        )
+        for i, g in enumerate(groups)
+    ]
 
 
 def real_pairs(path: Path, format_: str, count: int, vocabulary: int, longest: int) -> list[Pair]:
     """The first ``count`` pairs of a file, tokenised by a tokenizer trained on them."""
     rows = real_rows(path, format_)[:count]
-    texts = [turn.content for prompt, _, _ in rows for turn in prompt.turns] + [c.text or "" for _, c, _ in rows]
-    renderer = Renderer(trained_tokenizer(texts, vocabulary), max_length=longest, max_prompt_length=longest // 2, template=None)
+    texts = [turn.content for prompt, _, _ in rows for turn in prompt.turns] + [
+        c.text or "" for _, c, _ in rows
+    ]
+    renderer = Renderer(
+        trained_tokenizer(texts, vocabulary),
+        max_length=longest,
+        max_prompt_length=longest // 2,
+        template=None,
+    )
     made = renderer.sequences([(prompt, c) for prompt, *both in rows for c in both])
-    return [(a, b) for a, b in zip(made[::2], made[1::2], strict=True) if isinstance(a, Sequence) and isinstance(b, Sequence)]
+    return [
+        (a, b)
+        for a, b in zip(made[::2], made[1::2], strict=True)
+        if isinstance(a, Sequence) and isinstance(b, Sequence)
+    ]
 
 
 def benchmark_pairs(data: str, count: int, vocabulary: int, longest: int = 512) -> list[Pair]:
     """``data``: ``PATH:FORMAT`` of a local file, a name of KNOWN where its file is there, or ``drawn``."""
-    known = {"hh": (SHARED / "hh_harmless_test.jsonl.gz", "hh"), "gsm8k": (SHARED / "gsm8k_train.jsonl", "gsm8k")}
+    known = {
+        "hh": (SHARED / "hh_harmless_test.jsonl.gz", "hh"),
+        "gsm8k": (SHARED / "gsm8k_train.jsonl", "gsm8k"),
+    }
     path, format_ = known.get(data) or (Path(data.rpartition(":")[0]), data.rpartition(":")[2])
     if data == "drawn" or (data in known and not path.exists()):
         print(f"lengths: drawn{'' if data == 'drawn' else f' ({path.name} is not here)'}")

@@ -23,13 +23,25 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.measure import machine, table, timed
 from benchmarks.offline_vs_humanline import settings_of
-from benchmarks.parts import LOSSES, benchmark_pairs, fresh, make_trainer, random_policy, score_all, segment, shape
+from benchmarks.parts import (
+    LOSSES,
+    benchmark_pairs,
+    fresh,
+    make_trainer,
+    random_policy,
+    score_all,
+    segment,
+    shape,
+)
 from data.batches import Segment
 from trainers.basic import BasicTrainer, Progress
 
 STEP = "one step"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
-ATTENTION = ("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention_for_cpu_backward")
+ATTENTION = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+)
 PARTS = ("body products", "head", "attention", "elementwise", "optimizer", "sharding", "python")
 Shape = tuple[int, int, int]
 """Rows, inner size, columns of a product (of all products of a batched one: their rows added up)."""
@@ -140,7 +152,14 @@ def rate(of: Shape, work: float = 4e9, tries: int = 5) -> float:
     """Operations a second of a product of this shape alone: the best of ``tries`` times ``work`` operations."""
     m, k, n = of
     left, right, repeats = torch.randn(m, k), torch.randn(k, n), max(int(work / tries / (2 * m * k * n)), 1)
-    return 2 * m * k * n * repeats / min(timed(lambda: [left @ right for _ in range(repeats)]).cpu for _ in range(tries))
+    return (
+        2
+        * m
+        * k
+        * n
+        * repeats
+        / min(timed(lambda: [left @ right for _ in range(repeats)]).cpu for _ in range(tries))
+    )
 
 
 def alone(products: Counter[Shape]) -> float:
@@ -156,17 +175,23 @@ def report(steps: list[dict[str, Part]], cheapest: float, best: float) -> str:
     whole, operations = sum(took.values()), sum(work.values())
     rows = []
     for name, seconds, count in [*((n, took[n], work[n]) for n in PARTS), ("the step", whole, operations)]:
-        speed = [f"{count / 1e9:.2f}", f"{count / seconds / 1e9:.1f}", f"{count / seconds / best:.0%}"] if count else [""] * 3
+        speed = (
+            [f"{count / 1e9:.2f}", f"{count / seconds / 1e9:.1f}", f"{count / seconds / best:.0%}"]
+            if count
+            else [""] * 3
+        )
         rows.append([name, f"{seconds * 1e3:.1f}", f"{seconds / whole:.1%}", *speed])
     ideal, single = operations / best, alone(step["body products"].products + step["head"].products)
     inside = took["body products"] + took["head"]
     rest = whole - inside
-    lines = [f"the fastest square product: {best / 1e9:.1f} GFLOP/s; the step's operations at that speed: {ideal * 1e3:.1f} ms",
-             f"body's and head's products one by one, in their own shapes: {single * 1e3:.1f} ms",
-             f"the same within the step, the head's softmax included: {inside * 1e3:.1f} ms",
-             f"everything else: {rest * 1e3:.1f} ms",
-             f"CPU time of a step without the profiler: {cheapest * 1e3:.1f} ms, {ideal / cheapest:.0%} of the fastest product's speed "
-             "(parts are wall time: where they come to much more, something else was running)"]
+    lines = [
+        f"the fastest square product: {best / 1e9:.1f} GFLOP/s; the step's operations at that speed: {ideal * 1e3:.1f} ms",
+        f"body's and head's products one by one, in their own shapes: {single * 1e3:.1f} ms",
+        f"the same within the step, the head's softmax included: {inside * 1e3:.1f} ms",
+        f"everything else: {rest * 1e3:.1f} ms",
+        f"CPU time of a step without the profiler: {cheapest * 1e3:.1f} ms, {ideal / cheapest:.0%} of the fastest product's speed "
+        "(parts are wall time: where they come to much more, something else was running)",
+    ]
     head = ["part", "ms a step", "share", "GFLOP", "GFLOP/s", "of the fastest product"]
     return table(head, rows) + "\n\n" + "\n".join(lines)
 
@@ -174,11 +199,15 @@ def report(steps: list[dict[str, Part]], cheapest: float, best: float) -> str:
 def batch_tokens(trainer: BasicTrainer, plan: Segment) -> tuple[int, int]:
     """(real tokens, computed tokens) of the first batch's rows."""
     micros = trainer.microbatches(plan.batch(0))
-    return sum(len(row) for m in micros for row in m.sequences.rows), sum(m.sequences.input_ids.numel() for m in micros)
+    return sum(len(row) for m in micros for row in m.sequences.rows), sum(
+        m.sequences.input_ids.numel() for m in micros
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", default="hh", help="hh, gsm8k, drawn, or PATH:FORMAT")
     parser.add_argument("--loss", default="dpo", choices=list(LOSSES))
     parser.add_argument("--variant", default="cached", help="cached, or k=1 and so on")
@@ -194,8 +223,10 @@ def main() -> None:
     plan = segment(settings, pairs, 2)
     trainer = make_trainer(settings, fresh(random_policy(config, torch.device("cpu"))))
     real, padded = batch_tokens(trainer, plan)
-    print(f"{machine()}\n{args.loss}, {args.variant}, {args.batch_pairs} pairs, padded {args.padded}; {real:,} real tokens of "
-          f"{padded:,} computed\n")
+    print(
+        f"{machine()}\n{args.loss}, {args.variant}, {args.batch_pairs} pairs, padded {args.padded}; {real:,} real tokens of "
+        f"{padded:,} computed\n"
+    )
     print(report(*profiled(trainer, plan, args.steps), peak()))
 
 

@@ -36,8 +36,10 @@ def humanline_cost(loss: str, base: Policy) -> dict[str, float]:
     products = products_alone(floor_of(loss, plan, base).cached / STEPS)
     variants = variants_of(loss, pairs, STEPS, BATCH_PAIRS, base, names=("cached", "scored", "k=1"))
     found = least(variants | {"products": lambda: [products] * STEPS})
-    return {f"{loss}: humanline / offline with its own scoring": found["k=1"] / found["scored"],
-            f"{loss}: a step / its products alone": found["cached"] / found["products"]}
+    return {
+        f"{loss}: humanline / offline with its own scoring": found["k=1"] / found["scored"],
+        f"{loss}: a step / its products alone": found["cached"] / found["products"],
+    }
 
 
 def least(variants: dict[str, Variant]) -> dict[str, float]:
@@ -55,7 +57,9 @@ def products_alone(operations: float, size: int = 512) -> Work:
 def padding_cost(base: Policy) -> dict[str, float]:
     pairs = drawn_pairs(8, base.model.config.vocab_size)
     found = least({name: partial(padding.prepare, name, pairs, 512, base, 4) for name in padding.VARIANTS})
-    return {f"{name} / padding to the maximum": found[name] / found["to max"] for name in ("padded", "packed")}
+    return {
+        f"{name} / padding to the maximum": found[name] / found["to max"] for name in ("padded", "packed")
+    }
 
 
 def head_cost() -> dict[str, float]:
@@ -65,7 +69,9 @@ def head_cost() -> dict[str, float]:
     for vocabulary in (65536, 8192):
         base = random_policy(shape("small", vocabulary), torch.device("cpu"))
         pairs = drawn_pairs(BATCH_PAIRS, vocabulary)
-        variants |= {str(vocabulary): variants_of("dpo", pairs, 1, BATCH_PAIRS, base, names=("cached",))["cached"]}
+        variants |= {
+            str(vocabulary): variants_of("dpo", pairs, 1, BATCH_PAIRS, base, names=("cached",))["cached"]
+        }
         work.append(floor(base.model.config, rows_of(segment(Settings(), pairs, 1))).cached)
     large, small = least(variants).values()
     return {"an operation at a vocabulary of 65,536 / of 8,192": large / small / (work[0] / work[1])}
@@ -82,22 +88,33 @@ def worse(found: dict[str, float], before: dict[str, float]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="write the ratios found to baseline.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(machine())
     found = measure()
     if args.write:
-        BASELINE.write_text(json.dumps({name: round(cost, 3) for name, cost in found.items()}, indent=2) + "\n")
+        BASELINE.write_text(
+            json.dumps({name: round(cost, 3) for name, cost in found.items()}, indent=2) + "\n"
+        )
     before = json.loads(BASELINE.read_text())
     if worse(found, before):
         print("measured again: " + ", ".join(worse(found, before)))
         again = measure()
         found = {name: min(cost, again[name]) for name, cost in found.items()}
     bad = worse(found, before)
-    print(table(["cost", "now", "baseline", ""],
-                [[name, f"{found[name]:.3f}", f"{cost:.3f}", "WORSE" if name in bad else ""] for name, cost in before.items()]))
+    print(
+        table(
+            ["cost", "now", "baseline", ""],
+            [
+                [name, f"{found[name]:.3f}", f"{cost:.3f}", "WORSE" if name in bad else ""]
+                for name, cost in before.items()
+            ],
+        )
+    )
     sys.exit(1 if bad else 0)
 
 

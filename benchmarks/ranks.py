@@ -18,7 +18,16 @@ import sys
 import torch
 
 from benchmarks.measure import ROOT, Sample, machine, ratio, table, timed
-from benchmarks.parts import Settings, Stepper, benchmark_pairs, make_trainer, random_policy, score_all, segment, shape
+from benchmarks.parts import (
+    Settings,
+    Stepper,
+    benchmark_pairs,
+    make_trainer,
+    random_policy,
+    score_all,
+    segment,
+    shape,
+)
 from models.distributed import barrier, gather_objects, start
 
 WARM_UP = 2
@@ -27,7 +36,9 @@ WARM_UP = 2
 def measure(model: str, data: str, steps: int, batch_pairs: int, micro_pairs: int) -> Sample:
     """``steps`` steps on this process's share of each batch: wall seconds of the slowest rank, CPU seconds of all. Every rank calls it."""
     world, config = start(), shape(model)
-    settings = Settings("dpo", batch_pairs, micro_pairs * world.size, humanline=True)  # micro_pairs at once on each rank
+    settings = Settings(
+        "dpo", batch_pairs, micro_pairs * world.size, humanline=True
+    )  # micro_pairs at once on each rank
     plan = segment(settings, benchmark_pairs(data, batch_pairs * (WARM_UP + steps), config.vocab_size))
     trainer = make_trainer(settings, random_policy(config, world.device), world)
     score_all(trainer, plan)
@@ -41,16 +52,35 @@ def measure(model: str, data: str, steps: int, batch_pairs: int, micro_pairs: in
 
 def started(ranks: int, arguments: list[str]) -> Sample:
     """``measure`` on so many ranks in processes of their own. Raises RuntimeError with the end of what they said if they fail."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "benchmarks.ranks",
-               "--worker", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        "-m",
+        "benchmarks.ranks",
+        "--worker",
+        *arguments,
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     return Sample(**json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{"))))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--model", default="small")
     parser.add_argument("--data", default="hh", help="hh, gsm8k, drawn, or PATH:FORMAT")
@@ -66,16 +96,39 @@ def main() -> None:
         if torch.distributed.get_rank() == 0:
             print(json.dumps(vars(sample)), flush=True)
         return
-    arguments = [f"--{k}={getattr(args, k.replace('-', '_'))}" for k in ("model", "data", "steps", "batch-pairs", "micro-pairs")]
+    arguments = [
+        f"--{k}={getattr(args, k.replace('-', '_'))}"
+        for k in ("model", "data", "steps", "batch-pairs", "micro-pairs")
+    ]
     samples: dict[int, list[Sample]] = {n: [] for n in args.ranks}
     for i in range(args.rounds):
         for n in args.ranks if i % 2 == 0 else reversed(args.ranks):
             samples[n].append(started(n, arguments))
     first = samples[args.ranks[0]]
-    print(f"{machine()}\n{args.steps} steps of {args.batch_pairs} pairs, {args.micro_pairs} at once on a rank, {args.rounds} rounds\n")
-    print(table(["ranks", "wall s, least", "CPU s of all ranks, least", f"wall: this / {args.ranks[0]}", f"CPU: this / {args.ranks[0]}"],
-                [[str(n), f"{min(s.wall for s in of):.2f}", f"{min(s.cpu for s in of):.2f}", str(ratio(of, first, "wall")),
-                  str(ratio(of, first))] for n, of in samples.items()]))
+    print(
+        f"{machine()}\n{args.steps} steps of {args.batch_pairs} pairs, {args.micro_pairs} at once on a rank, {args.rounds} rounds\n"
+    )
+    print(
+        table(
+            [
+                "ranks",
+                "wall s, least",
+                "CPU s of all ranks, least",
+                f"wall: this / {args.ranks[0]}",
+                f"CPU: this / {args.ranks[0]}",
+            ],
+            [
+                [
+                    str(n),
+                    f"{min(s.wall for s in of):.2f}",
+                    f"{min(s.cpu for s in of):.2f}",
+                    str(ratio(of, first, "wall")),
+                    str(ratio(of, first)),
+                ]
+                for n, of in samples.items()
+            ],
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -25,8 +25,19 @@ from rollouts.ledger import RoundFolder
 from rollouts.vllm_sampler import installed
 
 STAGES = ("sample", "score", "publish", "train")
-VARIANTS = {"embedded": ("sampler=embedded",), "vLLM": ("sampler=vllm",), "vLLM, lag 1": ("sampler=vllm", "rounds.lag=1")}
-COMMON = ("online=true", "humanline=true", "exp_name=r", "wandb.enabled=false", "n_eval_examples=8", "n_eval_prompts=8")
+VARIANTS = {
+    "embedded": ("sampler=embedded",),
+    "vLLM": ("sampler=vllm",),
+    "vLLM, lag 1": ("sampler=vllm", "rounds.lag=1"),
+}
+COMMON = (
+    "online=true",
+    "humanline=true",
+    "exp_name=r",
+    "wandb.enabled=false",
+    "n_eval_examples=8",
+    "n_eval_prompts=8",
+)
 BAR = 60
 """Characters of the longest bar."""
 
@@ -47,7 +58,9 @@ class Rounds:
         records = [RoundFolder(path).record for path in sorted((folder / "rounds").glob("*"))]
         kept = records[1 : len(records) - lag]
         if not kept:
-            raise ValueError(f"{folder} has {len(records)} rounds, of which none counts: the first, and with a lag the last, are left out")
+            raise ValueError(
+                f"{folder} has {len(records)} rounds, of which none counts: the first, and with a lag the last, are left out"
+            )
         return cls(kept, lag, wall)
 
     def seconds(self, stage: str) -> Spread:
@@ -57,7 +70,9 @@ class Rounds:
     def whole(self) -> Spread:
         """Seconds from round to round, but for the checkpoint between. With lag 1, sampling and scoring lie beside training."""
         before = ("publish",) if self.lag else ("sample", "score", "publish")
-        return Spread.of(r["train_wall_seconds"] + sum(r["seconds"][stage] for stage in before) for r in self.records)
+        return Spread.of(
+            r["train_wall_seconds"] + sum(r["seconds"][stage] for stage in before) for r in self.records
+        )
 
     def idle(self, who: str) -> str:
         shares = [record["idle"][who] for record in self.records if who in record["idle"]]
@@ -71,7 +86,14 @@ class Rounds:
 def run(overrides: Sequence[str], lag: int) -> Rounds:
     """One run of train.py. Raises RuntimeError with the end of what it said if it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "train.py", *COMMON, *overrides, f"runs_dir={folder}", f"cache_dir={folder}/cache"]
+        command = [
+            sys.executable,
+            "train.py",
+            *COMMON,
+            *overrides,
+            f"runs_dir={folder}",
+            f"cache_dir={folder}/cache",
+        ]
         began = time.perf_counter()
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -88,28 +110,52 @@ def chart(found: dict[str, Rounds]) -> str:
             took = of.seconds(stage).median
             beside = of.lag and stage in ("sample", "score")
             bar = ("=" if beside else "#") * round(BAR * took / longest)
-            lines.append(f"{name if i == 0 else '':14}{'hand over' if stage == 'publish' else stage:10}{took:7.2f} s  {bar}".rstrip())
+            lines.append(
+                f"{name if i == 0 else '':14}{'hand over' if stage == 'publish' else stage:10}{took:7.2f} s  {bar}".rstrip()
+            )
     return "\n".join(lines)
 
 
 def report(found: dict[str, Rounds]) -> str:
-    head = ["", "rounds", *(f"{stage}, s" for stage in ("sample", "score", "hand over", "train")), "round to round, s", "sampled tokens/s",
-            "trainer / sampler idle", "whole command, s"]
-    rows = [[name, str(len(of.records)), *(str(of.seconds(stage)) for stage in STAGES), str(of.whole), f"{of.tokens_per_second:,.0f}",
-             " / ".join(s for s in (of.idle("trainer"), of.idle("sampler")) if s), f"{of.wall:.0f}"] for name, of in found.items()]
+    head = [
+        "",
+        "rounds",
+        *(f"{stage}, s" for stage in ("sample", "score", "hand over", "train")),
+        "round to round, s",
+        "sampled tokens/s",
+        "trainer / sampler idle",
+        "whole command, s",
+    ]
+    rows = [
+        [
+            name,
+            str(len(of.records)),
+            *(str(of.seconds(stage)) for stage in STAGES),
+            str(of.whole),
+            f"{of.tokens_per_second:,.0f}",
+            " / ".join(s for s in (of.idle("trainer"), of.idle("sampler")) if s),
+            f"{of.wall:.0f}",
+        ]
+        for name, of in found.items()
+    ]
     return f"{table(head, rows)}\n\n{chart(found)}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--loss", default="dpo")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--contexts-per-round", type=int, default=128)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     args = parser.parse_args()
     print(f"{machine()}\n{args.rounds} rounds of {args.contexts_per_round} contexts, loss={args.loss}\n")
-    sizes = (f"loss={args.loss}", f"rounds.contexts_per_round={args.contexts_per_round}",
-             f"rounds.contexts={args.rounds * args.contexts_per_round}")
+    sizes = (
+        f"loss={args.loss}",
+        f"rounds.contexts_per_round={args.contexts_per_round}",
+        f"rounds.contexts={args.rounds * args.contexts_per_round}",
+    )
     found: dict[str, Rounds] = {}
     for name in args.variants:
         if "sampler=vllm" in VARIANTS[name] and not installed():

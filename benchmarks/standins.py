@@ -9,7 +9,12 @@ from types import ModuleType
 
 NAMES = {
     "omegaconf": ("DictConfig", "OmegaConf"),
-    "omegaconf.errors": ("ConfigKeyError", "MissingMandatoryValue", "OmegaConfBaseException", "ValidationError"),
+    "omegaconf.errors": (
+        "ConfigKeyError",
+        "MissingMandatoryValue",
+        "OmegaConfBaseException",
+        "ValidationError",
+    ),
     "pyarrow": (),
     "pyarrow.parquet": (),
 }

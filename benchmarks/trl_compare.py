@@ -74,70 +74,140 @@ class UpdateOfGRPO(GRPOTrainer):
         rows = [self.rows[2 * example["index"] + i % 2] for i, example in enumerate(inputs)]
         prompts, answers = [e.rows[0].prompt_ids for e in rows], [e.rows[0].completion_ids for e in rows]
         wide, long = max(map(len, prompts)), max(map(len, answers))
-        prompt, answer = torch.zeros(len(rows), wide, dtype=torch.int64), torch.zeros(len(rows), long, dtype=torch.int64)
+        prompt, answer = (
+            torch.zeros(len(rows), wide, dtype=torch.int64),
+            torch.zeros(len(rows), long, dtype=torch.int64),
+        )
         seen, counts = torch.zeros_like(prompt), torch.zeros_like(answer)
         for i, (p, a) in enumerate(zip(prompts, answers, strict=True)):
-            prompt[i, wide - len(p):], seen[i, wide - len(p):] = torch.from_numpy(p).long(), 1
+            prompt[i, wide - len(p) :], seen[i, wide - len(p) :] = torch.from_numpy(p).long(), 1
             answer[i, : len(a)], counts[i, : len(a)] = torch.from_numpy(a).long(), 1
-        return {"prompt_ids": prompt, "prompt_mask": seen, "completion_ids": answer, "completion_mask": counts,
-                "advantages": torch.tensor([e.label for e in rows]), "num_items_in_batch": counts.sum(),
-                "ref_per_token_logps": torch.full(answer.shape, -math.log(self.model.config.vocab_size))}
+        return {
+            "prompt_ids": prompt,
+            "prompt_mask": seen,
+            "completion_ids": answer,
+            "completion_mask": counts,
+            "advantages": torch.tensor([e.label for e in rows]),
+            "num_items_in_batch": counts.sum(),
+            "ref_per_token_logps": torch.full(answer.shape, -math.log(self.model.config.vocab_size)),
+        }
 
 
 def common(settings: Settings, folder: str, grouped: bool = False) -> dict[str, Any]:
     """The arguments that make TRL's run the same as ours."""
     return {
-        "output_dir": folder, "per_device_train_batch_size": settings.micro_size, "num_train_epochs": 1, "learning_rate": 1e-5,
-        "gradient_accumulation_steps": settings.batch_size // settings.micro_size, "lr_scheduler_type": "constant", "warmup_steps": 0,
-        "adam_epsilon": 1e-5, "weight_decay": 0.01, "optim": "adamw_torch_fused", "max_grad_norm": 1.0,
-        "gradient_checkpointing": False, "bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no",
-        "disable_tqdm": True, "logging_steps": 1, "seed": 1, "remove_unused_columns": False,
+        "output_dir": folder,
+        "per_device_train_batch_size": settings.micro_size,
+        "num_train_epochs": 1,
+        "learning_rate": 1e-5,
+        "gradient_accumulation_steps": settings.batch_size // settings.micro_size,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "adam_epsilon": 1e-5,
+        "weight_decay": 0.01,
+        "optim": "adamw_torch_fused",
+        "max_grad_norm": 1.0,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "seed": 1,
+        "remove_unused_columns": False,
         "train_sampling_strategy": "group_by_length" if grouped else "sequential",
     }
 
 
-def trl_trainer(settings: Settings, plan: Segment, model: Any, tokenizer: PreTrainedTokenizerFast,
-                folder: str, grouped: bool) -> Any:
+def trl_trainer(
+    settings: Settings,
+    plan: Segment,
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: str,
+    grouped: bool,
+) -> Any:
     """TRL's trainer on the rows of ``plan``, in its order."""
     examples = [example for i in range(plan.steps) for example in plan.batch(i)]
     arguments = common(settings, folder, grouped)
     if settings.loss == "dpo":
-        rows = [{"prompt_ids": e.rows[0].prompt_ids.tolist(), "chosen_ids": e.rows[0].completion_ids.tolist(),
-                 "rejected_ids": e.rows[1].completion_ids.tolist(), "length": max(map(len, e.rows))} for e in examples]
-        return PreparedDPO(model, args=DPOConfig(beta=0.1, max_length=None, precompute_ref_log_probs=True, **arguments),
-                           train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+        rows = [
+            {
+                "prompt_ids": e.rows[0].prompt_ids.tolist(),
+                "chosen_ids": e.rows[0].completion_ids.tolist(),
+                "rejected_ids": e.rows[1].completion_ids.tolist(),
+                "length": max(map(len, e.rows)),
+            }
+            for e in examples
+        ]
+        return PreparedDPO(
+            model,
+            args=DPOConfig(beta=0.1, max_length=None, precompute_ref_log_probs=True, **arguments),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+        )
     if settings.loss == "kto":
         size = settings.micro_size
         # As TRL prepares them: within a device's batch each prompt meets the completion before its own.
-        others = [examples[i - 1 if i % size else min(i + size, len(examples)) - 1] for i in range(len(examples))]
-        rows = [{"prompt_ids": e.rows[0].prompt_ids.tolist(), "completion_ids": e.rows[0].completion_ids.tolist(),
-                 "KL_completion_ids": o.rows[0].completion_ids.tolist(), "label": e.label > 0}
-                for e, o in zip(examples, others, strict=True)]
-        return PreparedKTO(model, args=KTOConfig(beta=0.25, desirable_weight=1.1, max_length=None, precompute_ref_log_probs=True,
-                                                 **arguments),
-                           train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+        others = [
+            examples[i - 1 if i % size else min(i + size, len(examples)) - 1] for i in range(len(examples))
+        ]
+        rows = [
+            {
+                "prompt_ids": e.rows[0].prompt_ids.tolist(),
+                "completion_ids": e.rows[0].completion_ids.tolist(),
+                "KL_completion_ids": o.rows[0].completion_ids.tolist(),
+                "label": e.label > 0,
+            }
+            for e, o in zip(examples, others, strict=True)
+        ]
+        return PreparedKTO(
+            model,
+            args=KTOConfig(
+                beta=0.25, desirable_weight=1.1, max_length=None, precompute_ref_log_probs=True, **arguments
+            ),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+        )
     arguments.pop("train_sampling_strategy")
-    trainer = UpdateOfGRPO(model, reward_funcs=lambda completions, **others: [0.0] * len(completions),
-                           args=GRPOConfig(beta=0.0, epsilon=0.15, num_generations=2, loss_type="dapo", shuffle_dataset=False,
-                                           **arguments),
-                           train_dataset=Dataset.from_list([{"prompt": "a", "index": i} for i in range(len(examples) // 2)]),
-                           processing_class=tokenizer)
-    trainer.rows, trainer.beta = examples, 0.01  # set here, or it would load a reference model, whose scores it is handed
+    trainer = UpdateOfGRPO(
+        model,
+        reward_funcs=lambda completions, **others: [0.0] * len(completions),
+        args=GRPOConfig(
+            beta=0.0, epsilon=0.15, num_generations=2, loss_type="dapo", shuffle_dataset=False, **arguments
+        ),
+        train_dataset=Dataset.from_list([{"prompt": "a", "index": i} for i in range(len(examples) // 2)]),
+        processing_class=tokenizer,
+    )
+    trainer.rows, trainer.beta = (
+        examples,
+        0.01,
+    )  # set here, or it would load a reference model, whose scores it is handed
     return trainer
 
 
-def prepare(name: str, settings: Settings, pairs: list[Pair], base: Policy, tokenizer: PreTrainedTokenizerFast) -> Work:
+def prepare(
+    name: str, settings: Settings, pairs: list[Pair], base: Policy, tokenizer: PreTrainedTokenizerFast
+) -> Work:
     """The timed part, for ``ours``, ``ours padded``, ``trl`` or ``trl grouped``; it returns the losses where they are comparable."""
     if name.startswith("trl"):
         plan = segment(settings, pairs)
-        trainer = trl_trainer(settings, plan, fresh(base).model, tokenizer, tempfile.mkdtemp(), name.endswith("grouped"))
+        trainer = trl_trainer(
+            settings, plan, fresh(base).model, tokenizer, tempfile.mkdtemp(), name.endswith("grouped")
+        )
 
         def run() -> list[float]:
             trainer.train()
             return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
         return run
-    settings = Settings(settings.loss, settings.batch_size, settings.micro_size, packing=False if name.endswith("padded") else None)
+    settings = Settings(
+        settings.loss,
+        settings.batch_size,
+        settings.micro_size,
+        packing=False if name.endswith("padded") else None,
+    )
     plan, ours = segment(settings, pairs), make_trainer(settings, fresh(base))
     score_all(ours, plan)
     return partial(train, ours, plan)
@@ -148,9 +218,13 @@ def whole(*arguments: Any) -> list[Work]:
     return [prepare(*arguments)]
 
 
-def equal_losses(settings: Settings, pairs: list[Pair], base: Policy, tokenizer: PreTrainedTokenizerFast) -> float:
+def equal_losses(
+    settings: Settings, pairs: list[Pair], base: Policy, tokenizer: PreTrainedTokenizerFast
+) -> float:
     """The largest difference of a step's mean DPO loss, nats. Raises RuntimeError where it is more than rounding."""
-    runs: list[Callable[[], Any]] = [prepare(name, settings, pairs, base, tokenizer) for name in ("ours", "trl")]
+    runs: list[Callable[[], Any]] = [
+        prepare(name, settings, pairs, base, tokenizer) for name in ("ours", "trl")
+    ]
     ours, theirs = (run() for run in runs)
     worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     if worst > TOLERANCE:
@@ -164,7 +238,9 @@ def real_share(pairs: list[Pair]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", default="hh", help="hh, gsm8k, drawn, or PATH:FORMAT")
     parser.add_argument("--losses", nargs="+", default=["dpo", "kto", "grpo"])
     parser.add_argument("--model", default="small")
@@ -172,7 +248,10 @@ def main() -> None:
     parser.add_argument("--batch-pairs", type=int, default=16)
     parser.add_argument("--micro-pairs", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--memory-of", help="measure the memory of one variant in this process and print it (used by this command)")
+    parser.add_argument(
+        "--memory-of",
+        help="measure the memory of one variant in this process and print it (used by this command)",
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     config = shape(args.model)
@@ -185,22 +264,52 @@ def main() -> None:
         if args.memory_of:
             print(json.dumps(memory_of(prepare(args.memory_of, settings, pairs, base, tokenizer))))
             return
-        print(f"\n{loss}: {machine()}; {args.pairs} pairs, {args.batch_pairs} a step, {args.micro_pairs} at once; "
-              f"{real_share(pairs):.0%} of a grid as wide as the longest row is real")
+        print(
+            f"\n{loss}: {machine()}; {args.pairs} pairs, {args.batch_pairs} a step, {args.micro_pairs} at once; "
+            f"{real_share(pairs):.0%} of a grid as wide as the longest row is real"
+        )
         if loss == "dpo":
             print(f"losses equal to {equal_losses(settings, pairs, base, tokenizer):.1e} nats")
         names = ["ours", "ours padded", "trl", *(["trl grouped"] if loss == "dpo" else [])]
         variants: dict[str, Variant] = {n: partial(whole, n, settings, pairs, base, tokenizer) for n in names}
         samples = alternate(variants, args.rounds)
         common_args = [f"--{k}={v}" for k, v in vars(args).items() if k in ("data", "model")]
-        sizes = [f"--batch-pairs={args.batch_pairs}", f"--micro-pairs={args.micro_pairs}", f"--pairs={args.batch_pairs}"]
-        memory = {n: in_fresh_process("benchmarks.trl_compare", *common_args, *sizes, "--losses", loss, "--memory-of", n) for n in names}
+        sizes = [
+            f"--batch-pairs={args.batch_pairs}",
+            f"--micro-pairs={args.micro_pairs}",
+            f"--pairs={args.batch_pairs}",
+        ]
+        memory = {
+            n: in_fresh_process(
+                "benchmarks.trl_compare", *common_args, *sizes, "--losses", loss, "--memory-of", n
+            )
+            for n in names
+        }
         rivals = [n for n in names if n.startswith("trl")]
-        print(table(["", "pairs / CPU s, best", *(f"CPU: {r} / this" for r in rivals), *(f"wall: {r} / this" for r in rivals),
-                     "MiB of the step", "MiB in all"],
-                    [[n, f"{args.pairs / min(s.cpu for s in samples[n]):.2f}", *(str(ratio(samples[r], samples[n])) for r in rivals),
-                      *(str(ratio(samples[r], samples[n], "wall")) for r in rivals), f"{memory[n]['step']:.0f}",
-                      f"{memory[n]['peak']:.0f}"] for n in names]), flush=True)
+        print(
+            table(
+                [
+                    "",
+                    "pairs / CPU s, best",
+                    *(f"CPU: {r} / this" for r in rivals),
+                    *(f"wall: {r} / this" for r in rivals),
+                    "MiB of the step",
+                    "MiB in all",
+                ],
+                [
+                    [
+                        n,
+                        f"{args.pairs / min(s.cpu for s in samples[n]):.2f}",
+                        *(str(ratio(samples[r], samples[n])) for r in rivals),
+                        *(str(ratio(samples[r], samples[n], "wall")) for r in rivals),
+                        f"{memory[n]['step']:.0f}",
+                        f"{memory[n]['peak']:.0f}",
+                    ]
+                    for n in names
+                ],
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -32,4 +32,8 @@ def one_of(key: str, value: Any, allowed: tuple[Any, ...]) -> None:
 
 def variant(online: bool, humanline: bool, sync_mode: str | None) -> str:
     """One of the paper's four, offline, online, offline+humanline, online+humanline; trust-region syncing is said beside it."""
-    return ("online" if online else "offline") + "+humanline" * humanline + "+trust-region" * (sync_mode == "trust_region")
+    return (
+        ("online" if online else "offline")
+        + "+humanline" * humanline
+        + "+trust-region" * (sync_mode == "trust_region")
+    )

@@ -41,7 +41,9 @@ def idle(config: Config) -> list[str]:
     """What the command line sets although nothing will read it with the other settings as they are: said, not refused, so that a sweep
     may cross such settings."""
     inert = {
-        "humanline=false": [] if config.humanline else ["log_epsilon_P", "log_epsilon_R", "humanline_mode", "humanline_sampling"],
+        "humanline=false": []
+        if config.humanline
+        else ["log_epsilon_P", "log_epsilon_R", "humanline_mode", "humanline_sampling"],
         "humanline=false (or sync_mode=never)": ["sync_freq"] if config.syncing == "never" else [],
         "online=false": [] if config.online else ["rounds", "sampler", "reward"],
         "online=true (rounds.contexts says how long)": ["n_epochs", "n_examples"] if config.online else [],
@@ -49,8 +51,12 @@ def idle(config: Config) -> list[str]:
         "scheduler=constant": ["min_lr_ratio"] if config.scheduler == "constant" else [],
     }
     given = [override.lstrip("+~").partition("=")[0] for override in HydraConfig.get().overrides.task]
-    return [f"note: {key} has no effect with {because}" for because, keys in inert.items() for key in given
-            if any(key == name or key.startswith(f"{name}.") for name in keys)]
+    return [
+        f"note: {key} has no effect with {because}"
+        for because, keys in inert.items()
+        for key in given
+        if any(key == name or key.startswith(f"{name}.") for name in keys)
+    ]
 
 
 def guarded(work: Callable[[], object]) -> None:
@@ -88,11 +94,23 @@ def _in_our_words(error: Exception) -> str:
         key = found[1]
         value = next((o.partition("=")[2] for o in sys.argv[1:] if o.partition("=")[0] == key), "?")
         near = difflib.get_close_matches(key, list(names(Config)), n=1)
-        return str(ConfigError(key, value, "is not a setting, nothing would read it" + (f"; did you mean {near[0]}?" if near else
-                               "; python train.py --cfg job shows all of them")))
+        return str(
+            ConfigError(
+                key,
+                value,
+                "is not a setting, nothing would read it"
+                + (f"; did you mean {near[0]}?" if near else "; python train.py --cfg job shows all of them"),
+            )
+        )
     if found := re.search(r"Could not find '(\w+)/([^']+)'", text):
         options = re.findall(r"^\t(\S+)$", text.split("Config search path")[0], re.MULTILINE)
-        return str(ConfigError(found[1], found[2], f"there is no such file in config/{found[1]}; there are {', '.join(options)}"))
+        return str(
+            ConfigError(
+                found[1],
+                found[2],
+                f"there is no such file in config/{found[1]}; there are {', '.join(options)}",
+            )
+        )
     return " ".join(line.strip() for line in text.splitlines() if line.strip())
 
 

@@ -27,8 +27,20 @@ T = TypeVar("T")
 RESERVED_LOSS_KEYS = ("name", "_target_", "_partial_", "reference", *TRAINER_KEYS)
 OFFLINE_ONLY = ("reward", "csft")
 """Trainers whose model does not answer prompts as it was trained to: a reward model, and one that wants its control token."""
-OPERATIONAL = ("exp_name", "runs_dir", "cache_dir", "overwrite", "resume", "dry_run", "keep_checkpoints", "keep_best", "save_every",
-               "wandb", "replicas", "watchdog_seconds")
+OPERATIONAL = (
+    "exp_name",
+    "runs_dir",
+    "cache_dir",
+    "overwrite",
+    "resume",
+    "dry_run",
+    "keep_checkpoints",
+    "keep_best",
+    "save_every",
+    "wandb",
+    "replicas",
+    "watchdog_seconds",
+)
 """Settings that change nothing of what is computed: a run may go on with others."""
 
 
@@ -58,7 +70,9 @@ class ModelConfig:
     export_dtype: str | None = None
     from_config: bool = False
     head: str | None = None
-    control_tokens: dict[str, str] = field(default_factory=lambda: {"chosen": "<|good|>", "rejected": "<|bad|>"})
+    control_tokens: dict[str, str] = field(
+        default_factory=lambda: {"chosen": "<|good|>", "rejected": "<|bad|>"}
+    )
     batch_size: int = 32
     gradient_accumulation_steps: int = 1
     eval_batch_size: int = 64
@@ -72,17 +86,41 @@ class ModelConfig:
     peft: PeftConfig = field(default_factory=PeftConfig)
 
     def __post_init__(self) -> None:
-        for key in ("batch_size", "gradient_accumulation_steps", "eval_batch_size", "max_length", "max_prompt_length"):
+        for key in (
+            "batch_size",
+            "gradient_accumulation_steps",
+            "eval_batch_size",
+            "max_length",
+            "max_prompt_length",
+        ):
             require(getattr(self, key) >= 1, f"model.{key}", getattr(self, key), "must be at least 1")
-        require(self.max_prompt_length < self.max_length, "model.max_prompt_length", self.max_prompt_length,
-                f"must be less than model.max_length={self.max_length}, or no room is left for a completion")
-        require(self.max_grad_norm > 0, "model.max_grad_norm", self.max_grad_norm, "must be above 0 (use inf for no clipping)")
+        require(
+            self.max_prompt_length < self.max_length,
+            "model.max_prompt_length",
+            self.max_prompt_length,
+            f"must be less than model.max_length={self.max_length}, or no room is left for a completion",
+        )
+        require(
+            self.max_grad_norm > 0,
+            "model.max_grad_norm",
+            self.max_grad_norm,
+            "must be above 0 (use inf for no clipping)",
+        )
         one_of("model.head", self.head, (None, "value", "reward"))
-        require(self.head != "reward" or not self.use_peft, "model.use_peft", True, "a reward model's head is trained: no adapters")
+        require(
+            self.head != "reward" or not self.use_peft,
+            "model.use_peft",
+            True,
+            "a reward model's head is trained: no adapters",
+        )
         one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
         one_of("model.export_dtype", self.export_dtype, (None, "float32", "bfloat16", "float16"))
-        require(self.batch_size % self.gradient_accumulation_steps == 0, "model.gradient_accumulation_steps",
-                self.gradient_accumulation_steps, f"must divide model.batch_size={self.batch_size}")
+        require(
+            self.batch_size % self.gradient_accumulation_steps == 0,
+            "model.gradient_accumulation_steps",
+            self.gradient_accumulation_steps,
+            f"must divide model.batch_size={self.batch_size}",
+        )
 
 
 @dataclass
@@ -125,16 +163,35 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for key in ("frac_unique_desirable", "frac_unique_undesirable"):
-            require(0 <= getattr(self, key) <= 1, f"data.{key}", getattr(self, key), "is a share of the examples: must lie in [0, 1]")
+            require(
+                0 <= getattr(self, key) <= 1,
+                f"data.{key}",
+                getattr(self, key),
+                "is a share of the examples: must lie in [0, 1]",
+            )
         mixes = self.source == "data.mix.mixed"
-        require(bool(self.mix) == mixes, "data.mix", self.mix,
-                "name the sets, as in 'data.mix=[{name: hh, weight: 0.7}, {name: shp, weight: 0.3}]'" if mixes else "is for data=mix")
+        require(
+            bool(self.mix) == mixes,
+            "data.mix",
+            self.mix,
+            "name the sets, as in 'data.mix=[{name: hh, weight: 0.7}, {name: shp, weight: 0.3}]'"
+            if mixes
+            else "is for data=mix",
+        )
         require(self.score_threshold >= 0, "data.score_threshold", self.score_threshold, "must be 0 or more")
         ends = self.logprob_range
-        require(ends is None or (len(ends) == 2 and 0 <= ends[0] < ends[1] <= 1), "data.logprob_range", ends,
-                "give two shares of the groups, from the least likely on, as in [0.25, 1]: 0 <= low < high <= 1; null keeps all")
-        require(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction,
-                "is the share of the prompts held out for evaluation: must lie in [0, 1)")
+        require(
+            ends is None or (len(ends) == 2 and 0 <= ends[0] < ends[1] <= 1),
+            "data.logprob_range",
+            ends,
+            "give two shares of the groups, from the least likely on, as in [0.25, 1]: 0 <= low < high <= 1; null keeps all",
+        )
+        require(
+            0 <= self.eval_fraction < 1,
+            "data.eval_fraction",
+            self.eval_fraction,
+            "is the share of the prompts held out for evaluation: must lie in [0, 1)",
+        )
 
 
 @dataclass
@@ -215,35 +272,80 @@ class Config:
             require(0 <= getattr(self, key) < 1, key, getattr(self, key), "must lie in [0, 1)")
         require(self.eps > 0, "eps", self.eps, "must be above 0")
         require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must be 0 or more")
-        require(0 <= self.warmup <= 1, "warmup", self.warmup, "is a fraction of the steps: must lie in [0, 1]")
+        require(
+            0 <= self.warmup <= 1, "warmup", self.warmup, "is a fraction of the steps: must lie in [0, 1]"
+        )
         require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
-        for key in ("n_epochs", "n_examples", "n_eval_examples", "n_eval_prompts", "eval_every", "save_every", "reference_batch_size",
-                    "drift_examples"):
+        for key in (
+            "n_epochs",
+            "n_examples",
+            "n_eval_examples",
+            "n_eval_prompts",
+            "eval_every",
+            "save_every",
+            "reference_batch_size",
+            "drift_examples",
+        ):
             value = getattr(self, key)
             require(value is None or value >= 1, key, value, "must be at least 1, or null")
         for key in ("n_eval_samples", "sync_freq", "keep_checkpoints", "max_skipped_steps", "replicas"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "must be at least 1")
         require(self.watchdog_seconds > 0, "watchdog_seconds", self.watchdog_seconds, "must be above 0")
         require(0 <= self.seed < 2**32, "seed", self.seed, "must lie in [0, 2^32)")
-        one_of("keep_best", self.keep_best, (None, "eval_loss", "eval_reward_margin", "eval_reward_accuracy", "eval_accuracy_sampled",
-                                             "eval_accuracy_greedy"))
+        one_of(
+            "keep_best",
+            self.keep_best,
+            (
+                None,
+                "eval_loss",
+                "eval_reward_margin",
+                "eval_reward_accuracy",
+                "eval_accuracy_sampled",
+                "eval_accuracy_greedy",
+            ),
+        )
         one_of("optimizer", self.optimizer, ("AdamW",))
         one_of("scheduler", self.scheduler, ("constant", "cosine", "linear"))
 
     def _check_combinations(self) -> None:
-        require(self.log_epsilon_P <= 0, "log_epsilon_P", self.log_epsilon_P,
-                "is the lower bound of the token log-ratio in nats (the paper's is -1.5): must be 0 or less")
-        require(self.log_epsilon_R >= 0, "log_epsilon_R", self.log_epsilon_R,
-                "is the upper bound of the token log-ratio in nats (the paper's is 1.5): must be 0 or more")
-        require(self.log_epsilon_P < self.log_epsilon_R, "log_epsilon_P", self.log_epsilon_P,
-                f"must be below log_epsilon_R={self.log_epsilon_R}")
-        require(not (self.overwrite and self.resume), "overwrite", True,
-                "cannot go with resume=true: overwrite=true deletes the run, resume=true goes on with it; give one")
-        require(self.n_epochs is not None or self.n_examples is not None, "n_epochs", None, "give n_epochs or n_examples")
+        require(
+            self.log_epsilon_P <= 0,
+            "log_epsilon_P",
+            self.log_epsilon_P,
+            "is the lower bound of the token log-ratio in nats (the paper's is -1.5): must be 0 or less",
+        )
+        require(
+            self.log_epsilon_R >= 0,
+            "log_epsilon_R",
+            self.log_epsilon_R,
+            "is the upper bound of the token log-ratio in nats (the paper's is 1.5): must be 0 or more",
+        )
+        require(
+            self.log_epsilon_P < self.log_epsilon_R,
+            "log_epsilon_P",
+            self.log_epsilon_P,
+            f"must be below log_epsilon_R={self.log_epsilon_R}",
+        )
+        require(
+            not (self.overwrite and self.resume),
+            "overwrite",
+            True,
+            "cannot go with resume=true: overwrite=true deletes the run, resume=true goes on with it; give one",
+        )
+        require(
+            self.n_epochs is not None or self.n_examples is not None,
+            "n_epochs",
+            None,
+            "give n_epochs or n_examples",
+        )
         if self.humanline:
-            require(self.has_reference, "humanline", True,
-                    f"loss={self.loss['name']} has no reference model, so there is nothing to clip or to sync (paper §5.1); "
-                    "use a loss with one (dpo, kto, grpo) or humanline=false")
+            require(
+                self.has_reference,
+                "humanline",
+                True,
+                f"loss={self.loss['name']} has no reference model, so there is nothing to clip or to sync (paper §5.1); "
+                "use a loss with one (dpo, kto, grpo) or humanline=false",
+            )
         self._check_method()
         if self.online:
             self._check_online()
@@ -253,45 +355,99 @@ class Config:
         check_trainer_keys(self.loss, self.trainer.name)
         for key in ("frac_unique_desirable", "frac_unique_undesirable"):
             labelled = self.trainer.name in ("unpaired", "bco", "ppo", "csft") and not self.online
-            require(labelled or getattr(self.data, key) == 1, f"data.{key}", getattr(self.data, key),
-                    f"takes single examples out of pairs, which loss={self.loss['name']} {'online ' if self.online else ''}does not read")
-        require(not self.online or self.trainer.name not in OFFLINE_ONLY, "online", True,
-                f"loss={self.loss['name']} trains on a fixed data set: its samples would not be what it learns from")
-        require(self.data.logprob_range is None or self.trainer.name != "reward", "data.logprob_range", self.data.logprob_range,
-                f"orders completions by what the model thinks of them; loss={self.loss['name']} trains one that only scores them")
+            require(
+                labelled or getattr(self.data, key) == 1,
+                f"data.{key}",
+                getattr(self.data, key),
+                f"takes single examples out of pairs, which loss={self.loss['name']} {'online ' if self.online else ''}does not read",
+            )
+        require(
+            not self.online or self.trainer.name not in OFFLINE_ONLY,
+            "online",
+            True,
+            f"loss={self.loss['name']} trains on a fixed data set: its samples would not be what it learns from",
+        )
+        require(
+            self.data.logprob_range is None or self.trainer.name != "reward",
+            "data.logprob_range",
+            self.data.logprob_range,
+            f"orders completions by what the model thinks of them; loss={self.loss['name']} trains one that only scores them",
+        )
         one_of("humanline_mode", self.humanline_mode, ("clip", "sample"))
-        require(self.humanline or self.humanline_mode == "clip", "humanline_mode", self.humanline_mode,
-                "says how humanline=true treats a token; humanline=false leaves all as they are")
+        require(
+            self.humanline or self.humanline_mode == "clip",
+            "humanline_mode",
+            self.humanline_mode,
+            "says how humanline=true treats a token; humanline=false leaves all as they are",
+        )
         one_of("sync_mode", self.sync_mode, (None, "humanline", "trust_region", "never"))
-        require(self.sync_mode is None or self.has_reference, "sync_mode", self.sync_mode,
-                f"loss={self.loss['name']} has no reference model, so there is nothing to sync")
-        require(self.humanline or self.sync_mode != "humanline", "sync_mode", self.sync_mode,
-                "needs humanline=true; for syncing without clipping add log_epsilon_P=-.inf log_epsilon_R=.inf")
+        require(
+            self.sync_mode is None or self.has_reference,
+            "sync_mode",
+            self.sync_mode,
+            f"loss={self.loss['name']} has no reference model, so there is nothing to sync",
+        )
+        require(
+            self.humanline or self.sync_mode != "humanline",
+            "sync_mode",
+            self.sync_mode,
+            "needs humanline=true; for syncing without clipping add log_epsilon_P=-.inf log_epsilon_R=.inf",
+        )
         require(0 < self.sync_alpha <= 1, "sync_alpha", self.sync_alpha, "must lie in (0, 1]")
-        require(self.sync_alpha == 1 or self.syncing == "trust_region", "sync_alpha", self.sync_alpha,
-                "is for sync_mode=trust_region; in every other mode the reference becomes the policy itself")
+        require(
+            self.sync_alpha == 1 or self.syncing == "trust_region",
+            "sync_alpha",
+            self.sync_alpha,
+            "is for sync_mode=trust_region; in every other mode the reference becomes the policy itself",
+        )
 
     def _check_online(self) -> None:
         """What rounds need of the rest of the settings."""
-        require(self.reward is not None, "reward", None,
-                "online=true scores the policy's samples: choose a file of config/reward, as in reward=armorm or reward=verifier")
+        require(
+            self.reward is not None,
+            "reward",
+            None,
+            "online=true scores the policy's samples: choose a file of config/reward, as in reward=armorm or reward=verifier",
+        )
         self.check_room()
-        require(self.data.logprob_range is None, "data.logprob_range", self.data.logprob_range,
-                "chooses among completions that are there before training; online=true samples its own")
-        require(self.n_examples is None, "n_examples", self.n_examples, "is for offline: set rounds.contexts, or rounds.examples")
+        require(
+            self.data.logprob_range is None,
+            "data.logprob_range",
+            self.data.logprob_range,
+            "chooses among completions that are there before training; online=true samples its own",
+        )
+        require(
+            self.n_examples is None,
+            "n_examples",
+            self.n_examples,
+            "is for offline: set rounds.contexts, or rounds.examples",
+        )
         feedback, trainer = self.rounds.feedback, self.trainer.name
         fits = {"threshold": "unpaired", "group": "grpo"}.get(feedback, trainer)
-        require(trainer == fits, "rounds.feedback", feedback,
-                f"is not for loss={self.loss['name']}: use pair, or random" + (", or group" if trainer == "grpo" else ""))
-        require(self.rounds.lag == 0 or self.sampler.name == "vllm", "rounds.lag", self.rounds.lag,
-                "samples while it trains, which needs sampler=vllm; the embedded sampler is the policy itself")
+        require(
+            trainer == fits,
+            "rounds.feedback",
+            feedback,
+            f"is not for loss={self.loss['name']}: use pair, or random"
+            + (", or group" if trainer == "grpo" else ""),
+        )
+        require(
+            self.rounds.lag == 0 or self.sampler.name == "vllm",
+            "rounds.lag",
+            self.rounds.lag,
+            "samples while it trains, which needs sampler=vllm; the embedded sampler is the policy itself",
+        )
 
     def check_room(self) -> None:
         """Raise ConfigError unless the longest sample fits behind the longest prompt: it would be trained on without its end."""
         most, model = self.sampler.max_tokens, self.model
-        require(most + model.max_prompt_length <= model.max_length, "sampler.max_tokens", most,
-                f"samples must fit behind the prompt: {most} + model.max_prompt_length={model.max_prompt_length} is more than "
-                f"model.max_length={model.max_length}")
+        require(
+            most + model.max_prompt_length <= model.max_length,
+            "sampler.max_tokens",
+            most,
+            f"samples must fit behind the prompt: {most} + model.max_prompt_length={model.max_prompt_length} is more than "
+            f"model.max_length={model.max_length}",
+        )
 
     @property
     def has_reference(self) -> bool:
@@ -344,7 +500,11 @@ def _infinities(tree: Any) -> Any:
     """``tree`` with yaml's words for infinity as numbers: on the command line Hydra reads ``.inf`` as a text."""
     if isinstance(tree, dict):
         return {key: _infinities(value) for key, value in tree.items()}
-    return {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf}.get(tree, tree) if isinstance(tree, str) else tree
+    return (
+        {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf}.get(tree, tree)
+        if isinstance(tree, str)
+        else tree
+    )
 
 
 def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str) -> None:
@@ -353,8 +513,12 @@ def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str) -> None:
     for key, value in raw.items():
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
-            did_you_mean = f"; did you mean {prefix}{near[0]}?" if near else f"; known here: {', '.join(sorted(known))}"
-            raise ConfigError(f"{prefix}{key}", value, f"is not a setting, nothing would read it{did_you_mean}")
+            did_you_mean = (
+                f"; did you mean {prefix}{near[0]}?" if near else f"; known here: {', '.join(sorted(known))}"
+            )
+            raise ConfigError(
+                f"{prefix}{key}", value, f"is not a setting, nothing would read it{did_you_mean}"
+            )
         if key == "mix" and isinstance(value, list):
             for i, part in enumerate(value):
                 _refuse_unknown(part, MixPart, f"{prefix}mix[{i}].")
@@ -386,13 +550,26 @@ def run_name(config: Config, overrides: list[str]) -> str:
 
 def changed(before: str, now: Config) -> str | None:
     """The first setting that differs between a run's config.yaml and ``now`` and changes what is computed; None if there is none."""
-    old, new = _flat(OmegaConf.to_container(OmegaConf.create(before))), _flat(OmegaConf.to_container(OmegaConf.structured(now)))
-    return next((key for key in sorted(old | new)
-                 if key.split(".")[0] not in OPERATIONAL and old.get(key, "absent") != new.get(key, "absent")), None)
+    old, new = (
+        _flat(OmegaConf.to_container(OmegaConf.create(before))),
+        _flat(OmegaConf.to_container(OmegaConf.structured(now))),
+    )
+    return next(
+        (
+            key
+            for key in sorted(old | new)
+            if key.split(".")[0] not in OPERATIONAL and old.get(key, "absent") != new.get(key, "absent")
+        ),
+        None,
+    )
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}"""
     if not isinstance(tree, dict):
         return {prefix: tree}
-    return {name: value for key, item in tree.items() for name, value in _flat(item, f"{prefix}.{key}".lstrip(".")).items()}
+    return {
+        name: value
+        for key, item in tree.items()
+        for name, value in _flat(item, f"{prefix}.{key}".lstrip(".")).items()
+    }

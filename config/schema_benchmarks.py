@@ -27,21 +27,51 @@ class AlpacaEvalConfig:
     dollars_per_million_tokens: float | None = None
 
     def __post_init__(self) -> None:
-        require(self.annotations is None or self.outputs is None, "alpacaeval.annotations", self.annotations,
-                "are judgements, alpacaeval.outputs are answers still to be judged: give one of them")
-        require(self.model is not None or self.annotations is None, "alpacaeval.model", None,
-                "writes the answers and asks no judge; alpacaeval.annotations is judged already: leave one of them out")
-        require(self.model is not None or self.outputs is None, "alpacaeval.model", None,
-                "writes the answers and asks no judge; alpacaeval.outputs is written already: leave one of them out")
-        require(self.base_url.startswith(("http://", "https://")), "alpacaeval.base_url", self.base_url,
-                "is where /chat/completions is found: must start with http:// or https://")
+        require(
+            self.annotations is None or self.outputs is None,
+            "alpacaeval.annotations",
+            self.annotations,
+            "are judgements, alpacaeval.outputs are answers still to be judged: give one of them",
+        )
+        require(
+            self.model is not None or self.annotations is None,
+            "alpacaeval.model",
+            None,
+            "writes the answers and asks no judge; alpacaeval.annotations is judged already: leave one of them out",
+        )
+        require(
+            self.model is not None or self.outputs is None,
+            "alpacaeval.model",
+            None,
+            "writes the answers and asks no judge; alpacaeval.outputs is written already: leave one of them out",
+        )
+        require(
+            self.base_url.startswith(("http://", "https://")),
+            "alpacaeval.base_url",
+            self.base_url,
+            "is where /chat/completions is found: must start with http:// or https://",
+        )
         require(self.concurrency >= 1, "alpacaeval.concurrency", self.concurrency, "must be at least 1")
-        require(self.timeout > 0, "alpacaeval.timeout", self.timeout, "is seconds a call may take: must be above 0")
+        require(
+            self.timeout > 0,
+            "alpacaeval.timeout",
+            self.timeout,
+            "is seconds a call may take: must be above 0",
+        )
         require(self.retries >= 0, "alpacaeval.retries", self.retries, "must be 0 or more")
-        require(0 <= self.max_missing <= 1, "alpacaeval.max_missing", self.max_missing,
-                "is the share of answers that may go without a judgement: must lie in [0, 1]")
+        require(
+            0 <= self.max_missing <= 1,
+            "alpacaeval.max_missing",
+            self.max_missing,
+            "is the share of answers that may go without a judgement: must lie in [0, 1]",
+        )
         price = self.dollars_per_million_tokens
-        require(price is None or price >= 0, "alpacaeval.dollars_per_million_tokens", price, "must be 0 or more, or null")
+        require(
+            price is None or price >= 0,
+            "alpacaeval.dollars_per_million_tokens",
+            price,
+            "must be 0 or more, or null",
+        )
 
 
 @dataclass
@@ -58,6 +88,11 @@ class LmEvalConfig:
     bootstrap: int = 100_000
 
     def __post_init__(self) -> None:
-        require(self.num_fewshot is None or self.num_fewshot >= 0, "lm_eval.num_fewshot", self.num_fewshot, "must be 0 or more, or null")
+        require(
+            self.num_fewshot is None or self.num_fewshot >= 0,
+            "lm_eval.num_fewshot",
+            self.num_fewshot,
+            "must be 0 or more, or null",
+        )
         require(self.batch_size >= 1, "lm_eval.batch_size", self.batch_size, "must be at least 1")
         require(self.bootstrap >= 0, "lm_eval.bootstrap", self.bootstrap, "must be 0 or more")

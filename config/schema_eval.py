@@ -24,13 +24,27 @@ class AccuracyConfig:
     verifier: str | None = None
 
     def __post_init__(self) -> None:
-        require(self.samples >= 0, "accuracy.samples", self.samples, "must be at least 1, or 0 for greedy accuracy alone")
-        require(self.greedy or self.samples > 0, "accuracy.samples", 0, "with accuracy.greedy=false nothing is left to measure")
+        require(
+            self.samples >= 0,
+            "accuracy.samples",
+            self.samples,
+            "must be at least 1, or 0 for greedy accuracy alone",
+        )
+        require(
+            self.greedy or self.samples > 0,
+            "accuracy.samples",
+            0,
+            "with accuracy.greedy=false nothing is left to measure",
+        )
         require(bool(self.k), "accuracy.k", self.k, "give at least one, as in accuracy.k=[1]")
         for k in self.k:
             require(k >= 1, "accuracy.k", k, "must be at least 1")
-            require(k <= self.samples or not self.samples, "accuracy.k", k,
-                    f"pass@k needs at least k samples a prompt: raise accuracy.samples={self.samples}, or leave {k} out")
+            require(
+                k <= self.samples or not self.samples,
+                "accuracy.k",
+                k,
+                f"pass@k needs at least k samples a prompt: raise accuracy.samples={self.samples}, or leave {k} out",
+            )
 
 
 @dataclass
@@ -42,7 +56,12 @@ class CompareConfig:
 
     def __post_init__(self) -> None:
         require(self.samples >= 1, "compare.samples", self.samples, "must be at least 1")
-        require(self.tie >= 0, "compare.tie", self.tie, "is the largest difference of two rewards that is a tie: must be 0 or more")
+        require(
+            self.tie >= 0,
+            "compare.tie",
+            self.tie,
+            "is the largest difference of two rewards that is a tie: must be 0 or more",
+        )
 
 
 @dataclass
@@ -70,20 +89,49 @@ class EvalStage:
         one_of("kind", self.kind, KINDS)
         one_of("split", self.split, ("train", "eval"))
         require(self.limit is None or self.limit >= 1, "limit", self.limit, "must be at least 1, or null")
-        require(self.resamples >= 100, "resamples", self.resamples, "must be at least 100: fewer give no confidence interval")
+        require(
+            self.resamples >= 100,
+            "resamples",
+            self.resamples,
+            "must be at least 100: fewer give no confidence interval",
+        )
         require(0 < self.confidence < 1, "confidence", self.confidence, "must lie in (0, 1)")
-        require(self.step is None or self.step >= 0, "step", self.step, "is a step's number: must be 0 or more, or null")
-        require(self.name is None or re.fullmatch(r"[\w.+@=-]+", self.name) is not None, "name", self.name,
-                "becomes a file's name: letters, digits and . _ - + @ = alone")
+        require(
+            self.step is None or self.step >= 0,
+            "step",
+            self.step,
+            "is a step's number: must be 0 or more, or null",
+        )
+        require(
+            self.name is None or re.fullmatch(r"[\w.+@=-]+", self.name) is not None,
+            "name",
+            self.name,
+            "becomes a file's name: letters, digits and . _ - + @ = alone",
+        )
         self._check_targets()
 
     def _check_targets(self) -> None:
         compares = self.kind == "compare"
         require(self.step is None or bool(self.run), "step", self.step, "is a checkpoint of a run: give run=")
-        require(not self.answers or not self.run, "answers", self.answers, "is instead of run=: give one of them")
+        require(
+            not self.answers or not self.run, "answers", self.answers, "is instead of run=: give one of them"
+        )
         require(compares or not self.against, "against", self.against, "is for kind=compare")
-        require(compares or not self.answers, "answers", self.answers, "is for kind=compare; other kinds sample their own")
-        require(bool(self.against) or not compares, "against", None,
-                "kind=compare needs what to compare with: a run, a model or a file of answers, as in against=runs/y")
-        require(not compares or len(self.against) in (1, max(1, len(self.run))), "against", self.against,
-                f"give one, or as many as run= has ({len(self.run)}), in the same order")
+        require(
+            compares or not self.answers,
+            "answers",
+            self.answers,
+            "is for kind=compare; other kinds sample their own",
+        )
+        require(
+            bool(self.against) or not compares,
+            "against",
+            None,
+            "kind=compare needs what to compare with: a run, a model or a file of answers, as in against=runs/y",
+        )
+        require(
+            not compares or len(self.against) in (1, max(1, len(self.run))),
+            "against",
+            self.against,
+            f"give one, or as many as run= has ({len(self.run)}), in the same order",
+        )

@@ -32,7 +32,12 @@ class BetaConfig:
 def check_trainer_keys(loss: dict[str, Any], trainer: str) -> None:
     """Raise ConfigError for a setting of another trainer's, and for a missing or impossible one of this trainer's."""
     for key, owner in TRAINER_KEYS.items():
-        require(trainer == owner or key not in loss, f"loss.{key}", loss.get(key), f"loss={loss['name']} does not take it")
+        require(
+            trainer == owner or key not in loss,
+            f"loss.{key}",
+            loss.get(key),
+            f"loss={loss['name']} does not take it",
+        )
         require(trainer != owner or key in loss, f"loss.{key}", "???", f"loss={loss['name']} needs it")
     for key in ("gamma", "lam"):
         value = loss.get(key, 1.0)
@@ -41,6 +46,15 @@ def check_trainer_keys(loss: dict[str, Any], trainer: str) -> None:
     if trainer == "csft":
         tokens = loss["control_tokens"]
         named = isinstance(tokens, dict) and set(tokens) == {"chosen", "rejected"}
-        require(named and all(isinstance(text, str) and text for text in tokens.values()),
-                "loss.control_tokens", tokens, "give two texts, as in {chosen: <|good|>, rejected: <|bad|>}")
-        require(tokens["chosen"] != tokens["rejected"], "loss.control_tokens", tokens, "must be two different texts")
+        require(
+            named and all(isinstance(text, str) and text for text in tokens.values()),
+            "loss.control_tokens",
+            tokens,
+            "give two texts, as in {chosen: <|good|>, rejected: <|bad|>}",
+        )
+        require(
+            tokens["chosen"] != tokens["rejected"],
+            "loss.control_tokens",
+            tokens,
+            "must be two different texts",
+        )

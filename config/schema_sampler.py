@@ -30,27 +30,52 @@ class SamplerConfig:
         one_of("sampler.name", self.name, ("embedded", "vllm"))
         require(self.temperature >= 0, "sampler.temperature", self.temperature, "must be 0 (greedy) or more")
         require(0 < self.top_p <= 1, "sampler.top_p", self.top_p, "must lie in (0, 1]; 1 keeps every token")
-        require(self.batch_size is None or self.batch_size >= 1, "sampler.batch_size", self.batch_size,
-                "must be at least 1, or null")
+        require(
+            self.batch_size is None or self.batch_size >= 1,
+            "sampler.batch_size",
+            self.batch_size,
+            "must be at least 1, or null",
+        )
         one_of("sampler.dtype", self.dtype, (None, "float32", "bfloat16", "float16"))
-        for key, value in (("max_tokens", self.max_tokens), ("tensor_parallel", self.tensor_parallel),
-                           ("data_parallel", self.data_parallel), ("cpu_kv_cache_gb", self.cpu_kv_cache_gb)):
+        for key, value in (
+            ("max_tokens", self.max_tokens),
+            ("tensor_parallel", self.tensor_parallel),
+            ("data_parallel", self.data_parallel),
+            ("cpu_kv_cache_gb", self.cpu_kv_cache_gb),
+        ):
             require(value >= 1, f"sampler.{key}", value, "must be at least 1")
         for key, seconds in (("start_timeout", self.start_timeout), ("timeout", self.timeout)):
             require(seconds > 0, f"sampler.{key}", seconds, "is a number of seconds: must be above 0")
-        require(0 < self.gpu_memory_utilization <= 1, "sampler.gpu_memory_utilization", self.gpu_memory_utilization,
-                "is a share of the GPU's memory: must lie in (0, 1]")
+        require(
+            0 < self.gpu_memory_utilization <= 1,
+            "sampler.gpu_memory_utilization",
+            self.gpu_memory_utilization,
+            "is a share of the GPU's memory: must lie in (0, 1]",
+        )
         self._check_devices()
 
     def _check_devices(self) -> None:
         if self.devices is None:
-            require(self.data_parallel == 1 or self.name == "vllm", "sampler.data_parallel", self.data_parallel,
-                    "needs sampler=vllm; the embedded sampler already uses every rank")
+            require(
+                self.data_parallel == 1 or self.name == "vllm",
+                "sampler.data_parallel",
+                self.data_parallel,
+                "needs sampler=vllm; the embedded sampler already uses every rank",
+            )
             return
         need = self.tensor_parallel * self.data_parallel
-        require(self.name == "vllm", "sampler.devices", self.devices, "needs sampler=vllm; embedded uses the trainer's own")
-        require(len(set(self.devices)) == len(self.devices) == need, "sampler.devices", self.devices,
-                f"must name {need} different GPUs (tensor_parallel={self.tensor_parallel} x data_parallel={self.data_parallel})")
+        require(
+            self.name == "vllm",
+            "sampler.devices",
+            self.devices,
+            "needs sampler=vllm; embedded uses the trainer's own",
+        )
+        require(
+            len(set(self.devices)) == len(self.devices) == need,
+            "sampler.devices",
+            self.devices,
+            f"must name {need} different GPUs (tensor_parallel={self.tensor_parallel} x data_parallel={self.data_parallel})",
+        )
 
     @property
     def shares_devices(self) -> bool:

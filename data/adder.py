@@ -33,6 +33,7 @@ _WORKED = re.compile(rf"{_STEP};{_STEP};\d+")
 
 # Prompts
 
+
 def addition(a: int, b: int) -> Prompt:
     """The prompt that asks for ``a + b`` (0 to 99 each), and its answer as the reference."""
     return Prompt((Turn("user", f"{a:02d}+{b:02d}="),), reference=str(a + b))
@@ -43,7 +44,9 @@ def prompts(split: str) -> tuple[Prompt, ...]:
     """The prompts of one split, ``train`` or ``eval``, in a fixed order that is not that of the numbers: 10,000 in all, split by
     prompt id, so that no prompt is in both."""
     every = (addition(a, b) for a in range(100) for b in range(100))
-    return tuple(sorted((p for p in every if (int(p.id, 16) % HELD_OUT == 0) == (split == "eval")), key=lambda p: p.id))
+    return tuple(
+        sorted((p for p in every if (int(p.id, 16) % HELD_OUT == 0) == (split == "eval")), key=lambda p: p.id)
+    )
 
 
 def half(prompt: Prompt) -> str:
@@ -58,10 +61,13 @@ def operands(prompt: Prompt) -> tuple[int, int]:
 
 # Answers and their rewards
 
+
 def accuracy(completions: list[str], references: list[str | None]) -> list[float | None]:
     """1.0 where what follows the last ``;`` is the reference answer, else 0.0; None where there is no reference."""
-    return [None if reference is None else float(text.rpartition(";")[2] == reference)
-            for text, reference in zip(completions, references, strict=True)]
+    return [
+        None if reference is None else float(text.rpartition(";")[2] == reference)
+        for text, reference in zip(completions, references, strict=True)
+    ]
 
 
 def rewards(completions: list[str], references: list[str | None]) -> list[float | None]:
@@ -70,8 +76,10 @@ def rewards(completions: list[str], references: list[str | None]) -> list[float 
     Form: two worked steps and a sum. Separators: the share of the two ``;`` that are there; 0 for more than two.
     """
     correct = accuracy(completions, references)
-    return [None if right is None else 8 * right + float(_WORKED.fullmatch(text) is not None) + _separators(text)
-            for text, right in zip(completions, correct, strict=True)]
+    return [
+        None if right is None else 8 * right + float(_WORKED.fullmatch(text) is not None) + _separators(text)
+        for text, right in zip(completions, correct, strict=True)
+    ]
 
 
 def _separators(text: str) -> float:
@@ -79,6 +87,7 @@ def _separators(text: str) -> float:
 
 
 # Demonstrations
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -132,11 +141,18 @@ def demonstrations(split: str, name: str, per_prompt: int, noise: Noise) -> Iter
 
 # Sources that a yaml may name
 
+
 def adder_sft(config: DataConfig, split: str) -> Loaded:
     """Noisy demonstrations, made on the fly; ``data.subset`` names the set (any name, each its own seed). Raises ConfigError."""
     if config.subset is None:
-        raise ConfigError("data.subset", None, "name the demonstrations, as in data.subset=policy: each name is its own seed")
-    made = list(demonstrations(split, config.subset, DEMONSTRATIONS_PER_PROMPT if split == "train" else 1, Noise()))
+        raise ConfigError(
+            "data.subset",
+            None,
+            "name the demonstrations, as in data.subset=policy: each name is its own seed",
+        )
+    made = list(
+        demonstrations(split, config.subset, DEMONSTRATIONS_PER_PROMPT if split == "train" else 1, Noise())
+    )
     return Loaded(made, len(made), origin=f"noisy demonstrations {config.subset!r} of the {split} prompts")
 
 
@@ -153,6 +169,11 @@ def adder_pairs(config: DataConfig, split: str) -> Loaded:
     if split == "eval":
         paired = {prompt.id for prompt in prompts_of(groups)}
         groups += [Group(prompt) for prompt in prompts("eval") if prompt.id not in paired]
-        require(config.eval_split in (None, *HALVES), "data.eval_split", config.eval_split, f"must be {' or '.join(HALVES)}, or null")
+        require(
+            config.eval_split in (None, *HALVES),
+            "data.eval_split",
+            config.eval_split,
+            f"must be {' or '.join(HALVES)}, or null",
+        )
         groups = [group for group in groups if config.eval_split in (None, half(group.prompt))]
     return Loaded(groups, len(groups), origin=path)

@@ -66,7 +66,9 @@ class Segment:
         if epoch not in self._orders:
             rng = np.random.default_rng([self.seed, self.index, epoch])
             self._orders.clear()
-            self._orders[epoch] = [example for g in rng.permutation(len(self.groups)) for example in self.groups[g]]
+            self._orders[epoch] = [
+                example for g in rng.permutation(len(self.groups)) for example in self.groups[g]
+            ]
         return self._orders[epoch]
 
 
@@ -81,7 +83,9 @@ def cut(batch: Seq[Example], rank: int, ranks: int, size: int, rows_per_example:
     # Deal evenly: a batch of 5 in two turns of 4 is 3 + 2, not 4 + 1.
     size = -(-len(by_length) // (turns * ranks)) if turns else size
     has_mismatched = any(example.mismatched is not None for example in batch)
-    fill = Example(prompt_id="", rows=FILL.rows * rows_per_example, mismatched=FILL.rows[0] if has_mismatched else None)
+    fill = Example(
+        prompt_id="", rows=FILL.rows * rows_per_example, mismatched=FILL.rows[0] if has_mismatched else None
+    )
     mine = []
     for turn in range(turns):
         first = (turn * ranks + rank) * size

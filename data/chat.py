@@ -37,15 +37,23 @@ _DATE = "26 Jul 2024"
 
 def make_renderer(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: DataConfig) -> Renderer:
     """The renderer that a configuration asks for. Raises ConfigError."""
-    return Renderer(tokenizer, max_length=model.max_length, max_prompt_length=model.max_prompt_length,
-                    template=load_template(tokenizer, model.chat_template) if data.apply_chat_template else None)
+    return Renderer(
+        tokenizer,
+        max_length=model.max_length,
+        max_prompt_length=model.max_prompt_length,
+        template=load_template(tokenizer, model.chat_template) if data.apply_chat_template else None,
+    )
 
 
 def load_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str:
     """The template in the file ``path`` (model.chat_template), else the tokenizer's own, else the shipped one for base models."""
     if path is not None:
         if not Path(path).is_file():
-            raise ConfigError("model.chat_template", path, "no such file; give a jinja file, or null for the tokenizer's own")
+            raise ConfigError(
+                "model.chat_template",
+                path,
+                "no such file; give a jinja file, or null for the tokenizer's own",
+            )
         return Path(path).read_text(encoding="utf-8")
     own = tokenizer.chat_template
     if isinstance(own, dict):  # named templates, of which the default one is for chats without tools
@@ -64,20 +72,31 @@ class Renderer:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, max_length: int, max_prompt_length: int, template: str | None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int,
+        max_prompt_length: int,
+        template: str | None,
     ) -> None:
         key, name = "model.tokenizer_name_or_path", tokenizer.name_or_path
         require(tokenizer.is_fast, key, name, "has no fast tokenizer (tokenizer.json); use one that has")
-        require(tokenizer.eos_token_id is not None, key, name, "has no end-of-sequence token; set its eos_token")
+        require(
+            tokenizer.eos_token_id is not None, key, name, "has no end-of-sequence token; set its eos_token"
+        )
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.max_prompt_length = max_length, max_prompt_length
         self.cuts: Counter[str] = Counter()
         """How often what was cut: "oldest turns", "last user turn", "completion end"."""
-        self._adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        self._adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [
+            tokenizer.bos_token_id
+        ]
         self._anchor = ""
         alone, behind_eos = (self._encode([text])[0] for text in ("a", tokenizer.eos_token + "a"))
         if behind_eos[0] == tokenizer.eos_token_id and behind_eos[1:] != alone:
-            self._anchor = tokenizer.eos_token  # this tokenizer puts a space before a text; a completion is in the middle of one
+            self._anchor = (
+                tokenizer.eos_token
+            )  # this tokenizer puts a space before a text; a completion is in the middle of one
         self._head, self._end, self.end_id = "", str(tokenizer.eos_token), int(tokenizer.eos_token_id)
         self._strips_left = self._strips_right = False
         self._takes_system = True
@@ -119,8 +138,10 @@ class Renderer:
         prompts = list(prompts)
         rendered = [self._try_render(prompt.turns) for prompt in prompts]
         encoded = iter(self._encode([text for text in rendered if isinstance(text, str)]))
-        return [str(text) if isinstance(text, _RenderError) else self._prompt(prompt, next(encoded))
-                for prompt, text in zip(prompts, rendered, strict=True)]
+        return [
+            str(text) if isinstance(text, _RenderError) else self._prompt(prompt, next(encoded))
+            for prompt, text in zip(prompts, rendered, strict=True)
+        ]
 
     def sequences(self, rows: Iterable[tuple[Prompt, Completion]]) -> list[Sequence | str]:
         """``sequence`` of many, in their order, batch-encoded; the prompt of a pair or a group is tokenised once."""
@@ -128,7 +149,10 @@ class Renderer:
         distinct = list(dict.fromkeys(prompt for prompt, _ in rows))
         prompts = dict(zip(distinct, self.prompts(distinct), strict=True))
         answers = iter(self._encode_answers([self._answer_text(c) for _, c in rows if c.token_ids is None]))
-        return [self._sequence(prompts[prompt], next(answers) if c.token_ids is None else self._sampled(c)) for prompt, c in rows]
+        return [
+            self._sequence(prompts[prompt], next(answers) if c.token_ids is None else self._sampled(c))
+            for prompt, c in rows
+        ]
 
     def _sequence(self, prompt: np.ndarray | str, answer: list[int]) -> Sequence | str:
         if isinstance(prompt, str):
@@ -190,7 +214,7 @@ class Renderer:
             later = [i for i, turn in enumerate(rest) if i > 0 and turn.role == "user"]
             if not later:
                 break
-            rest = rest[later[0]:]
+            rest = rest[later[0] :]
             ids = self._ids(system + rest)
         self.cuts["oldest turns"] += len(system + rest) < len(turns)
         return ids if len(ids) <= self.max_prompt_length else self._cut_user_turn(system, rest, ids)
@@ -204,8 +228,10 @@ class Renderer:
         while len(ids) > self.max_prompt_length:
             cut += len(ids) - self.max_prompt_length
             if cut >= len(starts):
-                raise _RenderError(f"system turn and template alone exceed model.max_prompt_length={self.max_prompt_length}")
-            ids = self._ids((*system, Turn(rest[0].role, content[starts[cut]:]), *rest[1:]))
+                raise _RenderError(
+                    f"system turn and template alone exceed model.max_prompt_length={self.max_prompt_length}"
+                )
+            ids = self._ids((*system, Turn(rest[0].role, content[starts[cut] :]), *rest[1:]))
         self.cuts["last user turn"] += 1
         return ids
 
@@ -229,8 +255,13 @@ class Renderer:
 
     def _apply(self, turns: Iterable[Turn], *, add_generation_prompt: bool) -> str:
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-        text = self.tokenizer.apply_chat_template(messages, chat_template=self.template, tokenize=False,
-                                                  add_generation_prompt=add_generation_prompt, date_string=_DATE)
+        text = self.tokenizer.apply_chat_template(
+            messages,
+            chat_template=self.template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            date_string=_DATE,
+        )
         assert isinstance(text, str)
         return text
 
@@ -252,10 +283,16 @@ class Renderer:
             closed = self._apply([ask, Turn("assistant", _MARK)], add_generation_prompt=False)
             padded = self._apply([ask, Turn("assistant", _PADDED_MARK)], add_generation_prompt=False)
         except jinja2.TemplateError as error:
-            raise ConfigError("model.chat_template", "…", f"cannot render a question and an answer: {error}") from error
+            raise ConfigError(
+                "model.chat_template", "…", f"cannot render a question and an answer: {error}"
+            ) from error
         before, found, after = closed.rpartition(_MARK)
         if not found:
-            raise ConfigError("model.chat_template", "…", "does not write the assistant's words; use a chat template that does")
+            raise ConfigError(
+                "model.chat_template",
+                "…",
+                "does not write the assistant's words; use a chat template that does",
+            )
         self._head = before.removeprefix(opened) if before.startswith(opened) else ""
         self._strips_left, self._strips_right = f"\t\t{_MARK}" not in padded, f"{_MARK}\t\t" not in padded
         self._end, self.end_id = self._first_turn_token(after)
@@ -265,7 +302,7 @@ class Renderer:
         for token in self._encode([tail])[0]:
             added = self.tokenizer.added_tokens_decoder.get(token)
             if added is not None and added.content.strip():  # some tokenizers add runs of newlines as tokens
-                return tail[:tail.index(added.content)] + added.content, token
+                return tail[: tail.index(added.content)] + added.content, token
         return tail.rstrip() + self.tokenizer.eos_token, self.tokenizer.eos_token_id
 
     def _probe_system(self) -> None:
@@ -277,12 +314,18 @@ class Renderer:
         self._takes_system = _MARK in rendered
 
 
-def chat_fingerprint(tokenizer: PreTrainedTokenizerBase, template: str | None, max_length: int, max_prompt_length: int) -> str:
+def chat_fingerprint(
+    tokenizer: PreTrainedTokenizerBase, template: str | None, max_length: int, max_prompt_length: int
+) -> str:
     """32 hex digits of everything that token ids depend on besides the text. ``template`` None: plain concatenation."""
     machine = json.loads(tokenizer.backend_tokenizer.to_str())
-    state = {key: machine[key] for key in machine if key not in ("padding", "truncation")}  # left there by the last call
+    state = {
+        key: machine[key] for key in machine if key not in ("padding", "truncation")
+    }  # left there by the last call
     known = [state, tokenizer.special_tokens_map, template, max_length, max_prompt_length, _DATE]
-    return hashlib.blake2b(json.dumps(known, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        json.dumps(known, sort_keys=True, default=str).encode(), digest_size=16
+    ).hexdigest()
 
 
 def _split_system(turns: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:

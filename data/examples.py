@@ -24,12 +24,19 @@ class Examples:
         return sum(len(group) for group in self.groups)
 
 
-def make_examples(groups: Iterable[Group], view: View, renderer: Renderer, cache: TokenCache | None = None) -> Examples:
+def make_examples(
+    groups: Iterable[Group], view: View, renderer: Renderer, cache: TokenCache | None = None
+) -> Examples:
     """Tokenise what ``view`` wants of each group, or read from ``cache`` what an earlier start made of the same rows. A group of which
     any wanted row cannot be tokenised (no completion token left) is dropped whole, so that every loss drops the same groups."""
     groups = list(groups)
     wanted = [view(group) for group in groups]
-    rows = [(g.prompt, g.completions[i]) for g, ws in zip(groups, wanted, strict=True) for w in ws for i in w.completions]
+    rows = [
+        (g.prompt, g.completions[i])
+        for g, ws in zip(groups, wanted, strict=True)
+        for w in ws
+        for i in w.completions
+    ]
     rendered = iter(renderer.sequences(rows) if cache is None else cache.sequences(renderer, rows))
     kept: list[tuple[Example, ...]] = []
     dropped: dict[str, int] = {}
@@ -40,7 +47,10 @@ def make_examples(groups: Iterable[Group], view: View, renderer: Renderer, cache
             reason = failed[0] if failed else "its rewards say nothing (too few completions, or all equal)"
             dropped[reason] = dropped.get(reason, 0) + 1
             continue
-        kept.append(tuple(
-            Example(group.prompt.id, tuple(s for s in sequences if isinstance(s, Sequence)), want.label) for want, sequences in made
-        ))
+        kept.append(
+            tuple(
+                Example(group.prompt.id, tuple(s for s in sequences if isinstance(s, Sequence)), want.label)
+                for want, sequences in made
+            )
+        )
     return Examples(tuple(kept), dropped)

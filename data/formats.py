@@ -19,7 +19,14 @@ from data.types import Completion, Group, Prompt, Turn
 Values = Mapping[str, Any]
 Format = Callable[[Iterable[Row], DataConfig], Iterator[Group | Dropped]]
 
-ROLES = {"system": "system", "user": "user", "human": "user", "prompter": "user", "assistant": "assistant", "gpt": "assistant"}
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+}
 PAIR = (1.0, -1.0)
 """The rewards of a pair without scores, chosen first."""
 
@@ -43,6 +50,7 @@ def each_row(convert: Callable[[Values, DataConfig], Group]) -> Format:
 
 
 # Reading one value
+
 
 def value(values: Values, column: str) -> Any:
     """``values[column]``; raises RowError where it is missing or null."""
@@ -128,12 +136,15 @@ def answered(head: tuple[Turn, ...], found: Any, column: str) -> tuple[tuple[Tur
     before, answer = messages[:-1], messages[-1].content
     if not before or before[0].role == "assistant":
         return head + before, answer
-    if head and head[-1].content.strip() not in [turn.content.strip() for turn in before if turn.role == "user"]:
+    if head and head[-1].content.strip() not in [
+        turn.content.strip() for turn in before if turn.role == "user"
+    ]:
         raise RowError(f"the conversation in {column!r} does not contain the prompt")
     return before, answer
 
 
 # TRL's dataset types (huggingface.co/docs/trl/dataset_formats)
+
 
 @each_row
 def preference(values: Values, config: DataConfig) -> Group:
@@ -143,7 +154,7 @@ def preference(values: Values, config: DataConfig) -> Group:
         head = turns(value(values, "prompt"), "prompt")
     elif isinstance(chosen, str) and isinstance(rejected, str):
         shared = common_beginning(chosen, rejected)
-        head, chosen, rejected = turns(shared, "chosen"), chosen[len(shared):], rejected[len(shared):]
+        head, chosen, rejected = turns(shared, "chosen"), chosen[len(shared) :], rejected[len(shared) :]
     else:
         head = ()
     asked, good = answered(head, chosen, "chosen")
@@ -158,7 +169,9 @@ def common_beginning(one: str, other: str) -> str:
 
     The space before the first differing word belongs to the completions (it is part of their first token).
     """
-    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    length = next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
     while length > 0 and not (length == min(len(one), len(other)) or one[length].isspace()):
         length -= 1
     return one[:length]
@@ -168,7 +181,9 @@ def common_beginning(one: str, other: str) -> str:
 def prompt_completion(values: Values, config: DataConfig) -> Group:
     """``prompt, completion``, or ``messages`` that end with the answer. A demonstration."""
     if "completion" in values:
-        conversation, answer = answered(turns(value(values, "prompt"), "prompt"), value(values, "completion"), "completion")
+        conversation, answer = answered(
+            turns(value(values, "prompt"), "prompt"), value(values, "completion"), "completion"
+        )
     else:
         conversation, answer = answered((), value(values, "messages"), "messages")
     return demonstration(prompt_of(conversation, values.get("reference")), answer)
@@ -177,7 +192,9 @@ def prompt_completion(values: Values, config: DataConfig) -> Group:
 @each_row
 def unpaired(values: Values, config: DataConfig) -> Group:
     """``prompt, completion, label`` (true: desirable)."""
-    conversation, answer = answered(turns(value(values, "prompt"), "prompt"), value(values, "completion"), "completion")
+    conversation, answer = answered(
+        turns(value(values, "prompt"), "prompt"), value(values, "completion"), "completion"
+    )
     reward = 1.0 if truth(values, "label") else -1.0
     return Group(prompt_of(conversation, values.get("reference")), (Completion(answer),), (reward,))
 
@@ -189,6 +206,7 @@ def prompt_only(values: Values, config: DataConfig) -> Group:
 
 
 # HALOs' feedback files
+
 
 @dataclass
 class _Samples:
@@ -221,7 +239,9 @@ def feedback(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Droppe
                 samples.completions.append(Completion(output))
                 samples.rewards.append(reward)
             else:
-                raise RowError(f"the type {kind!r} is not binary_feedback, pairwise_feedback or scalar_feedback")
+                raise RowError(
+                    f"the type {kind!r} is not binary_feedback, pairwise_feedback or scalar_feedback"
+                )
         except RowError as error:
             yield Dropped(row.file, row.number, str(error))
     for samples in scored.values():

@@ -36,7 +36,9 @@ def read_groups(path: Path) -> list[Group]:
     result = []
     for row in read_rows(path):
         if not isinstance(row, Row):
-            raise DataError(f"{path}, line {row.row}: {row.reason}; the file was not written whole, make it again")
+            raise DataError(
+                f"{path}, line {row.row}: {row.reason}; the file was not written whole, make it again"
+            )
         try:
             result.append(from_dict(row.values))
         except RowError as error:
@@ -50,8 +52,14 @@ def to_dict(group: Group) -> dict[str, Any]:
         "id": group.prompt.id,
         "prompt": [{"role": turn.role, "content": turn.content} for turn in group.prompt.turns],
         "reference": group.prompt.reference,
-        "completions": [{"text": c.text, "token_ids": None if c.token_ids is None else list(c.token_ids), "finished": c.finished}
-                        for c in group.completions],
+        "completions": [
+            {
+                "text": c.text,
+                "token_ids": None if c.token_ids is None else list(c.token_ids),
+                "finished": c.finished,
+            }
+            for c in group.completions
+        ],
         "rewards": list(group.rewards),
     }
 
@@ -76,7 +84,9 @@ def _completion(found: Any) -> Completion:
     words, ids = found.get("text"), found.get("token_ids")
     if words is None and ids is None:
         raise RowError("a completion has neither 'text' nor 'token_ids'")
-    if not (words is None or isinstance(words, str)) or not (ids is None or all(isinstance(i, int) for i in ids)):
+    if not (words is None or isinstance(words, str)) or not (
+        ids is None or all(isinstance(i, int) for i in ids)
+    ):
         raise RowError("a completion's 'text' is not a string or its 'token_ids' are not integers")
     return Completion(words, None if ids is None else tuple(ids), bool(found.get("finished", True)))
 

@@ -8,7 +8,9 @@ from config.schema import ConfigError
 from data.rows import Dropped, Row
 
 
-def hub_rows(path: str, split: str, *, subset: str | None, data_dir: str | None, revision: str | None) -> Iterator[Row | Dropped]:
+def hub_rows(
+    path: str, split: str, *, subset: str | None, data_dir: str | None, revision: str | None
+) -> Iterator[Row | Dropped]:
     """Stream the rows of one split. Raises ConfigError when the hub has no such data set, subset or split, or cannot be reached."""
     import datasets  # here, because it takes a second to import and local files do without it
 
@@ -26,11 +28,18 @@ def hub_rows(path: str, split: str, *, subset: str | None, data_dir: str | None,
 def _refusal(path: str, split: str, subset: str | None, message: str) -> ConfigError:
     first_line = message.strip().splitlines()[0] if message.strip() else "no reason given"
     if "scripts are no longer supported" in message:
-        return ConfigError("data.path", path, "is made by a script, which the datasets library no longer runs; "
-                           "download its data file and use data=local data.path=FILE")
+        return ConfigError(
+            "data.path",
+            path,
+            "is made by a script, which the datasets library no longer runs; "
+            "download its data file and use data=local data.path=FILE",
+        )
     if "Unknown split" in message:
         return ConfigError("data.split", split, f"{path} has no such split: {first_line}")
     if "BuilderConfig" in message or "Config name is missing" in message:
         return ConfigError("data.subset", subset, f"{path}: {first_line}")
-    return ConfigError("data.path", path, f"cannot be loaded ({first_line}); "
-                       "use org/name of a public data set, or data=local with a file")
+    return ConfigError(
+        "data.path",
+        path,
+        f"cannot be loaded ({first_line}); use org/name of a public data set, or data=local with a file",
+    )

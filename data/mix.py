@@ -25,29 +25,51 @@ def mixed(config: DataConfig, split: str) -> Loaded:
     else:
         both = [load_splits(part) for part in parts]
         held_out = {group.prompt.id for _, evaluation in both for group in evaluation.groups}
-        loaded = [replace(train, groups=[g for g in train.groups if g.prompt.id not in held_out]) for train, _ in both]
+        loaded = [
+            replace(train, groups=[g for g in train.groups if g.prompt.id not in held_out])
+            for train, _ in both
+        ]
     chosen = by_weight([part.groups for part in loaded], weights)
-    origin = "; ".join(f"{len(groups)} of {len(part.groups)} groups of {part.origin}" for groups, part in zip(chosen, loaded, strict=True))
-    return Loaded([group for groups in chosen for group in groups], sum(part.read for part in loaded),
-                  [row for part in loaded for row in part.dropped], origin)
+    origin = "; ".join(
+        f"{len(groups)} of {len(part.groups)} groups of {part.origin}"
+        for groups, part in zip(chosen, loaded, strict=True)
+    )
+    return Loaded(
+        [group for groups in chosen for group in groups],
+        sum(part.read for part in loaded),
+        [row for part in loaded for row in part.dropped],
+        origin,
+    )
 
 
 def part_config(part: MixPart) -> DataConfig:
     """The settings of one set, from its own file. Raises ConfigError."""
     settings = data_file("data.mix.name", part.name)
-    own = {key: value for key, value in (("path", part.path), ("eval_path", part.eval_path)) if value is not None}
+    own = {
+        key: value for key, value in (("path", part.path), ("eval_path", part.eval_path)) if value is not None
+    }
     if settings["source"] == "data.mix.mixed" or (settings | own).get("path") == "???":
-        raise ConfigError("data.mix.name", part.name, "needs a path of its own, and is no mix itself: "
-                          "give {name: local, path: pairs.jsonl, weight: 1}, or another set")
+        raise ConfigError(
+            "data.mix.name",
+            part.name,
+            "needs a path of its own, and is no mix itself: "
+            "give {name: local, path: pairs.jsonl, weight: 1}, or another set",
+        )
     if settings.get("logprob_range") is not None:
-        raise ConfigError("data.mix.name", part.name, f"config/data/{part.name}.yaml sets logprob_range, which orders a whole mix: "
-                          "take it out there and give data.logprob_range")
+        raise ConfigError(
+            "data.mix.name",
+            part.name,
+            f"config/data/{part.name}.yaml sets logprob_range, which orders a whole mix: "
+            "take it out there and give data.logprob_range",
+        )
     return DataConfig(**settings | own)
 
 
 def by_weight(sets: Sequence[list[Group]], weights: Sequence[float]) -> list[list[Group]]:
     """Of each set as many groups as its weight asks, none twice: the largest mix that the sets allow. Which ones, prompt ids decide, so
     that they are the same whatever the order of the rows. An empty set has no say."""
-    scale = min((len(groups) / weight for groups, weight in zip(sets, weights, strict=True) if groups), default=0.0)
+    scale = min(
+        (len(groups) / weight for groups, weight in zip(sets, weights, strict=True) if groups), default=0.0
+    )
     counts = [int(scale * weight + 1e-9) for weight in weights]
     return [sorted(groups, key=lambda g: g.prompt.id)[:n] for groups, n in zip(sets, counts, strict=True)]

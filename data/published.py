@@ -12,7 +12,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from config.schema import DataConfig
-from data.formats import RowError, Values, demonstration, each_row, number, pair, prompt_of, text, truth, turns, value
+from data.formats import (
+    RowError,
+    Values,
+    demonstration,
+    each_row,
+    number,
+    pair,
+    prompt_of,
+    text,
+    truth,
+    turns,
+    value,
+)
 from data.rows import Dropped, Row
 from data.types import Group, Turn
 

@@ -63,16 +63,25 @@ class DataReport:
         """The report before anything is scored. ``cut`` is ``Renderer.cuts``."""
         rows = [row for group in examples.groups for example in group for row in example.rows]
         return cls(
-            origin=loaded.origin, evaluation_origin=evaluation.origin, read=loaded.read, groups=len(loaded.groups),
-            prompts=len(_prompts(loaded.groups)), evaluation_groups=len(evaluation.groups),
-            shared_prompts=len(_prompts(loaded.groups) & _prompts(evaluation.groups)), examples=examples.count,
-            dropped=dict(Counter(row.reason for row in loaded.dropped).most_common()), named=tuple(loaded.dropped[:_NAMED]),
-            untrainable=dict(examples.dropped), cut={what: n for what, n in cut.items() if n},
+            origin=loaded.origin,
+            evaluation_origin=evaluation.origin,
+            read=loaded.read,
+            groups=len(loaded.groups),
+            prompts=len(_prompts(loaded.groups)),
+            evaluation_groups=len(evaluation.groups),
+            shared_prompts=len(_prompts(loaded.groups) & _prompts(evaluation.groups)),
+            examples=examples.count,
+            dropped=dict(Counter(row.reason for row in loaded.dropped).most_common()),
+            named=tuple(loaded.dropped[:_NAMED]),
+            untrainable=dict(examples.dropped),
+            cut={what: n for what, n in cut.items() if n},
             prompt_tokens=Spread.of(len(row.prompt_ids) for row in rows),
             completion_tokens=Spread.of(len(row.completion_ids) for row in rows),
         )
 
-    def with_logprobs(self, kinds: Mapping[str, np.ndarray], clippable_share: float | None = None) -> DataReport:
+    def with_logprobs(
+        self, kinds: Mapping[str, np.ndarray], clippable_share: float | None = None
+    ) -> DataReport:
         """The report with ``kinds``: "chosen", "rejected" … -> [completions] mean token log-probability, initial reference, nats.
 
         NaN stands for a completion that was not scored and is left out. ``clippable_share``: see ``can_be_clipped``; None where nothing
@@ -82,34 +91,50 @@ class DataReport:
         everything = np.concatenate(list(scored.values())) if scored else np.empty(0)
         spreads = {kind: Spread.of(values) for kind, values in {"all": everything, **scored}.items()}
         return replace(
-            self, logprob={kind: spread for kind, spread in spreads.items() if spread is not None}, clippable_share=clippable_share,
+            self,
+            logprob={kind: spread for kind, spread in spreads.items() if spread is not None},
+            clippable_share=clippable_share,
             poor_share=float((everything <= PAPER_WORST_QUARTILE[1]).mean()) if everything.size else None,
         )
 
     def with_selection(self, selection: Selection, kept: Examples) -> DataReport:
         """The report of the groups that ``data.logprob_range`` kept: their examples and lengths."""
         rows = [row for group in kept.groups for example in group for row in example.rows]
-        return replace(self, selection=selection, examples=kept.count, prompt_tokens=Spread.of(len(row.prompt_ids) for row in rows),
-                       completion_tokens=Spread.of(len(row.completion_ids) for row in rows))
+        return replace(
+            self,
+            selection=selection,
+            examples=kept.count,
+            prompt_tokens=Spread.of(len(row.prompt_ids) for row in rows),
+            completion_tokens=Spread.of(len(row.completion_ids) for row in rows),
+        )
 
     def warnings(self) -> list[str]:
         """What a person should look at before spending GPU hours; empty when nothing stands out."""
         found = []
         if self.poor_share is not None and self.poor_share > 0.5:
             low, high = PAPER_WORST_QUARTILE
-            leave_out = "" if self.selection else ", or data.logprob_range=[0.25,1], which leaves the least likely quarter out"
+            leave_out = (
+                ""
+                if self.selection
+                else ", or data.logprob_range=[0.25,1], which leaves the least likely quarter out"
+            )
             found.append(
                 f"{self.poor_share:.0%} of the completions have a mean token log-probability of {high} nats or less under the "
                 "initial model, which would hardly say them. So had the lowest quarter of the paper's data, "
                 f"[{low}, {high}], which trained clearly worse than the rest even with humanline (§5.2.1, Figure 6). Expect many "
-                f"clipped tokens; prefer completions of this or a similar model, or online=true{leave_out}")
+                f"clipped tokens; prefer completions of this or a similar model, or online=true{leave_out}"
+            )
         if self.shared_prompts:
-            found.append(f"{self.shared_prompts} prompts are both trained on and evaluated with; evaluation numbers will flatter")
+            found.append(
+                f"{self.shared_prompts} prompts are both trained on and evaluated with; evaluation numbers will flatter"
+            )
         lost = sum(self.dropped.values())
         if lost > 0.1 * self.read:
             found.append(f"{lost} of {self.read} rows were dropped; the reasons stand above")
         if self.cut.get("completion end", 0) > 0.1 * max(self.examples, 1):
-            found.append(f"{self.cut['completion end']} completions lost their end and end-of-turn token; raise model.max_length")
+            found.append(
+                f"{self.cut['completion end']} completions lost their end and end-of-turn token; raise model.max_length"
+            )
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,25 +145,43 @@ class DataReport:
     def to_markdown(self) -> str:
         """The report as a page, headings from level 2 on."""
         parts = [
-            "## Data", "",
-            f"- Training: {self.origin}", f"- Evaluation: {self.evaluation_origin} ({self.evaluation_groups} groups)", "",
-            f"{self.read} rows read, {self.groups} groups of {self.prompts} prompts, {self.examples} examples.", "",
+            "## Data",
+            "",
+            f"- Training: {self.origin}",
+            f"- Evaluation: {self.evaluation_origin} ({self.evaluation_groups} groups)",
+            "",
+            f"{self.read} rows read, {self.groups} groups of {self.prompts} prompts, {self.examples} examples.",
+            "",
             *_counts("Rows dropped", "rows", self.dropped),
-            *(f"- {row.file}, row {row.row}: {row.reason}" for row in self.named), *([""] if self.named else []),
+            *(f"- {row.file}, row {row.row}: {row.reason}" for row in self.named),
+            *([""] if self.named else []),
             *_counts("Groups without an example", "groups", self.untrainable),
             *_counts("Shortened", "times", self.cut),
             *([] if self.selection is None else self.selection.to_markdown()),
-            *_spreads("Lengths", "tokens", {"prompt": self.prompt_tokens, "completion": self.completion_tokens}, ".0f"),
+            *_spreads(
+                "Lengths",
+                "tokens",
+                {"prompt": self.prompt_tokens, "completion": self.completion_tokens},
+                ".0f",
+            ),
         ]
         if self.logprob:
-            parts += _spreads("Mean token log-probability under the initial model", "nats", self.logprob, ".3f")
+            parts += _spreads(
+                "Mean token log-probability under the initial model", "nats", self.logprob, ".3f"
+            )
             low, high = PAPER_WORST_QUARTILE
-            parts += [f"{self.poor_share:.0%} of the completions lie at {high} or below; in the paper's data the lowest quarter "
-                      f"did, [{low}, {high}] (§5.2.1, Figure 6).", ""]
+            parts += [
+                f"{self.poor_share:.0%} of the completions lie at {high} or below; in the paper's data the lowest quarter "
+                f"did, [{low}, {high}] (§5.2.1, Figure 6).",
+                "",
+            ]
         if self.clippable_share is not None:
-            parts += [f"Humanline can clip at most {self.clippable_share:.1%} of the completion tokens from above while the reference "
-                      "is the initial model: those to which it gives less than exp(−log_epsilon_R). The others cannot become "
-                      "that much more likely.", ""]
+            parts += [
+                f"Humanline can clip at most {self.clippable_share:.1%} of the completion tokens from above while the reference "
+                "is the initial model: those to which it gives less than exp(−log_epsilon_R). The others cannot become "
+                "that much more likely.",
+                "",
+            ]
         parts += [f"**Warning.** {warning}.\n" for warning in self.warnings()]
         return "\n".join(parts)
 
@@ -161,15 +204,29 @@ def _prompts(groups: Iterable[Group]) -> set[str]:
 def _counts(title: str, unit: str, counts: Mapping[str, int]) -> list[str]:
     if not counts:
         return []
-    return [f"### {title}", "", f"| reason | {unit} |", "|---|---|", *(f"| {_cell(why)} | {n} |" for why, n in counts.items()), ""]
+    return [
+        f"### {title}",
+        "",
+        f"| reason | {unit} |",
+        "|---|---|",
+        *(f"| {_cell(why)} | {n} |" for why, n in counts.items()),
+        "",
+    ]
 
 
 def _spreads(title: str, unit: str, spreads: Mapping[str, Spread | None], form: str) -> list[str]:
-    lines = [f"### {title}", "", f"| {unit} | count | mean | minimum | 25 % | median | 75 % | maximum |", "|" + "---|" * 8]
+    lines = [
+        f"### {title}",
+        "",
+        f"| {unit} | count | mean | minimum | 25 % | median | 75 % | maximum |",
+        "|" + "---|" * 8,
+    ]
     for name, s in spreads.items():
         if s is not None:
             numbers = (s.mean, s.minimum, s.lower_quartile, s.median, s.upper_quartile, s.maximum)
-            lines.append(f"| {name} | {s.count} | " + " | ".join(format(number, form) for number in numbers) + " |")
+            lines.append(
+                f"| {name} | {s.count} | " + " | ".join(format(number, form) for number in numbers) + " |"
+            )
     return [*lines, ""]
 
 

@@ -63,13 +63,19 @@ def read_rows(path: Path, key: str = "data.path") -> Iterator[Row | Dropped]:
         raise ConfigError(key, path, f"no such file (the working directory is {Path.cwd()})")
     kind = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     if kind not in SUFFIXES:
-        raise ConfigError(key, path, f"is not a kind of file that can be read; use one of {', '.join(SUFFIXES)}")
+        raise ConfigError(
+            key, path, f"is not a kind of file that can be read; use one of {', '.join(SUFFIXES)}"
+        )
     try:
         if kind == ".parquet":
             yield from _read_parquet(path)
             return
         with _open_text(path) as stream:
-            yield from _read_json_list(path, stream) if kind.startswith(".json.") or kind == ".json" else _read_lines(path, stream)
+            yield from (
+                _read_json_list(path, stream)
+                if kind.startswith(".json.") or kind == ".json"
+                else _read_lines(path, stream)
+            )
     except (OSError, EOFError, UnicodeDecodeError, pyarrow.ArrowInvalid) as error:
         raise DataError(f"{path}: cannot be read to its end ({error}); make or download it again") from error
 
@@ -90,9 +96,13 @@ def _read_json_list(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
     try:
         records = json.load(stream)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}: is not JSON ({error}); a file with one object a line must be named .jsonl") from error
+        raise DataError(
+            f"{path}: is not JSON ({error}); a file with one object a line must be named .jsonl"
+        ) from error
     if not isinstance(records, list):
-        raise DataError(f"{path}: holds a {type(records).__name__}, but a .json file must hold one list of objects")
+        raise DataError(
+            f"{path}: holds a {type(records).__name__}, but a .json file must hold one list of objects"
+        )
     for number, values in enumerate(records, 1):
         yield _as_row(path, number, values)
 

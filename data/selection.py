@@ -45,14 +45,21 @@ class Selection:
         s = self.all
         quarters = [s.minimum, s.lower_quartile, s.median, s.upper_quartile, s.maximum]
         return [
-            "### Kept by log-probability", "",
+            "### Kept by log-probability",
+            "",
             f"data.logprob_range={list(self.range)}: {len(self.kept)} of {s.count} groups were kept, those whose mean token "
             f"log-probability under the initial model lies in [{self.lowest:.3f}, {self.highest:.3f}] nats. "
-            "What follows is about them.", "",
-            "| left out because | groups |", "|---|---|",
-            f"| less likely than those kept | {self.below} |", f"| more likely than those kept | {self.above} |", "",
-            "The quartiles of all groups: " + ", ".join(f"[{a:.3f}, {b:.3f}]" for a, b in pairwise(quarters))
-            + " nats.", "",
+            "What follows is about them.",
+            "",
+            "| left out because | groups |",
+            "|---|---|",
+            f"| less likely than those kept | {self.below} |",
+            f"| more likely than those kept | {self.above} |",
+            "",
+            "The quartiles of all groups: "
+            + ", ".join(f"[{a:.3f}, {b:.3f}]" for a, b in pairwise(quarters))
+            + " nats.",
+            "",
         ]
 
 
@@ -70,12 +77,21 @@ def select(values: np.ndarray, share: Seq[float]) -> Selection:
     Raises StoppedError where a value is no finite number: such a group has no place in the order.
     """
     if not np.isfinite(values).all():
-        raise StoppedError(f"the initial weights give {int((~np.isfinite(values)).sum())} of {len(values)} training groups no finite "
-                           "log-probability, so data.logprob_range cannot order them; look at the model (model.dtype=float32?)")
+        raise StoppedError(
+            f"the initial weights give {int((~np.isfinite(values)).sum())} of {len(values)} training groups no finite "
+            "log-probability, so data.logprob_range cannot order them; look at the model (model.dtype=float32?)"
+        )
     first, last = places(len(values), share)
     order = np.argsort(values, kind="stable")
     kept = np.sort(order[first:last])
     spread = Spread.of(values)
     assert spread is not None and len(kept)  # make_plan checks it
-    return Selection((float(share[0]), float(share[1])), tuple(kept.tolist()), first, len(values) - last, spread,
-                     float(values[order[first]]), float(values[order[last - 1]]))
+    return Selection(
+        (float(share[0]), float(share[1])),
+        tuple(kept.tolist()),
+        first,
+        len(values) - last,
+        spread,
+        float(values[order[first]]),
+        float(values[order[last - 1]]),
+    )

@@ -86,7 +86,11 @@ def _holds_out(config: DataConfig) -> bool:
 
 def _local_copy(config: DataConfig) -> DataConfig:
     """A hub set whose path is a file is read from there; the split names are the hub's and do not apply to it."""
-    return replace(config, source=LOCAL, eval_split=None) if config.source == HUB and _is_file(config.path) else config
+    return (
+        replace(config, source=LOCAL, eval_split=None)
+        if config.source == HUB and _is_file(config.path)
+        else config
+    )
 
 
 def _load(config: DataConfig, split: str) -> Loaded:
@@ -101,9 +105,15 @@ def _finished(config: DataConfig, loaded: Loaded) -> Loaded:
     """``loaded`` without groups whose rewards are too close, and with the system prompt, which comes after the split so that it does
     not change who is held out."""
     if config.score_threshold > 0:
-        far = [g for g in loaded.groups if len(g.rewards) < 2 or max(g.rewards) - min(g.rewards) >= config.score_threshold]
+        far = [
+            g
+            for g in loaded.groups
+            if len(g.rewards) < 2 or max(g.rewards) - min(g.rewards) >= config.score_threshold
+        ]
         close = len(loaded.groups) - len(far)
-        why = Dropped(loaded.origin, 0, f"rewards differ by less than data.score_threshold={config.score_threshold:g}")
+        why = Dropped(
+            loaded.origin, 0, f"rewards differ by less than data.score_threshold={config.score_threshold:g}"
+        )
         loaded = replace(loaded, groups=far, dropped=[*loaded.dropped, *[why] * close])
     if config.system_prompt is None:
         return loaded
@@ -132,6 +142,7 @@ def with_system(group: Group, system: Turn) -> Group:
 
 # Sources that a yaml may name
 
+
 def local(config: DataConfig, split: str) -> Loaded:
     """A local file (``data.path``; ``data.eval_path`` for evaluation), .json, .jsonl or .parquet."""
     if config.path is None:
@@ -144,8 +155,12 @@ def local(config: DataConfig, split: str) -> Loaded:
         return Loaded([], 0, origin="no evaluation data (data.eval_path is null and data.eval_fraction is 0)")
     rows = list(read_rows(Path(config.path)))
     if not any(isinstance(row, Row) and row.values.get("split") == config.eval_split for row in rows):
-        raise ConfigError("data.eval_split", config.eval_split, f"no row of {config.path} says \"split\": \"{config.eval_split}\"; "
-                          "give the evaluation file as data.eval_path")
+        raise ConfigError(
+            "data.eval_split",
+            config.eval_split,
+            f'no row of {config.path} says "split": "{config.eval_split}"; '
+            "give the evaluation file as data.eval_path",
+        )
     return convert(_of_split(rows, config.eval_split), config, config.path)
 
 
@@ -157,7 +172,9 @@ def hub_table(config: DataConfig, split: str) -> Loaded:
     if config.path is None:
         raise ConfigError("data.path", None, "give the data set's name, as in data.path=org/name")
     if split == "eval" and config.eval_path is None and config.eval_split is None:
-        return Loaded([], 0, origin="no evaluation data (data.eval_split is null and data.eval_fraction is 0)")
+        return Loaded(
+            [], 0, origin="no evaluation data (data.eval_split is null and data.eval_fraction is 0)"
+        )
     if split == "eval" and _is_file(config.eval_path):
         return local(config, split)
     path = config.path if split == "train" else config.eval_path or config.path
@@ -180,6 +197,7 @@ def _of_split(rows: Iterable[Row | Dropped], wanted: str) -> Iterator[Row | Drop
 
 
 # From rows to groups
+
 
 def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str) -> Loaded:
     """Convert rows by ``data.format``, or by the format that the first row's columns show."""
@@ -217,12 +235,18 @@ def renamed(values: Values, columns: dict[str, str] | None) -> Values:
 def _format(config: DataConfig, first: Row) -> Format:
     for ours, theirs in (config.columns or {}).items():
         if theirs not in first.values:
-            raise ConfigError(f"data.columns.{ours}", theirs, f"{first.file} has no such column; it has {', '.join(first.values)}")
+            raise ConfigError(
+                f"data.columns.{ours}",
+                theirs,
+                f"{first.file} has no such column; it has {', '.join(first.values)}",
+            )
     name = detect(first) if config.format == "auto" else config.format
     if name in FORMATS:
         return FORMATS[name]
     if "." not in name:
-        raise ConfigError("data.format", name, f"use auto, {', '.join(FORMATS)}, or the import path of a function")
+        raise ConfigError(
+            "data.format", name, f"use auto, {', '.join(FORMATS)}, or the import path of a function"
+        )
     found: Format = import_function("data.format", name)
     return found
 
@@ -236,17 +260,29 @@ def detect(row: Row) -> str:
         return "groups"
     if {"chosen", "rejected"} <= has:
         chosen = row.values["chosen"]
-        return "hh" if "prompt" not in has and isinstance(chosen, str) and chosen.startswith("\n\nHuman:") else "preference"
+        return (
+            "hh"
+            if "prompt" not in has and isinstance(chosen, str) and chosen.startswith("\n\nHuman:")
+            else "preference"
+        )
     if {"prompt", "completion"} <= has:
         return "unpaired" if "label" in has else "prompt_completion"
-    if {"instruction", "output_1", "output_2", "preference"} <= has or {"instruction", "output", "generator"} <= has:
+    if {"instruction", "output_1", "output_2", "preference"} <= has or {
+        "instruction",
+        "output",
+        "generator",
+    } <= has:
         return "alpacaeval"
     if "messages" in has:
         return "prompt_completion"
     if "prompt" in has:
         return "prompt_only"
-    raise ConfigError("data.columns", dict.fromkeys(has, "?"), f"the columns of {row.file} are those of no known format; say which "
-                      "are which, as in data.columns={prompt: question, completion: answer}")
+    raise ConfigError(
+        "data.columns",
+        dict.fromkeys(has, "?"),
+        f"the columns of {row.file} are those of no known format; say which "
+        "are which, as in data.columns={prompt: question, completion: answer}",
+    )
 
 
 def _is_feedback(values: Values) -> bool:
@@ -266,6 +302,11 @@ def import_function(key: str, path: str) -> Any:
 
 
 def _nothing_usable(config: DataConfig, loaded: Loaded) -> DataError:
-    why = "; ".join(f"{d.file} row {d.row}: {d.reason}" for d in loaded.dropped[:1]) or "the source does not say why"
-    return DataError(f"{loaded.origin}: none of the {loaded.read} rows can be used; the first, {why}. "
-                     f"Check data.format={config.format} and data.columns={config.columns}")
+    why = (
+        "; ".join(f"{d.file} row {d.row}: {d.reason}" for d in loaded.dropped[:1])
+        or "the source does not say why"
+    )
+    return DataError(
+        f"{loaded.origin}: none of the {loaded.read} rows can be used; the first, {why}. "
+        f"Check data.format={config.format} and data.columns={config.columns}"
+    )

@@ -26,4 +26,6 @@ class Spread:
         array = np.fromiter(values, dtype=np.float64)
         if not array.size:
             return None
-        return cls(array.size, float(array.mean()), *(float(q) for q in np.quantile(array, (0, 0.25, 0.5, 0.75, 1))))
+        return cls(
+            array.size, float(array.mean()), *(float(q) for q in np.quantile(array, (0, 0.25, 0.5, 0.75, 1)))
+        )

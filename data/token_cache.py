@@ -52,7 +52,9 @@ class TokenCache:
         before = dict(renderer.cuts)
         rendered = renderer.sequences(rows)
         if self.write:
-            self._store(path, key, rendered, {what: n - before.get(what, 0) for what, n in renderer.cuts.items()})
+            self._store(
+                path, key, rendered, {what: n - before.get(what, 0) for what, n in renderer.cuts.items()}
+            )
         return rendered
 
     def _read(self, path: Path, key: str, rows: int) -> tuple[Rendered, dict[str, int]] | None:
@@ -75,14 +77,19 @@ class TokenCache:
     def _store(self, path: Path, key: str, rendered: Rendered, cuts: dict[str, int]) -> None:
         arrays, reasons = _packed(rendered)
         about = json.dumps({"key": key, "reasons": reasons, "cuts": cuts})
-        entry = json.dumps([about, _digest(about, arrays)])  # one text: the order of several is not the same every time
+        entry = json.dumps(
+            [about, _digest(about, arrays)]
+        )  # one text: the order of several is not the same every time
         part = path.with_name(f".{key}-{uuid4().hex}.part")  # a process number may be another node's too
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_file(arrays, part, metadata={"entry": entry})
             os.replace(part, path)
         except (SafetensorError, OSError) as error:
-            print(f"{path}: not written ({error}); the next start tokenises its rows again. Is cache_dir a folder to write in?", flush=True)
+            print(
+                f"{path}: not written ({error}); the next start tokenises its rows again. Is cache_dir a folder to write in?",
+                flush=True,
+            )
         finally:
             if part.exists():
                 part.unlink()
@@ -96,7 +103,9 @@ def content_key(renderer: Renderer, rows: Iterable[Row]) -> str:
     digest.update(repr((renderer.fingerprint, versions, code)).encode())
     for prompt, completion in rows:
         # repr escapes line ends, so no two lists of rows give the same text.
-        digest.update(f"\n{prompt.id}{(completion.text, completion.token_ids, completion.finished)!r}".encode())
+        digest.update(
+            f"\n{prompt.id}{(completion.text, completion.token_ids, completion.finished)!r}".encode()
+        )
     return digest.hexdigest()
 
 
@@ -140,7 +149,10 @@ def _unpacked(arrays: dict[str, np.ndarray], reasons: list[str]) -> Rendered:
     prompts = _split(arrays["prompts"], arrays["prompts_lengths"])
     completions = iter(_split(arrays["completions"], arrays["completions_lengths"]))
     numbers = zip(arrays["prompt"].tolist(), arrays["reason"].tolist(), strict=True)
-    return [reasons[reason] if reason >= 0 else Sequence(prompts[prompt], next(completions)) for prompt, reason in numbers]
+    return [
+        reasons[reason] if reason >= 0 else Sequence(prompts[prompt], next(completions))
+        for prompt, reason in numbers
+    ]
 
 
 def _split(tokens: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:

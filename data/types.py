@@ -73,7 +73,9 @@ class Group:
 
     def __post_init__(self) -> None:
         if len(self.completions) != len(self.rewards):
-            raise DataError(f"a group has {len(self.completions)} completions but {len(self.rewards)} rewards")
+            raise DataError(
+                f"a group has {len(self.completions)} completions but {len(self.rewards)} rewards"
+            )
 
 
 @dataclass(frozen=True, eq=False)

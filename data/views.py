@@ -48,10 +48,16 @@ def labelled(group: Group) -> list[Wanted]:
 def keep_shares(groups: list[Group], desirable: float, undesirable: float) -> list[Group]:
     """The groups with these shares of their desirable and undesirable examples (see ``labelled``) left, whichever rows prompt ids
     decide. A pair that loses one half becomes an unpaired example; what has no example stays as it is."""
-    wanted = [{want.label: want.completions[0] for want in labelled(group)} if group.rewards else {} for group in groups]
+    wanted = [
+        {want.label: want.completions[0] for want in labelled(group)} if group.rewards else {}
+        for group in groups
+    ]
     kept: dict[float, set[int]] = {}
     for label, share in ((1.0, desirable), (-1.0, undesirable)):
-        having = sorted((i for i, found in enumerate(wanted) if label in found), key=lambda i: (_shuffled(groups[i], label), i))
+        having = sorted(
+            (i for i, found in enumerate(wanted) if label in found),
+            key=lambda i: (_shuffled(groups[i], label), i),
+        )
         kept[label] = set(having[: round(share * len(having))])
     out = []
     for i, (group, found) in enumerate(zip(groups, wanted, strict=True)):
@@ -59,7 +65,13 @@ def keep_shares(groups: list[Group], desirable: float, undesirable: float) -> li
         if len(left) == len(found):
             out.append(group)
         elif left:
-            out.append(Group(group.prompt, tuple(group.completions[c] for _, c in left), tuple(label for label, _ in left)))
+            out.append(
+                Group(
+                    group.prompt,
+                    tuple(group.completions[c] for _, c in left),
+                    tuple(label for label, _ in left),
+                )
+            )
     return out
 
 
@@ -91,7 +103,10 @@ def weighted(group: Group, keep_zero_variance: bool = False) -> list[Wanted]:
 def centred(group: Group, keep_zero_variance: bool = False) -> list[Wanted]:
     """As ``weighted``, with the advantage ``R - mean R`` (Dr. GRPO): not divided by the group's std."""
     mean = fmean(group.rewards) if group.rewards else 0.0
-    return [Wanted(want.completions, group.rewards[want.completions[0]] - mean) for want in weighted(group, keep_zero_variance)]
+    return [
+        Wanted(want.completions, group.rewards[want.completions[0]] - mean)
+        for want in weighted(group, keep_zero_variance)
+    ]
 
 
 def demonstrations(group: Group) -> list[Wanted]:
@@ -114,7 +129,11 @@ def mismatched(batch: list[Example], max_length: int) -> list[Example]:
     shift = next((s for s in range(1, n) if all(prompts[i] != prompts[(i + s) % n] for i in range(n))), None)
     paired = []
     for i, example in enumerate(batch):
-        j = (i + shift) % n if shift else next(k % n for k in range(i + 1, i + n) if prompts[k % n] != prompts[i])
+        j = (
+            (i + shift) % n
+            if shift
+            else next(k % n for k in range(i + 1, i + n) if prompts[k % n] != prompts[i])
+        )
         prompt_ids = example.rows[0].prompt_ids
         other = batch[j].rows[0].completion_ids[: max_length - len(prompt_ids)]
         paired.append(replace(example, mismatched=Sequence(prompt_ids, other)))

@@ -48,8 +48,12 @@ def verifier_path(data: DataConfig, stage: EvalStage) -> str:
     """The import path of what checks the answers. Raises ConfigError where nothing does."""
     path = stage.accuracy.verifier or data.verifier or (MATH_VERIFY if data.format in MATHS else None)
     if path is None:
-        raise ConfigError("accuracy.verifier", None, f"data={data.name} names nothing that checks answers: give data.verifier, as in "
-                          f"accuracy.verifier={MATH_VERIFY}, or compare by a reward (kind=compare)")
+        raise ConfigError(
+            "accuracy.verifier",
+            None,
+            f"data={data.name} names nothing that checks answers: give data.verifier, as in "
+            f"accuracy.verifier={MATH_VERIFY}, or compare by a reward (kind=compare)",
+        )
     return path
 
 
@@ -57,8 +61,12 @@ def check(target: Target, stage: EvalStage) -> None:
     """Raises ConfigError, DataError: nothing checks the answers, no prompt has a reference answer, the model cannot answer."""
     renderer = check_answering(target)
     import_function("accuracy.verifier", verifier_path(target.config.data, stage))
-    require(target.config.sampler.temperature > 0 or stage.accuracy.samples <= 1, "sampler.temperature", 0,
-            f"makes all accuracy.samples={stage.accuracy.samples} answers the same: use accuracy.samples=0, greedy accuracy alone")
+    require(
+        target.config.sampler.temperature > 0 or stage.accuracy.samples <= 1,
+        "sampler.temperature",
+        0,
+        f"makes all accuracy.samples={stage.accuracy.samples} answers the same: use accuracy.samples=0, greedy accuracy alone",
+    )
     checkable(target, stage, renderer)
 
 
@@ -68,7 +76,12 @@ def checkable(target: Target, stage: EvalStage, renderer: Renderer) -> tuple[lis
     found = [prompt for prompt in every if prompt.reference is not None]
     if len(found) < len(every):
         left_out["no reference answer"] += len(every) - len(found)
-    require(bool(found), "data", target.config.data.name, f"no prompt of split={stage.split} has a reference answer to check against")
+    require(
+        bool(found),
+        "data",
+        target.config.data.name,
+        f"no prompt of split={stage.split} has a reference answer to check against",
+    )
     return answers.limited(found, stage.limit), left_out
 
 
@@ -86,27 +99,50 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
 
     def checked() -> dict[str, list[Checked]]:
         verifier: Verifier = import_function("accuracy.verifier", path)
-        return {kind: verified(asked, of_kind, verifier, renderer) for kind, of_kind in zip(requests, made, strict=True)}
+        return {
+            kind: verified(asked, of_kind, verifier, renderer)
+            for kind, of_kind in zip(requests, made, strict=True)
+        }
 
     by_kind = on_main(checked)
     items, summaries = items_of(by_kind, own.k), {kind: summary(every) for kind, every in by_kind.items()}
-    counts = {"prompts": len(asked), "answers": sum(request.n for request in requests.values()) * len(asked), "left_out": dict(left_out)}
+    counts = {
+        "prompts": len(asked),
+        "answers": sum(request.n for request in requests.values()) * len(asked),
+        "left_out": dict(left_out),
+    }
     settings = described(target, stage) | {"samples": own.samples, "k": own.k, "verifier": path}
     title = f"{target.config.data.name}, {stage.split}, {len(asked)} prompts"
-    return result([items], summaries, stage, title, counts=counts, rows=list(rows_of(by_kind)), settings=settings,
-                  fingerprints=fingerprints(target, asked, text=renderer.fingerprint) if world.is_main else {})
+    return result(
+        [items],
+        summaries,
+        stage,
+        title,
+        counts=counts,
+        rows=list(rows_of(by_kind)),
+        settings=settings,
+        fingerprints=fingerprints(target, asked, text=renderer.fingerprint) if world.is_main else {},
+    )
 
 
-def verified(asked: list[Prompt], of_prompt: list[list[Sample]], verifier: Verifier, renderer: Renderer) -> list[Checked]:
+def verified(
+    asked: list[Prompt], of_prompt: list[list[Sample]], verifier: Verifier, renderer: Renderer
+) -> list[Checked]:
     """Every answer with its verdict. Raises StoppedError for one that is neither 0 nor 1."""
-    texts = [[sample.completion(renderer.tokenizer).text or "" for sample in samples] for samples in of_prompt]
+    texts = [
+        [sample.completion(renderer.tokenizer).text or "" for sample in samples] for samples in of_prompt
+    ]
     flat = [(text, prompt.reference) for prompt, each in zip(asked, texts, strict=True) for text in each]
     verdicts = iter(verifier([text for text, _ in flat], [reference for _, reference in flat]))
-    found = [Checked(prompt, samples, each, [next(verdicts) for _ in each])
-             for prompt, samples, each in zip(asked, of_prompt, texts, strict=True)]
+    found = [
+        Checked(prompt, samples, each, [next(verdicts) for _ in each])
+        for prompt, samples, each in zip(asked, of_prompt, texts, strict=True)
+    ]
     partly = next((v for one in found for v in one.known if v not in (0.0, 1.0)), None)
     if partly is not None:
-        raise StoppedError(f"the verifier gave {partly}: pass@k counts answers that are right (1.0) or wrong (0.0)")
+        raise StoppedError(
+            f"the verifier gave {partly}: pass@k counts answers that are right (1.0) or wrong (0.0)"
+        )
     return found
 
 
@@ -116,8 +152,11 @@ def items_of(by_kind: Mapping[str, list[Checked]], ks: Iterable[int]) -> Items:
     if "greedy" in by_kind:
         items["greedy.accuracy"] = {one.prompt.id: one.known[0] for one in by_kind["greedy"] if one.known}
     for k in sorted(set(ks)) if "sampled" in by_kind else []:
-        items[f"sampled.pass@{k}"] = {one.prompt.id: statistics.pass_at_k(len(one.known), int(sum(one.known)), k)
-                                      for one in by_kind["sampled"] if len(one.known) >= k}
+        items[f"sampled.pass@{k}"] = {
+            one.prompt.id: statistics.pass_at_k(len(one.known), int(sum(one.known)), k)
+            for one in by_kind["sampled"]
+            if len(one.known) >= k
+        }
     return items
 
 
@@ -125,8 +164,11 @@ def summary(every: list[Checked]) -> dict[str, float]:
     """``length`` (mean tokens, the stop token included), ``finished`` (share not cut by max_tokens), ``no_verdict`` (share), and where
     there are several answers a prompt ``distinct`` (the mean share of different texts among them)."""
     samples = [sample for one in every for sample in one.samples]
-    found = {"length": fmean(len(s.token_ids) for s in samples), "finished": fmean(s.finished for s in samples),
-             "no_verdict": 1 - sum(len(one.known) for one in every) / len(samples)}
+    found = {
+        "length": fmean(len(s.token_ids) for s in samples),
+        "finished": fmean(s.finished for s in samples),
+        "no_verdict": 1 - sum(len(one.known) for one in every) / len(samples),
+    }
     if len(every[0].samples) > 1:
         found["distinct"] = fmean(len(set(one.texts)) / len(one.texts) for one in every)
     return found
@@ -137,9 +179,20 @@ def rows_of(by_kind: Mapping[str, list[Checked]]) -> Iterable[dict[str, Any]]:
     for kind, every in by_kind.items():
         for one in every:
             asked = [{"role": turn.role, "content": turn.content} for turn in one.prompt.turns]
-            for i, (sample, text, verdict) in enumerate(zip(one.samples, one.texts, one.verdicts, strict=True)):
-                yield {"prompt_id": one.prompt.id, "prompt": asked, "reference": one.prompt.reference, "drawn": kind, "sample_id": i,
-                       "output": text, "verdict": verdict, "tokens": len(sample.token_ids), "finished": sample.finished}
+            for i, (sample, text, verdict) in enumerate(
+                zip(one.samples, one.texts, one.verdicts, strict=True)
+            ):
+                yield {
+                    "prompt_id": one.prompt.id,
+                    "prompt": asked,
+                    "reference": one.prompt.reference,
+                    "drawn": kind,
+                    "sample_id": i,
+                    "output": text,
+                    "verdict": verdict,
+                    "tokens": len(sample.token_ids),
+                    "finished": sample.finished,
+                }
 
 
 # -- one run or several ------------------------------------------------------------------------------------------------------------
@@ -148,19 +201,44 @@ def rows_of(by_kind: Mapping[str, list[Checked]]) -> Iterable[dict[str, Any]]:
 def pool(parts: list[Evaluation], stage: EvalStage) -> Evaluation:
     """Several runs as one result: means over all, intervals by a bootstrap over runs and problems."""
     kinds = parts[0].values.keys() & {"greedy", "sampled"}
-    summaries = {kind: {key: fmean(part.values[kind][key] for part in parts) for key in ("length", "finished", "no_verdict", "distinct")
-                        if all(key in part.values[kind] for part in parts)} for kind in sorted(kinds)}
+    summaries = {
+        kind: {
+            key: fmean(part.values[kind][key] for part in parts)
+            for key in ("length", "finished", "no_verdict", "distinct")
+            if all(key in part.values[kind] for part in parts)
+        }
+        for kind in sorted(kinds)
+    }
     counts = {"runs": len(parts), "prompts": parts[0].values["counts"]["prompts"]}
-    return result([part.items for part in parts], summaries, stage, f"mean of {len(parts)} runs", counts=counts, rows=[],
-                  settings={"runs": [part.settings for part in parts]}, fingerprints={"runs": [part.fingerprints for part in parts]})
+    return result(
+        [part.items for part in parts],
+        summaries,
+        stage,
+        f"mean of {len(parts)} runs",
+        counts=counts,
+        rows=[],
+        settings={"runs": [part.settings for part in parts]},
+        fingerprints={"runs": [part.fingerprints for part in parts]},
+    )
 
 
-def result(runs: list[Items], summaries: dict[str, dict[str, float]], stage: EvalStage, title: str, *, counts: dict[str, Any],
-           rows: list[dict[str, Any]], settings: dict[str, Any], fingerprints: dict[str, Any]) -> Evaluation:
+def result(
+    runs: list[Items],
+    summaries: dict[str, dict[str, float]],
+    stage: EvalStage,
+    title: str,
+    *,
+    counts: dict[str, Any],
+    rows: list[dict[str, Any]],
+    settings: dict[str, Any],
+    fingerprints: dict[str, Any],
+) -> Evaluation:
     """The record and the printed table of one run's items, or of several's. Raises StoppedError where nothing got a verdict."""
     tables = {metric: statistics.table_of([run[metric] for run in runs]) for metric in runs[0]}
     if not any(np.isfinite(table).any() for table in tables.values()):
-        raise StoppedError("the verifier gave no verdict on any answer: look at the reference answers of the data")
+        raise StoppedError(
+            "the verifier gave no verdict on any answer: look at the reference answers of the data"
+        )
     spread = statistics.intervals(tables, stage.resamples, stage.confidence)
     values: dict[str, Any] = {kind: {} for kind in summaries}
     printed = [[title, "mean", f"{stage.confidence:.0%} interval"]]
@@ -168,17 +246,31 @@ def result(runs: list[Items], summaries: dict[str, dict[str, float]], stage: Eva
         kind, _, name = metric.partition(".")
         mean, interval = statistics.mean_of(table), spread[metric]
         values[kind] |= {name: mean, f"{name}_ci": list(interval) if interval else None}
-        printed.append([f"{kind} {name}" if kind == "greedy" else name, _percent(mean),
-                        f"[{_percent(interval[0])}, {_percent(interval[1])}]" if interval else "–"])
+        printed.append(
+            [
+                f"{kind} {name}" if kind == "greedy" else name,
+                _percent(mean),
+                f"[{_percent(interval[0])}, {_percent(interval[1])}]" if interval else "–",
+            ]
+        )
     for kind, numbers in summaries.items():
         values[kind] |= numbers
-        printed += [[f"{kind}: {words}", form.format(numbers[key])] for key, words, form in SHOWN
-                    if key in numbers and (key != "no_verdict" or numbers[key])]
-    return Evaluation(values | {"counts": counts}, printed, rows, settings, fingerprints, runs[0] if len(runs) == 1 else {})
+        printed += [
+            [f"{kind}: {words}", form.format(numbers[key])]
+            for key, words, form in SHOWN
+            if key in numbers and (key != "no_verdict" or numbers[key])
+        ]
+    return Evaluation(
+        values | {"counts": counts}, printed, rows, settings, fingerprints, runs[0] if len(runs) == 1 else {}
+    )
 
 
-SHOWN = (("length", "tokens an answer", "{:.1f}"), ("finished", "finished answers", "{:.1%}"),
-         ("no_verdict", "without a verdict", "{:.1%}"), ("distinct", "different answers of a prompt", "{:.1%}"))
+SHOWN = (
+    ("length", "tokens an answer", "{:.1f}"),
+    ("finished", "finished answers", "{:.1%}"),
+    ("no_verdict", "without a verdict", "{:.1%}"),
+    ("distinct", "different answers of a prompt", "{:.1%}"),
+)
 
 
 def _percent(value: float | None) -> str:

@@ -57,13 +57,22 @@ def check(target: Target, stage: EvalStage) -> None:
     difficulty_path(own.difficulty)
     if own.annotations is not None:
         read_annotations(Path(own.annotations))
-        require(stage.limit is None, "limit", stage.limit, "chooses prompts to answer; alpacaeval.annotations is answered and judged")
+        require(
+            stage.limit is None,
+            "limit",
+            stage.limit,
+            "chooses prompts to answer; alpacaeval.annotations is answered and judged",
+        )
         return
     if own.model is not None:
         annotator_settings(own.annotator)
-        require(own.api_key_env is None or bool(os.environ.get(own.api_key_env)), "alpacaeval.api_key_env", own.api_key_env,
-                "is the environment variable of the judge's key, and is not set; set it, give null for an endpoint without a key, or "
-                "alpacaeval.model=null to write the answers and judge them elsewhere")
+        require(
+            own.api_key_env is None or bool(os.environ.get(own.api_key_env)),
+            "alpacaeval.api_key_env",
+            own.api_key_env,
+            "is the environment variable of the judge's key, and is not set; set it, give null for an endpoint without a key, or "
+            "alpacaeval.model=null to write the answers and judge them elsewhere",
+        )
     reference = asked_of(target, stage)[0]
     if own.outputs is None:
         _renderer(target, reference)
@@ -77,21 +86,38 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
     own, place = stage.alpacaeval, folder(target, stage)
     if own.annotations is not None:
         path = Path(own.annotations)
-        return rated(read_annotations(path), stage, {"annotations": str(path)}, {"annotations": files_digest([path])})
+        return rated(
+            read_annotations(path), stage, {"annotations": str(path)}, {"annotations": files_digest([path])}
+        )
     reference, source = asked_of(target, stage)
     made = fingerprints_of(target, stage, reference)
-    outputs = read_outputs("alpacaeval.outputs", Path(own.outputs)) if own.outputs else sampled(target, stage, reference, made, world)
+    outputs = (
+        read_outputs("alpacaeval.outputs", Path(own.outputs))
+        if own.outputs
+        else sampled(target, stage, reference, made, world)
+    )
     if not world.is_main:
         return Evaluation({})
     settings = _settings(target, stage, source)
     cache = place / CACHE
-    print(f"judging {len(outputs)} answers of {outputs[0]['generator']} against {reference[0].get('generator')}'s by "
-          f"{own.model or 'a model'}: {estimate(outputs, reference, own, cache)}", flush=True)
+    print(
+        f"judging {len(outputs)} answers of {outputs[0]['generator']} against {reference[0].get('generator')}'s by "
+        f"{own.model or 'a model'}: {estimate(outputs, reference, own, cache)}",
+        flush=True,
+    )
     if own.model is None:
         title = f"{target.name}: answers to {len(outputs)} instructions, not judged"
-        return Evaluation({"avg_length": _length(outputs, "output"), "counts": {"answers": len(outputs)}},
-                          [[title, ""], ["characters an answer", str(_length(outputs, "output"))], ["answers", str(place / OUTPUTS)]],
-                          [], settings, made)
+        return Evaluation(
+            {"avg_length": _length(outputs, "output"), "counts": {"answers": len(outputs)}},
+            [
+                [title, ""],
+                ["characters an answer", str(_length(outputs, "output"))],
+                ["answers", str(place / OUTPUTS)],
+            ],
+            [],
+            settings,
+            made,
+        )
     rows, spent = judge(outputs, reference, own, cache, f"{target.name}: judged by {own.model}")
     write_whole(place / ANNOTATIONS, json.dumps(plain(rows), indent=1, ensure_ascii=False) + "\n")
     found = rated(rows, stage, settings, made)
@@ -110,10 +136,18 @@ def asked_of(target: Target, stage: EvalStage) -> tuple[list[Row], Path]:
     if own.outputs is not None:
         outputs = read_outputs("alpacaeval.outputs", Path(own.outputs))
         aligned(outputs, reference, "alpacaeval.outputs", own.outputs)
-        require(stage.limit is None, "limit", stage.limit, "chooses prompts to answer; alpacaeval.outputs is answered")
+        require(
+            stage.limit is None,
+            "limit",
+            stage.limit,
+            "chooses prompts to answer; alpacaeval.outputs is answered",
+        )
         wanted = {row["instruction"] for row in outputs}
     else:
-        wanted = {prompt.turns[-1].content for prompt in answers.limited([prompt_of(row) for row in reference], stage.limit)}
+        wanted = {
+            prompt.turns[-1].content
+            for prompt in answers.limited([prompt_of(row) for row in reference], stage.limit)
+        }
     return [row for row in reference if row["instruction"] in wanted], path
 
 
@@ -122,15 +156,24 @@ def prompt_of(row: Row) -> Prompt:
     return Prompt((Turn("user", row["instruction"]),))
 
 
-def sampled(target: Target, stage: EvalStage, reference: list[Row], made: dict[str, Any], world: World) -> list[Row]:
+def sampled(
+    target: Target, stage: EvalStage, reference: list[Row], made: dict[str, Any], world: World
+) -> list[Row]:
     """The target's answers, in AlpacaEval's format."""
     renderer = _renderer(target, reference)
     request = Request("answers to AlpacaEval", 1, settings_of(target.config.sampler))
     [drawn] = answers.sample(target, renderer, [prompt_of(row) for row in reference], [request], world)
     texts = [sample.completion(renderer.tokenizer).text or "" for [sample] in drawn]
     name = f"{target.name}-{made['weights'][:8]}"
-    outputs = [{"dataset": row.get("dataset", "alpaca_eval"), "instruction": row["instruction"], "output": text.strip(), "generator": name}
-               for row, text in zip(reference, texts, strict=True)]
+    outputs = [
+        {
+            "dataset": row.get("dataset", "alpaca_eval"),
+            "instruction": row["instruction"],
+            "output": text.strip(),
+            "generator": name,
+        }
+        for row, text in zip(reference, texts, strict=True)
+    ]
     if world.is_main:
         write_whole(folder(target, stage) / OUTPUTS, json.dumps(outputs, indent=1, ensure_ascii=False) + "\n")
     return outputs
@@ -139,12 +182,24 @@ def sampled(target: Target, stage: EvalStage, reference: list[Row], made: dict[s
 def _renderer(target: Target, reference: Sequence[Row]) -> Renderer:
     """The target's renderer. Raises ConfigError where it cannot render every instruction whole: a rate would be another number."""
     renderer = check_answering(target)
-    refused = {reason for reason in renderer.prompts([prompt_of(row) for row in reference]) if isinstance(reason, str)}
-    require(not refused, "model.chat_template", target.config.model.chat_template, "cannot render all of AlpacaEval's instructions: "
-            + "; ".join(sorted(refused)[:_NAMED]))
+    refused = {
+        reason
+        for reason in renderer.prompts([prompt_of(row) for row in reference])
+        if isinstance(reason, str)
+    }
+    require(
+        not refused,
+        "model.chat_template",
+        target.config.model.chat_template,
+        "cannot render all of AlpacaEval's instructions: " + "; ".join(sorted(refused)[:_NAMED]),
+    )
     cut = renderer.cuts.total()
-    require(cut == 0, "model.max_prompt_length", target.config.model.max_prompt_length,
-            f"would cut {cut} of AlpacaEval's {len(reference)} instructions: raise it, and model.max_length with it")
+    require(
+        cut == 0,
+        "model.max_prompt_length",
+        target.config.model.max_prompt_length,
+        f"would cut {cut} of AlpacaEval's {len(reference)} instructions: raise it, and model.max_length with it",
+    )
     return renderer
 
 
@@ -157,7 +212,9 @@ def rated(rows: list[Row], stage: EvalStage, settings: dict[str, Any], made: dic
     plain_rates = win_rate(rows)
     controlled = _controlled(rows, own.difficulty, own.reference)
     bad = [i for i, row in enumerate(rows) if not judged(row)]
-    values: dict[str, Any] = {key: plain_rates[key] for key in ("win_rate", "standard_error", "discrete_win_rate", "n_total")}
+    values: dict[str, Any] = {
+        key: plain_rates[key] for key in ("win_rate", "standard_error", "discrete_win_rate", "n_total")
+    }
     values |= {"length_controlled_winrate": None, "lc_standard_error": None}
     if isinstance(controlled, str):
         values["length_controlled_winrate_missing"] = controlled
@@ -167,29 +224,60 @@ def rated(rows: list[Row], stage: EvalStage, settings: dict[str, Any], made: dic
             row["glm_preference"] = value
     values["avg_length"] = _length(rows, "output_2")
     values["counts"] = {key: plain_rates[key] for key in ("n_wins", "n_wins_base", "n_draws")} | {
-        "rows": len(rows), "without_judgement": len(bad), "without_judgement_rows": bad[:100]}
-    table = [[f"{rows[0].get('generator_2')} against {rows[0].get('generator_1')}, {len(rows)} instructions", "percent", "std. error"],
-             ["win rate", _percent(values["win_rate"]), _percent(values["standard_error"])],
-             ["length-controlled win rate", _percent(values["length_controlled_winrate"]), _percent(values["lc_standard_error"])],
-             ["judgements", str(values["n_total"])], ["characters an answer", str(values["avg_length"])]]
+        "rows": len(rows),
+        "without_judgement": len(bad),
+        "without_judgement_rows": bad[:100],
+    }
+    table = [
+        [
+            f"{rows[0].get('generator_2')} against {rows[0].get('generator_1')}, {len(rows)} instructions",
+            "percent",
+            "std. error",
+        ],
+        ["win rate", _percent(values["win_rate"]), _percent(values["standard_error"])],
+        [
+            "length-controlled win rate",
+            _percent(values["length_controlled_winrate"]),
+            _percent(values["lc_standard_error"]),
+        ],
+        ["judgements", str(values["n_total"])],
+        ["characters an answer", str(values["avg_length"])],
+    ]
     if isinstance(controlled, str):
         print(f"no length-controlled rate: {controlled}", flush=True)
     if bad:
         named = ", ".join(map(str, bad[:_NAMED])) + " …" * (len(bad) > _NAMED)
         print(f"left out, without a judgement: {len(bad)} rows, {named}", flush=True)
-    kept = ("dataset", "instruction", "output_1", "output_2", "generator_1", "generator_2", "annotator", "preference", "glm_preference")
+    kept = (
+        "dataset",
+        "instruction",
+        "output_1",
+        "output_2",
+        "generator_1",
+        "generator_2",
+        "annotator",
+        "preference",
+        "glm_preference",
+    )
     lines = [{key: row[key] for key in kept if key in row} for row in rows]
     return Evaluation(values, table, lines, settings | {"alpaca_eval": version("alpaca_eval")}, made)
 
 
-def _controlled(rows: list[Row], difficulty: str | None, reference: str | None) -> tuple[dict[str, float], list[float]] | str:
+def _controlled(
+    rows: list[Row], difficulty: str | None, reference: str | None
+) -> tuple[dict[str, float], list[float]] | str:
     gamed = difficulty_path(difficulty)
     if isinstance(gamed, str):
         return gamed
     positions = None
     if reference is not None:  # its order numbers the instructions
-        order = {row["instruction"]: i for i, row in enumerate(read_outputs("alpacaeval.reference", Path(reference)))}
-        aligned(rows, [{"instruction": text} for text in order], "alpacaeval.annotations", f"{len(rows)} rows")
+        order = {
+            row["instruction"]: i
+            for i, row in enumerate(read_outputs("alpacaeval.reference", Path(reference)))
+        }
+        aligned(
+            rows, [{"instruction": text} for text in order], "alpacaeval.annotations", f"{len(rows)} rows"
+        )
         positions = [order[row["instruction"]] for row in rows]
     return length_controlled(rows, gamed, positions)
 
@@ -208,10 +296,17 @@ def _percent(value: float | None) -> str:
 
 def fingerprints_of(target: Target, stage: EvalStage, reference: Sequence[Row]) -> dict[str, Any]:
     """Digests of the weights (or of the given answers) and of the baseline's answers."""
-    asked = hashlib.sha256(json.dumps([[row["instruction"], row["output"]] for row in reference]).encode()).hexdigest()
+    asked = hashlib.sha256(
+        json.dumps([[row["instruction"], row["output"]] for row in reference]).encode()
+    ).hexdigest()
     if stage.alpacaeval.outputs is None:
         return fingerprints(target, reference=asked)
-    return {"outputs": files_digest([Path(stage.alpacaeval.outputs)]), "code": git_commit(ROOT), "versions": versions(), "reference": asked}
+    return {
+        "outputs": files_digest([Path(stage.alpacaeval.outputs)]),
+        "code": git_commit(ROOT),
+        "versions": versions(),
+        "reference": asked,
+    }
 
 
 def _answering(target: Target, stage: EvalStage) -> dict[str, Any]:
@@ -219,12 +314,18 @@ def _answering(target: Target, stage: EvalStage) -> dict[str, Any]:
     if stage.alpacaeval.outputs is not None:
         return {"outputs": stage.alpacaeval.outputs}
     every = described(target, stage)
-    kept = {key: value for key, value in every.items() if key not in ("data", "part", "resamples", "confidence")}
+    kept = {
+        key: value for key, value in every.items() if key not in ("data", "part", "resamples", "confidence")
+    }
     return kept | {"data": {key: every["data"][key] for key in ("system_prompt", "apply_chat_template")}}
 
 
 def _settings(target: Target, stage: EvalStage, source: Path) -> dict[str, Any]:
     """What the numbers depend on beside the fingerprints. ``source``: the file of the baseline's answers."""
     own = stage.alpacaeval
-    judged_by = {key: getattr(own, key) for key in ("model", "base_url", "annotator")} if own.model is not None else None
+    judged_by = (
+        {key: getattr(own, key) for key in ("model", "base_url", "annotator")}
+        if own.model is not None
+        else None
+    )
     return _answering(target, stage) | {"reference": str(source), "judge": judged_by}

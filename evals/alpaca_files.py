@@ -35,14 +35,20 @@ def read_rows(key: str, path: Path, texts: Sequence[str]) -> list[Row]:
     require(path.is_file(), key, path, "there is no such file")
     try:
         content = path.read_text(encoding="utf-8")
-        rows = [json.loads(line) for line in content.splitlines() if line.strip()] if path.suffix == ".jsonl" else json.loads(content)
+        rows = (
+            [json.loads(line) for line in content.splitlines() if line.strip()]
+            if path.suffix == ".jsonl"
+            else json.loads(content)
+        )
     except ValueError as error:
         raise DataError(f"{key}={path}: is no JSON ({error})") from error
     if not isinstance(rows, list) or not rows:
         raise DataError(f"{key}={path}: must be a list of objects with {', '.join(texts)}, and has none")
     bad = [f"row {i}: {problem}" for i, row in enumerate(rows) if (problem := _problem(row, texts))]
     if bad:
-        raise DataError(f"{key}={path}: {len(bad)} of {len(rows)} rows cannot be used; {'; '.join(bad[:_NAMED])}")
+        raise DataError(
+            f"{key}={path}: {len(bad)} of {len(rows)} rows cannot be used; {'; '.join(bad[:_NAMED])}"
+        )
     return rows
 
 
@@ -58,11 +64,19 @@ def read_outputs(key: str, path: Path) -> list[Row]:
     rows = read_rows(key, path, ("instruction", "output", "generator"))
     generators = sorted({row["generator"] for row in rows})
     if len(generators) > 1:
-        raise DataError(f"{key}={path}: answers of one model are judged, these are of {len(generators)}: {', '.join(generators[:_NAMED])}")
+        raise DataError(
+            f"{key}={path}: answers of one model are judged, these are of {len(generators)}: {', '.join(generators[:_NAMED])}"
+        )
     seen: dict[str, int] = {}
-    twice = [f"rows {seen[row['instruction']]} and {i}" for i, row in enumerate(rows) if seen.setdefault(row["instruction"], i) != i]
+    twice = [
+        f"rows {seen[row['instruction']]} and {i}"
+        for i, row in enumerate(rows)
+        if seen.setdefault(row["instruction"], i) != i
+    ]
     if twice:
-        raise DataError(f"{key}={path}: one answer an instruction, {len(twice)} are there again: {'; '.join(twice[:_NAMED])}")
+        raise DataError(
+            f"{key}={path}: one answer an instruction, {len(twice)} are there again: {'; '.join(twice[:_NAMED])}"
+        )
     return rows
 
 
@@ -77,13 +91,24 @@ def read_annotations(path: Path) -> list[Row]:
     for name in ("generator_1", "generator_2"):
         found = sorted({str(row.get(name)) for row in rows})
         if len(found) > 1:
-            raise DataError(f"{key}={path}: one model against one baseline is rated; {name} is {', '.join(found[:_NAMED])}"
-                            f"{' …' if len(found) > _NAMED else ''}")
-    wrong = [f"row {i}: {row.get('preference')!r}" for i, row in enumerate(rows) if "preference" not in row or not
-             (row["preference"] is None or (isinstance(row["preference"], int | float) and not isinstance(row["preference"], bool)))]
+            raise DataError(
+                f"{key}={path}: one model against one baseline is rated; {name} is {', '.join(found[:_NAMED])}"
+                f"{' …' if len(found) > _NAMED else ''}"
+            )
+    wrong = [
+        f"row {i}: {row.get('preference')!r}"
+        for i, row in enumerate(rows)
+        if "preference" not in row
+        or not (
+            row["preference"] is None
+            or (isinstance(row["preference"], int | float) and not isinstance(row["preference"], bool))
+        )
+    ]
     if wrong:
-        raise DataError(f"{key}={path}: {len(wrong)} of {len(rows)} rows have no preference that is a number or null; "
-                        f"{'; '.join(wrong[:_NAMED])}")
+        raise DataError(
+            f"{key}={path}: {len(wrong)} of {len(rows)} rows have no preference that is a number or null; "
+            f"{'; '.join(wrong[:_NAMED])}"
+        )
     return rows
 
 
@@ -97,8 +122,13 @@ def aligned(outputs: Sequence[Row], reference: Sequence[Row], key: str, value: A
     """Raise ConfigError unless every answer is to an instruction of the reference, letter by letter: the library would drop it."""
     known = {row["instruction"] for row in reference}
     strange = [row["instruction"] for row in outputs if row["instruction"] not in known]
-    require(not strange, key, value, f"{len(strange)} of {len(outputs)} instructions are none of alpacaeval.reference's, as {strange[:1]}: "
-            "answer its instructions as they are")
+    require(
+        not strange,
+        key,
+        value,
+        f"{len(strange)} of {len(outputs)} instructions are none of alpacaeval.reference's, as {strange[:1]}: "
+        "answer its instructions as they are",
+    )
 
 
 def hub_file(name: str) -> Path | str:
@@ -106,10 +136,17 @@ def hub_file(name: str) -> Path | str:
     cached = try_to_load_from_cache(REPOSITORY, name, repo_type="dataset")
     if isinstance(cached, str):
         return Path(cached)
-    if constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
+    if constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE", "0").upper() in (
+        "1",
+        "TRUE",
+        "YES",
+        "ON",
+    ):
         return f"{name} of {REPOSITORY} is not in the hub's cache, and the hub is not asked (HF_HUB_OFFLINE)"
     try:
-        request = urllib.request.Request(f"{constants.ENDPOINT}/datasets/{REPOSITORY}/resolve/main/{name}", method="HEAD")
+        request = urllib.request.Request(
+            f"{constants.ENDPOINT}/datasets/{REPOSITORY}/resolve/main/{name}", method="HEAD"
+        )
         urllib.request.urlopen(request, timeout=REACHED_WITHIN_S).close()
         return Path(hf_hub_download(REPOSITORY, name, repo_type="dataset", etag_timeout=REACHED_WITHIN_S))
     except (OSError, HfHubHTTPError) as error:  # URLError and HTTPError are OSErrors
@@ -121,14 +158,20 @@ def reference_path(given: str | None) -> Path:
     """The file of the baseline's answers. Raises ConfigError where there is none."""
     found = Path(given) if given is not None else hub_file(BASELINE)
     if isinstance(found, str):
-        raise ConfigError("alpacaeval.reference", None, f"{found}; fetch it where there is a network and give its path")
+        raise ConfigError(
+            "alpacaeval.reference", None, f"{found}; fetch it where there is a network and give its path"
+        )
     return found
 
 
 def difficulty_path(given: str | None) -> Path | str:
     """The file that the length-controlled rate needs, or why there is none. Raises ConfigError for a given one that is not there."""
     if given is not None:
-        require(Path(given).is_file(), "alpacaeval.difficulty", given, "there is no such file; it is df_gamed.csv of the hub's data set "
-                f"{REPOSITORY}")
+        require(
+            Path(given).is_file(),
+            "alpacaeval.difficulty",
+            given,
+            f"there is no such file; it is df_gamed.csv of the hub's data set {REPOSITORY}",
+        )
         return Path(given)
     return hub_file(GAMED)

@@ -59,8 +59,10 @@ class Estimate:
 
     def __str__(self) -> str:
         money = "" if self.dollars is None else f", about ${self.dollars:.2f}"
-        return (f"{self.calls} calls, about {self.tokens:,} tokens{money}, about {self.seconds / 60:.0f} min "
-                f"(at {SECONDS_PER_CALL:g} s a call)")
+        return (
+            f"{self.calls} calls, about {self.tokens:,} tokens{money}, about {self.seconds / 60:.0f} min "
+            f"(at {SECONDS_PER_CALL:g} s a call)"
+        )
 
 
 def judge_name(own: AlpacaEvalConfig) -> str:
@@ -68,20 +70,38 @@ def judge_name(own: AlpacaEvalConfig) -> str:
     return f"{own.annotator}-{own.model}"
 
 
-def estimate(outputs: Sequence[Row], reference: Sequence[Row], own: AlpacaEvalConfig, cache: Path) -> Estimate:
+def estimate(
+    outputs: Sequence[Row], reference: Sequence[Row], own: AlpacaEvalConfig, cache: Path
+) -> Estimate:
     """What judging ``outputs`` will take, without those that are judged already."""
     settings = annotator_settings(own.annotator)
-    frame, reply = len(Path(settings["prompt_template"]).read_text()), int(settings["completions_kwargs"]["max_tokens"])
+    frame, reply = (
+        len(Path(settings["prompt_template"]).read_text()),
+        int(settings["completions_kwargs"]["max_tokens"]),
+    )
     theirs = {row["instruction"]: row["output"] for row in reference}
-    done = {(row["instruction"], row["output_1"], row["output_2"]) for row in _cached(cache) if row["annotator"] == judge_name(own)}
+    done = {
+        (row["instruction"], row["output_1"], row["output_2"])
+        for row in _cached(cache)
+        if row["annotator"] == judge_name(own)
+    }
     asked = [(o["instruction"], theirs[o["instruction"]], o["output"]) for o in outputs]
-    asked = [pair for pair in asked if pair not in done and pair[1] != pair[2]]  # the same answer twice is a tie without asking
+    asked = [
+        pair for pair in asked if pair not in done and pair[1] != pair[2]
+    ]  # the same answer twice is a tie without asking
     tokens = sum((frame + sum(map(len, pair))) // CHARACTERS_PER_TOKEN + reply for pair in asked)
     price = own.dollars_per_million_tokens
-    return Estimate(len(asked), tokens, len(asked) * SECONDS_PER_CALL / own.concurrency, None if price is None else tokens * price / 1e6)
+    return Estimate(
+        len(asked),
+        tokens,
+        len(asked) * SECONDS_PER_CALL / own.concurrency,
+        None if price is None else tokens * price / 1e6,
+    )
 
 
-def judge(outputs: Sequence[Row], reference: Sequence[Row], own: AlpacaEvalConfig, cache: Path, shown: str) -> tuple[list[Row], Spent]:
+def judge(
+    outputs: Sequence[Row], reference: Sequence[Row], own: AlpacaEvalConfig, cache: Path, shown: str
+) -> tuple[list[Row], Spent]:
     """(the library's annotations, in the order of ``reference``, what they took). A row that got no judgement has preference None.
 
     ``cache``: the library's file of judgements; what is in it is not asked again, and it is whole whenever the process ends.
@@ -91,9 +111,14 @@ def judge(outputs: Sequence[Row], reference: Sequence[Row], own: AlpacaEvalConfi
     import pandas as pd
 
     about = estimate(outputs, reference, own, cache)
-    write_whole(cache, _text([row for row in _cached(cache) if row["preference"] not in (None, -1)]))  # what failed is asked again
+    write_whole(
+        cache, _text([row for row in _cached(cache) if row["preference"] not in (None, -1)])
+    )  # what failed is asked again
     wanted = {row["instruction"] for row in outputs}
-    with tempfile.TemporaryDirectory(prefix="alpacaeval-") as folder, progress(about.calls, shown, unit="answer") as bar:
+    with (
+        tempfile.TemporaryDirectory(prefix="alpacaeval-") as folder,
+        progress(about.calls, shown, unit="answer") as bar,
+    ):
         endpoint = _Endpoint(own, lambda: bar.update())
         annotator = _annotator(own, cache, Path(folder))
         annotator.annotators[judge_name(own)].fn_completions = endpoint.complete
@@ -101,12 +126,17 @@ def judge(outputs: Sequence[Row], reference: Sequence[Row], own: AlpacaEvalConfi
             try:
                 rows: list[Row] = annotator.annotate_head2head(
                     outputs_1=pd.DataFrame([row for row in reference if row["instruction"] in wanted]),
-                    outputs_2=pd.DataFrame(list(outputs)), chunksize=_CALLS_PER_WORKER * own.concurrency)
+                    outputs_2=pd.DataFrame(list(outputs)),
+                    chunksize=_CALLS_PER_WORKER * own.concurrency,
+                )
             finally:
                 endpoint.close()
     if endpoint.stopped is not None:
         raise endpoint.stopped
-    rows = [{key: None if isinstance(value, float) and value != value else value for key, value in row.items()} for row in rows]
+    rows = [
+        {key: None if isinstance(value, float) and value != value else value for key, value in row.items()}
+        for row in rows
+    ]
     _check_missing(rows, endpoint.spent, own)
     return rows, endpoint.spent
 
@@ -118,12 +148,16 @@ def _annotator(own: AlpacaEvalConfig, cache: Path, folder: Path) -> Any:
     file = folder / "annotator" / "configs.yaml"
     write_whole(file, yaml.safe_dump({judge_name(own): settings}))
     with quiet():
-        annotator = library().annotators.PairwiseAnnotator(annotators_config=str(file), caching_path=str(cache))
+        annotator = library().annotators.PairwiseAnnotator(
+            annotators_config=str(file), caching_path=str(cache)
+        )
     if annotator.df_annotations is not None and annotator.df_annotations.empty:
         annotator.df_annotations = None
     save = annotator.save
 
-    def save_whole(path: str | None = None) -> None:  # the library writes in place: a kill would leave half a file
+    def save_whole(
+        path: str | None = None,
+    ) -> None:  # the library writes in place: a kill would leave half a file
         part = cache.with_name(f".{cache.name}.part")
         save(str(part))
         os.replace(part, cache)
@@ -150,9 +184,11 @@ def _check_missing(rows: Sequence[Row], spent: Spent, own: AlpacaEvalConfig) -> 
         spent.failures["no verdict in the judge's reply"] += unread
     if missing > own.max_missing * len(rows):
         reasons = "".join(f"\n  {count} x {reason}" for reason, count in spent.failures.most_common(5))
-        raise StoppedError(f"{missing} of {len(rows)} answers got no judgement, more than alpacaeval.max_missing={own.max_missing:g}"
-                           f"{reasons}\nthe others are kept: the same command asks for these alone. Mend the endpoint, or raise "
-                           "alpacaeval.max_missing")
+        raise StoppedError(
+            f"{missing} of {len(rows)} answers got no judgement, more than alpacaeval.max_missing={own.max_missing:g}"
+            f"{reasons}\nthe others are kept: the same command asks for these alone. Mend the endpoint, or raise "
+            "alpacaeval.max_missing"
+        )
 
 
 class _FailedError(Exception):
@@ -210,8 +246,10 @@ class _Endpoint:
             if failure is not None:
                 self.spent.failures[failure] += 1
             if self._in_a_row >= self._dead_after and self.stopped is None:
-                self.stopped = StoppedError(f"alpacaeval.base_url={self.own.base_url} was given up after {self._in_a_row} failures in a "
-                                            f"row, the last: {failure}; what is judged is kept, the same command goes on")
+                self.stopped = StoppedError(
+                    f"alpacaeval.base_url={self.own.base_url} was given up after {self._in_a_row} failures in a "
+                    f"row, the last: {failure}; what is judged is kept, the same command goes on"
+                )
 
     def _ask(self, prompt: str, settings: dict[str, Any]) -> dict[str, list[Any]]:
         """One prompt's completion. Raises _FailedError, StoppedError."""
@@ -220,10 +258,24 @@ class _Endpoint:
         own, price = self.own, self.own.dollars_per_million_tokens
         try:
             made: dict[str, list[Any]] = library().decoders.openai.openai_completions(
-                [prompt], num_procs=1, batch_size=1, requires_chatml=True, n_retries=1, sleep_time=0,
-                price_per_token=float("nan") if price is None else price / 1e6, client_config_path=os.devnull,
-                openai_api_keys=[self._key], openai_organization_ids=None, openai_api_base=own.base_url.rstrip("/"),
-                client_kwargs={"timeout": own.timeout, "max_retries": own.retries, "http_client": self._client}, **settings)
+                [prompt],
+                num_procs=1,
+                batch_size=1,
+                requires_chatml=True,
+                n_retries=1,
+                sleep_time=0,
+                price_per_token=float("nan") if price is None else price / 1e6,
+                client_config_path=os.devnull,
+                openai_api_keys=[self._key],
+                openai_organization_ids=None,
+                openai_api_base=own.base_url.rstrip("/"),
+                client_kwargs={
+                    "timeout": own.timeout,
+                    "max_retries": own.retries,
+                    "http_client": self._client,
+                },
+                **settings,
+            )
             reply = made["completions_all"][0]
         except openai.APIStatusError as error:
             raise self._refused(error) from None
@@ -234,7 +286,9 @@ class _Endpoint:
         if "message" not in reply:  # the library's own way to give up
             raise _FailedError("the endpoint's limit of calls or of length")
         if settings.get("logprobs") and not reply.get("logprobs"):
-            raise _FailedError("the endpoint gives no log-probabilities, which this annotator reads (alpaca_eval_gpt4 reads text)")
+            raise _FailedError(
+                "the endpoint gives no log-probabilities, which this annotator reads (alpaca_eval_gpt4 reads text)"
+            )
         return made
 
     def _refused(self, error: Any) -> Exception:
@@ -242,12 +296,18 @@ class _Endpoint:
         said = " ".join(str(error.message).split())
         said = (said if self._key == NO_KEY else said.replace(self._key, "***"))[:300]
         if error.status_code in _STOP:
-            return StoppedError(f"alpacaeval.base_url={self.own.base_url} refuses alpacaeval.model={self.own.model}: "
-                                f"HTTP {error.status_code} {said}; mend the address, the model or the key")
+            return StoppedError(
+                f"alpacaeval.base_url={self.own.base_url} refuses alpacaeval.model={self.own.model}: "
+                f"HTTP {error.status_code} {said}; mend the address, the model or the key"
+            )
         return _FailedError(f"HTTP {error.status_code} from the endpoint")
 
 
 def _nothing() -> dict[str, list[Any]]:
     """The library's form of a completion that says nothing."""
-    return {"completions": [""], "price_per_example": [0.0], "time_per_example": [0.0],
-            "completions_all": [{"text": "", "total_tokens": 0}]}
+    return {
+        "completions": [""],
+        "price_per_example": [0.0],
+        "time_per_example": [0.0],
+        "completions_all": [{"text": "", "total_tokens": 0}],
+    }

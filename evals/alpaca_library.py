@@ -19,7 +19,14 @@ import yaml  # type: ignore[import-untyped]
 from config.checks import ConfigError, require
 from evals.alpaca_files import Row
 
-GAMED_COLUMNS = ("model", "preference", "index", "std_delta_len", "instruction_difficulty", "not_gamed_baseline")
+GAMED_COLUMNS = (
+    "model",
+    "preference",
+    "index",
+    "std_delta_len",
+    "instruction_difficulty",
+    "not_gamed_baseline",
+)
 _CHAT = "<|im_start|>"
 _ENDPOINT_KEYS = ("client_kwargs", "price_per_token", "requires_chatml", "num_procs", "client_config_path")
 """Of an annotator's completions_kwargs: what says how the endpoint is reached, which is alpacaeval's to say."""
@@ -30,8 +37,11 @@ def require_installed() -> None:
     try:
         version("alpaca_eval")
     except PackageNotFoundError:
-        raise ConfigError("kind", "alpacaeval", "needs the alpaca_eval library: make eval-tools, "
-                          "or pip install -r requirements-eval.txt") from None
+        raise ConfigError(
+            "kind",
+            "alpacaeval",
+            "needs the alpaca_eval library: make eval-tools, or pip install -r requirements-eval.txt",
+        ) from None
 
 
 @cache
@@ -82,15 +92,31 @@ def annotator_settings(name: str) -> dict[str, Any]:
     assert spec is not None and spec.origin is not None, "require_installed comes first"
     folder = Path(spec.origin).parent / "evaluators_configs"
     names = sorted(path.parent.name for path in folder.glob("*/configs.yaml"))
-    require(name in names, key, name, "the alpaca_eval library has no such annotator; weighted_alpaca_eval_gpt4_turbo is AlpacaEval 2's, "
-            f"and there are {', '.join(names)}")
-    settings: dict[str, Any] = next(iter(yaml.safe_load((folder / name / "configs.yaml").read_text()).values()))
+    require(
+        name in names,
+        key,
+        name,
+        "the alpaca_eval library has no such annotator; weighted_alpaca_eval_gpt4_turbo is AlpacaEval 2's, "
+        f"and there are {', '.join(names)}",
+    )
+    settings: dict[str, Any] = next(
+        iter(yaml.safe_load((folder / name / "configs.yaml").read_text()).values())
+    )
     prompt = folder / settings["prompt_template"]
     settings["prompt_template"] = str(prompt)
-    chats = settings.get("fn_completions") == "openai_completions" and prompt.read_text().lstrip().startswith(_CHAT)
-    require(chats and settings.get("batch_size", 1) == 1, key, name, "does not ask an OpenAI-compatible chat endpoint about one pair at a "
-            "time; use weighted_alpaca_eval_gpt4_turbo, or alpaca_eval_gpt4 for an endpoint without log-probabilities")
-    settings["completions_kwargs"] = {k: v for k, v in settings["completions_kwargs"].items() if k not in _ENDPOINT_KEYS}
+    chats = settings.get("fn_completions") == "openai_completions" and prompt.read_text().lstrip().startswith(
+        _CHAT
+    )
+    require(
+        chats and settings.get("batch_size", 1) == 1,
+        key,
+        name,
+        "does not ask an OpenAI-compatible chat endpoint about one pair at a "
+        "time; use weighted_alpaca_eval_gpt4_turbo, or alpaca_eval_gpt4 for an endpoint without log-probabilities",
+    )
+    settings["completions_kwargs"] = {
+        k: v for k, v in settings["completions_kwargs"].items() if k not in _ENDPOINT_KEYS
+    }
     return settings
 
 
@@ -105,7 +131,9 @@ def win_rate(rows: Sequence[Row]) -> dict[str, Any]:
     return found
 
 
-def length_controlled(rows: Sequence[Row], gamed: Path, positions: Sequence[int] | None) -> tuple[dict[str, float], list[float]] | str:
+def length_controlled(
+    rows: Sequence[Row], gamed: Path, positions: Sequence[int] | None
+) -> tuple[dict[str, float], list[float]] | str:
     """(length_controlled_winrate and lc_standard_error in percent, each row's length-controlled preference in [0, 1]), by the library's
     regression (Dubois et al. 2024); or why there is none.
 
@@ -123,7 +151,9 @@ def length_controlled(rows: Sequence[Row], gamed: Path, positions: Sequence[int]
     frame = frame.drop(columns="index", errors="ignore").sort_index()
     try:
         metrics = _regression(frame, gamed)
-    except Exception as error:  # whatever the regression makes of rows that it cannot fit: the plain rate is still right
+    except (
+        Exception
+    ) as error:  # whatever the regression makes of rows that it cannot fit: the plain rate is still right
         return f"the library's regression failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
     by_position = frame["glm_preference"].to_dict()
     order = range(len(rows)) if positions is None else positions
@@ -153,7 +183,14 @@ def _instructions_of(gamed: Path) -> int:
     try:
         table = pd.read_csv(gamed)
     except (ValueError, OSError) as error:
-        raise ConfigError("alpacaeval.difficulty", gamed, f"is no CSV file ({error}); it is the hub's df_gamed.csv") from error
+        raise ConfigError(
+            "alpacaeval.difficulty", gamed, f"is no CSV file ({error}); it is the hub's df_gamed.csv"
+        ) from error
     missing = [name for name in GAMED_COLUMNS if name not in table.columns]
-    require(not missing, "alpacaeval.difficulty", gamed, f"has no column {', '.join(missing)}; it is the hub's df_gamed.csv")
+    require(
+        not missing,
+        "alpacaeval.difficulty",
+        gamed,
+        f"has no column {', '.join(missing)}; it is the hub's df_gamed.csv",
+    )
     return int(table["index"].nunique())

@@ -24,7 +24,12 @@ from rollouts.vllm_sampler import require_installed
 def check_answering(target: Target) -> Renderer:
     """The target's renderer. Raises ConfigError for what would keep it from answering, before weights are loaded."""
     config = target.config
-    require(config.model.head != "reward", "run", target.run or target.name, "is a reward model: it answers nothing")
+    require(
+        config.model.head != "reward",
+        "run",
+        target.run or target.name,
+        "is a reward model: it answers nothing",
+    )
     if config.sampler.name == "vllm":
         require_installed()
     config.check_room()
@@ -37,7 +42,12 @@ def prompts(target: Target, stage: EvalStage, renderer: Renderer) -> tuple[list[
     data = target.config.data
     every = prompts_of(load_groups(data, "eval" if stage.split == "eval" else "train").groups)
     usable, refused = usable_prompts(every, renderer)
-    require(bool(usable), "data", data.name, f"has no prompt to answer in split={stage.split}: {dict(refused) or 'none read'}")
+    require(
+        bool(usable),
+        "data",
+        data.name,
+        f"has no prompt to answer in split={stage.split}: {dict(refused) or 'none read'}",
+    )
     return limited(usable, stage.limit), refused
 
 
@@ -49,24 +59,49 @@ def limited(every: list[Prompt], limit: int | None) -> list[Prompt]:
     return [prompt for prompt in every if prompt.id in chosen]
 
 
-def sample(target: Target, renderer: Renderer, asked: list[Prompt], requests: list[Request], world: World) -> list[list[list[Sample]]]:
+def sample(
+    target: Target, renderer: Renderer, asked: list[Prompt], requests: list[Request], world: World
+) -> list[list[list[Sample]]]:
     """[requests][prompts][n] answers, drawn with the target's seed; the same on every rank, each of which calls it.
 
     Raises SamplerError, and ConfigError for weights that cannot be had.
     """
-    return answers(target.config, renderer, asked, requests, world, (target.run or target.out) / "logs", target.name)
+    return answers(
+        target.config, renderer, asked, requests, world, (target.run or target.out) / "logs", target.name
+    )
 
 
 def described(target: Target, stage: EvalStage) -> dict[str, Any]:
     """The settings that answers depend on, for the result's ``settings``."""
     config = target.config
-    keys = ("name", "path", "eval_path", "revision", "subset", "split", "eval_split", "eval_fraction", "system_prompt",
-            "apply_chat_template")
+    keys = (
+        "name",
+        "path",
+        "eval_path",
+        "revision",
+        "subset",
+        "split",
+        "eval_split",
+        "eval_fraction",
+        "system_prompt",
+        "apply_chat_template",
+    )
     return {
-        "target": target.name, "step": target.step, "model": None if target.step is not None else config.model.name_or_path,
-        "dtype": config.model.dtype, "max_length": config.model.max_length, "max_prompt_length": config.model.max_prompt_length,
-        "data": {key: getattr(config.data, key) for key in keys}, "part": stage.split, "limit": stage.limit,
-        "sampler": {key: value for key, value in asdict(config.sampler).items()
-                    if key in ("name", "temperature", "top_p", "max_tokens", "dtype")},
-        "seed": config.seed, "resamples": stage.resamples, "confidence": stage.confidence,
+        "target": target.name,
+        "step": target.step,
+        "model": None if target.step is not None else config.model.name_or_path,
+        "dtype": config.model.dtype,
+        "max_length": config.model.max_length,
+        "max_prompt_length": config.model.max_prompt_length,
+        "data": {key: getattr(config.data, key) for key in keys},
+        "part": stage.split,
+        "limit": stage.limit,
+        "sampler": {
+            key: value
+            for key, value in asdict(config.sampler).items()
+            if key in ("name", "temperature", "top_p", "max_tokens", "dtype")
+        },
+        "seed": config.seed,
+        "resamples": stage.resamples,
+        "confidence": stage.confidence,
     }

@@ -36,7 +36,9 @@ class Target:
 
     def model_folder(self) -> Path:
         """The model's own files on disk; a hub model is downloaded. Raises ConfigError."""
-        from rollouts.drawing import model_folder  # torch takes seconds that a wrong command line need not wait
+        from rollouts.drawing import (
+            model_folder,
+        )  # torch takes seconds that a wrong command line need not wait
 
         return model_folder(self.config)
 

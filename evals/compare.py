@@ -40,7 +40,12 @@ class Judged:
 def check(target: Target, stage: EvalStage) -> None:
     """Raises ConfigError, DataError: no reward, a side that cannot answer, files of answers to other prompts."""
     reward = target.config.reward
-    require(reward is not None, "reward", None, "choose what compares: a file of config/reward, as in reward=armorm")
+    require(
+        reward is not None,
+        "reward",
+        None,
+        "choose what compares: a file of config/reward, as in reward=armorm",
+    )
     assert reward is not None and target.other is not None
     sides = (target, target.other)
     if all(side.answers is None for side in sides):
@@ -50,8 +55,12 @@ def check(target: Target, stage: EvalStage) -> None:
     read = [answers_in(side.answers) for side in sides if side.answers is not None]
     if len(read) == 2:
         in_common(read[0], read[1])
-    require(reward.name != "adder" or target.config.data.verifier == "data.adder.accuracy" or bool(read), "reward", "adder",
-            f"scores additions, which data={target.config.data.name} does not ask for; choose another, as in reward=armorm")
+    require(
+        reward.name != "adder" or target.config.data.verifier == "data.adder.accuracy" or bool(read),
+        "reward",
+        "adder",
+        f"scores additions, which data={target.config.data.name} does not ask for; choose another, as in reward=armorm",
+    )
     make_reward(reward).close()
 
 
@@ -59,10 +68,18 @@ def answers_in(path: Path) -> list[Sampled]:
     """The answers in a file: of sample.py in any format, of an evaluation (.jsonl), AlpacaEval's outputs. Raises DataError, and
     ConfigError where greedy and sampled answers lie in one file: their rewards are not to be averaged."""
     if path.suffix == ".jsonl":
-        drawn = {json.loads(line).get("drawn") for line in path.read_text(encoding="utf-8").splitlines() if '"drawn"' in line}
+        drawn = {
+            json.loads(line).get("drawn")
+            for line in path.read_text(encoding="utf-8").splitlines()
+            if '"drawn"' in line
+        }
         if len(drawn) > 1:
-            raise ConfigError("answers", path, f"holds {' and '.join(sorted(map(str, drawn)))} answers: keep one kind, as with "
-                              "accuracy.greedy=false or accuracy.samples=0")
+            raise ConfigError(
+                "answers",
+                path,
+                f"holds {' and '.join(sorted(map(str, drawn)))} answers: keep one kind, as with "
+                "accuracy.greedy=false or accuracy.samples=0",
+            )
     return read_samples(path)
 
 
@@ -70,7 +87,12 @@ def in_common(ours: Sequence[Sampled], theirs: Sequence[Sampled]) -> list[tuple[
     """Both sides' answers to each prompt that both have, in the order of ours. Raises ConfigError where there is none."""
     by_id = {one.prompt.id: one for one in theirs}
     found = [(one, by_id[one.prompt.id]) for one in ours if one.prompt.id in by_id]
-    require(bool(found), "against", "…", f"no prompt of the {len(by_id)} there is among the {len(ours)} of ours: nothing can be compared")
+    require(
+        bool(found),
+        "against",
+        "…",
+        f"no prompt of the {len(by_id)} there is among the {len(ours)} of ours: nothing can be compared",
+    )
     return found
 
 
@@ -84,7 +106,9 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
     return on_main(lambda: judge(target, ours, theirs, stage, world))
 
 
-def judge(target: Target, ours: list[Sampled], theirs: list[Sampled], stage: EvalStage, world: World) -> Evaluation:
+def judge(
+    target: Target, ours: list[Sampled], theirs: list[Sampled], stage: EvalStage, world: World
+) -> Evaluation:
     """Rank 0's part: rewards, numbers."""
     assert target.other is not None and target.config.reward is not None
     pairs = in_common(ours, theirs)
@@ -98,14 +122,36 @@ def judge(target: Target, ours: list[Sampled], theirs: list[Sampled], stage: Eva
     known = {one.sampled[0].prompt.id: one.means for one in judged if one.means is not None}
     if not known:
         raise StoppedError(f"reward {target.config.reward.name} gave no verdict on any prompt's both sides")
-    items = {"reward": {i: a for i, (a, _) in known.items()}, "reward_against": {i: b for i, (_, b) in known.items()},
-             "mean_difference": {i: a - b for i, (a, b) in known.items()}}
-    counts = {"prompts": len(known), "only_one_side": len(ours) + len(theirs) - 2 * len(pairs), "no_verdict": len(pairs) - len(known)}
-    settings = described(target, stage) | {"against": target.other.name, "samples": stage.compare.samples, "tie": stage.compare.tie,
-                                           "reward": {k: v for k, v in asdict(target.config.reward).items() if v is not None}}
-    found = {"ours": fingerprints(target, [pair[0].prompt for pair in pairs]), "against": fingerprints(target.other)}
-    return result([items], stage, f"against {target.other.name}, by {target.config.reward.name}", counts, rows=[row_of(j) for j in judged],
-                  settings=settings, found=found, lengths=[_length(side) for side in zip(*pairs, strict=True)])
+    items = {
+        "reward": {i: a for i, (a, _) in known.items()},
+        "reward_against": {i: b for i, (_, b) in known.items()},
+        "mean_difference": {i: a - b for i, (a, b) in known.items()},
+    }
+    counts = {
+        "prompts": len(known),
+        "only_one_side": len(ours) + len(theirs) - 2 * len(pairs),
+        "no_verdict": len(pairs) - len(known),
+    }
+    settings = described(target, stage) | {
+        "against": target.other.name,
+        "samples": stage.compare.samples,
+        "tie": stage.compare.tie,
+        "reward": {k: v for k, v in asdict(target.config.reward).items() if v is not None},
+    }
+    found = {
+        "ours": fingerprints(target, [pair[0].prompt for pair in pairs]),
+        "against": fingerprints(target.other),
+    }
+    return result(
+        [items],
+        stage,
+        f"against {target.other.name}, by {target.config.reward.name}",
+        counts,
+        rows=[row_of(j) for j in judged],
+        settings=settings,
+        found=found,
+        lengths=[_length(side) for side in zip(*pairs, strict=True)],
+    )
 
 
 def _answers(side: Target, target: Target, stage: EvalStage, world: World) -> list[Sampled]:
@@ -121,24 +167,38 @@ def _answers(side: Target, target: Target, stage: EvalStage, world: World) -> li
 def _sampled(side: Target, prompts: list[Any], stage: EvalStage, world: World) -> list[Sampled]:
     renderer = check_answering(side)
     usable, _ = answers.usable_prompts(answers.limited(prompts, stage.limit), renderer)
-    request = Request(f"{stage.compare.samples} answers each", stage.compare.samples, settings_of(side.config.sampler))
+    request = Request(
+        f"{stage.compare.samples} answers each", stage.compare.samples, settings_of(side.config.sampler)
+    )
     (made,) = answers.sample(side, renderer, usable, [request], world)
-    return [Sampled(prompt, tuple(s.completion(renderer.tokenizer) for s in samples)) for prompt, samples in zip(usable, made, strict=True)]
+    return [
+        Sampled(prompt, tuple(s.completion(renderer.tokenizer) for s in samples))
+        for prompt, samples in zip(usable, made, strict=True)
+    ]
 
 
 def _length(side: Sequence[Sampled]) -> float | None:
     """Mean tokens an answer; None for answers whose tokens are not known."""
     every = [c.token_ids for one in side for c in one.completions]
-    return fmean(len(ids) for ids in every if ids is not None) if all(ids is not None for ids in every) else None
+    return (
+        fmean(len(ids) for ids in every if ids is not None) if all(ids is not None for ids in every) else None
+    )
 
 
 def row_of(one: Judged) -> dict[str, Any]:
     """A line a prompt."""
     prompt, means = one.sampled[0].prompt, one.means
     texts = [[_text(c) for c in side.completions] for side in one.sampled]
-    return {"prompt_id": prompt.id, "prompt": [{"role": turn.role, "content": turn.content} for turn in prompt.turns],
-            "reference": prompt.reference, "answers": texts[0], "rewards": one.scores[0], "answers_against": texts[1],
-            "rewards_against": one.scores[1], "difference": None if means is None else means[0] - means[1]}
+    return {
+        "prompt_id": prompt.id,
+        "prompt": [{"role": turn.role, "content": turn.content} for turn in prompt.turns],
+        "reference": prompt.reference,
+        "answers": texts[0],
+        "rewards": one.scores[0],
+        "answers_against": texts[1],
+        "rewards_against": one.scores[1],
+        "difference": None if means is None else means[0] - means[1],
+    }
 
 
 def _text(completion: Completion) -> str:
@@ -152,30 +212,63 @@ def pool(parts: list[Evaluation], stage: EvalStage) -> Evaluation:
     """Several pairs of runs as one result: intervals by a bootstrap over pairs and prompts. The tests are on each prompt's mean
     difference over the pairs: they speak of these runs, on other prompts."""
     counts = {"runs": len(parts), "prompts": parts[0].values["counts"]["prompts"]}
-    return result([part.items for part in parts], stage, f"mean of {len(parts)} pairs", counts, rows=[],
-                  settings={"runs": [part.settings for part in parts]}, found={"runs": [part.fingerprints for part in parts]}, lengths=[])
+    return result(
+        [part.items for part in parts],
+        stage,
+        f"mean of {len(parts)} pairs",
+        counts,
+        rows=[],
+        settings={"runs": [part.settings for part in parts]},
+        found={"runs": [part.fingerprints for part in parts]},
+        lengths=[],
+    )
 
 
-def result(runs: list[dict[str, dict[str, float]]], stage: EvalStage, title: str, counts: dict[str, Any], *, rows: list[dict[str, Any]],
-           settings: dict[str, Any], found: dict[str, Any], lengths: list[float | None]) -> Evaluation:
+def result(
+    runs: list[dict[str, dict[str, float]]],
+    stage: EvalStage,
+    title: str,
+    counts: dict[str, Any],
+    *,
+    rows: list[dict[str, Any]],
+    settings: dict[str, Any],
+    found: dict[str, Any],
+    lengths: list[float | None],
+) -> Evaluation:
     """The record and the printed table. ``win_rate`` counts a tie as half a win."""
     tie = stage.compare.tie
     tables = {metric: statistics.table_of([run[metric] for run in runs]) for metric in runs[0]}
     difference = [run["mean_difference"] for run in runs]
-    for name, score in (("win_rate", (1.0, 0.5, 0.0)), ("win", (1.0, 0.0, 0.0)), ("tie", (0.0, 1.0, 0.0)), ("loss", (0.0, 0.0, 1.0))):
-        tables[name] = statistics.table_of([{i: score[_outcome(d, tie)] for i, d in run.items()} for run in difference])
+    for name, score in (
+        ("win_rate", (1.0, 0.5, 0.0)),
+        ("win", (1.0, 0.0, 0.0)),
+        ("tie", (0.0, 1.0, 0.0)),
+        ("loss", (0.0, 0.0, 1.0)),
+    ):
+        tables[name] = statistics.table_of(
+            [{i: score[_outcome(d, tie)] for i, d in run.items()} for run in difference]
+        )
     spread = statistics.intervals(tables, stage.resamples, stage.confidence)
     values: dict[str, Any] = {}
     for name in ("win_rate", "win", "tie", "loss", "mean_difference", "reward", "reward_against"):
         interval = spread[name]
         values |= {name: statistics.mean_of(tables[name]), f"{name}_ci": list(interval) if interval else None}
-    of_prompt = {i: fmean(run[i] for run in difference if i in run) for i in sorted({i for run in difference for i in run})}
+    of_prompt = {
+        i: fmean(run[i] for run in difference if i in run)
+        for i in sorted({i for run in difference for i in run})
+    }
     tests = statistics.paired_tests(list(of_prompt.values()), tie)
     values |= {"p_t": tests.t, "p_wilcoxon": tests.wilcoxon, "p_sign": tests.sign}
     if lengths:
         values |= {"length": lengths[0], "length_against": lengths[1]}
-    return Evaluation(values | {"counts": counts}, printed(values, title, counts, stage.confidence), rows, settings, found,
-                      runs[0] if len(runs) == 1 else {})
+    return Evaluation(
+        values | {"counts": counts},
+        printed(values, title, counts, stage.confidence),
+        rows,
+        settings,
+        found,
+        runs[0] if len(runs) == 1 else {},
+    )
 
 
 def _outcome(difference: float, tie: float) -> int:
@@ -185,14 +278,30 @@ def _outcome(difference: float, tie: float) -> int:
 
 def printed(values: dict[str, Any], title: str, counts: dict[str, Any], confidence: float) -> list[list[str]]:
     table = [[title, "mean", f"{confidence:.0%} interval"]]
-    for name, words, form in (("win_rate", "win rate (a tie is half)", "{:.1%}"), ("win", "wins", "{:.1%}"), ("tie", "ties", "{:.1%}"),
-                              ("loss", "losses", "{:.1%}"), ("mean_difference", "mean difference of rewards", "{:+.4f}"),
-                              ("reward", "our reward", "{:.4f}"), ("reward_against", "theirs", "{:.4f}")):
+    for name, words, form in (
+        ("win_rate", "win rate (a tie is half)", "{:.1%}"),
+        ("win", "wins", "{:.1%}"),
+        ("tie", "ties", "{:.1%}"),
+        ("loss", "losses", "{:.1%}"),
+        ("mean_difference", "mean difference of rewards", "{:+.4f}"),
+        ("reward", "our reward", "{:.4f}"),
+        ("reward_against", "theirs", "{:.4f}"),
+    ):
         low, high = values[f"{name}_ci"]
         table.append([words, form.format(values[name]), f"[{form.format(low)}, {form.format(high)}]"])
     for name, words in (("p_t", "p, paired t"), ("p_wilcoxon", "p, Wilcoxon"), ("p_sign", "p, sign test")):
         table.append([words, "–" if values[name] is None else f"{values[name]:.4f}"])
-    table += [[words, f"{values[name]:.1f}"] for name, words in (("length", "our tokens an answer"), ("length_against", "theirs"))
-              if values.get(name) is not None]
-    return table + [[words, str(counts[name])] for name, words in (("prompts", "prompts"), ("only_one_side", "answered by one side alone"),
-                                                                   ("no_verdict", "prompts without two rewards")) if counts.get(name)]
+    table += [
+        [words, f"{values[name]:.1f}"]
+        for name, words in (("length", "our tokens an answer"), ("length_against", "theirs"))
+        if values.get(name) is not None
+    ]
+    return table + [
+        [words, str(counts[name])]
+        for name, words in (
+            ("prompts", "prompts"),
+            ("only_one_side", "answered by one side alone"),
+            ("no_verdict", "prompts without two rewards"),
+        )
+        if counts.get(name)
+    ]

@@ -41,16 +41,35 @@ def check(target: Target, stage: EvalStage) -> None:
     try:
         version("lm_eval")
     except PackageNotFoundError:
-        raise ConfigError("kind", "lm_eval", "needs the lm_eval library: make eval-tools, "
-                          "or pip install -r requirements-eval.txt") from None
+        raise ConfigError(
+            "kind",
+            "lm_eval",
+            "needs the lm_eval library: make eval-tools, or pip install -r requirements-eval.txt",
+        ) from None
     own = stage.lm_eval
-    require(bool(own.tasks), "lm_eval.tasks", own.tasks, "name at least one, as in lm_eval.tasks=[gsm8k,ifeval]")
-    require(own.include_path is None or Path(own.include_path).is_dir(), "lm_eval.include_path", own.include_path, "is no folder")
-    require(target.config.model.head is None, "run", target.run or target.name, "has a head of its own: the harness asks language models")
+    require(
+        bool(own.tasks), "lm_eval.tasks", own.tasks, "name at least one, as in lm_eval.tasks=[gsm8k,ifeval]"
+    )
+    require(
+        own.include_path is None or Path(own.include_path).is_dir(),
+        "lm_eval.include_path",
+        own.include_path,
+        "is no folder",
+    )
+    require(
+        target.config.model.head is None,
+        "run",
+        target.run or target.name,
+        "has a head of its own: the harness asks language models",
+    )
     check_model(target.config.model)
     unsafe = [name for name, task in _load(stage).items() if getattr(task, "UNSAFE_CODE", False)]
-    require(own.unsafe_code or not unsafe, "lm_eval.unsafe_code", False,
-            f"{', '.join(unsafe[:_NAMED])} runs what the model wrote on this machine; set it to true where that may be")
+    require(
+        own.unsafe_code or not unsafe,
+        "lm_eval.unsafe_code",
+        False,
+        f"{', '.join(unsafe[:_NAMED])} runs what the model wrote on this machine; set it to true where that may be",
+    )
 
 
 def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
@@ -64,12 +83,33 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
     try:
         with _quiet():
             found = lm_eval.simple_evaluate(
-                model, tasks=list(own.tasks), task_manager=_manager(own.tasks, own.include_path), num_fewshot=own.num_fewshot,
-                limit=stage.limit, bootstrap_iters=own.bootstrap, apply_chat_template=chat, system_instruction=own.system_instruction,
-                confirm_run_unsafe_code=own.unsafe_code, random_seed=config.seed, numpy_random_seed=config.seed,
-                torch_random_seed=config.seed, fewshot_random_seed=FEWSHOT_SEED)
-    except (AssertionError, AttributeError, ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-        raise StoppedError(f"lm_eval.tasks={own.tasks}: the harness failed ({type(error).__name__}: {error})") from error
+                model,
+                tasks=list(own.tasks),
+                task_manager=_manager(own.tasks, own.include_path),
+                num_fewshot=own.num_fewshot,
+                limit=stage.limit,
+                bootstrap_iters=own.bootstrap,
+                apply_chat_template=chat,
+                system_instruction=own.system_instruction,
+                confirm_run_unsafe_code=own.unsafe_code,
+                random_seed=config.seed,
+                numpy_random_seed=config.seed,
+                torch_random_seed=config.seed,
+                fewshot_random_seed=FEWSHOT_SEED,
+            )
+    except (
+        AssertionError,
+        AttributeError,
+        ArithmeticError,
+        LookupError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise StoppedError(
+            f"lm_eval.tasks={own.tasks}: the harness failed ({type(error).__name__}: {error})"
+        ) from error
     return _evaluation(cast(dict[str, Any], found), target, stage, chat)
 
 
@@ -80,9 +120,13 @@ def _model(config: Config, batch_size: int, world: World) -> Any:
 
         tokenizer = load_tokenizer(config.model)
         tokenizer.chat_template = load_template(tokenizer, config.model.chat_template)
-        policy = load_policy(replace(config.model, packing=False, compile=False), world.device)  # both are for training's rows
+        policy = load_policy(
+            replace(config.model, packing=False, compile=False), world.device
+        )  # both are for training's rows
         model: Any = causal_lm(policy.model)
-        model.config._attn_implementation = config.model.attn_implementation  # the policy's own takes no mask, and the harness pads
+        model.config._attn_implementation = (
+            config.model.attn_implementation
+        )  # the policy's own takes no mask, and the harness pads
         model.to(getattr(torch, config.model.dtype))
         return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
 
@@ -96,15 +140,27 @@ def _load(stage: EvalStage) -> dict[str, Any]:
     manager = _manager(own.tasks, own.include_path)
     for name in own.tasks:
         near = difflib.get_close_matches(name, manager.all_tasks, n=1)
-        require(bool(manager.match_tasks([name])) or Path(name).is_file(), "lm_eval.tasks", name, "the harness has no such task, "
-                "group or tag; " + (f"did you mean {near[0]}?" if near else "its list: python -m lm_eval ls tasks"))
+        require(
+            bool(manager.match_tasks([name])) or Path(name).is_file(),
+            "lm_eval.tasks",
+            name,
+            "the harness has no such task, "
+            "group or tag; "
+            + (f"did you mean {near[0]}?" if near else "its list: python -m lm_eval ls tasks"),
+        )
     try:
         with _quiet():
             loaded: dict[str, Any] = manager.load(list(own.tasks))["tasks"]
-    except Exception as error:  # a task is a program of its own: whatever it raises, its data or itself cannot be had
+    except (
+        Exception
+    ) as error:  # a task is a program of its own: whatever it raises, its data or itself cannot be had
         first = (str(error).strip().splitlines() or [""])[0]
-        raise ConfigError("lm_eval.tasks", own.tasks, f"cannot be loaded ({type(error).__name__}: {first}); a task of the hub needs its "
-                          "data in the hub's cache, or a network") from error
+        raise ConfigError(
+            "lm_eval.tasks",
+            own.tasks,
+            f"cannot be loaded ({type(error).__name__}: {first}); a task of the hub needs its "
+            "data in the hub's cache, or a network",
+        ) from error
     return loaded
 
 
@@ -145,15 +201,40 @@ def _quiet() -> Iterator[None]:
 def _evaluation(found: dict[str, Any], target: Target, stage: EvalStage, chat: bool) -> Evaluation:
     own, samples = stage.lm_eval, found["samples"]
     sizes = {name: number["effective"] for name, number in found["n-samples"].items()}
-    values: dict[str, Any] = {name: metrics_of(result) for name, result in {**found["results"], **(found.get("groups") or {})}.items()}
+    values: dict[str, Any] = {
+        name: metrics_of(result)
+        for name, result in {**found["results"], **(found.get("groups") or {})}.items()
+    }
     values["counts"] = {"prompts": sizes}
-    texts = hashlib.sha256(repr([(name, one["doc_id"], one["doc_hash"], one["prompt_hash"], one["target_hash"])
-                                 for name, every in sorted(samples.items()) for one in every]).encode()).hexdigest()
-    settings = {"target": target.name, "step": target.step, "model": None if target.step is not None else target.config.model.name_or_path,
-                "dtype": target.config.model.dtype, "seed": target.config.seed, "limit": stage.limit, **asdict(own), "chat_template": chat,
-                "versions_of_tasks": found["versions"], "shots": found["n-shot"], "lm_eval": version("lm_eval")}
-    return Evaluation(values, table_of(found["results"], sizes), [line for name, every in samples.items() for line in rows_of(name, every)],
-                      settings, fingerprints(target, texts=texts))
+    texts = hashlib.sha256(
+        repr(
+            [
+                (name, one["doc_id"], one["doc_hash"], one["prompt_hash"], one["target_hash"])
+                for name, every in sorted(samples.items())
+                for one in every
+            ]
+        ).encode()
+    ).hexdigest()
+    settings = {
+        "target": target.name,
+        "step": target.step,
+        "model": None if target.step is not None else target.config.model.name_or_path,
+        "dtype": target.config.model.dtype,
+        "seed": target.config.seed,
+        "limit": stage.limit,
+        **asdict(own),
+        "chat_template": chat,
+        "versions_of_tasks": found["versions"],
+        "shots": found["n-shot"],
+        "lm_eval": version("lm_eval"),
+    }
+    return Evaluation(
+        values,
+        table_of(found["results"], sizes),
+        [line for name, every in samples.items() for line in rows_of(name, every)],
+        settings,
+        fingerprints(target, texts=texts),
+    )
 
 
 def metrics_of(result: dict[str, Any]) -> Metrics:
@@ -183,8 +264,17 @@ def _shown(value: Any) -> str:
 def rows_of(task: str, samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """A line a question (and a filter): what was asked, what came back, what the metrics made of it."""
     for one in samples:
-        choices = [argument[1] for argument in one["arguments"] if len(argument) > 1 and isinstance(argument[1], str)]
-        yield {"task": task, "doc_id": one["doc_id"], "filter": one["filter"], "prompts": [argument[0] for argument in one["arguments"]],
-               **({"choices": choices} if choices else {}), "target": str(one["target"]), "responses": one["resps"],
-               "filtered": one["filtered_resps"],
-               "metrics": {name: one[name] for name in one["metrics"] if isinstance(one.get(name), Real)}}
+        choices = [
+            argument[1] for argument in one["arguments"] if len(argument) > 1 and isinstance(argument[1], str)
+        ]
+        yield {
+            "task": task,
+            "doc_id": one["doc_id"],
+            "filter": one["filter"],
+            "prompts": [argument[0] for argument in one["arguments"]],
+            **({"choices": choices} if choices else {}),
+            "target": str(one["target"]),
+            "responses": one["resps"],
+            "filtered": one["filtered_resps"],
+            "metrics": {name: one[name] for name in one["metrics"] if isinstance(one.get(name), Real)},
+        }

@@ -20,7 +20,12 @@ from rollouts.worker_process import SamplerError
 from trainers.provenance import scrub
 from trainers.tracking import mirror_evaluation, plain
 
-KINDS = {"accuracy": "evals.accuracy", "compare": "evals.compare", "alpacaeval": "evals.alpaca", "lm_eval": "evals.harness"}
+KINDS = {
+    "accuracy": "evals.accuracy",
+    "compare": "evals.compare",
+    "alpacaeval": "evals.alpaca",
+    "lm_eval": "evals.harness",
+}
 """What ``kind`` may be -> the module that does it (its contract: the docstring of this package)."""
 SHOWN = 64
 """Answers that are shown in wandb."""
@@ -79,14 +84,23 @@ def report(target: Target, stage: EvalStage, evaluation: Evaluation) -> None:
     path = result_path(target, stage)
     write_result(path, evaluation)
     if target.run is not None:
-        mirror_evaluation(target.run, asdict(target.config), target.config.wandb, path.stem, evaluation.values, evaluation.rows[:SHOWN])
+        mirror_evaluation(
+            target.run,
+            asdict(target.config),
+            target.config.wandb,
+            path.stem,
+            evaluation.values,
+            evaluation.rows[:SHOWN],
+        )
     answers = f", its answers to {path.with_suffix('.jsonl').name}" if evaluation.rows else ""
     print(f"\n{target.name}\n{text_table(evaluation.table)}\nwritten to {path}{answers}", flush=True)
 
 
 def report_pooled(evaluation: Evaluation, targets: list[Target], stage: EvalStage) -> None:
     """Print what several runs say together; it is written where ``out`` was given."""
-    print(f"\n{len(targets)} runs together: {', '.join(target.name for target in targets)}\n{text_table(evaluation.table)}")
+    print(
+        f"\n{len(targets)} runs together: {', '.join(target.name for target in targets)}\n{text_table(evaluation.table)}"
+    )
     if (path := pooled_path(targets, stage)) is not None:
         write_result(path, evaluation)
         print(f"written to {path}", flush=True)
@@ -97,15 +111,25 @@ def write_result(path: Path, evaluation: Evaluation) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     answers = path.with_suffix(".jsonl")
     if evaluation.rows:
-        write_whole(answers, "".join(json.dumps(plain(row), ensure_ascii=False) + "\n" for row in evaluation.rows))
+        write_whole(
+            answers, "".join(json.dumps(plain(row), ensure_ascii=False) + "\n" for row in evaluation.rows)
+        )
     else:
         answers.unlink(missing_ok=True)
     about: dict[str, Any] = {"settings": evaluation.settings, "fingerprints": evaluation.fingerprints}
-    write_whole(path, json.dumps(plain(evaluation.values | scrub(about)), indent=2, ensure_ascii=False) + "\n")
+    write_whole(
+        path, json.dumps(plain(evaluation.values | scrub(about)), indent=2, ensure_ascii=False) + "\n"
+    )
 
 
 def text_table(table: list[list[str]]) -> str:
     """Columns as wide as their widest cell; the first to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in table if i < len(row)) for i in range(max(map(len, table), default=0))]
-    return "\n".join("  ".join(cell.ljust(widths[i]) if i == 0 else cell.rjust(widths[i]) for i, cell in enumerate(row)).rstrip()
-                     for row in table)
+    widths = [
+        max(len(row[i]) for row in table if i < len(row)) for i in range(max(map(len, table), default=0))
+    ]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(widths[i]) if i == 0 else cell.rjust(widths[i]) for i, cell in enumerate(row)
+        ).rstrip()
+        for row in table
+    )

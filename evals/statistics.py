@@ -26,7 +26,9 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def table_of(runs: Sequence[Mapping[str, float]]) -> np.ndarray:
     """[runs, problems] float64 of each run's problem -> value; nan where a run has no value for a problem that another has."""
     problems = sorted({problem for run in runs for problem in run})
-    return np.array([[run.get(problem, np.nan) for problem in problems] for run in runs], np.float64).reshape(len(runs), len(problems))
+    return np.array([[run.get(problem, np.nan) for problem in problems] for run in runs], np.float64).reshape(
+        len(runs), len(problems)
+    )
 
 
 def mean_of(values: np.ndarray) -> float | None:
@@ -34,7 +36,9 @@ def mean_of(values: np.ndarray) -> float | None:
     return float(np.nanmean(values)) if np.isfinite(values).any() else None
 
 
-def intervals(metrics: Mapping[str, np.ndarray], resamples: int, confidence: float) -> dict[str, Interval | None]:
+def intervals(
+    metrics: Mapping[str, np.ndarray], resamples: int, confidence: float
+) -> dict[str, Interval | None]:
     """Percentile bootstrap of the mean of each metric's [runs, problems], nan left out. Problems are drawn with replacement, and runs
     (seeds) too where there are several, crossed: every drawn run is judged on the same drawn problems.
 
@@ -43,7 +47,9 @@ def intervals(metrics: Mapping[str, np.ndarray], resamples: int, confidence: flo
     shapes = {values.shape for values in metrics.values()}
     out: dict[str, Interval | None] = {}
     for shape in sorted(shapes):
-        names = [name for name, values in metrics.items() if values.shape == shape and np.isfinite(values).any()]
+        names = [
+            name for name, values in metrics.items() if values.shape == shape and np.isfinite(values).any()
+        ]
         drawn: dict[str, list[np.ndarray]] = {name: [] for name in names}
         rng = np.random.default_rng(0)
         for first in range(0, resamples if names else 0, _BLOCK):

@@ -23,16 +23,29 @@ def refuse_unread(given: Sequence[str], own: Sequence[str], runs: bool) -> None:
     """Raise ConfigError for a key of the command line that an evaluation does not read. ``given``: dotted keys."""
     for key in given:
         top = key.split(".")[0]
-        require(top in (*READ, *own, "hydra"), key, "…", f"is not read by an evaluation: it reads {', '.join((*own, *READ))}")
-        require(not runs or key not in ("model", "model.name_or_path", "model.revision"), key, "…",
-                "run= says which model; leave one of them out")
+        require(
+            top in (*READ, *own, "hydra"),
+            key,
+            "…",
+            f"is not read by an evaluation: it reads {', '.join((*own, *READ))}",
+        )
+        require(
+            not runs or key not in ("model", "model.name_or_path", "model.revision"),
+            key,
+            "…",
+            "run= says which model; leave one of them out",
+        )
 
 
 def expanded(paths: Sequence[str]) -> list[Path]:
     """Run folders, where a pattern with ``*`` stands for all that it finds. Raises ConfigError."""
     found: list[Path] = []
     for path in paths:
-        here = sorted(p.parent for p in Path().glob(f"{os.path.relpath(path)}/config.yaml")) if "*" in path else [Path(path)]
+        here = (
+            sorted(p.parent for p in Path().glob(f"{os.path.relpath(path)}/config.yaml"))
+            if "*" in path
+            else [Path(path)]
+        )
         require(bool(here), "run", path, "finds no folder of a run (one with a config.yaml)")
         found += here
     return found
@@ -45,12 +58,23 @@ def run_of(path: Path, step: int | None) -> tuple[Path, int | None]:
         path, step = path.parent.parent, int(path.name.removeprefix("step_"))
     if not (path / "config.yaml").is_file():
         a_model = (path / "config.json").is_file()
-        raise ConfigError("run", path, "is a model's folder, not a run's: give model=hub model.name_or_path= and out=" if a_model
-                          else "is not the folder of a run: it has no config.yaml" if path.is_dir() else "there is no such folder")
+        raise ConfigError(
+            "run",
+            path,
+            "is a model's folder, not a run's: give model=hub model.name_or_path= and out="
+            if a_model
+            else "is not the folder of a run: it has no config.yaml"
+            if path.is_dir()
+            else "there is no such folder",
+        )
     if step is None and not (path / "model" / "config.json").is_file():
         there = sorted(int(p.name.removeprefix("step_")) for p in (path / "checkpoints").glob("step_*"))
-        raise ConfigError("run", path, "is not finished: it has no model/. Finish it (train.py with resume=true)" +
-                          (f", or evaluate a checkpoint: step=… of {', '.join(map(str, there))}" if there else ""))
+        raise ConfigError(
+            "run",
+            path,
+            "is not finished: it has no model/. Finish it (train.py with resume=true)"
+            + (f", or evaluate a checkpoint: step=… of {', '.join(map(str, there))}" if there else ""),
+        )
     return path, step
 
 
@@ -80,36 +104,69 @@ def _with(section: Settings, path: Sequence[str], value: Any) -> Settings:
     return {**section, first: _with(section.get(first) or {}, rest, value) if rest else value}
 
 
-def targets_of(stage: EvalStage, composed: Settings, given: Sequence[str], exported: Mapping[Path, Path]) -> list[Target]:
+def targets_of(
+    stage: EvalStage, composed: Settings, given: Sequence[str], exported: Mapping[Path, Path]
+) -> list[Target]:
     """What is evaluated. ``composed``: a run's settings as the command line alone gives them; ``given``: the dotted keys that it sets;
     ``exported``: run folder -> where its checkpoint was written as a model. Raises ConfigError."""
     if stage.run:
-        targets = [_of_run(*run_of(path, stage.step), stage, composed, given, exported) for path in expanded(stage.run)]
+        targets = [
+            _of_run(*run_of(path, stage.step), stage, composed, given, exported)
+            for path in expanded(stage.run)
+        ]
     else:
         config = _checked(composed)
-        require(stage.out is not None, "out", None, "is needed for what is no run: the folder of the result, as in out=evaluations/mine")
+        require(
+            stage.out is not None,
+            "out",
+            None,
+            "is needed for what is no run: the folder of the result, as in out=evaluations/mine",
+        )
         assert stage.out is not None
         answers = _answers("answers", stage.answers) if stage.answers else None
         name = answers.stem if answers else _named(Path(config.model.name_or_path))
         targets = [Target(name, config, Path(stage.out), answers=answers)]
     seen = [target.out for target in targets]
-    require(len(set(seen)) == len(seen), "run", [str(target.run) for target in targets], "names a run twice, or puts several results into "
-            f"one folder (out={stage.out})")
-    others = [_other(path, target, stage, composed, given) for path, target in zip(_as_many(stage.against, targets), targets, strict=False)]
-    return [replace(target, other=other) for target, other in zip(targets, others, strict=True)] if others else targets
+    require(
+        len(set(seen)) == len(seen),
+        "run",
+        [str(target.run) for target in targets],
+        f"names a run twice, or puts several results into one folder (out={stage.out})",
+    )
+    others = [
+        _other(path, target, stage, composed, given)
+        for path, target in zip(_as_many(stage.against, targets), targets, strict=False)
+    ]
+    return (
+        [replace(target, other=other) for target, other in zip(targets, others, strict=True)]
+        if others
+        else targets
+    )
 
 
 def _as_many(against: list[str], targets: list[Target]) -> list[str]:
     return against * len(targets) if len(against) == 1 else against
 
 
-def _of_run(run: Path, step: int | None, stage: EvalStage, composed: Settings, given: Sequence[str],
-            exported: Mapping[Path, Path]) -> Target:
+def _of_run(
+    run: Path,
+    step: int | None,
+    stage: EvalStage,
+    composed: Settings,
+    given: Sequence[str],
+    exported: Mapping[Path, Path],
+) -> Target:
     saved = yaml.safe_load((run / "config.yaml").read_text())
     config = _as_exported(_checked(over_run(saved, composed, given)), exported.get(run, run / "model"))
     one = len(expanded(stage.run)) == 1
     out = run / "evals" if stage.out is None else Path(stage.out) if one else Path(stage.out) / run.name
-    return Target(run.resolve().name if step is None else f"{run.resolve().name} before step {step}", config, out, run, step)
+    return Target(
+        run.resolve().name if step is None else f"{run.resolve().name} before step {step}",
+        config,
+        out,
+        run,
+        step,
+    )
 
 
 def _other(path: str, target: Target, stage: EvalStage, composed: Settings, given: Sequence[str]) -> Target:
@@ -120,9 +177,16 @@ def _other(path: str, target: Target, stage: EvalStage, composed: Settings, give
         return Target(file.stem, mine, target.out, answers=file)
     if (Path(path) / "config.yaml").is_file() or Path(path).parent.name == "checkpoints":
         run, step = run_of(Path(path), None)
-        require(step is None, "against", path, f"is a checkpoint: python export.py {run} --step {step} --to DIR first, then against=DIR")
+        require(
+            step is None,
+            "against",
+            path,
+            f"is a checkpoint: python export.py {run} --step {step} --to DIR first, then against=DIR",
+        )
         theirs = _of_run(run, None, stage, composed, given, {})
-        config = replace(theirs.config, data=mine.data, sampler=mine.sampler, reward=mine.reward, seed=mine.seed)
+        config = replace(
+            theirs.config, data=mine.data, sampler=mine.sampler, reward=mine.reward, seed=mine.seed
+        )
         return replace(theirs, config=config, out=target.out, run=None)
     return Target(_named(Path(path)), _as_exported(mine, Path(path)), target.out)
 
@@ -143,7 +207,16 @@ def _checked(settings: Settings) -> Config:
 
 def _as_exported(config: Config, path: Path) -> Config:
     """The settings of a run for the model that it exported: adapters are merged, and tokenizer and template lie beside the weights."""
-    model = replace(config.model, name_or_path=str(path), revision=None, tokenizer_name_or_path=None, from_config=False, use_peft=False,
-                    packing=False, compile=False, head=None if config.model.head == "value" else config.model.head,
-                    chat_template=None if config.data.apply_chat_template else config.model.chat_template)
+    model = replace(
+        config.model,
+        name_or_path=str(path),
+        revision=None,
+        tokenizer_name_or_path=None,
+        from_config=False,
+        use_peft=False,
+        packing=False,
+        compile=False,
+        head=None if config.model.head == "value" else config.model.head,
+        chat_template=None if config.data.apply_chat_template else config.model.chat_template,
+    )
     return replace(config, model=model)

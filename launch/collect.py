@@ -65,7 +65,9 @@ def of_folders(paths: Iterable[Path]) -> list[Result]:
     """The results under ``paths``, each a run folder or a folder of them. Raises ConfigError where there is none."""
     found = []
     for path in paths:
-        records = [path / "config.yaml"] if (path / "config.yaml").exists() else sorted(path.glob("*/config.yaml"))
+        records = (
+            [path / "config.yaml"] if (path / "config.yaml").exists() else sorted(path.glob("*/config.yaml"))
+        )
         require(bool(records), "runs", path, "is no run folder and holds none")
         found += [read_run(record.parent) for record in records]
     return found
@@ -76,21 +78,40 @@ def read_run(folder: Path, cell: str | None = None) -> Result:
     config = flat(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")))
     seed = int(config["seed"])
     tags = tuple(config.get("wandb.tags") or ())
-    own = tags[1] if len(tags) > 1 and folder.name == f"{tags[1]}-s{seed}" else folder.name.removesuffix(f"-s{seed}")
-    variant = ("online" if config.get("online") else "offline") + ("+humanline" if config.get("humanline") else "")
+    own = (
+        tags[1]
+        if len(tags) > 1 and folder.name == f"{tags[1]}-s{seed}"
+        else folder.name.removesuffix(f"-s{seed}")
+    )
+    variant = ("online" if config.get("online") else "offline") + (
+        "+humanline" if config.get("humanline") else ""
+    )
     lines = read_lines(folder / "metrics.jsonl")
     values: dict[str, float] = {}
     done = (folder / "summary.json").exists()
     if done:
         summary = json.loads((folder / "summary.json").read_text())
         after = {key: value for key, value in (summary.get("after") or {}).items() if value is not None}
-        values = after | {key: summary[key] for key in ("tokens_per_second", "seconds") if summary.get(key) is not None}
+        values = after | {
+            key: summary[key] for key in ("tokens_per_second", "seconds") if summary.get(key) is not None
+        }
         last = lines[-1] if lines else last_line(folder)
         lines = [*lines, after | {"step": last.get("step", -1) + 1, "examples": summary.get("examples", 0)}]
     for path in sorted((folder / "evals").glob("*.json")):
-        values |= {f"{path.stem}/{key}": value for key, value in numbers(json.loads(path.read_text())).items()}
-    return Result(folder.name, cell or own, seed, FINISHED if done else UNFINISHED, computed(config), values, lines,
-                  f"{config.get('loss.name', '')}-{variant}", (*tags, str(config.get("loss.name", "")), variant))
+        values |= {
+            f"{path.stem}/{key}": value for key, value in numbers(json.loads(path.read_text())).items()
+        }
+    return Result(
+        folder.name,
+        cell or own,
+        seed,
+        FINISHED if done else UNFINISHED,
+        computed(config),
+        values,
+        lines,
+        f"{config.get('loss.name', '')}-{variant}",
+        (*tags, str(config.get("loss.name", "")), variant),
+    )
 
 
 def computed(config: Settings) -> Settings:
@@ -108,7 +129,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def numbers(tree: Any, prefix: str = "") -> dict[str, float]:
     """Dotted key -> number of an evaluation file; what says how it was made, and lists (of items), are no results."""
     if isinstance(tree, dict):
-        inner = (numbers(item, f"{prefix}.{key}".lstrip(".")) for key, item in tree.items() if key not in NO_NUMBERS)
+        inner = (
+            numbers(item, f"{prefix}.{key}".lstrip("."))
+            for key, item in tree.items()
+            if key not in NO_NUMBERS
+        )
         return {key: value for found in inner for key, value in found.items()}
     return {prefix: float(tree)} if isinstance(tree, int | float) and not isinstance(tree, bool) else {}
 
@@ -117,4 +142,8 @@ def flat(tree: Any, prefix: str = "") -> Settings:
     """{"a": {"b": 1}} -> {"a.b": 1}"""
     if not isinstance(tree, dict) or not tree:
         return {prefix: tree}
-    return {name: value for key, item in tree.items() for name, value in flat(item, f"{prefix}.{key}".lstrip(".")).items()}
+    return {
+        name: value
+        for key, item in tree.items()
+        for name, value in flat(item, f"{prefix}.{key}".lstrip(".")).items()
+    }

@@ -62,7 +62,9 @@ class Finding:
     remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.level:<5} {self.what:<10} {self.text}" + (f"\n{'':<17}-> {self.remedy}" if self.remedy else "")
+        return f"{self.level:<5} {self.what:<10} {self.text}" + (
+            f"\n{'':<17}-> {self.remedy}" if self.remedy else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ class Devices:
 
 def examine(config: Config, overrides: Sequence[str], steps: bool = True) -> Iterator[Finding]:
     """Every finding, as it is made: the quick checks first."""
-    yield Finding("settings", OK, f"{config.variant} {config.loss['name']}, {config.model.name} on {config.data.name}")
+    yield Finding(
+        "settings", OK, f"{config.variant} {config.loss['name']}, {config.model.name} on {config.data.name}"
+    )
     yield from versions()
     devices = look(config)
     yield from devices.findings
@@ -117,24 +121,46 @@ def look(config: Config) -> Devices:
     """GPUs, their free memory, bf16, attention kernels."""
     code, out = run([sys.executable, "-c", DEVICES], PROBE_SECONDS)
     if code:
-        return Devices((), (Finding("devices", BAD, f"torch cannot be asked: {last(out)}", "reinstall it: make venv"),))
+        return Devices(
+            (), (Finding("devices", BAD, f"torch cannot be asked: {last(out)}", "reinstall it: make venv"),)
+        )
     seen = json.loads(out.splitlines()[-1])
     gpus = tuple((name, total, free) for name, total, free in seen["gpus"])
     found = []
     for i, (name, total, free) in enumerate(gpus):
         busy = free < 0.9 * total
-        found.append(Finding("GPU", NOTE if busy else OK, f"{i}: {name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free",
-                             "another process holds memory there: nvidia-smi" if busy else ""))
+        found.append(
+            Finding(
+                "GPU",
+                NOTE if busy else OK,
+                f"{i}: {name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free",
+                "another process holds memory there: nvidia-smi" if busy else "",
+            )
+        )
     if not gpus:
         expected = shutil.which("nvidia-smi") is not None
-        found.append(Finding("GPU", BAD if expected else NOTE, f"none is seen by torch {seen['torch']}",
-                             "nvidia-smi is here: torch's CUDA build does not fit the driver" if expected else "a run will use the CPU"))
+        found.append(
+            Finding(
+                "GPU",
+                BAD if expected else NOTE,
+                f"none is seen by torch {seen['torch']}",
+                "nvidia-smi is here: torch's CUDA build does not fit the driver"
+                if expected
+                else "a run will use the CPU",
+            )
+        )
     if config.model.dtype == "bfloat16" and not seen["bf16"]:
         found.append(Finding("GPU", BAD, "has no bfloat16", "model.dtype=float32"))
     kernel = config.model.attn_implementation
     if kernel.startswith("flash_attention") and not seen["flash_attn"]:
-        found.append(Finding("attention", BAD, f"{kernel} needs the package flash-attn, which is not installed",
-                             "install it, or model.attn_implementation=sdpa"))
+        found.append(
+            Finding(
+                "attention",
+                BAD,
+                f"{kernel} needs the package flash-attn, which is not installed",
+                "install it, or model.attn_implementation=sdpa",
+            )
+        )
     else:
         found.append(Finding("attention", OK, f"{kernel} (sdpa kernels: {', '.join(seen['kernels'])})"))
     return Devices(gpus, tuple(found))
@@ -143,20 +169,36 @@ def look(config: Config) -> Devices:
 def network(config: Config) -> Iterator[Finding]:
     """The hub and wandb, as far as the settings need them."""
     offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
-    remote = [name for name in (config.model.name_or_path, config.data.path) if name and not (ROOT / name).exists()]
+    remote = [
+        name for name in (config.model.name_or_path, config.data.path) if name and not (ROOT / name).exists()
+    ]
     if not remote:
         yield Finding("hub", OK, "model and data are files of this machine")
     elif offline:
-        yield Finding("hub", NOTE, "HF_HUB_OFFLINE is set: what is in the cache is all there is", f"have been fetched: {', '.join(remote)}")
+        yield Finding(
+            "hub",
+            NOTE,
+            "HF_HUB_OFFLINE is set: what is in the cache is all there is",
+            f"have been fetched: {', '.join(remote)}",
+        )
     elif problem := reach(os.environ.get("HF_ENDPOINT", "https://huggingface.co")):
-        yield Finding("hub", BAD, f"{problem}; needed for {', '.join(remote)}",
-                      "fetch them where there is a network (hf download …), then HF_HOME=… HF_HUB_OFFLINE=1")
+        yield Finding(
+            "hub",
+            BAD,
+            f"{problem}; needed for {', '.join(remote)}",
+            "fetch them where there is a network (hf download …), then HF_HOME=… HF_HUB_OFFLINE=1",
+        )
     else:
         yield Finding("hub", OK, "reached")
     if not config.wandb.enabled or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
         yield Finding("wandb", OK, "not used online")
     elif problem := reach(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")):
-        yield Finding("wandb", NOTE, problem, "the run is tracked in files, which wandb sync uploads later; WANDB_MODE=offline waits less")
+        yield Finding(
+            "wandb",
+            NOTE,
+            problem,
+            "the run is tracked in files, which wandb sync uploads later; WANDB_MODE=offline waits less",
+        )
     else:
         yield Finding("wandb", OK, "reached")
 
@@ -177,8 +219,12 @@ def talk(ranks: int, backend: str) -> Finding:
     words = [*torchrun(ranks), "--no-python", sys.executable, "-c", RANKS]
     code, out = run(words, PROBE_SECONDS)
     if code:
-        return Finding("ranks", BAD, f"{ranks} ranks do not reach each other ({backend}): {last(out)}",
-                       "NCCL_DEBUG=INFO says more; NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME chooses the network")
+        return Finding(
+            "ranks",
+            BAD,
+            f"{ranks} ranks do not reach each other ({backend}): {last(out)}",
+            "NCCL_DEBUG=INFO says more; NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME chooses the network",
+        )
     return Finding("ranks", OK, f"{ranks} ranks reach each other ({backend})")
 
 
@@ -189,7 +235,9 @@ def data(overrides: Sequence[str]) -> tuple[Finding, float | None]:
         return Finding("dry run", BAD, last(out), "python train.py … dry_run=true shows all of it"), None
     found = _PARAMETERS.search(out)
     counted = [line for line in out.splitlines() if " steps of " in line]
-    return Finding("dry run", OK, counted[0] if counted else "done"), float(found[1].replace(",", "")) * 1e6 if found else None
+    return Finding("dry run", OK, counted[0] if counted else "done"), float(
+        found[1].replace(",", "")
+    ) * 1e6 if found else None
 
 
 def disk(config: Config, parameters: float) -> Finding:
@@ -200,7 +248,12 @@ def disk(config: Config, parameters: float) -> Finding:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     text = f"{free / 1e9:,.0f} GB free at {folder}, a run needs about {need / 1e9:,.1f}"
-    return Finding("disk", OK if free > need else BAD, text, "" if free > need else "runs_dir=… elsewhere, or keep_checkpoints=1")
+    return Finding(
+        "disk",
+        OK if free > need else BAD,
+        text,
+        "" if free > need else "runs_dir=… elsewhere, or keep_checkpoints=1",
+    )
 
 
 def two_steps(config: Config, overrides: Sequence[str], ranks: int) -> Finding:
@@ -211,12 +264,24 @@ def two_steps(config: Config, overrides: Sequence[str], ranks: int) -> Finding:
     else:
         short = [f"n_examples={2 * config.model.batch_size}"]
     with tempfile.TemporaryDirectory(dir=ROOT) as folder:
-        own = ["n_eval_examples=8", f"runs_dir={folder}", "exp_name=doctor", "resume=false", "overwrite=false", "wandb.enabled=false"]
+        own = [
+            "n_eval_examples=8",
+            f"runs_dir={folder}",
+            "exp_name=doctor",
+            "resume=false",
+            "overwrite=false",
+            "wandb.enabled=false",
+        ]
         launcher = torchrun(ranks) if ranks > 1 else [sys.executable]
         code, out = run([*launcher, "train.py", *overrides, *short, *own], RUN_SECONDS)
         if code or not (Path(folder) / "doctor" / "summary.json").exists():
-            return Finding("two steps", BAD, f"exit code {code}: {last(out)}", "the same command in full says more; less memory: "
-                           "model.gradient_accumulation_steps, model.activation_checkpointing=true")
+            return Finding(
+                "two steps",
+                BAD,
+                f"exit code {code}: {last(out)}",
+                "the same command in full says more; less memory: "
+                "model.gradient_accumulation_steps, model.activation_checkpointing=true",
+            )
         speed = json.loads((Path(folder) / "doctor" / "summary.json").read_text())["tokens_per_second"]
     return Finding("two steps", OK, f"done and exported, {speed:,.0f} tokens/s on {ranks} rank(s)")
 
@@ -228,8 +293,15 @@ def torchrun(ranks: int) -> list[str]:
 def run(words: Sequence[str], seconds: int) -> tuple[int, str]:
     """(exit code, everything it said) of a process of its own; 124 and what it was when it took too long."""
     try:
-        done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds,
-                              env=os.environ | {"PYTHONPATH": str(ROOT)})
+        done = subprocess.run(
+            words,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=seconds,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
     except subprocess.TimeoutExpired:
         return 124, f"no end after {seconds} seconds"
     return done.returncode, done.stdout

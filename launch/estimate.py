@@ -27,7 +27,10 @@ def hours_of(states: Sequence[State]) -> dict[str, float]:
         if state.kind == FINISHED:
             summary = json.loads((state.folder / "summary.json").read_text())
             measured.setdefault(state.run.cell, []).append(summary["seconds"] / 3600)
-    known = {state.run.name: fmean(measured[state.run.cell]) if state.run.cell in measured else state.run.hours for state in states}
+    known = {
+        state.run.name: fmean(measured[state.run.cell]) if state.run.cell in measured else state.run.hours
+        for state in states
+    }
     return {name: hours for name, hours in known.items() if hours is not None}
 
 
@@ -38,7 +41,9 @@ def dry_run(state: State) -> tuple[int, int]:
     found = _PLAN.search(done.stdout)
     if done.returncode or found is None:
         said = (done.stderr or done.stdout).strip().splitlines()[-5:]
-        raise EstimateError(f"{state.run.name}: the dry run failed (exit code {done.returncode}):\n" + "\n".join(said))
+        raise EstimateError(
+            f"{state.run.name}: the dry run failed (exit code {done.returncode}):\n" + "\n".join(said)
+        )
     examples, steps = (int(number.replace(",", "")) for number in found.groups())
     return examples, steps
 

@@ -67,7 +67,12 @@ class Run:
 
     def overrides(self) -> list[str]:
         """What follows ``python train.py``: one command line that serves the first start and every later one."""
-        given = self.settings | {"seed": self.seed, "exp_name": self.name, "resume": True, "wandb.tags": [self.sweep, self.cell]}
+        given = self.settings | {
+            "seed": self.seed,
+            "exp_name": self.name,
+            "resume": True,
+            "wandb.tags": [self.sweep, self.cell],
+        }
         return [override(key, value) for key, value in given.items()]
 
 
@@ -104,11 +109,21 @@ class Sweep:
             settings = self.base | point
             if any(matches(rule, settings) for rule in self.skip):
                 continue
-            require(len(cell) <= LONGEST_TAG, "cell", cell, f"is longer than {LONGEST_TAG} characters; name it under cells:")
+            require(
+                len(cell) <= LONGEST_TAG,
+                "cell",
+                cell,
+                f"is longer than {LONGEST_TAG} characters; name it under cells:",
+            )
             runs += [Run(self.name, cell, seed, settings, self.hours.of(settings)) for seed in self.seeds]
         names = [run.name for run in runs]
         for name in names:
-            require(names.count(name) == 1, "exp_name", name, f"names two runs of sweep {self.name}; give the cells names (cells:)")
+            require(
+                names.count(name) == 1,
+                "exp_name",
+                name,
+                f"names two runs of sweep {self.name}; give the cells names (cells:)",
+            )
         require(bool(runs), "skip", list(self.skip), f"leaves nothing to run of sweep {self.name}")
         return runs
 
@@ -123,7 +138,11 @@ class Sweep:
             point: Settings = {}
             for part in (cells[cell], *combination):
                 point |= part
-            labels = [self.name, *([cell] if cell else []), *(label(k, v) for part in combination for k, v in part.items())]
+            labels = [
+                self.name,
+                *([cell] if cell else []),
+                *(label(k, v) for part in combination for k, v in part.items()),
+            ]
             yield "-".join(labels), point
 
 
@@ -140,14 +159,23 @@ def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> Sweep:
     parts = dict(_mapping("sweep", raw))
     known = {f.name for f in fields(Sweep)}
     for key in parts:
-        require(key in known, str(key), parts[key], f"is not a part of a sweep; known: {', '.join(sorted(known))}")
+        require(
+            key in known, str(key), parts[key], f"is not a part of a sweep; known: {', '.join(sorted(known))}"
+        )
     grid = tuple(_axis(str(keys), values) for keys, values in _mapping("grid", parts.get("grid")).items())
-    cells = {str(name): _mapping(f"cells.{name}", cell) for name, cell in _mapping("cells", parts.get("cells")).items()}
+    cells = {
+        str(name): _mapping(f"cells.{name}", cell)
+        for name, cell in _mapping("cells", parts.get("cells")).items()
+    }
     sweep = Sweep(
-        name=str(parts.get("name", path.stem)), base=_mapping("base", parts.get("base")) | dict(extra or {}),
-        cells=cells, grid=grid,
-        seeds=_seeds(parts.get("seeds", [1])), skip=tuple(_mapping("skip", rule) for rule in _list("skip", parts.get("skip", []))),
-        hours=_hours(parts.get("hours")), select=tuple(_list("select", parts.get("select", []))),
+        name=str(parts.get("name", path.stem)),
+        base=_mapping("base", parts.get("base")) | dict(extra or {}),
+        cells=cells,
+        grid=grid,
+        seeds=_seeds(parts.get("seeds", [1])),
+        skip=tuple(_mapping("skip", rule) for rule in _list("skip", parts.get("skip", []))),
+        hours=_hours(parts.get("hours")),
+        select=tuple(_list("select", parts.get("select", []))),
         slurm=_mapping("slurm", parts.get("slurm")),
     )
     _check(sweep, extra or {})
@@ -156,7 +184,10 @@ def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> Sweep:
 
 def matches(rule: Settings, settings: Settings) -> bool:
     """Whether ``settings`` has every value of ``rule``; a list in a rule stands for any of its values."""
-    return all(key in settings and settings[key] in (value if isinstance(value, list) else [value]) for key, value in rule.items())
+    return all(
+        key in settings and settings[key] in (value if isinstance(value, list) else [value])
+        for key, value in rule.items()
+    )
 
 
 def override(key: str, value: Any) -> str:
@@ -198,7 +229,9 @@ def label(key: str, value: Any) -> str:
 def _axis(keys: str, values: Any) -> tuple[Settings, ...]:
     """The alternatives of one line of the grid."""
     names = [name.strip() for name in keys.split(",")]
-    alternatives: list[Any] = _range(keys, values) if isinstance(values, dict) else _list(f"grid.{keys}", values)
+    alternatives: list[Any] = (
+        _range(keys, values) if isinstance(values, dict) else _list(f"grid.{keys}", values)
+    )
     require(bool(alternatives), f"grid.{keys}", values, "has no value")
     if len(names) == 1:
         return tuple({names[0]: value} for value in alternatives)
@@ -212,7 +245,9 @@ def _range(key: str, spec: Settings) -> list[float]:
     """``{from: 1, to: 64, times: 4}`` -> 1, 4, 16, 64; ``{from: 0, to: 1, plus: 0.5}`` -> 0, 0.5, 1: both ends are in."""
     form = "must be {from: a, to: b, plus: step} or {from: a, to: b, times: factor}, step > 0, factor > 1, a > 0 with times"
     numbers = all(isinstance(value, int | float) and math.isfinite(value) for value in spec.values())
-    require(numbers and set(spec) in ({"from", "to", "plus"}, {"from", "to", "times"}), f"grid.{key}", spec, form)
+    require(
+        numbers and set(spec) in ({"from", "to", "plus"}, {"from", "to", "times"}), f"grid.{key}", spec, form
+    )
     start, end = spec["from"], spec["to"]
     if "plus" in spec:
         require(spec["plus"] > 0 and end >= start, f"grid.{key}", spec, form)
@@ -222,13 +257,22 @@ def _range(key: str, spec: Settings) -> list[float]:
         require(spec["times"] > 1 and end >= start > 0, f"grid.{key}", spec, form)
         count = math.floor(math.log(end / start, spec["times"]) + 1e-9) + 1
         values = [start * spec["times"] ** i for i in range(count)]
-    return [value if isinstance(value, int) else float(f"{value:.12g}") for value in values]  # 0.1 + 0.2 is 0.3 here
+    return [
+        value if isinstance(value, int) else float(f"{value:.12g}") for value in values
+    ]  # 0.1 + 0.2 is 0.3 here
 
 
 def _check(sweep: Sweep, extra: Mapping[str, Any]) -> None:
-    require(bool(re.fullmatch(r"[A-Za-z0-9._-]+", sweep.name)), "name", sweep.name, "may have letters, digits, '.', '_' and '-'")
+    require(
+        bool(re.fullmatch(r"[A-Za-z0-9._-]+", sweep.name)),
+        "name",
+        sweep.name,
+        "may have letters, digits, '.', '_' and '-'",
+    )
     for key in sweep.varied | set(sweep.base):
-        require(key not in OWN_KEYS, key, "…", "is given by the sweep to each of its runs; seeds go under seeds:")
+        require(
+            key not in OWN_KEYS, key, "…", "is given by the sweep to each of its runs; seeds go under seeds:"
+        )
     for key in sweep.varied & set(extra):
         raise ConfigError(key, extra[key], f"is a part of the grid of sweep {sweep.name}; change it there")
     axes = [set().union(*axis) for axis in sweep.grid] + [set().union(*sweep.cells.values())]
@@ -247,12 +291,19 @@ def _seeds(value: Any) -> tuple[int, ...]:
 
 def _hours(value: Any) -> Hours:
     if not isinstance(value, dict):
-        require(value is None or isinstance(value, int | float), "hours", value, "must be a number, or default: and rules:")
+        require(
+            value is None or isinstance(value, int | float),
+            "hours",
+            value,
+            "must be a number, or default: and rules:",
+        )
         return Hours(value)
     for rule in value.get("rules", []):
         good = isinstance(rule, dict) and set(rule) == {"when", "hours"}
         require(good, "hours.rules", rule, "must be {when: {key: value}, hours: number}")
-    return Hours(value.get("default"), tuple((rule["when"], rule["hours"]) for rule in value.get("rules", [])))
+    return Hours(
+        value.get("default"), tuple((rule["when"], rule["hours"]) for rule in value.get("rules", []))
+    )
 
 
 def _mapping(key: str, value: Any) -> Settings:

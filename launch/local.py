@@ -44,7 +44,9 @@ class Task:
 class Pool:
     """``slots`` runs at a time, each with an equal share of ``gpus`` (indices; none: CPU) and of the cores."""
 
-    def __init__(self, states: Sequence[State], logs: Path, slots: int, gpus: Sequence[str] = (), retries: int = 1) -> None:
+    def __init__(
+        self, states: Sequence[State], logs: Path, slots: int, gpus: Sequence[str] = (), retries: int = 1
+    ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self.tasks = [Task(state, logs / f"{state.run.name}.local.out") for state in states]
         self.slots, self.gpus, self.retries = slots, list(gpus), retries
@@ -74,15 +76,24 @@ class Pool:
             task.slot, task.status, task.started = slot, RUNNING, time.monotonic()
             with task.log.open("ab") as log:
                 # A session of its own: Ctrl-C reaches this process alone, which then asks each run once.
-                task.process = subprocess.Popen(self._command(task, slot), cwd=ROOT, env=self._environment(slot), stdout=log,
-                                                stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
+                task.process = subprocess.Popen(
+                    self._command(task, slot),
+                    cwd=ROOT,
+                    env=self._environment(slot),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
         if self.stopping:
             for task in self.tasks:
                 task.status = STOPPED if task.status == WAITING else task.status
 
     def _command(self, task: Task, slot: int) -> list[str]:
         ranks = len(self._devices(slot))
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        launcher = (
+            ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        )
         return [sys.executable, *launcher, *command(task.state.run)]
 
     def _devices(self, slot: int) -> list[str]:
@@ -130,7 +141,9 @@ class Screen:
         self.at = time.monotonic()
         if self.live:
             rows = shutil.get_terminal_size().lines - 2
-            shown = sorted(tasks, key=lambda task: (RUNNING, FAILED, WAITING, STOPPED, DONE).index(task.status))[: rows - 1]
+            shown = sorted(
+                tasks, key=lambda task: (RUNNING, FAILED, WAITING, STOPPED, DONE).index(task.status)
+            )[: rows - 1]
             counts = Counter(task.status for task in tasks)
             lines = [", ".join(f"{n} {status}" for status, n in counts.items()), *map(line, shown)]
             self.out.write(f"\x1b[{self.drawn}F\x1b[J" if self.drawn else "")
@@ -152,11 +165,18 @@ def line(task: Task) -> str:
     parts += [f"step {last['step'] + 1}"] if last else []
     parts += [f"loss {last['loss']:.4f}"] if last.get("loss") is not None else []
     parts += [f"exit code {task.code}"] if task.code and task.status != DONE else []
-    parts += [f"failed {task.failures} time{'s' * (task.failures > 1)} before"] if task.failures and task.status != FAILED else []
+    parts += (
+        [f"failed {task.failures} time{'s' * (task.failures > 1)} before"]
+        if task.failures and task.status != FAILED
+        else []
+    )
     return "  ".join(parts)
 
 
 def failures(tasks: Sequence[Task]) -> str:
     """What the failed runs said last."""
-    return "\n".join(f"\n--- {task.state.run.name}: exit code {task.code}, {task.log}\n" + "\n".join(tail(task.log))
-                     for task in tasks if task.status == FAILED)
+    return "\n".join(
+        f"\n--- {task.state.run.name}: exit code {task.code}, {task.log}\n" + "\n".join(tail(task.log))
+        for task in tasks
+        if task.status == FAILED
+    )

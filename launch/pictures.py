@@ -21,26 +21,56 @@ if TYPE_CHECKING:
 
 BLUE, GREY = "#0072B2", "#888888"
 STYLE: dict[Any, Any] = {
-    "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": GREY, "axes.grid": True,
-    "grid.color": "#e6e6e6", "axes.axisbelow": True, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False,
-    "svg.fonttype": "path", "svg.hashsalt": "humanline",  # the same runs give the same bytes
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GREY,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "axes.axisbelow": True,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "humanline",  # the same runs give the same bytes
 }
 WORDS = {
-    "eval_accuracy_sampled": "sampled accuracy", "eval_accuracy_greedy": "greedy accuracy", "eval_loss": "evaluation loss",
-    "eval_reward_margin": "evaluation margin, β·nats", "eval_reward_accuracy": "evaluation reward accuracy",
+    "eval_accuracy_sampled": "sampled accuracy",
+    "eval_accuracy_greedy": "greedy accuracy",
+    "eval_loss": "evaluation loss",
+    "eval_reward_margin": "evaluation margin, β·nats",
+    "eval_reward_accuracy": "evaluation reward accuracy",
     "eval_drift": "drift from start, nats/token",
 }
 
 
-def write_html(path: Path, name: str, notes: Sequence[str], table: Sequence[Sequence[str]], tests: Sequence[Sequence[str]],
-               cells: Sequence[Cell], metric: str) -> None:
+def write_html(
+    path: Path,
+    name: str,
+    notes: Sequence[str],
+    table: Sequence[Sequence[str]],
+    tests: Sequence[Sequence[str]],
+    cells: Sequence[Cell],
+    metric: str,
+) -> None:
     """One self-contained page."""
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
+    )
     with rc_context(STYLE):
         overview = svg(bars(cells, metric))
-        curves = [(cell.name, cell.progress, svg(curve(cell, metric, limits(cells, metric)))) for cell in cells]
+        curves = [
+            (cell.name, cell.progress, svg(curve(cell, metric, limits(cells, metric)))) for cell in cells
+        ]
     page = environment.get_template("results.html.j2").render(
-        name=name, notes=notes, table=table, tests=tests, overview=overview, curves=curves, metric=WORDS.get(metric, metric))
+        name=name,
+        notes=notes,
+        table=table,
+        tests=tests,
+        overview=overview,
+        curves=curves,
+        metric=WORDS.get(metric, metric),
+    )
     path.write_text(page, encoding="utf-8")
 
 
@@ -48,7 +78,7 @@ def svg(figure: Figure) -> str:
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None}, bbox_inches="tight")
     text = out.getvalue()
-    return text[text.index("<svg"):]
+    return text[text.index("<svg") :]
 
 
 def bars(cells: Sequence[Cell], metric: str) -> Figure:
@@ -58,10 +88,16 @@ def bars(cells: Sequence[Cell], metric: str) -> Figure:
     for row, cell in enumerate(cells):
         values = list(cell.values(metric).values())
         if (middle := mean(values)) is not None:
-            axes.plot(values, [row] * len(values), "o", color=BLUE, alpha=0.3, markersize=4, markeredgewidth=0)
-            axes.errorbar(middle.value, row, xerr=middle.error or 0, fmt="o", color=BLUE, capsize=3, markersize=6)
+            axes.plot(
+                values, [row] * len(values), "o", color=BLUE, alpha=0.3, markersize=4, markeredgewidth=0
+            )
+            axes.errorbar(
+                middle.value, row, xerr=middle.error or 0, fmt="o", color=BLUE, capsize=3, markersize=6
+            )
         else:
-            axes.annotate("no finished run", (0.02, row), xycoords=("axes fraction", "data"), va="center", color=GREY)
+            axes.annotate(
+                "no finished run", (0.02, row), xycoords=("axes fraction", "data"), va="center", color=GREY
+            )
     axes.set_yticks(range(len(cells)), [cell.name for cell in cells])
     axes.set_ylim(len(cells) - 0.5, -0.5)
     axes.set_xlabel(f"{WORDS.get(metric, metric)} (mean ± standard error over seeds; dots are seeds)")
@@ -91,10 +127,18 @@ def draw(axes: Axes, runs: Sequence[Result], key: str, marked: bool) -> None:
         points = points_of(run, key)
         for x, y in points:
             at.setdefault(x, []).append(y)
-        axes.plot(*zip(*points, strict=True) if points else ([], []), color=GREY, alpha=0.6, linewidth=0.8,
-                  linestyle="-" if run.status == FINISHED else "--", marker="." if marked else "")
+        axes.plot(
+            *zip(*points, strict=True) if points else ([], []),
+            color=GREY,
+            alpha=0.6,
+            linewidth=0.8,
+            linestyle="-" if run.status == FINISHED else "--",
+            marker="." if marked else "",
+        )
     most = max(map(len, at.values()), default=0)
-    means = [(x, mean(ys)) for x, ys in sorted(at.items()) if len(ys) == most]  # where all seeds are: else a mean jumps as one ends
+    means = [
+        (x, mean(ys)) for x, ys in sorted(at.items()) if len(ys) == most
+    ]  # where all seeds are: else a mean jumps as one ends
     if most > 1:
         xs, ms = [x for x, _ in means], [m for _, m in means if m is not None]
         axes.plot(xs, [m.value for m in ms], color=BLUE, linewidth=1.8, marker="." if marked else "")

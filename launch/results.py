@@ -23,7 +23,13 @@ from launch.grid import label, read_sweep
 from launch.statistics import Comparison, Mean, compare, mean
 
 PREFERRED = ("eval_accuracy_sampled", "eval_reward_accuracy", "eval_reward_margin", "eval_loss")
-SHOWN = ("eval_accuracy_sampled", "eval_accuracy_greedy", "eval_reward_margin", "eval_reward_accuracy", "eval_drift")
+SHOWN = (
+    "eval_accuracy_sampled",
+    "eval_accuracy_greedy",
+    "eval_reward_margin",
+    "eval_reward_accuracy",
+    "eval_drift",
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,15 @@ class Cell:
         """``3/3``, or what is missing: ``1/3, s2 unfinished at step 40, s3 not started``."""
         total = [f"{len(self.finished)}/{len(self.chosen)}"]
         missing = [run for run in self.chosen if run.status != FINISHED]
-        return ", ".join([*total, *(f"s{run.seed} {run.status}" + (f" at step {run.step}" if run.step else "") for run in missing)])
+        return ", ".join(
+            [
+                *total,
+                *(
+                    f"s{run.seed} {run.status}" + (f" at step {run.step}" if run.step else "")
+                    for run in missing
+                ),
+            ]
+        )
 
 
 def cells_of(results: Sequence[Result], select: Sequence[str], validation: str) -> list[Cell]:
@@ -105,10 +119,29 @@ def rows(cells: Sequence[Cell], metrics: Sequence[str]) -> list[list[str]]:
 
 
 def test_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
-    out = [["comparison", "difference", "seeds", "p (t)", "p (t), Holm", "p (Wilcoxon)", "p (Wilcoxon), Holm", ""]]
+    out = [
+        [
+            "comparison",
+            "difference",
+            "seeds",
+            "p (t)",
+            "p (t), Holm",
+            "p (Wilcoxon)",
+            "p (Wilcoxon), Holm",
+            "",
+        ]
+    ]
     for c in comparisons:
         p = ["–" if p is None else f"{p:.4f}" for p in (c.p_t, c.p_t_holm, c.p_wilcoxon, c.p_wilcoxon_holm)]
-        out.append([f"{c.b} − {c.a}", shown(c.difference), str(c.difference.n), *p, "significant" if c.significant else ""])
+        out.append(
+            [
+                f"{c.b} − {c.a}",
+                shown(c.difference),
+                str(c.difference.n),
+                *p,
+                "significant" if c.significant else "",
+            ]
+        )
     return out
 
 
@@ -130,7 +163,9 @@ def write_csv(path: Path, table: Iterable[Iterable[object]]) -> None:
 
 def numeric_rows(cells: Sequence[Cell], metrics: Sequence[str]) -> list[list[object]]:
     """The table with full precision: a column each for mean, standard error and number of seeds."""
-    out: list[list[object]] = [["cell", "finished", "planned", *(f"{m} {part}" for m in metrics for part in ("mean", "se", "n"))]]
+    out: list[list[object]] = [
+        ["cell", "finished", "planned", *(f"{m} {part}" for m in metrics for part in ("mean", "se", "n"))]
+    ]
     for cell in cells:
         means = [cell.mean(metric) for metric in metrics]
         numbers = [part for m in means for part in ((m.value, m.error, m.n) if m else (None, None, 0))]
@@ -143,11 +178,30 @@ def run_rows(results: Sequence[Result], cells: Sequence[Cell]) -> list[list[obje
     metrics = sorted({key for run in results for key in run.values})
     of = {run.name: cell for cell in cells for runs in cell.tried for run in runs}
     chosen = {run.name for cell in cells for run in cell.chosen}
-    head: list[object] = ["run", "cell", "seed", "status", "steps", "chosen", "wandb group", "wandb tags", *metrics]
+    head: list[object] = [
+        "run",
+        "cell",
+        "seed",
+        "status",
+        "steps",
+        "chosen",
+        "wandb group",
+        "wandb tags",
+        *metrics,
+    ]
     out = [head]
     for run in results:
         tags = " ".join(run.tags)
-        about: list[object] = [run.name, of[run.name].name, run.seed, run.status, run.step, run.name in chosen, run.group, tags]
+        about: list[object] = [
+            run.name,
+            of[run.name].name,
+            run.seed,
+            run.status,
+            run.step,
+            run.name in chosen,
+            run.group,
+            tags,
+        ]
         out.append([*about, *(run.values.get(metric) for metric in metrics)])
     return out
 
@@ -156,10 +210,18 @@ def main(words: Sequence[str] | None = None) -> int:
     form = argparse.RawDescriptionHelpFormatter
     about = argparse.ArgumentParser("python -m launch.results", description=__doc__, formatter_class=form)
     about.add_argument("sources", nargs="+", type=Path, help="a sweep file, or run folders")
-    about.add_argument("--select", default="", metavar="KEYS", help="settings tried out: the best is chosen on validation")
-    about.add_argument("--validation", metavar="METRIC", help=f"chosen by; of {', '.join(PREFERRED)} the first that runs have")
+    about.add_argument(
+        "--select", default="", metavar="KEYS", help="settings tried out: the best is chosen on validation"
+    )
+    about.add_argument(
+        "--validation",
+        metavar="METRIC",
+        help=f"chosen by; of {', '.join(PREFERRED)} the first that runs have",
+    )
     about.add_argument("--metric", help="compared by the tests and drawn; the validation metric if not given")
-    about.add_argument("--baseline", metavar="CELL", help="test each cell against this one, instead of all pairs")
+    about.add_argument(
+        "--baseline", metavar="CELL", help="test each cell against this one, instead of all pairs"
+    )
     about.add_argument("--name", help="the sweep's other name, as for launch.sweep")
     about.add_argument("--out", type=Path, help="where to write; results/<name> if not given")
     options = about.parse_intermixed_args(words)
@@ -173,26 +235,52 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def report(options: argparse.Namespace) -> str:
     """Write every form of the table; returns what is printed. Raises ConfigError."""
-    from launch.pictures import write_html  # matplotlib takes a second that a wrong command line need not wait
+    from launch.pictures import (
+        write_html,
+    )  # matplotlib takes a second that a wrong command line need not wait
 
     results, name, select = load(options)
-    validation = options.validation or next((m for m in PREFERRED if any(m in run.values for run in results)), PREFERRED[0])
-    require(validation.startswith("eval_"), "--validation", validation, "is no validation metric (eval_…); test data choose nothing")
+    validation = options.validation or next(
+        (m for m in PREFERRED if any(m in run.values for run in results)), PREFERRED[0]
+    )
+    require(
+        validation.startswith("eval_"),
+        "--validation",
+        validation,
+        "is no validation metric (eval_…); test data choose nothing",
+    )
     metric = options.metric or validation
     cells = cells_of(results, select, validation)
     names = [cell.name for cell in cells]
-    require(options.baseline in (None, *names), "--baseline", options.baseline, f"is no cell; cells: {', '.join(names)}")
+    require(
+        options.baseline in (None, *names),
+        "--baseline",
+        options.baseline,
+        f"is no cell; cells: {', '.join(names)}",
+    )
     tests = compare({cell.name: cell.values(metric) for cell in cells}, options.baseline)
     metrics = metrics_of(results)
-    notes = [f"Mean ± standard error over seeds. {sum(r.status == FINISHED for r in results)} of {len(results)} runs are finished."]
+    notes = [
+        f"Mean ± standard error over seeds. {sum(r.status == FINISHED for r in results)} of {len(results)} runs are finished."
+    ]
     if select:
-        notes.append(f"{', '.join(select)}: best mean {validation} per cell." + (
-            " The same metric is reported, so chosen cells look a little better than they are." if metric == validation else ""))
-    notes.append(f"Tests: {metric}, paired by seed, two-sided, Holm–Bonferroni over {len(tests)} comparisons.")
+        notes.append(
+            f"{', '.join(select)}: best mean {validation} per cell."
+            + (
+                " The same metric is reported, so chosen cells look a little better than they are."
+                if metric == validation
+                else ""
+            )
+        )
+    notes.append(
+        f"Tests: {metric}, paired by seed, two-sided, Holm–Bonferroni over {len(tests)} comparisons."
+    )
     folder = options.out or Path("results") / name
     folder.mkdir(parents=True, exist_ok=True)
     table, test_table = rows(cells, metrics), test_rows(tests)
-    text = "\n\n".join([f"# {name}", notes[0], markdown(table), *notes[1:], *([markdown(test_table)] if tests else [])])
+    text = "\n\n".join(
+        [f"# {name}", notes[0], markdown(table), *notes[1:], *([markdown(test_table)] if tests else [])]
+    )
     (folder / "table.md").write_text(text + "\n", encoding="utf-8")
     write_csv(folder / "table.csv", numeric_rows(cells, metrics))
     write_csv(folder / "tests.csv", test_table)

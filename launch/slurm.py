@@ -71,16 +71,36 @@ class Job:
     offline: bool = False
 
     def __post_init__(self) -> None:
-        lowest = {"nodes": 1, "gpus_per_node": 0, "ranks_per_node": 1, "cpus_per_rank": 1, "signal_lead": 10, "max_requeues": 0,
-                  "retries": 0, "running_at_once": 1}
+        lowest = {
+            "nodes": 1,
+            "gpus_per_node": 0,
+            "ranks_per_node": 1,
+            "cpus_per_rank": 1,
+            "signal_lead": 10,
+            "max_requeues": 0,
+            "retries": 0,
+            "running_at_once": 1,
+        }
         for key, least in lowest.items():
             value = vars(self)[key]
-            good = key in ("ranks_per_node", "running_at_once") if value is None else isinstance(value, int) and value >= least
+            good = (
+                key in ("ranks_per_node", "running_at_once")
+                if value is None
+                else isinstance(value, int) and value >= least
+            )
             require(good, f"slurm.{key}", value, f"must be a whole number, at least {least}")
-        require(seconds(self.time) > self.signal_lead, "slurm.time", self.time,
-                f"must be longer than slurm.signal_lead={self.signal_lead} seconds, or a run is told to stop before it starts")
-        require(not self.gpus_per_node or self.ranks <= self.gpus_per_node, "slurm.ranks_per_node", self.ranks_per_node,
-                f"must not be above slurm.gpus_per_node={self.gpus_per_node}: a rank has a GPU of its own")
+        require(
+            seconds(self.time) > self.signal_lead,
+            "slurm.time",
+            self.time,
+            f"must be longer than slurm.signal_lead={self.signal_lead} seconds, or a run is told to stop before it starts",
+        )
+        require(
+            not self.gpus_per_node or self.ranks <= self.gpus_per_node,
+            "slurm.ranks_per_node",
+            self.ranks_per_node,
+            f"must not be above slurm.gpus_per_node={self.gpus_per_node}: a rank has a GPU of its own",
+        )
 
     @property
     def ranks(self) -> int:
@@ -112,7 +132,11 @@ def seconds(time: str) -> int:
     """Slurm's ways to write a duration (minutes, m:s, h:m:s, d-h, d-h:m, d-h:m:s) in seconds. Raises ConfigError for any other."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
-        raise ConfigError("slurm.time", time, "must be written as Slurm does, such as 12:00:00 or 2-00:00:00 (quoted in yaml)")
+        raise ConfigError(
+            "slurm.time",
+            time,
+            "must be written as Slurm does, such as 12:00:00 or 2-00:00:00 (quoted in yaml)",
+        )
     days, first, second, third = (int(part or 0) for part in match.groups())
     if match[1] is not None:
         return ((days * 24 + first) * 60 + second) * 60 + third
@@ -161,12 +185,17 @@ def command(run: Run) -> list[str]:
 def script(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> str:
     """The sbatch script of a job array with one task a run, in the order given. ``logs`` is the sweep's log folder."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
     environment.filters["sh"] = shlex.quote
     tasks = [(run.name, shlex.join(command(run))) for run in runs]
-    return environment.get_template("job.sh.j2").render(job=job, sweep=sweep, tasks=tasks, logs=str(logs), root=str(ROOT))
+    return environment.get_template("job.sh.j2").render(
+        job=job, sweep=sweep, tasks=tasks, logs=str(logs), root=str(ROOT)
+    )
 
 
 def submit(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> str:
@@ -197,7 +226,9 @@ def ask(words: list[str]) -> str:
     try:
         return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
     except FileNotFoundError as error:
-        raise SlurmError(f"{words[0]} is not on this machine; go to a login node, or run here with --local") from error
+        raise SlurmError(
+            f"{words[0]} is not on this machine; go to a login node, or run here with --local"
+        ) from error
     except subprocess.TimeoutExpired as error:
         raise SlurmError(f"{words[0]} did not answer in a minute") from error
     except subprocess.CalledProcessError as error:
@@ -208,4 +239,6 @@ def describe(job: Job) -> str:
     """One line: what a run gets."""
     devices = f"{job.gpus_per_node} GPUs" if job.gpus_per_node else f"{job.ranks * job.cpus_per_rank} CPUs"
     given: list[Any] = [f"{job.nodes} x {devices} a run", f"{job.world_size} ranks", f"limit {job.time}"]
-    return ", ".join([*given, *(f"{key} {value}" for key in ("partition", "account", "qos") if (value := vars(job)[key]))])
+    return ", ".join(
+        [*given, *(f"{key} {value}" for key in ("partition", "account", "qos") if (value := vars(job)[key]))]
+    )

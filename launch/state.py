@@ -42,16 +42,21 @@ def compose_config(overrides: list[str]) -> Config:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             return load(compose("config", overrides=overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError("override", " ".join(overrides), " ".join(f"{error} {error.__cause__ or ''}".split())) from error
+        raise ConfigError(
+            "override", " ".join(overrides), " ".join(f"{error} {error.__cause__ or ''}".split())
+        ) from error
 
 
 def check_ranks(config: Config, run: Run, ranks: int) -> None:
     """Raise ConfigError unless a batch divides into ranks x accumulation steps, which train.py would find only on the cluster."""
     parts = config.model.gradient_accumulation_steps * ranks
     if config.model.batch_size % parts:
-        raise ConfigError(f"{run.name}: model.batch_size", config.model.batch_size,
-                          f"does not divide into {ranks} ranks x {config.model.gradient_accumulation_steps} accumulation steps: use a "
-                          "smaller model.gradient_accumulation_steps, or fewer nodes or GPUs (--set nodes=…, --set gpus_per_node=…)")
+        raise ConfigError(
+            f"{run.name}: model.batch_size",
+            config.model.batch_size,
+            f"does not divide into {ranks} ranks x {config.model.gradient_accumulation_steps} accumulation steps: use a "
+            "smaller model.gradient_accumulation_steps, or fewer nodes or GPUs (--set nodes=…, --set gpus_per_node=…)",
+        )
 
 
 def inspect(run: Run) -> State:

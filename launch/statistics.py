@@ -45,7 +45,9 @@ def mean(values: Sequence[float]) -> Mean | None:
     """None for no values."""
     if not values:
         return None
-    return Mean(fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None, len(values))
+    return Mean(
+        fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None, len(values)
+    )
 
 
 def compare(cells: Mapping[str, Mapping[int, float]], baseline: str | None = None) -> list[Comparison]:
@@ -53,7 +55,11 @@ def compare(cells: Mapping[str, Mapping[int, float]], baseline: str | None = Non
 
     Tests are paired by seed: runs with the same seed see the same data in the same order.
     """
-    pairs = [(baseline, name) for name in cells if name != baseline] if baseline else list(itertools.combinations(cells, 2))
+    pairs = (
+        [(baseline, name) for name in cells if name != baseline]
+        if baseline
+        else list(itertools.combinations(cells, 2))
+    )
     found = []
     for a, b in pairs:
         seeds = sorted(cells[a].keys() & cells[b].keys())
@@ -70,7 +76,11 @@ def paired(a: str, b: str, differences: Sequence[float]) -> Comparison:
     if not any(differences):
         return Comparison(a, b, middle, 1.0, 1.0)
     spread = max(differences) - min(differences)
-    t = float(stats.ttest_1samp(differences, 0.0).pvalue) if spread > 1e-12 * max(map(abs, differences)) else None
+    t = (
+        float(stats.ttest_1samp(differences, 0.0).pvalue)
+        if spread > 1e-12 * max(map(abs, differences))
+        else None
+    )
     return Comparison(a, b, middle, t, float(stats.wilcoxon(differences).pvalue))
 
 

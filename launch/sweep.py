@@ -48,18 +48,32 @@ def parser() -> argparse.ArgumentParser:
     about = argparse.ArgumentParser("python -m launch.sweep", description=__doc__, formatter_class=form)
     about.add_argument("sweep", type=Path, help="a sweep file (the form: launch/grid.py)")
     about.add_argument("settings", nargs="*", help="key=value for every run, as for train.py")
-    about.add_argument("--name", help="another name for the sweep, and so for its runs: when settings have changed")
-    about.add_argument("--logs", type=Path, default=Path("logs"), help="where logs lie, in a folder of the sweep's name")
-    about.add_argument("--only", default="*", metavar="PATTERN", help="only runs whose name fits, such as '*-dpo-*'")
+    about.add_argument(
+        "--name", help="another name for the sweep, and so for its runs: when settings have changed"
+    )
+    about.add_argument(
+        "--logs", type=Path, default=Path("logs"), help="where logs lie, in a folder of the sweep's name"
+    )
+    about.add_argument(
+        "--only", default="*", metavar="PATTERN", help="only runs whose name fits, such as '*-dpo-*'"
+    )
     what = about.add_mutually_exclusive_group()
     what.add_argument("--local", type=int, metavar="N", help="run here, N at a time")
     what.add_argument("--submit", action="store_true", help="submit as one Slurm job array")
-    what.add_argument("--script", action="store_true", help="print the sbatch script that --submit would hand over")
+    what.add_argument(
+        "--script", action="store_true", help="print the sbatch script that --submit would hand over"
+    )
     about.add_argument("--gpus", default="", help="with --local: GPU indices to share out, such as 0,1,2,3")
-    about.add_argument("--retries", type=int, default=1, help="with --local: how often a failed run is started again")
+    about.add_argument(
+        "--retries", type=int, default=1, help="with --local: how often a failed run is started again"
+    )
     about.add_argument("--site", type=Path, help="your cluster's defaults; copy launch/sites/example.yaml")
-    about.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="job settings, such as nodes=8")
-    about.add_argument("--rate", type=float, metavar="R", help="dry-run each cell; hours at R examples/s a rank")
+    about.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="job settings, such as nodes=8"
+    )
+    about.add_argument(
+        "--rate", type=float, metavar="R", help="dry-run each cell; hours at R examples/s a rank"
+    )
     return about
 
 
@@ -76,14 +90,21 @@ def act(options: argparse.Namespace) -> int:
     hours = hours_of(states)
     if options.rate is not None:
         hours |= dry_hours(states, options.rate, job)
-    todo = [state for state in states if state.kind not in (FINISHED, CHANGED) and state.run.name not in waiting]
+    todo = [
+        state for state in states if state.kind not in (FINISHED, CHANGED) and state.run.name not in waiting
+    ]
     if not options.script:
         print(plan(sweep, states, waiting, hours, job if options.local is None else None), flush=True)
     refuse_changed(sweep, states, acting=options.submit or options.script or options.local is not None)
     if options.local is not None:
         require(options.local >= 1, "--local", options.local, "must be at least 1")
         gpus = [gpu for gpu in options.gpus.split(",") if gpu]
-        require(not gpus or len(gpus) >= options.local, "--gpus", options.gpus, f"are fewer than {options.local} runs at a time")
+        require(
+            not gpus or len(gpus) >= options.local,
+            "--gpus",
+            options.gpus,
+            f"are fewer than {options.local} runs at a time",
+        )
         return run_here(Pool(todo, logs, options.local, gpus, options.retries))
     if options.script:
         print(script(job, sweep.name, [state.run for state in todo or states], logs), end="")
@@ -100,7 +121,9 @@ def dry_hours(states: Sequence[State], rate: float, job: Job) -> dict[str, float
     return {state.run.name: hours_at(examples[state.run.cell], rate, job) for state in states}
 
 
-def plan(sweep: Sweep, states: Sequence[State], waiting: dict[str, str], hours: dict[str, float], job: Job | None) -> str:
+def plan(
+    sweep: Sweep, states: Sequence[State], waiting: dict[str, str], hours: dict[str, float], job: Job | None
+) -> str:
     """The runs, what state each is in and the command that will run it; then the sum."""
     width = max(len(state.run.name) for state in states)
     lines = []
@@ -109,15 +132,30 @@ def plan(sweep: Sweep, states: Sequence[State], waiting: dict[str, str], hours: 
         kind = f"{state.kind} ({state.detail})" if state.detail else state.kind
         kind = f"{QUEUED}: {waiting[name]}" if name in waiting else kind
         cost = f"{hours[name]:.2f} h" if name in hours else "? h"
-        lines += [f"{name:<{width}}  {kind:<28}  {cost:>9}", f"    {shlex.join(['python', *command(state.run)])}"]
+        lines += [
+            f"{name:<{width}}  {kind:<28}  {cost:>9}",
+            f"    {shlex.join(['python', *command(state.run)])}",
+        ]
     counts = Counter(QUEUED if state.run.name in waiting else state.kind for state in states)
     todo = [s for s in states if s.kind not in (FINISHED, CHANGED)]
     known = [hours[s.run.name] for s in todo if s.run.name in hours]
-    total = f"{sum(known):.1f} hours to go" if known or not todo else "cost unknown: --rate tells, or hours: in the sweep file"
-    total += f" (without {len(todo) - len(known)} runs that nothing is known of)" if known and len(known) < len(todo) else ""
+    total = (
+        f"{sum(known):.1f} hours to go"
+        if known or not todo
+        else "cost unknown: --rate tells, or hours: in the sweep file"
+    )
+    total += (
+        f" (without {len(todo) - len(known)} runs that nothing is known of)"
+        if known and len(known) < len(todo)
+        else ""
+    )
     if job is not None and job.gpus_per_node and known:
         total += f", {sum(known) * job.nodes * job.gpus_per_node:.1f} GPU hours"
-    lines += ["", f"{sweep.name}: {len(states)} runs: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()), total]
+    lines += [
+        "",
+        f"{sweep.name}: {len(states)} runs: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()),
+        total,
+    ]
     return "\n".join([*lines, *([describe(job)] if job is not None else [])])
 
 

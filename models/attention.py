@@ -32,7 +32,10 @@ GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 def packable(found: PretrainedConfig, kernel: str) -> bool:
     """Whether packed rows of this architecture may take this kernel: full attention by sdpa, in an architecture with a test."""
-    full = getattr(found, "sliding_window", None) is None and getattr(found, "attn_logit_softcapping", None) is None
+    full = (
+        getattr(found, "sliding_window", None) is None
+        and getattr(found, "attn_logit_softcapping", None) is None
+    )
     return full and found.model_type in MODEL_TYPES and kernel in ("sdpa", PACKED)
 
 
@@ -65,7 +68,10 @@ def flash_fails() -> str | None:
     start = torch.randn(3, 1, 2, sum(lengths), 64, generator=generator).bfloat16().cuda()
     limits, results = row_limits(lengths, start.device)["cu_seq_lens_q"], []
     try:
-        for kernel in (partial(_flash, limits=limits, longest=max(lengths)), partial(_row_by_row, lengths=RowLengths(lengths))):
+        for kernel in (
+            partial(_flash, limits=limits, longest=max(lengths)),
+            partial(_row_by_row, lengths=RowLengths(lengths)),
+        ):
             q, k, v = (part.clone().requires_grad_() for part in start)
             out = kernel(q, k, v, scaling=None)
             results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
@@ -89,16 +95,32 @@ def row_limits(lengths: Seq[int], device: torch.device) -> dict[str, Any]:
     """What a model's forward hands down to ``attend`` for rows of these lengths (tokens): where each begins, the longest, and all. On the
     device and on the host, so that neither has to wait for the other."""
     limits = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return {"cu_seq_lens_q": limits.to(device, non_blocking=True), "max_length_q": max(lengths), "row_lengths": RowLengths(lengths)}
+    return {
+        "cu_seq_lens_q": limits.to(device, non_blocking=True),
+        "max_length_q": max(lengths),
+        "row_lengths": RowLengths(lengths),
+    }
 
 
-def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-           scaling: float | None = None, dropout: float = 0.0, cu_seq_lens_q: Tensor | None = None, max_length_q: int = 0,
-           row_lengths: RowLengths | None = None, **others: Any) -> tuple[Tensor, None]:
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    row_lengths: RowLengths | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
     """[B, L, H, d] causal attention of query [B, H, L, d] to key and value [B, H', L, d]. With ``cu_seq_lens_q`` (row_limits) B
     is 1 and each row attends to itself; without, it is a padded grid and transformers' sdpa. The signature is theirs."""
     if cu_seq_lens_q is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
     assert row_lengths is not None
@@ -106,15 +128,21 @@ def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attenti
 
 
 @torch.compiler.disable
-def _row_by_row(query: Tensor, key: Tensor, value: Tensor, lengths: RowLengths, scaling: float | None) -> Tensor:
+def _row_by_row(
+    query: Tensor, key: Tensor, value: Tensor, lengths: RowLengths, scaling: float | None
+) -> Tensor:
     parts, grouped = [], query.shape[1] != key.shape[1]
     # split, not slices: the backward of a slice fills a gradient as long as all rows, for every row.
     for q, k, v in zip(*(x.split(lengths.tokens, dim=2) for x in (query, key, value)), strict=True):
-        parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped))
+        parts.append(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+        )
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, limits: Tensor, longest: int, scaling: float | None) -> Tensor:
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, limits: Tensor, longest: int, scaling: float | None
+) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     more: dict[str, Any] = {}
     if groups > 1 and GROUPED:

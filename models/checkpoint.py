@@ -46,7 +46,14 @@ class Checkpoints:
         """Those that were written whole (or damaged later), oldest first."""
         return sorted(p for p in self.folder.glob("step_*") if p.is_dir() and not p.name.endswith(".part"))
 
-    def save(self, step: int, policy: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], mine: dict[str, Tensor]) -> None:
+    def save(
+        self,
+        step: int,
+        policy: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        mine: dict[str, Tensor],
+    ) -> None:
         """Write the checkpoint before ``step``. ``state`` (JSON) is rank 0's; ``mine`` are this rank's own tensors.
 
         Raises CheckpointError on every rank if any could not write (a full disk); what was there before stays.
@@ -60,17 +67,23 @@ class Checkpoints:
             dcp.save(_tensors(policy, optimizer), checkpoint_id=part)
             save_file(mine | {"rng": torch.get_rng_state()}, part / f"rank_{self.world.rank:04d}.safetensors")
             if self.world.is_main:
-                (part / "state.json").write_text(json.dumps(state | {"fresh_optimizer": not optimizer.state}, indent=2))
+                (part / "state.json").write_text(
+                    json.dumps(state | {"fresh_optimizer": not optimizer.state}, indent=2)
+                )
         except (OSError, RuntimeError) as failure:
             error = f"{type(failure).__name__}: {failure}"
         sums = gather_objects(("" if error else _checksums(part, self.world.rank), error))
         problem = next((e for _, e in sums if e), "")
         if not problem and self.world.is_main:
-            problem = self._publish(part, step, {name: value for files, _ in sums for name, value in files.items()})
+            problem = self._publish(
+                part, step, {name: value for files, _ in sums for name, value in files.items()}
+            )
         if any_rank(bool(problem)):
             if self.world.is_main:
                 shutil.rmtree(part, ignore_errors=True)
-            raise CheckpointError(f"checkpoint {self.path(step)} could not be written: {problem or 'another rank failed'}")
+            raise CheckpointError(
+                f"checkpoint {self.path(step)} could not be written: {problem or 'another rank failed'}"
+            )
 
     def _publish(self, part: Path, step: int, files: dict[str, Any]) -> str:
         """Rename the finished checkpoint into place and remove the oldest but the best; returns what went wrong."""
@@ -102,7 +115,10 @@ class Checkpoints:
             problem = self.problem(path)
             if not any_rank(bool(problem)):
                 return path
-            print(f"rank {self.world.rank}: {path} is damaged ({problem or 'seen by another rank'}); trying the one before", flush=True)
+            print(
+                f"rank {self.world.rank}: {path} is damaged ({problem or 'seen by another rank'}); trying the one before",
+                flush=True,
+            )
         return None
 
     def problem(self, path: Path) -> str:
@@ -116,13 +132,17 @@ class Checkpoints:
             return str(error)
         return ""
 
-    def load(self, path: Path, policy: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def load(
+        self, path: Path, policy: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Put weights and optimizer back; returns (state, this rank's own tensors). Written by other ranks than there are now: the
         tensors of all of them together, without random state."""
         state = json.loads((path / "state.json").read_text())
         saved = _tensors(policy, optimizer, fresh=state["fresh_optimizer"])
         dcp.load(saved, checkpoint_id=path)
-        set_model_state_dict(policy, saved["model"], options=StateDictOptions(ignore_frozen_params=True, strict=False))
+        set_model_state_dict(
+            policy, saved["model"], options=StateDictOptions(ignore_frozen_params=True, strict=False)
+        )
         if "optimizer" in saved:
             set_optimizer_state_dict(policy, optimizer, saved["optimizer"])
         files = sorted(path.glob("rank_*.safetensors"))
@@ -136,19 +156,24 @@ class Checkpoints:
         together.pop("rng", None)
         return state, together
 
-
     def load_weights(self, path: Path, policy: nn.Module) -> None:
         """Put the weights alone back, for export."""
         saved = {"model": get_model_state_dict(policy, options=StateDictOptions(ignore_frozen_params=True))}
         dcp.load(saved, checkpoint_id=path)
-        set_model_state_dict(policy, saved["model"], options=StateDictOptions(ignore_frozen_params=True, strict=False))
+        set_model_state_dict(
+            policy, saved["model"], options=StateDictOptions(ignore_frozen_params=True, strict=False)
+        )
 
 
-def _tensors(policy: nn.Module, optimizer: torch.optim.Optimizer, fresh: bool | None = None) -> dict[str, Any]:
+def _tensors(
+    policy: nn.Module, optimizer: torch.optim.Optimizer, fresh: bool | None = None
+) -> dict[str, Any]:
     """What goes into the shards: the trained weights (frozen ones are the initial model's) and the optimizer. A fresh optimizer has no
     state, and asking for it would make torch step it once: it is left out."""
     fresh = not optimizer.state if fresh is None else fresh
-    tensors: dict[str, Any] = {"model": get_model_state_dict(policy, options=StateDictOptions(ignore_frozen_params=True))}
+    tensors: dict[str, Any] = {
+        "model": get_model_state_dict(policy, options=StateDictOptions(ignore_frozen_params=True))
+    }
     return tensors if fresh else tensors | {"optimizer": get_optimizer_state_dict(policy, optimizer)}
 
 

@@ -61,8 +61,12 @@ def start(replicas: int = 1) -> World:
     global _patient
     _patient = dist.new_group(backend="gloo", timeout=PATIENCE)
     size = dist.get_world_size()
-    if replicas > 1 and size % replicas == 0:  # a number that does not divide the ranks is refused with the other settings
-        mesh = init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
+    if (
+        replicas > 1 and size % replicas == 0
+    ):  # a number that does not divide the ranks is refused with the other settings
+        mesh = init_device_mesh(
+            device.type, (replicas, size // replicas), mesh_dim_names=("replicate", "shard")
+        )
     else:
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     return World(dist.get_rank(), size, device, mesh)
@@ -78,7 +82,9 @@ def stop() -> None:
 def shard(policy: nn.Module, blocks: Iterable[nn.Module], world: World, dtype: torch.dtype) -> None:
     """FSDP2: each decoder block a unit, the rest (embedding, norm, head) the root's. Master weights stay as loaded (float32), the
     computation runs in ``dtype``, gradients are reduced in float32."""
-    precision = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
+    )
     for block in blocks:
         fully_shard(block, mesh=world.mesh, mp_policy=precision)
     fully_shard(policy, mesh=world.mesh, mp_policy=precision)
@@ -100,7 +106,9 @@ def fill(policy: nn.Module, whole: dict[str, Any], device: torch.device, tie: Ca
     for name, buffer in policy.named_buffers():
         buffer.copy_(buffers[name])
     tie()
-    set_model_state_dict(policy, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    set_model_state_dict(
+        policy, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    )
 
 
 @contextmanager
@@ -188,7 +196,9 @@ class Watchdog:
         while not self._stop.wait(min(self.seconds / 4, 10.0)):
             try:
                 names = [str(rank) for rank in range(self.world.size)]
-                marks = [self._store.get(n).decode() if self._store.check([n]) else "has not begun" for n in names]
+                marks = [
+                    self._store.get(n).decode() if self._store.check([n]) else "has not begun" for n in names
+                ]
             except RuntimeError:  # the store went with the ranks
                 return
             if marks != last:
@@ -202,8 +212,11 @@ def slow_ranks(marks: list[str], seconds: float) -> str:
     """The message about ``marks``, one a rank: whoever is not at what most are at is who they wait for."""
     usual = max(set(marks), key=marks.count)
     others = [f"rank {rank}: {mark}" for rank, mark in enumerate(marks) if mark != usual]
-    return (f"no rank has moved for {seconds:g} s; " + (f"most are at: {usual}; waited for: {'; '.join(others)}" if others else
-            f"all are at: {usual} (a collective hangs, or a device does)"))
+    return f"no rank has moved for {seconds:g} s; " + (
+        f"most are at: {usual}; waited for: {'; '.join(others)}"
+        if others
+        else f"all are at: {usual} (a collective hangs, or a device does)"
+    )
 
 
 def barrier() -> None:

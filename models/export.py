@@ -20,8 +20,11 @@ def full_state(policy: Policy) -> dict[str, Tensor]:
     all but the first. Weights are float32, but for a LoRA base that had nothing to merge. What training alone needs beside the model (a
     value head, a slow reference, running means) is left out."""
     state = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    named = {name.removeprefix("model."): tensor for name, tensor in state.items()
-             if isinstance(tensor, Tensor) and name.startswith("model.")}
+    named = {
+        name.removeprefix("model."): tensor
+        for name, tensor in state.items()
+        if isinstance(tensor, Tensor) and name.startswith("model.")
+    }
     return merge_adapters(named, policy) if named else {}
 
 
@@ -36,11 +39,22 @@ def merge_adapters(state: dict[str, Tensor], policy: Policy) -> dict[str, Tensor
         base = merged[f"{name}.base_layer.weight"].float()
         down, up = (state[f"{name}.lora_{half}.{adapter}.weight"].float() for half in "AB")
         delta = (up @ down) * layer.scaling[adapter]
-        merged[f"{name}.base_layer.weight"] = base + (delta.T if getattr(layer, "fan_in_fan_out", False) else delta)
-    return {name.removeprefix("base_model.model.").replace(".base_layer.", "."): tensor for name, tensor in merged.items()}
+        merged[f"{name}.base_layer.weight"] = base + (
+            delta.T if getattr(layer, "fan_in_fan_out", False) else delta
+        )
+    return {
+        name.removeprefix("base_model.model.").replace(".base_layer.", "."): tensor
+        for name, tensor in merged.items()
+    }
 
 
-def export(state: dict[str, Tensor], policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
+def export(
+    state: dict[str, Tensor],
+    policy: Policy,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    dtype: torch.dtype,
+) -> None:
     """Write the model to ``folder``, whole or not at all: beside it, then renamed. ``state`` is full_state's; one rank calls it.
 
     Tied weights are written once, as transformers does. What transformers loads from here equals ``state`` cast to ``dtype``.
@@ -48,7 +62,9 @@ def export(state: dict[str, Tensor], policy: Policy, tokenizer: PreTrainedTokeni
     model = causal_lm(policy.model)
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    model.save_pretrained(part, state_dict=_tie({name: _cast(tensor, dtype) for name, tensor in state.items()}, model))
+    model.save_pretrained(
+        part, state_dict=_tie({name: _cast(tensor, dtype) for name, tensor in state.items()}, model)
+    )
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.save_pretrained(part)

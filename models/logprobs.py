@@ -45,8 +45,16 @@ class Logits:
         return grad if self.scale == 1.0 else grad.mul_(self.scale)
 
 
-def chunked_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, scale: float = 1.0,
-                     softcap: float | None = None, budget: int | None = None) -> Tensor:
+def chunked_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    budget: int | None = None,
+) -> Tensor:
     """[M] float32: log softmax(logits)[targets], nats, with gradients for hidden, weight and bias where they require them.
 
     hidden [M, D] and weight [V, D] share a dtype (float32 or bfloat16; float64 gives float64); bias [V] or None; targets [M] int64.
@@ -58,13 +66,23 @@ def chunked_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, target
 
 
 @torch.no_grad()
-def chunked_entropies(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, scale: float = 1.0, softcap: float | None = None,
-                      budget: int | None = None) -> Tensor:
+def chunked_entropies(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    budget: int | None = None,
+) -> Tensor:
     """[M] float32: the entropy of softmax(logits), nats, without gradient. Arguments as ``chunked_logprobs`` has them."""
     budget, form = budget or BUDGET.get(hidden.device.type, BUDGET["cpu"]), Logits(scale, softcap)
     exact = torch.promote_types(hidden.dtype, torch.float32)
     highest = torch.full((len(hidden),), torch.finfo(exact).min, device=hidden.device, dtype=exact)
-    total, weighted = torch.zeros_like(highest), torch.zeros_like(highest)  # of exp(d) and exp(d) d, d = logit - highest
+    total, weighted = (
+        torch.zeros_like(highest),
+        torch.zeros_like(highest),
+    )  # of exp(d) and exp(d) d, d = logit - highest
     for part in _slices(weight, max(budget // max(len(hidden), 1), 64)):
         logits = form.of(_product(hidden, weight[part], None if bias is None else bias[part]))
         before, highest = highest, torch.maximum(highest, logits.amax(dim=1))
@@ -78,7 +96,15 @@ def chunked_entropies(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, sc
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, form: Logits, width: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        form: Logits,
+        width: int,
+    ) -> Tensor:
         exact = torch.promote_types(hidden.dtype, torch.float32)
         highest = torch.full((len(hidden),), -torch.inf, device=hidden.device, dtype=exact)
         total, chosen = torch.zeros_like(highest), torch.zeros_like(highest)
@@ -99,7 +125,9 @@ class _LogProbs(torch.autograd.Function):
         as the backward of any other layer does) and accumulate in float32; a CPU multiplies in float32."""
         hidden, weight, bias, targets, normaliser = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.zeros(hidden.shape, dtype=normaliser.dtype, device=hidden.device) if wants_hidden else None
+        grad_hidden = (
+            torch.zeros(hidden.shape, dtype=normaliser.dtype, device=hidden.device) if wants_hidden else None
+        )
         grad_weight = torch.empty_like(weight) if wants_weight else None
         grad_bias = torch.empty_like(bias) if wants_bias else None
         for part in _slices(weight, ctx.width):
@@ -115,7 +143,14 @@ class _LogProbs(torch.autograd.Function):
                 grad_hidden += _product(slope, weight[part].T)
             if grad_weight is not None:
                 grad_weight[part] = _product(slope.T, hidden.T)
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None
+        return (
+            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
+            grad_weight,
+            grad_bias,
+            None,
+            None,
+            None,
+        )
 
 
 def _slices(weight: Tensor, width: int) -> Iterator[slice]:
@@ -127,7 +162,9 @@ def _slices(weight: Tensor, width: int) -> Iterator[slice]:
 def _place(targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
     """([M] whether the target lies in this slice, [M, 1] its place there, or any place where it does not)."""
     index = targets - part.start
-    return (index >= 0) & (index < part.stop - part.start), index.clamp(0, part.stop - part.start - 1)[:, None]
+    return (index >= 0) & (index < part.stop - part.start), index.clamp(0, part.stop - part.start - 1)[
+        :, None
+    ]
 
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:

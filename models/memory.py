@@ -22,8 +22,11 @@ def estimate_memory(config: ModelConfig, plan: Segment, rows_per_example: int, r
 
     An estimate: the allocator's fragments, attention workspaces and communication buffers are not in it.
     """
-    model_config = AutoConfig.from_pretrained(resolve_model_path(config.name_or_path), revision=config.revision,
-                                              trust_remote_code=config.trust_remote_code)
+    model_config = AutoConfig.from_pretrained(
+        resolve_model_path(config.name_or_path),
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
     parameters = sum(p.numel() for p in model.parameters())
@@ -31,12 +34,22 @@ def estimate_memory(config: ModelConfig, plan: Segment, rows_per_example: int, r
     size = config.batch_size // (config.gradient_accumulation_steps * ranks)
     micros = cut(plan.batch(0), 0, ranks, max(size, 1), rows_per_example)
     packing, _ = packs_rows(config, model_config)
-    tokens = max(sum(of) if packing else len(of) * max(of) for of in ([len(row) for e in micro for row in e.rows] for micro in micros))
+    tokens = max(
+        sum(of) if packing else len(of) * max(of)
+        for of in ([len(row) for e in micro for row in e.rows] for micro in micros)
+    )
     text = model_config.get_text_config()
     logits = 8 * BUDGET["cuda" if torch.cuda.is_available() else "cpu"]
     states = parameters * 16 / ranks if not config.use_peft else parameters * width / ranks
     gathered = parameters * width / text.num_hidden_layers
-    kept = tokens * text.num_hidden_layers * text.hidden_size * ACTIVATION_BYTES[config.activation_checkpointing] * width / 2
+    kept = (
+        tokens
+        * text.num_hidden_layers
+        * text.hidden_size
+        * ACTIVATION_BYTES[config.activation_checkpointing]
+        * width
+        / 2
+    )
     total = states + gathered + kept + logits
     return (
         f"{parameters / 1e6:,.1f} M parameters on {ranks} rank(s). Estimated memory a rank: {total / GIB:.2f} GiB = "

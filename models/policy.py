@@ -52,7 +52,9 @@ class Policy(nn.Module):
         self.model = model
         config = causal_lm(model).config.get_text_config()
         # Between hidden state and logit: Cohere multiplies, Granite divides, Gemma-2 caps. check_head finds whatever else there is.
-        self.scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+        self.scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+            getattr(config, "logits_scaling", None) or 1.0
+        )
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.packs = False
         self.train(False)
@@ -77,23 +79,36 @@ class Policy(nn.Module):
         if self.packs and sequences.position_ids is not None:
             limits = row_limits([max(len(row), 1) for row in sequences.rows], sequences.input_ids.device)
         body = causal_lm(self.model).base_model
-        out = body(input_ids=sequences.input_ids, position_ids=sequences.position_ids, use_cache=False, **limits)
+        out = body(
+            input_ids=sequences.input_ids, position_ids=sequences.position_ids, use_cache=False, **limits
+        )
         return out.last_hidden_state.flatten(0, 1)
 
     def logprobs(self, sequences: Sequences, before: Tensor) -> Tensor:
         """[R, T] log-probabilities of the completion tokens from the hidden states [M, D] that predict them."""
         # The head's weight is read here, not in __init__: once sharded it is whole only inside this forward.
         head = output_head(self.model)
-        values = chunked_logprobs(before, head.weight, head.bias, sequences.targets, scale=self.scale, softcap=self.softcap)
+        values = chunked_logprobs(
+            before, head.weight, head.bias, sequences.targets, scale=self.scale, softcap=self.softcap
+        )
         return on_grid(sequences, values)
 
     def entropies(self, sequences: Sequences, before: Tensor) -> Tensor:
         """[R, T] the entropies of the distributions that the hidden states [M, D] give."""
         head = output_head(self.model)
-        return on_grid(sequences, chunked_entropies(before, head.weight, head.bias, scale=self.scale, softcap=self.softcap))
+        return on_grid(
+            sequences,
+            chunked_entropies(before, head.weight, head.bias, scale=self.scale, softcap=self.softcap),
+        )
 
-    def generate(self, input_ids: Tensor, attention_mask: Tensor, generation_config: GenerationConfig,
-                 logits_processor: LogitsProcessorList | None = None, synced_gpus: bool = False) -> Tensor:
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList | None = None,
+        synced_gpus: bool = False,
+    ) -> Tensor:
         """[B, P + new] token ids, by transformers' generate with a KV cache. input_ids [B, P] are padded on the left;
         attention_mask [B, P] says where. ``synced_gpus``: weights are sharded, so all ranks run as many forwards as the slowest."""
         generate, config = cast(Callable[..., Tensor], self.model.generate), causal_lm(self.model).config
@@ -101,8 +116,13 @@ class Policy(nn.Module):
             config._attn_implementation = "sdpa"
         try:
             with torch.no_grad():
-                return generate(input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config,
-                                logits_processor=logits_processor, synced_gpus=synced_gpus)
+                return generate(
+                    input_ids=input_ids,
+                    attention_mask=attention_mask,
+                    generation_config=generation_config,
+                    logits_processor=logits_processor,
+                    synced_gpus=synced_gpus,
+                )
         finally:
             if self.packs:
                 config._attn_implementation = PACKED
@@ -130,7 +150,9 @@ class Policy(nn.Module):
         output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=cast(torch.FloatTensor, hidden))
         body.forward = lambda *args, **kwargs: output
         try:
-            logits = model(input_ids=torch.zeros(1, 4, dtype=torch.int64, device=weight.device), use_cache=False).logits[0]
+            logits = model(
+                input_ids=torch.zeros(1, 4, dtype=torch.int64, device=weight.device), use_cache=False
+            ).logits[0]
         finally:
             body.forward = forward
         theirs = logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
@@ -138,8 +160,12 @@ class Policy(nn.Module):
         # Their logits are rounded to the model's dtype; ours are not.
         allowed = 4 * torch.finfo(weight.dtype).eps * (1 + logits.abs().max().item()) + 1e-4
         error, name = (theirs - ours).abs().max().item(), type(model).__name__
-        require(error <= allowed, "model.name_or_path", model.config.name_or_path or name,
-                f"{name} does something to its logits that is not known here (log-probabilities differ by {error:.2g} nats)")
+        require(
+            error <= allowed,
+            "model.name_or_path",
+            model.config.name_or_path or name,
+            f"{name} does something to its logits that is not known here (log-probabilities differ by {error:.2g} nats)",
+        )
 
 
 class ValuePolicy(Policy):
@@ -179,7 +205,10 @@ class RewardModel(Policy):
         last = lengths.cumsum(0) - 1 if packed else torch.arange(len(lengths)) * width + lengths - 1
         hidden = self.hidden(sequences).index_select(0, last.to(sequences.mask.device, non_blocking=True))
         rewards = hidden.float() @ score_head(self.model).weight[0].float()
-        at_end = torch.arange(sequences.mask.shape[1], device=hidden.device) == sequences.mask.sum(-1, keepdim=True) - 1
+        at_end = (
+            torch.arange(sequences.mask.shape[1], device=hidden.device)
+            == sequences.mask.sum(-1, keepdim=True) - 1
+        )
         return torch.where(at_end, rewards[:, None], 0.0)
 
     def check_head(self) -> None:
@@ -193,7 +222,10 @@ WRAPPERS: dict[str | None, type[Policy]] = {None: Policy, "value": ValuePolicy, 
 
 def on_grid(sequences: Sequences, values: Tensor) -> Tensor:
     """[R, T] the [M] ``values`` of completion tokens in their cells, 0 elsewhere."""
-    grid, width = torch.zeros(sequences.mask.shape, device=values.device, dtype=values.dtype), sequences.mask.shape[1]
+    grid, width = (
+        torch.zeros(sequences.mask.shape, device=values.device, dtype=values.dtype),
+        sequences.mask.shape[1],
+    )
     # Not a view of a flat tensor: FSDP2 hangs its pre-backward hook on what is returned.
     return grid.index_put((sequences.cells // width, sequences.cells % width), values)
 
@@ -207,8 +239,12 @@ def output_head(model: PreTrainedModel | PeftModel) -> nn.Linear:
     """The head that makes logits. Raises ConfigError unless it is a plain linear layer (adapters on it are not offered)."""
     head = causal_lm(model).get_output_embeddings()
     if type(head) is not nn.Linear:
-        raise ConfigError("model.name_or_path", type(head).__name__, "the output head must be a plain linear layer, without "
-                          "adapters (model.peft.target_modules=all-linear leaves it alone)")
+        raise ConfigError(
+            "model.name_or_path",
+            type(head).__name__,
+            "the output head must be a plain linear layer, without "
+            "adapters (model.peft.target_modules=all-linear leaves it alone)",
+        )
     return head
 
 
@@ -216,8 +252,12 @@ def score_head(model: PreTrainedModel | PeftModel) -> nn.Linear:
     """The head of a sequence classifier. Raises ConfigError unless it is one linear layer without bias and with one label."""
     head = getattr(causal_lm(model), "score", None)
     if not (type(head) is nn.Linear and head.bias is None and head.out_features == 1):
-        raise ConfigError("model.name_or_path", type(causal_lm(model)).__name__, "its classifier's head is not one linear layer called "
-                          "score with one label: no reward model can be made of it here")
+        raise ConfigError(
+            "model.name_or_path",
+            type(causal_lm(model)).__name__,
+            "its classifier's head is not one linear layer called "
+            "score with one label: no reward model can be made of it here",
+        )
     return head
 
 
@@ -231,7 +271,9 @@ def decoder_blocks(model: Policy | PreTrainedModel | PeftModel) -> list[nn.Modul
     for module in inner.base_model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == layers:
             return list(module)
-    raise ConfigError("model.name_or_path", type(inner).__name__, f"no list of its {layers} decoder layers was found")
+    raise ConfigError(
+        "model.name_or_path", type(inner).__name__, f"no list of its {layers} decoder layers was found"
+    )
 
 
 def checkpoint_activations(blocks: list[nn.Module]) -> None:
@@ -253,7 +295,9 @@ def model_config(config: ModelConfig) -> PretrainedConfig:
     """The architecture, without weights. Raises ConfigError if it cannot be had."""
     path = _reachable("model.name_or_path", config.name_or_path, config.revision)
     try:
-        return AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        return AutoConfig.from_pretrained(
+            path, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
     except (OSError, ValueError) as error:
         raise _not_found("model.name_or_path", config.name_or_path, error) from error
 
@@ -266,20 +310,44 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
     """
     found = model_config(config)
     text, kernel = found.get_text_config(), config.attn_implementation
-    known = type(found) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in (getattr(found, "auto_map", None) or {})
-    require(known, "model.name_or_path", config.name_or_path, f"is a {found.model_type}, not a causal language model")
+    known = type(found) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in (
+        getattr(found, "auto_map", None) or {}
+    )
+    require(
+        known,
+        "model.name_or_path",
+        config.name_or_path,
+        f"is a {found.model_type}, not a causal language model",
+    )
     require(kernel in ATTENTION, "model.attn_implementation", kernel, f"use one of {', '.join(ATTENTION)}")
-    installed = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
-    require(kernel not in installed or installed[kernel](), "model.attn_implementation", kernel, "is not installed; use sdpa")
+    installed = {
+        "flash_attention_2": is_flash_attn_2_available,
+        "flash_attention_3": is_flash_attn_3_available,
+    }
+    require(
+        kernel not in installed or installed[kernel](),
+        "model.attn_implementation",
+        kernel,
+        "is not installed; use sdpa",
+    )
     cap = getattr(text, "attn_logit_softcapping", None)
-    require(cap is None or kernel in SOFTCAP_ATTENTION, "model.attn_implementation", kernel,
-            f"would drop this model's attn_logit_softcapping={cap}; use eager")
+    require(
+        cap is None or kernel in SOFTCAP_ATTENTION,
+        "model.attn_implementation",
+        kernel,
+        f"would drop this model's attn_logit_softcapping={cap}; use eager",
+    )
     positions = getattr(text, "max_position_embeddings", None) or config.max_length
     if config.head == "reward":
         found.num_labels = 1
         # A classifier pools at the last token that is not this one: were it also the end-of-turn token, it would pool before it.
         text.pad_token_id = None
-    require(config.max_length <= positions, "model.max_length", config.max_length, f"the model has {positions} positions")
+    require(
+        config.max_length <= positions,
+        "model.max_length",
+        config.max_length,
+        f"the model has {positions} positions",
+    )
     return found
 
 
@@ -307,7 +375,11 @@ def _auto(config: ModelConfig) -> type[AutoModelForCausalLM] | type[AutoModelFor
 def _how(config: ModelConfig) -> dict[str, Any]:
     """How transformers builds the model. Masters are float32; with LoRA the base is frozen in model.dtype."""
     dtype = getattr(torch, config.dtype) if config.use_peft else torch.float32
-    return {"attn_implementation": config.attn_implementation, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
+    return {
+        "attn_implementation": config.attn_implementation,
+        "dtype": dtype,
+        "trust_remote_code": config.trust_remote_code,
+    }
 
 
 def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Policy:
@@ -323,7 +395,9 @@ def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Pol
             model = _auto(config).from_config(found, **common)
         else:
             try:
-                model = _auto(config).from_pretrained(path, config=found, use_safetensors=True, revision=config.revision, **common)
+                model = _auto(config).from_pretrained(
+                    path, config=found, use_safetensors=True, revision=config.revision, **common
+                )
             except (OSError, ValueError) as error:
                 raise _not_found("model.name_or_path", config.name_or_path, error) from error
         if config.use_peft:
@@ -346,12 +420,19 @@ def _finished(policy: Policy, config: ModelConfig) -> Policy:
 
 def _with_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
     target = config.peft.target_modules
-    lora = LoraConfig(r=config.peft.lora_r, lora_alpha=config.peft.lora_alpha, lora_dropout=0.0, task_type="CAUSAL_LM",
-                      target_modules=target if isinstance(target, str) else list(target))
+    lora = LoraConfig(
+        r=config.peft.lora_r,
+        lora_alpha=config.peft.lora_alpha,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+        target_modules=target if isinstance(target, str) else list(target),
+    )
     try:
         return get_peft_model(model, lora, autocast_adapter_dtype=True)
     except ValueError as error:
-        raise ConfigError("model.peft.target_modules", target, f"{error} (all-linear is always right)") from error
+        raise ConfigError(
+            "model.peft.target_modules", target, f"{error} (all-linear is always right)"
+        ) from error
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -366,15 +447,26 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     revision = config.revision if own else None
     path = _reachable(key, name, revision)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=revision, trust_remote_code=config.trust_remote_code
+        )
     except (OSError, ValueError) as error:
         raise _not_found(key, name, error) from error
-    require(tokenizer.eos_token_id is not None, key, name, "has no end-of-sequence token; a completion could not end")
+    require(
+        tokenizer.eos_token_id is not None,
+        key,
+        name,
+        "has no end-of-sequence token; a completion could not end",
+    )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config.chat_template is not None:
-        require(Path(config.chat_template).is_file(), "model.chat_template", config.chat_template,
-                "no such file; give a jinja file, or null for the tokenizer's own")
+        require(
+            Path(config.chat_template).is_file(),
+            "model.chat_template",
+            config.chat_template,
+            "no such file; give a jinja file, or null for the tokenizer's own",
+        )
         tokenizer.chat_template = Path(config.chat_template).read_text()
     return tokenizer
 
@@ -384,7 +476,9 @@ def _reachable(key: str, name: str, revision: str | None) -> str:
     once, where loading would retry for half a minute."""
     path = resolve_model_path(name)
     try:
-        if not Path(path).is_dir() and not isinstance(try_to_load_from_cache(path, "config.json", revision=revision), str):
+        if not Path(path).is_dir() and not isinstance(
+            try_to_load_from_cache(path, "config.json", revision=revision), str
+        ):
             HfApi().model_info(path, revision=revision, timeout=10)
     except (OSError, ValueError, HTTPError) as error:
         raise _not_found(key, name, error) from error
@@ -395,6 +489,12 @@ def _not_found(key: str, value: str, error: Exception) -> ConfigError:
     """What a user can do about a model that could not be had."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if value.startswith((".", "/", "~")) or Path(value).exists():
-        return ConfigError(key, value, f"is not the folder of a model (config.json, *.safetensors) or of a run: {reason}")
-    return ConfigError(key, value, "cannot be had: give a folder that exists, or the name of a model on the hub "
-                       f"(check the spelling, the network, and for gated models `hf auth login`): {reason}")
+        return ConfigError(
+            key, value, f"is not the folder of a model (config.json, *.safetensors) or of a run: {reason}"
+        )
+    return ConfigError(
+        key,
+        value,
+        "cannot be had: give a folder that exists, or the name of a model on the hub "
+        f"(check the spelling, the network, and for gated models `hf auth login`): {reason}",
+    )

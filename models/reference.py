@@ -103,7 +103,10 @@ class Reference:
         Raises KeyError for a row that was not scored: training it would be an error of the program, never a fallback.
         """
         device, width = sequences.mask.device, sequences.mask.shape[1]
-        rows = [self.scores[self.key(step, row)] if len(row.completion_ids) else torch.zeros(0) for row in sequences.rows]
+        rows = [
+            self.scores[self.key(step, row)] if len(row.completion_ids) else torch.zeros(0)
+            for row in sequences.rows
+        ]
         out = torch.zeros(len(rows), width, device=device)
         for r, values in enumerate(rows):
             out[r, : len(values)].copy_(values, non_blocking=True)

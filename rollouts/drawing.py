@@ -47,7 +47,9 @@ class Drawer(Protocol):
 
     def together(self, work: Callable[[], T]) -> T: ...
 
-    def sample(self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int) -> list[list[Sample]]: ...
+    def sample(
+        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
+    ) -> list[list[Sample]]: ...
 
 
 class _OneProcess:
@@ -68,14 +70,27 @@ def settings_of(config: SamplerConfig) -> SamplingSettings:
 def opened(config: Config, renderer: Renderer, world: World, log_dir: Path) -> Iterator[Drawer]:
     """The sampler that the settings name, with the weights of ``model``; every rank opens it. Raises ConfigError."""
     if config.sampler.name == "vllm":
-        require(world.size == 1, "sampler", "vllm", "has processes of its own (sampler.data_parallel): start it without a launcher")
-        with VllmSampler(config.sampler, renderer, max_length=config.model.max_length, dtype=config.model.dtype, log_dir=log_dir) as vllm:
+        require(
+            world.size == 1,
+            "sampler",
+            "vllm",
+            "has processes of its own (sampler.data_parallel): start it without a launcher",
+        )
+        with VllmSampler(
+            config.sampler,
+            renderer,
+            max_length=config.model.max_length,
+            dtype=config.model.dtype,
+            log_dir=log_dir,
+        ) as vllm:
             vllm.load(model_folder(config), 0)
             yield _OneProcess(vllm)
         return
     policy, _ = load_sharded(config.model, world)
     rows = config.sampler.batch_size or config.model.eval_batch_size
-    yield EmbeddedEngine(EmbeddedSampler(policy, renderer, world.device, batch_size=rows, synced=world.size > 1), world)
+    yield EmbeddedEngine(
+        EmbeddedSampler(policy, renderer, world.device, batch_size=rows, synced=world.size > 1), world
+    )
 
 
 def model_folder(config: Config) -> Path:
@@ -83,7 +98,13 @@ def model_folder(config: Config) -> Path:
     path = Path(resolve_model_path(config.model.name_or_path))
     if path.is_dir():
         return path
-    return Path(snapshot_download(config.model.name_or_path, revision=config.model.revision, allow_patterns=["*.json", "*.safetensors"]))
+    return Path(
+        snapshot_download(
+            config.model.name_or_path,
+            revision=config.model.revision,
+            allow_patterns=["*.json", "*.safetensors"],
+        )
+    )
 
 
 def weights_digest(config: Config) -> str:
@@ -91,8 +112,15 @@ def weights_digest(config: Config) -> str:
     return files_digest(sorted(model_folder(config).glob("*.safetensors")))
 
 
-def answers(config: Config, renderer: Renderer, asked: list[Prompt], requests: list[Request], world: World, log_dir: Path,
-            name: str) -> list[list[list[Sample]]]:
+def answers(
+    config: Config,
+    renderer: Renderer,
+    asked: list[Prompt],
+    requests: list[Request],
+    world: World,
+    log_dir: Path,
+    name: str,
+) -> list[list[list[Sample]]]:
     """[requests][prompts][n] answers, drawn with ``config.seed``; the same on every rank, each of which calls it. Those that are kept from
     earlier are not drawn; where all are, no weights are loaded. ``name``: whose they are, for the progress bar.
 
@@ -103,13 +131,21 @@ def answers(config: Config, renderer: Renderer, asked: list[Prompt], requests: l
         return [[found[prompt.id] for prompt in asked] for found in known]
     with opened(config, renderer, world, log_dir) as drawer:
 
-        def draw(request: Request, keeper: KeptAnswers, found: Mapping[str, list[Sample]]) -> list[list[Sample]]:
+        def draw(
+            request: Request, keeper: KeptAnswers, found: Mapping[str, list[Sample]]
+        ) -> list[list[Sample]]:
             every = dict(found)
             left = list({prompt.id: prompt for prompt in asked if prompt.id not in every}.values())
             left.sort(key=lambda prompt: -len(renderer.prompt_ids(prompt)))
             rows = (config.sampler.batch_size or config.model.eval_batch_size) * world.size
             size = _part(len(left), request.n, config.sampler.name, rows)
-            with progress(len(asked), f"{name}: {request.what}", unit="prompt", done=len(asked) - len(left), shown=world.is_main) as bar:
+            with progress(
+                len(asked),
+                f"{name}: {request.what}",
+                unit="prompt",
+                done=len(asked) - len(left),
+                shown=world.is_main,
+            ) as bar:
                 for first in range(0, len(left), size):
                     part = left[first : first + size]
                     drawn = drawer.sample(part, request.n, request.settings, config.seed)
@@ -119,19 +155,30 @@ def answers(config: Config, renderer: Renderer, asked: list[Prompt], requests: l
                     bar.update(len(part))
             return [every[prompt.id] for prompt in asked]
 
-        made: list[list[list[Sample]]] = drawer.together(lambda: [draw(*one) for one in zip(requests, kept, known, strict=True)])
+        made: list[list[list[Sample]]] = drawer.together(
+            lambda: [draw(*one) for one in zip(requests, kept, known, strict=True)]
+        )
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
     return made
 
 
-def _kept(config: Config, renderer: Renderer, requests: list[Request]) -> tuple[list[KeptAnswers], list[dict[str, list[Sample]]]]:
+def _kept(
+    config: Config, renderer: Renderer, requests: list[Request]
+) -> tuple[list[KeptAnswers], list[dict[str, list[Sample]]]]:
     """Where each request's answers are kept, and those that are there, by prompt id (the digest of its turns)."""
     model, sampler = config.model, config.sampler
-    shared = {"weights": weights_digest(config), "text": renderer.fingerprint, "seed": config.seed,
-              "model": [model.dtype, model.attn_implementation, model.max_length, model.max_prompt_length],
-              "sampler": [sampler.name, sampler.dtype]}
-    kept = [KeptAnswers(Path(config.cache_dir), shared | {"n": request.n, "settings": asdict(request.settings)}) for request in requests]
+    shared = {
+        "weights": weights_digest(config),
+        "text": renderer.fingerprint,
+        "seed": config.seed,
+        "model": [model.dtype, model.attn_implementation, model.max_length, model.max_prompt_length],
+        "sampler": [sampler.name, sampler.dtype],
+    }
+    kept = [
+        KeptAnswers(Path(config.cache_dir), shared | {"n": request.n, "settings": asdict(request.settings)})
+        for request in requests
+    ]
     return kept, [one.read() for one in kept]
 
 

@@ -48,7 +48,9 @@ class Engine(Protocol):
     def together(self, work: Callable[[], T]) -> T:
         """What rank 0's ``work`` gives, or raises, on every rank; ``work`` may call ``sample``. Every rank calls it."""
 
-    def sample(self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int) -> list[list[Sample]]:
+    def sample(
+        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
+    ) -> list[list[Sample]]:
         """``n`` answers to each prompt, in order. Rank 0, inside ``together``."""
 
     def rest(self) -> None:
@@ -91,12 +93,16 @@ class EmbeddedEngine:
                 return value
             self._share(*value)
 
-    def sample(self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int) -> list[list[Sample]]:
+    def sample(
+        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
+    ) -> list[list[Sample]]:
         from_main(("sample", (prompts, n, settings, seed)))
         shares = self._share(prompts, n, settings, seed)
         return [shares[i % self.world.size][i // self.world.size] for i in range(len(prompts))]
 
-    def _share(self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int) -> list[list[list[Sample]]]:
+    def _share(
+        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
+    ) -> list[list[list[Sample]]]:
         mine = prompts[self.world.rank :: self.world.size]
         return gather_objects(self.sampler.sample(mine, n, settings, seed))
 
@@ -110,8 +116,15 @@ class EmbeddedEngine:
 class VllmEngine:
     """vLLM beside rank 0. Weights go over as a folder; then both score the probe, and must agree."""
 
-    def __init__(self, sampler: VllmSampler, policy: Policy, renderer: Renderer, world: World, probe: list[Sequence], trained_in: str,
-                 ) -> None:
+    def __init__(
+        self,
+        sampler: VllmSampler,
+        policy: Policy,
+        renderer: Renderer,
+        world: World,
+        probe: list[Sequence],
+        trained_in: str,
+    ) -> None:
         """``probe``: rows on which engine and trainer must agree; ``trained_in``: the trainer's compute dtype."""
         self.sampler, self.policy, self.renderer, self.world = sampler, policy, renderer, world
         self.probe, self.trained_in = probe, trained_in
@@ -120,18 +133,27 @@ class VllmEngine:
     def publish(self, folder: Path, version: int) -> Facts:
         state = full_state(self.policy)
         rows = collate(self.probe, self.world.device)
-        trainer = [values[: len(row.completion_ids)].tolist() for row, values in zip(self.probe, score(self.policy, rows), strict=True)]
+        trainer = [
+            values[: len(row.completion_ids)].tolist()
+            for row, values in zip(self.probe, score(self.policy, rows), strict=True)
+        ]
         return self.together(lambda: self._load(state, trainer, folder, version))
 
-    def _load(self, state: dict[str, torch.Tensor], trainer: list[list[float]], folder: Path, version: int) -> Facts:
+    def _load(
+        self, state: dict[str, torch.Tensor], trainer: list[list[float]], folder: Path, version: int
+    ) -> Facts:
         start = time.monotonic()
         export(state, self.policy, self.renderer.tokenizer, folder, getattr(torch, self.sampler.dtype))
         write_whole(folder / _PROBE, json.dumps(trainer))
         written = time.monotonic()
         self.again(folder, version)
         assert self._probed is not None
-        return {"write_seconds": written - start, "load_seconds": time.monotonic() - written,
-                "probe_largest": self._probed.largest, "probe_mean": self._probed.mean}
+        return {
+            "write_seconds": written - start,
+            "load_seconds": time.monotonic() - written,
+            "probe_largest": self._probed.largest,
+            "probe_mean": self._probed.mean,
+        }
 
     def again(self, folder: Path, version: int) -> None:
         trainer = json.loads((folder / _PROBE).read_text())
@@ -144,7 +166,9 @@ class VllmEngine:
     def together(self, work: Callable[[], T]) -> T:
         return outcome(from_main(attempt(work) if self.world.is_main else None))
 
-    def sample(self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int) -> list[list[Sample]]:
+    def sample(
+        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
+    ) -> list[list[Sample]]:
         return self.sampler.sample(prompts, n, settings, seed)
 
     def rest(self) -> None:

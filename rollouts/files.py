@@ -28,17 +28,32 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
 
 # Samples
 
+
 def write_samples(path: Path, samples: Sequence[Sampled], form: str, generator: str, dataset: str) -> None:
     """Write samples as ``groups`` (JSON lines with token ids, without rewards), ``alpacaeval`` or ``halos``."""
     if form == "groups":
-        write_whole(path, "".join(json.dumps(sampled_line(one), ensure_ascii=False) + "\n" for one in samples))
+        write_whole(
+            path, "".join(json.dumps(sampled_line(one), ensure_ascii=False) + "\n" for one in samples)
+        )
     elif form == "alpacaeval":
-        _write_list(path, [{"instruction": one.prompt.turns[-1].content, "output": c.text, "generator": generator}
-                           for one in samples for c in one.completions])
+        _write_list(
+            path,
+            [
+                {"instruction": one.prompt.turns[-1].content, "output": c.text, "generator": generator}
+                for one in samples
+                for c in one.completions
+            ],
+        )
     else:
         common = {"generator": generator, "dataset": dataset, "type": "sample"}
-        _write_list(path, [_prompt(i, one) | {"output": c.text, "sample_id": k, **common}
-                           for i, one in enumerate(samples) for k, c in enumerate(one.completions)])
+        _write_list(
+            path,
+            [
+                _prompt(i, one) | {"output": c.text, "sample_id": k, **common}
+                for i, one in enumerate(samples)
+                for k, c in enumerate(one.completions)
+            ],
+        )
 
 
 def read_samples(path: Path) -> list[Sampled]:
@@ -50,7 +65,9 @@ def read_samples(path: Path) -> list[Sampled]:
         try:
             one = sampled_of(dict(row.values)) if "completions" in row.values else _one_sample(row.values)
         except RowError as error:
-            raise DataError(f"{path}, row {row.number}: {error}; in= takes the files that sample.py writes, and HALOs' samples") from error
+            raise DataError(
+                f"{path}, row {row.number}: {error}; in= takes the files that sample.py writes, and HALOs' samples"
+            ) from error
         before = found.get(one.prompt.id, Sampled(one.prompt, ()))
         found[one.prompt.id] = Sampled(before.prompt, before.completions + one.completions)
     return list(found.values())
@@ -58,22 +75,38 @@ def read_samples(path: Path) -> list[Sampled]:
 
 def _one_sample(values: Any) -> Sampled:
     """A row of AlpacaEval's outputs or of HALOs' samples."""
-    asked = (Turn("user", text(values, "instruction")),) if "prompt" not in values else turns(value(values, "prompt"), "prompt")
-    return Sampled(prompt_of(asked, values.get("reference")), (Completion(answered((), value(values, "output"), "output")[1]),))
+    asked = (
+        (Turn("user", text(values, "instruction")),)
+        if "prompt" not in values
+        else turns(value(values, "prompt"), "prompt")
+    )
+    return Sampled(
+        prompt_of(asked, values.get("reference")),
+        (Completion(answered((), value(values, "output"), "output")[1]),),
+    )
 
 
 # Feedback
 
-def write_feedback(path: Path, samples: Sequence[Sampled], scores: Scores, form: str, config: RoundsConfig, seed: int) -> int:
+
+def write_feedback(
+    path: Path, samples: Sequence[Sampled], scores: Scores, form: str, config: RoundsConfig, seed: int
+) -> int:
     """Write what the scores say, as ``groups`` or as HALOs' ``binary``, ``pairwise`` or ``scalar`` feedback; returns the number of
     entries. Which samples are compared, and when they differ enough, is ``rounds``' (rollouts.rounds.feedback)."""
     if form == "groups":
-        groups = [g for one, values in zip(samples, scores, strict=True) for g in _made(one, values, config, seed)]
+        groups = [
+            g for one, values in zip(samples, scores, strict=True) for g in _made(one, values, config, seed)
+        ]
         write_groups(path, groups)
         return len(groups)
     write: Callable[[int, Sampled, list[float | None], RoundsConfig, int], list[Line]]
     write = {"binary": _binary, "pairwise": _pairwise, "scalar": _scalar}[form]
-    entries = [entry for i, (one, values) in enumerate(zip(samples, scores, strict=True)) for entry in write(i, one, values, config, seed)]
+    entries = [
+        entry
+        for i, (one, values) in enumerate(zip(samples, scores, strict=True))
+        for entry in write(i, one, values, config, seed)
+    ]
     _write_list(path, entries)
     return len(entries)
 
@@ -83,27 +116,56 @@ def _made(one: Sampled, values: Sequence[float | None], config: RoundsConfig, se
     return [] if isinstance(made, str) else made
 
 
-def _binary(i: int, one: Sampled, values: Sequence[float | None], config: RoundsConfig, seed: int) -> list[Line]:
+def _binary(
+    i: int, one: Sampled, values: Sequence[float | None], config: RoundsConfig, seed: int
+) -> list[Line]:
     group = with_scores(one, values)
-    return [_prompt(i, one) | {"output": _messages(c), "label": int(r >= config.threshold), "reward": r, "type": "binary_feedback"}
-            for c, r in zip(group.completions, group.rewards, strict=True)]
+    return [
+        _prompt(i, one)
+        | {
+            "output": _messages(c),
+            "label": int(r >= config.threshold),
+            "reward": r,
+            "type": "binary_feedback",
+        }
+        for c, r in zip(group.completions, group.rewards, strict=True)
+    ]
 
 
-def _pairwise(i: int, one: Sampled, values: Sequence[float | None], config: RoundsConfig, seed: int) -> list[Line]:
+def _pairwise(
+    i: int, one: Sampled, values: Sequence[float | None], config: RoundsConfig, seed: int
+) -> list[Line]:
     """The better one is A."""
-    return [_prompt(i, one) | {"output_A": _messages(g.completions[0]), "output_B": _messages(g.completions[1]), "label": 1,
-                               "reward_A": g.rewards[0], "reward_B": g.rewards[1], "reward_difference": g.rewards[0] - g.rewards[1],
-                               "type": "pairwise_feedback"} for g in _made(one, values, config, seed)]
+    return [
+        _prompt(i, one)
+        | {
+            "output_A": _messages(g.completions[0]),
+            "output_B": _messages(g.completions[1]),
+            "label": 1,
+            "reward_A": g.rewards[0],
+            "reward_B": g.rewards[1],
+            "reward_difference": g.rewards[0] - g.rewards[1],
+            "type": "pairwise_feedback",
+        }
+        for g in _made(one, values, config, seed)
+    ]
 
 
-def _scalar(i: int, one: Sampled, values: Sequence[float | None], config: RoundsConfig, seed: int) -> list[Line]:
+def _scalar(
+    i: int, one: Sampled, values: Sequence[float | None], config: RoundsConfig, seed: int
+) -> list[Line]:
     group = with_scores(one, values)
-    return [_prompt(i, one) | {"output": _messages(c), "reward": r, "type": "scalar_feedback"}
-            for c, r in zip(group.completions, group.rewards, strict=True)]
+    return [
+        _prompt(i, one) | {"output": _messages(c), "reward": r, "type": "scalar_feedback"}
+        for c, r in zip(group.completions, group.rewards, strict=True)
+    ]
 
 
 def _prompt(i: int, one: Sampled) -> Line:
-    line: Line = {"prompt_id": i, "prompt": [{"role": turn.role, "content": turn.content} for turn in one.prompt.turns]}
+    line: Line = {
+        "prompt_id": i,
+        "prompt": [{"role": turn.role, "content": turn.content} for turn in one.prompt.turns],
+    }
     return line if one.prompt.reference is None else line | {"reference": one.prompt.reference}
 
 

@@ -43,15 +43,20 @@ class KeptAnswers:
         for line in lines:
             try:
                 raw = json.loads(line)
-                found[raw["prompt_id"]] = [Sample(tuple(one["token_ids"]), one["finished"], tuple(one["logprobs"]))
-                                           for one in raw["samples"]]
+                found[raw["prompt_id"]] = [
+                    Sample(tuple(one["token_ids"]), one["finished"], tuple(one["logprobs"]))
+                    for one in raw["samples"]
+                ]
             except (ValueError, KeyError, TypeError):
                 continue
         return found
 
     def add(self, answers: Mapping[str, list[Sample]]) -> None:
         """Append them, down to the disk."""
-        lines = [{"prompt_id": name, "samples": [asdict(sample) for sample in samples]} for name, samples in answers.items()]
+        lines = [
+            {"prompt_id": name, "samples": [asdict(sample) for sample in samples]}
+            for name, samples in answers.items()
+        ]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b") as stream:
             if stream.seek(0, os.SEEK_END) and stream.seek(-1, os.SEEK_END) and stream.read() != b"\n":

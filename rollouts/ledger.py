@@ -53,7 +53,11 @@ class RoundFolder:
     def done(self, stage: str, inputs: Facts | None = None) -> bool:
         """Whether the stage's file is the one that was promised, made from ``inputs`` (None: from whatever)."""
         said, path = self.record.get("stages", {}).get(stage), self.file(stage)
-        if said is None or not path.exists() or (inputs is not None and said["inputs"] != json.loads(json.dumps(inputs))):
+        if (
+            said is None
+            or not path.exists()
+            or (inputs is not None and said["inputs"] != json.loads(json.dumps(inputs)))
+        ):
             return False
         return bool(said["sha256"] == _sha256(path.read_bytes()))
 
@@ -67,8 +71,10 @@ class RoundFolder:
     def read(self, stage: str) -> list[Line]:
         """The lines of a stage that is done. Raises DataError if it is not."""
         if not self.done(stage):
-            raise DataError(f"{self.file(stage)} is not as it was written; delete {self.path} and resume from a checkpoint before it, "
-                            "or start the run afresh with overwrite=true")
+            raise DataError(
+                f"{self.file(stage)} is not as it was written; delete {self.path} and resume from a checkpoint before it, "
+                "or start the run afresh with overwrite=true"
+            )
         return [json.loads(line) for line in self.file(stage).read_text(encoding="utf-8").split("\n") if line]
 
     def groups(self) -> list[Group]:

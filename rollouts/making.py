@@ -31,8 +31,15 @@ _SHOWN_CONTEXTS = 8
 class Maker:
     """Makes the rounds of one run."""
 
-    def __init__(self, config: Config, contexts: Contexts, renderer: Renderer, engine: Engine, reward: Reward,
-                 pause: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        contexts: Contexts,
+        renderer: Renderer,
+        engine: Engine,
+        reward: Reward,
+        pause: Callable[[], None],
+    ) -> None:
         """``pause`` is called between stages, and may raise to stop the run there."""
         self.config, self.contexts, self.renderer = config, contexts, renderer
         self.engine, self.reward, self.pause = engine, reward, pause
@@ -63,12 +70,30 @@ class Maker:
                 else:
                     groups.append(made)
             parts.append(suffix)
-        inputs = {"scores": [folder.checksum(f"scores{suffix}") for suffix in parts], "feedback": asdict(self.config.rounds)}
+        inputs = {
+            "scores": [folder.checksum(f"scores{suffix}") for suffix in parts],
+            "feedback": asdict(self.config.rounds),
+        }
         if not folder.done("groups", inputs):
-            folder.write("groups", (to_dict(g) for made in groups for g in made), inputs, {"contexts": len(groups), "dropped": dropped})
-        if self.config.rounds.fill:  # not before: only the groups' file says that nothing more will be sampled
+            folder.write(
+                "groups",
+                (to_dict(g) for made in groups for g in made),
+                inputs,
+                {"contexts": len(groups), "dropped": dropped},
+            )
+        if (
+            self.config.rounds.fill
+        ):  # not before: only the groups' file says that nothing more will be sampled
             self._sampled(folder)
-        folder.note({"contexts": [first, end], "parts": parts, "kept": len(groups), "dropped": dropped, **self._metrics(folder, parts)})
+        folder.note(
+            {
+                "contexts": [first, end],
+                "parts": parts,
+                "kept": len(groups),
+                "dropped": dropped,
+                **self._metrics(folder, parts),
+            }
+        )
 
     def _sampled(self, folder: RoundFolder) -> None:
         """All samples of the round are on disk: the weights that they came from need not be."""
@@ -79,8 +104,14 @@ class Maker:
 
     def _sampling_inputs(self, first: int, end: int, weights: str) -> Facts:
         prompts = [(seed, [p.id for p in prompts]) for seed, prompts in self.contexts.take(first, end)]
-        return {"weights": weights, "text": self.renderer.fingerprint, "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest(),
-                "sampler": self.config.sampler.name, "samples": self.config.rounds.samples, **asdict(self.settings)}
+        return {
+            "weights": weights,
+            "text": self.renderer.fingerprint,
+            "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest(),
+            "sampler": self.config.sampler.name,
+            "samples": self.config.rounds.samples,
+            **asdict(self.settings),
+        }
 
     def _sample(self, folder: RoundFolder, stage: str, first: int, end: int, weights: str) -> list[Sampled]:
         inputs = self._sampling_inputs(first, end, weights)
@@ -88,8 +119,11 @@ class Maker:
             start, lines = time.monotonic(), []
             for seed, prompts in self.contexts.take(first, end):
                 lines += self._draw(prompts, seed)
-            facts = {"seconds": time.monotonic() - start, "contexts": [first, end],
-                     "tokens": sum(len(c["token_ids"]) for line in lines for c in line["completions"])}
+            facts = {
+                "seconds": time.monotonic() - start,
+                "contexts": [first, end],
+                "tokens": sum(len(c["token_ids"]) for line in lines for c in line["completions"]),
+            }
             folder.write(stage, lines, inputs, facts)
             self.pause()
         return [sampled_of(line) for line in folder.read(stage)]
@@ -99,7 +133,9 @@ class Maker:
         answers = self.engine.sample(prompts, self.config.rounds.samples, self.settings, seed)
         lines = []
         for prompt, samples in zip(prompts, answers, strict=True):
-            line = sampled_line(Sampled(prompt, tuple(s.completion(self.renderer.tokenizer) for s in samples))) | {"sampling": how}
+            line = sampled_line(
+                Sampled(prompt, tuple(s.completion(self.renderer.tokenizer) for s in samples))
+            ) | {"sampling": how}
             if any(s.logprobs for s in samples):
                 line["engine_logprobs"] = [list(s.logprobs) for s in samples]
             lines.append(line)
@@ -107,14 +143,21 @@ class Maker:
 
     def _score(self, folder: RoundFolder, suffix: str, sampled: list[Sampled]) -> list[list[float | None]]:
         assert self.config.reward is not None, "the schema asks for one"
-        stage, inputs = f"scores{suffix}", {"samples": folder.checksum(f"samples{suffix}"), "reward": reward_settings(self.config)}
+        stage, inputs = (
+            f"scores{suffix}",
+            {"samples": folder.checksum(f"samples{suffix}"), "reward": reward_settings(self.config)},
+        )
         if not folder.done(stage, inputs):
             if not self.config.rounds.fill:  # else more may have to be sampled from the same weights
                 self._sampled(folder)
             start = time.monotonic()
             scores = score_samples(self.reward, sampled)
-            lines = [{"id": one.prompt.id, "scores": values} for one, values in zip(sampled, scores, strict=True)]
-            folder.write(stage, lines, inputs, {"seconds": time.monotonic() - start, "metrics": self.reward.metrics})
+            lines = [
+                {"id": one.prompt.id, "scores": values} for one, values in zip(sampled, scores, strict=True)
+            ]
+            folder.write(
+                stage, lines, inputs, {"seconds": time.monotonic() - start, "metrics": self.reward.metrics}
+            )
             self.pause()
         return [line["scores"] for line in folder.read(stage)]
 
@@ -124,14 +167,24 @@ class Maker:
         scores = [line["scores"] for suffix in parts for line in folder.read(f"scores{suffix}")]
         stages, every = folder.record["stages"], [c for one in samples for c in one.completions]
         given = [s for values in scores for s in values if s is not None]
-        seconds = {stage: sum(stages[f"{stage}{suffix}"]["seconds"] for suffix in parts) for stage in ("samples", "scores")}
+        seconds = {
+            stage: sum(stages[f"{stage}{suffix}"]["seconds"] for suffix in parts)
+            for stage in ("samples", "scores")
+        }
         lengths = [len(c.token_ids or ()) for c in every]
-        return {"metrics": {
-            "reward": fmean(given) if given else None, "no_verdict": 1 - len(given) / len(every),
-            "keep_rate": folder.record["stages"]["groups"]["contexts"] / len(samples), "contexts": len(samples),
-            "length": fmean(lengths), "finished": fmean(c.finished for c in every),
-            "sample_seconds": seconds["samples"], "score_seconds": seconds["scores"],
-            "sample_tokens_per_second": sum(lengths) / max(seconds["samples"], 1e-9)}}
+        return {
+            "metrics": {
+                "reward": fmean(given) if given else None,
+                "no_verdict": 1 - len(given) / len(every),
+                "keep_rate": folder.record["stages"]["groups"]["contexts"] / len(samples),
+                "contexts": len(samples),
+                "length": fmean(lengths),
+                "finished": fmean(c.finished for c in every),
+                "sample_seconds": seconds["samples"],
+                "score_seconds": seconds["scores"],
+                "sample_tokens_per_second": sum(lengths) / max(seconds["samples"], 1e-9),
+            }
+        }
 
 
 def reward_settings(config: Config) -> Facts:
@@ -156,7 +209,9 @@ def engine_scores(folder: RoundFolder) -> dict[tuple[str, tuple[int, ...]], floa
     for part in folder.record["parts"]:
         for line in folder.read(f"samples{part}"):
             prompt_id = sampled_of(line).prompt.id
-            for completion, logprobs in zip(line["completions"], line.get("engine_logprobs", []), strict=False):
+            for completion, logprobs in zip(
+                line["completions"], line.get("engine_logprobs", []), strict=False
+            ):
                 found[prompt_id, tuple(completion["token_ids"])] = sum(logprobs)
     return found
 
@@ -166,7 +221,15 @@ def samples_table(folder: RoundFolder) -> list[list[Any]]:
     rows: list[list[Any]] = []
     for line, scored in zip(folder.read("samples")[:_SHOWN_CONTEXTS], folder.read("scores"), strict=False):
         for completion, value in zip(line["completions"], scored["scores"], strict=True):
-            rows.append([line["prompt"][-1]["content"], completion["text"], value, len(completion["token_ids"]), completion["finished"]])
+            rows.append(
+                [
+                    line["prompt"][-1]["content"],
+                    completion["text"],
+                    value,
+                    len(completion["token_ids"]),
+                    completion["finished"],
+                ]
+            )
     return rows
 
 

@@ -49,8 +49,17 @@ class RoundWatch(Protocol):
 class OnlineSource:
     """The rounds of a run (a ``trainers.basic.Source``). Every rank has one and calls it alike; rank 0's ``maker`` makes rounds."""
 
-    def __init__(self, config: Config, trainer: BasicTrainer, renderer: Renderer, contexts: Contexts, engine: Engine, maker: Maker | None,
-                 folder: Path, watch: RoundWatch) -> None:
+    def __init__(
+        self,
+        config: Config,
+        trainer: BasicTrainer,
+        renderer: Renderer,
+        contexts: Contexts,
+        engine: Engine,
+        maker: Maker | None,
+        folder: Path,
+        watch: RoundWatch,
+    ) -> None:
         """``maker`` is None on ranks above 0; ``folder`` is the run's."""
         self.config, self.trainer, self.renderer, self.contexts = config, trainer, renderer, contexts
         self.engine, self.maker, self.folder, self.watch = engine, maker, folder, watch
@@ -69,7 +78,9 @@ class OnlineSource:
         try:
             return self._segment(index)
         except (SamplerError, RewardError) as error:
-            raise StoppedError(f"round {index}: {error}\nthe same command with resume=true goes on with this round") from error
+            raise StoppedError(
+                f"round {index}: {error}\nthe same command with resume=true goes on with this round"
+            ) from error
 
     def _segment(self, index: int) -> Segment | None:
         inside, lag = self.trainer.progress.position > 0, self.config.rounds.lag
@@ -92,20 +103,28 @@ class OnlineSource:
 
     def _first(self, index: int) -> int:
         """The round's first context, which is where the one before ended."""
-        return self.engine.together(lambda: 0 if index == 0 else int(self.round(index - 1).record["contexts"][1]))
+        return self.engine.together(
+            lambda: 0 if index == 0 else int(self.round(index - 1).record["contexts"][1])
+        )
 
     def _left(self, index: int) -> int | None:
         """Of ``rounds.examples``, how many are left to train on when the round starts; None where contexts alone end the run."""
         if self.config.rounds.examples is None:
             return None
-        trained = self.engine.together(lambda: sum(int(self.round(i).record["examples"]) for i in range(index)))
+        trained = self.engine.together(
+            lambda: sum(int(self.round(i).record["examples"]) for i in range(index))
+        )
         return max(0, self.config.rounds.examples - trained)
 
     def _start_ahead(self, index: int, inside: bool) -> None:
         """Sample and score a round beside the training of the one before, from the weights that that one starts with. ``inside``: it
         has started, and they are those that were published then."""
         first, folder = self._first(index), self.round(index)
-        weights = str(self.engine.together(lambda: folder.record["weights"])) if inside else self._publish(index, first)
+        weights = (
+            str(self.engine.together(lambda: folder.record["weights"]))
+            if inside
+            else self._publish(index, first)
+        )
         maker = self.maker
         if maker is None:
             return
@@ -123,10 +142,11 @@ class OnlineSource:
         self.engine.together(lambda: None if ahead is None else ahead.result())
 
     def _publish(self, index: int, first: int) -> str:
-        """Let the engine sample the round from the policy as it is now, if anything is left to sample; returns the weights' fingerprint.
-        """
+        """Let the engine sample the round from the policy as it is now, if anything is left to sample; returns the weights' fingerprint."""
         folder, maker, step = self.round(index), self.maker, self.trainer.progress.step
-        weights = weights_fingerprint((name, local(p.detach())) for name, p in self.trainer.policy.named_parameters())
+        weights = weights_fingerprint(
+            (name, local(p.detach())) for name, p in self.trainer.policy.named_parameters()
+        )
         published: Facts = {}
         if self.engine.together(lambda: _there(maker).needs_weights(folder, first, weights)):
             start = time.monotonic()
@@ -140,11 +160,18 @@ class OnlineSource:
         folder = self.round(index)
         examples = make_examples(folder.groups(), self.view, self.renderer)
         record, believed = folder.record, engine_scores(folder)
-        rows = [(example.prompt_id, row) for group in examples.groups for example in group for row in example.rows]
-        self.trainer.engine = {row.key: believed[name] for prompt_id, row in rows
-                               if (name := (prompt_id, tuple(row.completion_ids.tolist()))) in believed}
+        rows = [
+            (example.prompt_id, row) for group in examples.groups for example in group for row in example.rows
+        ]
+        self.trainer.engine = {
+            row.key: believed[name]
+            for prompt_id, row in rows
+            if (name := (prompt_id, tuple(row.completion_ids.tolist()))) in believed
+        }
         facts = {"round": index, "sampled_step": record["sampled_step"]}
-        metrics = {key: record[key] for key in ("publish_seconds", "probe_largest", "probe_mean") if key in record} | record["metrics"]
+        metrics = {
+            key: record[key] for key in ("publish_seconds", "probe_largest", "probe_mean") if key in record
+        } | record["metrics"]
         self.watch.entered(facts, {} if inside else metrics, [] if inside else samples_table(folder))
         first, end = record["contexts"]
         noted = {"examples": examples.count, "untrainable": examples.dropped}
@@ -155,8 +182,15 @@ class OnlineSource:
         if left is not None:
             units, planned = min(examples.count, left), int(self.config.rounds.examples or 0)
             first, end = planned - left, planned - left + units
-        return Segment(examples.groups, self.config.model.batch_size, units, self.config.seed, index=index,
-                       start=first / planned, end=end / planned)
+        return Segment(
+            examples.groups,
+            self.config.model.batch_size,
+            units,
+            self.config.seed,
+            index=index,
+            start=first / planned,
+            end=end / planned,
+        )
 
     def _close(self, index: int) -> None:
         """Note what training on the round came to: time, KL, staleness, and what each device had to do."""
@@ -168,16 +202,29 @@ class OnlineSource:
         folder = self.round(index)
         record = folder.record
         lines = [line for line in read_metrics(self.folder / "metrics.jsonl") if line.get("round") == index]
-        beside = self.round(index + self.config.rounds.lag).record  # with a lag, the round after was made meanwhile, if there is one
+        beside = self.round(
+            index + self.config.rounds.lag
+        ).record  # with a lag, the round after was made meanwhile, if there is one
         made = beside.get("metrics", {})
-        seconds = {"publish": beside.get("publish_seconds", 0.0), "sample": made.get("sample_seconds", 0.0),
-                   "score": made.get("score_seconds", 0.0), "train": trained - record["trained_seconds"]}
+        seconds = {
+            "publish": beside.get("publish_seconds", 0.0),
+            "sample": made.get("sample_seconds", 0.0),
+            "score": made.get("score_seconds", 0.0),
+            "train": trained - record["trained_seconds"],
+        }
         kl = [line["kl"] for line in lines if line.get("kl") is not None]
-        folder.note({
-            "steps": len(lines), "kl": fmean(kl) if kl else None,
-            "staleness": fmean(line["step"] - record["sampled_step"] for line in lines) if lines else None,
-            "seconds": seconds, "train_wall_seconds": wall,
-            "idle": idle_shares(self.config, seconds, wall)})
+        folder.note(
+            {
+                "steps": len(lines),
+                "kl": fmean(kl) if kl else None,
+                "staleness": fmean(line["step"] - record["sampled_step"] for line in lines)
+                if lines
+                else None,
+                "seconds": seconds,
+                "train_wall_seconds": wall,
+                "idle": idle_shares(self.config, seconds, wall),
+            }
+        )
 
 
 def idle_shares(config: Config, seconds: dict[str, float], wall: float | None) -> dict[str, float]:

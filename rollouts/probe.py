@@ -47,7 +47,9 @@ class Probe:
         return float(np.abs(self.engine - self.trainer).mean())
 
 
-def check_probe(engine: list[list[float]], trainer: list[list[float]], dtype: str, previous: Probe | None = None) -> Probe:
+def check_probe(
+    engine: list[list[float]], trainer: list[list[float]], dtype: str, previous: Probe | None = None
+) -> Probe:
     """Compare one row of log-probabilities per sequence (nats); ``previous`` is the same rows' probe before the last load.
 
     Returns the probe, to be given as ``previous`` next time. Raises SamplerError with the measured difference: above the noise of
@@ -55,15 +57,24 @@ def check_probe(engine: list[list[float]], trainer: list[list[float]], dtype: st
     """
     if [len(row) for row in engine] != [len(row) for row in trainer] or not any(engine):
         raise SamplerError("the probe's rows differ in length between engine and trainer, or have no token")
-    now = Probe(np.concatenate([np.asarray(row, np.float64) for row in engine]),
-                np.concatenate([np.asarray(row, np.float64) for row in trainer]))
+    now = Probe(
+        np.concatenate([np.asarray(row, np.float64) for row in engine]),
+        np.concatenate([np.asarray(row, np.float64) for row in trainer]),
+    )
     largest, mean = NOISE[dtype]
     if not (now.largest <= largest and now.mean <= mean):  # also when not a number
-        raise SamplerError(f"the engine does not have the trainer's weights: token log-probabilities differ by {now.largest:.3g} "
-                           f"nats at most and {now.mean:.3g} in the mean, where {dtype} explains {largest:g} and {mean:g}")
+        raise SamplerError(
+            f"the engine does not have the trainer's weights: token log-probabilities differ by {now.largest:.3g} "
+            f"nats at most and {now.mean:.3g} in the mean, where {dtype} explains {largest:g} and {mean:g}"
+        )
     if previous is not None and len(previous.engine) == len(now.engine):
-        moved, followed = float(np.abs(now.trainer - previous.trainer).mean()), float(np.abs(now.engine - previous.engine).mean())
+        moved, followed = (
+            float(np.abs(now.trainer - previous.trainer).mean()),
+            float(np.abs(now.engine - previous.engine).mean()),
+        )
         if moved > _MOVED and followed < _STALE_SHARE * moved:
-            raise SamplerError(f"the engine still has older weights: since the last load the trainer's log-probabilities moved by "
-                               f"{moved:.3g} nats in the mean, the engine's by {followed:.3g}")
+            raise SamplerError(
+                f"the engine still has older weights: since the last load the trainer's log-probabilities moved by "
+                f"{moved:.3g} nats in the mean, the engine's by {followed:.3g}"
+            )
     return now

@@ -1,5 +1,4 @@
-"""What a round is made of, as pure functions: which prompts come when, and what becomes of their scored samples (paper, Algorithm 1).
-"""
+"""What a round is made of, as pure functions: which prompts come when, and what becomes of their scored samples (paper, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -28,9 +27,9 @@ class Sampled:
 
 # Which prompts come when
 
+
 class Contexts:
-    """The contexts of a run, counted from 0: all prompts in an order that is a function of the seed alone, then all again in another.
-    """
+    """The contexts of a run, counted from 0: all prompts in an order that is a function of the seed alone, then all again in another."""
 
     def __init__(self, prompts: Sequence[Prompt], planned: int, seed: int) -> None:
         """``prompts``: distinct, at least one. ``planned``: contexts of the whole run."""
@@ -58,7 +57,10 @@ def derived_seed(seed: int, what: str) -> int:
 
 # What becomes of scored samples
 
-def feedback(sampled: Sampled, scores: Sequence[float | None], config: RoundsConfig, seed: int) -> list[Group] | str:
+
+def feedback(
+    sampled: Sampled, scores: Sequence[float | None], config: RoundsConfig, seed: int
+) -> list[Group] | str:
     """The groups to train on that a context gives, or the reason why it is dropped. A sample without a score is left out of
     everything: no verdict is not a bad one.
 
@@ -68,15 +70,21 @@ def feedback(sampled: Sampled, scores: Sequence[float | None], config: RoundsCon
     """
     group = with_scores(sampled, scores)
     if config.feedback == "threshold":
-        labelled = [Group(group.prompt, (c,), (1.0 if r >= config.threshold else -1.0,))
-                    for c, r in zip(group.completions, group.rewards, strict=True)]
+        labelled = [
+            Group(group.prompt, (c,), (1.0 if r >= config.threshold else -1.0,))
+            for c, r in zip(group.completions, group.rewards, strict=True)
+        ]
         return labelled or SILENT
     if len(group.rewards) < 2:
         return TOO_FEW
     if config.feedback == "group":
         equal = max(group.rewards) == min(group.rewards)
         return EQUAL if equal and not config.keeps_equal else [group]
-    two = best_and_worst(group, config.tau) if config.feedback == "pair" else _random_pair(group, config.tau, seed)
+    two = (
+        best_and_worst(group, config.tau)
+        if config.feedback == "pair"
+        else _random_pair(group, config.tau, seed)
+    )
     return TOO_EQUAL if two is None else [_only(group, two)]
 
 
@@ -89,7 +97,11 @@ def with_scores(sampled: Sampled, scores: Sequence[float | None]) -> Group:
 def _random_pair(group: Group, tau: float, seed: int) -> tuple[int, int] | None:
     """Two completions whose rewards differ, by ``tau`` or more, each such pair as likely; the better one first."""
     rewards = group.rewards
-    far = [(i, j) for i, j in itertools.permutations(range(len(rewards)), 2) if rewards[i] > rewards[j] and rewards[i] - rewards[j] >= tau]
+    far = [
+        (i, j)
+        for i, j in itertools.permutations(range(len(rewards)), 2)
+        if rewards[i] > rewards[j] and rewards[i] - rewards[j] >= tau
+    ]
     if not far:
         return None
     rng = np.random.default_rng(derived_seed(seed, f"pair {group.prompt.id}"))
@@ -97,4 +109,8 @@ def _random_pair(group: Group, tau: float, seed: int) -> tuple[int, int] | None:
 
 
 def _only(group: Group, which: Sequence[int]) -> Group:
-    return replace(group, completions=tuple(group.completions[i] for i in which), rewards=tuple(group.rewards[i] for i in which))
+    return replace(
+        group,
+        completions=tuple(group.completions[i] for i in which),
+        rewards=tuple(group.rewards[i] for i in which),
+    )

@@ -62,13 +62,19 @@ class Sample:
 
     def completion(self, tokenizer: PreTrainedTokenizerBase) -> Completion:
         """As the record of a groups file: the ids, which are trained on as they are, and the text, for verifiers and readers."""
-        return Completion(str(tokenizer.decode(list(self.token_ids), skip_special_tokens=True)), self.token_ids, self.finished)
+        return Completion(
+            str(tokenizer.decode(list(self.token_ids), skip_special_tokens=True)),
+            self.token_ids,
+            self.finished,
+        )
 
 
 class Sampler(Protocol):
     """What rounds and evaluation ask for answers. The same weights, prompts, settings and seed give the same answers."""
 
-    def sample(self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int) -> list[list[Sample]]:
+    def sample(
+        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
+    ) -> list[list[Sample]]:
         """``n`` answers to each prompt, in the order of the prompts."""
         ...
 
@@ -90,13 +96,17 @@ class EmbeddedSampler:
     it is computed, the number of ranks, or the state of any random number generator. So equal prompts get equal samples.
     """
 
-    def __init__(self, policy: Policy, renderer: Renderer, device: torch.device, *, batch_size: int, synced: bool) -> None:
+    def __init__(
+        self, policy: Policy, renderer: Renderer, device: torch.device, *, batch_size: int, synced: bool
+    ) -> None:
         """``batch_size``: rows generated at once. ``synced``: the policy is sharded over several ranks, each of which samples
         a share of its own: every rank runs as many forwards as the slowest, and must call ``sample`` even if its share is empty."""
         self.policy, self.renderer, self.device = policy, renderer, device
         self.batch_size, self.synced = batch_size, synced
 
-    def sample(self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int) -> list[list[Sample]]:
+    def sample(
+        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
+    ) -> list[list[Sample]]:
         """``n`` answers to each prompt. Raises DataError for a prompt that cannot be rendered."""
         ids = [self.renderer.prompt_ids(prompt) for prompt in prompts]
         rows = [_Row(p, i, prompt.id, ids[p]) for p, prompt in enumerate(prompts) for i in range(n)]
@@ -115,12 +125,22 @@ class EmbeddedSampler:
         stops = list(self.renderer.stop_token_ids)
         input_ids, attention_mask = left_padded([row.prompt_ids for row in rows], stops[0])
         width = input_ids.shape[1]
-        config = GenerationConfig(max_new_tokens=settings.max_tokens, do_sample=False, eos_token_id=stops, pad_token_id=stops[0])
-        draws = [] if settings.temperature == 0 else [uniforms(seed, row.prompt_id, row.index, settings.max_tokens) for row in rows]
+        config = GenerationConfig(
+            max_new_tokens=settings.max_tokens, do_sample=False, eos_token_id=stops, pad_token_id=stops[0]
+        )
+        draws = (
+            []
+            if settings.temperature == 0
+            else [uniforms(seed, row.prompt_id, row.index, settings.max_tokens) for row in rows]
+        )
         with own_settings_off(self.policy):
             tokens = self.policy.generate(
-                input_ids.to(self.device), attention_mask.to(self.device), config,
-                logits_processor=processors(settings, draws, width, self.device), synced_gpus=self.synced)
+                input_ids.to(self.device),
+                attention_mask.to(self.device),
+                config,
+                logits_processor=processors(settings, draws, width, self.device),
+                synced_gpus=self.synced,
+            )
         reshard(self.policy)
         return [_ended(row, set(stops), settings.max_tokens) for row in tokens[:, width:].tolist()]
 
@@ -142,7 +162,9 @@ def uniforms(seed: int, prompt_id: str, index: int, n: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=int.from_bytes(key))).random(n, dtype=np.float32)
 
 
-def processors(settings: SamplingSettings, draws: list[np.ndarray], width: int, device: torch.device) -> LogitsProcessorList:
+def processors(
+    settings: SamplingSettings, draws: list[np.ndarray], width: int, device: torch.device
+) -> LogitsProcessorList:
     """What turns logits into scores of which generate takes the highest: if greedy nothing, else temperature, top-p, draw."""
     if settings.temperature == 0:
         return LogitsProcessorList()
@@ -186,4 +208,6 @@ def own_settings_off(policy: Policy) -> Iterator[None]:
 def _ended(tokens: list[int], stops: set[int], max_tokens: int) -> Sample:
     """A generated row up to its first stop token; behind it is padding."""
     end = next((i for i, token in enumerate(tokens[:max_tokens]) if token in stops), None)
-    return Sample(tuple(tokens[:max_tokens]), False) if end is None else Sample(tuple(tokens[: end + 1]), True)
+    return (
+        Sample(tuple(tokens[:max_tokens]), False) if end is None else Sample(tuple(tokens[: end + 1]), True)
+    )

@@ -38,32 +38,52 @@ def make_online_plan(config: Config, trainer: type[BasicTrainer], renderer: Rend
     loaded, evaluation = load_splits(config.data)
     prompts, reasons = usable_prompts(prompts_of(loaded.groups), renderer)
     rounds, cuts = config.rounds, dict(renderer.cuts)
-    require(rounds.contexts_per_round <= len(prompts), "rounds.contexts_per_round", rounds.contexts_per_round,
-            f"data={config.data.name} has {len(prompts)} prompts to sample, and none comes twice in a round")
+    require(
+        rounds.contexts_per_round <= len(prompts),
+        "rounds.contexts_per_round",
+        rounds.contexts_per_round,
+        f"data={config.data.name} has {len(prompts)} prompts to sample, and none comes twice in a round",
+    )
     _check_references(config, prompts)
-    per_context = rounds.samples if rounds.feedback in ("threshold", "group") else 2 // trainer.rows_per_example
-    row = Sequence(np.zeros(config.model.max_prompt_length, np.int32), np.zeros(config.sampler.max_tokens, np.int32))
+    per_context = (
+        rounds.samples if rounds.feedback in ("threshold", "group") else 2 // trainer.rows_per_example
+    )
+    row = Sequence(
+        np.zeros(config.model.max_prompt_length, np.int32), np.zeros(config.sampler.max_tokens, np.int32)
+    )
     batch = (Example("", (row,) * trainer.rows_per_example),) * config.model.batch_size
     held_out = make_examples(evaluation.groups[: config.n_eval_examples], trainer.view, renderer)
     return Plan(
         train=Segment((batch,), config.model.batch_size, rounds.contexts * per_context, config.seed),
-        held_out=Segment(held_out.groups, config.model.eval_batch_size, held_out.count, seed=0) if held_out.count else None,
-        loaded=loaded, evaluation=evaluation, examples=Examples((), dict(reasons)), cuts=cuts)
+        held_out=Segment(held_out.groups, config.model.eval_batch_size, held_out.count, seed=0)
+        if held_out.count
+        else None,
+        loaded=loaded,
+        evaluation=evaluation,
+        examples=Examples((), dict(reasons)),
+        cuts=cuts,
+    )
 
 
 def usable_prompts(prompts: list[Prompt], renderer: Renderer) -> tuple[list[Prompt], Counter[str]]:
     """The prompts that can be rendered, and for what reasons how many cannot."""
     rendered = renderer.prompts(prompts)
-    return ([prompt for prompt, ids in zip(prompts, rendered, strict=True) if not isinstance(ids, str)],
-            Counter(ids for ids in rendered if isinstance(ids, str)))
+    return (
+        [prompt for prompt, ids in zip(prompts, rendered, strict=True) if not isinstance(ids, str)],
+        Counter(ids for ids in rendered if isinstance(ids, str)),
+    )
 
 
 def _check_references(config: Config, prompts: list[Prompt]) -> None:
     """Raise ConfigError if the reward would find no reference answer on any prompt."""
     assert config.reward is not None
     needs = config.reward.verifier is not None or config.reward.name == "adder"
-    require(not needs or any(prompt.reference is not None for prompt in prompts), "reward", config.reward.name,
-            f"compares with reference answers, of which data={config.data.name} has none; choose another, as in reward=armorm")
+    require(
+        not needs or any(prompt.reference is not None for prompt in prompts),
+        "reward",
+        config.reward.name,
+        f"compares with reference answers, of which data={config.data.name} has none; choose another, as in reward=armorm",
+    )
 
 
 class RunWatch(RoundWatch, Protocol):
@@ -84,11 +104,20 @@ class Online:
         self.reward: Reward | None = None
         self.engine: Engine | None = None
         self._vllm: VllmSampler | None = None
-        require(config.rounds.lag == 0 or world.device.type == "cpu" or config.sampler.devices is not None, "rounds.lag", config.rounds.lag,
-                "samples while the trainer trains, so vLLM needs GPUs of its own: name them in sampler.devices")
+        require(
+            config.rounds.lag == 0 or world.device.type == "cpu" or config.sampler.devices is not None,
+            "rounds.lag",
+            config.rounds.lag,
+            "samples while the trainer trains, so vLLM needs GPUs of its own: name them in sampler.devices",
+        )
         if config.sampler.name == "vllm":
-            self._vllm = VllmSampler(config.sampler, renderer, max_length=config.model.max_length, dtype=config.model.dtype,
-                                     log_dir=folder / "logs")
+            self._vllm = VllmSampler(
+                config.sampler,
+                renderer,
+                max_length=config.model.max_length,
+                dtype=config.model.dtype,
+                log_dir=folder / "logs",
+            )
         outcome(from_main(attempt(self._make_reward) if world.is_main else None))
 
     def _make_reward(self) -> None:
@@ -101,22 +130,28 @@ class Online:
         maker = None
         if self.reward is not None:
             maker = Maker(self.config, self.contexts, self.renderer, engine, self.reward, watch.pause)
-        return OnlineSource(self.config, trainer, self.renderer, self.contexts, engine, maker, self.folder, watch)
+        return OnlineSource(
+            self.config, trainer, self.renderer, self.contexts, engine, maker, self.folder, watch
+        )
 
     def _engine(self, policy: Policy) -> Engine:
         if self._vllm is not None:
             probe = probe_rows(list(self.contexts.prompts), self.renderer)
             return VllmEngine(self._vllm, policy, self.renderer, self.world, probe, self.config.model.dtype)
         rows = self.config.sampler.batch_size or self.config.model.eval_batch_size
-        sampler = EmbeddedSampler(policy, self.renderer, self.world.device, batch_size=rows, synced=self.world.size > 1)
+        sampler = EmbeddedSampler(
+            policy, self.renderer, self.world.device, batch_size=rows, synced=self.world.size > 1
+        )
         return EmbeddedEngine(sampler, self.world)
 
     def describe(self, plan: Plan, unit: str) -> str:
         """What is planned, in a sentence."""
         rounds = self.config.rounds
         size = f"{rounds.contexts_per_round}{' kept' if rounds.fill else ''}"
-        return (f"{rounds.contexts} contexts in rounds of {size}, {rounds.samples} samples each, of {len(self.contexts.prompts)} prompts: "
-                f"at most {plan.train.units} {unit}, {plan.steps} steps of {self.config.model.batch_size}")
+        return (
+            f"{rounds.contexts} contexts in rounds of {size}, {rounds.samples} samples each, of {len(self.contexts.prompts)} prompts: "
+            f"at most {plan.train.units} {unit}, {plan.steps} steps of {self.config.model.batch_size}"
+        )
 
     def close(self) -> None:
         """End the processes of sampler and reward."""

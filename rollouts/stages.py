@@ -25,22 +25,38 @@ def sample(config: Config, stage: SampleStage, world: World) -> None:
     """Sample ``rounds.samples`` answers to the data's prompts and write them to ``stage.out``. Raises ConfigError, DataError."""
     out = Path(stage.out)
     refuse_existing(out, stage.overwrite_out)
-    require(stage.format != "alpacaeval" or config.rounds.samples == 1, "rounds.samples", config.rounds.samples,
-            "format=alpacaeval takes one answer a prompt: rounds.samples=1")
+    require(
+        stage.format != "alpacaeval" or config.rounds.samples == 1,
+        "rounds.samples",
+        config.rounds.samples,
+        "format=alpacaeval takes one answer a prompt: rounds.samples=1",
+    )
     check_model(config.model)
     renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
     train, evaluation = load_splits(config.data)
     every = prompts_of((train if stage.split == "train" else evaluation).groups)[: stage.limit]
     prompts, refused = usable_prompts(every, renderer)
-    require(bool(prompts), "data.path", config.data.path, f"has no prompt to sample in split={stage.split}: {dict(refused) or 'none read'}")
-    request = Request(f"{config.rounds.samples} samples each", config.rounds.samples, settings_of(config.sampler))
+    require(
+        bool(prompts),
+        "data.path",
+        config.data.path,
+        f"has no prompt to sample in split={stage.split}: {dict(refused) or 'none read'}",
+    )
+    request = Request(
+        f"{config.rounds.samples} samples each", config.rounds.samples, settings_of(config.sampler)
+    )
     (drawn,) = answers(config, renderer, prompts, [request], world, Path(config.runs_dir) / "logs", out.name)
     if world.is_main:
-        made = [Sampled(prompt, tuple(s.completion(renderer.tokenizer) for s in samples))
-                for prompt, samples in zip(prompts, drawn, strict=True)]
+        made = [
+            Sampled(prompt, tuple(s.completion(renderer.tokenizer) for s in samples))
+            for prompt, samples in zip(prompts, drawn, strict=True)
+        ]
         write_samples(out, made, stage.format, config.model.name_or_path, f"{config.data.name}_{stage.split}")
-        print(f"{out}: {config.rounds.samples} samples of each of {len(prompts)} prompts"
-              + (f"; {refused.total()} prompts cannot be rendered" if refused else ""), flush=True)
+        print(
+            f"{out}: {config.rounds.samples} samples of each of {len(prompts)} prompts"
+            + (f"; {refused.total()} prompts cannot be rendered" if refused else ""),
+            flush=True,
+        )
 
 
 def label(config: Config, stage: LabelStage, device: str) -> None:
@@ -49,11 +65,20 @@ def label(config: Config, stage: LabelStage, device: str) -> None:
     Raises ConfigError, DataError, and StoppedError when too few samples get a score."""
     out = Path(stage.out)
     refuse_existing(out, stage.overwrite_out)
-    require(config.reward is not None, "reward", None, "choose a file of config/reward, as in reward=armorm or reward=verifier")
+    require(
+        config.reward is not None,
+        "reward",
+        None,
+        "choose a file of config/reward, as in reward=armorm or reward=verifier",
+    )
     assert config.reward is not None
     needs_pairs = stage.format == "pairwise"
-    require(not needs_pairs or config.rounds.feedback in ("pair", "random"), "rounds.feedback", config.rounds.feedback,
-            "format=pairwise takes pair or random")
+    require(
+        not needs_pairs or config.rounds.feedback in ("pair", "random"),
+        "rounds.feedback",
+        config.rounds.feedback,
+        "format=pairwise takes pair or random",
+    )
     samples = read_samples(Path(stage.samples))
     reward = make_reward(config.reward, device)
     try:

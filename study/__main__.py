@@ -40,15 +40,21 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    about = argparse.ArgumentParser("python -m study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    about = argparse.ArgumentParser(
+        "python -m study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     about.add_argument("mode", choices=(FULL, QUICK, "report"))
     about.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, one core each")
     about.add_argument("--seeds", default="", metavar="LIST", help="these instead of 1, 2, …, as in 11,12,13")
     about.add_argument("--name", help="of the folders; study, or quick-study")
     about.add_argument("--runs-dir", type=Path, help="where runs lie; runs/<name> if not given")
     about.add_argument("--out", type=Path, help="where the report goes; results/<name> if not given")
-    about.add_argument("--records", type=Path, metavar="FILE", help="a runs.jsonl: runs that it has are not done again")
-    about.add_argument("--plan", type=Path, default=PLAN, metavar="FILE", help="another plan; what is chosen goes beside it")
+    about.add_argument(
+        "--records", type=Path, metavar="FILE", help="a runs.jsonl: runs that it has are not done again"
+    )
+    about.add_argument(
+        "--plan", type=Path, default=PLAN, metavar="FILE", help="another plan; what is chosen goes beside it"
+    )
     about.add_argument("--only", default="", metavar="LIST", help="only these experiments, as in main,k")
     return about
 
@@ -75,7 +81,17 @@ def act(options: argparse.Namespace) -> None:
 
     out = options.out or Path("results") / name
     records = collect([*tuning, *wanted], runs_dir, options.records)
-    print(write_report(plan, mode, chosen, records, len(wanted) + len(tuning), out, " ".join(["python -m study", *(sys.argv[1:])])))
+    print(
+        write_report(
+            plan,
+            mode,
+            chosen,
+            records,
+            len(wanted) + len(tuning),
+            out,
+            " ".join(["python -m study", *(sys.argv[1:])]),
+        )
+    )
 
 
 def tune(plan: Plan, runs_dir: Path, options: argparse.Namespace) -> tuple[dict[str, Settings], list[Run]]:
@@ -93,14 +109,18 @@ def tune(plan: Plan, runs_dir: Path, options: argparse.Namespace) -> tuple[dict[
         halves += runs
         for cell in plan.main:
             tried = plan.tuning_runs(cell, lrs.get(cell))
-            by_name = {record.name: record.after[plan.metric] for record in collect(tried, runs_dir, options.records)}
+            by_name = {
+                record.name: record.after[plan.metric] for record in collect(tried, runs_dir, options.records)
+            }
             values[cell] = {}
             for key in dict.fromkeys(_tried(run, half) for run in tried):
                 found = [by_name[run.name] for run in tried if _tried(run, half) == key]
                 values[cell][key] = sum(found) / len(found)
         if half == "lr":
             lrs = {cell: best(values[cell]) for cell in plan.main}
-    chosen: dict[str, Settings] = {cell: dict(zip(TUNED, (lrs[cell], best(values[cell])), strict=True)) for cell in plan.main}
+    chosen: dict[str, Settings] = {
+        cell: dict(zip(TUNED, (lrs[cell], best(values[cell])), strict=True)) for cell in plan.main
+    }
     if options.mode == FULL:
         write_chosen(plan, chosen, options.plan.with_name(CHOSEN))
     return chosen, halves
@@ -116,14 +136,20 @@ def known(run: Run, runs_dir: Path, records: Path | None) -> bool:
 
 def do(runs: Sequence[Run], runs_dir: Path, options: argparse.Namespace) -> None:
     there = {record.name for record in collect(runs, runs_dir, options.records)}
-    run_all([run for run in runs if run.name not in there or finished(runs_dir / run.name)], runs_dir, options.jobs)
+    run_all(
+        [run for run in runs if run.name not in there or finished(runs_dir / run.name)],
+        runs_dir,
+        options.jobs,
+    )
 
 
 def write_chosen(plan: Plan, chosen: dict[str, Settings], path: Path) -> None:
     """The file that ``quick`` reads."""
-    rule = (f"# Written by `python -m study full`: per cell the learning rate, then the gradient norm, with the best mean "
-            f"{plan.metric} on validation\n# (of lr {list(plan.lrs)} at norm {DEFAULT_NORM}, then norms "
-            f"{sorted({DEFAULT_NORM, *plan.norms})} at that lr; seeds {list(plan.tuning_seeds)}).\n")
+    rule = (
+        f"# Written by `python -m study full`: per cell the learning rate, then the gradient norm, with the best mean "
+        f"{plan.metric} on validation\n# (of lr {list(plan.lrs)} at norm {DEFAULT_NORM}, then norms "
+        f"{sorted({DEFAULT_NORM, *plan.norms})} at that lr; seeds {list(plan.tuning_seeds)}).\n"
+    )
     write_whole(path, rule + yaml.safe_dump({"cells": chosen}, sort_keys=False))
 
 
@@ -131,9 +157,16 @@ def seeds_of(text: str) -> list[int] | None:
     """Raises ConfigError."""
     if not text:
         return None
-    require(all(word.strip().isdigit() for word in text.split(",")), "--seeds", text, "must be whole numbers, as in 11,12,13")
+    require(
+        all(word.strip().isdigit() for word in text.split(",")),
+        "--seeds",
+        text,
+        "must be whole numbers, as in 11,12,13",
+    )
     seeds = [int(word) for word in text.split(",")]
-    require(len(set(seeds)) == len(seeds), "--seeds", text, "names a seed twice: runs of one seed are one run")
+    require(
+        len(set(seeds)) == len(seeds), "--seeds", text, "names a seed twice: runs of one seed are one run"
+    )
     return seeds
 
 

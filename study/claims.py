@@ -55,7 +55,12 @@ def read_claims(path: Path = CLAIMS) -> tuple[list[Claim], float, str]:
     raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     claims = [Claim(**entry | {"pairs": tuple((b, a) for b, a in entry["pairs"])}) for entry in raw["claims"]]
     for claim in claims:
-        require(claim.kind in (GREATER, MATCH, SAME), "claims.kind", claim.kind, f"must be {GREATER}, {MATCH} or {SAME}")
+        require(
+            claim.kind in (GREATER, MATCH, SAME),
+            "claims.kind",
+            claim.kind,
+            f"must be {GREATER}, {MATCH} or {SAME}",
+        )
     return claims, float(raw["margin"]), str(raw["metric"])
 
 
@@ -68,17 +73,28 @@ def by_cell(records: Sequence[Record], metric: str) -> dict[str, dict[int, float
     return found
 
 
-def answers(claims: Sequence[Claim], values: Mapping[str, Mapping[int, float]], margin: float,
-            greedy: Mapping[str, Mapping[int, float]]) -> list[Answer]:
+def answers(
+    claims: Sequence[Claim],
+    values: Mapping[str, Mapping[int, float]],
+    margin: float,
+    greedy: Mapping[str, Mapping[int, float]],
+) -> list[Answer]:
     """An answer to each pair of each claim. Holm's correction is over every test of a ``greater`` claim that could be made."""
     tested: list[tuple[Claim, str, str, Comparison | None]] = []
     for claim in claims:
         for b, a in claim.pairs:
             both = differences(values, b, a)
             tested.append((claim, b, a, paired(a, b, both) if len(both) >= FEWEST_SEEDS else None))
-    family = [i for i, (claim, _, _, comparison) in enumerate(tested) if claim.kind == GREATER and comparison is not None]
+    family = [
+        i
+        for i, (claim, _, _, comparison) in enumerate(tested)
+        if claim.kind == GREATER and comparison is not None
+    ]
     adjusted = dict(zip(family, holm([_p(tested[i][3]) for i in family]), strict=True))
-    return [_answer(*one, adjusted.get(i), margin, mean(differences(greedy, one[1], one[2]))) for i, one in enumerate(tested)]
+    return [
+        _answer(*one, adjusted.get(i), margin, mean(differences(greedy, one[1], one[2])))
+        for i, one in enumerate(tested)
+    ]
 
 
 def _p(comparison: Comparison | None) -> float | None:
@@ -91,16 +107,35 @@ def differences(values: Mapping[str, Mapping[int, float]], b: str, a: str) -> li
     return [values[b][seed] - values[a][seed] for seed in seeds]
 
 
-def _answer(claim: Claim, b: str, a: str, comparison: Comparison | None, p_holm: float | None, margin: float, other: Mean | None) -> Answer:
+def _answer(
+    claim: Claim,
+    b: str,
+    a: str,
+    comparison: Comparison | None,
+    p_holm: float | None,
+    margin: float,
+    other: Mean | None,
+) -> Answer:
     blank = Answer(claim, b, a, NOT_RUN)
     if comparison is None:
         return blank
     low, high = interval(comparison.difference)
-    found = replace(blank, difference=comparison.difference, interval=(low, high), p=comparison.p_t, p_holm=p_holm, other=other)
-    return replace(found, verdict=verdict(claim.kind, comparison.difference.value, (low, high), p_holm, margin))
+    found = replace(
+        blank,
+        difference=comparison.difference,
+        interval=(low, high),
+        p=comparison.p_t,
+        p_holm=p_holm,
+        other=other,
+    )
+    return replace(
+        found, verdict=verdict(claim.kind, comparison.difference.value, (low, high), p_holm, margin)
+    )
 
 
-def verdict(kind: str, difference: float, interval: tuple[float, float], p_holm: float | None, margin: float) -> str:
+def verdict(
+    kind: str, difference: float, interval: tuple[float, float], p_holm: float | None, margin: float
+) -> str:
     """One word. ``greater``: by the corrected test. ``match`` and ``same``: by the interval against the margin; reversed where the
     interval lies beyond it altogether."""
     low, high = interval
@@ -110,7 +145,9 @@ def verdict(kind: str, difference: float, interval: tuple[float, float], p_holm:
         return SEEN if difference > 0 else REVERSED
     if kind == MATCH:
         return SEEN if low > -margin else REVERSED if high < -margin else NOT_SEEN
-    return SEEN if -margin < low and high < margin else REVERSED if low > margin or high < -margin else NOT_SEEN
+    return (
+        SEEN if -margin < low and high < margin else REVERSED if low > margin or high < -margin else NOT_SEEN
+    )
 
 
 def interval(value: Mean) -> tuple[float, float]:

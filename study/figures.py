@@ -17,8 +17,12 @@ from study.claims import by_cell, interval
 from study.records import Record
 
 RED, BLUE, ORANGE, PURPLE, GREY, GREEN = "#C0392B", "#0072B2", "#E69F00", "#AA5C99", "#888888", "#009E73"
-VARIANTS = (("offline", "offline", RED), ("online", "online", BLUE), ("offline-hl", "offline+humanline", ORANGE),
-            ("online-hl", "online+humanline", PURPLE))
+VARIANTS = (
+    ("offline", "offline", RED),
+    ("online", "online", BLUE),
+    ("offline-hl", "offline+humanline", ORANGE),
+    ("online-hl", "online+humanline", PURPLE),
+)
 LOSSES = ("dpo", "kto", "grpo")
 SAMPLED, GREEDY = "eval_accuracy_sampled", "eval_accuracy_greedy"
 Values = Mapping[str, Mapping[int, float]]
@@ -29,27 +33,74 @@ Bar = tuple[str, str, str]
 def figures(records: Sequence[Record]) -> dict[str, tuple[str, Figure]]:
     """File stem -> (caption, figure), of every figure that there are runs for."""
     sampled, greedy = by_cell(records, SAMPLED), by_cell(records, GREEDY)
-    start = mean([r.before[SAMPLED] for r in records if not r.cell.startswith("tune-") and SAMPLED in r.before])
+    start = mean(
+        [r.before[SAMPLED] for r in records if not r.cell.startswith("tune-") and SAMPLED in r.before]
+    )
     base = start.value if start else None
     hl = {loss: f"{loss}-offline-hl" for loss in LOSSES}
     drawn: dict[str, tuple[str, Figure | None]] = {
-        "figure1": ("Figure 1: the four variants of each loss, at equal numbers of examples. Above sampled accuracy (temperature 0.7), "
-                    "below greedy. Dashed: the model that all start from.", twelve(sampled, greedy, base)),
-        "figure5": ("Figure 5: humanline's parts, each alone (left); clipping against sampling (right).", side_by_side(
-            sampled, base, {"parts": lambda x: [(hl[x], "both", ORANGE), (f"{x}-sync-only", "syncing only", GREEN),
-                                                (f"{x}-clip-only", "clipping only", PURPLE), (f"{x}-offline", "neither (offline)", RED),
-                                                (f"{x}-online", "online", BLUE)],
-                            "clipping or sampling": lambda x: [(hl[x], "clipping", ORANGE), (f"{x}-hl-sample", "sampling", GREEN)]})),
-        "figure6": ("Figure 6: offline+humanline on quarters of the data, by mean token log-probability under the initial weights, lowest "
-                    "first (80 steps each).", quarters(sampled, base)),
-        "figure7": ("Figure 7: GRPO on verified answers, sampled every step or every 64 steps.", curves(records)),
-        "figure8": ("Figure 8: how often the reference is synced; lines: plain offline and online.", frequencies(sampled)),
-        "figure10": ("Figure 10: humanline syncing before the update, trust-region syncing after it.", side_by_side(
-            sampled, base, {"": lambda x: [(hl[x], "humanline, k = 16", ORANGE), (f"{x}-trust-16", "trust region, every 16", GREEN),
-                                           (f"{x}-trust-64", "trust region, every 64", PURPLE), (f"{x}-offline", "offline", RED)]})),
-        "figure11": ("Figure 11: what a run takes, CPU seconds on one core, by what they go to.", times(records)),
+        "figure1": (
+            "Figure 1: the four variants of each loss, at equal numbers of examples. Above sampled accuracy (temperature 0.7), "
+            "below greedy. Dashed: the model that all start from.",
+            twelve(sampled, greedy, base),
+        ),
+        "figure5": (
+            "Figure 5: humanline's parts, each alone (left); clipping against sampling (right).",
+            side_by_side(
+                sampled,
+                base,
+                {
+                    "parts": lambda x: [
+                        (hl[x], "both", ORANGE),
+                        (f"{x}-sync-only", "syncing only", GREEN),
+                        (f"{x}-clip-only", "clipping only", PURPLE),
+                        (f"{x}-offline", "neither (offline)", RED),
+                        (f"{x}-online", "online", BLUE),
+                    ],
+                    "clipping or sampling": lambda x: [
+                        (hl[x], "clipping", ORANGE),
+                        (f"{x}-hl-sample", "sampling", GREEN),
+                    ],
+                },
+            ),
+        ),
+        "figure6": (
+            "Figure 6: offline+humanline on quarters of the data, by mean token log-probability under the initial weights, lowest "
+            "first (80 steps each).",
+            quarters(sampled, base),
+        ),
+        "figure7": (
+            "Figure 7: GRPO on verified answers, sampled every step or every 64 steps.",
+            curves(records),
+        ),
+        "figure8": (
+            "Figure 8: how often the reference is synced; lines: plain offline and online.",
+            frequencies(sampled),
+        ),
+        "figure10": (
+            "Figure 10: humanline syncing before the update, trust-region syncing after it.",
+            side_by_side(
+                sampled,
+                base,
+                {
+                    "": lambda x: [
+                        (hl[x], "humanline, k = 16", ORANGE),
+                        (f"{x}-trust-16", "trust region, every 16", GREEN),
+                        (f"{x}-trust-64", "trust region, every 64", PURPLE),
+                        (f"{x}-offline", "offline", RED),
+                    ]
+                },
+            ),
+        ),
+        "figure11": (
+            "Figure 11: what a run takes, CPU seconds on one core, by what they go to.",
+            times(records),
+        ),
         "table6": ("Table 6: humanline DPO with other clipping ranges.", ranges(sampled)),
-        "controls": ("Controls: plain offline GRPO with wider clips; sampled and greedy accuracy.", controls(sampled, greedy, base)),
+        "controls": (
+            "Controls: plain offline GRPO with wider clips; sampled and greedy accuracy.",
+            controls(sampled, greedy, base),
+        ),
     }
     return {stem: (caption, figure) for stem, (caption, figure) in drawn.items() if figure is not None}
 
@@ -100,12 +151,21 @@ def whisker(axes: Axes, x: float, points: Sequence[float]) -> None:
     middle = mean(list(points))
     if middle is not None and middle.error is not None:
         low, high = interval(middle)
-        axes.errorbar(x, middle.value, [[middle.value - low], [high - middle.value]], color="black", capsize=2.5, linewidth=1)
+        axes.errorbar(
+            x,
+            middle.value,
+            [[middle.value - low], [high - middle.value]],
+            color="black",
+            capsize=2.5,
+            linewidth=1,
+        )
 
 
 def twelve(sampled: Values, greedy: Values, base: float | None) -> Figure | None:
     figure, axes = canvas(1, 7, 5, rows=2)
-    groups = [(loss.upper(), [(f"{loss}-{v}", label, color) for v, label, color in VARIANTS]) for loss in LOSSES]
+    groups = [
+        (loss.upper(), [(f"{loss}-{v}", label, color) for v, label, color in VARIANTS]) for loss in LOSSES
+    ]
     found = bars(axes[0][0], sampled, groups, base)
     bars(axes[1][0], greedy, groups, None)
     axes[0][0].set_ylabel("sampled accuracy")
@@ -119,7 +179,9 @@ def side_by_side(values: Values, base: float | None, panels: Mapping[str, Any]) 
     figure, axes = canvas(len(panels), 4.2 * len(panels) + (2 if len(panels) == 1 else 0), 3.2)
     found = False
     for ax, (title, cells) in zip(axes[0], panels.items(), strict=True):
-        own = {cell for loss in LOSSES for cell, _, _ in cells(loss)} - {f"{loss}-{v}" for loss in LOSSES for v, _, _ in VARIANTS}
+        own = {cell for loss in LOSSES for cell, _, _ in cells(loss)} - {
+            f"{loss}-{v}" for loss in LOSSES for v, _, _ in VARIANTS
+        }
         bars(ax, values, [(loss.upper(), cells(loss)) for loss in LOSSES], base)
         found |= any(cell in values for cell in own)
         ax.set_title(title)
@@ -131,7 +193,10 @@ def side_by_side(values: Values, base: float | None, panels: Mapping[str, Any]) 
 def quarters(values: Values, base: float | None) -> Figure | None:
     shades = ("#fdd49e", "#fdbb84", "#fc8d59", "#d7301f")
     names = ("lowest", "second", "third", "highest")
-    groups = [(f"{loss.upper()}+humanline", [(f"{loss}-hl-q{i + 1}", names[i], shades[i]) for i in range(4)]) for loss in ("dpo", "grpo")]
+    groups = [
+        (f"{loss.upper()}+humanline", [(f"{loss}-hl-q{i + 1}", names[i], shades[i]) for i in range(4)])
+        for loss in ("dpo", "grpo")
+    ]
     figure, axes = canvas(1, 5, 3)
     found = bars(axes[0][0], values, groups, base)
     axes[0][0].legend(ncols=4, fontsize=7.5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
@@ -141,9 +206,13 @@ def quarters(values: Values, base: float | None) -> Figure | None:
 
 def curves(records: Sequence[Record]) -> Figure | None:
     """Accuracy over examples of the rare-sampling runs: mean and 95 % interval over seeds."""
-    styles = {"rare-online": ("online: every step", BLUE), "rare-64x": ("every 64 steps", RED),
-              "rare-64x-hl-k16": ("… humanline, k = 16", GREEN), "rare-64x-hl-k4": ("… humanline, k = 4", ORANGE),
-              "rare-64x-hl-k1": ("… humanline, k = 1", PURPLE)}
+    styles = {
+        "rare-online": ("online: every step", BLUE),
+        "rare-64x": ("every 64 steps", RED),
+        "rare-64x-hl-k16": ("… humanline, k = 16", GREEN),
+        "rare-64x-hl-k4": ("… humanline, k = 4", ORANGE),
+        "rare-64x-hl-k1": ("… humanline, k = 1", PURPLE),
+    }
     figure, axes = canvas(1, 5.5, 3.4)
     ax, found = axes[0][0], False
     for cell, (label, color) in styles.items():
@@ -158,7 +227,9 @@ def curves(records: Sequence[Record]) -> Figure | None:
         found = True
         ends = [interval(m) if m and m.error is not None else (m.value if m else 0.0,) * 2 for m in middles]
         ax.plot(xs, [m.value for m in middles if m], "o-", color=color, label=label, markersize=3)
-        ax.fill_between(xs, [low for low, _ in ends], [high for _, high in ends], color=color, alpha=0.15, linewidth=0)
+        ax.fill_between(
+            xs, [low for low, _ in ends], [high for _, high in ends], color=color, alpha=0.15, linewidth=0
+        )
     ax.set_xlabel("sequences trained on")
     ax.set_ylabel("sampled accuracy")
     ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -174,7 +245,13 @@ def frequencies(values: Values) -> Figure | None:
         cells = {1: f"{loss}-hl-k1", 4: f"{loss}-hl-k4", 16: f"{loss}-offline-hl", 64: f"{loss}-hl-k64"}
         here = {k: list(values[cell].values()) for k, cell in cells.items() if cell in values}
         found |= len(here) > 1
-        ax.plot(list(here), [sum(points) / len(points) for points in here.values()], "o-", color=ORANGE, label="offline+humanline")
+        ax.plot(
+            list(here),
+            [sum(points) / len(points) for points in here.values()],
+            "o-",
+            color=ORANGE,
+            label="offline+humanline",
+        )
         for k, points in here.items():
             whisker(ax, k, points)
         for variant, label, color in VARIANTS[:2]:
@@ -191,9 +268,14 @@ def frequencies(values: Values) -> Figure | None:
 
 
 def times(records: Sequence[Record]) -> Figure | None:
-    cells = [f"{loss}-{v}" for loss in LOSSES for v in ("offline", "hl-k1", "offline-hl", "online", "online-hl")]
-    parts = (("train", "steps (syncing included)", ORANGE), ("sample", "sampling and scoring", BLUE),
-             ("rest", "loading, reference scores, evaluation, report", "#cccccc"))
+    cells = [
+        f"{loss}-{v}" for loss in LOSSES for v in ("offline", "hl-k1", "offline-hl", "online", "online-hl")
+    ]
+    parts = (
+        ("train", "steps (syncing included)", ORANGE),
+        ("sample", "sampling and scoring", BLUE),
+        ("rest", "loading, reference scores, evaluation, report", "#cccccc"),
+    )
     figure, axes = canvas(1, 6.5, 4)
     ax, found = axes[0][0], False
     for y, cell in enumerate(reversed(cells)):
@@ -218,12 +300,22 @@ def part_seconds(record: Record) -> dict[str, float]:
     scaled to the CPU time that the run got."""
     share = min(1.0, record.seconds["cpu"] / record.seconds["wall"])
     train, sample = record.seconds["train"] * share, record.seconds["sample"] * share
-    return {"train": train, "sample": sample, "rest": max(0.0, record.seconds["cpu"] - train - sample), "all": record.seconds["cpu"]}
+    return {
+        "train": train,
+        "sample": sample,
+        "rest": max(0.0, record.seconds["cpu"] - train - sample),
+        "all": record.seconds["cpu"],
+    }
 
 
 def ranges(values: Values) -> Figure | None:
-    cells = (("dpo-clip-2.0-1.5", "[−2.0, 1.5]"), ("dpo-offline-hl", "[−1.5, 1.5]"), ("dpo-clip-1.0-1.5", "[−1.0, 1.5]"),
-             ("dpo-clip-1.0-2.0", "[−1.0, 2.0]"), ("dpo-clip-1.0-3.0", "[−1.0, 3.0]"))
+    cells = (
+        ("dpo-clip-2.0-1.5", "[−2.0, 1.5]"),
+        ("dpo-offline-hl", "[−1.5, 1.5]"),
+        ("dpo-clip-1.0-1.5", "[−1.0, 1.5]"),
+        ("dpo-clip-1.0-2.0", "[−1.0, 2.0]"),
+        ("dpo-clip-1.0-3.0", "[−1.0, 3.0]"),
+    )
     figure, axes = canvas(1, 5, 2.8)
     ax = axes[0][0]
     here = [(label, list(values[cell].values())) for cell, label in cells if cell in values]
@@ -239,9 +331,14 @@ def ranges(values: Values) -> Figure | None:
 
 
 def controls(sampled: Values, greedy: Values, base: float | None) -> Figure | None:
-    cells: list[Bar] = [("grpo-offline", "offline, ε 0.5", RED), ("grpo-offline-eps1", "offline, ε 1", "#e07b6f"),
-                        ("grpo-offline-eps4", "offline, ε 4", "#f0b8b0"), ("grpo-trust-16", "trust region, every 16", GREEN),
-                        ("grpo-offline-hl", "offline+humanline, ε 0.15", ORANGE), ("grpo-online", "online, ε 0.15", BLUE)]
+    cells: list[Bar] = [
+        ("grpo-offline", "offline, ε 0.5", RED),
+        ("grpo-offline-eps1", "offline, ε 1", "#e07b6f"),
+        ("grpo-offline-eps4", "offline, ε 4", "#f0b8b0"),
+        ("grpo-trust-16", "trust region, every 16", GREEN),
+        ("grpo-offline-hl", "offline+humanline, ε 0.15", ORANGE),
+        ("grpo-online", "online, ε 0.15", BLUE),
+    ]
     figure, axes = canvas(2, 7.5, 3.2, sharey=True)
     found = "grpo-offline-eps1" in sampled
     bars(axes[0][0], sampled, [("sampled", cells)], base)

@@ -53,19 +53,30 @@ class Plan:
 
     def lr_runs(self) -> list[Run]:
         """Tuning, first half: every learning rate at the default norm, in every one of the twelve cells."""
-        return [self._tuning(cell, lr, DEFAULT_NORM, seed) for seed, lr, cell in itertools.product(self.tuning_seeds, self.lrs, self.main)]
+        return [
+            self._tuning(cell, lr, DEFAULT_NORM, seed)
+            for seed, lr, cell in itertools.product(self.tuning_seeds, self.lrs, self.main)
+        ]
 
     def norm_runs(self, lrs: Mapping[str, float]) -> list[Run]:
         """Tuning, second half: the other norms at each cell's best learning rate."""
-        return [self._tuning(cell, lrs[cell], norm, seed)
-                for seed, norm, cell in itertools.product(self.tuning_seeds, self.norms, self.main)]
+        return [
+            self._tuning(cell, lrs[cell], norm, seed)
+            for seed, norm, cell in itertools.product(self.tuning_seeds, self.norms, self.main)
+        ]
 
     def tuning_runs(self, cell: str, lr: float | None = None) -> list[Run]:
         """A cell's runs of either half: those of all learning rates, or with ``lr`` those of all norms at it."""
-        tried = [(one, DEFAULT_NORM) for one in self.lrs] if lr is None else [(lr, norm) for norm in sorted({DEFAULT_NORM, *self.norms})]
+        tried = (
+            [(one, DEFAULT_NORM) for one in self.lrs]
+            if lr is None
+            else [(lr, norm) for norm in sorted({DEFAULT_NORM, *self.norms})]
+        )
         return [self._tuning(cell, one, norm, seed) for one, norm in tried for seed in self.tuning_seeds]
 
-    def runs(self, mode: str, chosen: Mapping[str, Settings], seeds: Sequence[int] | None = None) -> list[Run]:
+    def runs(
+        self, mode: str, chosen: Mapping[str, Settings], seeds: Sequence[int] | None = None
+    ) -> list[Run]:
         """The runs of ``full`` or ``quick`` with the settings that tuning chose (``cell -> {lr, model.max_grad_norm}``).
 
         A first three seeds of everything come first, then the rest, so that what is there early covers every question.
@@ -89,7 +100,9 @@ class Plan:
 
     def settings(self, cell: str) -> Settings:
         """All settings of a cell but seed and what was tuned."""
-        own: Settings = {} if cell in self.main else next(e.cells[cell] for e in self.experiments if cell in e.cells)
+        own: Settings = (
+            {} if cell in self.main else next(e.cells[cell] for e in self.experiments if cell in e.cells)
+        )
         return self.base | self.main[self.parent(cell)] | own
 
     def _tuning(self, cell: str, lr: float, norm: float, seed: int) -> Run:
@@ -102,8 +115,19 @@ def read_plan(path: Path = PLAN) -> Plan:
     """Raises ConfigError for what is not a plan: a part that is missing, unknown or of another kind, an experiment's cell that is like
     none of the twelve, or is named twice."""
     raw = read_yaml("--plan", path, "is not a file")
-    parts(f"{path}", raw, {"base": dict, "losses": dict, "variants": dict, "exceptions": dict, "tuning": dict, "seeds": dict,
-                           "experiments": dict})
+    parts(
+        f"{path}",
+        raw,
+        {
+            "base": dict,
+            "losses": dict,
+            "variants": dict,
+            "exceptions": dict,
+            "tuning": dict,
+            "seeds": dict,
+            "experiments": dict,
+        },
+    )
     parts("tuning", raw["tuning"], {"seeds": list, "metric": str, "lr": list, "max_grad_norm": list})
     parts("seeds", raw["seeds"], {FULL: dict, QUICK: dict})
     for mode in (FULL, QUICK):
@@ -121,9 +145,16 @@ def read_plan(path: Path = PLAN) -> Plan:
     for name in names:
         require(names.count(name) == 1, "experiments", name, "names two cells")
     tuning = raw["tuning"]
-    return Plan(raw["base"], main, tuple(experiments), tuple(tuning["seeds"]), tuning["metric"],
-                tuple(number("tuning: lr", lr) for lr in tuning["lr"]),
-                tuple(number("tuning: max_grad_norm", norm) for norm in tuning["max_grad_norm"]), raw["seeds"])
+    return Plan(
+        raw["base"],
+        main,
+        tuple(experiments),
+        tuple(tuning["seeds"]),
+        tuning["metric"],
+        tuple(number("tuning: lr", lr) for lr in tuning["lr"]),
+        tuple(number("tuning: max_grad_norm", norm) for norm in tuning["max_grad_norm"]),
+        raw["seeds"],
+    )
 
 
 def _experiment(name: str, part: dict[str, Any], main: Mapping[str, Settings]) -> Experiment:
@@ -133,7 +164,9 @@ def _experiment(name: str, part: dict[str, Any], main: Mapping[str, Settings]) -
     for cell, settings in part["cells"].items():
         own = dict(part.get("base", {})) | dict(settings)
         like[cell] = own.pop("like", None)
-        require(like[cell] in main, f"experiments.{name}.{cell}.like", like[cell], f"is none of {', '.join(main)}")
+        require(
+            like[cell] in main, f"experiments.{name}.{cell}.like", like[cell], f"is none of {', '.join(main)}"
+        )
         cells[cell] = own
     return Experiment(name, tuple(part["in"]), cells, like)
 
@@ -150,7 +183,10 @@ def read_chosen(path: Path, cells: Collection[str]) -> dict[str, Settings]:
     parts(f"{path}: cells", raw["cells"], dict.fromkeys(cells, dict))
     for cell in cells:
         parts(f"{path}: cells.{cell}", raw["cells"][cell], dict.fromkeys(TUNED, object))
-    return {cell: {key: number(f"{path}: cells.{cell}: {key}", raw["cells"][cell][key]) for key in TUNED} for cell in cells}
+    return {
+        cell: {key: number(f"{path}: cells.{cell}: {key}", raw["cells"][cell][key]) for key in TUNED}
+        for cell in cells
+    }
 
 
 def read_yaml(key: str, path: Path, missing: str) -> Any:
@@ -174,6 +210,16 @@ def parts(key: str, found: Any, wanted: Mapping[str, type]) -> None:
     """Raise ConfigError unless ``found`` is a mapping with just the parts of ``wanted``, each of its type."""
     require(isinstance(found, dict), key, found, f"must be a mapping with {', '.join(wanted)}")
     for name, kind in wanted.items():
-        require(name in found and isinstance(found[name], kind), f"{key}: {name}", found.get(name), f"must be there, as a {kind.__name__}")
+        require(
+            name in found and isinstance(found[name], kind),
+            f"{key}: {name}",
+            found.get(name),
+            f"must be there, as a {kind.__name__}",
+        )
     for name in found:
-        require(name in wanted, f"{key}: {name}", found[name], f"is nothing that is read here; there are {', '.join(wanted)}")
+        require(
+            name in wanted,
+            f"{key}: {name}",
+            found[name],
+            f"is nothing that is read here; there are {', '.join(wanted)}",
+        )

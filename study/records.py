@@ -58,16 +58,35 @@ def read_record(run: Run, folder: Path) -> Record:
     summary, facts = (json.loads((folder / name).read_text()) for name in ("summary.json", FACTS))
     lines = [line for line in read_run(folder, run.cell).lines if "loss" in line]
     rounds = [json.loads(path.read_text()) for path in sorted((folder / "rounds").glob("*/round.json"))]
-    sampled = sum(r.get("metrics", {}).get("sample_seconds", 0.0) + r.get("metrics", {}).get("score_seconds", 0.0) for r in rounds)
+    sampled = sum(
+        r.get("metrics", {}).get("sample_seconds", 0.0) + r.get("metrics", {}).get("score_seconds", 0.0)
+        for r in rounds
+    )
     clipped = [(line.get("clipped_low") or 0.0) + (line.get("clipped_high") or 0.0) for line in lines]
     return Record(
-        run.name, run.cell, run.seed, command(run),
-        numbers(summary["before"]), numbers(summary["after"]), summary["steps"], summary["examples"],
-        {"train": summary["seconds"], "sample": sampled, "cpu": facts["cpu_seconds"], "wall": facts["wall_seconds"]},
-        traces(lines[-max(1, len(lines) // 10):]),
-        [(seen, line["eval_accuracy_sampled"]) for seen, line in zip([0, *(ln["examples"] for ln in lines)], lines, strict=False)
-         if line.get("eval_accuracy_sampled") is not None],
-        _mean(clipped) if run.settings.get("humanline") else None, facts.get("commit"))
+        run.name,
+        run.cell,
+        run.seed,
+        command(run),
+        numbers(summary["before"]),
+        numbers(summary["after"]),
+        summary["steps"],
+        summary["examples"],
+        {
+            "train": summary["seconds"],
+            "sample": sampled,
+            "cpu": facts["cpu_seconds"],
+            "wall": facts["wall_seconds"],
+        },
+        traces(lines[-max(1, len(lines) // 10) :]),
+        [
+            (seen, line["eval_accuracy_sampled"])
+            for seen, line in zip([0, *(ln["examples"] for ln in lines)], lines, strict=False)
+            if line.get("eval_accuracy_sampled") is not None
+        ],
+        _mean(clipped) if run.settings.get("humanline") else None,
+        facts.get("commit"),
+    )
 
 
 def command(run: Run) -> list[str]:
@@ -100,8 +119,12 @@ def collect(runs: Sequence[Run], runs_dir: Path, earlier: Path | None = None) ->
         if finished(runs_dir / run.name):
             found.append(read_record(run, runs_dir / run.name))
         elif run.name in known:
-            require(known[run.name].command == command(run), "records", earlier,
-                    f"has {run.name} with other settings; run it again, or leave this file out")
+            require(
+                known[run.name].command == command(run),
+                "records",
+                earlier,
+                f"has {run.name} with other settings; run it again, or leave this file out",
+            )
             found.append(known[run.name])
     return found
 
@@ -114,7 +137,9 @@ def read_records(path: Path) -> Iterator[Record]:
             raw = json.loads(line)
             yield Record(**raw | {"curve": [tuple(point) for point in raw["curve"]]})
         except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError("records", path, f"line {number} is no record of a run ({type(error).__name__}: {error})") from error
+            raise ConfigError(
+                "records", path, f"line {number} is no record of a run ({type(error).__name__}: {error})"
+            ) from error
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:

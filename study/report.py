@@ -36,8 +36,15 @@ class Section:
     figure: tuple[str, str] | None = None
 
 
-def write_report(plan: Plan, mode: str, chosen: Mapping[str, Settings], records: Sequence[Record], planned: int, out: Path,
-                 command: str) -> str:
+def write_report(
+    plan: Plan,
+    mode: str,
+    chosen: Mapping[str, Settings],
+    records: Sequence[Record],
+    planned: int,
+    out: Path,
+    command: str,
+) -> str:
     """Write everything; returns what is printed: the claims' table and where the rest is."""
     out.mkdir(parents=True, exist_ok=True)
     claims, margin, metric = read_claims()
@@ -48,13 +55,20 @@ def write_report(plan: Plan, mode: str, chosen: Mapping[str, Settings], records:
     for stem, (_, figure) in drawn.items():
         (out / f"{stem}.svg").write_bytes(svg(figure))
     captions = {stem: caption for stem, (caption, _) in drawn.items()}
-    sections = [*opening(plan, mode, records, planned, command), *claim_sections(found, margin),
-                *cell_sections(plan, mode, final, captions), *tuning_sections(plan, chosen, records), origins(final)]
+    sections = [
+        *opening(plan, mode, records, planned, command),
+        *claim_sections(found, margin),
+        *cell_sections(plan, mode, final, captions),
+        *tuning_sections(plan, chosen, records),
+        origins(final),
+    ]
     title = "The study: the paper's comparisons in miniature"
     (out / "report.md").write_text(as_markdown(title, sections), encoding="utf-8")
     (out / "report.html").write_text(as_html(title, sections, out), encoding="utf-8")
     write_records(out / "runs.jsonl", records)
-    counts = {word: sum(a.verdict == word for a in found) for word in ("seen", "not seen", "reversed", "not run")}
+    counts = {
+        word: sum(a.verdict == word for a in found) for word in ("seen", "not seen", "reversed", "not run")
+    }
     told = ", ".join(f"{n} {word}" for word, n in counts.items() if n)
     where = f"Written to {out}/: report.html, report.md, runs.jsonl"
     return f"{markdown(claims_table(found))}\n\n{told}; {len(records)} of {planned} runs. {where}"
@@ -66,39 +80,57 @@ def write_report(plan: Plan, mode: str, chosen: Mapping[str, Settings], records:
 def opening(plan: Plan, mode: str, records: Sequence[Record], planned: int, command: str) -> list[Section]:
     final = [record for record in records if not record.cell.startswith("tune-")]
     start = {key: mean([r.before[key] for r in final if key in r.before]) for key in (SAMPLED, GREEDY)}
-    begun = "; ".join(f"{key.removeprefix('eval_accuracy_')} {100 * value.value:.1f} %" for key, value in start.items() if value)
+    begun = "; ".join(
+        f"{key.removeprefix('eval_accuracy_')} {100 * value.value:.1f} %"
+        for key, value in start.items()
+        if value
+    )
     cpu = sum(record.seconds["cpu"] for record in records) / 3600
-    return [Section("What this is", (
-        f"Two-digit additions by a Llama of 0.6 million parameters that mostly forgets to carry (where every run starts: {begun}). "
-        "Offline pairs were sampled from another checkpoint than the one that is trained. Every run, unless its settings say "
-        "otherwise, trains on 1,280 pairs (2,560 sequences) in 160 steps, offline or online in rounds of 32 steps; humanline clips at "
-        "±1.5 nats and syncs every 16 steps. What is reported was measured on held-out prompts that tuning did not see, four samples "
-        "each at temperature 0.7.",
-        f"Made by `{command}`: {len(records)} of {planned} planned runs ({mode}) are in it, {cpu:.1f} CPU hours. Each line of "
-        f"`runs.jsonl` is a run: `python train.py` with its `command` repeats it. {made_at(records)}",
-        "**Read it with care.** One task, one tiny model, one answer per prompt that is right: what is seen here shows that the "
-        "implementation does what it says and that an effect exists at this scale; what is not seen here says nothing about 8 billion "
-        "parameters. Seeds change the order of the data, which half of the pairs is trained on, and what is sampled; all runs start from "
-        "the same weights, so intervals understate what another model or data set would give. Settings of the further experiments were "
-        "not tuned: they have those of the cell that they change."))]
+    return [
+        Section(
+            "What this is",
+            (
+                f"Two-digit additions by a Llama of 0.6 million parameters that mostly forgets to carry (where every run starts: {begun}). "
+                "Offline pairs were sampled from another checkpoint than the one that is trained. Every run, unless its settings say "
+                "otherwise, trains on 1,280 pairs (2,560 sequences) in 160 steps, offline or online in rounds of 32 steps; humanline clips at "
+                "±1.5 nats and syncs every 16 steps. What is reported was measured on held-out prompts that tuning did not see, four samples "
+                "each at temperature 0.7.",
+                f"Made by `{command}`: {len(records)} of {planned} planned runs ({mode}) are in it, {cpu:.1f} CPU hours. Each line of "
+                f"`runs.jsonl` is a run: `python train.py` with its `command` repeats it. {made_at(records)}",
+                "**Read it with care.** One task, one tiny model, one answer per prompt that is right: what is seen here shows that the "
+                "implementation does what it says and that an effect exists at this scale; what is not seen here says nothing about 8 billion "
+                "parameters. Seeds change the order of the data, which half of the pairs is trained on, and what is sampled; all runs start from "
+                "the same weights, so intervals understate what another model or data set would give. Settings of the further experiments were "
+                "not tuned: they have those of the cell that they change.",
+            ),
+        )
+    ]
 
 
 def made_at(records: Sequence[Record]) -> str:
     """Which commits of this project the runs were made with."""
     counts = Counter(record.commit for record in records)
-    told = [f"{n} at {'no noted commit' if commit is None else f'`{commit[:12]}{commit[40:]}`'}" for commit, n in counts.most_common()]
+    told = [
+        f"{n} at {'no noted commit' if commit is None else f'`{commit[:12]}{commit[40:]}`'}"
+        for commit, n in counts.most_common()
+    ]
     return f"Made with: {', '.join(told)}."
 
 
 def claim_sections(found: Sequence[Answer], margin: float) -> list[Section]:
     tests = sum(a.claim.kind == GREATER and a.verdict != NOT_RUN for a in found)
-    text = (f"Differences are in points of sampled accuracy, with 95 % intervals over seeds, paired by seed. *Better* is decided by a "
-            f"paired t-test, two-sided, Holm–Bonferroni over all {tests} of them; *not worse* by the interval's lower end against −"
-            f"{100 * margin:.0f} points, *the same* by the whole interval within ±{100 * margin:.0f}. Greedy: the same difference of "
-            f"greedy accuracy, not tested. With fewer than {FEWEST_SEEDS} seeds in common a claim counts as not run.",)
+    text = (
+        f"Differences are in points of sampled accuracy, with 95 % intervals over seeds, paired by seed. *Better* is decided by a "
+        f"paired t-test, two-sided, Holm–Bonferroni over all {tests} of them; *not worse* by the interval's lower end against −"
+        f"{100 * margin:.0f} points, *the same* by the whole interval within ±{100 * margin:.0f}. Greedy: the same difference of "
+        f"greedy accuracy, not tested. With fewer than {FEWEST_SEEDS} seeds in common a claim counts as not run.",
+    )
     why = [f"- *{a.claim.title}* ({a.b}, {a.a}; {a.verdict}): {a.claim.why}." for a in first_of_claim(found)]
     guesses = ("Guesses, not findings.", "\n".join(why))
-    return [Section("The paper's claims", text, claims_table(found)), *([Section("Why not: likely reasons", guesses)] if why else [])]
+    return [
+        Section("The paper's claims", text, claims_table(found)),
+        *([Section("Why not: likely reasons", guesses)] if why else []),
+    ]
 
 
 def first_of_claim(found: Sequence[Answer]) -> list[Answer]:
@@ -126,18 +158,41 @@ def numbers_of(a: Answer) -> list[str]:
     if a.difference is None or a.interval is None:
         return ["–"] * 4
     p = "–" if a.p_holm is None else f"{a.p_holm:.2g} ({a.p:.2g})"
-    return [f"{100 * a.difference.value:+.1f} [{100 * a.interval[0]:+.1f}, {100 * a.interval[1]:+.1f}]", str(a.difference.n), p,
-            "–" if a.other is None else f"{100 * a.other.value:+.1f}"]
+    return [
+        f"{100 * a.difference.value:+.1f} [{100 * a.interval[0]:+.1f}, {100 * a.interval[1]:+.1f}]",
+        str(a.difference.n),
+        p,
+        "–" if a.other is None else f"{100 * a.other.value:+.1f}",
+    ]
 
 
-FIGURES_OF = {MAIN: ("figure1", "figure11"), "k": ("figure8",), "ablation": (), "controls": ("controls",), "rare": ("figure7",),
-              "quality": ("figure6",), "trust": ("figure10",), "clip": ("table6",), "sampling": ("figure5",)}
-TITLES = {MAIN: "The twelve cells", "k": "How often to sync", "ablation": "Humanline's parts", "controls": "Controls",
-          "rare": "Sampling more rarely", "quality": "Data quality", "trust": "Trust-region syncing", "clip": "Clipping ranges",
-          "sampling": "Clipping and sampling"}
+FIGURES_OF = {
+    MAIN: ("figure1", "figure11"),
+    "k": ("figure8",),
+    "ablation": (),
+    "controls": ("controls",),
+    "rare": ("figure7",),
+    "quality": ("figure6",),
+    "trust": ("figure10",),
+    "clip": ("table6",),
+    "sampling": ("figure5",),
+}
+TITLES = {
+    MAIN: "The twelve cells",
+    "k": "How often to sync",
+    "ablation": "Humanline's parts",
+    "controls": "Controls",
+    "rare": "Sampling more rarely",
+    "quality": "Data quality",
+    "trust": "Trust-region syncing",
+    "clip": "Clipping ranges",
+    "sampling": "Clipping and sampling",
+}
 
 
-def cell_sections(plan: Plan, mode: str, final: Sequence[Record], captions: Mapping[str, str]) -> list[Section]:
+def cell_sections(
+    plan: Plan, mode: str, final: Sequence[Record], captions: Mapping[str, str]
+) -> list[Section]:
     """A table and the figures of each experiment that has runs."""
     sections = []
     for name, cells in plan.cells(mode).items():
@@ -155,17 +210,36 @@ def cell_sections(plan: Plan, mode: str, final: Sequence[Record], captions: Mapp
 
 
 def cells_table(here: Sequence[tuple[str, Sequence[Record]]]) -> Table:
-    rows = [["cell", "seeds", "sampled accuracy", "greedy accuracy", "drift, nats/token", "tokens clipped", "examples", "CPU s"]]
+    rows = [
+        [
+            "cell",
+            "seeds",
+            "sampled accuracy",
+            "greedy accuracy",
+            "drift, nats/token",
+            "tokens clipped",
+            "examples",
+            "CPU s",
+        ]
+    ]
     for cell, runs in here:
         clipped = [r.clipped for r in runs if r.clipped is not None]
         drift = [r.after["eval_drift"] for r in runs if "eval_drift" in r.after]
         short = [r for r in runs if r.examples < max(other.examples for other in runs)]
-        rows.append([cell, str(len(runs)), spread([r.after[SAMPLED] for r in runs if SAMPLED in r.after]),
-                     spread([r.after[GREEDY] for r in runs if GREEDY in r.after]),
-                     f"{sum(drift) / len(drift):+.3f}" if drift else "–",
-                     f"{sum(clipped) / len(clipped):.2%}" if clipped else "–",
-                     f"{min(r.examples for r in runs)}" + (f" to {max(r.examples for r in runs)}" if short else "") if runs else "–",
-                     f"{sum(part_seconds(r)['all'] for r in runs) / len(runs):.0f}" if runs else "–"])
+        rows.append(
+            [
+                cell,
+                str(len(runs)),
+                spread([r.after[SAMPLED] for r in runs if SAMPLED in r.after]),
+                spread([r.after[GREEDY] for r in runs if GREEDY in r.after]),
+                f"{sum(drift) / len(drift):+.3f}" if drift else "–",
+                f"{sum(clipped) / len(clipped):.2%}" if clipped else "–",
+                f"{min(r.examples for r in runs)}" + (f" to {max(r.examples for r in runs)}" if short else "")
+                if runs
+                else "–",
+                f"{sum(part_seconds(r)['all'] for r in runs) / len(runs):.0f}" if runs else "–",
+            ]
+        )
     return rows
 
 
@@ -181,21 +255,35 @@ def spread(values: Sequence[float]) -> str:
 
 
 def tuning_sections(plan: Plan, chosen: Mapping[str, Settings], records: Sequence[Record]) -> list[Section]:
-    tried = {(r.cell, r.seed): r.after[plan.metric] for r in records if r.cell.startswith("tune-") and plan.metric in r.after}
-    head = ["cell", *(f"lr {lr:g}" for lr in plan.lrs), *(f"norm {norm:g}" for norm in sorted({DEFAULT_NORM, *plan.norms})), "chosen"]
+    tried = {
+        (r.cell, r.seed): r.after[plan.metric]
+        for r in records
+        if r.cell.startswith("tune-") and plan.metric in r.after
+    }
+    head = [
+        "cell",
+        *(f"lr {lr:g}" for lr in plan.lrs),
+        *(f"norm {norm:g}" for norm in sorted({DEFAULT_NORM, *plan.norms})),
+        "chosen",
+    ]
     rows = [head]
     for cell in plan.main:
         lr = float(chosen[cell]["lr"])
         runs = [plan.tuning_runs(cell), plan.tuning_runs(cell, lr)]
-        values = [[tried[name] for run in same if (name := (run.cell, run.seed)) in tried]
-                  for half in runs for _, same in groupby(half, key=lambda run: run.cell)]
+        values = [
+            [tried[name] for run in same if (name := (run.cell, run.seed)) in tried]
+            for half in runs
+            for _, same in groupby(half, key=lambda run: run.cell)
+        ]
         picked = ", ".join(f"{key.rpartition('.')[2]} {chosen[cell][key]:g}" for key in TUNED)
         rows.append([cell, *(told(found) for found in values), picked])
     several = len(plan.tuning_seeds) > 1
     shown = f"seed{'s' * several} {', '.join(map(str, plan.tuning_seeds))}{': mean ± standard deviation' * several}"
-    text = (f"The same runs for each cell: the learning rate at max_grad_norm {DEFAULT_NORM:g}, then the norm at the best learning "
-            f"rate; the best mean of {plan.metric} on validation prompts is taken, of equals the smaller value ({shown}; per cent). "
-            "Further experiments were not tuned. Where seeds lie far apart, others might have chosen otherwise.",)
+    text = (
+        f"The same runs for each cell: the learning rate at max_grad_norm {DEFAULT_NORM:g}, then the norm at the best learning "
+        f"rate; the best mean of {plan.metric} on validation prompts is taken, of equals the smaller value ({shown}; per cent). "
+        "Further experiments were not tuned. Where seeds lie far apart, others might have chosen otherwise.",
+    )
     return [Section("Tuning", text, rows)]
 
 
@@ -213,7 +301,14 @@ def origins(final: Sequence[Record]) -> Section:
         cells.setdefault(record.cell, []).append(record)
     rows = [["cell", "run folders: sampled accuracy after training"]]
     for cell, runs in cells.items():
-        rows.append([cell, ", ".join(f"{r.name}: {100 * r.after[SAMPLED]:.1f}" for r in sorted(runs, key=lambda r: r.seed))])
+        rows.append(
+            [
+                cell,
+                ", ".join(
+                    f"{r.name}: {100 * r.after[SAMPLED]:.1f}" for r in sorted(runs, key=lambda r: r.seed)
+                ),
+            ]
+        )
     text = ("Each run folder holds `config.yaml`, `metrics.jsonl`, `summary.json` and its own report.",)
     return Section("Where the numbers come from", text, rows)
 
@@ -233,6 +328,14 @@ def as_markdown(title: str, sections: Sequence[Section]) -> str:
 
 
 def as_html(title: str, sections: Sequence[Section], out: Path) -> str:
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
-    pictures = {s.figure[0]: base64.b64encode((out / f"{s.figure[0]}.svg").read_bytes()).decode() for s in sections if s.figure}
-    return environment.get_template("report.html.j2").render(title=title, sections=sections, pictures=pictures)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
+    )
+    pictures = {
+        s.figure[0]: base64.b64encode((out / f"{s.figure[0]}.svg").read_bytes()).decode()
+        for s in sections
+        if s.figure
+    }
+    return environment.get_template("report.html.j2").render(
+        title=title, sections=sections, pictures=pictures
+    )

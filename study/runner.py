@@ -49,9 +49,16 @@ def run_all(runs: Sequence[Run], runs_dir: Path, jobs: int) -> None:
         return
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the processes when they import torch
     failed: list[Outcome] = []
-    bar = progress(round(sum(cost.values())), "study", unit="offline run", done=round(sum(cost.values()) - sum(cost[r.name] for r in todo)))
+    bar = progress(
+        round(sum(cost.values())),
+        "study",
+        unit="offline run",
+        done=round(sum(cost.values()) - sum(cost[r.name] for r in todo)),
+    )
     with bar:
-        for first in range(0, len(todo), jobs * RUNS_OF_A_PROCESS):  # (the executor's own max_tasks_per_child hangs in Python 3.11)
+        for first in range(
+            0, len(todo), jobs * RUNS_OF_A_PROCESS
+        ):  # (the executor's own max_tasks_per_child hangs in Python 3.11)
             for outcome in finish(todo[first : first + jobs * RUNS_OF_A_PROCESS], runs_dir, jobs):
                 bar.set_postfix_str(f"last {outcome.name}", refresh=False)
                 bar.update(cost[outcome.name])
@@ -59,8 +66,10 @@ def run_all(runs: Sequence[Run], runs_dir: Path, jobs: int) -> None:
                     failed.append(outcome)
                     print(f"{outcome.name}: {outcome.error}", file=sys.stderr, flush=True)
     if failed:
-        raise StoppedError(f"{len(failed)} of {len(todo)} runs failed: {', '.join(o.name for o in failed)}; their logs are in "
-                           f"{runs_dir / 'logs'}. The same command tries them again")
+        raise StoppedError(
+            f"{len(failed)} of {len(todo)} runs failed: {', '.join(o.name for o in failed)}; their logs are in "
+            f"{runs_dir / 'logs'}. The same command tries them again"
+        )
 
 
 def finish(runs: Sequence[Run], runs_dir: Path, jobs: int) -> Iterator[Outcome]:
@@ -70,7 +79,9 @@ def finish(runs: Sequence[Run], runs_dir: Path, jobs: int) -> Iterator[Outcome]:
             for future in as_completed([pool.submit(one, run, runs_dir) for run in runs]):
                 yield future.result()
         except BrokenProcessPool as error:
-            raise StoppedError("a process of the study was killed (memory?); the same command goes on") from error
+            raise StoppedError(
+                "a process of the study was killed (memory?); the same command goes on"
+            ) from error
         except KeyboardInterrupt:
             pool.shutdown(cancel_futures=True)
             raise StoppedError("interrupted; the same command goes on") from None
@@ -99,9 +110,18 @@ def one(run: Run, runs_dir: Path) -> Outcome:
             train(compose_config(overrides), run.name)
         except (Exception, SystemExit) as error:
             traceback.print_exc()
-            return Outcome(run.name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-    keep(folder, {"wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu, "load": os.getloadavg()[0],
-                  "commit": commit})
+            return Outcome(
+                run.name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            )
+    keep(
+        folder,
+        {
+            "wall_seconds": time.perf_counter() - wall,
+            "cpu_seconds": time.process_time() - cpu,
+            "load": os.getloadavg()[0],
+            "commit": commit,
+        },
+    )
     return Outcome(run.name, None)
 
 

@@ -37,8 +37,15 @@ class Log:
 
 
 def engine_config(cache: Path, loss: str, *overrides: str) -> Config:
-    return make_config(f"loss={loss}", "lr=0.003", "warmup=0", "weight_decay=0.01", "model.dtype=float32", f"cache_dir={cache}",
-                       *overrides)
+    return make_config(
+        f"loss={loss}",
+        "lr=0.003",
+        "warmup=0",
+        "weight_decay=0.01",
+        "model.dtype=float32",
+        f"cache_dir={cache}",
+        *overrides,
+    )
 
 
 def make_trainer(config: Config, policy: Policy | None = None, world: World | None = None) -> BasicTrainer:
@@ -53,14 +60,24 @@ def make_segment(config: Config, pairs: int, seed: int = 0, longest: int = 12) -
     return Segment(groups, config.model.batch_size, sum(map(len, groups)), config.seed)
 
 
-def run(config: Config, segment: Segment, trainer: BasicTrainer | None = None, each: Callable[[], None] | None = None,
-        ) -> tuple[BasicTrainer, list[dict[str, Any]]]:
+def run(
+    config: Config,
+    segment: Segment,
+    trainer: BasicTrainer | None = None,
+    each: Callable[[], None] | None = None,
+) -> tuple[BasicTrainer, list[dict[str, Any]]]:
     """Train on one segment; returns the trainer and the lines of its metrics."""
     trainer = trainer or make_trainer(config)
     if trainer.fixed_reference and config.has_reference:
         batches = [segment.batch(i) for i in range(segment.steps)]
-        trainer.reference.scores = initial_scores(trainer, batches, config.reference_batch_size or trainer.micro_size,
-                                                  trainer.reference, {"weights": "test"}, "score")
+        trainer.reference.scores = initial_scores(
+            trainer,
+            batches,
+            config.reference_batch_size or trainer.micro_size,
+            trainer.reference,
+            {"weights": "test"},
+            "score",
+        )
     log = Log(each=each or (lambda: None))
     trainer.train(Offline(segment), log)
     return trainer, log.lines

@@ -25,8 +25,17 @@ def make_config(*overrides: str) -> Config:
 
 def tiny_llama(seed: int = 0, layers: int = 2, tied: bool = True) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=2,
-                         num_key_value_heads=1, max_position_embeddings=128, tie_word_embeddings=tied, initializer_range=0.2)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -38,7 +47,9 @@ def random_row(rng: np.random.Generator, prompt: np.ndarray, longest: int = 12) 
     return Sequence(prompt, rng.integers(3, VOCABULARY, rng.integers(1, longest)).astype(np.int32))
 
 
-def random_groups(n: int, seed: int = 0, kind: str = "pairs", longest: int = 12) -> tuple[tuple[Example, ...], ...]:
+def random_groups(
+    n: int, seed: int = 0, kind: str = "pairs", longest: int = 12
+) -> tuple[tuple[Example, ...], ...]:
     """``n`` groups as a trainer's examples: ``pairs``, ``labelled`` (the two halves of a pair) or ``weighted`` (groups of two)."""
     rng = np.random.default_rng(seed)
     groups = []

@@ -1,7 +1,7 @@
 """Two steps of making the embedded assets (all of them: tools/make_adder.sh).
 
-    python -m tools.make_adder blank FOLDER        # architecture, tokenizer and chat template of the embedded model, no weights
-    python -m tools.make_adder pairs RUN FOLDER    # pairs.jsonl and eval_pairs.jsonl, sampled from a run's model
+python -m tools.make_adder blank FOLDER        # architecture, tokenizer and chat template of the embedded model, no weights
+python -m tools.make_adder pairs RUN FOLDER    # pairs.jsonl and eval_pairs.jsonl, sampled from a run's model
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from models.policy import load_policy, load_tokenizer
 from rollouts.samplers import EmbeddedSampler, Sample, Sampler, SamplingSettings
 
 CHARACTERS = "0123456789+=;"
-BOS, EOS, PAD, UNKNOWN, USER, ASSISTANT = SPECIALS = ["<bos>", "<eos>", "<pad>", "<unk>", "<user>", "<assistant>"]
+BOS, EOS, PAD, UNKNOWN, USER, ASSISTANT = SPECIALS = [
+    "<bos>",
+    "<eos>",
+    "<pad>",
+    "<unk>",
+    "<user>",
+    "<assistant>",
+]
 
 TEMPLATE = (
     "{{ bos_token }}"
@@ -46,8 +53,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
     machine.decoder = decoders.Fuse()
     machine.add_special_tokens(SPECIALS)
     made = PreTrainedTokenizerFast(
-        tokenizer_object=machine, bos_token=BOS, eos_token=EOS, pad_token=PAD, unk_token=UNKNOWN,
-        extra_special_tokens=[USER, ASSISTANT], clean_up_tokenization_spaces=False, model_max_length=128)
+        tokenizer_object=machine,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        extra_special_tokens=[USER, ASSISTANT],
+        clean_up_tokenization_spaces=False,
+        model_max_length=128,
+    )
     made.chat_template = TEMPLATE
     return made
 
@@ -56,9 +70,20 @@ def architecture(tokens: PreTrainedTokenizerFast) -> LlamaConfig:
     """A Llama of 0.6 million parameters. Heads of 32, the smallest that vLLM's CPU attention takes; the head is not tied to the
     embedding, so that a checkpoint holds every weight by name."""
     return LlamaConfig(
-        vocab_size=len(tokens), hidden_size=128, intermediate_size=352, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=128, tie_word_embeddings=False, bos_token_id=tokens.bos_token_id,
-        eos_token_id=tokens.eos_token_id, pad_token_id=tokens.pad_token_id, dtype="float32", architectures=["LlamaForCausalLM"])
+        vocab_size=len(tokens),
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        bos_token_id=tokens.bos_token_id,
+        eos_token_id=tokens.eos_token_id,
+        pad_token_id=tokens.pad_token_id,
+        dtype="float32",
+        architectures=["LlamaForCausalLM"],
+    )
 
 
 def blank(folder: Path) -> None:
@@ -79,10 +104,16 @@ CONTEXTS_AT_ONCE = 512
 
 def pairs(run: str, folder: Path) -> None:
     """Write the pairs of both splits. Prompts come in the order of their ids, which says nothing about the numbers."""
-    config = ModelConfig(name="sampler", name_or_path=run, dtype="float32", max_length=64, max_prompt_length=16)
+    config = ModelConfig(
+        name="sampler", name_or_path=run, dtype="float32", max_length=64, max_prompt_length=16
+    )
     world = start()
-    renderer = make_renderer(load_tokenizer(config), config, DataConfig(name="adder", source="data.adder.adder_pairs"))
-    sampler = EmbeddedSampler(load_policy(config, world.device), renderer, world.device, batch_size=1024, synced=False)
+    renderer = make_renderer(
+        load_tokenizer(config), config, DataConfig(name="adder", source="data.adder.adder_pairs")
+    )
+    sampler = EmbeddedSampler(
+        load_policy(config, world.device), renderer, world.device, batch_size=1024, synced=False
+    )
     for split, (name, wanted) in PAIRS.items():
         groups = sampled_pairs(sampler, renderer, adder.prompts(split), wanted)
         write_groups(folder / name, groups)
@@ -90,7 +121,9 @@ def pairs(run: str, folder: Path) -> None:
         print(f"{folder / name}: {len(groups)} pairs, mean reward {best:.2f} against {worst:.2f}")
 
 
-def sampled_pairs(sampler: Sampler, renderer: Renderer, prompts: tuple[Prompt, ...], wanted: int) -> list[Group]:
+def sampled_pairs(
+    sampler: Sampler, renderer: Renderer, prompts: tuple[Prompt, ...], wanted: int
+) -> list[Group]:
     """The first ``wanted`` pairs of as many prompts as it takes; a prompt whose samples differ by less than 0.01 has none."""
     found: list[Group] = []
     left = iter(prompts)
@@ -104,11 +137,19 @@ def _pair(renderer: Renderer, prompt: Prompt, samples: list[Sample]) -> list[Gro
     """The group of two that the samples give, best first, or nothing. They are stored as text, which any model can be trained on:
     a sample that is not its text's tokens is left out."""
     made = [(sample, sample.completion(renderer.tokenizer)) for sample in samples]
-    texts = [Completion(text=c.text, finished=c.finished) for sample, c in made if _is_text(renderer, prompt, sample, c)]
+    texts = [
+        Completion(text=c.text, finished=c.finished)
+        for sample, c in made
+        if _is_text(renderer, prompt, sample, c)
+    ]
     rewards = adder.rewards([c.text or "" for c in texts], [prompt.reference] * len(texts))
     scored = Group(prompt, tuple(texts), tuple(r for r in rewards if r is not None))
     ends = best_and_worst(scored, THRESHOLD)
-    return [] if ends is None else [Group(prompt, tuple(texts[i] for i in ends), tuple(scored.rewards[i] for i in ends))]
+    return (
+        []
+        if ends is None
+        else [Group(prompt, tuple(texts[i] for i in ends), tuple(scored.rewards[i] for i in ends))]
+    )
 
 
 def _is_text(renderer: Renderer, prompt: Prompt, sample: Sample, completion: Completion) -> bool:
@@ -117,7 +158,9 @@ def _is_text(renderer: Renderer, prompt: Prompt, sample: Sample, completion: Com
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     steps = parser.add_subparsers(dest="step", required=True)
     steps.add_parser("blank").add_argument("folder", type=Path)
     step = steps.add_parser("pairs")

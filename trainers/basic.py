@@ -84,7 +84,9 @@ class BasicTrainer(ABC):
     """Whether the loss's beta multiplies log-ratios (rewards are beta * s), not something else."""
     view: View
 
-    def __init__(self, config: Config, policy: nn.Module, loss: Callable[..., LossResult], world: World) -> None:
+    def __init__(
+        self, config: Config, policy: nn.Module, loss: Callable[..., LossResult], world: World
+    ) -> None:
         self.config, self.policy, self.loss, self.world = config, policy, loss, world
         self.humanline, self.syncing = Humanline.of(config), Syncing.of(config)
         self.soft: SoftReference | None = None
@@ -137,7 +139,13 @@ class BasicTrainer(ABC):
 
     def microbatches(self, batch: list[Example], size: int | None = None) -> list[Microbatch]:
         """This rank's share of a global batch, on the device."""
-        parts = cut(self.arrange(batch), self.world.rank, self.world.size, size or self.micro_size, self.rows_per_example)
+        parts = cut(
+            self.arrange(batch),
+            self.world.rank,
+            self.world.size,
+            size or self.micro_size,
+            self.rows_per_example,
+        )
         return [microbatch(part, self.world.device, self.packing) for part in parts]
 
     def logprobs(self, micro: Microbatch) -> Tensor:
@@ -190,7 +198,11 @@ class BasicTrainer(ABC):
             self.sync(segment, at.step + 1)
         once = torch.full_like(norm, 1.0 / self.world.size)  # filled there: a copy would make the host wait
         meters.add({"grad_norm": Ratio(norm * once, once), "skipped": Ratio(skip * once, once)})
-        known = {"step": at.step, "lr": lr, "reference_step": reference_step if self.config.has_reference else None}
+        known = {
+            "step": at.step,
+            "lr": lr,
+            "reference_step": reference_step if self.config.has_reference else None,
+        }
         return self._advance(batch, Record(known, meters.reduce(), batch, token_count(batch)))
 
     def sync(self, segment: Segment, policy_step: int) -> None:
@@ -228,7 +240,9 @@ class BasicTrainer(ABC):
 
     def moved(self, micro: Microbatch, scores: TokenScores, since: dict[str, float]) -> tuple[Tensor, Tensor]:
         """([R] how much each row's log-probability has changed against ``since`` (row key -> nats), nats; [R] bool: is it known)."""
-        before = torch.tensor([since.get(row.key, math.nan) for row in micro.sequences.rows], dtype=torch.float32)
+        before = torch.tensor(
+            [since.get(row.key, math.nan) for row in micro.sequences.rows], dtype=torch.float32
+        )
         before = before.to(scores.mask.device, non_blocking=True)
         known = ~before.isnan() & scores.valid
         return torch.where(scores.mask, scores.policy.detach(), 0.0).sum(dim=-1) - before, known
@@ -246,7 +260,9 @@ class BasicTrainer(ABC):
             if self.progress.position == 0 and self.config.has_reference and not self.fixed_reference:
                 if self.soft is not None:
                     self.soft.follow(self.policy, alpha=1.0)
-                self.reference.refresh(self.policy, self.progress.step, self.upcoming(segment, 0, self.progress.step))
+                self.reference.refresh(
+                    self.policy, self.progress.step, self.upcoming(segment, 0, self.progress.step)
+                )
             while self.progress.position < segment.steps:
                 watch.before_step()
                 if self.progress.step == 0 and self.config.has_reference:
@@ -272,7 +288,8 @@ class BasicTrainer(ABC):
             raise StoppedError(
                 f"policy and reference are the same weights before step 0, yet a token's log-probability differs by {worst:.3g} nats "
                 f"(limit {limit}): a stale score cache, or an attention kernel that depends on the batch. Delete {self.config.cache_dir} "
-                "and try again, or try another model.attn_implementation")
+                "and try again, or try another model.attn_implementation"
+            )
 
 
 def draw(step: int, sequences: Sequences) -> Draw:

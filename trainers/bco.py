@@ -18,7 +18,9 @@ from trainers.losses.base import LossResult, Ratio, TokenScores
 class BCOTrainer(BasicTrainer):
     view = staticmethod(views.labelled)
 
-    def __init__(self, config: Config, policy: nn.Module, loss: Callable[..., LossResult], world: World) -> None:
+    def __init__(
+        self, config: Config, policy: nn.Module, loss: Callable[..., LossResult], world: World
+    ) -> None:
         super().__init__(config, policy, loss, world)
         # Sum and count of the desirable rewards so far, then of the others: a part of the policy's module, so that checkpoints have it.
         policy.register_buffer("reward_totals", torch.zeros(4, dtype=torch.float64, device=world.device))
@@ -40,5 +42,7 @@ class BCOTrainer(BasicTrainer):
     def after_backward(self, metrics: list[dict[str, Ratio]]) -> None:
         """The batch's rewards join the running means."""
         seen = [values[name] for values in metrics for name in ("reward_chosen", "reward_rejected")]
-        batch = torch.stack([part.double() for mean in seen for part in mean]).view(len(metrics), 4).sum(dim=0)
+        batch = (
+            torch.stack([part.double() for mean in seen for part in mean]).view(len(metrics), 4).sum(dim=0)
+        )
         self.totals += sum_over_ranks(batch)

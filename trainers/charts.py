@@ -15,7 +15,12 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
 Record = dict[str, Any]
 
-BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#AA5C99"  # told apart by the colour-blind too (Okabe and Ito)
+BLUE, ORANGE, GREEN, PURPLE = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#AA5C99",
+)  # told apart by the colour-blind too (Okabe and Ito)
 MOST_POINTS = 800
 """Longer curves are drawn as means of as many blocks: a chart is not wider than that many pixels."""
 SMOOTH_FROM = 80
@@ -66,23 +71,67 @@ class Panel:
 
 
 PANELS = (
-    Panel("Loss", "loss per unit", (Curve("loss", "training", BLUE), Curve("eval_loss", "evaluation", ORANGE, True))),
-    Panel("Answers that are right", "share of held-out prompts", (
-        Curve("eval_accuracy_sampled", "sampled", BLUE, True), Curve("eval_accuracy_greedy", "greedy", ORANGE, True)), share=True),
-    Panel("Reward margin", "chosen − rejected, β·nats", (
-        Curve("reward_margin", "training, against the current reference", BLUE),
-        Curve("eval_reward_margin", "evaluation, against the initial weights", ORANGE, True))),
-    Panel("Reward accuracy", "share of pairs", (
-        Curve("reward_accuracy", "training", BLUE), Curve("eval_reward_accuracy", "evaluation", ORANGE, True)), share=True),
-    Panel("Rewards in training", "β·nats", (
-        Curve("reward_chosen", "chosen", BLUE), Curve("reward_rejected", "rejected", ORANGE))),
-    Panel("Drift of the log-probabilities", "nats per token", (
-        Curve("kl", "from the current reference", BLUE), Curve("drift", "from the initial weights", GREEN),
-        Curve("eval_drift", "from the initial weights, evaluation", ORANGE, True))),
-    Panel("Clipped tokens", "share of completion tokens", (
-        Curve("clipped_low", "below log_epsilon_P", BLUE), Curve("clipped_high", "above log_epsilon_R", ORANGE)),
-        share=True, from_zero=True),
-    Panel("Age of the reference", "step − reference_step", (Curve("reference_age", "", PURPLE, exact=True),), from_zero=True),
+    Panel(
+        "Loss",
+        "loss per unit",
+        (Curve("loss", "training", BLUE), Curve("eval_loss", "evaluation", ORANGE, True)),
+    ),
+    Panel(
+        "Answers that are right",
+        "share of held-out prompts",
+        (
+            Curve("eval_accuracy_sampled", "sampled", BLUE, True),
+            Curve("eval_accuracy_greedy", "greedy", ORANGE, True),
+        ),
+        share=True,
+    ),
+    Panel(
+        "Reward margin",
+        "chosen − rejected, β·nats",
+        (
+            Curve("reward_margin", "training, against the current reference", BLUE),
+            Curve("eval_reward_margin", "evaluation, against the initial weights", ORANGE, True),
+        ),
+    ),
+    Panel(
+        "Reward accuracy",
+        "share of pairs",
+        (
+            Curve("reward_accuracy", "training", BLUE),
+            Curve("eval_reward_accuracy", "evaluation", ORANGE, True),
+        ),
+        share=True,
+    ),
+    Panel(
+        "Rewards in training",
+        "β·nats",
+        (Curve("reward_chosen", "chosen", BLUE), Curve("reward_rejected", "rejected", ORANGE)),
+    ),
+    Panel(
+        "Drift of the log-probabilities",
+        "nats per token",
+        (
+            Curve("kl", "from the current reference", BLUE),
+            Curve("drift", "from the initial weights", GREEN),
+            Curve("eval_drift", "from the initial weights, evaluation", ORANGE, True),
+        ),
+    ),
+    Panel(
+        "Clipped tokens",
+        "share of completion tokens",
+        (
+            Curve("clipped_low", "below log_epsilon_P", BLUE),
+            Curve("clipped_high", "above log_epsilon_R", ORANGE),
+        ),
+        share=True,
+        from_zero=True,
+    ),
+    Panel(
+        "Age of the reference",
+        "step − reference_step",
+        (Curve("reference_age", "", PURPLE, exact=True),),
+        from_zero=True,
+    ),
     Panel("Gradient norm", "before clipping", (Curve("grad_norm", "", BLUE),), from_zero=True),
     Panel("Learning rate", "per step", (Curve("lr", "", GREEN, exact=True),), from_zero=True, form="{x:.1e}"),
     Panel("Speed", "tokens/s", (Curve("tokens_per_second", "", PURPLE),), from_zero=True, form="{x:,.0f}"),
@@ -92,7 +141,11 @@ PANELS = (
 def points(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
     """(steps, values) of the lines that have ``key``; null is NaN: a gap in the curve. Both empty where no value is finite."""
     if key == "reference_age":
-        pairs = [(r["step"], r["step"] - r["reference_step"]) for r in records if r.get("reference_step") is not None]
+        pairs = [
+            (r["step"], r["step"] - r["reference_step"])
+            for r in records
+            if r.get("reference_step") is not None
+        ]
     else:
         pairs = [(r["step"], np.nan if r[key] is None else r[key]) for r in records if key in r]
     steps, values = np.array(pairs, dtype=float).reshape(-1, 2).T
@@ -115,7 +168,9 @@ def thinned(values: np.ndarray, most: int) -> np.ndarray:
     blocks = np.pad(values, (0, -len(values) % block), constant_values=np.nan).reshape(-1, block)
     finite = np.isfinite(blocks)
     count = finite.sum(axis=1)
-    return np.divide(np.where(finite, blocks, 0.0).sum(axis=1), count, out=np.full(len(blocks), np.nan), where=count > 0)
+    return np.divide(
+        np.where(finite, blocks, 0.0).sum(axis=1), count, out=np.full(len(blocks), np.nan), where=count > 0
+    )
 
 
 def draw(panel: Panel, records: Sequence[Record]) -> Figure | None:
@@ -147,12 +202,28 @@ def draw(panel: Panel, records: Sequence[Record]) -> Figure | None:
 
 def _draw_curve(axes: Axes, curve: Curve, steps: np.ndarray, values: np.ndarray) -> None:
     if curve.marked:
-        axes.plot(steps, values, color=curve.color, label=curve.label, marker="o", markersize=4, linewidth=1.4, zorder=3)
+        axes.plot(
+            steps,
+            values,
+            color=curve.color,
+            label=curve.label,
+            marker="o",
+            markersize=4,
+            linewidth=1.4,
+            zorder=3,
+        )
         return
     smooth = len(values) >= SMOOTH_FROM and not curve.exact
     x, y = (steps, values) if curve.exact else (thinned(steps, MOST_POINTS), thinned(values, MOST_POINTS))
-    axes.plot(x, y, color=curve.color, linewidth=0.9 if smooth else 1.4, alpha=0.3 if smooth else 1.0,
-              label=None if smooth else curve.label, marker="." if len(values) <= FEW_POINTS else None)
+    axes.plot(
+        x,
+        y,
+        color=curve.color,
+        linewidth=0.9 if smooth else 1.4,
+        alpha=0.3 if smooth else 1.0,
+        label=None if smooth else curve.label,
+        marker="." if len(values) <= FEW_POINTS else None,
+    )
     if smooth:
         mean = running_mean(values, 2 * (len(values) // 40) + 1)
         axes.plot(x, thinned(mean, MOST_POINTS), color=curve.color, linewidth=1.6, label=curve.label)

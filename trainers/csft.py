@@ -22,7 +22,9 @@ from trainers.sft import SFTTrainer
 class ConditionedSFTTrainer(SFTTrainer):
     view = staticmethod(views.labelled)
 
-    def __init__(self, config: Config, policy: nn.Module, loss: Callable[..., LossResult], world: World) -> None:
+    def __init__(
+        self, config: Config, policy: nn.Module, loss: Callable[..., LossResult], world: World
+    ) -> None:
         super().__init__(config, policy, loss, world)
         self.control = control_tokens(config)
 
@@ -33,7 +35,12 @@ class ConditionedSFTTrainer(SFTTrainer):
     def arrange(self, batch: list[Example]) -> list[Example]:
         """Every row with its control tokens as the last of its prompt, so that they are read and not learned."""
         chosen, rejected = self.control
-        return [replace(e, rows=tuple(self._conditioned(row, chosen if e.label > 0 else rejected) for row in e.rows)) for e in batch]
+        return [
+            replace(
+                e, rows=tuple(self._conditioned(row, chosen if e.label > 0 else rejected) for row in e.rows)
+            )
+            for e in batch
+        ]
 
     def _conditioned(self, row: Sequence, control: np.ndarray) -> Sequence:
         """A row that gets too long loses the beginning of its prompt."""
@@ -48,7 +55,11 @@ def control_tokens(config: Config) -> tuple[np.ndarray, np.ndarray]:
     for kind in ("chosen", "rejected"):
         text = config.loss["control_tokens"][kind]
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        require(bool(ids) and tokenizer.unk_token_id not in ids, f"loss.control_tokens.{kind}", text,
-                "the tokenizer has no tokens for it; give a text that it knows")
+        require(
+            bool(ids) and tokenizer.unk_token_id not in ids,
+            f"loss.control_tokens.{kind}",
+            text,
+            "the tokenizer has no tokens for it; give a text that it knows",
+        )
         found.append(np.array(ids, dtype=np.int32))
     return found[0], found[1]

@@ -53,11 +53,20 @@ class Diagnostics:
     def begin(self, tracker: Tracking) -> None:
         """The first line of the file, before step 0: what the others are read with, and what is measured once."""
         config = self.trainer.config
-        tracker.diagnostics({
-            "step": -1, "every": self.every, "edges": list(EDGES), "sides": list(SIDES), "noise": noise_floor(self.trainer, self.sample),
-            "log_epsilon_P": config.log_epsilon_P, "log_epsilon_R": config.log_epsilon_R,
-            "clips": config.humanline and config.humanline_mode == "clip", "entropy": self.entropy(),
-        }, {})
+        tracker.diagnostics(
+            {
+                "step": -1,
+                "every": self.every,
+                "edges": list(EDGES),
+                "sides": list(SIDES),
+                "noise": noise_floor(self.trainer, self.sample),
+                "log_epsilon_P": config.log_epsilon_P,
+                "log_epsilon_R": config.log_epsilon_R,
+                "clips": config.humanline and config.humanline_mode == "clip",
+                "entropy": self.entropy(),
+            },
+            {},
+        )
 
     def due(self) -> bool:
         """Whether an interval ends before the next step."""
@@ -71,8 +80,17 @@ class Diagnostics:
             return
         found = self.tally.describe(self.tally.total())
         histograms = {f"log_ratio_{side}": (values["histogram"], EDGES) for side, values in found.items()}
-        tracker.diagnostics({"step": at.step - 1, "first_step": self.first, "examples": at.examples, "tokens": at.tokens,
-                             "entropy": self.entropy(), **found}, histograms)
+        tracker.diagnostics(
+            {
+                "step": at.step - 1,
+                "first_step": self.first,
+                "examples": at.examples,
+                "tokens": at.tokens,
+                "entropy": self.entropy(),
+                **found,
+            },
+            histograms,
+        )
         self.tally.clear()
         self.first = at.step
 
@@ -96,7 +114,9 @@ class Diagnostics:
         for micro in shares(trainer, self.sample):
             values = trainer.policy(micro.sequences, entropy=True)
             reshard(trainer.policy)
-            total += torch.stack([token_sum(values.double(), micro.sequences.mask).sum(), micro.sequences.mask.sum().double()])
+            total += torch.stack(
+                [token_sum(values.double(), micro.sequences.mask).sum(), micro.sequences.mask.sum().double()]
+            )
         entropies, tokens = sum_over_ranks(total).tolist()
         return rounded(entropies / tokens) if tokens else None
 
@@ -121,10 +141,17 @@ def noise_floor(trainer: BasicTrainer, examples: list[Example]) -> dict[str, flo
     rows: list[Sequence] = [*mine, *FILL.rows * (NOISE_ROWS - len(mine))]
     together = score(trainer.policy, collate(rows, device, packed))
     alone = [score(trainer.policy, collate([row], device, packed))[0] for row in rows]
-    differences = [a[:n] - t[:n] for row, a, t in zip(mine, alone, together, strict=False) if (n := len(row.completion_ids))]
+    differences = [
+        a[:n] - t[:n]
+        for row, a, t in zip(mine, alone, together, strict=False)
+        if (n := len(row.completion_ids))
+    ]
     found = torch.cat(differences).tolist() if len(mine) > 1 else []
     everywhere = torch.tensor([x for part in gather_objects(found) for x in part], dtype=torch.float64)
     if not len(everywhere):
         return None
-    return {"rms": rounded(float(everywhere.square().mean().sqrt())), "max": rounded(float(everywhere.abs().max())),
-            "tokens": len(everywhere)}
+    return {
+        "rms": rounded(float(everywhere.square().mean().sqrt())),
+        "max": rounded(float(everywhere.abs().max())),
+        "tokens": len(everywhere),
+    }

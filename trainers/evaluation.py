@@ -29,14 +29,17 @@ class Evaluator:
     None where nothing can be checked. ``dtype`` is what the model will be exported in: it is judged as it will be used.
     """
 
-    def __init__(self, trainer: BasicTrainer, held_out: Segment | None, accuracy: Accuracy | None,
-                 dtype: torch.dtype) -> None:
+    def __init__(
+        self, trainer: BasicTrainer, held_out: Segment | None, accuracy: Accuracy | None, dtype: torch.dtype
+    ) -> None:
         self.trainer, self.accuracy = trainer, accuracy
         # Weights that are cast to the export dtype for computing anyway need no rounding first.
         self.dtype = torch.float32 if dtype == getattr(torch, trainer.config.model.dtype) else dtype
         self.batches = [] if held_out is None else [held_out.batch(i) for i in range(held_out.steps)]
         self.reference = Reference()
-        self.size = max(1, trainer.config.model.eval_batch_size // (trainer.world.size * trainer.rows_per_example))
+        self.size = max(
+            1, trainer.config.model.eval_batch_size // (trainer.world.size * trainer.rows_per_example)
+        )
 
     def prepare(self, parts: dict[str, str]) -> None:
         """Score the held-out rows under the initial weights, which the policy must still have, as they will be used."""
@@ -45,7 +48,9 @@ class Evaluator:
             self.accuracy.keep_initial(Path(self.trainer.config.cache_dir), parts)
         if self.batches and self.trainer.config.has_reference:
             with rounded(self.trainer.policy, self.dtype):
-                self.reference.scores = initial_scores(self.trainer, self.batches, self.size, self.reference, parts, "score held-out rows")
+                self.reference.scores = initial_scores(
+                    self.trainer, self.batches, self.size, self.reference, parts, "score held-out rows"
+                )
 
     def evaluate(self, initial: bool = False) -> Metrics:
         """``eval_loss``, ``eval_reward_{chosen,rejected,margin,accuracy}``, ``eval_drift`` (nats a token) and, where answers can be
@@ -68,7 +73,10 @@ class Evaluator:
                 scores = trainer.score(i, micro, self.reference, OFF)
                 reshard(trainer.policy)
                 result = trainer.compute_loss(micro, scores)
-                meters.add({"loss": trainer.loss_ratio(micro, result)} | ({} if trainer.config.has_reference else result.metrics))
+                meters.add(
+                    {"loss": trainer.loss_ratio(micro, result)}
+                    | ({} if trainer.config.has_reference else result.metrics)
+                )
                 rewards |= row_rewards(micro, scores)
         out = meters.reduce().read()
         if trainer.config.has_reference:
@@ -93,7 +101,11 @@ class Evaluator:
         return {
             "reward_chosen": fmean(chosen) if chosen else None,
             "reward_rejected": fmean(rejected) if rejected else None,
-            "reward_margin": fmean(margins) if margins else fmean(chosen) - fmean(rejected) if chosen and rejected else None,
+            "reward_margin": fmean(margins)
+            if margins
+            else fmean(chosen) - fmean(rejected)
+            if chosen and rejected
+            else None,
             "reward_accuracy": fmean((m > 0) + 0.5 * (m == 0) for m in margins) if margins else None,
             "drift": sum(s for s, _ in rewards.values()) / tokens if tokens else None,
         }
@@ -113,4 +125,8 @@ def row_rewards(micro: Microbatch, scores: TokenScores) -> dict[str, tuple[float
     """Row key -> (s in nats, completion tokens) of a microbatch's real rows."""
     values = scores.sequence_log_ratio().tolist()
     rows = micro.sequences.rows
-    return {row.key: (s, len(row.completion_ids)) for row, s in zip(rows, values, strict=True) if len(row.completion_ids)}
+    return {
+        row.key: (s, len(row.completion_ids))
+        for row, s in zip(rows, values, strict=True)
+        if len(row.completion_ids)
+    }

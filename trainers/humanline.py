@@ -47,10 +47,14 @@ class Humanline:
         """Clamp [R, T] log-ratios (nats) to [log eps_P, log eps_R]; the gradient is 0 outside (paper §5.1, listing C.2)."""
         return log_ratio.clamp(self.log_epsilon_P, self.log_epsilon_R)
 
-    def scores(self, policy: Tensor, reference: Tensor, mask: Tensor, draw: Draw | None = None) -> TokenScores:
+    def scores(
+        self, policy: Tensor, reference: Tensor, mask: Tensor, draw: Draw | None = None
+    ) -> TokenScores:
         """TokenScores of policy and reference log-probabilities, [R, T] each. ``draw`` is read, and needed, by sampling alone."""
         raw = policy - reference
-        log_ratio = self.clip(raw) if self.sampling is None else detach_rejected(raw, self._rejects(raw, draw))
+        log_ratio = (
+            self.clip(raw) if self.sampling is None else detach_rejected(raw, self._rejects(raw, draw))
+        )
         return TokenScores(policy, reference, log_ratio, mask)
 
     def metrics(self, scores: TokenScores, draw: Draw | None = None) -> dict[str, Ratio]:

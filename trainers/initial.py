@@ -23,20 +23,37 @@ SECONDS_PER_SHARD = 20.0
 
 def rows_of(batch: list[Example]) -> list[Sequence]:
     """Every row of a batch that needs a reference, mismatched ones included."""
-    return [row for example in batch for row in (*example.rows, *([example.mismatched] if example.mismatched else []))]
+    return [
+        row
+        for example in batch
+        for row in (*example.rows, *([example.mismatched] if example.mismatched else []))
+    ]
 
 
-def initial_scores(trainer: BasicTrainer, batches: list[list[Example]], size: int, reference: Reference, parts: dict[str, str],
-                   what: str) -> dict[str, Tensor]:
+def initial_scores(
+    trainer: BasicTrainer,
+    batches: list[list[Example]],
+    size: int,
+    reference: Reference,
+    parts: dict[str, str],
+    what: str,
+) -> dict[str, Tensor]:
     """Key -> [C] log-probabilities (nats, float32, CPU) of every row of ``batches`` under the policy as it is now.
 
     ``reference`` decides by its keys whether scores belong to (step, row), made from the very microbatches of ``size`` examples that
     will be trained, or to the row, made in batches of ``size`` rows. ``parts``: what the scores depend on, the cache's key. Rows that
     the cache has are not scored again; a killed run goes on where it was.
     """
-    wanted = {reference.key(i, row): row for i, batch in enumerate(batches) for row in rows_of(trainer.arrange(batch))}
+    wanted = {
+        reference.key(i, row): row
+        for i, batch in enumerate(batches)
+        for row in rows_of(trainer.arrange(batch))
+    }
     if not reference.by_row:
-        parts = parts | {"cut": f"{size} examples x {trainer.world.size} ranks", "packing": str(trainer.packing)}
+        parts = parts | {
+            "cut": f"{size} examples x {trainer.world.size} ranks",
+            "packing": str(trainer.packing),
+        }
         parts["rows"] = hashlib.sha256("\n".join(wanted).encode()).hexdigest()
     cache = ScoreCache(Path(trainer.config.cache_dir), parts, trainer.world.rank)
     known = cache.read()
@@ -58,12 +75,19 @@ def initial_scores(trainer: BasicTrainer, batches: list[list[Example]], size: in
     return {key: known[key] for key in wanted}
 
 
-def _work(trainer: BasicTrainer, batches: list[list[Example]], missing: dict[str, Sequence], size: int,
-          reference: Reference) -> Iterator[tuple[int, Callable[[], list[Microbatch]]]]:
+def _work(
+    trainer: BasicTrainer,
+    batches: list[list[Example]],
+    missing: dict[str, Sequence],
+    size: int,
+    reference: Reference,
+) -> Iterator[tuple[int, Callable[[], list[Microbatch]]]]:
     """(step, how to make this rank's microbatches) of what is missing: as many on every rank."""
     if not reference.by_row:
         steps = {int(key.split("/")[0]) for key in missing}
-        yield from ((i, partial(trainer.microbatches, batch, size)) for i, batch in enumerate(batches) if i in steps)
+        yield from (
+            (i, partial(trainer.microbatches, batch, size)) for i, batch in enumerate(batches) if i in steps
+        )
         return
     rows = sorted(missing.values(), key=len, reverse=True)
     stride = size * trainer.world.size

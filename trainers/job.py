@@ -37,7 +37,15 @@ from trainers.modelcard import write_model_card
 from trainers.provenance import scrub_text
 from trainers.report import final_table, write_report
 from trainers.run import Run
-from trainers.setup import Offline, check_ranks, make_loss, make_plan, run_folder, trainer_class, training_segment
+from trainers.setup import (
+    Offline,
+    check_ranks,
+    make_loss,
+    make_plan,
+    run_folder,
+    trainer_class,
+    training_segment,
+)
 from trainers.signals import Signals
 from trainers.tracking import Tracker
 
@@ -56,18 +64,36 @@ class Job:
         self.tokenizer = load_tokenizer(config.model)
         self.renderer = make_renderer(self.tokenizer, config.model, config.data)
         if self.renderer.template is not None:
-            self.tokenizer.chat_template = self.renderer.template  # the exported model talks as it was trained
-        self.plan = (make_online_plan if config.online else make_plan)(config, self.trainer_class, self.renderer)
-        if not config.online:  # a round may end with a batch of one prompt: then there is no mismatched row, and z0 is 0
+            self.tokenizer.chat_template = (
+                self.renderer.template
+            )  # the exported model talks as it was trained
+        self.plan = (make_online_plan if config.online else make_plan)(
+            config, self.trainer_class, self.renderer
+        )
+        if (
+            not config.online
+        ):  # a round may end with a batch of one prompt: then there is no mismatched row, and z0 is 0
             self.trainer_class.check(config, self.plan.train)
-        self.report = DataReport.of(self.plan.loaded, self.plan.evaluation, self.plan.examples, self.plan.cuts)
-        self.online = Online(config, self.plan, self.renderer, world, Path(config.runs_dir) / name) if config.online else None
+        self.report = DataReport.of(
+            self.plan.loaded, self.plan.evaluation, self.plan.examples, self.plan.cuts
+        )
+        self.online = (
+            Online(config, self.plan, self.renderer, world, Path(config.runs_dir) / name)
+            if config.online
+            else None
+        )
         if self.online is not None:
             self.say(self.online.describe(self.plan, self.trainer_class.unit))
         else:
-            kept = f", of which {share} will be kept (data.logprob_range)" if (share := config.data.logprob_range) else ""
-            self.say(f"{self.plan.examples.count} {self.trainer_class.unit} to train on{kept}, {self.plan.train.units} in all, "
-                     f"{self.plan.steps} steps of {config.model.batch_size}")
+            kept = (
+                f", of which {share} will be kept (data.logprob_range)"
+                if (share := config.data.logprob_range)
+                else ""
+            )
+            self.say(
+                f"{self.plan.examples.count} {self.trainer_class.unit} to train on{kept}, {self.plan.train.units} in all, "
+                f"{self.plan.steps} steps of {config.model.batch_size}"
+            )
 
     def say(self, text: str) -> None:
         if self.world.is_main:
@@ -81,22 +107,41 @@ class Job:
         folder, exists = on_main(lambda: run_folder(config, self.name))
         policy, fingerprint = load_sharded(config.model, world, config.seed)
         trainer = self.trainer_class(config, policy, self.loss, world)
-        parts = {"weights": fingerprint, "text": self.renderer.fingerprint, "dtype": config.model.dtype,
-                 "attention": config.model.attn_implementation, "device": world.device.type, "torch": torch.__version__}
+        parts = {
+            "weights": fingerprint,
+            "text": self.renderer.fingerprint,
+            "dtype": config.model.dtype,
+            "attention": config.model.attn_implementation,
+            "device": world.device.type,
+            "torch": torch.__version__,
+        }
         accuracy = make_accuracy(config, policy, self.renderer, self.plan.evaluation.groups, world)
         evaluator = Evaluator(trainer, self.plan.held_out, accuracy, export_dtype(config.model))
         evaluator.prepare(parts)
         if config.data.logprob_range is not None:
             self.choose_groups(trainer, parts, folder)
         self.score_training_rows(trainer, parts, folder)
-        run = Run(config, folder, trainer, evaluator, self.plan.steps, signals, self.make_diagnostics(trainer))
+        run = Run(
+            config, folder, trainer, evaluator, self.plan.steps, signals, self.make_diagnostics(trainer)
+        )
         state = run.resume() if exists else None
         if exists:
-            self.say(f"resumed before step {trainer.progress.step}" if state else "no checkpoint to resume from: starting afresh")
+            self.say(
+                f"resumed before step {trainer.progress.step}"
+                if state
+                else "no checkpoint to resume from: starting afresh"
+            )
         if world.is_main:
-            run.tracker = Tracker(folder, asdict(config), config.wandb, trainer.progress.step if state else None,
-                                  state["wandb_id"] if state else None)
-        trainer.train(Offline(self.plan.train) if self.online is None else self.online.source(trainer, policy, run), run)
+            run.tracker = Tracker(
+                folder,
+                asdict(config),
+                config.wandb,
+                trainer.progress.step if state else None,
+                state["wandb_id"] if state else None,
+            )
+        trainer.train(
+            Offline(self.plan.train) if self.online is None else self.online.source(trainer, policy, run), run
+        )
         if trainer.progress.step == 0 or (self.online is None and trainer.progress.step != self.plan.steps):
             raise StoppedError(f"{trainer.progress.step} of {self.plan.steps} planned steps were done")
         return self.finish(run, folder, policy)
@@ -111,20 +156,33 @@ class Job:
     def choose_groups(self, trainer: BasicTrainer, parts: dict[str, str], folder: Path) -> None:
         """Train on what ``data.logprob_range`` keeps. Raises ConfigError where the loss cannot be trained on it."""
         examples, selection, scores = choose_groups(trainer, self.plan.examples, parts, folder)
-        self.plan = replace(self.plan, examples=examples, train=training_segment(self.config, examples.groups))
+        self.plan = replace(
+            self.plan, examples=examples, train=training_segment(self.config, examples.groups)
+        )
         self.trainer_class.check(self.config, self.plan.train)
         self.report = self.report.with_selection(selection, examples)
-        self.report_logprobs({row.key: scores[row.key] for group in examples.groups for example in group for row in example.rows})
-        self.say(f"{len(selection.kept)} of {selection.all.count} groups kept, by mean token log-probability in "
-                 f"[{selection.lowest:.3f}, {selection.highest:.3f}] nats: {self.plan.train.units} {self.trainer_class.unit} in all, "
-                 f"{self.plan.steps} steps")
+        self.report_logprobs(
+            {
+                row.key: scores[row.key]
+                for group in examples.groups
+                for example in group
+                for row in example.rows
+            }
+        )
+        self.say(
+            f"{len(selection.kept)} of {selection.all.count} groups kept, by mean token log-probability in "
+            f"[{selection.lowest:.3f}, {selection.highest:.3f}] nats: {self.plan.train.units} {self.trainer_class.unit} in all, "
+            f"{self.plan.steps} steps"
+        )
 
     def report_logprobs(self, scores: Mapping[str, Tensor]) -> None:
         """``scores``: row key -> [C] log-probabilities (nats) under the initial weights of what will be trained on."""
         config = self.config
         clips = config.humanline and config.humanline_mode == "clip"
         self.report = self.report.with_logprobs(
-            completion_means(self.plan.train.groups, scores), clippable_share(scores.values(), config.log_epsilon_R) if clips else None)
+            completion_means(self.plan.train.groups, scores),
+            clippable_share(scores.values(), config.log_epsilon_R) if clips else None,
+        )
 
     def score_training_rows(self, trainer: BasicTrainer, parts: dict[str, str], folder: Path) -> None:
         """Training rows under the initial weights, for the data report: all of them where that is the reference for ever (offline),
@@ -132,14 +190,26 @@ class Job:
         config, plan = self.config, self.plan.train
         if config.has_reference and not config.online and (trainer.fixed_reference or config.log_drift):
             reference = trainer.reference if trainer.fixed_reference else Reference(by_row=True)
-            size = trainer.micro_size if not reference.by_row else config.reference_batch_size or config.model.eval_batch_size
-            every = 1 if trainer.fixed_reference else max(1, plan.units // (config.drift_examples or plan.units))
+            size = (
+                trainer.micro_size
+                if not reference.by_row
+                else config.reference_batch_size or config.model.eval_batch_size
+            )
+            every = (
+                1 if trainer.fixed_reference else max(1, plan.units // (config.drift_examples or plan.units))
+            )
             batches = [plan.batch(i) for i in range(0, plan.steps, every)]
             reference.scores = initial_scores(trainer, batches, size, reference, parts, "score training rows")
-            scores = {row.key: reference.scores[reference.key(i, row)]
-                      for i, batch in enumerate(batches) for example in batch for row in example.rows}
+            scores = {
+                row.key: reference.scores[reference.key(i, row)]
+                for i, batch in enumerate(batches)
+                for example in batch
+                for row in example.rows
+            }
             trainer.initial = {key: float(values.sum()) for key, values in scores.items()}
-            if config.data.logprob_range is None:  # else the report has them already, of every row that is kept
+            if (
+                config.data.logprob_range is None
+            ):  # else the report has them already, of every row that is kept
                 self.report_logprobs(scores)
         if self.world.is_main:
             (folder / "data_report.json").write_text(json.dumps(self.report.to_dict(), indent=2))
@@ -152,9 +222,16 @@ class Job:
         state = full_state(policy)
         seconds = max(run.seconds, 1e-9)
         summary: dict[str, Any] = {
-            "before": run.before, "after": run.after, "steps": run.trainer.progress.step, "examples": run.trainer.progress.examples,
-            "tokens_per_second": run.tokens_timed / seconds, "seconds": seconds, "run_dir": str(folder),
-            "loads_as": "AutoModelForSequenceClassification" if self.config.model.head == "reward" else "AutoModelForCausalLM",
+            "before": run.before,
+            "after": run.after,
+            "steps": run.trainer.progress.step,
+            "examples": run.trainer.progress.examples,
+            "tokens_per_second": run.tokens_timed / seconds,
+            "seconds": seconds,
+            "run_dir": str(folder),
+            "loads_as": "AutoModelForSequenceClassification"
+            if self.config.model.head == "reward"
+            else "AutoModelForCausalLM",
             "command": scrub_text(shlex.join(["python", *sys.argv])),
         }
         if self.world.is_main:
@@ -178,6 +255,9 @@ class Job:
     def describe(self) -> dict[str, Any]:
         """What the run would do; nothing is written, no weights are loaded."""
         self.say(self.report.to_markdown())
-        self.say(estimate_memory(self.config.model, self.plan.train, self.trainer_class.rows_per_example, self.world.size))
+        self.say(
+            estimate_memory(
+                self.config.model, self.plan.train, self.trainer_class.rows_per_example, self.world.size
+            )
+        )
         return {"steps": self.plan.steps, "examples": self.plan.train.units}
-

@@ -22,7 +22,9 @@ def write_model_card(model_dir: Path, config: dict[str, Any], summary: dict[str,
     """
     path = model_dir / "README.md"
     text = scrub_text(model_card(scrub(config), scrub(summary)))
-    path.write_text(text.replace(f"{Path.home()}/", "~/"), encoding="utf-8")  # who trained it, and where, is nobody's business
+    path.write_text(
+        text.replace(f"{Path.home()}/", "~/"), encoding="utf-8"
+    )  # who trained it, and where, is nobody's business
     return path
 
 
@@ -41,7 +43,8 @@ def model_card(config: dict[str, Any], summary: dict[str, Any]) -> str:
         "Base model": base + (f", revision {model['revision']}" if model.get("revision") else ""),
         "Loss": str(loss["name"]) + (f" ({numbers})" if numbers else ""),
         "Variant": variant(config) + _humanline(config),
-        "Data": str(data.get("path") or data["name"]) + (f", revision {data['revision']}" if data.get("revision") else ""),
+        "Data": str(data.get("path") or data["name"])
+        + (f", revision {data['revision']}" if data.get("revision") else ""),
         "Seed": config["seed"],
         "Learning rate": f"{config['lr']:g}",
         "Batch size": model.get("batch_size"),
@@ -69,13 +72,18 @@ Trained with the humanline framework, which implements the paper *{PAPER}*.
 def _humanline(config: dict[str, Any]) -> str:
     if not config.get("humanline"):
         return ""
-    return " (" + ", ".join(f"{key} = {config[key]}" for key in ("log_epsilon_P", "log_epsilon_R", "sync_freq")) + ")"
+    return (
+        " ("
+        + ", ".join(f"{key} = {config[key]}" for key in ("log_epsilon_P", "log_epsilon_R", "sync_freq"))
+        + ")"
+    )
 
 
 def _evaluation(summary: dict[str, Any]) -> str:
     """The table of before and after, "" where nothing was evaluated."""
     rows = "\n".join(f"| {label} | {before} | {after} |" for label, before, after in compared(summary))
-    return f"""
+    return (
+        f"""
 ## Evaluation
 
 On held-out data; rewards are unclipped and against the initial weights.
@@ -83,7 +91,10 @@ On held-out data; rewards are unclipped and against the initial weights.
 | | before | after |
 |---|---|---|
 {rows}
-""" if rows else ""
+"""
+        if rows
+        else ""
+    )
 
 
 def _is_path(name: str) -> bool:

@@ -15,8 +15,14 @@ def make_optimizer(policy: nn.Module, config: Config) -> torch.optim.AdamW:
     params = [p for p in policy.parameters() if p.requires_grad]
     narrow = {p.dtype for p in params} - {torch.float32}
     assert not narrow, f"master weights must be float32, found {narrow}"
-    return torch.optim.AdamW(params, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,
-                             weight_decay=config.weight_decay, fused=True)
+    return torch.optim.AdamW(
+        params,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
 
 
 def lr_factor(progress: float, config: Config) -> float:

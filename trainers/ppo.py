@@ -31,7 +31,9 @@ class OfflinePPOTrainer(BasicTrainer):
         for micro in batch:
             values = self.policy(micro.sequences, values=True)[1]
             reshard(self.policy)
-            advantages, returns = gae(values, micro.labels, micro.sequences.mask, gamma=loss["gamma"], lam=loss["lam"])
+            advantages, returns = gae(
+                values, micro.labels, micro.sequences.mask, gamma=loss["gamma"], lam=loss["lam"]
+            )
             micro.scored |= {"advantages": advantages, "returns": returns}
         mean, std = moments([(micro.scored["advantages"], micro.sequences.mask) for micro in batch])
         for micro in batch:

@@ -30,7 +30,13 @@ class _Lines:
 
 
 def progress(
-    work: Iterable[Any] | int, desc: str, *, unit: str = "step", done: int = 0, shown: bool = True, stream: TextIO | None = None
+    work: Iterable[Any] | int,
+    desc: str,
+    *,
+    unit: str = "step",
+    done: int = 0,
+    shown: bool = True,
+    stream: TextIO | None = None,
 ) -> tqdm:
     """A tqdm bar over ``work``, to iterate over or (for a number) to ``update()``; a context manager either way.
 

@@ -40,8 +40,14 @@ GAINS, LOSSES = partial(capacity, gamma=0.61), partial(capacity, gamma=0.69)
 """The median capacity functions of Tversky and Kahneman's subjects."""
 
 
-def decision_weights(outcomes: ArrayLike, probabilities: ArrayLike, *, z0: float = 0.0, gains: Capacity = GAINS,
-                     losses: Capacity = LOSSES) -> Array:
+def decision_weights(
+    outcomes: ArrayLike,
+    probabilities: ArrayLike,
+    *,
+    z0: float = 0.0,
+    gains: Capacity = GAINS,
+    losses: Capacity = LOSSES,
+) -> Array:
     """[n] the weight of each outcome, in the order given (equation 4).
 
     ``outcomes``: [n], in any order. ``probabilities``: [n], of sum 1. A gain (``>= z0``) weighs the capacity of doing as well or
@@ -67,8 +73,16 @@ def _differences(mass: Array, perceived: Capacity) -> Array:
     return np.diff(perceived(np.where(cumulative > 1 - 1e-12, 1.0, cumulative)))
 
 
-def subjective_expected_utility(outcomes: ArrayLike, probabilities: ArrayLike, *, lam: float = LAMBDA, alpha: float = ALPHA,
-                                z0: float = 0.0, gains: Capacity = GAINS, losses: Capacity = LOSSES) -> float:
+def subjective_expected_utility(
+    outcomes: ArrayLike,
+    probabilities: ArrayLike,
+    *,
+    lam: float = LAMBDA,
+    alpha: float = ALPHA,
+    z0: float = 0.0,
+    gains: Capacity = GAINS,
+    losses: Capacity = LOSSES,
+) -> float:
     """``sum of omega(z) v(z)`` (Definition 3.3). Arguments as for ``value`` and ``decision_weights``."""
     weights = decision_weights(outcomes, probabilities, z0=z0, gains=gains, losses=losses)
     return float(weights @ value(outcomes, lam, alpha, z0))

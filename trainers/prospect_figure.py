@@ -65,14 +65,26 @@ def draw(on_policy: Array, offline: dict[str, Array], bounds: tuple[float, float
         figure = Figure(figsize=(5.2, 4.6), layout="constrained")
         axes = figure.add_subplot(aspect="equal")
         axes.plot([0, *across], [0, *across], "--", color="black", label="sampled from the policy")
-        axes.plot([0, *across], [0, *perceived(on_policy, at)], color="black", linewidth=2, label="as people perceive it")
+        axes.plot(
+            [0, *across],
+            [0, *perceived(on_policy, at)],
+            color="black",
+            linewidth=2,
+            label="as people perceive it",
+        )
         for (kind, values), colour in zip(offline.items(), (BLUE, ORANGE), strict=False):
-            axes.plot([0, *across], [0, *cumulative(values, at)], color=colour, label=f"training data, {kind}")
+            axes.plot(
+                [0, *across], [0, *cumulative(values, at)], color=colour, label=f"training data, {kind}"
+            )
         if len(kept):
             label = f"training data in the humanline range, {len(kept) / len(everything):.1%} of its tokens"
             axes.plot([0, *across], [0, *cumulative(kept, at)], ":", color=GREEN, linewidth=2.5, label=label)
-        axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="cumulative probability of a token's surprisal under the policy",
-                 ylabel="cumulative probability, perceived or elsewhere")
+        axes.set(
+            xlim=(0, 1),
+            ylim=(0, 1),
+            xlabel="cumulative probability of a token's surprisal under the policy",
+            ylabel="cumulative probability, perceived or elsewhere",
+        )
         figure.legend(loc="outside upper left", ncols=1)
     return figure
 
@@ -87,32 +99,60 @@ def surprisals(now: Policy, before: Policy, rows: list[Sequence], device: torch.
     return np.concatenate(found) if found else np.zeros(0)
 
 
-def sampled(config: Config, policy: Policy, renderer: Renderer, prompts: list[Prompt], world: World) -> list[Sequence]:
+def sampled(
+    config: Config, policy: Policy, renderer: Renderer, prompts: list[Prompt], world: World
+) -> list[Sequence]:
     """One completion of each prompt, from the policy's own distribution, tokenised."""
     sampler = EmbeddedSampler(policy, renderer, world.device, batch_size=ROWS, synced=False)
     settings = SamplingSettings(1.0, 1.0, config.model.max_length - config.model.max_prompt_length)
     answers = sampler.sample(prompts, 1, settings, config.seed)
-    groups = [Group(prompt, (answer[0].completion(renderer.tokenizer),), (1.0,)) for prompt, answer in zip(prompts, answers, strict=True)]
-    return [example.rows[0] for of_prompt in make_examples(groups, views.demonstrations, renderer).groups for example in of_prompt]
+    groups = [
+        Group(prompt, (answer[0].completion(renderer.tokenizer),), (1.0,))
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    return [
+        example.rows[0]
+        for of_prompt in make_examples(groups, views.demonstrations, renderer).groups
+        for example in of_prompt
+    ]
 
 
 def of_run(run: Path, prompts: int) -> Figure:
     """The figure of a finished run, from the completions of ``prompts`` of its prompts. Raises ConfigError, DataError."""
     record, exported = run / "config.yaml", run / "model" / "config.json"
-    require(record.is_file() and exported.is_file(), "run", run, "is not the folder of a finished run: it needs config.yaml and model/")
+    require(
+        record.is_file() and exported.is_file(),
+        "run",
+        run,
+        "is not the folder of a finished run: it needs config.yaml and model/",
+    )
     config = load_saved(record.read_text())
-    require(config.model.head != "reward", "run", run, "is a reward model's: it has no distribution of completions")
+    require(
+        config.model.head != "reward",
+        "run",
+        run,
+        "is a reward model's: it has no distribution of completions",
+    )
     world = start()
     try:
         renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
         train, _ = load_splits(config.data)
         chosen = {prompt.id: prompt for prompt in prompts_of(train.groups)[:prompts]}
         groups = [group for group in train.groups if group.prompt.id in chosen]
-        examples = [e for of_prompt in make_examples(groups, views.labelled, renderer).groups for e in of_prompt]
-        now, before = (load_policy(replace(plain(config.model), name_or_path=path), world.device, config.seed)
-                       for path in (str(run), config.model.name_or_path))
-        own = surprisals(now, before, sampled(config, now, renderer, list(chosen.values()), world), world.device)
-        sides = {kind: [e.rows[0] for e in examples if e.label * sign > 0] for kind, sign in (("better", 1), ("worse", -1))}
+        examples = [
+            e for of_prompt in make_examples(groups, views.labelled, renderer).groups for e in of_prompt
+        ]
+        now, before = (
+            load_policy(replace(plain(config.model), name_or_path=path), world.device, config.seed)
+            for path in (str(run), config.model.name_or_path)
+        )
+        own = surprisals(
+            now, before, sampled(config, now, renderer, list(chosen.values()), world), world.device
+        )
+        sides = {
+            kind: [e.rows[0] for e in examples if e.label * sign > 0]
+            for kind, sign in (("better", 1), ("worse", -1))
+        }
         offline = {kind: surprisals(now, before, rows, world.device) for kind, rows in sides.items() if rows}
         return draw(own, offline, (config.log_epsilon_P, config.log_epsilon_R))
     finally:
@@ -121,14 +161,28 @@ def of_run(run: Path, prompts: int) -> Figure:
 
 def plain(model: ModelConfig) -> ModelConfig:
     """How a model of a run is read back: whole, merged, in float32, without what only training needs."""
-    return replace(model, use_peft=False, head=None, dtype="float32", packing=False, compile=False, activation_checkpointing=False)
+    return replace(
+        model,
+        use_peft=False,
+        head=None,
+        dtype="float32",
+        packing=False,
+        compile=False,
+        activation_checkpointing=False,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="the folder of a finished run")
-    parser.add_argument("--prompts", type=int, default=256, help="prompts of the training data that are sampled and scored")
-    parser.add_argument("--to", type=Path, help="the picture (.png, .pdf, .svg); default: figure2.png in the run's folder")
+    parser.add_argument(
+        "--prompts", type=int, default=256, help="prompts of the training data that are sampled and scored"
+    )
+    parser.add_argument(
+        "--to", type=Path, help="the picture (.png, .pdf, .svg); default: figure2.png in the run's folder"
+    )
     given = parser.parse_args()
 
     def write() -> None:

@@ -77,7 +77,11 @@ def git_commit(folder: Path) -> str | None:
     try:
         describe = subprocess.run(
             ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"],
-            cwd=folder, capture_output=True, text=True, timeout=30, check=True,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -86,7 +90,9 @@ def git_commit(folder: Path) -> str | None:
 
 def files_digest(paths: Iterable[Path]) -> str:
     """SHA-256 of a file, 64 hex digits; of several, that of the lines which ``sha256sum`` would print of them."""
-    digests = [(path.name, _sha256(path, (about := path.stat()).st_size, about.st_mtime_ns)) for path in paths]
+    digests = [
+        (path.name, _sha256(path, (about := path.stat()).st_size, about.st_mtime_ns)) for path in paths
+    ]
     if len(digests) == 1:
         return digests[0][1]
     return hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in digests).encode()).hexdigest()

@@ -37,7 +37,9 @@ def compared(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     ends = [summary.get(end) or {} for end in ("before", "after")]
     rows = []
     for key, label, form in MEASURES:
-        before, after = (ABSENT if end.get(key) is None else form.format(round(end[key], 6) + 0.0) for end in ends)  # no "-0.0000"
+        before, after = (
+            ABSENT if end.get(key) is None else form.format(round(end[key], 6) + 0.0) for end in ends
+        )  # no "-0.0000"
         if (before, after) != (ABSENT, ABSENT):
             rows.append((label, before, after))
     return rows
@@ -47,7 +49,11 @@ def final_table(summary: dict[str, Any]) -> str:
     """The plain text printed when a run ends: before and after, speed, where the run lies, how to load what it made."""
     rows = [("", "before", "after"), *compared(summary)]
     width = max(len(label) for label, _, _ in rows)
-    lines = [f"{label:<{width}}  {before:>9}  {after:>9}".rstrip() for label, before, after in rows] if len(rows) > 1 else []
+    lines = (
+        [f"{label:<{width}}  {before:>9}  {after:>9}".rstrip() for label, before, after in rows]
+        if len(rows) > 1
+        else []
+    )
     facts = []
     if summary.get("tokens_per_second") is not None:
         facts.append(("speed", f"{summary['tokens_per_second']:,.0f} tokens/s"))
@@ -55,8 +61,15 @@ def final_table(summary: dict[str, Any]) -> str:
         facts.append(("training", duration(summary["seconds"])))
     if run_dir := summary.get("run_dir"):
         facts.append(("run", str(run_dir)))
-        facts.append(("load it", f'{summary.get("loads_as", "AutoModelForCausalLM")}.from_pretrained("{Path(run_dir) / "model"}")'))
-    return "\n".join([*lines, *([""] if lines and facts else []), *(f"{name:<9}  {value}" for name, value in facts)])
+        facts.append(
+            (
+                "load it",
+                f'{summary.get("loads_as", "AutoModelForCausalLM")}.from_pretrained("{Path(run_dir) / "model"}")',
+            )
+        )
+    return "\n".join(
+        [*lines, *([""] if lines and facts else []), *(f"{name:<9}  {value}" for name, value in facts)]
+    )
 
 
 def duration(seconds: float) -> str:
@@ -77,15 +90,26 @@ def write_report(run_dir: Path) -> Path:
     data = scrub(_read(run_dir / "data_report.json"))
     records = read_metrics(run_dir / "metrics.jsonl")
     diagnostics = read_metrics(run_dir / "diagnostics.jsonl")
-    tables = [("Settings", _settings(config)), ("Data", list(flat(data))), ("Every setting", list(flat(config)))]
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    tables = [
+        ("Settings", _settings(config)),
+        ("Data", list(flat(data))),
+        ("Every setting", list(flat(config))),
+    ]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
+    )
     page = environment.get_template("report.html").render(
         name=config.get("exp_name") or run_dir.name,
         headline=_headline(config, summary, records),
         command=summary.get("command"),
         compared=compared(summary),
-        charts=[(title, base64.b64encode(svg).decode()) for title, svg in charts([*records, *_end(summary, records)])],
-        diagnostics=[(title, base64.b64encode(svg).decode()) for title, svg in diagnostic_charts(diagnostics)],
+        charts=[
+            (title, base64.b64encode(svg).decode())
+            for title, svg in charts([*records, *_end(summary, records)])
+        ],
+        diagnostics=[
+            (title, base64.b64encode(svg).decode()) for title, svg in diagnostic_charts(diagnostics)
+        ],
         noise=next((line["noise"] for line in diagnostics if line.get("noise")), None),
         tables=[(title, rows) for title, rows in tables if rows],
     )
@@ -100,7 +124,10 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         for key, item in value.items():
             yield from flat(item, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list):
-        items = [", ".join(text for _, text in flat(item)) if isinstance(item, dict) else _text(item) for item in value]
+        items = [
+            ", ".join(text for _, text in flat(item)) if isinstance(item, dict) else _text(item)
+            for item in value
+        ]
         if items:
             yield name, "; ".join(items)
     else:
@@ -139,7 +166,9 @@ def _settings(config: dict[str, Any]) -> list[tuple[str, str]]:
     clipping = [f"{key} {_text(config.get(key))}" for key in ("log_epsilon_P", "log_epsilon_R", "sync_freq")]
     chosen = {
         "variant": variant(config) if config else None,
-        "loss": " ".join([str(config.get("loss", {}).get("name", "")), *(f"{k} {_text(v)}" for k, v in loss.items())]).strip(),
+        "loss": " ".join(
+            [str(config.get("loss", {}).get("name", "")), *(f"{k} {_text(v)}" for k, v in loss.items())]
+        ).strip(),
         "humanline": ", ".join(clipping) if config.get("humanline") else None,
         "model": model.get("name_or_path"),
         "LoRA": f"rank {model.get('peft', {}).get('lora_r')}" if model.get("use_peft") else None,

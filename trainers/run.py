@@ -29,8 +29,16 @@ class Run:
     """Follows a trainer (its ``Watch``). The line of step s in metrics.jsonl tells of the weights before update s: its loss, and the
     evaluation made then, if one was due."""
 
-    def __init__(self, config: Config, folder: Path, trainer: BasicTrainer, evaluator: Evaluator, total_steps: int,
-                 signals: Signals, diagnostics: Diagnostics | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        trainer: BasicTrainer,
+        evaluator: Evaluator,
+        total_steps: int,
+        signals: Signals,
+        diagnostics: Diagnostics | None = None,
+    ) -> None:
         self.config, self.folder, self.trainer, self.evaluator = config, folder, trainer, evaluator
         self.tracker: Tracking = NullTracker()
         self.signals, self.diagnostics = signals, diagnostics
@@ -75,12 +83,22 @@ class Run:
         self._flush()
         trainer = self.trainer
         state = {
-            "progress": asdict(trainer.progress), "reference_step": trainer.reference.step, "marks": self._marks, "before": self.before,
-            "evaluated": self._evaluated, "score": self._score(), "seconds": self.seconds,
-            "tokens_timed": self.tokens_timed, "wandb_id": self.tracker.wandb_id,
+            "progress": asdict(trainer.progress),
+            "reference_step": trainer.reference.step,
+            "marks": self._marks,
+            "before": self.before,
+            "evaluated": self._evaluated,
+            "score": self._score(),
+            "seconds": self.seconds,
+            "tokens_timed": self.tokens_timed,
+            "wandb_id": self.tracker.wandb_id,
             "diagnostics": None if self.diagnostics is None else self.diagnostics.state(),
         }
-        mine: dict[str, Tensor] = {} if trainer.fixed_reference else {k: v.cpu().contiguous() for k, v in trainer.reference.scores.items()}
+        mine: dict[str, Tensor] = (
+            {}
+            if trainer.fixed_reference
+            else {k: v.cpu().contiguous() for k, v in trainer.reference.scores.items()}
+        )
         self.checkpoints.save(trainer.progress.step, trainer.policy, trainer.optimizer, state, mine)
         self._saved = replace(trainer.progress)
 
@@ -121,15 +139,21 @@ class Run:
         self._flush()
         values = self.evaluator.evaluate(first)
         if self.evaluator.accuracy is not None:
-            self.tracker.table("samples", Accuracy.columns, self.evaluator.accuracy.samples, self.trainer.progress.step)
+            self.tracker.table(
+                "samples", Accuracy.columns, self.evaluator.accuracy.samples, self.trainer.progress.step
+            )
         return values
 
     def _stop_if_asked(self) -> None:
         if any_rank(self.signals.asked):
-            self._save_or_warn(first=False)  # without room for another, the checkpoint before it is gone on from
+            self._save_or_warn(
+                first=False
+            )  # without room for another, the checkpoint before it is gone on from
             if self.trainer.world.is_main:
-                print(f"asked to stop before step {self.trainer.progress.step}; the same command with resume=true goes on",
-                      flush=True)
+                print(
+                    f"asked to stop before step {self.trainer.progress.step}; the same command with resume=true goes on",
+                    flush=True,
+                )
             raise Requeue
 
     def _save_or_warn(self, first: bool) -> None:
@@ -167,7 +191,9 @@ class Run:
         skipped = values.pop("skipped")
         chosen, rejected = values.get("reward_chosen"), values.get("reward_rejected")
         values["reward_margin"] = None if chosen is None or rejected is None else chosen - rejected
-        line: dict[str, Any] = record.known | values | {"tokens_per_second": record.batch_tokens / seconds, "seconds": seconds}
+        line: dict[str, Any] = (
+            record.known | values | {"tokens_per_second": record.batch_tokens / seconds, "seconds": seconds}
+        )
         if skipped:
             line["skipped"] = True
         self.tracker.log(line)
@@ -179,11 +205,18 @@ class Run:
         at = self.trainer.progress
         at.skipped = at.skipped + 1 if skipped else 0
         if skipped and self.trainer.world.is_main:
-            path = write_batch(self.folder / "skipped" / f"step_{record.known['step']:08d}.jsonl", record.batch)
-            print(f"step {record.known['step']}: the gradient was not finite, the update was skipped; the batch is in {path}", flush=True)
+            path = write_batch(
+                self.folder / "skipped" / f"step_{record.known['step']:08d}.jsonl", record.batch
+            )
+            print(
+                f"step {record.known['step']}: the gradient was not finite, the update was skipped; the batch is in {path}",
+                flush=True,
+            )
         if at.skipped >= self.config.max_skipped_steps:
-            raise StoppedError(f"{at.skipped} updates in a row had gradients that were not finite (max_skipped_steps); their batches are "
-                               f"in {self.folder / 'skipped'}: try a lower lr, or look at these rows")
+            raise StoppedError(
+                f"{at.skipped} updates in a row had gradients that were not finite (max_skipped_steps); their batches are "
+                f"in {self.folder / 'skipped'}: try a lower lr, or look at these rows"
+            )
 
     # -- rounds of online training (rollouts.online.RoundWatch) -----------------------------------------------------------------------
 
@@ -227,18 +260,28 @@ class Run:
 def round_line(index: int, metrics: dict[str, Any]) -> str:
     """A round's samples in a line, for the terminal."""
     reward = "no reward" if metrics["reward"] is None else f"reward {metrics['reward']:.3f}"
-    return (f"round {index}: {metrics['contexts']} contexts, {metrics['keep_rate']:.0%} kept, {reward}, "
-            f"{metrics['length']:.0f} tokens a sample, {metrics['finished']:.0%} finished; "
-            f"sampled in {metrics['sample_seconds']:.1f} s, scored in {metrics['score_seconds']:.1f} s")
+    return (
+        f"round {index}: {metrics['contexts']} contexts, {metrics['keep_rate']:.0%} kept, {reward}, "
+        f"{metrics['length']:.0f} tokens a sample, {metrics['finished']:.0%} finished; "
+        f"sampled in {metrics['sample_seconds']:.1f} s, scored in {metrics['score_seconds']:.1f} s"
+    )
 
 
 def write_batch(path: Path, batch: list[Example]) -> Path:
     """The rows of a batch as token ids, one example a line, for replay."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"prompt_id": e.prompt_id, "label": e.label,
-                         "rows": [{"prompt_ids": r.prompt_ids.tolist(), "completion_ids": r.completion_ids.tolist()} for r in e.rows]})
-             for e in batch]
+    lines = [
+        json.dumps(
+            {
+                "prompt_id": e.prompt_id,
+                "label": e.label,
+                "rows": [
+                    {"prompt_ids": r.prompt_ids.tolist(), "completion_ids": r.completion_ids.tolist()}
+                    for r in e.rows
+                ],
+            }
+        )
+        for e in batch
+    ]
     path.write_text("\n".join(lines) + "\n")
     return path
-
-

@@ -34,13 +34,17 @@ class BetaConstants:
                 raise ValueError(f"{name}={number}: must be above 0")
 
     @classmethod
-    def towards_clipping(cls, k: float, *, epsilon_P: float, epsilon_R: float, M_P: float, M_R: float) -> BetaConstants:
+    def towards_clipping(
+        cls, k: float, *, epsilon_P: float, epsilon_R: float, M_P: float, M_R: float
+    ) -> BetaConstants:
         """Theorem 4.3's construction: as k grows, M_P B_P tends to ``epsilon_P`` and M_R B_R to ``1 / epsilon_R``.
 
         Raises ValueError unless ``epsilon_P < M_P`` and ``epsilon_R > 1 / M_R``.
         """
         if not (epsilon_P < M_P and epsilon_R > 1 / M_R):
-            raise ValueError(f"epsilon_P={epsilon_P} must be below M_P={M_P}, and epsilon_R={epsilon_R} above 1 / M_R={1 / M_R}")
+            raise ValueError(
+                f"epsilon_P={epsilon_P} must be below M_P={M_P}, and epsilon_R={epsilon_R} above 1 / M_R={1 / M_R}"
+            )
         mean_P, mean_R = epsilon_P / M_P, 1 / (epsilon_R * M_R)
         return cls(M_P, M_R, k * mean_P, k * (1 - mean_P), k * mean_R, k * (1 - mean_R))
 
@@ -52,7 +56,10 @@ def log_thresholds(constants: BetaConstants, seed: int, step: int, keys: Sequenc
     key and position alone, so it is the same whatever else is in the batch, however wide it is padded, and on any number of ranks.
     Two rows of the same key in one step get the same draws.
     """
-    bounds = (("P", constants.M_P, constants.gamma_P, constants.beta_P), ("R", constants.M_R, constants.gamma_R, constants.beta_R))
+    bounds = (
+        ("P", constants.M_P, constants.gamma_P, constants.beta_P),
+        ("R", constants.M_R, constants.gamma_R, constants.beta_R),
+    )
     drawn = np.empty((2, len(keys), width))
     for i, (side, bound, gamma, beta) in enumerate(bounds):
         for row, key in enumerate(keys):

@@ -43,9 +43,15 @@ class Tally:
         self.low, self.high = low, high
         self._edges = torch.tensor(EDGES, device=device)
         self._powers = 2 ** torch.arange(1, POSITIONS, device=device)
-        self._shapes = {"histogram": (len(SIDES), BINS), "positions": (len(SIDES), POSITIONS, 3), "sums": (len(SIDES), 6)}
+        self._shapes = {
+            "histogram": (len(SIDES), BINS),
+            "positions": (len(SIDES), POSITIONS, 3),
+            "sums": (len(SIDES), 6),
+        }
         # One tensor, so that one collective sums it; float64, in which counts are exact.
-        self._all = torch.zeros(sum(math.prod(shape) for shape in self._shapes.values()), dtype=torch.float64, device=device)
+        self._all = torch.zeros(
+            sum(math.prod(shape) for shape in self._shapes.values()), dtype=torch.float64, device=device
+        )
 
     def add(self, side: Tensor, raw: Tensor, mask: Tensor, moved: Tensor, known: Tensor) -> None:
         """Take in R rows: ``side`` [R]; ``raw`` [R, T] unclipped log-ratios, nats; ``mask`` [R, T]; ``moved`` [R] the rows'
@@ -54,12 +60,25 @@ class Tally:
         counts = mask.double().flatten()
         bins = side[:, None] * BINS + torch.bucketize(raw, self._edges)
         parts["histogram"].view(-1).index_add_(0, bins.flatten(), counts)
-        places = torch.bucketize(torch.arange(1, raw.shape[1] + 1, device=raw.device), self._powers, right=True)
-        beyond = torch.stack([counts, counts * (raw < self.low).flatten(), counts * (raw > self.high).flatten()], dim=1)
+        places = torch.bucketize(
+            torch.arange(1, raw.shape[1] + 1, device=raw.device), self._powers, right=True
+        )
+        beyond = torch.stack(
+            [counts, counts * (raw < self.low).flatten(), counts * (raw > self.high).flatten()], dim=1
+        )
         parts["positions"].view(-1, 3).index_add_(0, (side[:, None] * POSITIONS + places).flatten(), beyond)
         tokens, exact = mask.sum(dim=-1), raw.double()
-        rows = torch.stack([mask.any(dim=-1), tokens, token_sum(exact, mask), token_sum(exact.square(), mask),
-                            torch.where(known, tokens, 0), torch.where(known, moved, 0.0)], dim=1).double()
+        rows = torch.stack(
+            [
+                mask.any(dim=-1),
+                tokens,
+                token_sum(exact, mask),
+                token_sum(exact.square(), mask),
+                torch.where(known, tokens, 0),
+                torch.where(known, moved, 0.0),
+            ],
+            dim=1,
+        ).double()
         parts["sums"] += (side == torch.arange(len(SIDES), device=side.device)[:, None]).double() @ rows
 
     def clear(self) -> None:
@@ -77,7 +96,9 @@ class Tally:
     def _parts(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of one flat tensor."""
         pieces = flat.split([math.prod(shape) for shape in self._shapes.values()])
-        return {name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)}
+        return {
+            name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)
+        }
 
     def describe(self, total: Sequence[float]) -> dict[str, dict[str, Any]]:
         """``total`` as plain data: each side that has rows -> its counts and means."""
@@ -87,10 +108,16 @@ class Tally:
             rows, tokens, log_ratio, square, known, moved = parts["sums"][s].tolist()
             if rows:
                 out[name] = {
-                    "rows": int(rows), "tokens": int(tokens), "length": rounded(tokens / rows), "log_ratio": rounded(log_ratio / tokens),
-                    "spread": rounded(math.sqrt(max(square, 0.0) / tokens)), "drift": rounded(moved / known) if known else None,
+                    "rows": int(rows),
+                    "tokens": int(tokens),
+                    "length": rounded(tokens / rows),
+                    "log_ratio": rounded(log_ratio / tokens),
+                    "spread": rounded(math.sqrt(max(square, 0.0) / tokens)),
+                    "drift": rounded(moved / known) if known else None,
                     "histogram": [int(n) for n in parts["histogram"][s].tolist()],
-                    "positions": [[int(n) for n in place] for place in parts["positions"][s].tolist() if place[0]],
+                    "positions": [
+                        [int(n) for n in place] for place in parts["positions"][s].tolist() if place[0]
+                    ],
                 }
         return out
 

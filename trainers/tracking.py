@@ -86,7 +86,12 @@ class Tracker:
     """
 
     def __init__(
-        self, run_dir: Path, config: Record, wandb: WandbConfig, resume_step: int | None = None, wandb_id: str | None = None
+        self,
+        run_dir: Path,
+        config: Record,
+        wandb: WandbConfig,
+        resume_step: int | None = None,
+        wandb_id: str | None = None,
     ) -> None:
         self._file = _open_metrics(run_dir / "metrics.jsonl", resume_step or 0)
         self._open_diagnostics = lambda: _open_metrics(run_dir / "diagnostics.jsonl", resume_step or 0)
@@ -131,7 +136,9 @@ class Tracker:
         self._wandb.finish()
 
 
-def mirror_evaluation(run_dir: Path, config: Record, wandb: WandbConfig, name: str, values: Record, rows: Sequence[Record]) -> bool:
+def mirror_evaluation(
+    run_dir: Path, config: Record, wandb: WandbConfig, name: str, values: Record, rows: Sequence[Record]
+) -> bool:
     """Show an evaluation in the run's own wandb run: each number as ``<name>/<metric>``, after its last step and in its summary, and
     ``rows`` as a table. Returns whether the run has one that could be told; it need not, and wandb may fail as ever."""
     run_id = wandb_id_of(run_dir)
@@ -143,7 +150,9 @@ def mirror_evaluation(run_dir: Path, config: Record, wandb: WandbConfig, name: s
     mirror.log(shown, step)
     if rows:
         columns = list(rows[0])
-        mirror.table(f"{name}/answers", columns, [[_cell(row.get(column)) for column in columns] for row in rows], step)
+        mirror.table(
+            f"{name}/answers", columns, [[_cell(row.get(column)) for column in columns] for row in rows], step
+        )
     mirror.summary(shown)
     told = mirror.alive
     mirror.finish()
@@ -152,7 +161,11 @@ def mirror_evaluation(run_dir: Path, config: Record, wandb: WandbConfig, name: s
 
 def wandb_id_of(run_dir: Path) -> str | None:
     """The wandb id of a run, from what wandb left in its folder (``wandb/[offline-]run-<time>-<id>``), the newest; None without one."""
-    found = [path.name.rsplit("-", 2) for path in (run_dir / "wandb").glob("*run-*-*") if path.is_dir() and not path.is_symlink()]
+    found = [
+        path.name.rsplit("-", 2)
+        for path in (run_dir / "wandb").glob("*run-*-*")
+        if path.is_dir() and not path.is_symlink()
+    ]
     return max(((time, run_id) for _, time, run_id in found), default=(None, None))[1]
 
 
@@ -167,7 +180,11 @@ def _numbers(tree: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 def _cell(value: Any) -> Any:
     """What a wandb table shows of a value that is no number, flag or text."""
-    return value if value is None or isinstance(value, bool | int | float | str) else json.dumps(value, ensure_ascii=False)
+    return (
+        value
+        if value is None or isinstance(value, bool | int | float | str)
+        else json.dumps(value, ensure_ascii=False)
+    )
 
 
 def plain(value: Any) -> Any:
@@ -193,13 +210,17 @@ def read_metrics(path: Path) -> list[Record]:
     if not path.exists():
         return []
     records: list[Record] = []
-    whole, _, _ = path.read_bytes().rpartition(b"\n")  # every whole line has its end: only a half-written last one can lack it
+    whole, _, _ = path.read_bytes().rpartition(
+        b"\n"
+    )  # every whole line has its end: only a half-written last one can lack it
     for number, line in enumerate(whole.split(b"\n") if whole else [], start=1):
         try:
             record = json.loads(line)
             record["step"] = int(record["step"])
         except (ValueError, TypeError, KeyError) as error:
-            raise DataError(f"{path}, line {number} is not a line of metrics ({error}); repair the file or remove it") from error
+            raise DataError(
+                f"{path}, line {number} is not a line of metrics ({error}); repair the file or remove it"
+            ) from error
         records.append(record)
     return records
 
@@ -255,15 +276,21 @@ class _Mirror:
             # Offline, wandb warns that resuming is not for it; the id alone joins the pieces when they are synced.
             resume="allow" if mode == "online" else None,
             settings=wandb.Settings(
-                console="off", silent=True, disable_git=True, save_code=False,
-                init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS,
+                console="off",
+                silent=True,
+                disable_git=True,
+                save_code=False,
+                init_timeout=INIT_SECONDS,
+                finish_timeout=FINISH_SECONDS,
             ),
         )
 
     def log(self, record: Record, step: int) -> None:
         run = self._run
         if run is not None:
-            self._guard(lambda: run.log({key: value for key, value in record.items() if value is not None}, step=step))
+            self._guard(
+                lambda: run.log({key: value for key, value in record.items() if value is not None}, step=step)
+            )
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         run = self._run
@@ -271,7 +298,11 @@ class _Mirror:
             return
         import wandb
 
-        self._guard(lambda: run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])}, step=step))
+        self._guard(
+            lambda: run.log(
+                {name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])}, step=step
+            )
+        )
 
     def histogram(self, name: str, counts: Sequence[int], edges: Sequence[float], step: int) -> None:
         run = self._run
@@ -280,7 +311,9 @@ class _Mirror:
         import wandb
 
         closed = np.array([2 * edges[0], *edges, 2 * edges[-1]])  # wandb takes no open bins
-        self._guard(lambda: run.log({name: wandb.Histogram(np_histogram=(np.array(counts), closed))}, step=step))
+        self._guard(
+            lambda: run.log({name: wandb.Histogram(np_histogram=(np.array(counts), closed))}, step=step)
+        )
 
     def summary(self, values: Record) -> None:
         run = self._run
@@ -308,7 +341,11 @@ class _Mirror:
         try:
             call()
         except Exception as error:
-            log.warning("wandb failed (%s: %s); the run goes on, metrics.jsonl has its numbers", type(error).__name__, error)
+            log.warning(
+                "wandb failed (%s: %s); the run goes on, metrics.jsonl has its numbers",
+                type(error).__name__,
+                error,
+            )
             self._run = None
 
 

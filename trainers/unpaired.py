@@ -30,9 +30,12 @@ class UnpairedPreferenceTrainer(BasicTrainer):
         """Refuse a plan in which a batch has one prompt only: nothing could be mismatched there, and z0 would be made up."""
         for i in range(segment.steps):
             if len({example.prompt_id for example in segment.batch(i)}) < 2:
-                raise ConfigError("model.batch_size", config.model.batch_size,
-                                  f"batch {i} has one prompt only, so the batch's KL (eq. 7) has no mismatched row; "
-                                  "use a larger model.batch_size, or n_examples so that the last batch has two prompts")
+                raise ConfigError(
+                    "model.batch_size",
+                    config.model.batch_size,
+                    f"batch {i} has one prompt only, so the batch's KL (eq. 7) has no mismatched row; "
+                    "use a larger model.batch_size, or n_examples so that the last batch has two prompts",
+                )
 
     def prepare(self, step: int, batch: list[Microbatch], reference: Reference, humanline: Humanline) -> None:
         """z0 = max(0, mean of s over the global batch's mismatched rows), clipped like any other, no gradient (eq. 7)."""
@@ -43,7 +46,9 @@ class UnpairedPreferenceTrainer(BasicTrainer):
                 policy = score(self.policy, micro.mismatched)
                 other = reference.lookup(step, micro.mismatched)
                 scores = humanline.scores(policy, other, micro.mismatched.mask, draw(step, micro.mismatched))
-                total += torch.stack([scores.sequence_log_ratio().double().sum(), scores.valid.sum().double()])
+                total += torch.stack(
+                    [scores.sequence_log_ratio().double().sum(), scores.valid.sum().double()]
+                )
         sum_over_ranks(total)
         z0 = (total[0] / total[1].clamp(min=1)).clamp(min=0).float()
         for micro in batch:

@@ -38,7 +38,9 @@ class ArmoRMOutput:
 class Gating(nn.Module):
     """The gate: an MLP with ReLU, a softmax with temperature, a scale."""
 
-    def __init__(self, features: int, objectives: int, temperature: float, hidden: int, n_hidden: int) -> None:
+    def __init__(
+        self, features: int, objectives: int, temperature: float, hidden: int, n_hidden: int
+    ) -> None:
         super().__init__()
         widths = [features, *[hidden] * n_hidden, objectives]
         self.temperature = temperature
@@ -55,7 +57,11 @@ class Gating(nn.Module):
 class ArmoRM(LlamaPreTrainedModel):
     """The whole model. Its head is float32 in every dtype of the backbone: rewards differ in the third digit, bf16 has two."""
 
-    _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["regression_layer", "gating", "reward_transform_matrix"]  # type: ignore[misc]
+    _keep_in_fp32_modules_strict: ClassVar[list[str]] = [
+        "regression_layer",
+        "gating",
+        "reward_transform_matrix",
+    ]  # type: ignore[misc]
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
@@ -64,8 +70,13 @@ class ArmoRM(LlamaPreTrainedModel):
         self.model = LlamaModel(config)
         self.regression_layer = nn.Linear(config.hidden_size, objectives, bias=False)
         self.reward_transform_matrix = nn.Parameter(torch.eye(objectives), requires_grad=False)
-        self.gating = Gating(config.hidden_size, objectives, extra.get("gating_temperature", TEMPERATURE),
-                             extra.get("gating_hidden_dim", HIDDEN), extra.get("gating_n_hidden", N_HIDDEN))
+        self.gating = Gating(
+            config.hidden_size,
+            objectives,
+            extra.get("gating_temperature", TEMPERATURE),
+            extra.get("gating_hidden_dim", HIDDEN),
+            extra.get("gating_n_hidden", N_HIDDEN),
+        )
         self.post_init()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, gate: Tensor, last: Tensor) -> ArmoRMOutput:
@@ -87,8 +98,12 @@ class ArmoRMHead:
         """the end-of-turn token"""
 
     def load(self, config: RewardModelConfig) -> PreTrainedModel:
-        loaded: Any = ArmoRM.from_pretrained(config.name_or_path, revision=config.revision or "main", dtype=DTYPES[config.dtype],
-                                             output_loading_info=True)
+        loaded: Any = ArmoRM.from_pretrained(
+            config.name_or_path,
+            revision=config.revision or "main",
+            dtype=DTYPES[config.dtype],
+            output_loading_info=True,
+        )
         model, info = loaded
         refuse_missing(info["missing_keys"], "reward.armorm.name_or_path", config.name_or_path)
         assert isinstance(model, ArmoRM)

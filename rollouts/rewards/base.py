@@ -72,7 +72,9 @@ class Checked:
         assert len(prompts) == len(completions), "one prompt a completion"
         start = time.monotonic()
         verdicts = [finite(v) for v in self.scorer.score(prompts, completions)]
-        assert len(verdicts) == len(completions), f"{type(self.scorer).__name__} gave another number of verdicts"
+        assert len(verdicts) == len(completions), (
+            f"{type(self.scorer).__name__} gave another number of verdicts"
+        )
         share = sum(isinstance(v, Missing) for v in verdicts) / max(1, len(verdicts))
         self.metrics = self.scorer.metrics | {"missing": share, "seconds": time.monotonic() - start}
         if share > self.max_missing:
@@ -93,14 +95,26 @@ def finite(verdict: float | Missing) -> float | Missing:
     return Missing(f"the reward is {verdict}")
 
 
-def _too_many(verdicts: Sequence[float | Missing], prompts: Sequence[Prompt], completions: Sequence[str], cap: float) -> str:
-    missing = [(v.reason, p, c) for v, p, c in zip(verdicts, prompts, completions, strict=True) if isinstance(v, Missing)]
+def _too_many(
+    verdicts: Sequence[float | Missing], prompts: Sequence[Prompt], completions: Sequence[str], cap: float
+) -> str:
+    missing = [
+        (v.reason, p, c)
+        for v, p, c in zip(verdicts, prompts, completions, strict=True)
+        if isinstance(v, Missing)
+    ]
     reasons = Counter(reason for reason, _, _ in missing)
-    lines = [f"{len(missing)} of {len(verdicts)} completions got no verdict, more than reward.max_missing={cap:g}"]
+    lines = [
+        f"{len(missing)} of {len(verdicts)} completions got no verdict, more than reward.max_missing={cap:g}"
+    ]
     lines += [f"  {count} x {reason}" for reason, count in reasons.most_common(EXAMPLES)]
-    lines += [f"  e.g. prompt {prompt.id}, completion {_short(completion)}: {reason}"
-              for reason, prompt, completion in missing[:EXAMPLES]]
-    return "\n".join([*lines, "mend the reward, or raise reward.max_missing if going on without them is right"])
+    lines += [
+        f"  e.g. prompt {prompt.id}, completion {_short(completion)}: {reason}"
+        for reason, prompt, completion in missing[:EXAMPLES]
+    ]
+    return "\n".join(
+        [*lines, "mend the reward, or raise reward.max_missing if going on without them is right"]
+    )
 
 
 def _short(text: str) -> str:

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     import torch
 
 
-def make_reward(config: RewardConfig, device: torch.device | str = "cpu", log_dir: Path | None = None) -> Reward:
+def make_reward(
+    config: RewardConfig, device: torch.device | str = "cpu", log_dir: Path | None = None
+) -> Reward:
     """The reward that ``config`` describes. Models load when they are first asked, on ``device``; worker processes write what they
     print to ``log_dir``, or to a temporary folder.
 
@@ -25,16 +27,21 @@ def _scorer(config: RewardConfig, device: torch.device | str, log_dir: Path | No
     """Modules are imported when they are used: a verifier needs no torch, and a judge no transformers."""
     if config.function is not None:
         from rollouts.rewards.function import FunctionReward
+
         return FunctionReward(config.function, log_dir)
     if config.verifier is not None:
         from rollouts.rewards.verifier import VerifierReward
+
         return VerifierReward(config.verifier, log_dir)
     if config.armorm is not None:
         from rollouts.rewards.armorm import armorm
+
         return armorm(config.armorm, device)
     if config.classifier is not None:
         from rollouts.rewards.models import classifier
+
         return classifier(config.classifier, device)
     assert config.judge is not None, "RewardConfig has exactly one section"
     from rollouts.rewards.judge import JudgeReward
+
     return JudgeReward(config.judge)

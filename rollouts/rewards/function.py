@@ -25,8 +25,13 @@ class FunctionReward:
         """Raises ConfigError if the function cannot be imported."""
         self.config = config
         self.metrics: dict[str, float] = {}
-        self._pool = Pool("rollouts.rewards.function.load", config.path, workers=config.workers, timeout=config.timeout,
-                          log_dir=log_dir)
+        self._pool = Pool(
+            "rollouts.rewards.function.load",
+            config.path,
+            workers=config.workers,
+            timeout=config.timeout,
+            log_dir=log_dir,
+        )
         try:
             self._pool.start()
         except RewardError as error:
@@ -35,7 +40,10 @@ class FunctionReward:
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
         size = self.config.batch_size
         starts = range(0, len(completions), size)
-        batches = [columns(prompts[i : i + size], completions[i : i + size], self.config.conversational) for i in starts]
+        batches = [
+            columns(prompts[i : i + size], completions[i : i + size], self.config.conversational)
+            for i in starts
+        ]
         verdicts: list[float | Missing] = []
         for batch, result in zip(batches, self._pool.map(batches), strict=True):
             verdicts += [result] * len(batch["completions"]) if isinstance(result, Missing) else result
@@ -53,14 +61,26 @@ def columns(prompts: Sequence[Prompt], completions: Sequence[str], conversationa
     the names that data sets give it."""
     references = [prompt.reference for prompt in prompts]
     if conversational:
-        asked: list[Any] = [[{"role": t.role, "content": t.content} for t in prompt.turns] for prompt in prompts]
+        asked: list[Any] = [
+            [{"role": t.role, "content": t.content} for t in prompt.turns] for prompt in prompts
+        ]
         answers: list[Any] = [[{"role": "assistant", "content": text}] for text in completions]
     else:
-        asked, answers = ["\n\n".join(t.content for t in prompt.turns) for prompt in prompts], list(completions)
-    return {"prompts": asked, "completions": answers, "reference": references, "answer": references, "solution": references}
+        asked, answers = (
+            ["\n\n".join(t.content for t in prompt.turns) for prompt in prompts],
+            list(completions),
+        )
+    return {
+        "prompts": asked,
+        "completions": answers,
+        "reference": references,
+        "answer": references,
+        "solution": references,
+    }
 
 
 # In the worker process
+
 
 def load(path: str) -> Callable[[Columns], list[float | Missing]]:
     """The function at an import path, made to answer with one verdict a completion. Raises ConfigError."""

@@ -63,7 +63,9 @@ class JudgeReward:
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
         """Raises RewardError where every further call would fail too: a wrong key, address or model."""
         self._failures_in_a_row = 0
-        with ThreadPoolExecutor(self.config.concurrency) as threads:  # map cancels what has not begun when one raises
+        with ThreadPoolExecutor(
+            self.config.concurrency
+        ) as threads:  # map cancels what has not begun when one raises
             verdicts = list(threads.map(self._judge, prompts, completions))
         self.metrics = {"calls": float(self.spent.calls), "tokens": float(self.spent.tokens)}
         return verdicts
@@ -93,11 +95,23 @@ class JudgeReward:
         raise AssertionError("the last attempt returns")
 
     def _body(self, prompt: Prompt, completion: str) -> bytes:
-        shown = prompt.turns[0].content if len(prompt.turns) == 1 else "\n\n".join(f"{t.role}: {t.content}" for t in prompt.turns)
+        shown = (
+            prompt.turns[0].content
+            if len(prompt.turns) == 1
+            else "\n\n".join(f"{t.role}: {t.content}" for t in prompt.turns)
+        )
         parts = {"{prompt}": shown, "{completion}": completion, "{reference}": prompt.reference or ""}
-        filled = re.sub("|".join(map(re.escape, parts)), lambda match: parts[match.group()], self.config.prompt)  # in one pass
-        return json.dumps({"model": self.config.model, "messages": [{"role": "user", "content": filled}],
-                           "temperature": self.config.temperature, "max_tokens": self.config.max_tokens}).encode()
+        filled = re.sub(
+            "|".join(map(re.escape, parts)), lambda match: parts[match.group()], self.config.prompt
+        )  # in one pass
+        return json.dumps(
+            {
+                "model": self.config.model,
+                "messages": [{"role": "user", "content": filled}],
+                "temperature": self.config.temperature,
+                "max_tokens": self.config.max_tokens,
+            }
+        ).encode()
 
     # Spending
 
@@ -128,7 +142,9 @@ class JudgeReward:
 
     def _count_failure(self, again: bool) -> None:
         with self._lock:
-            self._failures_in_a_row += again  # what is wrong with one completion says nothing about the endpoint
+            self._failures_in_a_row += (
+                again  # what is wrong with one completion says nothing about the endpoint
+            )
 
     # One call
 
@@ -160,8 +176,12 @@ class JudgeReward:
 
     def _post(self, body: bytes) -> bytes:
         """The reply within ``timeout`` seconds; urllib's own limit is for each read, which an endpoint that drips never meets."""
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-        request = urllib.request.Request(f"{self.config.base_url.rstrip('/')}/chat/completions", body, headers)
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        )
+        request = urllib.request.Request(
+            f"{self.config.base_url.rstrip('/')}/chat/completions", body, headers
+        )
         deadline = time.monotonic() + self.config.timeout
         received = bytearray()
         with self._opener.open(request, timeout=self.config.timeout) as response:
@@ -180,10 +200,14 @@ class JudgeReward:
         if self._key:
             said = said.replace(self._key, "***")
         if error.code in _STOP:
-            return RewardError(f"reward.judge.base_url={self.config.base_url} refuses model={self.config.model}: "
-                               f"HTTP {error.code} {said[:300]}; mend the address, the model or the key")
+            return RewardError(
+                f"reward.judge.base_url={self.config.base_url} refuses model={self.config.model}: "
+                f"HTTP {error.code} {said[:300]}; mend the address, the model or the key"
+            )
         again = error.code in (408, 409, 425, 429) or error.code >= 500
-        return _FailedError(f"HTTP {error.code} from the endpoint", again, _seconds(error.headers.get("Retry-After")))
+        return _FailedError(
+            f"HTTP {error.code} from the endpoint", again, _seconds(error.headers.get("Retry-After"))
+        )
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -19,7 +19,9 @@ def load(_: None) -> Callable[[tuple[str | None, str]], float | Missing]:
     """``check``, once math-verify is there. Raises ImportError."""
     import math_verify  # noqa: F401
 
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns at every call that its time limit is off
+    logging.getLogger("math_verify").setLevel(
+        logging.CRITICAL
+    )  # it warns at every call that its time limit is off
     return check
 
 

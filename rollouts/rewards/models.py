@@ -11,7 +11,12 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from config.schema import ConfigError, require
 from config.schema_rewards import ClassifierConfig, RewardModelConfig
@@ -42,18 +47,28 @@ class Conversations:
         """``key``: the config section, for messages. ``rendering``: ``template`` ends a row where the chat template ends an answer,
         ``turn`` with the end-of-turn token. Raises ConfigError."""
         tokenizer = AutoTokenizer.from_pretrained(config.name_or_path, revision=config.revision)
-        require(rendering == "turn" or tokenizer.chat_template is not None, f"{key}.name_or_path", config.name_or_path,
-                "its tokenizer has no chat template; use a reward model with one, or reward=bradley_terry for one trained here")
+        require(
+            rendering == "turn" or tokenizer.chat_template is not None,
+            f"{key}.name_or_path",
+            config.name_or_path,
+            "its tokenizer has no chat template; use a reward model with one, or reward=bradley_terry for one trained here",
+        )
         self.max_length = config.max_length
-        self._renderer = Renderer(tokenizer, max_length=config.max_length, max_prompt_length=config.max_prompt_length,
-                                  template=load_template(tokenizer, None))
+        self._renderer = Renderer(
+            tokenizer,
+            max_length=config.max_length,
+            max_prompt_length=config.max_prompt_length,
+            template=load_template(tokenizer, None),
+        )
         self.end_id = self._renderer.end_id
         """the end-of-turn token"""
         self._tail = _tail(tokenizer, self.end_id) if rendering == "template" else []
 
     def rows(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Row | Missing]:
         """The tokens that are scored. A completion whose end does not fit has no verdict: its reward would be another text's."""
-        rendered = self._renderer.sequences(zip(prompts, (Completion(text=text) for text in completions), strict=True))
+        rendered = self._renderer.sequences(
+            zip(prompts, (Completion(text=text) for text in completions), strict=True)
+        )
         return [self._whole(row) for row in rendered]
 
     def _whole(self, row: Row | str) -> Row | Missing:
@@ -67,9 +82,19 @@ class Conversations:
 class ModelReward:
     """A reward model, loaded at the first ``score`` and moved off its device by ``release``."""
 
-    def __init__(self, config: RewardModelConfig, conversations: Conversations, head: RewardHead,
-                 device: torch.device | str) -> None:
-        self.config, self.conversations, self.head, self.device = config, conversations, head, torch.device(device)
+    def __init__(
+        self,
+        config: RewardModelConfig,
+        conversations: Conversations,
+        head: RewardHead,
+        device: torch.device | str,
+    ) -> None:
+        self.config, self.conversations, self.head, self.device = (
+            config,
+            conversations,
+            head,
+            torch.device(device),
+        )
         self.metrics: dict[str, float] = {}
         self._model: PreTrainedModel | None = None
 
@@ -108,10 +133,18 @@ class Classifier:
 
     def load(self, config: RewardModelConfig) -> PreTrainedModel:
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            config.name_or_path, revision=config.revision, dtype=DTYPES[config.dtype], output_loading_info=True)
+            config.name_or_path,
+            revision=config.revision,
+            dtype=DTYPES[config.dtype],
+            output_loading_info=True,
+        )
         refuse_missing(info["missing_keys"], "reward.classifier.name_or_path", config.name_or_path)
-        require(model.config.num_labels == 1, "reward.classifier.name_or_path", config.name_or_path,
-                f"has {model.config.num_labels} labels: a reward model has one")
+        require(
+            model.config.num_labels == 1,
+            "reward.classifier.name_or_path",
+            config.name_or_path,
+            f"has {model.config.num_labels} labels: a reward model has one",
+        )
         return model.eval()
 
     def rewards(self, model: PreTrainedModel, rows: Sequence[Row], device: torch.device) -> Tensor:
@@ -119,7 +152,9 @@ class Classifier:
         given = settings.pad_token_id
         pad = given if given is not None else _absent(rows)
         ids, mask = padded(rows, pad, device)
-        settings.pad_token_id = pad  # transformers pools at the last token that is not this one, and refuses batches without it
+        settings.pad_token_id = (
+            pad  # transformers pools at the last token that is not this one, and refuses batches without it
+        )
         try:
             return model(input_ids=ids, attention_mask=mask).logits[:, 0]
         finally:
@@ -128,7 +163,12 @@ class Classifier:
 
 def classifier(config: ClassifierConfig, device: torch.device | str) -> ModelReward:
     """A sequence classifier of the hub, or a Bradley-Terry model that this project exported."""
-    return ModelReward(config, Conversations(config, key="reward.classifier", rendering=config.rendering), Classifier(), device)
+    return ModelReward(
+        config,
+        Conversations(config, key="reward.classifier", rendering=config.rendering),
+        Classifier(),
+        device,
+    )
 
 
 def padded(rows: Sequence[Row], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -157,7 +197,9 @@ def by_length(rows: Sequence[tuple[int, Row]], batch_tokens: int) -> Iterator[li
 def refuse_missing(missing: Sequence[str] | set[str], key: str, name: str) -> None:
     """Raise ConfigError for weights that the checkpoint lacks: transformers would draw them at random."""
     if missing:
-        raise ConfigError(key, name, f"is no such reward model: its checkpoint lacks {', '.join(sorted(missing)[:3])}")
+        raise ConfigError(
+            key, name, f"is no such reward model: its checkpoint lacks {', '.join(sorted(missing)[:3])}"
+        )
 
 
 def _absent(rows: Sequence[Row]) -> int:

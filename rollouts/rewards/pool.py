@@ -33,7 +33,9 @@ class Pool:
     needed and live until ``close``; what they print goes to ``log_dir``.
     """
 
-    def __init__(self, loader: str, argument: Any, *, workers: int, timeout: float, log_dir: Path | None = None) -> None:
+    def __init__(
+        self, loader: str, argument: Any, *, workers: int, timeout: float, log_dir: Path | None = None
+    ) -> None:
         self.loader, self.argument, self.workers, self.timeout = loader, argument, workers, timeout
         self._log_dir = log_dir or Path(tempfile.mkdtemp(prefix="rewards-"))
         self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
@@ -74,14 +76,18 @@ class Pool:
             return self._new()
 
     def _new(self) -> WorkerProcess:
-        with tempfile.NamedTemporaryFile(dir=self._log_dir, prefix="worker-", suffix=".log", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            dir=self._log_dir, prefix="worker-", suffix=".log", delete=False
+        ) as file:
             log = Path(file.name)
         env = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
         worker = WorkerProcess("rollouts.rewards.pool", log=log, env=env)
         try:
             error = worker.call("load", self.loader, self.argument, timeout=START_S)
         except SamplerError as reason:
-            raise RewardError(f"the worker process of {self.argument or self.loader} did not start: {reason}") from reason
+            raise RewardError(
+                f"the worker process of {self.argument or self.loader} did not start: {reason}"
+            ) from reason
         if error is not None:
             worker.close(grace=0.0)
             raise RewardError(error)

@@ -24,7 +24,13 @@ class VerifierReward:
         """Raises ConfigError if math-verify is not installed."""
         self.config = config
         self.metrics: dict[str, float] = {}
-        self._pool = Pool("rollouts.rewards.mathverify.load", None, workers=config.workers, timeout=config.timeout, log_dir=log_dir)
+        self._pool = Pool(
+            "rollouts.rewards.mathverify.load",
+            None,
+            workers=config.workers,
+            timeout=config.timeout,
+            log_dir=log_dir,
+        )
         try:
             self._pool.start()
         except RewardError as error:
@@ -33,13 +39,18 @@ class VerifierReward:
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
         correct = self.accuracy([prompt.reference for prompt in prompts], completions)
-        parts = {"accuracy": [v for v in correct if not isinstance(v, Missing)],
-                 "format": [format_reward(text) for text in completions],
-                 "tag_count": [tag_count_reward(text) for text in completions]}
+        parts = {
+            "accuracy": [v for v in correct if not isinstance(v, Missing)],
+            "format": [format_reward(text) for text in completions],
+            "tag_count": [tag_count_reward(text) for text in completions],
+        }
         self.metrics = {name: fmean(values) for name, values in parts.items() if values}
-        return [right if isinstance(right, Missing) else self.config.accuracy * right + self.config.format * form
-                + self.config.tag_count * tags
-                for right, form, tags in zip(correct, parts["format"], parts["tag_count"], strict=True)]
+        return [
+            right
+            if isinstance(right, Missing)
+            else self.config.accuracy * right + self.config.format * form + self.config.tag_count * tags
+            for right, form, tags in zip(correct, parts["format"], parts["tag_count"], strict=True)
+        ]
 
     def accuracy(self, references: Sequence[str | None], completions: Sequence[str]) -> list[float | Missing]:
         """1.0 for an answer equal to the reference answer, else 0.0; Missing where that cannot be told."""

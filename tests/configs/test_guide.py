@@ -12,7 +12,11 @@ from tests.tiny import ROOT, make_config
 from trainers.job import Job
 
 GUIDE = (ROOT / "docs" / "from-halos-and-trl.md").read_text()
-COMMANDS = [line.removeprefix("python train.py ") for line in GUIDE.splitlines() if line.startswith("python train.py ")]
+COMMANDS = [
+    line.removeprefix("python train.py ")
+    for line in GUIDE.splitlines()
+    if line.startswith("python train.py ")
+]
 SETTING = re.compile(r"^[a-zA-Z_]\w*(\.\w+)*=\S")
 
 

@@ -33,7 +33,9 @@ def uneven_groups(kind: str) -> tuple[tuple[Example, ...], ...]:
     for g in range(31):
         prompt = rng.integers(3, VOCABULARY, 30 if g == 7 else rng.integers(1, 6)).astype(np.int32)
         long, short = (1, 1) if 8 <= g < 16 else (int(rng.integers(10, 25)), int(rng.integers(1, 4)))
-        chosen, rejected = (Sequence(prompt, rng.integers(3, VOCABULARY, n).astype(np.int32)) for n in (long, short))
+        chosen, rejected = (
+            Sequence(prompt, rng.integers(3, VOCABULARY, n).astype(np.int32)) for n in (long, short)
+        )
         if kind == "pairs":
             groups.append((Example(f"p{g}", (chosen, rejected)),))
         else:
@@ -47,15 +49,25 @@ def run_cells(cache: Path, out: Path, accumulation: int, world: World | None = N
     for loss, k in CELLS:
         units = 4 if loss == "dpo" else 8
         humanline = [f"sync_freq={k}", "humanline=true"] if k else []
-        config = replace(engine_config(cache, loss, f"model.batch_size={units}", f"model.gradient_accumulation_steps={accumulation}",
-                                       *humanline), lr=LR)
+        config = replace(
+            engine_config(
+                cache,
+                loss,
+                f"model.batch_size={units}",
+                f"model.gradient_accumulation_steps={accumulation}",
+                *humanline,
+            ),
+            lr=LR,
+        )
         groups = uneven_groups(KINDS[loss])
         segment = Segment(groups, units, sum(map(len, groups)), seed=0)
         trainer, lines = run(config, segment, make_trainer(config, world=world))
         final = weights(trainer)
         name = f"{loss}-{k}"
         for key in ("loss", "grad_norm", "kl", "clipped_low", "reward_accuracy"):
-            results[f"{name}/{key}"] = np.array([line[key] if line[key] is not None else np.nan for line in lines])
+            results[f"{name}/{key}"] = np.array(
+                [line[key] if line[key] is not None else np.nan for line in lines]
+            )
         results[f"{name}/weights"] = torch.cat([w.flatten() for w in final.values()]).numpy()
     if dist.get_rank() == 0:
         np.savez(out, **results)
@@ -69,7 +81,14 @@ def check_loading(folder: Path, world: World) -> None:
             tiny_llama(tied=tied).save_pretrained(path)
         dist.barrier()
         for lora in (False, True):
-            config = ModelConfig(name="tiny", name_or_path=str(path), dtype="float32", max_length=64, max_prompt_length=16, use_peft=lora)
+            config = ModelConfig(
+                name="tiny",
+                name_or_path=str(path),
+                dtype="float32",
+                max_length=64,
+                max_prompt_length=16,
+                use_peft=lora,
+            )
             policy, fingerprint = load_sharded(config, world)
             whole = load_policy(config, torch.device("cpu"))
             assert fingerprint == weights_fingerprint(whole.named_parameters())
@@ -87,7 +106,9 @@ def worker(rank: int, ranks: int, replicas: int, store: str, folder: str, accumu
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
     timeout = timedelta(seconds=float(os.environ.get("TEST_TIMEOUT", "240")))
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timeout)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timeout
+    )
     world = start(replicas)
     run_cells(Path(folder), Path(folder) / "out.npz", accumulation, world)
     check_loading(Path(folder), world)

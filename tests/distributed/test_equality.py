@@ -23,8 +23,12 @@ def single(tmp_path_factory):
 def several(request, tmp_path_factory):
     ranks, replicas, accumulation = request.param
     folder = tmp_path_factory.mktemp("several")
-    mp.start_processes(worker, (ranks, replicas, str(folder / "store"), str(folder), accumulation), nprocs=ranks,
-                       start_method="spawn")
+    mp.start_processes(
+        worker,
+        (ranks, replicas, str(folder / "store"), str(folder), accumulation),
+        nprocs=ranks,
+        start_method="spawn",
+    )
     return np.load(folder / "out.npz")
 
 
@@ -38,4 +42,6 @@ def test_ranks_change_nothing(single, several, loss, k):
     assert np.linalg.norm(many - one) < 1e-3 * way
     for key in ("loss", "grad_norm", "kl", "clipped_low", "reward_accuracy"):
         assert len(single[f"{name}/{key}"]) == 8
-        np.testing.assert_allclose(several[f"{name}/{key}"], single[f"{name}/{key}"], rtol=1e-3, atol=1e-4, err_msg=key)
+        np.testing.assert_allclose(
+            several[f"{name}/{key}"], single[f"{name}/{key}"], rtol=1e-3, atol=1e-4, err_msg=key
+        )

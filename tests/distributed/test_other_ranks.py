@@ -30,7 +30,9 @@ def stopped_and_resumed(folder, name: str, before: int, after: int) -> None:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    assert start(command(folder, "whole", STEPS, 1, LR), folder / "whole.log").wait(300) == 0, (folder / "whole.log").read_text()[-3000:]
+    assert start(command(folder, "whole", STEPS, 1, LR), folder / "whole.log").wait(300) == 0, (
+        folder / "whole.log"
+    ).read_text()[-3000:]
     return folder
 
 
@@ -42,7 +44,12 @@ def test_another_number_of_ranks_goes_on(whole, before, after):
     begin = load_file(ROOT / "assets" / "adder" / "model" / "model.safetensors")
     assert max(float((one[key] - begin[key]).abs().max()) for key in one) > 1e-3
     assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-5
-    records = [[json.loads(line) for line in (whole / run / "metrics.jsonl").read_text().splitlines()] for run in ("whole", name)]
+    records = [
+        [json.loads(line) for line in (whole / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("whole", name)
+    ]
     assert [r["step"] for r in records[1]] == list(range(STEPS))
     assert [r["reference_step"] for r in records[0]] == [r["reference_step"] for r in records[1]]
-    torch.testing.assert_close([r["loss"] for r in records[1]], [r["loss"] for r in records[0]], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        [r["loss"] for r in records[1]], [r["loss"] for r in records[0]], rtol=0, atol=1e-5
+    )

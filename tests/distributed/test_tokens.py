@@ -20,7 +20,13 @@ from trainers.setup import make_plan, trainer_class
 def worker(rank: int, folder: str) -> None:
     """Rank 1 cannot tokenise what rank 0 has; each writes the keys of its rows."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2, timeout=timedelta(seconds=240))
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(f"{folder}/store", 2),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=240),
+    )
     start()
     config = make_config(f"cache_dir={folder}/cache", "n_eval_examples=8")
     renderer, own = make_renderer(load_tokenizer(config.model), config.model, config.data), Renderer.sequences
@@ -32,7 +38,10 @@ def worker(rank: int, folder: str) -> None:
 
     Renderer.sequences = few  # type: ignore[assignment,method-assign]
     plan = make_plan(config, trainer_class(config), renderer)
-    np.save(f"{folder}/{rank}.npy", np.array([row.key for group in plan.train.groups for example in group for row in example.rows]))
+    np.save(
+        f"{folder}/{rank}.npy",
+        np.array([row.key for group in plan.train.groups for example in group for row in example.rows]),
+    )
     dist.destroy_process_group()
 
 

@@ -27,20 +27,50 @@ ACTIONS = ("kill everything", "kill a rank", "ask to stop", "kill and damage")
 
 
 def command(folder: Path, name: str, steps: int, ranks: int, lr: float = 1e-3) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "train.py", "loss=kto",
-            "humanline=true", "sync_freq=3", "resume=true", f"exp_name={name}", f"runs_dir={folder}", f"cache_dir={folder / 'cache'}",
-            f"n_examples={8 * steps}", "model.batch_size=8", "save_every=16", "eval_every=64", "n_eval_examples=16", f"lr={lr}",
-            "data.verifier=null", "wandb.enabled=false", "keep_checkpoints=3"]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        "train.py",
+        "loss=kto",
+        "humanline=true",
+        "sync_freq=3",
+        "resume=true",
+        f"exp_name={name}",
+        f"runs_dir={folder}",
+        f"cache_dir={folder / 'cache'}",
+        f"n_examples={8 * steps}",
+        "model.batch_size=8",
+        "save_every=16",
+        "eval_every=64",
+        "n_eval_examples=16",
+        f"lr={lr}",
+        "data.verifier=null",
+        "wandb.enabled=false",
+        "keep_checkpoints=3",
+    ]
 
 
 def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(arguments, cwd=ROOT, env=environment, stdout=log.open("ab"), stderr=subprocess.STDOUT, start_new_session=True)
+    return subprocess.Popen(
+        arguments,
+        cwd=ROOT,
+        env=environment,
+        stdout=log.open("ab"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
     """The process ids of the ranks that torchrun started."""
-    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False).stdout.split()
+    found = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False
+    ).stdout.split()
     return [int(pid) for pid in found]
 
 
@@ -115,8 +145,13 @@ def torture(folder: Path, kills: int, steps: int, seed: int, ranks: int = 2) -> 
 def compare(whole: Path, hurt: Path, steps: int) -> None:
     one, other = (load_file(run / "model" / "model.safetensors") for run in (whole, hurt))
     assert all(torch.equal(one[name], other[name]) for name in one), "the final weights differ"
-    records = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (whole, hurt)]
-    assert [r["step"] for r in records[1]] == list(range(steps)), "a step is missing or twice in metrics.jsonl"
+    records = [
+        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in (whole, hurt)
+    ]
+    assert [r["step"] for r in records[1]] == list(range(steps)), (
+        "a step is missing or twice in metrics.jsonl"
+    )
     assert [r["loss"] for r in records[0]] == [r["loss"] for r in records[1]], "a loss differs"
 
 
@@ -129,4 +164,7 @@ if __name__ == "__main__":
     began = time.time()
     scratch = Path(tempfile.mkdtemp(prefix="torture-"))
     print(f"runs and logs are in {scratch}", flush=True)
-    print(dict(torture(scratch, given.kills, given.steps, given.seed)), f"{time.time() - began:.0f} s: the same run")
+    print(
+        dict(torture(scratch, given.kills, given.steps, given.seed)),
+        f"{time.time() - began:.0f} s: the same run",
+    )

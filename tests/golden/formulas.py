@@ -59,6 +59,7 @@ def dpo(w, loser, beta):
     def one(i):
         m = beta * (w.s(i) - loser.s(i))
         return softplus(-m), -beta * sigmoid(-m), beta * sigmoid(-m)
+
     return _pairs(w, loser, one, True)
 
 
@@ -67,6 +68,7 @@ def cdpo(w, loser, beta, epsilon):
         m = beta * (w.s(i) - loser.s(i))
         slope = beta * (epsilon * sigmoid(m) - (1 - epsilon) * sigmoid(-m))
         return (1 - epsilon) * softplus(-m) + epsilon * softplus(m), slope, -slope
+
     return _pairs(w, loser, one, True)
 
 
@@ -74,6 +76,7 @@ def ipo(w, loser, tau):
     def one(i):
         gap = w.s(i) / w.n[i] - loser.s(i) / loser.n[i] - 1 / (2 * tau)
         return gap**2, 2 * gap / w.n[i], -2 * gap / loser.n[i]
+
     return _pairs(w, loser, one, True)
 
 
@@ -82,6 +85,7 @@ def slic(w, loser, beta, lambda_coef):
         hinge = beta - w.log_p(i) + loser.log_p(i)
         active = float(hinge > 0)
         return max(0.0, hinge) - lambda_coef * w.log_p(i), -active - lambda_coef, active
+
     return _pairs(w, loser, one, False)
 
 
@@ -89,6 +93,7 @@ def simpo(w, loser, beta, gamma_beta_ratio):
     def one(i):
         m = beta * (w.log_p(i) / w.n[i] - loser.log_p(i) / loser.n[i]) - beta * gamma_beta_ratio
         return softplus(-m), -beta * sigmoid(-m) / w.n[i], beta * sigmoid(-m) / loser.n[i]
+
     return _pairs(w, loser, one, False)
 
 
@@ -100,6 +105,7 @@ def orpo(w, loser, lambda_coef):
         loss = -m_w + lambda_coef * softplus(log_odds[1] - log_odds[0])
         # d log_odds / dm = 1 / (1 - e^m)
         return loss, (-1 - slope / -math.expm1(m_w)) / w.n[i], slope / -math.expm1(m_l) / loser.n[i]
+
     return _pairs(w, loser, one, False)
 
 
@@ -110,7 +116,9 @@ def kto(rows, desirable, kl, beta, desirable_weight, undesirable_weight):
             sign, weight = (1, desirable_weight) if desirable[i] else (-1, undesirable_weight)
             value = sigmoid(sign * beta * (rows.s(i) - kl))
             total += weight * sigmoid(-sign * beta * (rows.s(i) - kl))
-            grad[i] = -weight * sign * beta * value * sigmoid(-sign * beta * (rows.s(i) - kl)) * rows.passes[i]
+            grad[i] = (
+                -weight * sign * beta * value * sigmoid(-sign * beta * (rows.s(i) - kl)) * rows.passes[i]
+            )
     return total, grad
 
 
@@ -132,12 +140,23 @@ def _surrogate(log_ratio, A, low, high):
     return min(plain, clipped), (r * A if plain <= clipped else 0.0)
 
 
-def grpo(rows, advantages, beta, epsilon, epsilon_high=None, importance="token", normalization="token", max_tokens=None):
+def grpo(
+    rows,
+    advantages,
+    beta,
+    epsilon,
+    epsilon_high=None,
+    importance="token",
+    normalization="token",
+    max_tokens=None,
+):
     high = epsilon if epsilon_high is None else epsilon_high
     total, grad = 0.0, np.zeros(rows.policy.shape)
     for i in range(len(rows.n)):
         tokens = np.flatnonzero(rows.mask[i])
-        share = {"token": 1.0, "sequence": 1.0 / max(len(tokens), 1), "constant": 1.0 / (max_tokens or 1)}[normalization]
+        share = {"token": 1.0, "sequence": 1.0 / max(len(tokens), 1), "constant": 1.0 / (max_tokens or 1)}[
+            normalization
+        ]
         for t in tokens:
             d = rows.reference[i, t] - rows.policy[i, t]
             log_ratio = rows.log_ratio[i, t] if importance == "token" else rows.s(i) / len(tokens)
@@ -163,7 +182,10 @@ def ppo(rows, advantages, cliprange, KL_coef):
 def gae(values, reward, gamma, lam):
     """One row: the double sum of Schulman et al. 2016, and the discounted reward to go."""
     n = len(values)
-    delta = [(reward if t == n - 1 else 0.0) + gamma * (values[t + 1] if t < n - 1 else 0.0) - values[t] for t in range(n)]
+    delta = [
+        (reward if t == n - 1 else 0.0) + gamma * (values[t + 1] if t < n - 1 else 0.0) - values[t]
+        for t in range(n)
+    ]
     advantages = [sum((gamma * lam) ** k * delta[t + k] for k in range(n - t)) for t in range(n)]
     return advantages, [gamma ** (n - 1 - t) * reward for t in range(n)]
 

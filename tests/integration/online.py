@@ -10,8 +10,18 @@ from rollouts.ledger import RoundFolder
 from tests.tiny import make_config
 from train import train
 
-SHORT = ("rounds.contexts=48", "rounds.contexts_per_round=24", "rounds.samples=4", "model.batch_size=8", "data.verifier=null",
-         "n_eval_examples=8", "wandb.enabled=false", "warmup=0", "lr=3e-4", "log_drift=false")
+SHORT = (
+    "rounds.contexts=48",
+    "rounds.contexts_per_round=24",
+    "rounds.samples=4",
+    "model.batch_size=8",
+    "data.verifier=null",
+    "n_eval_examples=8",
+    "wandb.enabled=false",
+    "warmup=0",
+    "lr=3e-4",
+    "log_drift=false",
+)
 
 
 def run_online(folder: Path, name: str, *overrides: str) -> Path:
@@ -30,5 +40,9 @@ def rounds(run: Path) -> list[RoundFolder]:
 
 
 def function(name: str) -> tuple[str, ...]:
-    return "reward=function", f"reward.function.path=tests.integration.rewarding.{name}", "reward.function.conversational=false", \
-        "reward.function.batch_size=1024"
+    return (
+        "reward=function",
+        f"reward.function.path=tests.integration.rewarding.{name}",
+        "reward.function.conversational=false",
+        "reward.function.batch_size=1024",
+    )

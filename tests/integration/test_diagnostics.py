@@ -14,8 +14,18 @@ from train import train
 from trainers.run import Run
 from trainers.tracking import Tracker
 
-RUN = ("n_examples=320", "model.batch_size=8", "n_eval_examples=24", "wandb.enabled=false", "lr=1e-3", "data.verifier=null",
-       "log_epsilon_P=-0.1", "log_epsilon_R=0.1", "humanline=true", "model.packing=false")
+RUN = (
+    "n_examples=320",
+    "model.batch_size=8",
+    "n_eval_examples=24",
+    "wandb.enabled=false",
+    "lr=1e-3",
+    "data.verifier=null",
+    "log_epsilon_P=-0.1",
+    "log_epsilon_R=0.1",
+    "humanline=true",
+    "model.packing=false",
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,24 +51,38 @@ def check(run: Path) -> None:
     """The intervals cover the run once, and their sums are those of the steps' metrics."""
     first, *intervals = lines(run)
     steps = lines(run, "metrics")
-    assert first["step"] == -1 and first["noise"]["tokens"] > 20 and first["noise"]["rms"] <= first["noise"]["max"] < 1e-4
+    assert (
+        first["step"] == -1
+        and first["noise"]["tokens"] > 20
+        and first["noise"]["rms"] <= first["noise"]["max"] < 1e-4
+    )
     assert 0 < first["entropy"] < 10 and all(0 < line["entropy"] < 10 for line in intervals)
     starts = [0, *(line["step"] + 1 for line in intervals)]
     assert [line["first_step"] for line in intervals] == starts[:-1] and starts[-1] == len(steps)
     for line in intervals:
-        assert all(sum(side["histogram"]) == side["tokens"] == sum(place[0] for place in side["positions"]) for side in sides(line))
+        assert all(
+            sum(side["histogram"]) == side["tokens"] == sum(place[0] for place in side["positions"])
+            for side in sides(line)
+        )
     tokens = sum(side["tokens"] for line in intervals for side in sides(line))
-    clipped = [sum(place[k] for line in intervals for side in sides(line) for place in side["positions"]) for k in (1, 2)]
+    clipped = [
+        sum(place[k] for line in intervals for side in sides(line) for place in side["positions"])
+        for k in (1, 2)
+    ]
     for line in intervals:  # of a run as short as this, each has one step
         assert line["step"] == line["first_step"]
         step, n = steps[line["step"]], sum(side["tokens"] for side in sides(line))
         for k, name in ((1, "clipped_low"), (2, "clipped_high")):
-            assert sum(place[k] for side in sides(line) for place in side["positions"]) == pytest.approx(step[name] * n, abs=1e-3)
+            assert sum(place[k] for side in sides(line) for place in side["positions"]) == pytest.approx(
+                step[name] * n, abs=1e-3
+            )
         for key, name in (("log_ratio", "kl"), ("drift", "drift")):
             mean = sum(side[key] * side["tokens"] for side in sides(line)) / n
             assert mean == pytest.approx(step[name], rel=1e-4, abs=1e-6)
     assert tokens > 1000 and sum(clipped) > 20
-    assert intervals[0]["chosen"]["spread"] == 0.0  # step 0: policy and reference are the same weights, scored in the same shapes
+    assert (
+        intervals[0]["chosen"]["spread"] == 0.0
+    )  # step 0: policy and reference are the same weights, scored in the same shapes
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
@@ -85,7 +109,9 @@ def test_a_killed_run_leaves_the_same_file(folder, monkeypatch):
         patch.setattr(Run, "before_step", before_step)
         with pytest.raises(CrashError):
             train(make_config(*settings), "parts")
-    assert lines(folder / "parts")[-1]["step"] == 27 or lines(folder / "parts")[-1]["first_step"] > 18  # some will be done again
+    assert (
+        lines(folder / "parts")[-1]["step"] == 27 or lines(folder / "parts")[-1]["first_step"] > 18
+    )  # some will be done again
     train(make_config(*settings, "resume=true"), "parts")
     assert lines(folder / "parts") == lines(folder / "whole")
 
@@ -96,8 +122,16 @@ def test_ranks_and_packing_do_not_change_it(folder, how):
     if how == "packed":
         train(make_config(*overrides(folder, "lr=1e-4", "n_examples=64", "model.packing=true")), name)
     else:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py",
-                   *overrides(folder, "lr=1e-4", "n_examples=64", f"exp_name={name}")]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "train.py",
+            *overrides(folder, "lr=1e-4", "n_examples=64", f"exp_name={name}"),
+        ]
         assert start(command, folder / "two.log").wait(300) == 0, (folder / "two.log").read_text()[-3000:]
     if not (folder / "short").exists():
         train(make_config(*overrides(folder, "lr=1e-4", "n_examples=64")), "short")
@@ -106,7 +140,11 @@ def test_ranks_and_packing_do_not_change_it(folder, how):
     for a, b in zip(one[1:], other[1:], strict=True):
         assert a["entropy"] == pytest.approx(b["entropy"], abs=1e-4)
         for mine, theirs in zip(sides(a), sides(b), strict=True):
-            assert (mine["rows"], mine["tokens"], mine["length"]) == (theirs["rows"], theirs["tokens"], theirs["length"])
+            assert (mine["rows"], mine["tokens"], mine["length"]) == (
+                theirs["rows"],
+                theirs["tokens"],
+                theirs["length"],
+            )
             assert [place[0] for place in mine["positions"]] == [place[0] for place in theirs["positions"]]
             assert mine["spread"] == pytest.approx(theirs["spread"], rel=1e-2, abs=1e-5)
             assert mine["drift"] == pytest.approx(theirs["drift"], abs=1e-4)
@@ -114,15 +152,24 @@ def test_ranks_and_packing_do_not_change_it(folder, how):
 
 def test_it_is_left_out_where_nobody_asked_or_nothing_is_compared(folder):
     train(make_config(*overrides(folder, "n_examples=16", "diagnostics=false")), "off")
-    train(make_config(*overrides(folder, "loss=sft", "humanline=false", "n_examples=16", "model.batch_size=8")), "sft")
-    assert not (folder / "off" / "diagnostics.jsonl").exists() and not (folder / "sft" / "diagnostics.jsonl").exists()
+    train(
+        make_config(*overrides(folder, "loss=sft", "humanline=false", "n_examples=16", "model.batch_size=8")),
+        "sft",
+    )
+    assert (
+        not (folder / "off" / "diagnostics.jsonl").exists()
+        and not (folder / "sft" / "diagnostics.jsonl").exists()
+    )
 
 
 def test_the_tracker_is_told_of_steps_in_their_order(folder, monkeypatch):
     """wandb drops what comes with an earlier step than the last."""
     told: list[tuple[int, str]] = []
-    for name, step_of in (("log", lambda args: args[0]["step"]), ("diagnostics", lambda args: args[0]["step"]),
-                          ("table", lambda args: args[3])):
+    for name, step_of in (
+        ("log", lambda args: args[0]["step"]),
+        ("diagnostics", lambda args: args[0]["step"]),
+        ("table", lambda args: args[3]),
+    ):
         real = getattr(Tracker, name)
 
         def tell(self, *args, name=name, step_of=step_of, real=real):

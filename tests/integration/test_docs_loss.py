@@ -26,12 +26,32 @@ def test_the_documented_example_is_a_loss_like_any_other(tmp_path):
         written.append(name)
     assert written == ["trainers/losses/hinge.py", "config/loss/hinge.yaml"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    tests = subprocess.run([sys.executable, "-m", "pytest", "-k", "hinge", "tests/unit/trainers/losses/test_every_loss.py"], cwd=tmp_path,
-                           env=environment, capture_output=True, text=True, timeout=200)
+    tests = subprocess.run(
+        [sys.executable, "-m", "pytest", "-k", "hinge", "tests/unit/trainers/losses/test_every_loss.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert tests.returncode == 0, tests.stdout[-3000:]
     assert int(re.search(r"(\d+) passed", tests.stdout)[1]) >= 4
-    run = subprocess.run([sys.executable, "train.py", "loss=hinge", "humanline=true", "n_examples=96", "exp_name=run",
-                          "wandb.enabled=false", "data.verifier=null"], cwd=tmp_path, env=environment, capture_output=True,
-                         text=True, timeout=200)
+    run = subprocess.run(
+        [
+            sys.executable,
+            "train.py",
+            "loss=hinge",
+            "humanline=true",
+            "n_examples=96",
+            "exp_name=run",
+            "wandb.enabled=false",
+            "data.verifier=null",
+        ],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     assert len((tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()) == 3

@@ -18,8 +18,16 @@ from tests.integration.test_stages import command
 from tests.tiny import ROOT
 from tests.unit.trainers.test_tracking import keyed, records
 
-TRAIN = ("n_examples=64", "model.batch_size=32", "save_every=32", "n_eval_examples=8", "n_eval_prompts=8", "log_drift=false", "warmup=0",
-         "lr=3e-4")
+TRAIN = (
+    "n_examples=64",
+    "model.batch_size=32",
+    "save_every=32",
+    "n_eval_examples=8",
+    "n_eval_prompts=8",
+    "log_drift=false",
+    "warmup=0",
+    "lr=3e-4",
+)
 FEW = ("limit=40", "resamples=200")
 
 
@@ -27,8 +35,13 @@ FEW = ("limit=40", "resamples=200")
 def folder(tmp_path_factory) -> Path:
     """A finished run ``a``, tracked by wandb offline."""
     path = tmp_path_factory.mktemp("runs")
-    done = subprocess.run([sys.executable, "train.py", "exp_name=a", f"runs_dir={path}", f"cache_dir={path}/cache", *TRAIN], cwd=ROOT,
-                          capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "train.py", "exp_name=a", f"runs_dir={path}", f"cache_dir={path}/cache", *TRAIN],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     return path
 
@@ -41,7 +54,9 @@ def evaluated(*words: str) -> str:
 
 def read(path: Path) -> tuple[dict, list[dict]]:
     """A result and its answers."""
-    return json.loads(path.read_text()), [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
+    return json.loads(path.read_text()), [
+        json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +82,9 @@ def test_the_numbers_are_those_of_the_answers(result):
         assert found["sampled"][f"pass@{k}"] == pytest.approx(by_hand)
         low, high = found["sampled"][f"pass@{k}_ci"]
         assert low <= by_hand <= high
-    assert found["greedy"]["length"] == pytest.approx(fmean(row["tokens"] for row in rows if row["drawn"] == "greedy"))
+    assert found["greedy"]["length"] == pytest.approx(
+        fmean(row["tokens"] for row in rows if row["drawn"] == "greedy")
+    )
     assert {len(found["fingerprints"][part]) for part in ("weights", "prompts")} == {64}
     assert found["settings"]["sampler"]["temperature"] == 0.7 and found["settings"]["sampler"]["top_p"] == 1.0
 
@@ -75,7 +92,9 @@ def test_the_numbers_are_those_of_the_answers(result):
 def test_the_table_of_runs_shows_them(folder, result):
     values = read_run(folder / "a").values
     assert values["accuracy-adder/sampled.pass@4"] == result[0]["sampled"]["pass@4"]
-    assert not [key for key in values if "counts" in key or "seed" in key or "ci" in key.split(".")[-1].split("_")]
+    assert not [
+        key for key in values if "counts" in key or "seed" in key or "ci" in key.split(".")[-1].split("_")
+    ]
 
 
 def test_the_runs_own_wandb_run_has_them(folder, result):
@@ -85,32 +104,58 @@ def test_the_runs_own_wandb_run_has_them(folder, result):
     summaries = [keyed(record.summary.update) for record in written if record.HasField("summary")]
     assert any(s.get("accuracy-adder/greedy.accuracy") == result[0]["greedy"]["accuracy"] for s in summaries)
     history = [keyed(record.history.item) for record in written if record.HasField("history")]
-    assert {h["_step"] for h in history if "accuracy-adder/greedy.accuracy" in h} == {2}  # after the run's steps 0 and 1
+    assert {h["_step"] for h in history if "accuracy-adder/greedy.accuracy" in h} == {
+        2
+    }  # after the run's steps 0 and 1
     assert list((folder / "a" / "wandb").glob("offline-run-*/files/media/table/accuracy-adder/answers*.json"))
 
 
 def test_a_checkpoint_is_another_model_and_the_same_weights_give_the_same_answers(folder, result):
-    evaluated(f"run={folder}/a/checkpoints/step_00000002", "accuracy.samples=0", f"cache_dir={folder}/other")  # where nothing is kept
+    evaluated(
+        f"run={folder}/a/checkpoints/step_00000002", "accuracy.samples=0", f"cache_dir={folder}/other"
+    )  # where nothing is kept
     evaluated(f"run={folder}/a", "step=1", "accuracy.samples=0")
     last, answers = read(folder / "a" / "evals" / "accuracy-adder-step2.json")
     before, _ = read(folder / "a" / "evals" / "accuracy-adder-step1.json")
     found, rows = result
-    assert last["fingerprints"]["weights"] == found["fingerprints"]["weights"] != before["fingerprints"]["weights"]
+    assert (
+        last["fingerprints"]["weights"]
+        == found["fingerprints"]["weights"]
+        != before["fingerprints"]["weights"]
+    )
     assert answers == [row for row in rows if row["drawn"] == "greedy"]
 
 
 def test_a_comparison_of_models_and_one_of_their_answers_agree(folder, result):
     against = "against=assets/adder/model"
-    evaluated(f"run={folder}/a", "kind=compare", against, "reward=adder", "wandb.enabled=false", f"cache_dir={folder}/cache")
+    evaluated(
+        f"run={folder}/a",
+        "kind=compare",
+        against,
+        "reward=adder",
+        "wandb.enabled=false",
+        f"cache_dir={folder}/cache",
+    )
     found, rows = read(folder / "a" / "evals" / "compare-adder-adder.json")
     differences = [fmean(row["rewards"]) - fmean(row["rewards_against"]) for row in rows]
     assert all(row["rewards"] == rewards(row["answers"], [row["reference"]]) for row in rows)
     assert found["mean_difference"] == pytest.approx(fmean(differences))
     assert found["win"] == pytest.approx(fmean(d > 0 for d in differences))
     for side, key in (("a", "answers"), ("b", "answers_against")):
-        (folder / f"{side}.jsonl").write_text("".join(
-            json.dumps({"prompt": row["prompt"], "reference": row["reference"], "output": row[key][0]}) + "\n" for row in rows))
-    evaluated("kind=compare", f"answers={folder}/a.jsonl", f"against={folder}/b.jsonl", "reward=adder", f"out={folder}/files")
+        (folder / f"{side}.jsonl").write_text(
+            "".join(
+                json.dumps({"prompt": row["prompt"], "reference": row["reference"], "output": row[key][0]})
+                + "\n"
+                for row in rows
+            )
+        )
+    evaluated(
+        "kind=compare",
+        f"answers={folder}/a.jsonl",
+        f"against={folder}/b.jsonl",
+        "reward=adder",
+        f"out={folder}/files",
+    )
     of_files, _ = read(folder / "files" / "compare-adder-b.json")
     for key in ("win_rate", "mean_difference", "p_t", "p_wilcoxon", "p_sign", "mean_difference_ci"):
         assert of_files[key] == found[key]

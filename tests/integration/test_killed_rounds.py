@@ -15,14 +15,30 @@ import pytest
 from tests.integration.online import SHORT, function, lines, rounds
 from tests.tiny import ROOT
 
-COMMAND = (sys.executable, "train.py", *SHORT, "rounds.contexts=96", "rounds.contexts_per_round=32", "online=true", "humanline=true",
-           "sync_freq=2", "loss=kto", "resume=true", *function("slow"))
+COMMAND = (
+    sys.executable,
+    "train.py",
+    *SHORT,
+    "rounds.contexts=96",
+    "rounds.contexts_per_round=32",
+    "online=true",
+    "humanline=true",
+    "sync_freq=2",
+    "loss=kto",
+    "resume=true",
+    *function("slow"),
+)
 
 
 def start(folder: Path, slow: int = 0) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([*COMMAND, f"runs_dir={folder}", f"cache_dir={folder}/cache", "exp_name=r"], cwd=ROOT,
-                            env={**os.environ, "SLOW_REWARD": str(slow), "OMP_NUM_THREADS": "1"},
-                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    return subprocess.Popen(
+        [*COMMAND, f"runs_dir={folder}", f"cache_dir={folder}/cache", "exp_name=r"],
+        cwd=ROOT,
+        env={**os.environ, "SLOW_REWARD": str(slow), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 def kill_when(process: subprocess.Popen[bytes], reached: Callable[[], bool]) -> None:
@@ -56,9 +72,26 @@ def test_killed_in_every_stage(tmp_path):
     assert last.wait(timeout=120) == 0, last.stderr.read().decode()[-2000:]
     assert (second / "samples.jsonl").stat().st_mtime_ns == sampled, "what was on disk was sampled again"
     undisturbed = tmp_path / "whole" / "r"
-    assert (run / "model/model.safetensors").read_bytes() == (undisturbed / "model/model.safetensors").read_bytes()
+    assert (run / "model/model.safetensors").read_bytes() == (
+        undisturbed / "model/model.safetensors"
+    ).read_bytes()
     for a, b in zip(rounds(run), rounds(undisturbed), strict=True):
-        assert [a.file(s).read_bytes() for s in ("samples", "scores", "groups")] == \
-            [b.file(s).read_bytes() for s in ("samples", "scores", "groups")]
-    numbers = ("step", "round", "reference_step", "loss", "grad_norm", "kl", "clipped_low", "clipped_high", "lr", "examples", "tokens")
-    assert [[x[key] for key in numbers] for x in lines(run)] == [[x[key] for key in numbers] for x in lines(undisturbed)]
+        assert [a.file(s).read_bytes() for s in ("samples", "scores", "groups")] == [
+            b.file(s).read_bytes() for s in ("samples", "scores", "groups")
+        ]
+    numbers = (
+        "step",
+        "round",
+        "reference_step",
+        "loss",
+        "grad_norm",
+        "kl",
+        "clipped_low",
+        "clipped_high",
+        "lr",
+        "examples",
+        "tokens",
+    )
+    assert [[x[key] for key in numbers] for x in lines(run)] == [
+        [x[key] for key in numbers] for x in lines(undisturbed)
+    ]

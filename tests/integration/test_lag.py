@@ -22,8 +22,16 @@ from tests.integration.online import lines, rounds, run_online
 from tests.tiny import make_config
 from trainers.basic import BasicTrainer
 
-LAGGING = ("online=true", "loss=dpo", "sampler=vllm", "rounds.lag=1", "rounds.contexts=96", "rounds.contexts_per_round=24",
-           "model.batch_size=4", "save_every=4")
+LAGGING = (
+    "online=true",
+    "loss=dpo",
+    "sampler=vllm",
+    "rounds.lag=1",
+    "rounds.contexts=96",
+    "rounds.contexts_per_round=24",
+    "model.batch_size=4",
+    "save_every=4",
+)
 
 
 class Second:
@@ -34,7 +42,9 @@ class Second:
     def __init__(self, policy, renderer):
         self.policy = policy
         self.other = load_policy(make_config().model, torch.device("cpu"))
-        self.sampler = EmbeddedSampler(self.other, renderer, torch.device("cpu"), batch_size=256, synced=False)
+        self.sampler = EmbeddedSampler(
+            self.other, renderer, torch.device("cpu"), batch_size=256, synced=False
+        )
 
     def publish(self, folder, version):
         folder.mkdir(parents=True)
@@ -92,7 +102,9 @@ def test_interrupted_inside_a_round(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(BasicTrainer, "step", interrupted)
-        patch.setattr(Maker, "_sampled", lambda self, folder: None)  # the weights stay, as where nothing was sampled yet
+        patch.setattr(
+            Maker, "_sampled", lambda self, folder: None
+        )  # the weights stay, as where nothing was sampled yet
         with pytest.raises(KeyboardInterrupt):
             run_online(tmp_path, "r", *LAGGING)
         for thread in threading.enumerate():  # one lives on in this process, as it would not in a killed one
@@ -134,4 +146,6 @@ def assert_same(run, whole):
 
 
 def test_the_real_engine_has_what_rounds_ask_of_it():
-    assert {name for name in vars(Second) if not name.startswith("_") and name != "threads"} <= set(vars(VllmEngine))
+    assert {name for name in vars(Second) if not name.startswith("_") and name != "threads"} <= set(
+        vars(VllmEngine)
+    )

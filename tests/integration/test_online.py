@@ -40,8 +40,14 @@ def test_the_tokens_that_were_sampled_are_the_tokens_that_are_trained(tmp_path, 
             best, worst = max(scored["scores"]), min(scored["scores"])
             if best - worst >= 0.01:
                 ids = [tuple(c["token_ids"]) for c in sampled["completions"]]
-                wanted.add((sampled["id"], ids[scored["scores"].index(best)], ids[scored["scores"].index(worst)]))
-    trained = [(e.prompt_id, *(tuple(row.completion_ids.tolist()) for row in e.rows)) for batch in batches for e in batch]
+                wanted.add(
+                    (sampled["id"], ids[scored["scores"].index(best)], ids[scored["scores"].index(worst)])
+                )
+    trained = [
+        (e.prompt_id, *(tuple(row.completion_ids.tolist()) for row in e.rows))
+        for batch in batches
+        for e in batch
+    ]
     assert len(order) == 48 == len(set(order))
     assert len(trained) == len(set(trained))
     assert set(trained) == wanted
@@ -55,8 +61,15 @@ def test_a_round_replayed_offline_trains_the_same(tmp_path):
     """The files are the seam: the first round's groups as a data set give the first round's losses and gradients, to the bit."""
     run = run_online(tmp_path, "r", "online=true", "loss=kto")
     first = [line for line in lines(run) if line["round"] == 0]
-    replayed = run_online(tmp_path, "replay", "loss=kto", "data=local", f"data.path={run}/rounds/000/groups.jsonl",
-                          "data.eval_fraction=0", "~reward")
+    replayed = run_online(
+        tmp_path,
+        "replay",
+        "loss=kto",
+        "data=local",
+        f"data.path={run}/rounds/000/groups.jsonl",
+        "data.eval_fraction=0",
+        "~reward",
+    )
     assert len(first) > 2
     for key in ("loss", "grad_norm", "kl", "reward_margin"):
         assert [line[key] for line in lines(replayed)] == [line[key] for line in first]
@@ -71,20 +84,36 @@ def test_the_clock_is_contexts_consumed(tmp_path):
 
 
 def test_whole_groups_with_equal_scores_take_the_same_steps(tmp_path, batches):
-    run = run_online(tmp_path, "r", "online=true", "loss=grpo", "rounds.feedback=group", "rounds.contexts_per_round=12")
+    run = run_online(
+        tmp_path, "r", "online=true", "loss=grpo", "rounds.feedback=group", "rounds.contexts_per_round=12"
+    )
     assert len(lines(run)) == 48 * 4 / 8
     assert any(len(set(group.rewards)) == 1 for folder in rounds(run) for group in folder.groups())
-    groups = {(g.prompt.id, c.token_ids): g.rewards for folder in rounds(run) for g in folder.groups() for c in g.completions}
+    groups = {
+        (g.prompt.id, c.token_ids): g.rewards
+        for folder in rounds(run)
+        for g in folder.groups()
+        for c in g.completions
+    }
     for example in (e for batch in batches for e in batch):
         values = groups[example.prompt_id, tuple(example.rows[0].completion_ids.tolist())]
         possible = {0.0} if np.std(values) == 0 else {(v - np.mean(values)) / np.std(values) for v in values}
         assert any(math.isclose(example.label, a, abs_tol=1e-9) for a in possible)
-    dropped = run_online(tmp_path, "d", "online=true", "loss=grpo", "rounds.feedback=group", "rounds.zero_variance=drop")
+    dropped = run_online(
+        tmp_path, "d", "online=true", "loss=grpo", "rounds.feedback=group", "rounds.zero_variance=drop"
+    )
     assert len(lines(dropped)) < len(lines(run))
 
 
 def test_an_empty_round_is_no_step(tmp_path):
-    run = run_online(tmp_path, "r", "online=true", "loss=dpo", "rounds.contexts_per_round=16", *function("silent_second_time"))
+    run = run_online(
+        tmp_path,
+        "r",
+        "online=true",
+        "loss=dpo",
+        "rounds.contexts_per_round=16",
+        *function("silent_second_time"),
+    )
     records = [folder.record for folder in rounds(run)]
     assert [record["kept"] > 0 for record in records] == [True, False, True]
     assert records[1]["steps"] == 0
@@ -93,18 +122,33 @@ def test_an_empty_round_is_no_step(tmp_path):
 
 
 def test_filling_up_samples_on_until_enough_are_kept(tmp_path):
-    run = run_online(tmp_path, "r", "online=true", "loss=dpo", "rounds.contexts=80", "rounds.contexts_per_round=16", "rounds.fill=true")
+    run = run_online(
+        tmp_path,
+        "r",
+        "online=true",
+        "loss=dpo",
+        "rounds.contexts=80",
+        "rounds.contexts_per_round=16",
+        "rounds.fill=true",
+    )
     records = [folder.record for folder in rounds(run)]
     assert all(record["kept"] == 16 for record in records[:-1])
     assert len(records[0]["parts"]) > 1
     assert [r["contexts"][0] for r in records] == [0, *(r["contexts"][1] for r in records[:-1])]
     assert records[-1]["contexts"][1] == 80
-    ids = [line["id"] for folder in rounds(run) for suffix in folder.record["parts"] for line in folder.read(f"samples{suffix}")]
+    ids = [
+        line["id"]
+        for folder in rounds(run)
+        for suffix in folder.record["parts"]
+        for line in folder.read(f"samples{suffix}")
+    ]
     assert len(ids) == 80 == len(set(ids))
 
 
 def test_samples_without_a_verdict_are_left_out(tmp_path):
-    run = run_online(tmp_path, "r", "online=true", "loss=dpo", "reward.max_missing=0.5", *function("by_length"))
+    run = run_online(
+        tmp_path, "r", "online=true", "loss=dpo", "reward.max_missing=0.5", *function("by_length")
+    )
     for folder in rounds(run):
         for sampled, scored in zip(folder.read("samples"), folder.read("scores"), strict=True):
             assert len(sampled["completions"]) == len(scored["scores"])
@@ -122,7 +166,15 @@ def test_a_reward_that_fails_stops_the_run_and_a_mended_one_goes_on(tmp_path):
 
 
 def test_thresholds_make_single_examples(tmp_path, batches):
-    run_online(tmp_path, "r", "online=true", "loss=kto", "rounds.feedback=threshold", "rounds.threshold=8", "rounds.contexts=24")
+    run_online(
+        tmp_path,
+        "r",
+        "online=true",
+        "loss=kto",
+        "rounds.feedback=threshold",
+        "rounds.threshold=8",
+        "rounds.contexts=24",
+    )
     assert sum(len(batch) for batch in batches) == 24 * 4
     assert {example.label for batch in batches for example in batch} == {1.0, -1.0}
 
@@ -130,21 +182,54 @@ def test_thresholds_make_single_examples(tmp_path, batches):
 def test_several_ranks_and_one_sample_and_train_alike(tmp_path):
     """Two gloo ranks share sampling; the files of the first round are the same to the byte, the weights to rounding."""
     one = run_online(tmp_path, "one", "online=true", "humanline=true", "loss=kto", "model.batch_size=16")
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "train.py", *SHORT, "online=true",
-                    "humanline=true", "loss=kto", "model.batch_size=16", f"runs_dir={tmp_path}", f"cache_dir={tmp_path}/c", "exp_name=two"],
-                   cwd=ROOT, check=True, capture_output=True, timeout=120)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            "--standalone",
+            "train.py",
+            *SHORT,
+            "online=true",
+            "humanline=true",
+            "loss=kto",
+            "model.batch_size=16",
+            f"runs_dir={tmp_path}",
+            f"cache_dir={tmp_path}/c",
+            "exp_name=two",
+        ],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
     for stage in ("samples", "scores", "groups"):
-        assert (one / f"rounds/000/{stage}.jsonl").read_bytes() == (tmp_path / f"two/rounds/000/{stage}.jsonl").read_bytes()
+        assert (one / f"rounds/000/{stage}.jsonl").read_bytes() == (
+            tmp_path / f"two/rounds/000/{stage}.jsonl"
+        ).read_bytes()
     assert len(read_groups(one / "rounds/000/groups.jsonl")) > 4
-    np.testing.assert_allclose([a["loss"] for a in lines(one)], [b["loss"] for b in lines(tmp_path / "two")], rtol=1e-4)
+    np.testing.assert_allclose(
+        [a["loss"] for a in lines(one)], [b["loss"] for b in lines(tmp_path / "two")], rtol=1e-4
+    )
     first, second = (load_file(run / "model" / "model.safetensors") for run in (one, tmp_path / "two"))
     assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-3
 
 
 def test_a_run_may_be_as_long_as_an_offline_one_of_so_many_examples(tmp_path, batches):
     """``rounds.examples``: as many examples as offline, on the same schedule, whatever share of contexts is dropped."""
-    run = run_online(tmp_path, "r", "online=true", "loss=dpo", "warmup=1.0", "lr=1e-3", "rounds.contexts=200",
-                     "rounds.contexts_per_round=12", "rounds.fill=true", "rounds.examples=30")
+    run = run_online(
+        tmp_path,
+        "r",
+        "online=true",
+        "loss=dpo",
+        "warmup=1.0",
+        "lr=1e-3",
+        "rounds.contexts=200",
+        "rounds.contexts_per_round=12",
+        "rounds.fill=true",
+        "rounds.examples=30",
+    )
     assert sum(len(batch) for batch in batches) == 30
     sizes = [folder.record["examples"] for folder in rounds(run)]
     assert len(sizes) == 3 and sum(sizes[:2]) < 30 <= sum(sizes), "the last round is cut, not left out"

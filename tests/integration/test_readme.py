@@ -10,8 +10,14 @@ import pytest
 from tests.tiny import ROOT, make_config
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS = sorted({line.partition("#")[0].strip() for page in PAGES for line in page.read_text().splitlines()
-                   if re.match(r"\s+(python|torchrun|accelerate launch).* ?train\.py [a-z]", line) and "…" not in line})
+COMMANDS = sorted(
+    {
+        line.partition("#")[0].strip()
+        for page in PAGES
+        for line in page.read_text().splitlines()
+        if re.match(r"\s+(python|torchrun|accelerate launch).* ?train\.py [a-z]", line) and "…" not in line
+    }
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -27,9 +33,13 @@ def test_the_readme_gives_commands():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_that_is_named_is_there(page):
     text = page.read_text()
-    named = re.findall(r"`((?:config|data|models|trainers|rollouts|launch|tests|tools|docs|sweeps)/[\w./-]+)`", text)
+    named = re.findall(
+        r"`((?:config|data|models|trainers|rollouts|launch|tests|tools|docs|sweeps)/[\w./-]+)`", text
+    )
     linked = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    missing = [n for n in named if not (ROOT / n).exists()] + [n for n in linked if not (page.parent / n).exists()]
+    missing = [n for n in named if not (ROOT / n).exists()] + [
+        n for n in linked if not (page.parent / n).exists()
+    ]
     assert not missing
 
 
@@ -50,4 +60,7 @@ def test_the_map_of_the_tree_is_that_of_the_tree():
 
 def test_the_make_targets_are_there():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"(?:`|^    )make ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE)) <= targets
+    assert (
+        set(re.findall(r"(?:`|^    )make ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+        <= targets
+    )

@@ -24,7 +24,14 @@ from trainers.basic import BasicTrainer
 from trainers.run import Run
 from trainers.signals import REQUEUE
 
-SMALL = ("n_examples=192", "model.batch_size=16", "n_eval_examples=24", "wandb.enabled=false", "lr=1e-3", "data.verifier=null")
+SMALL = (
+    "n_examples=192",
+    "model.batch_size=16",
+    "n_eval_examples=24",
+    "wandb.enabled=false",
+    "lr=1e-3",
+    "data.verifier=null",
+)
 
 
 class CrashError(Exception):
@@ -60,8 +67,13 @@ def timeless(records: list[dict]) -> list[dict]:
     return [{k: v for k, v in r.items() if k not in ("seconds", "tokens_per_second")} for r in records]
 
 
-VARIANTS = [("dpo", "humanline=false"), ("dpo", "humanline=true", "sync_freq=3"), ("kto", "humanline=true", "sync_freq=4"),
-            ("grpo", "humanline=true"), ("dpo", "humanline=true", "model.use_peft=true", "model.peft.lora_r=4")]
+VARIANTS = [
+    ("dpo", "humanline=false"),
+    ("dpo", "humanline=true", "sync_freq=3"),
+    ("kto", "humanline=true", "sync_freq=4"),
+    ("grpo", "humanline=true"),
+    ("dpo", "humanline=true", "model.use_peft=true", "model.peft.lora_r=4"),
+]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(v[:1] + v[1:]))
@@ -78,7 +90,9 @@ def test_k_steps_and_the_rest_are_n_steps(tmp_path, cache, monkeypatch, variant)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert timeless(lines(tmp_path / "parts")) == timeless(lines(tmp_path / "whole"))
     assert [r["step"] for r in lines(tmp_path / "parts")] == list(range(12))
-    before, after = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts"))
+    before, after = (
+        json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts")
+    )
     assert before["after"] == after["after"] and before["before"] == after["before"]
 
 
@@ -132,12 +146,35 @@ def test_what_a_run_leaves_loads_in_transformers_and_chains(tmp_path, cache):
     assert model.dtype == torch.float32 and tokenizer.chat_template
     base = AutoModelForCausalLM.from_pretrained(ROOT / "assets/adder/model")
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), base.parameters(), strict=True))
-    wanted = {"step", "examples", "tokens", "loss", "grad_norm", "lr", "reward_chosen", "reward_rejected", "reward_margin",
-              "reward_accuracy", "kl", "drift", "reference_step", "clipped_low", "clipped_high", "tokens_per_second", "seconds"}
+    wanted = {
+        "step",
+        "examples",
+        "tokens",
+        "loss",
+        "grad_norm",
+        "lr",
+        "reward_chosen",
+        "reward_rejected",
+        "reward_margin",
+        "reward_accuracy",
+        "kl",
+        "drift",
+        "reference_step",
+        "clipped_low",
+        "clipped_high",
+        "tokens_per_second",
+        "seconds",
+    }
     assert all(wanted <= set(line) for line in lines(run))
     assert [bool("eval_loss" in line) for line in lines(run)] == [i in (0, 6) for i in range(12)]
     assert summary["before"]["eval_reward_margin"] == 0.0 and summary["before"]["eval_reward_accuracy"] == 0.5
-    for name in ("config.yaml", "data_report.md", "report.html", "model/README.md", "model/generation_config.json"):
+    for name in (
+        "config.yaml",
+        "data_report.md",
+        "report.html",
+        "model/README.md",
+        "model/generation_config.json",
+    ):
         assert (run / name).stat().st_size > 0
     train(settings(tmp_path, cache, "loss=dpo", f"model.name_or_path={run}", "n_examples=16"), "next")
 
@@ -148,19 +185,29 @@ def test_with_syncing_drift_is_measured_on_some_batches_and_the_report_says_on_h
     train(settings(tmp_path, cache, *every, "drift_examples=null"), "all")
     some, whole = ([line["drift"] for line in lines(tmp_path / name)] for name in ("some", "all"))
     assert [value is not None for value in some] == [True, False, False, False] * 2
-    assert all(value is not None for value in whole) and [some[i] for i in (0, 4)] == [whole[i] for i in (0, 4)]
-    counts = [json.loads((tmp_path / name / "data_report.json").read_text())["logprob"]["all"]["count"] for name in ("some", "all")]
+    assert all(value is not None for value in whole) and [some[i] for i in (0, 4)] == [
+        whole[i] for i in (0, 4)
+    ]
+    counts = [
+        json.loads((tmp_path / name / "data_report.json").read_text())["logprob"]["all"]["count"]
+        for name in ("some", "all")
+    ]
     assert counts == [32, 128], "two of eight batches of eight pairs"
 
 
 def test_the_last_and_the_best_checkpoints_stay_and_any_is_exported(tmp_path, cache):
-    train(settings(tmp_path, cache, "eval_every=32", "keep_best=eval_loss", "keep_checkpoints=2", "lr=0.02"), "run")
+    train(
+        settings(tmp_path, cache, "eval_every=32", "keep_best=eval_loss", "keep_checkpoints=2", "lr=0.02"),
+        "run",
+    )
     kept = [int(p.name[5:]) for p in Checkpoints(tmp_path / "run" / "checkpoints", None, 2).all()]
     losses = {r["step"]: r["eval_loss"] for r in lines(tmp_path / "run") if "eval_loss" in r}
     best = min(losses, key=losses.get)
     assert sorted({best, 10, 12}) == kept
     folder = export_run(tmp_path / "run", best, tmp_path / "exported")
-    assert AutoTokenizer.from_pretrained(folder).chat_template and AutoModelForCausalLM.from_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder).chat_template and AutoModelForCausalLM.from_pretrained(
+        folder
+    )
     final = load_file(tmp_path / "run" / "model" / "model.safetensors")
     last = load_file(export_run(tmp_path / "run", None, tmp_path / "last") / "model.safetensors")
     assert all(torch.equal(final[name], last[name]) for name in final)
@@ -198,7 +245,9 @@ def test_a_full_disk_at_the_start_stops_the_run_later_it_does_not(tmp_path, cach
     assert len(calls) > 2
 
 
-def test_gradients_that_are_not_finite_stop_the_run_after_n_and_leave_their_batches(tmp_path, cache, monkeypatch):
+def test_gradients_that_are_not_finite_stop_the_run_after_n_and_leave_their_batches(
+    tmp_path, cache, monkeypatch
+):
     from config.checks import StoppedError
 
     real = BasicTrainer.compute_loss
@@ -222,16 +271,33 @@ def test_gradients_that_are_not_finite_stop_the_run_after_n_and_leave_their_batc
     assert len(left) == 4 and len(left[0].read_text().splitlines()) == 16
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, REQUEUE), (signal.SIGKILL, -9)], ids=["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, REQUEUE), (signal.SIGKILL, -9)], ids=["SIGTERM", "SIGKILL"]
+)
 def test_a_killed_process_goes_on(tmp_path, cache, number, code):
     """The real program, killed in mid-run, started again with the same command."""
-    command = [sys.executable, "train.py", "loss=dpo", "humanline=true", "sync_freq=2", "resume=true", "exp_name=run", "save_every=16",
-               f"runs_dir={tmp_path}", f"cache_dir={cache}", *SMALL]
+    command = [
+        sys.executable,
+        "train.py",
+        "loss=dpo",
+        "humanline=true",
+        "sync_freq=2",
+        "resume=true",
+        "exp_name=run",
+        "save_every=16",
+        f"runs_dir={tmp_path}",
+        f"cache_dir={cache}",
+        *SMALL,
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     deadline = time.time() + 120
     while time.time() < deadline and process.poll() is None:
-        if (tmp_path / "run" / "metrics.jsonl").exists() and len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 3:
+        if (tmp_path / "run" / "metrics.jsonl").exists() and len(
+            (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        ) >= 3:
             process.send_signal(number)
             break
         time.sleep(0.02)
@@ -243,5 +309,3 @@ def test_a_killed_process_goes_on(tmp_path, cache, number, code):
     whole, killed = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "run"))
     assert all(torch.allclose(whole[name], killed[name], atol=1e-6) for name in whole)
     assert [r["step"] for r in lines(tmp_path / "run")] == list(range(12))
-
-

@@ -18,8 +18,15 @@ from trainers.basic import BasicTrainer
 from trainers.run import Run
 
 PAIRS = 64
-RUN = ("model.batch_size=8", "model.eval_batch_size=16", "n_eval_examples=8", "wandb.enabled=false", "lr=1e-4", "data.verifier=null",
-       "save_every=8")
+RUN = (
+    "model.batch_size=8",
+    "model.eval_batch_size=16",
+    "n_eval_examples=8",
+    "wandb.enabled=false",
+    "lr=1e-4",
+    "data.verifier=null",
+    "save_every=8",
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +39,13 @@ def folder(tmp_path_factory) -> Path:
 
 
 def overrides(folder: Path, *more: str) -> list[str]:
-    return [f"runs_dir={folder}", f"cache_dir={folder / 'cache'}", f"data.path={folder / 'pairs.jsonl'}", *RUN, *more]
+    return [
+        f"runs_dir={folder}",
+        f"cache_dir={folder / 'cache'}",
+        f"data.path={folder / 'pairs.jsonl'}",
+        *RUN,
+        *more,
+    ]
 
 
 def settings(folder: Path, *more: str):
@@ -54,7 +67,11 @@ def steps(run: Path) -> int:
 def test_a_range_trains_on_its_share_and_says_so(folder):
     report = json.loads((folder / "whole" / "data_report.json").read_text())
     assert steps(folder / "whole") == PAIRS // 2 // 8 and report["examples"] == PAIRS // 2
-    assert (report["selection"]["below"], report["selection"]["kept"], report["selection"]["above"]) == (16, 32, 16)
+    assert (report["selection"]["below"], report["selection"]["kept"], report["selection"]["above"]) == (
+        16,
+        32,
+        16,
+    )
     assert report["selection"]["all"]["lower_quartile"] <= report["selection"]["lowest"] + 1e-9
     assert report["logprob"]["all"]["count"] == PAIRS
     assert "32 of 64 groups were kept" in (folder / "whole" / "data_report.md").read_text()
@@ -63,9 +80,17 @@ def test_a_range_trains_on_its_share_and_says_so(folder):
 @pytest.mark.parametrize("loss", ["kto", "grpo", "simpo", "sft"])
 def test_every_loss_keeps_the_same_pairs(folder, loss):
     """Losses of both completions agree; SFT, which reads the chosen one alone, orders by that."""
-    train(settings(folder, f"loss={loss}", "model.batch_size=8", "data.logprob_range=[0.25,0.75]", "log_drift=false"), loss)
+    train(
+        settings(
+            folder, f"loss={loss}", "model.batch_size=8", "data.logprob_range=[0.25,0.75]", "log_drift=false"
+        ),
+        loss,
+    )
     assert (selection(folder / loss)["kept"] == selection(folder / "whole")["kept"]) == (loss != "sft")
-    assert json.loads((folder / loss / "data_report.json").read_text())["logprob"]["all"]["count"] in (PAIRS, PAIRS // 2)
+    assert json.loads((folder / loss / "data_report.json").read_text())["logprob"]["all"]["count"] in (
+        PAIRS,
+        PAIRS // 2,
+    )
 
 
 def test_a_killed_run_goes_on_with_its_groups_even_without_the_cache(folder, monkeypatch):
@@ -81,17 +106,30 @@ def test_a_killed_run_goes_on_with_its_groups_even_without_the_cache(folder, mon
     with monkeypatch.context() as patch:
         patch.setattr(Run, "before_step", before_step)
         with pytest.raises(CrashError):
-            train(settings(folder, "data.logprob_range=[0.25,0.75]", f"cache_dir={folder / 'other'}"), "parts")
+            train(
+                settings(folder, "data.logprob_range=[0.25,0.75]", f"cache_dir={folder / 'other'}"), "parts"
+            )
     shutil.rmtree(folder / "other")
-    train(settings(folder, "data.logprob_range=[0.25,0.75]", f"cache_dir={folder / 'other'}", "resume=true"), "parts")
+    train(
+        settings(folder, "data.logprob_range=[0.25,0.75]", f"cache_dir={folder / 'other'}", "resume=true"),
+        "parts",
+    )
     assert selection(folder / "parts")["kept"] == selection(folder / "whole")["kept"]
     whole, parts = weights(folder / "whole"), weights(folder / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
 def test_two_ranks_keep_the_same_groups(folder):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py",
-               *overrides(folder, "data.logprob_range=[0.25,0.75]", f"cache_dir={folder / 'ranks'}", "exp_name=two")]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+        *overrides(folder, "data.logprob_range=[0.25,0.75]", f"cache_dir={folder / 'ranks'}", "exp_name=two"),
+    ]
     log = folder / "two.log"
     assert start(command, log).wait(300) == 0, log.read_text()[-3000:]
     assert selection(folder / "two")["kept"] == selection(folder / "whole")["kept"]

@@ -17,14 +17,18 @@ from launch import sweep
 
 ROOT = Path(__file__).parent.parent.parent
 TOOLS = ROOT / "tools" / "slurm"
-pytestmark = pytest.mark.skipif(shutil.which("slurmctld", path="/usr/sbin:/usr/bin:/usr/local/sbin") is None,
-                                reason="slurmctld is not installed: tools/slurm/install.sh, as root, installs it")
+pytestmark = pytest.mark.skipif(
+    shutil.which("slurmctld", path="/usr/sbin:/usr/bin:/usr/local/sbin") is None,
+    reason="slurmctld is not installed: tools/slurm/install.sh, as root, installs it",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("slurm")
-    up = subprocess.run(["bash", str(TOOLS / "up.sh"), str(folder), "2"], capture_output=True, text=True, timeout=60)
+    up = subprocess.run(
+        ["bash", str(TOOLS / "up.sh"), str(folder), "2"], capture_output=True, text=True, timeout=60
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -53,12 +57,16 @@ def logs_of(folder: Path) -> str:
 
 
 def queue() -> str:
-    return subprocess.run(["squeue", "--noheader", "--array", "--format=%F_%K %T"], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["squeue", "--noheader", "--array", "--format=%F_%K %T"], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def set_limit(job: str, minutes: int) -> None:
     """The job's time limit: so many minutes from now, rounded up."""
-    elapsed = subprocess.run(["squeue", "--noheader", f"--job={job}", "--format=%M"], capture_output=True, text=True, check=True).stdout
+    elapsed = subprocess.run(
+        ["squeue", "--noheader", f"--job={job}", "--format=%M"], capture_output=True, text=True, check=True
+    ).stdout
     limit = (int(elapsed.strip().rsplit(":", 1)[0] or 0) if ":" in elapsed else 0) + minutes
     subprocess.run(["scontrol", "update", f"JobId={job}", f"TimeLimit={limit}"], check=True)
 
@@ -76,18 +84,40 @@ sleep 0.5
 exit $code
 """)
     fake.chmod(0o755)
-    job = {"nodes": 2, "gpus_per_node": 0, "ranks_per_node": 2, "cpus_per_rank": 1, "time": "5", "signal_lead": 10, "retries": 1,
-           "python": str(fake), "running_at_once": 1}
-    file = write(tmp_path / "codes.yaml", {"base": {"runs_dir": str(tmp_path / "runs")}, "seeds": [0, 1, 2, 75], "slurm": job})
+    job = {
+        "nodes": 2,
+        "gpus_per_node": 0,
+        "ranks_per_node": 2,
+        "cpus_per_rank": 1,
+        "time": "5",
+        "signal_lead": 10,
+        "retries": 1,
+        "python": str(fake),
+        "running_at_once": 1,
+    }
+    file = write(
+        tmp_path / "codes.yaml",
+        {"base": {"runs_dir": str(tmp_path / "runs")}, "seeds": [0, 1, 2, 75], "slurm": job},
+    )
     assert sweep.main([file, "--submit", "--logs", str(tmp_path / "logs")]) == 0
     until(lambda: not queue(), 60, lambda: queue() + logs_of(tmp_path))
 
     lines = [line.split() for line in notes.read_text().splitlines()]
     starts = {code: sorted(line[1] for line in lines if line[0] == code) for code in ("0", "1", "2", "75")}
     ranks = ["0", "1", "2", "3"]
-    assert starts == {"0": ranks, "1": sorted(ranks * 2), "2": ranks, "75": sorted(ranks * 2)}  # once, retried, refused, requeued
+    assert starts == {
+        "0": ranks,
+        "1": sorted(ranks * 2),
+        "2": ranks,
+        "75": sorted(ranks * 2),
+    }  # once, retried, refused, requeued
     first = [line for line in lines if line[0] == "0"]
-    assert {(line[1], line[2], line[6]) for line in first} == {("0", "0", "0"), ("1", "1", "0"), ("2", "0", "1"), ("3", "1", "1")}
+    assert {(line[1], line[2], line[6]) for line in first} == {
+        ("0", "0", "0"),
+        ("1", "1", "0"),
+        ("2", "0", "1"),
+        ("3", "1", "1"),
+    }
     assert {line[3] for line in lines} == {"4"} and {line[4] for line in lines} == {"n1"}
     assert len({line[5] for line in first}) == 1, "ranks of one run have different ports"
 
@@ -96,12 +126,31 @@ def test_cancelled_requeued_and_timed_out_runs_all_finish(tmp_path: Path) -> Non
     """The embedded task: one run is cancelled and submitted again, one requeued by hand, the long one meets its time limit (it is held
     up until then, so that it does so on any machine)."""
     runs, logs = tmp_path / "runs", tmp_path / "logs"
-    base = {"runs_dir": str(runs), "wandb.enabled": False, "n_eval_examples": 8, "model.batch_size": 8, "cache_dir": str(tmp_path / "c")}
-    file = write(tmp_path / "adder.yaml", {
-        "base": base,
-        "cells": {"long": {"n_examples": 800}, "requeued": {"n_examples": 80}, "cancelled": {"n_examples": 80}},
-        "slurm": {"gpus_per_node": 0, "cpus_per_rank": 1, "time": "20", "signal_lead": 10, "python": sys.executable},
-    })
+    base = {
+        "runs_dir": str(runs),
+        "wandb.enabled": False,
+        "n_eval_examples": 8,
+        "model.batch_size": 8,
+        "cache_dir": str(tmp_path / "c"),
+    }
+    file = write(
+        tmp_path / "adder.yaml",
+        {
+            "base": base,
+            "cells": {
+                "long": {"n_examples": 800},
+                "requeued": {"n_examples": 80},
+                "cancelled": {"n_examples": 80},
+            },
+            "slurm": {
+                "gpus_per_node": 0,
+                "cpus_per_rank": 1,
+                "time": "20",
+                "signal_lead": 10,
+                "python": sys.executable,
+            },
+        },
+    )
     names = [f"adder-{cell}-s1" for cell in ("long", "requeued", "cancelled")]
     arguments = [file, "--submit", "--logs", str(logs)]
     assert sweep.main(arguments) == 0
@@ -129,8 +178,14 @@ def test_cancelled_requeued_and_timed_out_runs_all_finish(tmp_path: Path) -> Non
     for name, steps in zip(names, (100, 10, 10), strict=True):
         lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == list(range(steps)), f"{name}: every step is there once"
-    assert "exit code 75" in log(names[0]) and "start 2] on" in log(names[0]) and "resumed before step" in log(names[0])
+    assert (
+        "exit code 75" in log(names[0])
+        and "start 2] on" in log(names[0])
+        and "resumed before step" in log(names[0])
+    )
     assert "start 2] on" in log(names[1])
     until(lambda: not queue(), 30, queue)
     assert sweep.main(arguments) == 0
-    assert len((logs / "adder" / "submitted.jsonl").read_text().splitlines()) == 2, "nothing is left to submit"
+    assert len((logs / "adder" / "submitted.jsonl").read_text().splitlines()) == 2, (
+        "nothing is left to submit"
+    )

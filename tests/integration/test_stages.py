@@ -16,7 +16,9 @@ COMMON = [s for s in SHORT if s.startswith(("data.", "rounds.samples"))]
 
 
 def command(program, *arguments):
-    return subprocess.run([sys.executable, f"{program}.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, f"{program}.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_stages_on_files_make_the_data_of_a_run(tmp_path):
@@ -32,7 +34,15 @@ def test_stages_on_files_make_the_data_of_a_run(tmp_path):
     assert groups
     assert all((g.prompt.id, c.token_ids) in sampled for g in groups for c in g.completions)
     assert all(group.rewards[0] - group.rewards[1] >= 0.01 for group in groups)
-    run = run_online(tmp_path, "offline", "loss=dpo", "data=local", f"data.path={feedback}", "data.eval_fraction=0", "~reward")
+    run = run_online(
+        tmp_path,
+        "offline",
+        "loss=dpo",
+        "data=local",
+        f"data.path={feedback}",
+        "data.eval_fraction=0",
+        "~reward",
+    )
     assert lines(run)[-1]["examples"] == len(groups)
     assert not rounds(run)
 

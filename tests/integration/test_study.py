@@ -13,14 +13,29 @@ from study.plan import PLAN
 from study.records import read_records
 
 SMALL = {
-    "base": {"model": "adder", "data": "adder", "data.eval_split": "test", "n_eval_prompts": 8, "n_eval_examples": 8,
-             "model.max_length": 40, "sampler.max_tokens": 24, "log_drift": False, "diagnostics": False, "wandb.enabled": False},
+    "base": {
+        "model": "adder",
+        "data": "adder",
+        "data.eval_split": "test",
+        "n_eval_prompts": 8,
+        "n_eval_examples": 8,
+        "model.max_length": 40,
+        "sampler.max_tokens": 24,
+        "log_drift": False,
+        "diagnostics": False,
+        "wandb.enabled": False,
+    },
     "losses": {"dpo": {"loss": "dpo", "n_examples": 16, "model.batch_size": 8}},
     "variants": {"offline": {}, "offline-hl": {"humanline": True, "sync_freq": 1}},
     "exceptions": {},
     "tuning": {"seeds": [100], "metric": "eval_accuracy_sampled", "lr": [1e-4], "max_grad_norm": [4.0]},
     "seeds": {"full": {"main": 3, "other": 1}, "quick": {"main": 2, "other": 1}},
-    "experiments": {"ablation": {"in": ["full", "quick"], "cells": {"dpo-clip-only": {"like": "dpo-offline-hl", "sync_mode": "never"}}}},
+    "experiments": {
+        "ablation": {
+            "in": ["full", "quick"],
+            "cells": {"dpo-clip-only": {"like": "dpo-offline-hl", "sync_mode": "never"}},
+        }
+    },
 }
 
 
@@ -29,7 +44,16 @@ def study(tmp_path_factory):
     folder = tmp_path_factory.mktemp("study")
     plan = folder / "plan.yaml"
     plan.write_text(yaml.safe_dump(SMALL))
-    here = ["--plan", str(plan), "--runs-dir", str(folder / "runs"), "--out", str(folder / "out"), "--jobs", "2"]
+    here = [
+        "--plan",
+        str(plan),
+        "--runs-dir",
+        str(folder / "runs"),
+        "--out",
+        str(folder / "out"),
+        "--jobs",
+        "2",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("study.runner.RUNS_OF_A_PROCESS", 3)  # so that processes are replaced on the way
         assert main(["full", *here]) == 0
@@ -49,7 +73,14 @@ def test_full_tunes_runs_and_reports(study):
     assert "11 of 11 planned runs" in text and "dpo-clip-only-s1" in text
     records = {record.name: record for record in read_records(folder / "out" / "runs.jsonl")}
     assert records["dpo-offline-hl-s1"].clipped is not None and records["dpo-offline-s1"].clipped is None
-    assert set(records["dpo-offline-hl-s1"].traces) == {"clipped_low", "clipped_high", "grad_norm", "loss", "kl", "reward_margin"}
+    assert set(records["dpo-offline-hl-s1"].traces) == {
+        "clipped_low",
+        "clipped_high",
+        "grad_norm",
+        "loss",
+        "kl",
+        "reward_margin",
+    }
     summary = json.loads((folder / "runs" / "dpo-offline-hl-s1" / "summary.json").read_text())
     assert summary["command"].startswith("python train.py") and "humanline=true" in summary["command"]
 
@@ -69,11 +100,21 @@ def test_a_study_goes_on_where_it_was_and_repeats_nothing(study, capsys):
 def test_records_stand_for_runs_whose_folders_are_gone(study, tmp_path):
     folder, here = study
     shutil.copy(folder / "out" / "runs.jsonl", tmp_path / "runs.jsonl")
-    elsewhere = [*here[:2], "--runs-dir", str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--records", str(tmp_path / "runs.jsonl")]
+    elsewhere = [
+        *here[:2],
+        "--runs-dir",
+        str(tmp_path / "runs"),
+        "--out",
+        str(tmp_path / "out"),
+        "--records",
+        str(tmp_path / "runs.jsonl"),
+    ]
     assert main(["full", *elsewhere]) == 0
     assert not (tmp_path / "runs").exists()
     same = [(root / "out" / "report.md").read_text().splitlines() for root in (folder, tmp_path)]
-    assert [line for line in same[0] if "Made by" not in line] == [line for line in same[1] if "Made by" not in line]
+    assert [line for line in same[0] if "Made by" not in line] == [
+        line for line in same[1] if "Made by" not in line
+    ]
 
 
 def test_quick_takes_what_full_chose_and_other_seeds(study, capsys):
@@ -85,7 +126,15 @@ def test_quick_takes_what_full_chose_and_other_seeds(study, capsys):
 
 def test_a_run_that_fails_is_named_and_the_others_are_done(study, capsys):
     folder, here = study
-    other = [*here[:2], "--runs-dir", str(folder / "broken"), "--out", str(folder / "broken-out"), "--jobs", "1"]
+    other = [
+        *here[:2],
+        "--runs-dir",
+        str(folder / "broken"),
+        "--out",
+        str(folder / "broken-out"),
+        "--jobs",
+        "1",
+    ]
     record = folder / "broken" / "dpo-offline-s1" / "config.yaml"
     record.parent.mkdir(parents=True)
     record.write_text("lr: 1\n")  # something else lies there
@@ -95,17 +144,27 @@ def test_a_run_that_fails_is_named_and_the_others_are_done(study, capsys):
     assert (folder / "broken" / "dpo-offline-hl-s2" / "summary.json").exists()
 
 
-@pytest.mark.parametrize(("words", "key"), [
-    (["quick", "--jobs", "0"], "--jobs"), (["quick", "--seeds", "a"], "--seeds"),
-    (["quick", "--seeds", "1,2,1"], "--seeds"), (["full", "--seeds", "1,1"], "--seeds"), (["full", "--only", "nothing"], "--only"),
-    (["full", "--records", "missing.jsonl"], "records"), (["quick", "--only", "nothing"], "--only"),
-    (["report", "--records", "missing.jsonl"], "records"), (["report", "--records", str(PLAN)], "line 1"),
-    (["quick", "--plan", "missing.yaml"], "--plan"),
-])
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["quick", "--jobs", "0"], "--jobs"),
+        (["quick", "--seeds", "a"], "--seeds"),
+        (["quick", "--seeds", "1,2,1"], "--seeds"),
+        (["full", "--seeds", "1,1"], "--seeds"),
+        (["full", "--only", "nothing"], "--only"),
+        (["full", "--records", "missing.jsonl"], "records"),
+        (["quick", "--only", "nothing"], "--only"),
+        (["report", "--records", "missing.jsonl"], "records"),
+        (["report", "--records", str(PLAN)], "line 1"),
+        (["quick", "--plan", "missing.yaml"], "--plan"),
+    ],
+)
 def test_what_cannot_be_honoured_is_refused(words, key, tmp_path, capsys):
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(SMALL))
-    (tmp_path / "chosen.yaml").write_text("cells: {dpo-offline: {lr: 1e-4, model.max_grad_norm: 1.0}, "
-                                          "dpo-offline-hl: {lr: 1e-4, model.max_grad_norm: 1.0}}\n")
+    (tmp_path / "chosen.yaml").write_text(
+        "cells: {dpo-offline: {lr: 1e-4, model.max_grad_norm: 1.0}, "
+        "dpo-offline-hl: {lr: 1e-4, model.max_grad_norm: 1.0}}\n"
+    )
     here = [] if "--plan" in words else ["--plan", str(tmp_path / "plan.yaml")]
     assert main([*words, *here, "--runs-dir", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 2
     assert key in capsys.readouterr().err

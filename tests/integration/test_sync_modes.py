@@ -23,15 +23,25 @@ TRUST = {"hard-1": (1, 1.0), "hard-3": (3, 1.0), "soft-1": (1, 0.3), "soft-2": (
 
 
 def config_of(folder, *overrides):
-    return engine_config(folder, "dpo", "model.batch_size=4", "model.gradient_accumulation_steps=2", *overrides)
+    return engine_config(
+        folder, "dpo", "model.batch_size=4", "model.gradient_accumulation_steps=2", *overrides
+    )
 
 
-def live(trainer: BasicTrainer, policy: Policy, segment, k: int, alpha: float, low: float, high: float) -> list[float]:
+def live(
+    trainer: BasicTrainer, policy: Policy, segment, k: int, alpha: float, low: float, high: float
+) -> list[float]:
     """Plain training with a second model that moves after the optimizer step. ``trainer`` only cuts the batches."""
     config, loss = trainer.config, make_loss(trainer.config)
     reference = copy.deepcopy(policy)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,
-                                  weight_decay=config.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
     losses = []
     for t in range(segment.steps):
         batch, total = segment.batch(t), 0.0
@@ -58,7 +68,9 @@ def live(trainer: BasicTrainer, policy: Policy, segment, k: int, alpha: float, l
 @pytest.mark.parametrize("mode", TRUST)
 def test_trust_region_is_bit_identical_to_a_second_model(tmp_path, mode, humanline):
     k, alpha = TRUST[mode]
-    config = config_of(tmp_path, "sync_mode=trust_region", f"sync_freq={k}", f"sync_alpha={alpha}", f"humanline={humanline}")
+    config = config_of(
+        tmp_path, "sync_mode=trust_region", f"sync_freq={k}", f"sync_alpha={alpha}", f"humanline={humanline}"
+    )
     segment, plain = make_segment(config, pairs=4 * STEPS), tiny_policy()
     trainer, lines = run(config, segment, make_trainer(config, copy.deepcopy(plain)))
     bounds = (config.log_epsilon_P, config.log_epsilon_R) if humanline else (-math.inf, math.inf)
@@ -93,9 +105,14 @@ def test_the_ablations_of_figure_5_are_four_runs(tmp_path):
         config = config_of(tmp_path, *overrides)
         lines[name] = run(config, make_segment(config, pairs=4 * STEPS))[1]
     synced = {name: [line["reference_step"] for line in rows] for name, rows in lines.items()}
-    assert synced["both"] == synced["sync only"] == [0, 0, 1, 2, 3, 4, 5] and synced["clip only"] == synced["neither"] == [0] * STEPS
+    assert (
+        synced["both"] == synced["sync only"] == [0, 0, 1, 2, 3, 4, 5]
+        and synced["clip only"] == synced["neither"] == [0] * STEPS
+    )
     clipped = {name: sum(line["clipped_low"] for line in rows) for name, rows in lines.items()}
-    assert clipped["both"] > 0 and clipped["clip only"] > 0 and clipped["sync only"] == clipped["neither"] == 0
+    assert (
+        clipped["both"] > 0 and clipped["clip only"] > 0 and clipped["sync only"] == clipped["neither"] == 0
+    )
     assert len({rows[-1]["loss"] for rows in lines.values()}) == 4
 
 
@@ -103,11 +120,17 @@ class StopHereError(Exception):
     """What a killed run sees."""
 
 
-@pytest.mark.parametrize("overrides", [
-    ["humanline=true", "sync_freq=3"], ["sync_mode=trust_region", "sync_freq=3"],
-    ["sync_mode=trust_region", "sync_freq=2", "sync_alpha=0.3"],
-    ["humanline=true", "sync_mode=never"], ["humanline=true", "humanline_mode=sample"],
-], ids=["humanline", "hard", "soft", "never", "sample"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["humanline=true", "sync_freq=3"],
+        ["sync_mode=trust_region", "sync_freq=3"],
+        ["sync_mode=trust_region", "sync_freq=2", "sync_alpha=0.3"],
+        ["humanline=true", "sync_mode=never"],
+        ["humanline=true", "humanline_mode=sample"],
+    ],
+    ids=["humanline", "hard", "soft", "never", "sample"],
+)
 def test_resuming_changes_nothing(tmp_path, overrides):
     """Stopped before step 4, inside a horizon, and gone on with from the checkpoint by a trainer that starts from other weights."""
     config = config_of(tmp_path, *overrides)
@@ -117,7 +140,13 @@ def test_resuming_changes_nothing(tmp_path, overrides):
 
     def save_and_stop():
         if stopped.progress.step == 4:
-            kept.save(4, stopped.policy, stopped.optimizer, dict(vars(stopped.progress)), dict(stopped.reference.scores))
+            kept.save(
+                4,
+                stopped.policy,
+                stopped.optimizer,
+                dict(vars(stopped.progress)),
+                dict(stopped.reference.scores),
+            )
             raise StopHereError
 
     with pytest.raises(StopHereError):
@@ -127,8 +156,15 @@ def test_resuming_changes_nothing(tmp_path, overrides):
     state.pop("fresh_optimizer")
     resumed.progress, resumed.reference.scores = Progress(**state), scores
     rest = []
-    watch = type("W", (), {"before_step": lambda s: None, "done": lambda s: None,
-                           "after_step": lambda s, record: rest.append(record.pending.read()["loss"])})()
+    watch = type(
+        "W",
+        (),
+        {
+            "before_step": lambda s: None,
+            "done": lambda s: None,
+            "after_step": lambda s, record: rest.append(record.pending.read()["loss"]),
+        },
+    )()
     resumed.train(Offline(segment), watch)
     assert rest == [line["loss"] for line in lines[4:]]
     assert all(torch.equal(w, weights(whole)[name]) for name, w in weights(resumed).items())
@@ -158,9 +194,20 @@ def test_a_draw_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
     constants = [f"humanline_sampling.{name}=5" for name in ("gamma_P", "beta_P", "gamma_R", "beta_R")]
     found = []
     for parts in (1, 4):
-        config = engine_config(tmp_path, loss, "model.batch_size=8", f"model.gradient_accumulation_steps={parts}", "humanline=true",
-                               "humanline_mode=sample", "humanline_sampling.M_P=2", "humanline_sampling.M_R=2", *constants)
+        config = engine_config(
+            tmp_path,
+            loss,
+            "model.batch_size=8",
+            f"model.gradient_accumulation_steps={parts}",
+            "humanline=true",
+            "humanline_mode=sample",
+            "humanline_sampling.M_P=2",
+            "humanline_sampling.M_R=2",
+            *constants,
+        )
         found.append(run(config, make_segment(config, pairs=24))[1])
     for one, other in zip(*found, strict=True):
         assert one["rejected"] == pytest.approx(other["rejected"], abs=0) and one["rejected"] > 0
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4) and one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4) and one["grad_norm"] == pytest.approx(
+            other["grad_norm"], rel=1e-3
+        )

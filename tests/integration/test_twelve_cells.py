@@ -19,14 +19,25 @@ BOUNDS = ("log_epsilon_P=-0.02", "log_epsilon_R=0.02")
 
 
 def settings(loss: str, online: bool, humanline: bool) -> list[str]:
-    return [f"loss={loss}", f"online={str(online).lower()}", f"humanline={str(humanline).lower()}", "sync_freq=2", "lr=1e-3", *BOUNDS,
-            *(["rounds.contexts=64", "rounds.contexts_per_round=32"] if online else ["n_examples=40"])]
+    return [
+        f"loss={loss}",
+        f"online={str(online).lower()}",
+        f"humanline={str(humanline).lower()}",
+        "sync_freq=2",
+        "lr=1e-3",
+        *BOUNDS,
+        *(["rounds.contexts=64", "rounds.contexts_per_round=32"] if online else ["n_examples=40"]),
+    ]
 
 
 def expected_reference(step: int, first_of_round: int, humanline: bool) -> int:
     """The step whose weights the reference has at ``step``: k = 2 syncs in steps 0, 2, 4 …, before their update, so that the next
     step sees it; a round starts with a reference of its own."""
-    return max([first_of_round, *(t for t in range(first_of_round, step) if t % 2 == 0)]) if humanline else first_of_round
+    return (
+        max([first_of_round, *(t for t in range(first_of_round, step) if t % 2 == 0)])
+        if humanline
+        else first_of_round
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +60,20 @@ def prove(run, loss, online, humanline):
     if online:
         assert sum(folder.record["steps"] for folder in rounds(run)) == len(log)
         assert [folder.record["contexts"] for folder in rounds(run)] == [[0, 32], [32, 64]]
-        assert all(c.token_ids for folder in rounds(run) for group in folder.groups() for c in group.completions)
-        assert log[-1]["examples"] == sum(len(folder.groups()) for folder in rounds(run)) * (1 if loss == "dpo" else 2)
+        assert all(
+            c.token_ids for folder in rounds(run) for group in folder.groups() for c in group.completions
+        )
+        assert log[-1]["examples"] == sum(len(folder.groups()) for folder in rounds(run)) * (
+            1 if loss == "dpo" else 2
+        )
     else:
         assert all("round" not in line for line in log)
         assert log[-1]["examples"] == 40
     # Which weights its reference has
-    begins = {index: min(line["step"] for line in log if line.get("round", 0) == index) for index in {x.get("round", 0) for x in log}}
+    begins = {
+        index: min(line["step"] for line in log if line.get("round", 0) == index)
+        for index in {x.get("round", 0) for x in log}
+    }
     for line in log:
         first = begins[line.get("round", 0)]
         assert line["reference_step"] == expected_reference(line["step"], first, humanline), line
@@ -70,15 +88,31 @@ def prove(run, loss, online, humanline):
 
 def test_the_variants_of_a_loss_are_four_different_runs(cache):
     for loss in ("dpo", "kto", "grpo"):
-        found = [tuple(line["loss"] for line in lines(cache / f"{loss}-{online}-{humanline}")) for online, humanline in VARIANTS
-                 if (cache / f"{loss}-{online}-{humanline}").exists()]
+        found = [
+            tuple(line["loss"] for line in lines(cache / f"{loss}-{online}-{humanline}"))
+            for online, humanline in VARIANTS
+            if (cache / f"{loss}-{online}-{humanline}").exists()
+        ]
         assert len(set(found)) == len(found)
 
 
 @pytest.mark.parametrize(("loss", "online", "humanline"), [("grpo", False, True), ("dpo", True, True)])
 def test_from_the_command_line(tmp_path, loss, online, humanline):
-    subprocess.run([sys.executable, "train.py", *SHORT, *settings(loss, online, humanline), f"runs_dir={tmp_path}", "exp_name=r",
-                    f"cache_dir={tmp_path}/cache"], cwd=ROOT, check=True, timeout=240, capture_output=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "train.py",
+            *SHORT,
+            *settings(loss, online, humanline),
+            f"runs_dir={tmp_path}",
+            "exp_name=r",
+            f"cache_dir={tmp_path}/cache",
+        ],
+        cwd=ROOT,
+        check=True,
+        timeout=240,
+        capture_output=True,
+    )
     prove(tmp_path / "r", loss, online, humanline)
     assert json.loads((tmp_path / "r" / "summary.json").read_text())["steps"] == len(lines(tmp_path / "r"))
     assert online is False or read_groups(tmp_path / "r/rounds/000/groups.jsonl")

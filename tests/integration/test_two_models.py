@@ -26,16 +26,25 @@ def make_policy(lora: bool) -> Policy:
     model = tiny_llama()
     if lora:
         torch.manual_seed(1)
-        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear", init_lora_weights=False))
+        model = get_peft_model(
+            model,
+            LoraConfig(
+                r=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear", init_lora_weights=False
+            ),
+        )
     return Policy(model).eval()
 
 
-def two_models(trainer: BasicTrainer, policy: Policy, segment: Segment, k: int | None, sync_after_step: bool = False) -> list[float]:
+def two_models(
+    trainer: BasicTrainer, policy: Policy, segment: Segment, k: int | None, sync_after_step: bool = False
+) -> list[float]:
     """Plain training with a live second model, in the order of the paper's listing (C.2.1). ``trainer`` only cuts the batches."""
     config, loss = trainer.config, make_loss(trainer.config)
     reference = copy.deepcopy(policy)
     params = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=LR, betas=(0.9, 0.999), eps=config.eps, weight_decay=config.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        params, lr=LR, betas=(0.9, 0.999), eps=config.eps, weight_decay=config.weight_decay, fused=True
+    )
     low, high = (-1.5, 1.5) if k else (-float("inf"), float("inf"))
     losses = []
 
@@ -82,7 +91,9 @@ def two_models(trainer: BasicTrainer, policy: Policy, segment: Segment, k: int |
 def test_bit_identical_to_a_second_model(tmp_path, loss, k, lora):
     units = 4 if loss == "dpo" else 8
     humanline = [f"sync_freq={k}", "humanline=true"] if k else ["humanline=false"]
-    config = engine_config(tmp_path, loss, f"model.batch_size={units}", "model.gradient_accumulation_steps=2", *humanline)
+    config = engine_config(
+        tmp_path, loss, f"model.batch_size={units}", "model.gradient_accumulation_steps=2", *humanline
+    )
     segment = make_segment(config, pairs=4 * STEPS)
     start = make_policy(lora)
     plain = copy.deepcopy(start)
@@ -92,7 +103,10 @@ def test_bit_identical_to_a_second_model(tmp_path, loss, k, lora):
     final = weights(trainer)
     for name, p in plain.named_parameters():
         assert torch.equal(final[name], p.detach()), name
-    assert any(not torch.equal(p.detach(), q.detach()) for p, q in zip(plain.parameters(), start.parameters(), strict=True))
+    assert any(
+        not torch.equal(p.detach(), q.detach())
+        for p, q in zip(plain.parameters(), start.parameters(), strict=True)
+    )
     assert lines[-1]["loss"] != lines[0]["loss"]
 
 

@@ -22,7 +22,9 @@ from rollouts.vllm_sampler import VllmSampler, installed
 from rollouts.worker_process import ROOT, SamplerError
 from tests.unit.data.tiny_tokenizers import tiny_tokenizer
 
-pytestmark = pytest.mark.skipif(not installed(), reason="vLLM is not installed; requirements-vllm-cpu.txt has it")
+pytestmark = pytest.mark.skipif(
+    not installed(), reason="vLLM is not installed; requirements-vllm-cpu.txt has it"
+)
 
 MAX_LENGTH = 320
 GREEDY = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=24)
@@ -30,17 +32,33 @@ PAPERS = SamplingSettings(temperature=0.7, top_p=0.95, max_tokens=24)
 NOT_A_STOP = 100
 TOKENIZER = tiny_tokenizer("llama3")
 RENDERER = Renderer(TOKENIZER, max_length=MAX_LENGTH, max_prompt_length=256, template=TOKENIZER.chat_template)
-PROMPTS = [Prompt((Turn("user", text),)) for text in ("What is 2 + 2?", "Sing.", "Why is the sky blue? " * 9, "Go on")]
+PROMPTS = [
+    Prompt((Turn("user", text),))
+    for text in ("What is 2 + 2?", "Sing.", "Why is the sky blue? " * 9, "Go on")
+]
 
 
 def make_model(seed: int) -> LlamaForCausalLM:
     """Tied embeddings, as small models have them, and settings of its own that no sampler may follow: end token, top-k, penalty."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(TOKENIZER), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.15,
-        eos_token_id=NOT_A_STOP, bos_token_id=None)).eval()
-    model.generation_config = GenerationConfig(do_sample=True, top_k=1, repetition_penalty=2.0, eos_token_id=NOT_A_STOP)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(TOKENIZER),
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            initializer_range=0.15,
+            eos_token_id=NOT_A_STOP,
+            bos_token_id=None,
+        )
+    ).eval()
+    model.generation_config = GenerationConfig(
+        do_sample=True, top_k=1, repetition_penalty=2.0, eos_token_id=NOT_A_STOP
+    )
     return model
 
 
@@ -66,7 +84,9 @@ class World:
         return self.model(torch.tensor([ids])).logits[0].float()
 
     def logprobs(self, rows: list[Sequence]) -> list[list[float]]:
-        return [self.completion_logprobs(row.prompt_ids.tolist(), row.completion_ids.tolist()) for row in rows]
+        return [
+            self.completion_logprobs(row.prompt_ids.tolist(), row.completion_ids.tolist()) for row in rows
+        ]
 
     def completion_logprobs(self, prompt: list[int], completion: list[int]) -> list[float]:
         values = self.logits([*prompt, *completion]).log_softmax(-1)[len(prompt) - 1 : -1]
@@ -83,7 +103,10 @@ class World:
 
 def random_rows(n: int = 12) -> list[Sequence]:
     rng = np.random.default_rng(0)
-    return [Sequence(*(rng.integers(0, len(TOKENIZER), rng.integers(1, 60)).astype(np.int32) for _ in range(2))) for _ in range(n)]
+    return [
+        Sequence(*(rng.integers(0, len(TOKENIZER), rng.integers(1, 60)).astype(np.int32) for _ in range(2)))
+        for _ in range(n)
+    ]
 
 
 ROWS = random_rows()
@@ -116,7 +139,9 @@ worker.receive(600)
 def owner(world: World) -> Iterator[subprocess.Popen]:
     """Another owner of an engine, started before ours so that the two start side by side."""
     world.written()
-    process = subprocess.Popen([sys.executable, "-c", OWNER, str(world.folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(world.folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     yield process
     process.kill()
     process.communicate()
@@ -125,7 +150,9 @@ def owner(world: World) -> Iterator[subprocess.Popen]:
 @pytest.fixture(scope="module")
 def sampler(world: World, owner: subprocess.Popen) -> Iterator[VllmSampler]:
     config = SamplerConfig(name="vllm", cpu_kv_cache_gb=1, start_timeout=240, timeout=120)
-    with VllmSampler(config, RENDERER, max_length=MAX_LENGTH, dtype="float32", log_dir=world.folder) as sampler:
+    with VllmSampler(
+        config, RENDERER, max_length=MAX_LENGTH, dtype="float32", log_dir=world.folder
+    ) as sampler:
         sampler.load(world.written(), world.version)
         yield sampler
 
@@ -136,7 +163,9 @@ def test_an_engine_at_work_does_not_outlive_its_owner(owner, sampler):
     assert status.exists()
     owner.kill()
     deadline = time.monotonic() + 10
-    while (running := status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z") and time.monotonic() < deadline:
+    while (
+        running := status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+    ) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not running
 
@@ -149,7 +178,9 @@ def test_greedy_tokens_and_log_probabilities_are_transformers_own_in_every_round
         previous = check_probe(engine, world.logprobs(ROWS), "float32", previous)
         assert previous.largest < 1e-4
         samples = sampler.sample(PROMPTS, 1, GREEDY, seed=0)
-        assert [row[0].token_ids for row in samples] == [world.greedy(prompt, GREEDY.max_tokens) for prompt in PROMPTS]
+        assert [row[0].token_ids for row in samples] == [
+            world.greedy(prompt, GREEDY.max_tokens) for prompt in PROMPTS
+        ]
         sampler.load(world.publish(world.version + 1), world.version)
     assert sampler._workers[0].pid == worker
 
@@ -184,7 +215,9 @@ def test_a_sample_ends_at_a_stop_token_or_at_the_limit_and_says_which(sampler):
         assert sample.finished == (sample.token_ids[-1] in stops)
         assert sample.finished or len(sample.token_ids) == settings.max_tokens
     assert 0 < sum(sample.finished for sample in samples) < len(samples)
-    assert any(NOT_A_STOP in sample.token_ids[:-1] for sample in samples), "the model's own end token ended samples"
+    assert any(NOT_A_STOP in sample.token_ids[:-1] for sample in samples), (
+        "the model's own end token ended samples"
+    )
 
 
 def test_the_engines_log_probabilities_are_at_temperature_1_without_top_p(sampler, world):

@@ -24,8 +24,17 @@ LAYERS = {
     "rollouts": {"config", "data", "models", "trainers", "rollouts"},
     "evals": {"config", "data", "models", "trainers", "rollouts", "evals", "launch.statistics"},
     "launch": {"config", "launch"},  # knows the schema and the command line
-    "study": {"config", "launch", "study", "train", "trainers.progress", "trainers.charts", "trainers.provenance",  # runs runs,
-              "rollouts.ledger", "rollouts.worker_process"},  # reads their folders
+    "study": {
+        "config",
+        "launch",
+        "study",
+        "train",
+        "trainers.progress",
+        "trainers.charts",
+        "trainers.provenance",  # runs runs,
+        "rollouts.ledger",
+        "rollouts.worker_process",
+    },  # reads their folders
 }
 # Third-party packages that stay where they are; entry points are the .py files of the root.
 CONFINED = {
@@ -40,7 +49,16 @@ MOST_LINES_OF_A_FUNCTION = 60
 
 def tracked(*patterns: str) -> list[Path]:
     """Files that git has or would add, of the project itself."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *(patterns or ["."]), ":!.venv*"]
+    command = [
+        "git",
+        "ls-files",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "--",
+        *(patterns or ["."]),
+        ":!.venv*",
+    ]
     try:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -90,7 +108,9 @@ def breaches(module: str, tree: ast.Module) -> list[str]:
     ours = {name.split(".")[0] for name in LAYERS} | {m for m in sources() if is_entry_point(m)}
     for name, line in imports(tree):
         if name.split(".")[0] in ours and not any(within(name, allowed) for allowed in LAYERS[layer]):
-            found.append(f"{module}:{line} imports {name}; {layer} may import {', '.join(sorted(LAYERS[layer]))}")
+            found.append(
+                f"{module}:{line} imports {name}; {layer} may import {', '.join(sorted(LAYERS[layer]))}"
+            )
     return found
 
 
@@ -126,16 +146,29 @@ def test_the_rule_sees_a_breach(module, code, allowed):
 
 def test_losses_need_torch_alone():
     standard = sys.stdlib_module_names | {"torch", "trainers"}
-    strangers = [f"{module}:{line} {name}" for module, tree in sources().items() if within(module, "trainers.losses")
-                 for name, line in imports(tree) if name.split(".")[0] not in standard]
+    strangers = [
+        f"{module}:{line} {name}"
+        for module, tree in sources().items()
+        if within(module, "trainers.losses")
+        for name, line in imports(tree)
+        if name.split(".")[0] not in standard
+    ]
     assert strangers == []
 
 
 @pytest.mark.parametrize("package", CONFINED)
 def test_third_parties_stay_in_their_place(package):
-    users = {module for module, tree in sources().items() if any(within(name, package) for name, _ in imports(tree))}
+    users = {
+        module
+        for module, tree in sources().items()
+        if any(within(name, package) for name, _ in imports(tree))
+    }
     homes = CONFINED[package]
-    astray = {m for m in users if not any(within(m, home) for home in homes) and not (is_entry_point(m) and "entry point" in homes)}
+    astray = {
+        m
+        for m in users
+        if not any(within(m, home) for home in homes) and not (is_entry_point(m) and "entry point" in homes)
+    }
     assert astray == set()
     if package in ("wandb", "vllm"):
         assert len(users) <= 1
@@ -148,16 +181,25 @@ def test_collectives_live_in_one_module():
     for module, tree in sources().items():
         if module == "models.distributed":
             continue
-        names = [*imports(tree), *((ast.unparse(n), n.lineno) for n in ast.walk(tree) if isinstance(n, ast.Attribute))]
-        found += [f"{module}:{line} {name}" for name, line in names if within(name, "torch.distributed")
-                  and not (within(module, "models") and any(within(name, part) for part in harmless))]
+        names = [
+            *imports(tree),
+            *((ast.unparse(n), n.lineno) for n in ast.walk(tree) if isinstance(n, ast.Attribute)),
+        ]
+        found += [
+            f"{module}:{line} {name}"
+            for name, line in names
+            if within(name, "torch.distributed")
+            and not (within(module, "models") and any(within(name, part) for part in harmless))
+        ]
     assert found == []
 
 
 @pytest.mark.parametrize("module", ["config.schema", "train"])
 def test_a_wrong_command_line_is_refused_before_torch_is_loaded(module):
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'datasets', 'wandb', 'vllm') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -169,8 +211,12 @@ def test_no_file_is_too_long_to_read():
 
 
 def test_no_function_is_too_long_to_read():
-    functions = ((m, node) for m, tree in sources().items() for node in ast.walk(tree)
-                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    functions = (
+        (m, node)
+        for m, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
     lengths = {f"{m}.{f.name}": (f.end_lineno or f.lineno) - f.lineno + 1 for m, f in functions}
     assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES_OF_A_FUNCTION} == {}
 
@@ -182,21 +228,35 @@ def path_of(module: str) -> Path:
 
 def swallows(handler: ast.ExceptHandler) -> bool:
     """A bare except, or one for everything that does nothing about it."""
-    broad = handler.type is None or (isinstance(handler.type, ast.Name) and handler.type.id in ("Exception", "BaseException"))
-    idle = all(isinstance(s, ast.Pass | ast.Continue) or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
-               for s in handler.body)
+    broad = handler.type is None or (
+        isinstance(handler.type, ast.Name) and handler.type.id in ("Exception", "BaseException")
+    )
+    idle = all(
+        isinstance(s, ast.Pass | ast.Continue)
+        or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
+        for s in handler.body
+    )
     return handler.type is None or (broad and idle)
 
 
 def test_no_error_is_swallowed():
-    assert [f"{m}:{node.lineno}" for m, tree in sources().items() for node in ast.walk(tree)
-            if isinstance(node, ast.ExceptHandler) and swallows(node)] == []
+    assert [
+        f"{m}:{node.lineno}"
+        for m, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler) and swallows(node)
+    ] == []
 
 
 @pytest.mark.parametrize(
     ("handler", "bad"),
-    [("except:\n  raise", True), ("except Exception: pass", True), ("except BaseException: ...", True),
-     ("except Exception as e:\n  warn(e)", False), ("except KeyError: pass", False)],
+    [
+        ("except:\n  raise", True),
+        ("except Exception: pass", True),
+        ("except BaseException: ...", True),
+        ("except Exception as e:\n  warn(e)", False),
+        ("except KeyError: pass", False),
+    ],
 )
 def test_the_rule_sees_a_swallowed_error(handler, bad):
     tree = ast.parse(f"try: pass\n{handler}")
@@ -230,8 +290,16 @@ def uncommented(text: str) -> list[str]:
 
 def test_every_setting_is_explained():
     """The files that say what a key means; ``name``, which repeats the file's own, needs no words."""
-    files = [ROOT / "config/config.yaml", *(ROOT / "config/loss").glob("*.yaml"), *(ROOT / "config").glob("*/*base.yaml")]
-    assert {path.name: keys for path in files if (keys := [k for k in uncommented(path.read_text()) if k != "name"])} == {}
+    files = [
+        ROOT / "config/config.yaml",
+        *(ROOT / "config/loss").glob("*.yaml"),
+        *(ROOT / "config").glob("*/*base.yaml"),
+    ]
+    assert {
+        path.name: keys
+        for path in files
+        if (keys := [k for k in uncommented(path.read_text()) if k != "name"])
+    } == {}
 
 
 def test_the_rule_sees_an_unexplained_setting():
@@ -241,8 +309,10 @@ def test_the_rule_sees_an_unexplained_setting():
 # -- what never gets in ------------------------------------------------------------------------------------------------------------
 
 NEVER = {
-    "a secret": re.compile(rb"\bhf_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_\-]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bwandb_v\d_\w{20,}"
-                           rb"|-----BEGIN [A-Z ]*PRIVATE KEY|\bAKIA[0-9A-Z]{16}\b"),
+    "a secret": re.compile(
+        rb"\bhf_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_\-]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bwandb_v\d_\w{20,}"
+        rb"|-----BEGIN [A-Z ]*PRIVATE KEY|\bAKIA[0-9A-Z]{16}\b"
+    ),
     "somebody's folder": re.compile(rb"/(?:home|Users)/\w+/|(?<![\w.])/(?:roo[t]|wor[k])/[\w.]"),
 }
 
@@ -252,16 +322,25 @@ def test_no_file_holds_a_secret_or_an_absolute_path_of_somebody():
     for path in tracked():
         content = path.read_bytes()
         if b"\0" not in content[:8192]:
-            found += [f"{path.relative_to(ROOT)}: {what}: {hit[0][:40]!r}" for what, rule in NEVER.items()
-                      if (hit := rule.search(content))]
+            found += [
+                f"{path.relative_to(ROOT)}: {what}: {hit[0][:40]!r}"
+                for what, rule in NEVER.items()
+                if (hit := rule.search(content))
+            ]
     assert found == []
 
 
 @pytest.mark.parametrize(
     ("text", "what"),
-    [("token: hf_" + "a1" * 17, "a secret"), ("sk-" + "x" * 24, "a secret"), ("cd /home" + "/ada/x", "somebody's folder"),
-     ("/roo" + "t/.cache", "somebody's folder"), ("/wor" + "k/main/x", "somebody's folder"), ("https://host/home/page", None),
-     ("../work/x", None)],
+    [
+        ("token: hf_" + "a1" * 17, "a secret"),
+        ("sk-" + "x" * 24, "a secret"),
+        ("cd /home" + "/ada/x", "somebody's folder"),
+        ("/roo" + "t/.cache", "somebody's folder"),
+        ("/wor" + "k/main/x", "somebody's folder"),
+        ("https://host/home/page", None),
+        ("../work/x", None),
+    ],
 )
 def test_the_rule_sees_what_must_not_get_in(text, what):
     assert next((name for name, rule in NEVER.items() if rule.search(text.encode())), None) == what

@@ -75,7 +75,9 @@ def test_the_floor_of_a_step_is_what_a_real_step_multiplies(base, loss, variant,
     def of_batch(i: int) -> tuple[Forward, Forward]:
         batch = mismatched(plan.batch(i), 10**6) if loss == "kto" else plan.batch(i)
         other = [e.mismatched for e in batch if e.mismatched is not None]
-        return whole_squares(forward(config, [row for e in batch for row in e.rows])), whole_squares(forward(config, other))
+        return whole_squares(forward(config, [row for e in batch for row in e.rows])), whole_squares(
+            forward(config, other)
+        )
 
     (rows, other), following = of_batch(0), of_batch(1)
     expected = rows.training + other.scoring + (sum(f.scoring for f in following) if variant == "k=1" else 0)
@@ -98,7 +100,10 @@ def test_the_profile_finds_every_operation_of_the_floor_and_all_of_the_time(base
     assert len(steps) == 2 and sum(p.seconds for parts in steps for p in parts.values()) < took
     assert 0 < cheapest < took
     text = report(steps, cheapest, best=1e9)
-    assert f"| the step | {1e3 * min(sum(p.seconds for p in parts.values()) for parts in steps):.1f} | 100.0% |" in text
+    assert (
+        f"| the step | {1e3 * min(sum(p.seconds for p in parts.values()) for parts in steps):.1f} | 100.0% |"
+        in text
+    )
 
 
 def test_recomputed_activations_cost_a_unit_less_the_last_product(base):
@@ -120,8 +125,13 @@ def test_the_page_on_performance_has_the_floor_s_numbers():
     weights = 2 * 1536 * 128 * (12 + 2) + 3 * 1536 * 8960
     assert one.body == 2 * 28 * weights * 32 * 2048
     text = (ROOT / "docs" / "performance.md").read_text()
-    for said in (f"{weights / 1e6:.1f} M", f"body {one.body / 1e12:.1f} T", f"attention {one.attention / 1e12:.1f} T",
-                 f"{one.training / 1e12:.0f} TFLOP", f"{one.training / 989e12:.2f} s"):
+    for said in (
+        f"{weights / 1e6:.1f} M",
+        f"body {one.body / 1e12:.1f} T",
+        f"attention {one.attention / 1e12:.1f} T",
+        f"{one.training / 1e12:.0f} TFLOP",
+        f"{one.training / 989e12:.2f} s",
+    ):
         assert said in " ".join(text.split()), said
 
 
@@ -162,15 +172,25 @@ def test_padding_to_the_maximum_changes_no_loss(base):
 
 def test_drawn_lengths_are_seeded_and_fit():
     a, b = (drawn_pairs(20, 512, longest=256) for _ in range(2))
-    assert all(np.array_equal(x.completion_ids, y.completion_ids) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
+    assert all(
+        np.array_equal(x.completion_ids, y.completion_ids)
+        for p, q in zip(a, b, strict=True)
+        for x, y in zip(p, q, strict=True)
+    )
     assert max(len(row) for pair in a for row in pair) <= 256
     assert len({len(row) for pair in a for row in pair}) > 5
 
 
 def test_pieces_of_variants_alternate():
     order: list[str] = []
-    found = alternate({name: lambda name=name: [lambda: order.append(name), lambda: order.append(name.upper())] for name in "ab"}, rounds=2)
-    assert "".join(order) == "abBA" "baAB" "abBA" and len(found["a"]) == 2
+    found = alternate(
+        {
+            name: lambda name=name: [lambda: order.append(name), lambda: order.append(name.upper())]
+            for name in "ab"
+        },
+        rounds=2,
+    )
+    assert "".join(order) == "abBAbaABabBA" and len(found["a"]) == 2
     with pytest.raises(ValueError, match="longer"):
         alternate({"a": lambda: [order.clear], "b": lambda: [order.clear] * 2}, rounds=1)
 
@@ -188,8 +208,10 @@ def test_a_ratio_is_of_neighbours():
 
 
 def test_memory_is_that_of_the_work():
-    code = ("from benchmarks.measure import memory_of; import torch\n"
-            "print(memory_of(lambda: torch.ones(64 * 2**18).sum())['step'])")
+    code = (
+        "from benchmarks.measure import memory_of; import torch\n"
+        "print(memory_of(lambda: torch.ones(64 * 2**18).sum())['step'])"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert 60 < float(done.stdout) < 90
 
@@ -208,7 +230,9 @@ def test_the_guard_sees_a_real_slowdown(base, monkeypatch):
             sync(self, segment, step)
 
     monkeypatch.setattr(BasicTrainer, "sync", slow)
-    assert "dpo: humanline / offline with its own scoring" in quick.worse(quick.humanline_cost("dpo", base), before)
+    assert "dpo: humanline / offline with its own scoring" in quick.worse(
+        quick.humanline_cost("dpo", base), before
+    )
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.3])
@@ -232,14 +256,20 @@ def test_the_baseline_has_what_the_guard_measures(base, monkeypatch):
 
 def test_rows_are_those_of_the_loss_unit():
     pairs = drawn_pairs(4, 512)
-    assert segment(Settings("dpo", 2, 1), pairs).steps == 2 and segment(Settings("kto", 2, 1), pairs).steps == 4
+    assert (
+        segment(Settings("dpo", 2, 1), pairs).steps == 2 and segment(Settings("kto", 2, 1), pairs).steps == 4
+    )
     assert all(isinstance(row, Sequence) for row in rows_of(segment(Settings("dpo", 2, 1), pairs)))
 
 
 def test_training_reports_a_loss_a_step(base):
     settings = Settings("grpo", 4, 2, humanline=True)
     plan = segment(settings, drawn_pairs(4, 512, longest=32))
-    assert len(train(make_trainer(settings, random_policy(shape("tiny"), torch.device("cpu"))), plan)) == plan.steps == 2
+    assert (
+        len(train(make_trainer(settings, random_policy(shape("tiny"), torch.device("cpu"))), plan))
+        == plan.steps
+        == 2
+    )
 
 
 NEEDED = "torch", "transformers", "accelerate", "peft"
@@ -270,16 +300,35 @@ runpy.run_module('benchmarks.gpu', run_name='__main__')
 """benchmarks.gpu where only what NEEDED depends on is installed, without a network."""
 
 
-@pytest.mark.parametrize("more", [["--variants", "cached", "live", "k=1", "k=4"],
-                                  ["--variants", "k=1", "--drawn", "--padded", "--checkpointing", "--profile"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--variants", "cached", "live", "k=1", "k=4"],
+        ["--variants", "k=1", "--drawn", "--padded", "--checkpointing", "--profile"],
+    ],
+)
 def test_the_gpu_script_runs_with_torch_transformers_accelerate_and_peft_alone(more, tmp_path):
-    done = subprocess.run([sys.executable, "-c", BARE, "--device", "cpu", "--tiny", *more], cwd=ROOT, capture_output=True, text=True,
-                          check=False, env=os.environ | {"HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        [sys.executable, "-c", BARE, "--device", "cpu", "--tiny", *more],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     variants = [word for word in more if word in ("cached", "live") or word.startswith("k=")]
-    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith(("| dpo", "| kto", "| grpo"))]
-    assert [tuple(row[:2]) for row in rows] == [(f"| {loss}", v) for loss in ("dpo", "kto", "grpo") for v in variants]
-    assert all(float(row[3].replace(",", "")) > 0 and row[-2] == "0.0" for row in rows), "tokens a second, and no GPU's memory"
+    rows = [
+        line.split(" | ")
+        for line in done.stdout.splitlines()
+        if line.startswith(("| dpo", "| kto", "| grpo"))
+    ]
+    assert [tuple(row[:2]) for row in rows] == [
+        (f"| {loss}", v) for loss in ("dpo", "kto", "grpo") for v in variants
+    ]
+    assert all(float(row[3].replace(",", "")) > 0 and row[-2] == "0.0" for row in rows), (
+        "tokens a second, and no GPU's memory"
+    )
     assert ("Self CPU" in done.stdout) == ("--profile" in more)
 
 
@@ -313,13 +362,20 @@ def test_two_ranks_measure_what_one_does():
 def rounds_of(tmp_path, lag: int, count: int) -> Path:
     for i in range(count):
         seconds = {"sample": 1.0 + i, "score": 0.5, "publish": 0.25, "train": 2.0}
-        RoundFolder(tmp_path / "rounds" / f"{i:03d}").note({
-            "seconds": seconds, "train_wall_seconds": 4.0, "metrics": {"sample_tokens_per_second": 100.0},
-            "idle": {"trainer": 0.5, "sampler": 0.25}})
+        RoundFolder(tmp_path / "rounds" / f"{i:03d}").note(
+            {
+                "seconds": seconds,
+                "train_wall_seconds": 4.0,
+                "metrics": {"sample_tokens_per_second": 100.0},
+                "idle": {"trainer": 0.5, "sampler": 0.25},
+            }
+        )
     return tmp_path
 
 
-@pytest.mark.parametrize(("lag", "sampled", "whole"), [(0, 3.0, 3.0 + 0.5 + 0.25 + 4.0), (1, 2.5, 0.25 + 4.0)])
+@pytest.mark.parametrize(
+    ("lag", "sampled", "whole"), [(0, 3.0, 3.0 + 0.5 + 0.25 + 4.0), (1, 2.5, 0.25 + 4.0)]
+)
 def test_rounds_are_read_from_what_a_run_wrote(tmp_path, lag, sampled, whole):
     found = rounds.Rounds.of(rounds_of(tmp_path, lag, 4), lag, wall=60.0)
     assert found.seconds("sample").median == sampled and found.whole.median == whole

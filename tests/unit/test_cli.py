@@ -20,7 +20,13 @@ WRONG = {
 
 
 def program(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "train.py", "dry_run=true", *words], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "train.py", "dry_run=true", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 @pytest.mark.parametrize("line", WRONG)
@@ -33,14 +39,23 @@ def test_a_wrong_command_line_gives_one_message_and_code_2(line):
     assert WRONG[line] in errors[0]
 
 
-@pytest.mark.parametrize(("line", "said"), {
-    "lr=fast": "lr=fast", "+loss.betta=1": "loss.betta=1: loss=dpo does not take it", "loss.beta=-1": "loss.beta=-1: must be",
-    "model.max_prompt_length=64": "model.max_prompt_length=64: must be less than model.max_length=64",
-    "+humanlin=true": "did you mean humanline?",
-    "loss=grpo loss.importance=tokn": "importance", "loss.beta=0": "loss.beta=0: must be above 0", "sync_freq=0": "sync_freq=0: must be",
-    "resume=true overwrite=true": "give one", "model.batch_size=30 model.gradient_accumulation_steps=4": "must divide",
-    "log_epsilon_P=1": "log_epsilon_P=1.0: is the lower bound", "data.source=data.nope.f": "data.source=data.nope.f: cannot be imported",
-}.items())
+@pytest.mark.parametrize(
+    ("line", "said"),
+    {
+        "lr=fast": "lr=fast",
+        "+loss.betta=1": "loss.betta=1: loss=dpo does not take it",
+        "loss.beta=-1": "loss.beta=-1: must be",
+        "model.max_prompt_length=64": "model.max_prompt_length=64: must be less than model.max_length=64",
+        "+humanlin=true": "did you mean humanline?",
+        "loss=grpo loss.importance=tokn": "importance",
+        "loss.beta=0": "loss.beta=0: must be above 0",
+        "sync_freq=0": "sync_freq=0: must be",
+        "resume=true overwrite=true": "give one",
+        "model.batch_size=30 model.gradient_accumulation_steps=4": "must divide",
+        "log_epsilon_P=1": "log_epsilon_P=1.0: is the lower bound",
+        "data.source=data.nope.f": "data.source=data.nope.f: cannot be imported",
+    }.items(),
+)
 def test_every_refusal_says_key_value_and_remedy(line, said):
     with pytest.raises(ConfigError) as caught:
         train(make_config(*line.split(), "dry_run=true"), "run")

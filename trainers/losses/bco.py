@@ -9,7 +9,9 @@ from torch.nn.functional import logsigmoid
 from trainers.losses.base import LossResult, TokenScores, agreement, ratio
 
 
-def bco(scores: TokenScores, desirable: Tensor, shift: Tensor, density_ratio: Tensor | None = None, *, beta: float) -> LossResult:
+def bco(
+    scores: TokenScores, desirable: Tensor, shift: Tensor, density_ratio: Tensor | None = None, *, beta: float
+) -> LossResult:
     """``-log sigmoid(beta s - delta)`` of desirable rows, ``-w log sigmoid(delta - beta s)`` of the others, summed over the rows.
 
     ``desirable``: [R] bool. ``shift``: [] delta, the running mean of the rewards (the average of the desirable and the

@@ -18,8 +18,17 @@ from torch import Tensor
 from trainers.losses.base import LossResult, TokenScores, agreement, ratio, token_mean
 
 
-def grpo(scores: TokenScores, advantages: Tensor, *, beta: float, epsilon: float, epsilon_high: float | None = None,
-         importance: str = "token", normalization: str = "token", max_tokens: int | None = None) -> LossResult:
+def grpo(
+    scores: TokenScores,
+    advantages: Tensor,
+    *,
+    beta: float,
+    epsilon: float,
+    epsilon_high: float | None = None,
+    importance: str = "token",
+    normalization: str = "token",
+    max_tokens: int | None = None,
+) -> LossResult:
     """``-min(r A, clip(r, 1 - eps, 1 + eps) A) + beta (e^d - d - 1)`` per token, ``d = log pi_0 - log pi_theta``, summed.
 
     r is exp(``scores.log_ratio``): with humanline it is clipped already, so twice. The KL term reads the raw log-probabilities; its
@@ -34,7 +43,9 @@ def grpo(scores: TokenScores, advantages: Tensor, *, beta: float, epsilon: float
     log_r = importance_log_ratio(scores, importance)
     high = epsilon if epsilon_high is None else epsilon_high
     surrogate, clipped = clipped_surrogate(log_r, advantages.unsqueeze(-1), epsilon, high)
-    d = torch.where(mask, scores.reference - scores.policy, 0.0)  # before the exponential: inf * 0 is nan in its gradient
+    d = torch.where(
+        mask, scores.reference - scores.policy, 0.0
+    )  # before the exponential: inf * 0 is nan in its gradient
     kl = torch.expm1(d) - d
     losses = -surrogate + beta * kl if beta else -surrogate
     s = scores.sequence_log_ratio()
@@ -45,7 +56,9 @@ def grpo(scores: TokenScores, advantages: Tensor, *, beta: float, epsilon: float
         "ratio_clipped": ratio(clipped.to(s.dtype), mask),
         "kl_penalty": ratio(kl, mask),
     }
-    return LossResult(torch.where(mask, losses / token_divisor(mask, normalization, max_tokens), 0.0).sum(), metrics)
+    return LossResult(
+        torch.where(mask, losses / token_divisor(mask, normalization, max_tokens), 0.0).sum(), metrics
+    )
 
 
 def clipped_surrogate(log_r: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -78,4 +91,6 @@ def token_divisor(mask: Tensor, normalization: str, max_tokens: int | None) -> T
         return lengths.clamp(min=1)
     if normalization == "constant" and max_tokens:
         return torch.full_like(lengths, max_tokens)
-    raise ValueError(f"normalization={normalization}: use token, sequence, or constant with max_tokens={max_tokens} above 0")
+    raise ValueError(
+        f"normalization={normalization}: use token, sequence, or constant with max_tokens={max_tokens} above 0"
+    )

@@ -11,6 +11,9 @@ def ipo(chosen: TokenScores, rejected: TokenScores, *, tau: float) -> LossResult
     The means are over the tokens of the mask; dividing by the number of log-ratios that are not 0 would divide by nothing at
     policy = reference. ``tau``: a larger one keeps the policy closer to the reference.
     """
-    reward_w, reward_l = token_mean(chosen.log_ratio, chosen.mask), token_mean(rejected.log_ratio, rejected.mask)
+    reward_w, reward_l = (
+        token_mean(chosen.log_ratio, chosen.mask),
+        token_mean(rejected.log_ratio, rejected.mask),
+    )
     losses = (reward_w - reward_l - 1 / (2 * tau)).square()
     return paired_result(losses, reward_w, reward_l, chosen.valid & rejected.valid)

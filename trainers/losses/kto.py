@@ -8,8 +8,15 @@ from torch import Tensor
 from trainers.losses.base import LossResult, TokenScores, agreement, ratio
 
 
-def kto(scores: TokenScores, desirable: Tensor, kl: Tensor, *, beta: float, desirable_weight: float,
-        undesirable_weight: float) -> LossResult:
+def kto(
+    scores: TokenScores,
+    desirable: Tensor,
+    kl: Tensor,
+    *,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> LossResult:
     """``lambda_D (1 - sigmoid(beta (s - z0)))`` of desirable rows, ``lambda_U (1 - sigmoid(beta (z0 - s)))`` of the others, summed.
 
     ``desirable``: [R] bool; all True and all False are fine. ``kl``: [] z0 >= 0, nats, one for the whole global batch, without

@@ -31,8 +31,16 @@ def ppo(scores: TokenScores, advantages: Tensor, *, cliprange: float, KL_coef: f
     return LossResult((KL_coef * kl - surrogate).sum(), metrics)  # both are 0 off the mask
 
 
-def ppo_with_critic(scores: TokenScores, values: Tensor, advantages: Tensor, returns: Tensor, *, cliprange: float, KL_coef: float,
-                    critic_coef: float) -> LossResult:
+def ppo_with_critic(
+    scores: TokenScores,
+    values: Tensor,
+    advantages: Tensor,
+    returns: Tensor,
+    *,
+    cliprange: float,
+    KL_coef: float,
+    critic_coef: float,
+) -> LossResult:
     """``ppo`` plus ``critic_coef (V - return)^2 / 2``, summed over the completion tokens.
 
     ``values``: [R, T] the value head's estimate before each completion token, with gradient. ``advantages``, ``returns``: [R, T],
@@ -40,7 +48,10 @@ def ppo_with_critic(scores: TokenScores, values: Tensor, advantages: Tensor, ret
     """
     result = ppo(scores, advantages, cliprange=cliprange, KL_coef=KL_coef)
     critic = torch.where(scores.mask, values - returns, 0.0).square() / 2
-    return LossResult(result.total + critic_coef * critic.sum(), result.metrics | {"critic_loss": ratio(critic, scores.mask)})
+    return LossResult(
+        result.total + critic_coef * critic.sum(),
+        result.metrics | {"critic_loss": ratio(critic, scores.mask)},
+    )
 
 
 def gae(values: Tensor, rewards: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:

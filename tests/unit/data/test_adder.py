@@ -24,8 +24,13 @@ from tests.tiny import ROOT, make_config
 from tools.make_adder import blank
 
 ASSETS = ROOT / "assets" / "adder"
-PAIRS = DataConfig(name="adder", source="data.adder.adder_pairs", path=str(ASSETS / "pairs.jsonl"),
-                   eval_path=str(ASSETS / "eval_pairs.jsonl"), eval_fraction=0)
+PAIRS = DataConfig(
+    name="adder",
+    source="data.adder.adder_pairs",
+    path=str(ASSETS / "pairs.jsonl"),
+    eval_path=str(ASSETS / "eval_pairs.jsonl"),
+    eval_fraction=0,
+)
 SFT = DataConfig(name="adder-sft", source="data.adder.adder_sft", subset="policy", eval_fraction=0)
 DIGITS = st.integers(0, 99)
 
@@ -37,6 +42,7 @@ def verdict(a: int, b: int, text: str) -> float:
 
 
 # Prompts
+
 
 def test_the_splits_hold_every_addition_once_and_share_none() -> None:
     train, held_out = adder.prompts("train"), adder.prompts("eval")
@@ -60,6 +66,7 @@ def test_a_prompt_holds_its_numbers_and_the_sum(a: int, b: int) -> None:
 
 
 # Demonstrations
+
 
 @pytest.mark.parametrize("style", [{}, {"decompose": 1.0}, {"direct": 1.0}])
 def test_without_noise_every_sum_is_right(style: dict[str, float]) -> None:
@@ -119,17 +126,23 @@ def test_noise_leaves_room_both_ways() -> None:
 
 # Rewards
 
-@pytest.mark.parametrize(("text", "reward"), [
-    ("7+8=15;3+5+1=9;95", 10.0),      # all
-    ("30+50=80;7+8=15;95", 10.0),     # the other worked form
-    ("7+8=15;3+5=8;85", 2.0),         # form and separators, wrong sum
-    ("95", 8.0),                      # the sum alone
-    ("7+8=15;95", 8.5),               # one separator of two, no form
-    (";;95", 9.0),                    # separators without form
-    (";;;95", 8.0),                   # more separators than there should be are worth nothing
-    ("95;", 0.5),                     # nothing follows the last separator
-    ("095", 0.0), ("", 0.0), (" 95", 0.0),
-])
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("7+8=15;3+5+1=9;95", 10.0),  # all
+        ("30+50=80;7+8=15;95", 10.0),  # the other worked form
+        ("7+8=15;3+5=8;85", 2.0),  # form and separators, wrong sum
+        ("95", 8.0),  # the sum alone
+        ("7+8=15;95", 8.5),  # one separator of two, no form
+        (";;95", 9.0),  # separators without form
+        (";;;95", 8.0),  # more separators than there should be are worth nothing
+        ("95;", 0.5),  # nothing follows the last separator
+        ("095", 0.0),
+        ("", 0.0),
+        (" 95", 0.0),
+    ],
+)
 def test_rewards_are_8_to_1_to_1(text: str, reward: float) -> None:
     assert adder.rewards([text], ["95"]) == [reward]
 
@@ -140,6 +153,7 @@ def test_without_a_reference_there_is_no_verdict() -> None:
 
 
 # Sources
+
 
 def test_demonstrations_are_a_function_of_their_name() -> None:
     def texts(name: str) -> list[str | None]:
@@ -169,14 +183,19 @@ def test_pairs_without_a_file_are_refused() -> None:
 
 # What the repository holds
 
+
 @pytest.mark.parametrize(("split", "count"), [("train", 2560), ("eval", 256)])
-def test_shipped_pairs_are_of_their_split_and_scored_as_the_task_scores(split: Literal["train", "eval"], count: int) -> None:
+def test_shipped_pairs_are_of_their_split_and_scored_as_the_task_scores(
+    split: Literal["train", "eval"], count: int
+) -> None:
     groups = [g for g in load_groups(PAIRS, split).groups if g.completions]
     assert len(groups) == len({g.prompt.id for g in groups}) == count
     own = {p.id: p for p in adder.prompts(split)}
     for group in groups:
         assert group.prompt.reference == own[group.prompt.id].reference
-        assert adder.rewards([c.text or "" for c in group.completions], [group.prompt.reference] * 2) == list(group.rewards)
+        assert adder.rewards([c.text or "" for c in group.completions], [group.prompt.reference] * 2) == list(
+            group.rewards
+        )
         assert group.rewards[0] - group.rewards[1] >= 0.01
 
 
@@ -192,7 +211,9 @@ def test_the_shipped_tokenizer_and_architecture_are_what_the_code_makes(tmp_path
     blank(tmp_path)
     for name in ("tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / name).read_text() == (ASSETS / "model" / name).read_text()
-    made, shipped = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, ASSETS / "model"))
+    made, shipped = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path, ASSETS / "model")
+    )
     assert made | {"transformers_version": None} == shipped | {"transformers_version": None}
 
 
@@ -240,6 +261,9 @@ def test_validation_and_test_are_the_held_out_prompts_cut_in_two() -> None:
     ids = {split: {group.prompt.id for group in groups} for split, groups in halves.items()}
     assert ids["validation"] | ids["test"] == {prompt.id for prompt in adder.prompts("eval")}
     assert not ids["validation"] & ids["test"]
-    assert all(250 < len(found) < 380 and sum(bool(g.completions) for g in halves[split]) > 90 for split, found in ids.items())
+    assert all(
+        250 < len(found) < 380 and sum(bool(g.completions) for g in halves[split]) > 90
+        for split, found in ids.items()
+    )
     with pytest.raises(ConfigError, match=r"data\.eval_split"):
         load_groups(replace(PAIRS, eval_split="dev"), "eval")

@@ -17,11 +17,16 @@ CPU = torch.device("cpu")
 
 
 def row(p: int, c: int, start: int = 0) -> Sequence:
-    return Sequence(np.arange(start, start + p, dtype=np.int32), np.arange(100 + start, 100 + start + c, dtype=np.int32))
+    return Sequence(
+        np.arange(start, start + p, dtype=np.int32), np.arange(100 + start, 100 + start + c, dtype=np.int32)
+    )
 
 
 def segment(groups: int, per_group: int, batch_size: int, units: int, seed: int = 0) -> Segment:
-    made = tuple(tuple(Example(f"{g}", (row(1 + g % 5, 1 + g % 7, g),), float(k)) for k in range(per_group)) for g in range(groups))
+    made = tuple(
+        tuple(Example(f"{g}", (row(1 + g % 5, 1 + g % 7, g),), float(k)) for k in range(per_group))
+        for g in range(groups)
+    )
     return Segment(made, batch_size, units, seed)
 
 
@@ -31,16 +36,22 @@ def names(batch: list[Example]) -> list[tuple[str, float]]:
 
 @settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 3), st.integers(1, 9), st.integers(1, 60), st.integers(0, 3))
-def test_every_example_once_an_epoch_and_only_the_last_batch_short(groups, per_group, batch_size, units, seed):
+def test_every_example_once_an_epoch_and_only_the_last_batch_short(
+    groups, per_group, batch_size, units, seed
+):
     plan = segment(groups, per_group, batch_size, units, seed)
     batches = [plan.batch(i) for i in range(plan.steps)]
-    assert [len(b) for b in batches[:-1]] == [batch_size] * (plan.steps - 1) and sum(map(len, batches)) == units
+    assert [len(b) for b in batches[:-1]] == [batch_size] * (plan.steps - 1) and sum(
+        map(len, batches)
+    ) == units
     stream = [name for b in batches for name in names(b)]
     for epoch in range(0, units - plan.epoch_size + 1, plan.epoch_size):
         assert set(Counter(stream[epoch : epoch + plan.epoch_size]).values()) == {1}
     assert plan.progress(plan.steps - 1) == 1.0
     # any order of asking gives the same batches
-    assert [names(plan.batch(i)) for i in reversed(range(plan.steps))] == [names(b) for b in reversed(batches)]
+    assert [names(plan.batch(i)) for i in reversed(range(plan.steps))] == [
+        names(b) for b in reversed(batches)
+    ]
 
 
 def test_the_order_depends_on_the_seed_alone_and_keeps_groups_together():
@@ -89,7 +100,12 @@ def test_collate_puts_every_token_where_it_says(pack):
     for r, original in enumerate(rows):
         assert out[r, : len(original.completion_ids)].tolist() == original.completion_ids.tolist()
     if pack:
-        assert s.input_ids.shape[0] == 1 and s.position_ids[0].tolist() == [*range(7), *range(3), 0, *range(6)]
+        assert s.input_ids.shape[0] == 1 and s.position_ids[0].tolist() == [
+            *range(7),
+            *range(3),
+            0,
+            *range(6),
+        ]
 
 
 def test_pairs_stand_chosen_first():

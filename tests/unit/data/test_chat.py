@@ -18,7 +18,9 @@ TOKENIZERS = {family: tiny_tokenizer(family) for family in FAMILIES}
 CHATS = ["llama3", "qwen2", "gemma2"]
 
 
-def renderer(family: str, max_length: int = 4096, max_prompt_length: int = 2048, plain: bool = False) -> Renderer:
+def renderer(
+    family: str, max_length: int = 4096, max_prompt_length: int = 2048, plain: bool = False
+) -> Renderer:
     tokenizer = TOKENIZERS[family]
     template = None if plain else load_template(tokenizer, None)
     return Renderer(tokenizer, max_length=max_length, max_prompt_length=max_prompt_length, template=template)
@@ -44,12 +46,16 @@ def test_training_ids_are_the_template_s_own_rendering(family: str, answer: str)
     """Independent of the renderer: transformers renders the whole conversation and tokenises it at once."""
     tokenizer, prompt = TOKENIZERS[family], conversation("one", "two", "three the")
     messages = [{"role": t.role, "content": t.content} for t in prompt.turns]
-    whole = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": answer}], tokenize=False)
+    whole = tokenizer.apply_chat_template(
+        [*messages, {"role": "assistant", "content": answer}], tokenize=False
+    )
     end = END_OF_TURN[family]
-    expected = whole[:whole.rindex(end) + len(end)]
+    expected = whole[: whole.rindex(end) + len(end)]
     made = row(renderer(family).sequence(prompt, Completion(answer)))
     assert tokenizer.decode(ids_of(made)) == expected
-    if answer.strip() == answer and answer:  # no merge may cross from the generation prompt into such an answer
+    if (
+        answer.strip() == answer and answer
+    ):  # no merge may cross from the generation prompt into such an answer
         assert ids_of(made) == tokenizer(expected, add_special_tokens=False)["input_ids"]
 
 
@@ -62,7 +68,9 @@ def test_prompt_ids_are_what_is_sampled_from_and_an_exact_prefix_of_training(fam
     assert ids.ndim == 1
     if family != "base":
         messages = [{"role": t.role, "content": t.content} for t in prompt.turns]
-        assert ids.tolist() == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert (
+            ids.tolist() == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        )
     for answer in ("", "x", "\n", " the"):
         assert np.array_equal(row(make.sequence(prompt, Completion(answer))).prompt_ids, ids)
 
@@ -81,12 +89,16 @@ def test_exactly_one_bos_whoever_wrote_it(family: str, plain: bool, already: int
 
 
 def test_bos_is_added_when_the_template_forgets_it_and_never_invented() -> None:
-    forgetful = Renderer(TOKENIZERS["llama3"], max_length=500, max_prompt_length=400, template=FAMILIES["qwen2"][3])
+    forgetful = Renderer(
+        TOKENIZERS["llama3"], max_length=500, max_prompt_length=400, template=FAMILIES["qwen2"][3]
+    )
     ids = forgetful.prompt_ids(conversation("hello")).tolist()
     assert ids[0] == TOKENIZERS["llama3"].bos_token_id
     assert ids.count(ids[0]) == 1
     assert TOKENIZERS["qwen2"].bos_token_id is None
-    assert renderer("qwen2").prompt_ids(conversation("hello"))[0] == TOKENIZERS["qwen2"].convert_tokens_to_ids("<|im_start|>")
+    assert renderer("qwen2").prompt_ids(conversation("hello"))[0] == TOKENIZERS[
+        "qwen2"
+    ].convert_tokens_to_ids("<|im_start|>")
 
 
 def test_no_bos_where_the_tokenizer_has_one_but_does_not_use_it() -> None:
@@ -119,14 +131,21 @@ def test_the_end_token_counts_although_it_is_also_the_pad_token() -> None:
 def test_sampled_ids_are_used_as_they_are(family: str) -> None:
     make, prompt = renderer(family), conversation("hello")
     strange = (5, 3, 5, 7)  # no tokenizer would cut a text this way
-    assert row(make.sequence(prompt, Completion(None, strange, finished=False))).completion_ids.tolist() == list(strange)
-    assert row(make.sequence(prompt, Completion("ignored", strange))).completion_ids.tolist() == [*strange, make.end_id]
+    assert row(
+        make.sequence(prompt, Completion(None, strange, finished=False))
+    ).completion_ids.tolist() == list(strange)
+    assert row(make.sequence(prompt, Completion("ignored", strange))).completion_ids.tolist() == [
+        *strange,
+        make.end_id,
+    ]
     for stop in make.stop_token_ids:
         assert row(make.sequence(prompt, Completion(None, (5, stop)))).completion_ids.tolist() == [5, stop]
 
 
-@pytest.mark.parametrize(("family", "stops"),
-                         [("llama3", ["<|eot_id|>"]), ("qwen2", ["<|im_end|>"]), ("gemma2", ["<end_of_turn>", "<eos>"])])
+@pytest.mark.parametrize(
+    ("family", "stops"),
+    [("llama3", ["<|eot_id|>"]), ("qwen2", ["<|im_end|>"]), ("gemma2", ["<end_of_turn>", "<eos>"])],
+)
 def test_stop_tokens_are_end_of_turn_and_end_of_sequence(family: str, stops: list[str]) -> None:
     assert list(renderer(family).stop_token_ids) == TOKENIZERS[family].convert_tokens_to_ids(stops)
 
@@ -135,8 +154,10 @@ def test_a_template_without_a_system_role_gets_it_in_the_first_user_turn() -> No
     make, tokenizer = renderer("gemma2"), TOKENIZERS["gemma2"]
     folded = make.prompt_ids(conversation("hello", "hi", "and?", system="be brief"))
     assert np.array_equal(folded, make.prompt_ids(conversation("be brief\n\nhello", "hi", "and?")))
-    silent = ("{% for m in messages %}{% if m['role'] != 'system' %}{{ '<start_of_turn>' + m['content'] + '<end_of_turn>' }}"
-              "{% endif %}{% endfor %}")
+    silent = (
+        "{% for m in messages %}{% if m['role'] != 'system' %}{{ '<start_of_turn>' + m['content'] + '<end_of_turn>' }}"
+        "{% endif %}{% endfor %}"
+    )
     make = Renderer(tokenizer, max_length=99, max_prompt_length=60, template=silent)
     assert "be brief" in tokenizer.decode(make.prompt_ids(conversation("hello", system="be brief")))
 
@@ -157,7 +178,8 @@ def test_a_base_model_gets_the_shipped_template() -> None:
     assert make.template == DEFAULT_TEMPLATE.read_text()
     made = row(make.sequence(conversation("one", "two", "three", system="rules"), Completion("four")))
     assert tokenizer.decode(ids_of(made)) == (
-        "rules\n\nUser: one\n\nAssistant: two<|endoftext|>\n\nUser: three\n\nAssistant: four<|endoftext|>")
+        "rules\n\nUser: one\n\nAssistant: two<|endoftext|>\n\nUser: three\n\nAssistant: four<|endoftext|>"
+    )
     assert tokenizer.decode(made.completion_ids) == " four<|endoftext|>"
 
 
@@ -171,13 +193,15 @@ def test_a_tokenizer_that_prefixes_a_space_does_not_put_one_inside_a_row() -> No
 
 def test_an_answer_right_behind_a_newline_begins_without_a_space_of_the_tokenizer_s_own() -> None:
     tokenizer = TOKENIZERS["llama2"]
-    zephyr = "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
+    zephyr = (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
+    )
     template = zephyr + "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
     make = Renderer(tokenizer, max_length=200, max_prompt_length=100, template=template)
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
     whole = tokenizer.apply_chat_template(messages, chat_template=template)["input_ids"]
     made = ids_of(row(make.sequence(conversation("hello"), Completion("yes"))))
-    assert made == [tokenizer.bos_token_id, *whole[:len(made) - 1]]
+    assert made == [tokenizer.bos_token_id, *whole[: len(made) - 1]]
     assert made[-1] == tokenizer.eos_token_id
 
 
@@ -191,17 +215,22 @@ def test_the_end_token_is_found_behind_a_newline_that_is_a_token_too() -> None:
 
 def test_the_day_of_the_run_does_not_change_the_ids() -> None:
     dated = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y %f') %}{% endif %}{{ date_string }}"
-    make = Renderer(TOKENIZERS["llama3"], max_length=200, max_prompt_length=150, template=dated + FAMILIES["llama3"][3])
+    make = Renderer(
+        TOKENIZERS["llama3"], max_length=200, max_prompt_length=150, template=dated + FAMILIES["llama3"][3]
+    )
     assert "26 Jul 2024" in TOKENIZERS["llama3"].decode(make.prompt_ids(conversation("hi")))
 
 
 # Lengths
 
+
 def test_the_oldest_turns_go_first_and_the_system_turn_never() -> None:
     prompt = conversation("first " * 20, "second " * 20, "third", "fourth", "fifth?", system="the rules")
     make, tokenizer = renderer("qwen2", 300, 150), TOKENIZERS["qwen2"]
     ids = make.prompt_ids(prompt)
-    assert np.array_equal(ids, renderer("qwen2").prompt_ids(conversation("third", "fourth", "fifth?", system="the rules")))
+    assert np.array_equal(
+        ids, renderer("qwen2").prompt_ids(conversation("third", "fourth", "fifth?", system="the rules"))
+    )
     assert len(ids) <= 150
     assert make.cuts == {"oldest turns": 1}
     assert "the rules" in tokenizer.decode(ids)
@@ -234,22 +263,38 @@ def test_a_cut_completion_has_no_end_token_and_is_counted() -> None:
     assert TOKENIZERS["llama3"].eos_token_id not in made.completion_ids
     assert make.cuts == {"completion end": 1}
     room = 60 - len(made.prompt_ids)
-    assert row(make.sequence(prompt, Completion("y" * (room - 1)))).completion_ids[-1] == TOKENIZERS["llama3"].eos_token_id
+    assert (
+        row(make.sequence(prompt, Completion("y" * (room - 1)))).completion_ids[-1]
+        == TOKENIZERS["llama3"].eos_token_id
+    )
 
 
 def test_a_row_without_a_completion_token_is_dropped() -> None:
-    assert renderer("llama3").sequence(conversation("hello"), Completion(None, (), finished=False)) == "no completion token"
-    assert renderer("llama3", plain=True).sequence(conversation("hello"), Completion("", finished=False)) == "no completion token"
+    assert (
+        renderer("llama3").sequence(conversation("hello"), Completion(None, (), finished=False))
+        == "no completion token"
+    )
+    assert (
+        renderer("llama3", plain=True).sequence(conversation("hello"), Completion("", finished=False))
+        == "no completion token"
+    )
 
 
 words = st.text(alphabet=st.sampled_from("ab the\n é<|>✓"), max_size=60)
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from([*CHATS, "base", "llama2"]), st.lists(words, min_size=1, max_size=5), words, st.integers(30, 90),
-       st.booleans())
-def test_any_conversation_fits_or_is_named(family: str, contents: list[str], answer: str, limit: int, plain: bool) -> None:
-    prompt = conversation(*contents[:len(contents) - 1 + len(contents) % 2], system=None)
+@given(
+    st.sampled_from([*CHATS, "base", "llama2"]),
+    st.lists(words, min_size=1, max_size=5),
+    words,
+    st.integers(30, 90),
+    st.booleans(),
+)
+def test_any_conversation_fits_or_is_named(
+    family: str, contents: list[str], answer: str, limit: int, plain: bool
+) -> None:
+    prompt = conversation(*contents[: len(contents) - 1 + len(contents) % 2], system=None)
     make = renderer(family, 2 * limit, limit, plain)
     made = make.sequence(prompt, Completion(answer))
     if isinstance(made, str):
@@ -263,8 +308,15 @@ def test_any_conversation_fits_or_is_named(family: str, contents: list[str], ans
 
 
 def test_a_batch_is_its_rows() -> None:
-    prompts = [conversation(*["turn the " * (i + 1)] * (2 * (i % 3) + 1), system="s" if i % 2 else None) for i in range(12)]
-    items = [(p, c) for p in prompts for c in (Completion("the one"), Completion(None, (4, 5)), Completion("two", finished=False))]
+    prompts = [
+        conversation(*["turn the " * (i + 1)] * (2 * (i % 3) + 1), system="s" if i % 2 else None)
+        for i in range(12)
+    ]
+    items = [
+        (p, c)
+        for p in prompts
+        for c in (Completion("the one"), Completion(None, (4, 5)), Completion("two", finished=False))
+    ]
     for family in CHATS:
         make = renderer(family, 120, 80)
         for one, many in zip([make.sequence(*item) for item in items], make.sequences(items), strict=True):
@@ -272,6 +324,7 @@ def test_a_batch_is_its_rows() -> None:
 
 
 # Plain concatenation, settings, identity
+
 
 def test_plain_text_is_concatenated_as_it_is() -> None:
     tokenizer = TOKENIZERS["base"]
@@ -284,9 +337,16 @@ def test_settings_choose_template_and_lengths(tmp_path) -> None:
     data = DataConfig(name="x", source="y")
     model = ModelConfig(name="m", name_or_path="m", max_length=99, max_prompt_length=44)
     assert make_renderer(TOKENIZERS["qwen2"], model, data).template == FAMILIES["qwen2"][3]
-    assert make_renderer(TOKENIZERS["qwen2"], model, dataclasses.replace(data, apply_chat_template=False)).template is None
+    assert (
+        make_renderer(
+            TOKENIZERS["qwen2"], model, dataclasses.replace(data, apply_chat_template=False)
+        ).template
+        is None
+    )
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
-    mine = make_renderer(TOKENIZERS["qwen2"], dataclasses.replace(model, chat_template=str(tmp_path / "mine.jinja")), data)
+    mine = make_renderer(
+        TOKENIZERS["qwen2"], dataclasses.replace(model, chat_template=str(tmp_path / "mine.jinja")), data
+    )
     assert TOKENIZERS["qwen2"].decode(mine.prompt_ids(conversation("hi"))) == "[hi]"
     assert (mine.max_length, mine.max_prompt_length) == (99, 44)
     with pytest.raises(ConfigError, match="chat_template"):
@@ -302,14 +362,20 @@ def test_a_tokenizer_without_an_end_is_refused() -> None:
 
 def test_a_template_that_loses_the_answer_is_refused() -> None:
     with pytest.raises(ConfigError, match="chat_template"):
-        Renderer(TOKENIZERS["base"], max_length=10, max_prompt_length=5, template="{{ messages[0]['content'] }}")
+        Renderer(
+            TOKENIZERS["base"], max_length=10, max_prompt_length=5, template="{{ messages[0]['content'] }}"
+        )
 
 
 def test_the_fingerprint_changes_with_what_ids_depend_on_and_with_nothing_else() -> None:
     tokenizer = tiny_tokenizer("llama3")
     before = chat_fingerprint(tokenizer, "t", 10, 5)
     tokenizer(["a", "a b c"], padding=True, truncation=True, max_length=4)
-    assert chat_fingerprint(tokenizer, "t", 10, 5) == before == chat_fingerprint(tiny_tokenizer("llama3"), "t", 10, 5)
+    assert (
+        chat_fingerprint(tokenizer, "t", 10, 5)
+        == before
+        == chat_fingerprint(tiny_tokenizer("llama3"), "t", 10, 5)
+    )
     settings = [("u", 10, 5), (None, 10, 5), ("t", 11, 5), ("t", 10, 6)]
     others = [chat_fingerprint(tokenizer, *setting) for setting in settings]
     others.append(chat_fingerprint(tiny_tokenizer("qwen2"), "t", 10, 5))

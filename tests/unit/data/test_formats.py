@@ -49,15 +49,28 @@ ASKED = Prompt((Turn("user", "What colour is the sky?"),))
 PAIR = Group(ASKED, (Completion("Blue."), Completion("Green.")), (1.0, -1.0))
 
 
-@pytest.mark.parametrize("record", [
-    {"prompt": "What colour is the sky?", "chosen": "Blue.", "rejected": "Green."},
-    {"prompt": user("What colour is the sky?"), "chosen": said("Blue."), "rejected": said("Green.")},
-    {"prompt": user("What colour is the sky?"), "chosen": "Blue.", "rejected": "Green."},
-    {"chosen": user("What colour is the sky?", "Blue."), "rejected": user("What colour is the sky?", "Green.")},
-    # princeton-nlp/llama3-ultrafeedback-armorm: the prompt as a string and again inside the conversations
-    {"prompt_id": "x", "prompt": "What colour is the sky?", "chosen": user("What colour is the sky?", "Blue."),
-     "rejected": user("What colour is the sky?", "Green."), "all_generated_responses": ["a", "b"], "all_rm_scores": [0.2, 0.1]},
-], ids=["strings", "messages", "mixed", "implicit messages", "armorm"])
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "What colour is the sky?", "chosen": "Blue.", "rejected": "Green."},
+        {"prompt": user("What colour is the sky?"), "chosen": said("Blue."), "rejected": said("Green.")},
+        {"prompt": user("What colour is the sky?"), "chosen": "Blue.", "rejected": "Green."},
+        {
+            "chosen": user("What colour is the sky?", "Blue."),
+            "rejected": user("What colour is the sky?", "Green."),
+        },
+        # princeton-nlp/llama3-ultrafeedback-armorm: the prompt as a string and again inside the conversations
+        {
+            "prompt_id": "x",
+            "prompt": "What colour is the sky?",
+            "chosen": user("What colour is the sky?", "Blue."),
+            "rejected": user("What colour is the sky?", "Green."),
+            "all_generated_responses": ["a", "b"],
+            "all_rm_scores": [0.2, 0.1],
+        },
+    ],
+    ids=["strings", "messages", "mixed", "implicit messages", "armorm"],
+)
 def test_every_shape_of_a_preference_is_the_same_pair(record: dict) -> None:
     before = copy.deepcopy(record)
     assert one(record) == PAIR
@@ -70,20 +83,28 @@ def test_an_implicit_string_prompt_is_the_common_beginning_up_to_a_word() -> Non
     assert [c.text for c in group.completions] == [" blue.", " black."]
 
 
-@given(st.text(alphabet="ab ", max_size=12), st.text(alphabet="ab ", max_size=8), st.text(alphabet="ab ", max_size=8))
-def test_a_common_beginning_loses_nothing_and_splits_no_word(shared: str, one_end: str, other_end: str) -> None:
+@given(
+    st.text(alphabet="ab ", max_size=12),
+    st.text(alphabet="ab ", max_size=8),
+    st.text(alphabet="ab ", max_size=8),
+)
+def test_a_common_beginning_loses_nothing_and_splits_no_word(
+    shared: str, one_end: str, other_end: str
+) -> None:
     left, right = shared + one_end, shared + other_end
     start = common_beginning(left, right)
     assert left.startswith(start)
     assert right.startswith(start)
-    rest = [side[len(start):] for side in (left, right)]
+    rest = [side[len(start) :] for side in (left, right)]
     if all(rest) and start:
         assert rest[0][0].isspace() or rest[1][0].isspace()
 
 
 def test_a_multi_turn_pair_keeps_the_whole_conversation_and_the_system_turn() -> None:
     system = [{"role": "system", "content": "Be brief."}]
-    group = one({"chosen": system + user("a", "b", "c", "yes"), "rejected": system + user("a", "b", "c", "no")})
+    group = one(
+        {"chosen": system + user("a", "b", "c", "yes"), "rejected": system + user("a", "b", "c", "no")}
+    )
     assert [turn.role for turn in group.prompt.turns] == ["system", "user", "assistant", "user"]
     explicit = one({"prompt": system + user("a", "b", "c"), "chosen": said("yes"), "rejected": said("no")})
     assert explicit == group
@@ -95,7 +116,9 @@ def test_completions_prompts_and_labels() -> None:
     assert one({"prompt": user("What colour is the sky?"), "completion": said("Blue.")}) == shown
     assert one({"messages": user("What colour is the sky?", "Blue.")}) == shown
     assert one({"prompt": "What colour is the sky?", "completion": "Blue.", "label": True}) == shown
-    assert one({"prompt": user("What colour is the sky?"), "completion": said("Blue."), "label": False}).rewards == (-1.0,)
+    assert one(
+        {"prompt": user("What colour is the sky?"), "completion": said("Blue."), "label": False}
+    ).rewards == (-1.0,)
     assert one({"prompt": "What colour is the sky?"}) == Group(ASKED)
     assert one({"prompt": user("What colour is the sky?"), "reference": 7}).prompt.reference == "7"
 
@@ -103,39 +126,75 @@ def test_completions_prompts_and_labels() -> None:
 def test_halos_feedback() -> None:
     prompt = user("What colour is the sky?")
     loaded = load(
-        {"type": "binary_feedback", "prompt": prompt, "output": said("Blue."), "label": 1, "reward": 0.3, "prompt_id": 4},
+        {
+            "type": "binary_feedback",
+            "prompt": prompt,
+            "output": said("Blue."),
+            "label": 1,
+            "reward": 0.3,
+            "prompt_id": 4,
+        },
         {"type": "binary_feedback", "prompt": prompt, "output": "Green.", "label": 0, "reward": 0.1},
-        {"type": "pairwise_feedback", "prompt": prompt, "output_A": said("Blue."), "output_B": said("Green."), "label": 1},
-        {"type": "pairwise_feedback", "prompt": prompt, "output_A": said("Green."), "output_B": said("Blue."), "label": 0},
+        {
+            "type": "pairwise_feedback",
+            "prompt": prompt,
+            "output_A": said("Blue."),
+            "output_B": said("Green."),
+            "label": 1,
+        },
+        {
+            "type": "pairwise_feedback",
+            "prompt": prompt,
+            "output_A": said("Green."),
+            "output_B": said("Blue."),
+            "label": 0,
+        },
         {"type": "scalar_feedback", "prompt": prompt, "output": said("Blue."), "reward": 0.25},
         {"type": "scalar_feedback", "prompt": user("other"), "output": said("x"), "reward": 0},
         {"type": "scalar_feedback", "prompt": prompt, "output": said("Green."), "reward": -3},
         {"type": "loud_feedback", "prompt": prompt},
     )
     assert [(g.rewards, [c.text for c in g.completions]) for g in loaded.groups] == [
-        ((1.0,), ["Blue."]), ((-1.0,), ["Green."]), ((1.0, -1.0), ["Blue.", "Green."]), ((1.0, -1.0), ["Blue.", "Green."]),
-        ((0.25, -3.0), ["Blue.", "Green."]), ((0.0,), ["x"])]
+        ((1.0,), ["Blue."]),
+        ((-1.0,), ["Green."]),
+        ((1.0, -1.0), ["Blue.", "Green."]),
+        ((1.0, -1.0), ["Blue.", "Green."]),
+        ((0.25, -3.0), ["Blue.", "Green."]),
+        ((0.0,), ["x"]),
+    ]
     assert [(d.row, "loud_feedback" in d.reason) for d in loaded.dropped] == [(8, True)]
     assert loaded.read == 8
 
 
-@pytest.mark.parametrize(("record", "expected"), [
-    ({"prompt": "a", "chosen": "x", "rejected": "x"}, "the same"),
-    ({"prompt": "a", "chosen": "x", "rejected": None}, "no 'rejected'"),
-    ({"prompt": "a", "chosen": 3, "rejected": "x"}, "'chosen' is neither"),
-    ({"prompt": " ", "chosen": "x", "rejected": "y"}, "prompt is empty"),
-    ({"chosen": "yes", "rejected": "no"}, "prompt is empty"),
-    ({"prompt": user("a", "b"), "chosen": "x", "rejected": "y"}, "end with a user turn"),
-    ({"prompt": "a", "chosen": user("b", "x"), "rejected": user("b", "y")}, "does not contain the prompt"),
-    ({"chosen": user("a", "x"), "rejected": user("b", "y")}, "different conversations"),
-    ({"chosen": user("a", "x", "c"), "rejected": user("a", "x", "d")}, "end with an assistant turn"),
-    ({"prompt": [{"role": "tool", "content": "a"}], "chosen": "x", "rejected": "y"}, "role 'tool'"),
-    ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "chosen": "x", "rejected": "y"}, "no 'content' string"),
-    ({"prompt": "a", "completion": "b", "label": "good"}, "not true or false"),
-    ({"prompt": "a", "completions": ["x", "y"], "rewards": [1.0]}, "one length"),
-    ({"prompt": "a", "completions": ["x"], "rewards": [float("nan")]}, "finite"),
-    ({"prompt": "a", "completions": [{"finished": True}], "rewards": [0]}, "neither 'text' nor 'token_ids'"),
-])
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"prompt": "a", "chosen": "x", "rejected": "x"}, "the same"),
+        ({"prompt": "a", "chosen": "x", "rejected": None}, "no 'rejected'"),
+        ({"prompt": "a", "chosen": 3, "rejected": "x"}, "'chosen' is neither"),
+        ({"prompt": " ", "chosen": "x", "rejected": "y"}, "prompt is empty"),
+        ({"chosen": "yes", "rejected": "no"}, "prompt is empty"),
+        ({"prompt": user("a", "b"), "chosen": "x", "rejected": "y"}, "end with a user turn"),
+        (
+            {"prompt": "a", "chosen": user("b", "x"), "rejected": user("b", "y")},
+            "does not contain the prompt",
+        ),
+        ({"chosen": user("a", "x"), "rejected": user("b", "y")}, "different conversations"),
+        ({"chosen": user("a", "x", "c"), "rejected": user("a", "x", "d")}, "end with an assistant turn"),
+        ({"prompt": [{"role": "tool", "content": "a"}], "chosen": "x", "rejected": "y"}, "role 'tool'"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "chosen": "x", "rejected": "y"},
+            "no 'content' string",
+        ),
+        ({"prompt": "a", "completion": "b", "label": "good"}, "not true or false"),
+        ({"prompt": "a", "completions": ["x", "y"], "rewards": [1.0]}, "one length"),
+        ({"prompt": "a", "completions": ["x"], "rewards": [float("nan")]}, "finite"),
+        (
+            {"prompt": "a", "completions": [{"finished": True}], "rewards": [0]},
+            "neither 'text' nor 'token_ids'",
+        ),
+    ],
+)
 def test_a_bad_row_is_dropped_with_its_place_and_reason(record: dict, expected: str) -> None:
     assert expected in reason(record)
 
@@ -143,10 +202,16 @@ def test_a_bad_row_is_dropped_with_its_place_and_reason(record: dict, expected: 
 def test_columns_are_mapped_and_a_wrong_name_is_refused() -> None:
     record = {"question": "What colour is the sky?", "good": "Blue.", "bad": "Green."}
     assert one(record, prompt="question", chosen="good", rejected="bad") == PAIR
-    with pytest.raises(ConfigError, match=r"data.columns.prompt=qestion: f.jsonl has no such column; it has question, good, bad"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data.columns.prompt=qestion: f.jsonl has no such column; it has question, good, bad",
+    ):
         one(record, prompt="qestion")
-    scored = one({"prompt": "q", "all_generated_responses": ["a", "b"], "all_rm_scores": [0.1, 0.7]},
-                 completions="all_generated_responses", rewards="all_rm_scores")
+    scored = one(
+        {"prompt": "q", "all_generated_responses": ["a", "b"], "all_rm_scores": [0.1, 0.7]},
+        completions="all_generated_responses",
+        rewards="all_rm_scores",
+    )
     assert scored.rewards == (0.1, 0.7)
 
 
@@ -167,12 +232,20 @@ def test_a_format_may_be_anybodys_function() -> None:
 # Groups files
 
 turns = st.lists(st.text(max_size=8), min_size=0, max_size=2)
-completions = st.builds(Completion, st.text(max_size=8), st.none() | st.lists(st.integers(0, 9)).map(tuple), st.booleans())
+completions = st.builds(
+    Completion, st.text(max_size=8), st.none() | st.lists(st.integers(0, 9)).map(tuple), st.booleans()
+)
 
 
-@given(st.text(min_size=1, max_size=8).filter(str.strip), st.none() | st.text(max_size=4), st.lists(completions, max_size=3),
-       st.data())
-def test_a_group_survives_its_json(asked: str, reference: str | None, answers: list[Completion], data: st.DataObject) -> None:
+@given(
+    st.text(min_size=1, max_size=8).filter(str.strip),
+    st.none() | st.text(max_size=4),
+    st.lists(completions, max_size=3),
+    st.data(),
+)
+def test_a_group_survives_its_json(
+    asked: str, reference: str | None, answers: list[Completion], data: st.DataObject
+) -> None:
     rewards = tuple(data.draw(st.floats(allow_nan=False, allow_infinity=False)) for _ in answers)
     group = Group(Prompt((Turn("user", asked),), reference), tuple(answers), rewards)
     assert from_dict(json.loads(json.dumps(to_dict(group)))) == group

@@ -28,12 +28,16 @@ def test_the_mix_is_the_largest_with_those_shares(sets):
     chosen = by_weight(groups, weights)
     counts = [len(part) for part in chosen]
     assert any(count == len(part) for count, part in zip(counts, groups, strict=True)), "none is used up"
-    assert all(count <= len(part) and len({g.prompt.id for g in chosen[s]}) == count for s, (count, part) in
-               enumerate(zip(counts, groups, strict=True)))
+    assert all(
+        count <= len(part) and len({g.prompt.id for g in chosen[s]}) == count
+        for s, (count, part) in enumerate(zip(counts, groups, strict=True))
+    )
     scale = min(len(part) / weight for part, weight in zip(groups, weights, strict=True))
     assert all(abs(count - scale * weight) < 1 + 1e-6 for count, weight in zip(counts, weights, strict=True))
     backwards = by_weight([part[::-1] for part in groups], weights)
-    assert [[g.prompt.id for g in part] for part in backwards] == [[g.prompt.id for g in part] for part in chosen]
+    assert [[g.prompt.id for g in part] for part in backwards] == [
+        [g.prompt.id for g in part] for part in chosen
+    ]
 
 
 @pytest.fixture
@@ -41,7 +45,10 @@ def files(tmp_path):
     paths = {}
     for name, n in (("one", 40), ("two", 30)):
         paths[name] = tmp_path / f"{name}.jsonl"
-        rows = [{"prompt": f"{name if i else 'shared'} {i}", "chosen": "good", "rejected": "bad"} for i in range(n)]
+        rows = [
+            {"prompt": f"{name if i else 'shared'} {i}", "chosen": "good", "rejected": "bad"}
+            for i in range(n)
+        ]
         paths[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
     return paths
 
@@ -50,9 +57,14 @@ def test_sets_are_mixed_and_what_one_evaluates_on_none_trains_on(files):
     parts = [MixPart("local", 1.0, str(files["one"])), MixPart("local", 3.0, str(files["two"]))]
     config = DataConfig(name="mix", source="data.mix.mixed", eval_fraction=0, mix=parts)
     train, evaluation = load_splits(config)
-    of = {name: sum(g.prompt.turns[0].content.startswith(name) for g in train.groups) for name in ("one", "two", "shared")}
+    of = {
+        name: sum(g.prompt.turns[0].content.startswith(name) for g in train.groups)
+        for name in ("one", "two", "shared")
+    }
     assert of["two"] >= 26 and of["one"] == pytest.approx(of["two"] / 3, abs=1.5) and train.read == 70
-    assert evaluation.groups and not {g.prompt.id for g in train.groups} & {g.prompt.id for g in evaluation.groups}
+    assert evaluation.groups and not {g.prompt.id for g in train.groups} & {
+        g.prompt.id for g in evaluation.groups
+    }
     assert "of 2" in train.origin or "of 3" in train.origin
 
 
@@ -96,9 +108,15 @@ def test_shares_of_each_label_are_kept(n, desirable, undesirable):
     left = keep_shares(groups, desirable, undesirable)
     labels = [want.label for group in left for want in labelled(group)]
     assert (labels.count(1.0), labels.count(-1.0)) == (round(desirable * n), round(undesirable * n))
-    words = {(want.label, group.completions[want.completions[0]].text) for group in left for want in labelled(group)}
+    words = {
+        (want.label, group.completions[want.completions[0]].text)
+        for group in left
+        for want in labelled(group)
+    }
     assert words <= {(1.0, "good"), (-1.0, "bad")}
-    assert {g.prompt.id for g in keep_shares(groups[::-1], desirable, undesirable)} == {g.prompt.id for g in left}
+    assert {g.prompt.id for g in keep_shares(groups[::-1], desirable, undesirable)} == {
+        g.prompt.id for g in left
+    }
 
 
 def test_the_two_labels_are_drawn_apart():
@@ -110,7 +128,18 @@ def test_the_two_labels_are_drawn_apart():
 
 def test_shares_are_of_the_training_data_alone(tmp_path):
     path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"q {i}", "chosen": "a", "rejected": "b"}) + "\n" for i in range(40)))
-    config = DataConfig("x", "data.sources.local", str(path), eval_fraction=0.25, frac_unique_desirable=1.0, frac_unique_undesirable=0.0)
+    path.write_text(
+        "".join(json.dumps({"prompt": f"q {i}", "chosen": "a", "rejected": "b"}) + "\n" for i in range(40))
+    )
+    config = DataConfig(
+        "x",
+        "data.sources.local",
+        str(path),
+        eval_fraction=0.25,
+        frac_unique_desirable=1.0,
+        frac_unique_undesirable=0.0,
+    )
     train, evaluation = load_splits(config)
-    assert [g.rewards for g in train.groups] == [(1.0,)] * 30 and [len(g.rewards) for g in evaluation.groups] == [2] * 10
+    assert [g.rewards for g in train.groups] == [(1.0,)] * 30 and [
+        len(g.rewards) for g in evaluation.groups
+    ] == [2] * 10

@@ -20,7 +20,9 @@ from tests.unit.data.tiny_tokenizers import tiny_tokenizer
 
 CONFIG = Path(__file__).parents[3] / "config"
 REAL = Path(__file__).parents[4] / "shared" / "data"
-SETS = sorted(path.stem for path in (CONFIG / "data").glob("*.yaml") if "source: data.sources." in path.read_text())
+SETS = sorted(
+    path.stem for path in (CONFIG / "data").glob("*.yaml") if "source: data.sources." in path.read_text()
+)
 
 
 def shipped(name: str, *overrides: str) -> DataConfig:
@@ -38,7 +40,10 @@ def load(name: str, *records: dict, **settings: object) -> Loaded:
 
 
 def words(loaded: Loaded) -> list[tuple[list[str], list[str | None], tuple[float, ...]]]:
-    return [([t.content for t in g.prompt.turns], [c.text for c in g.completions], g.rewards) for g in loaded.groups]
+    return [
+        ([t.content for t in g.prompt.turns], [c.text for c in g.completions], g.rewards)
+        for g in loaded.groups
+    ]
 
 
 def user(*contents: str) -> list[dict]:
@@ -52,23 +57,43 @@ def test_every_shipped_yaml_is_whole_and_says_what_it_is(name: str) -> None:
     assert config.name == name
     assert path.read_text().startswith("# ")
     assert config.format == "auto" or config.format in FORMATS
-    assert shipped(name, "path=x", "eval_fraction=0.5", "columns={prompt: q}", "format=auto").columns == {"prompt": "q"}
+    assert shipped(name, "path=x", "eval_fraction=0.5", "columns={prompt: q}", "format=auto").columns == {
+        "prompt": "q"
+    }
 
 
 def test_no_setting_of_the_schema_is_missing_from_the_base_yaml() -> None:
-    assert set(OmegaConf.load(CONFIG / "data" / "_base.yaml")) == {field.name for field in dataclasses.fields(DataConfig)}
+    assert set(OmegaConf.load(CONFIG / "data" / "_base.yaml")) == {
+        field.name for field in dataclasses.fields(DataConfig)
+    }
 
 
-@pytest.mark.parametrize("name", ["ultrafeedback_armorm", "ultrafeedback_armorm_gemma2", "ultrafeedback_binarized"])
+@pytest.mark.parametrize(
+    "name", ["ultrafeedback_armorm", "ultrafeedback_armorm_gemma2", "ultrafeedback_binarized"]
+)
 def test_ultrafeedback(name: str) -> None:
-    record = {"prompt_id": "1", "prompt": "q", "chosen": user("q", "a"), "rejected": user("q", "b"), "messages": user("q", "a"),
-              "score_chosen": 8.0, "score_rejected": 2.0, "all_generated_responses": ["a", "b"], "all_rm_scores": [0.2, 0.1]}
+    record = {
+        "prompt_id": "1",
+        "prompt": "q",
+        "chosen": user("q", "a"),
+        "rejected": user("q", "b"),
+        "messages": user("q", "a"),
+        "score_chosen": 8.0,
+        "score_rejected": 2.0,
+        "all_generated_responses": ["a", "b"],
+        "all_rm_scores": [0.2, 0.1],
+    }
     assert words(load(name, record)) == [(["q"], ["a", "b"], (1.0, -1.0))]
 
 
 def test_the_scores_of_all_armorm_answers_can_be_used_too() -> None:
-    record = {"prompt": "q", "chosen": user("q", "a"), "rejected": user("q", "b"), "all_generated_responses": ["a", "c", "b"],
-              "all_rm_scores": [0.2, 0.15, 0.1]}
+    record = {
+        "prompt": "q",
+        "chosen": user("q", "a"),
+        "rejected": user("q", "b"),
+        "all_generated_responses": ["a", "c", "b"],
+        "all_rm_scores": [0.2, 0.15, 0.1],
+    }
     columns = {"completions": "all_generated_responses", "rewards": "all_rm_scores"}
     loaded = load("ultrafeedback_armorm", record, format="groups", columns=columns)
     assert words(loaded) == [(["q"], ["a", "c", "b"], (0.2, 0.15, 0.1))]
@@ -81,43 +106,88 @@ def test_ultrachat() -> None:
 
 def test_hh() -> None:
     start = "\n\nHuman: hello\n\nAssistant: hi\n\nHuman: and?\n\nAssistant: "
-    loaded = load("hh", {"chosen": start + "yes", "rejected": start + "no"},
-                  {"chosen": start + "yes", "rejected": "\n\nHuman: bye\n\nAssistant: no"},
-                  {"chosen": "\n\nHuman: a\n\nHuman: b\n\nAssistant: c", "rejected": "\n\nHuman: a\n\nHuman: b\n\nAssistant: d"})
+    loaded = load(
+        "hh",
+        {"chosen": start + "yes", "rejected": start + "no"},
+        {"chosen": start + "yes", "rejected": "\n\nHuman: bye\n\nAssistant: no"},
+        {
+            "chosen": "\n\nHuman: a\n\nHuman: b\n\nAssistant: c",
+            "rejected": "\n\nHuman: a\n\nHuman: b\n\nAssistant: d",
+        },
+    )
     assert words(loaded) == [(["hello", "hi", "and?"], ["yes", "no"], (1.0, -1.0))]
-    assert [d.reason for d in loaded.dropped] == ["chosen and rejected answer different conversations",
-                                                  "the turns of the transcript do not alternate"]
+    assert [d.reason for d in loaded.dropped] == [
+        "chosen and rejected answer different conversations",
+        "the turns of the transcript do not alternate",
+    ]
     assert [t.role for t in transcript(start + "yes")] == ["user", "assistant", "user", "assistant"]
 
 
 def test_alpacaeval_judgements_and_outputs() -> None:
-    judged = {"instruction": "q", "output_1": "one", "output_2": "two", "generator_1": "g", "generator_2": "h"}
-    loaded = load("alpacaeval", *({**judged, "preference": p} for p in (1.0, 1.49, 1.51, 2, 1.5, float("nan"), None, 0.2)))
+    judged = {
+        "instruction": "q",
+        "output_1": "one",
+        "output_2": "two",
+        "generator_1": "g",
+        "generator_2": "h",
+    }
+    loaded = load(
+        "alpacaeval",
+        *({**judged, "preference": p} for p in (1.0, 1.49, 1.51, 2, 1.5, float("nan"), None, 0.2)),
+    )
     assert [c for _, c, _ in words(loaded)] == [["one", "two"]] * 2 + [["two", "one"]] * 2
     assert loaded.dropped[0].reason == "a tie"
     assert len(loaded.dropped) == 4
-    outputs = load("alpacaeval", {"instruction": "q", "output": "a", "generator": "g", "dataset": "koala"}, format="auto")
+    outputs = load(
+        "alpacaeval", {"instruction": "q", "output": "a", "generator": "g", "dataset": "koala"}, format="auto"
+    )
     assert words(outputs) == [(["q"], ["a"], (1.0,))]
 
 
 def test_checkable_maths_has_its_reference_and_the_asked_form() -> None:
     grade = {"question": "q", "answer": "It is 500 * 2 = <<500*2=1000>>1000.\n#### 1,000"}
-    plain, asked = load("gsm8k", grade, {"question": "q", "answer": "no mark"}), load("gsm8k", grade, system_prompt="think_answer")
+    plain, asked = (
+        load("gsm8k", grade, {"question": "q", "answer": "no mark"}),
+        load("gsm8k", grade, system_prompt="think_answer"),
+    )
     assert plain.groups[0].prompt.reference == "1000"
     assert plain.groups[0].completions[0].text == grade["answer"]
     assert "####" in plain.dropped[0].reason
     assert asked.groups[0].completions[0].text == (
-        "<think>\nIt is 500 * 2 = <<500*2=1000>>1000.\n</think>\n<answer>\n1000\n</answer>")
-    hard = load("math", {"problem": "p", "solution": r"so $\boxed{\frac{1}{2}}$.", "answer": r"\frac{1}{2}", "subject": "Algebra",
-                         "level": 3, "unique_id": "test/algebra/1.json"})
+        "<think>\nIt is 500 * 2 = <<500*2=1000>>1000.\n</think>\n<answer>\n1000\n</answer>"
+    )
+    hard = load(
+        "math",
+        {
+            "problem": "p",
+            "solution": r"so $\boxed{\frac{1}{2}}$.",
+            "answer": r"\frac{1}{2}",
+            "subject": "Algebra",
+            "level": 3,
+            "unique_id": "test/algebra/1.json",
+        },
+    )
     assert hard.groups[0].prompt.reference == r"\frac{1}{2}"
-    assert hard.groups[0].completions[0].text == "<think>\nso $\\boxed{\\frac{1}{2}}$.\n</think>\n<answer>\n\\frac{1}{2}\n</answer>"
+    assert (
+        hard.groups[0].completions[0].text
+        == "<think>\nso $\\boxed{\\frac{1}{2}}$.\n</think>\n<answer>\n\\frac{1}{2}\n</answer>"
+    )
 
 
 def test_shp_wants_twice_the_votes_and_at_most_five_pairs() -> None:
-    row = {"history": "q", "human_ref_A": "a", "human_ref_B": "b", "score_A": 9, "score_B": 3, "labels": 1, "score_ratio": 3.0}
+    row = {
+        "history": "q",
+        "human_ref_A": "a",
+        "human_ref_B": "b",
+        "score_A": 9,
+        "score_B": 3,
+        "labels": 1,
+        "score_ratio": 3.0,
+    }
     assert words(load("shp", row, {**row, "labels": 0, "score_A": 3, "score_B": 9})) == [
-        (["q"], ["a", "b"], (1.0, -1.0)), (["q"], ["b", "a"], (1.0, -1.0))]
+        (["q"], ["a", "b"], (1.0, -1.0)),
+        (["q"], ["b", "a"], (1.0, -1.0)),
+    ]
     loaded = load("shp", {**row, "score_B": 5}, *[row] * 7, {**row, "history": "r"})
     assert len(loaded.groups) == 6
     assert [d.row for d in loaded.dropped] == [1, 7, 8]
@@ -125,31 +195,68 @@ def test_shp_wants_twice_the_votes_and_at_most_five_pairs() -> None:
 
 def test_oasst_pairs_each_answer_with_the_next_worse_sibling() -> None:
     def message(name: str, parent: str | None, role: str, rank: int | None = None, lang: str = "en") -> dict:
-        return {"message_id": name, "parent_id": parent, "role": role, "rank": rank, "lang": lang, "text": f"text {name}"}
+        return {
+            "message_id": name,
+            "parent_id": parent,
+            "role": role,
+            "rank": rank,
+            "lang": lang,
+            "text": f"text {name}",
+        }
 
-    loaded = load("oasst", message("root", None, "prompter"), message("worst", "root", "assistant", 2),
-                  message("best", "root", "assistant", 0), message("mid", "root", "assistant", 1),
-                  message("next", "best", "prompter"), message("a", "next", "assistant", 1), message("b", "next", "assistant", 0),
-                  message("alone", "mid", "prompter"),
-                  message("x", "alone", "assistant"), message("de", None, "prompter", None, "de"),
-                  message("lost1", "gone", "assistant", 0), message("lost2", "gone", "assistant", 1), {"lang": "en"})
+    loaded = load(
+        "oasst",
+        message("root", None, "prompter"),
+        message("worst", "root", "assistant", 2),
+        message("best", "root", "assistant", 0),
+        message("mid", "root", "assistant", 1),
+        message("next", "best", "prompter"),
+        message("a", "next", "assistant", 1),
+        message("b", "next", "assistant", 0),
+        message("alone", "mid", "prompter"),
+        message("x", "alone", "assistant"),
+        message("de", None, "prompter", None, "de"),
+        message("lost1", "gone", "assistant", 0),
+        message("lost2", "gone", "assistant", 1),
+        {"lang": "en"},
+    )
     assert words(loaded) == [
-        (["text root"], ["text best", "text mid"], (1.0, -1.0)), (["text root"], ["text mid", "text worst"], (1.0, -1.0)),
-        (["text root", "text best", "text next"], ["text b", "text a"], (1.0, -1.0))]
+        (["text root"], ["text best", "text mid"], (1.0, -1.0)),
+        (["text root"], ["text mid", "text worst"], (1.0, -1.0)),
+        (["text root", "text best", "text next"], ["text b", "text a"], (1.0, -1.0)),
+    ]
     assert [(d.row, d.reason) for d in loaded.dropped] == [
-        (10, "not in English"), (13, "no column 'message_id'"), (12, "a message of the conversation is missing")]
+        (10, "not in English"),
+        (13, "no column 'message_id'"),
+        (12, "a message of the conversation is missing"),
+    ]
 
 
 def test_the_rest() -> None:
     safe = {"prompt": "q", "response_0": "a", "response_1": "b", "better_response_id": 1}
     assert words(load("safe_rlhf", safe, {**safe, "better_response_id": 0})) == [
-        (["q"], ["b", "a"], (1.0, -1.0)), (["q"], ["a", "b"], (1.0, -1.0))]
-    thought = {"question": "q", "solution": "s", "deepseek_thinking_trajectory": "hm\n", "deepseek_attempt": "42"}
+        (["q"], ["b", "a"], (1.0, -1.0)),
+        (["q"], ["a", "b"], (1.0, -1.0)),
+    ]
+    thought = {
+        "question": "q",
+        "solution": "s",
+        "deepseek_thinking_trajectory": "hm\n",
+        "deepseek_attempt": "42",
+    }
     assert words(load("s1k", thought))[0][1] == ["<think>\nhm\n</think>\n<answer>\n42\n</answer>"]
-    wild = {"conversation_input": [{**turn, "language": "English", "toxic": False} for turn in user("q", "a", "r")],
-            "references": {"gpt-4": "b"}, "checklist": ["c"], "session_id": "s"}
+    wild = {
+        "conversation_input": [
+            {**turn, "language": "English", "toxic": False} for turn in user("q", "a", "r")
+        ],
+        "references": {"gpt-4": "b"},
+        "checklist": ["c"],
+        "session_id": "s",
+    }
     assert words(load("wildbench", wild, {**wild, "references": {"gpt-4": None}})) == [
-        (["q", "a", "r"], ["b"], (1.0,)), (["q", "a", "r"], [], ())]
+        (["q", "a", "r"], ["b"], (1.0,)),
+        (["q", "a", "r"], [], ()),
+    ]
 
 
 def test_a_published_set_can_be_a_local_copy(tmp_path) -> None:
@@ -162,6 +269,7 @@ def test_a_published_set_can_be_a_local_copy(tmp_path) -> None:
 
 
 # The real files
+
 
 def real(name: str) -> Path:
     path = REAL / name
@@ -180,18 +288,24 @@ def test_the_real_hh_file() -> None:
     assert all(g.prompt.turns[-1].role == "user" and g.rewards == (1.0, -1.0) for g in train.groups)
     assert max(len(g.prompt.turns) for g in train.groups) > 5
     tokenizer = tiny_tokenizer("llama3")
-    make = Renderer(tokenizer, max_length=1024, max_prompt_length=512, template=load_template(tokenizer, None))
+    make = Renderer(
+        tokenizer, max_length=1024, max_prompt_length=512, template=load_template(tokenizer, None)
+    )
     made = make.sequences([(g.prompt, c) for g in train.groups for c in g.completions])
     assert all(isinstance(row, Sequence) for row in made)
     assert max(len(row) for row in made) <= 1024
     ends = sum(int(row.completion_ids[-1] == make.end_id) for row in made if isinstance(row, Sequence))
     assert ends == len(made) - make.cuts["completion end"]
-    first, text = next((row, g) for row, g in zip(made[::2], train.groups, strict=True) if isinstance(row, Sequence))
+    first, text = next(
+        (row, g) for row, g in zip(made[::2], train.groups, strict=True) if isinstance(row, Sequence)
+    )
     assert text.completions[0].text in tokenizer.decode(np.array(first.completion_ids))
 
 
 def test_the_real_alpacaeval_judgements() -> None:
-    config = shipped("alpacaeval", f"path={real('alpacaeval_annotations_gpt35_turbo_0301.json')}", "eval_fraction=0")
+    config = shipped(
+        "alpacaeval", f"path={real('alpacaeval_annotations_gpt35_turbo_0301.json')}", "eval_fraction=0"
+    )
     loaded = load_groups(config, "train")
     assert loaded.read == 805
     assert (len(loaded.groups), [d.reason for d in loaded.dropped]) == (804, ["a tie"])
@@ -202,5 +316,7 @@ def test_the_real_gsm8k_files() -> None:
     config = shipped("gsm8k", *files, "system_prompt=think_answer")
     train, test = load_groups(config, "train"), load_groups(config, "eval")
     assert (len(train.groups), len(test.groups), train.dropped) == (7473, 1319, [])
-    assert all(g.prompt.reference and float(g.prompt.reference) == float(g.prompt.reference) for g in train.groups)
+    assert all(
+        g.prompt.reference and float(g.prompt.reference) == float(g.prompt.reference) for g in train.groups
+    )
     assert all(g.prompt.turns[0].role == "system" for g in test.groups)

@@ -25,8 +25,12 @@ def row(prompt: int, completion: int) -> Sequence:
 
 @pytest.fixture
 def report() -> DataReport:
-    loaded = Loaded([group("q1"), group("q2"), group("q2")], 6,
-                    [Dropped("f.jsonl", n, why) for n, why in ((2, "a tie"), (5, "a tie"), (4, "no | column\n'x'"))], "f.jsonl")
+    loaded = Loaded(
+        [group("q1"), group("q2"), group("q2")],
+        6,
+        [Dropped("f.jsonl", n, why) for n, why in ((2, "a tie"), (5, "a tie"), (4, "no | column\n'x'"))],
+        "f.jsonl",
+    )
     evaluation = Loaded([group("q2"), group("q9")], 2, [], "g.jsonl")
     rows = (row(3, 5), row(3, 7)), (row(9, 1), row(9, 2))
     examples = Examples(tuple((Example("a", two),) for two in rows), {"no completion token": 1})
@@ -34,11 +38,21 @@ def report() -> DataReport:
 
 
 def test_it_counts_rows_prompts_and_what_both_splits_share(report: DataReport) -> None:
-    assert (report.read, report.groups, report.prompts, report.examples, report.shared_prompts) == (6, 3, 2, 2, 1)
+    assert (report.read, report.groups, report.prompts, report.examples, report.shared_prompts) == (
+        6,
+        3,
+        2,
+        2,
+        1,
+    )
     assert report.dropped == {"a tie": 2, "no | column\n'x'": 1}
     assert report.cut == {"completion end": 1}
     assert report.prompt_tokens is not None
-    assert (report.prompt_tokens.count, report.prompt_tokens.mean, report.prompt_tokens.maximum) == (4, 6.0, 9.0)
+    assert (report.prompt_tokens.count, report.prompt_tokens.mean, report.prompt_tokens.maximum) == (
+        4,
+        6.0,
+        9.0,
+    )
     assert report.completion_tokens is not None
     assert report.completion_tokens.median == 3.5
     assert any("both trained on and evaluated" in warning for warning in report.warnings())
@@ -46,7 +60,9 @@ def test_it_counts_rows_prompts_and_what_both_splits_share(report: DataReport) -
 
 
 def test_markdown_names_rows_and_its_tables_hold_whatever_the_data_say(report: DataReport) -> None:
-    page = report.with_logprobs({"chosen": np.array([-0.1]), "rejected": np.array([-0.5])}, clippable_share=0.021).to_markdown()
+    page = report.with_logprobs(
+        {"chosen": np.array([-0.1]), "rejected": np.array([-0.5])}, clippable_share=0.021
+    ).to_markdown()
     assert "f.jsonl, row 2: a tie" in page
     assert "2.1%" in page
     for table in page.split("\n\n"):
@@ -71,8 +87,12 @@ def test_quartiles_part_the_values_into_quarters(values: list[float]) -> None:
     assert (spread.minimum, spread.maximum) == (array.min(), array.max())
 
 
-@pytest.mark.parametrize(("center", "warned"), [(-0.7, True), (-0.36, True), (-0.30, False), (-2.0, True), (-0.05, False)])
-def test_the_gate_warns_of_data_like_the_papers_lowest_quarter(report: DataReport, center: float, warned: bool) -> None:
+@pytest.mark.parametrize(
+    ("center", "warned"), [(-0.7, True), (-0.36, True), (-0.30, False), (-2.0, True), (-0.05, False)]
+)
+def test_the_gate_warns_of_data_like_the_papers_lowest_quarter(
+    report: DataReport, center: float, warned: bool
+) -> None:
     chosen = np.array([center, center - 0.01, center + 0.01, np.nan])
     scored = report.with_logprobs({"chosen": chosen, "rejected": chosen - 0.02})
     assert any("Figure 6" in warning for warning in scored.warnings()) == warned

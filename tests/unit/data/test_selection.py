@@ -13,7 +13,9 @@ from config.checks import ConfigError, StoppedError
 from data.selection import places, select
 from tests.tiny import make_config
 
-VALUES = st.lists(st.floats(-20, 0).map(lambda v: round(v, 1)), min_size=4, max_size=60).map(np.array)  # rounded: equal ones happen
+VALUES = st.lists(st.floats(-20, 0).map(lambda v: round(v, 1)), min_size=4, max_size=60).map(
+    np.array
+)  # rounded: equal ones happen
 
 
 @given(VALUES, st.floats(0, 1), st.floats(0, 1))

@@ -19,7 +19,12 @@ RECORDS = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad 
 
 
 def config(path: object, **settings: object) -> DataConfig:
-    settings = {"source": "data.sources.local", "path": None if path is None else str(path), "name": "test", **settings}
+    settings = {
+        "source": "data.sources.local",
+        "path": None if path is None else str(path),
+        "name": "test",
+        **settings,
+    }
     return DataConfig(**settings)  # type: ignore[arg-type]
 
 
@@ -44,39 +49,70 @@ def test_every_kind_of_file_gives_the_same_groups(tmp_path, kind: str) -> None:
         path.write_text(text)
     loaded = load_groups(config(path, eval_fraction=0), "train")
     assert loaded.read == 40
-    assert [[c.text for c in group.completions] for group in loaded.groups] == [[r["chosen"], r["rejected"]] for r in RECORDS]
+    assert [[c.text for c in group.completions] for group in loaded.groups] == [
+        [r["chosen"], r["rejected"]] for r in RECORDS
+    ]
 
 
 def test_bad_rows_are_counted_and_named(tmp_path) -> None:
     path = tmp_path / "pairs.jsonl"
-    path.write_text("\n".join([json.dumps(RECORDS[0]), "{broken", "", "[1]", json.dumps({"prompt": "x"}), json.dumps(RECORDS[1])]))
+    path.write_text(
+        "\n".join(
+            [
+                json.dumps(RECORDS[0]),
+                "{broken",
+                "",
+                "[1]",
+                json.dumps({"prompt": "x"}),
+                json.dumps(RECORDS[1]),
+            ]
+        )
+    )
     loaded = load_groups(config(path, eval_fraction=0), "train")
     assert len(loaded.groups) == 2
     assert loaded.read == 5
-    assert [(d.file, d.row) for d in loaded.dropped] == [("pairs.jsonl", 2), ("pairs.jsonl", 4), ("pairs.jsonl", 5)]
-    for dropped, reason in zip(loaded.dropped, ("not JSON", "not a JSON object", "no column 'chosen'"), strict=True):
+    assert [(d.file, d.row) for d in loaded.dropped] == [
+        ("pairs.jsonl", 2),
+        ("pairs.jsonl", 4),
+        ("pairs.jsonl", 5),
+    ]
+    for dropped, reason in zip(
+        loaded.dropped, ("not JSON", "not a JSON object", "no column 'chosen'"), strict=True
+    ):
         assert reason in dropped.reason
 
 
 def test_no_usable_row_at_all_is_an_error_that_shows_the_first(tmp_path) -> None:
     path = lines(tmp_path / "pairs.jsonl", [{"prompt": "x", "chosen": "same", "rejected": "same"}] * 3)
-    with pytest.raises(DataError, match=r"none of the 3 rows.*row 1: chosen and rejected are the same.*data.format"):
+    with pytest.raises(
+        DataError, match=r"none of the 3 rows.*row 1: chosen and rejected are the same.*data.format"
+    ):
         load_groups(config(path), "train")
 
 
-@pytest.mark.parametrize(("name", "content", "error", "message"), [
-    ("absent.jsonl", None, ConfigError, r"data.path=.*no such file"),
-    ("pairs.csv", b"a,b", ConfigError, "use one of .json, .jsonl"),
-    ("pairs.json", b'{"prompt": 1}', DataError, "must hold one list"),
-    ("pairs.json", b'{"a": 1}\n{"a": 2}', DataError, "must be named .jsonl"),
-    ("pairs.jsonl.gz", b"not gzip", DataError, "cannot be read"),
-    ("pairs.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 99, mtime=0)[:-9], DataError, "cannot be read to its end"),
-    ("pairs.parquet", b"not parquet", DataError, "cannot be read"),
-    ("pairs.jsonl", b"\xff\xfe", DataError, "cannot be read"),
-    ("pairs.jsonl", b"\n", DataError, "holds no row"),
-    ("pairs.json", b"[]", DataError, "holds no row"),
-])
-def test_a_wrong_file_is_refused_with_a_remedy(tmp_path, name: str, content: bytes | None, error: type, message: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "error", "message"),
+    [
+        ("absent.jsonl", None, ConfigError, r"data.path=.*no such file"),
+        ("pairs.csv", b"a,b", ConfigError, "use one of .json, .jsonl"),
+        ("pairs.json", b'{"prompt": 1}', DataError, "must hold one list"),
+        ("pairs.json", b'{"a": 1}\n{"a": 2}', DataError, "must be named .jsonl"),
+        ("pairs.jsonl.gz", b"not gzip", DataError, "cannot be read"),
+        (
+            "pairs.jsonl.gz",
+            gzip.compress(b'{"prompt": "a"}\n' * 99, mtime=0)[:-9],
+            DataError,
+            "cannot be read to its end",
+        ),
+        ("pairs.parquet", b"not parquet", DataError, "cannot be read"),
+        ("pairs.jsonl", b"\xff\xfe", DataError, "cannot be read"),
+        ("pairs.jsonl", b"\n", DataError, "holds no row"),
+        ("pairs.json", b"[]", DataError, "holds no row"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_a_remedy(
+    tmp_path, name: str, content: bytes | None, error: type, message: str
+) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(error, match=message):
@@ -93,8 +129,11 @@ def test_a_wrong_source_is_refused() -> None:
 
 # Splits
 
+
 def test_held_out_prompts_are_a_share_and_never_trained_on(tmp_path) -> None:
-    doubled = RECORDS + [{**record, "chosen": "another"} for record in RECORDS]  # two pairs a prompt stay together
+    doubled = RECORDS + [
+        {**record, "chosen": "another"} for record in RECORDS
+    ]  # two pairs a prompt stay together
     path = lines(tmp_path / "a.jsonl", doubled)
     settings = config(path, eval_fraction=0.1)
     train, held_out = load_groups(settings, "train"), load_groups(settings, "eval")
@@ -108,7 +147,9 @@ def test_held_out_prompts_are_a_share_and_never_trained_on(tmp_path) -> None:
     assert set(ids(again)) == set(ids(held_out))
 
 
-@pytest.mark.parametrize("settings", [{}, {"eval_fraction": 0.0}, {"eval_path": "a"}, {"system_prompt": "x", "eval_fraction": 0.3}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"eval_fraction": 0.0}, {"eval_path": "a"}, {"system_prompt": "x", "eval_fraction": 0.3}]
+)
 def test_both_splits_at_once_are_the_two_of_them(tmp_path, settings: dict) -> None:
     path = lines(tmp_path / "a.jsonl", RECORDS)
     chosen = config(path, **{k: str(path) if k == "eval_path" else v for k, v in settings.items()})
@@ -117,7 +158,9 @@ def test_both_splits_at_once_are_the_two_of_them(tmp_path, settings: dict) -> No
 
 def test_a_system_prompt_does_not_change_who_is_held_out(tmp_path) -> None:
     path = lines(tmp_path / "a.jsonl", RECORDS)
-    with_it, without = (load_groups(config(path, system_prompt=system), "eval") for system in ("Be brief.", None))
+    with_it, without = (
+        load_groups(config(path, system_prompt=system), "eval") for system in ("Be brief.", None)
+    )
     assert [g.prompt.turns[-1] for g in with_it.groups] == [g.prompt.turns[-1] for g in without.groups]
 
 
@@ -128,7 +171,9 @@ def test_a_single_prompt_is_not_held_out() -> None:
 
 
 def test_named_evaluation_data_are_used_and_nothing_is_held_out(tmp_path) -> None:
-    settings = config(lines(tmp_path / "a.jsonl", RECORDS[:30]), eval_path=str(lines(tmp_path / "b.jsonl", RECORDS[30:])))
+    settings = config(
+        lines(tmp_path / "a.jsonl", RECORDS[:30]), eval_path=str(lines(tmp_path / "b.jsonl", RECORDS[30:]))
+    )
     assert len(load_groups(settings, "train").groups) == 30
     assert len(load_groups(settings, "eval").groups) == 10
     with pytest.raises(ConfigError, match=r"data.eval_path=.*no such file"):
@@ -153,17 +198,28 @@ def test_feedback_rows_name_their_split(tmp_path) -> None:
 
 
 def test_the_system_prompt_goes_before_prompts_that_have_none(tmp_path) -> None:
-    own = {"prompt": [{"role": "system", "content": "mine"}, {"role": "user", "content": "a"}], "chosen": "x", "rejected": "y"}
+    own = {
+        "prompt": [{"role": "system", "content": "mine"}, {"role": "user", "content": "a"}],
+        "chosen": "x",
+        "rejected": "y",
+    }
     path = lines(tmp_path / "a.jsonl", [RECORDS[0], own])
     loaded = load_groups(config(path, eval_fraction=0, system_prompt="Be brief."), "train")
-    assert [group.prompt.turns[0] for group in loaded.groups] == [Turn("system", "Be brief."), Turn("system", "mine")]
+    assert [group.prompt.turns[0] for group in loaded.groups] == [
+        Turn("system", "Be brief."),
+        Turn("system", "mine"),
+    ]
     named = load_groups(config(path, eval_fraction=0, system_prompt="think_answer"), "train")
     assert "<think>" in named.groups[0].prompt.turns[0].content
 
 
 def made_here(settings: DataConfig, split: str) -> Loaded:
     """A source of somebody's own, as data.source may name it."""
-    return Loaded([Group(Prompt((Turn("user", f"{split} {i}"),)), (Completion("x"),), (1.0,)) for i in range(3)], 3, origin=split)
+    return Loaded(
+        [Group(Prompt((Turn("user", f"{split} {i}"),)), (Completion("x"),), (1.0,)) for i in range(3)],
+        3,
+        origin=split,
+    )
 
 
 def test_a_source_may_be_anybodys_function() -> None:
@@ -172,6 +228,7 @@ def test_a_source_may_be_anybodys_function() -> None:
 
 
 # The hub (no network here: the library is given a folder, or answers as the hub would)
+
 
 @pytest.fixture
 def hub_folder(tmp_path) -> Path:
@@ -198,12 +255,21 @@ def test_a_bad_row_of_a_table_is_named_by_its_place(tmp_path, monkeypatch) -> No
         assert [(d.row, d.reason) for d in loaded.dropped] == [(3, "no 'rejected'")]
 
 
-@pytest.mark.parametrize(("error", "message"), [
-    (RuntimeError("Dataset scripts are no longer supported, but found alpaca_eval.py"), "is made by a script.*data=local"),
-    (datasets.exceptions.DatasetNotFoundError("Dataset 'org/name' doesn't exist"), "data.path=org/name: cannot be loaded"),
-    (ValueError("BuilderConfig 'x' not found. Available: ['main']"), "data.subset=x"),
-    (ConnectionError("offline"), "data.path=org/name: cannot be loaded .offline"),
-])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            RuntimeError("Dataset scripts are no longer supported, but found alpaca_eval.py"),
+            "is made by a script.*data=local",
+        ),
+        (
+            datasets.exceptions.DatasetNotFoundError("Dataset 'org/name' doesn't exist"),
+            "data.path=org/name: cannot be loaded",
+        ),
+        (ValueError("BuilderConfig 'x' not found. Available: ['main']"), "data.subset=x"),
+        (ConnectionError("offline"), "data.path=org/name: cannot be loaded .offline"),
+    ],
+)
 def test_what_the_hub_refuses_is_said_with_a_remedy(monkeypatch, error: Exception, message: str) -> None:
     def refuse(*args: object, **settings: object) -> None:
         raise error

@@ -34,21 +34,42 @@ def groups(n: int = 30) -> list[Group]:
     """Pairs of which some lose turns, the beginning of a turn or an end, some cannot be tokenised, and some were sampled."""
     made = []
     for i in range(n):
-        turns = [Turn("user", f"question {i} " + "the one " * (i % 4)), Turn("assistant", "there " * 4), Turn("user", "the " * (i % 9 * 8))]
+        turns = [
+            Turn("user", f"question {i} " + "the one " * (i % 4)),
+            Turn("assistant", "there " * 4),
+            Turn("user", "the " * (i % 9 * 8)),
+        ]
         system = [Turn("system", "endless " * 40)] if i % 7 == 3 else []
         sampled = Completion(token_ids=tuple(range(5, 9 + i % 5)), finished=i % 2 == 0)
-        made.append(Group(Prompt((*system, *turns[:: 1 + i % 2])), (Completion("yes " * (1 + i % 8)), sampled), (1.0, -1.0)))
+        made.append(
+            Group(
+                Prompt((*system, *turns[:: 1 + i % 2])),
+                (Completion("yes " * (1 + i % 8)), sampled),
+                (1.0, -1.0),
+            )
+        )
     return made
 
 
 def report(made: Examples, of: Renderer) -> dict[str, object]:
-    return DataReport.of(Loaded(groups(), read=30, origin="here"), Loaded([], read=0), made, dict(of.cuts)).to_dict()
+    return DataReport.of(
+        Loaded(groups(), read=30, origin="here"), Loaded([], read=0), made, dict(of.cuts)
+    ).to_dict()
 
 
 def plain(made: Examples) -> list[object]:
     """Everything that an example says, comparable."""
-    return [[(e.prompt_id, e.label, [(r.key, r.prompt_ids.dtype, r.completion_ids.dtype, r.prompt_ids.tolist()) for r in e.rows])
-             for e in group] for group in made.groups]
+    return [
+        [
+            (
+                e.prompt_id,
+                e.label,
+                [(r.key, r.prompt_ids.dtype, r.completion_ids.dtype, r.prompt_ids.tolist()) for r in e.rows],
+            )
+            for e in group
+        ]
+        for group in made.groups
+    ]
 
 
 def never(*_: object) -> list[object]:
@@ -77,12 +98,18 @@ def entry(cache: TokenCache) -> Path:
 def test_the_second_start_makes_the_same_examples_and_the_same_report_without_the_tokenizer(cache):
     direct = renderer()
     want = make_examples(groups(), views.pairs, direct)
-    assert len(want.groups) > 15 and len(want.dropped) == 1 and set(direct.cuts) == {"oldest turns", "last user turn", "completion end"}
+    assert (
+        len(want.groups) > 15
+        and len(want.dropped) == 1
+        and set(direct.cuts) == {"oldest turns", "last user turn", "completion end"}
+    )
     for tokenises in (True, False):
         made, of = start(cache, tokenises=tokenises)
         assert plain(made) == plain(want) and made.dropped == want.dropped
         assert report(made, of) == report(want, direct)
-    assert made.groups[0][0].rows[0].prompt_ids is made.groups[0][0].rows[1].prompt_ids, "a pair's prompt is held once"
+    assert made.groups[0][0].rows[0].prompt_ids is made.groups[0][0].rows[1].prompt_ids, (
+        "a pair's prompt is held once"
+    )
 
 
 def test_losses_that_want_the_same_rows_share_an_entry(cache, entry):
@@ -96,17 +123,31 @@ def rows(of: list[Group] | None = None) -> list[tuple[Prompt, Completion]]:
     return [(group.prompt, completion) for group in of or groups() for completion in group.completions]
 
 
-def changed(i: int, change: Callable[[Prompt, Completion], tuple[Prompt, Completion]]) -> list[tuple[Prompt, Completion]]:
+def changed(
+    i: int, change: Callable[[Prompt, Completion], tuple[Prompt, Completion]]
+) -> list[tuple[Prompt, Completion]]:
     made = rows()
     made[i] = change(*made[i])
     return made
 
 
 CHANGES: dict[str, Callable[[], tuple[Renderer, list[tuple[Prompt, Completion]]]]] = {
-    "a character of a completion": lambda: (renderer(), changed(10, lambda p, c: (p, replace(c, text=(c.text or "")[:-1] + "x")))),
-    "a character of a prompt": lambda: (renderer(), changed(10, lambda p, c: (Prompt((*p.turns[:-1], Turn("user", "thE"))), c))),
-    "a role": lambda: (renderer(), changed(10, lambda p, c: (Prompt((Turn("system", p.turns[0].content), *p.turns[1:])), c))),
-    "a sampled token": lambda: (renderer(), changed(11, lambda p, c: (p, replace(c, token_ids=(*(c.token_ids or ())[:-1], 4))))),
+    "a character of a completion": lambda: (
+        renderer(),
+        changed(10, lambda p, c: (p, replace(c, text=(c.text or "")[:-1] + "x"))),
+    ),
+    "a character of a prompt": lambda: (
+        renderer(),
+        changed(10, lambda p, c: (Prompt((*p.turns[:-1], Turn("user", "thE"))), c)),
+    ),
+    "a role": lambda: (
+        renderer(),
+        changed(10, lambda p, c: (Prompt((Turn("system", p.turns[0].content), *p.turns[1:])), c)),
+    ),
+    "a sampled token": lambda: (
+        renderer(),
+        changed(11, lambda p, c: (p, replace(c, token_ids=(*(c.token_ids or ())[:-1], 4)))),
+    ),
     "an end": lambda: (renderer(), changed(10, lambda p, c: (p, replace(c, finished=False)))),
     "the order": lambda: (renderer(), rows()[::-1]),
     "one row less": lambda: (renderer(), rows()[:-1]),
@@ -119,7 +160,9 @@ CHANGES: dict[str, Callable[[], tuple[Renderer, list[tuple[Prompt, Completion]]]
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_the_ids_depend_on_is_in_the_key(cache, entry, what):
-    assert content_key(renderer(), rows()) == entry.stem, "the same words give the same entry in every process"
+    assert content_key(renderer(), rows()) == entry.stem, (
+        "the same words give the same entry in every process"
+    )
     of, other = CHANGES[what]()
     assert content_key(of, other) != entry.stem
     want = [r if isinstance(r, str) else r.key for r in of.sequences(other)]
@@ -130,7 +173,9 @@ def test_what_the_ids_depend_on_is_in_the_key(cache, entry, what):
 def test_where_a_row_ends_is_in_the_key():
     """Two rows whose words run together into the same text."""
     prompt = rows()[0][0]
-    ours, theirs = ([(prompt, Completion(a)), (prompt, Completion(b))] for a, b in (("a\nb", "c"), ("a", "b\nc")))
+    ours, theirs = (
+        [(prompt, Completion(a)), (prompt, Completion(b))] for a, b in (("a\nb", "c"), ("a", "b\nc"))
+    )
     assert content_key(renderer(), ours) != content_key(renderer(), theirs)
 
 
@@ -168,7 +213,9 @@ def test_the_entry_of_other_rows_under_this_name_is_not_taken(cache, entry, caps
     foreign = cache.folder / f"{content_key(renderer(), other)}.safetensors"
     foreign.write_bytes(entry.read_bytes())
     want = renderer().sequences(other)
-    assert [getattr(r, "key", r) for r in cache.sequences(renderer(), other)] == [getattr(r, "key", r) for r in want]
+    assert [getattr(r, "key", r) for r in cache.sequences(renderer(), other)] == [
+        getattr(r, "key", r) for r in want
+    ]
     assert "damaged or foreign" in capsys.readouterr().out
 
 

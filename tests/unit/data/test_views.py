@@ -16,11 +16,21 @@ REWARDS = st.lists(st.floats(-5, 5, allow_nan=False), min_size=2, max_size=8)
 
 
 def group(*rewards: float) -> Group:
-    return Group(Prompt((Turn("user", "q"),)), tuple(Completion(str(i)) for i in range(len(rewards))), rewards)
+    return Group(
+        Prompt((Turn("user", "q"),)), tuple(Completion(str(i)) for i in range(len(rewards))), rewards
+    )
 
 
 def example(prompt: str, tokens: int = 3) -> Example:
-    return Example(prompt, (Sequence(np.arange(len(prompt) + 1, dtype=np.int32), np.arange(tokens, dtype=np.int32) + ord(prompt[0])),), 1.0)
+    return Example(
+        prompt,
+        (
+            Sequence(
+                np.arange(len(prompt) + 1, dtype=np.int32), np.arange(tokens, dtype=np.int32) + ord(prompt[0])
+            ),
+        ),
+        1.0,
+    )
 
 
 @given(REWARDS)

@@ -33,11 +33,19 @@ LLAMA2 = (
 )
 
 # How Llama 3 (and, but for the digits, Qwen 2) cuts a text into words: "\n\n" stays one, whatever follows.
-LLAMA3_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 SPECIALS = {
-    "llama3": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    "llama3": [
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ],
     "qwen2": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "gemma2": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
     "llama2": ["<s>", "</s>"],
@@ -51,7 +59,13 @@ FAMILIES = {
     "llama2": ("<s>", "</s>", "</s>", LLAMA2, True),
     "base": (None, "<|endoftext|>", "<|endoftext|>", None, False),
 }
-END_OF_TURN = {"llama3": "<|eot_id|>", "qwen2": "<|im_end|>", "gemma2": "<end_of_turn>", "llama2": "</s>", "base": "<|endoftext|>"}
+END_OF_TURN = {
+    "llama3": "<|eot_id|>",
+    "qwen2": "<|im_end|>",
+    "gemma2": "<end_of_turn>",
+    "llama2": "</s>",
+    "base": "<|endoftext|>",
+}
 
 
 def tiny_tokenizer(family: str) -> PreTrainedTokenizerFast:
@@ -63,7 +77,8 @@ def tiny_tokenizer(family: str) -> PreTrainedTokenizerFast:
         machine.add_tokens(["\n", "\n\n"])
     if adds_bos:
         machine.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, machine.token_to_id(bos))])
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, machine.token_to_id(bos))]
+        )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=machine, bos_token=bos, eos_token=eos, pad_token=pad)
     tokenizer.chat_template = template
     return tokenizer
@@ -71,11 +86,24 @@ def tiny_tokenizer(family: str) -> PreTrainedTokenizerFast:
 
 def _byte_level() -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("i", "n"), ("Ċ", "Ċ"), ("o", "n"), ("Ġ", "a"), ("e", "r")]
+    merges = [
+        ("Ġ", "t"),
+        ("h", "e"),
+        ("Ġt", "he"),
+        ("i", "n"),
+        ("Ċ", "Ċ"),
+        ("o", "n"),
+        ("Ġ", "a"),
+        ("e", "r"),
+    ]
     vocabulary = {token: i for i, token in enumerate([*letters, *("".join(merge) for merge in merges)])}
     machine = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    machine.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated"),
-                                                     pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    machine.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     machine.decoder = decoders.ByteLevel()
     return machine
 

@@ -64,8 +64,12 @@ class _Handler(BaseHTTPRequestHandler):
     def reply(self, m, M, logprobs=True, usage=100):
         top = [{"token": token, "logprob": value, "bytes": None} for token, value in (("m", m), ("M", M))]
         content = [{"token": "m", "logprob": m, "bytes": None, "top_logprobs": top}]
-        choice = {"index": 0, "finish_reason": "length", "message": {"role": "assistant", "content": "m" if m > M else "M"},
-                  "logprobs": {"content": content} if logprobs else None}
+        choice = {
+            "index": 0,
+            "finish_reason": "length",
+            "message": {"role": "assistant", "content": "m" if m > M else "M"},
+            "logprobs": {"content": content} if logprobs else None,
+        }
         made = {"id": "1", "object": "chat.completion", "created": 1, "model": "x", "choices": [choice]}
         tokens = {"prompt_tokens": usage - 1, "completion_tokens": 1, "total_tokens": usage}
         self.send(200, json.dumps(made | ({"usage": tokens} if usage else {})))
@@ -84,5 +88,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def answers(scores, generator):
-    return [{"instruction": f"question {i}", "output": f"score={score}", "generator": generator, "dataset": "made"}
-            for i, score in enumerate(scores)]
+    return [
+        {
+            "instruction": f"question {i}",
+            "output": f"score={score}",
+            "generator": generator,
+            "dataset": "made",
+        }
+        for i, score in enumerate(scores)
+    ]

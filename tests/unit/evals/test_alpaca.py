@@ -43,8 +43,17 @@ def stage(**own):
 
 
 def target(out, *overrides):
-    return Target("mine", make_config("sampler.max_tokens=24", "model.max_length=64", "model.max_prompt_length=40",
-                                      f"cache_dir={out}/.cache", *overrides), Path(out))
+    return Target(
+        "mine",
+        make_config(
+            "sampler.max_tokens=24",
+            "model.max_length=64",
+            "model.max_prompt_length=40",
+            f"cache_dir={out}/.cache",
+            *overrides,
+        ),
+        Path(out),
+    )
 
 
 def rates(tmp_path, rows, **own):
@@ -56,8 +65,15 @@ def rates(tmp_path, rows, **own):
 
 
 def row(i, preference, output_1="abc", output_2="abcd"):
-    return {"instruction": f"question {i}", "output_1": output_1, "output_2": output_2, "generator_1": "base", "generator_2": "mine",
-            "annotator": "someone", "preference": preference}
+    return {
+        "instruction": f"question {i}",
+        "output_1": output_1,
+        "output_2": output_2,
+        "generator_1": "base",
+        "generator_2": "mine",
+        "annotator": "someone",
+        "preference": preference,
+    }
 
 
 # -- the plain rate ----------------------------------------------------------------------------------------------------------------
@@ -76,13 +92,22 @@ def test_the_plain_rate_by_hand(tmp_path):
     assert found.values["n_total"] == len(preferences)
     assert found.values["avg_length"] == 4
     counts = found.values["counts"]
-    assert (counts["n_wins"], counts["n_wins_base"], counts["n_draws"]) == ((wins > 0.5).sum(), (wins < 0.5).sum(), 7)
+    assert (counts["n_wins"], counts["n_wins_base"], counts["n_draws"]) == (
+        (wins > 0.5).sum(),
+        (wins < 0.5).sum(),
+        7,
+    )
     assert (counts["without_judgement"], counts["without_judgement_rows"]) == (3, [50, 51, 52])
-    assert found.values["length_controlled_winrate"] is None and "df_gamed.csv" in found.values["length_controlled_winrate_missing"]
+    assert (
+        found.values["length_controlled_winrate"] is None
+        and "df_gamed.csv" in found.values["length_controlled_winrate_missing"]
+    )
     assert len(found.rows) == len(preferences) + 3
 
 
-@pytest.mark.skipif(not REAL.is_file(), reason="the real judgements are not beside the repository (../shared/data)")
+@pytest.mark.skipif(
+    not REAL.is_file(), reason="the real judgements are not beside the repository (../shared/data)"
+)
 def test_the_leaderboards_numbers_from_its_judgements(tmp_path):
     """Of gpt-3.5-turbo-0301: https://tatsu-lab.github.io/alpaca_eval, with all digits of its table."""
     found = alpaca.evaluate(target(tmp_path), stage(annotations=str(REAL)), start()).values
@@ -108,24 +133,36 @@ class World:
         odds = slope * self.difficulty + skill
         self.controlled = 1 / (1 + np.exp(-odds))
         self.preferences = 1 + 1 / (1 + np.exp(-(odds + length * np.tanh(self.scaled))))
-        self.rows = [row(i, p, "x" * int(a), "y" * int(b)) for i, (p, a, b) in enumerate(zip(self.preferences, *lengths, strict=True))]
+        self.rows = [
+            row(i, p, "x" * int(a), "y" * int(b))
+            for i, (p, a, b) in enumerate(zip(self.preferences, *lengths, strict=True))
+        ]
         self.gamed = []
-        for name in ("concise", "verbose"):  # the same law without skill: what the regression is regularised to
+        for name in (
+            "concise",
+            "verbose",
+        ):  # the same law without skill: what the regression is regularised to
             off = rng.normal(size=N)
             odds = slope * self.difficulty + length * np.tanh(off)
             rates = 1 / (1 + np.exp(-odds))
             self.gamed += [(name, rates[i], i, off[i], self.difficulty[i], False) for i in range(N)]
 
     def write(self, path):
-        lines = ["model,preference,index,std_delta_len,instruction_difficulty,not_gamed_baseline",
-                 *(",".join(map(str, line)) for line in self.gamed)]
+        lines = [
+            "model,preference,index,std_delta_len,instruction_difficulty,not_gamed_baseline",
+            *(",".join(map(str, line)) for line in self.gamed),
+        ]
         path.write_text("\n".join(lines) + "\n")
         return str(path)
 
 
 def reference(tmp_path, rows):
     path = tmp_path / "reference.json"
-    path.write_text(json.dumps([{"instruction": r["instruction"], "output": r["output_1"], "generator": "base"} for r in rows]))
+    path.write_text(
+        json.dumps(
+            [{"instruction": r["instruction"], "output": r["output_1"], "generator": "base"} for r in rows]
+        )
+    )
     return str(path)
 
 
@@ -150,15 +187,22 @@ def test_each_row_gets_its_own_controlled_preference_whatever_the_order(tmp_path
     straight = rates(tmp_path, made.rows, difficulty=gamed)
     given = reference(tmp_path, made.rows)
     shuffled = rates(tmp_path, [made.rows[i] for i in order], difficulty=gamed, reference=given)
-    assert shuffled.values["length_controlled_winrate"] == pytest.approx(straight.values["length_controlled_winrate"], rel=1e-9)
+    assert shuffled.values["length_controlled_winrate"] == pytest.approx(
+        straight.values["length_controlled_winrate"], rel=1e-9
+    )
     np.testing.assert_allclose([r["glm_preference"] for r in straight.rows], made.controlled, atol=0.02)
-    np.testing.assert_allclose([r["glm_preference"] for r in shuffled.rows], made.controlled[order], atol=0.02)
+    np.testing.assert_allclose(
+        [r["glm_preference"] for r in shuffled.rows], made.controlled[order], atol=0.02
+    )
 
 
 def test_without_all_instructions_the_rate_is_null_and_says_why(tmp_path):
     made = World(1.5)
     found = rates(tmp_path, made.rows[:100], difficulty=made.write(tmp_path / "df_gamed.csv")).values
-    assert found["length_controlled_winrate"] is None and "all 805 instructions" in found["length_controlled_winrate_missing"]
+    assert (
+        found["length_controlled_winrate"] is None
+        and "all 805 instructions" in found["length_controlled_winrate_missing"]
+    )
     assert found["n_total"] == 100
 
 
@@ -186,7 +230,9 @@ def test_a_file_in_the_hubs_cache_is_used(tmp_path):
     (root / "snapshots" / "abc").mkdir(parents=True)
     made = World(0.0)
     made.write(root / "snapshots" / "abc" / "df_gamed.csv")
-    assert rates(tmp_path, made.rows).values["length_controlled_winrate"] == pytest.approx(100 * made.controlled.mean(), abs=0.3)
+    assert rates(tmp_path, made.rows).values["length_controlled_winrate"] == pytest.approx(
+        100 * made.controlled.mean(), abs=0.3
+    )
 
 
 @pytest.mark.parametrize("how", ["refuses", "says nothing"])
@@ -207,31 +253,55 @@ def test_a_hub_that_cannot_be_reached_is_not_waited_for(monkeypatch, how):
 # -- what cannot be used -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("own", "message"), [
-    ({"annotations": "nowhere.json"}, "alpacaeval.annotations=nowhere.json: there is no such file"),
-    ({"annotations": "a.json", "outputs": "b.json"}, "alpacaeval.annotations=a.json: are judgements"),
-    ({"outputs": "b.json", "model": None}, "alpacaeval.model=None: writes the answers"),
-    ({"base_url": "host/v1"}, "alpacaeval.base_url=host/v1: .*http"),
-    ({"max_missing": 1.5}, "alpacaeval.max_missing=1.5"),
-    ({"annotator": "weighted", "api_key_env": None}, "alpacaeval.annotator=weighted: .*has no such annotator"),
-    ({"annotator": "claude", "api_key_env": None}, "alpacaeval.annotator=claude: does not ask an OpenAI-compatible"),
-    ({"api_key_env": "NO_SUCH_VARIABLE"}, "alpacaeval.api_key_env=NO_SUCH_VARIABLE: .*is not set; .*alpacaeval.model=null"),
-    ({"model": None}, "alpacaeval.reference=None: .*not in the hub's cache.*give its path"),
-    ({"model": None, "difficulty": "nowhere.csv"}, "alpacaeval.difficulty=nowhere.csv: there is no such file"),
-    ({"jugde": 1}, "alpacaeval.jugde=1: is not a setting"),
-])
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"annotations": "nowhere.json"}, "alpacaeval.annotations=nowhere.json: there is no such file"),
+        ({"annotations": "a.json", "outputs": "b.json"}, "alpacaeval.annotations=a.json: are judgements"),
+        ({"outputs": "b.json", "model": None}, "alpacaeval.model=None: writes the answers"),
+        ({"base_url": "host/v1"}, "alpacaeval.base_url=host/v1: .*http"),
+        ({"max_missing": 1.5}, "alpacaeval.max_missing=1.5"),
+        (
+            {"annotator": "weighted", "api_key_env": None},
+            "alpacaeval.annotator=weighted: .*has no such annotator",
+        ),
+        (
+            {"annotator": "claude", "api_key_env": None},
+            "alpacaeval.annotator=claude: does not ask an OpenAI-compatible",
+        ),
+        (
+            {"api_key_env": "NO_SUCH_VARIABLE"},
+            "alpacaeval.api_key_env=NO_SUCH_VARIABLE: .*is not set; .*alpacaeval.model=null",
+        ),
+        ({"model": None}, "alpacaeval.reference=None: .*not in the hub's cache.*give its path"),
+        (
+            {"model": None, "difficulty": "nowhere.csv"},
+            "alpacaeval.difficulty=nowhere.csv: there is no such file",
+        ),
+        ({"jugde": 1}, "alpacaeval.jugde=1: is not a setting"),
+    ],
+)
 def test_settings_that_cannot_be_honoured(tmp_path, own, message):
     with pytest.raises(ConfigError, match=message):
         alpaca.check(target(tmp_path), stage(**own))
 
 
-@pytest.mark.parametrize(("rows", "message"), [
-    ([], "must be a list"),
-    ([row(0, 1.2), {"instruction": "q"}], "1 of 2 rows cannot be used; row 1: has no text under output_1, output_2"),
-    ([row(0, 1.2), row(1, "2")], "1 of 2 rows have no preference that is a number or null; row 1: '2'"),
-    ([row(0, 1.2), row(1, 1.2) | {"generator_2": "other"}], "one model against one baseline is rated; generator_2 is mine, other"),
-    ("{", "is no JSON"),
-])
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "must be a list"),
+        (
+            [row(0, 1.2), {"instruction": "q"}],
+            "1 of 2 rows cannot be used; row 1: has no text under output_1, output_2",
+        ),
+        ([row(0, 1.2), row(1, "2")], "1 of 2 rows have no preference that is a number or null; row 1: '2'"),
+        (
+            [row(0, 1.2), row(1, 1.2) | {"generator_2": "other"}],
+            "one model against one baseline is rated; generator_2 is mine, other",
+        ),
+        ("{", "is no JSON"),
+    ],
+)
 def test_judgements_that_cannot_be_used(tmp_path, rows, message):
     path = tmp_path / "annotations.json"
     path.write_text(rows if isinstance(rows, str) else json.dumps(rows))
@@ -266,26 +336,47 @@ def endpoint(monkeypatch):
 
 def baseline(tmp_path, questions=QUESTIONS):
     path = tmp_path / "baseline.json"
-    path.write_text(json.dumps([{"instruction": q, "output": "I do not know.", "generator": "base", "dataset": "sums"} for q in questions]))
+    path.write_text(
+        json.dumps(
+            [
+                {"instruction": q, "output": "I do not know.", "generator": "base", "dataset": "sums"}
+                for q in questions
+            ]
+        )
+    )
     return str(path)
 
 
-def test_answers_judgements_and_rates_in_one_run_that_goes_on_where_it_stopped(tmp_path, endpoint, monkeypatch):
+def test_answers_judgements_and_rates_in_one_run_that_goes_on_where_it_stopped(
+    tmp_path, endpoint, monkeypatch
+):
     endpoint.behave = lambda handler, question: handler.send(500, "{}") if question == QUESTIONS[2] else None
-    own = {"reference": baseline(tmp_path), "base_url": endpoint.url, "api_key_env": "JUDGE_KEY", "retries": 0, "concurrency": 4}
+    own = {
+        "reference": baseline(tmp_path),
+        "base_url": endpoint.url,
+        "api_key_env": "JUDGE_KEY",
+        "retries": 0,
+        "concurrency": 4,
+    }
     out = tmp_path / "out"
     with pytest.raises(RuntimeError, match="1 of 6 answers got no judgement"):
         evaluate([target(out)], stage(**own), start())
     assert not (out / "alpacaeval.json").exists()
     outputs = json.loads((out / "alpacaeval" / "outputs.json").read_text())
     assert [o["instruction"] for o in outputs] == QUESTIONS
-    assert len({o["generator"] for o in outputs}) == 1 and all(set(o) == {"dataset", "instruction", "output", "generator"} for o in outputs)
-    assert all(o["output"].count(";") == 2 for o in outputs)  # the embedded model's form, without special tokens
+    assert len({o["generator"] for o in outputs}) == 1 and all(
+        set(o) == {"dataset", "instruction", "output", "generator"} for o in outputs
+    )
+    assert all(
+        o["output"].count(";") == 2 for o in outputs
+    )  # the embedded model's form, without special tokens
     endpoint.behave, endpoint.asked = Judge.behave, type(endpoint.asked)()
     monkeypatch.setattr("rollouts.drawing.opened", None)  # what was answered is not sampled again
     [found] = evaluate([target(out)], stage(**own), start())
     assert endpoint.asked == {QUESTIONS[2]: 1}
-    assert found.values["win_rate"] == pytest.approx(50) and found.values["n_total"] == 6  # this judge knows scores alone
+    assert (
+        found.values["win_rate"] == pytest.approx(50) and found.values["n_total"] == 6
+    )  # this judge knows scores alone
     written = json.loads((out / "alpacaeval.json").read_text())
     assert written["win_rate"] == pytest.approx(50) and written["settings"]["judge"]["model"] == "gpt-4.1"
     assert len((out / "alpacaeval.jsonl").read_text().splitlines()) == 6
@@ -310,5 +401,7 @@ def test_answers_alone_then_judged_elsewhere(tmp_path, endpoint):
 
 def test_an_instruction_that_does_not_fit_is_refused_before_anything_is_sampled(tmp_path):
     own = stage(reference=baseline(tmp_path, [*QUESTIONS, "1+" * 60]), model=None)
-    with pytest.raises(ConfigError, match=r"model.max_prompt_length=40: would cut 1 of AlpacaEval's 7 instructions"):
+    with pytest.raises(
+        ConfigError, match=r"model.max_prompt_length=40: would cut 1 of AlpacaEval's 7 instructions"
+    ):
         alpaca.check(target(tmp_path), own)

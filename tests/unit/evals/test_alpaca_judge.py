@@ -32,12 +32,29 @@ def endpoint(monkeypatch):
 
 
 def settings(endpoint, **changed):
-    return AlpacaEvalConfig(**({"base_url": endpoint.url, "model": "m-1", "api_key_env": "JUDGE_KEY", "concurrency": 8, "retries": 0,
-                                "timeout": 5.0} | changed))
+    return AlpacaEvalConfig(
+        **(
+            {
+                "base_url": endpoint.url,
+                "model": "m-1",
+                "api_key_env": "JUDGE_KEY",
+                "concurrency": 8,
+                "retries": 0,
+                "timeout": 5.0,
+            }
+            | changed
+        )
+    )
 
 
 def asked(endpoint, cache, n=40, **changed):
-    return judge(answers(MINE[:n], "mine"), answers(THEIRS, "theirs")[:n], settings(endpoint, **changed), cache, "judging")
+    return judge(
+        answers(MINE[:n], "mine"),
+        answers(THEIRS, "theirs")[:n],
+        settings(endpoint, **changed),
+        cache,
+        "judging",
+    )
 
 
 def test_preferences_are_the_judges_whichever_answer_is_shown_first(endpoint, tmp_path):
@@ -56,7 +73,9 @@ def test_preferences_are_the_judges_whichever_answer_is_shown_first(endpoint, tm
 def test_what_is_judged_is_not_asked_again_and_what_failed_is(endpoint, tmp_path):
     cache = tmp_path / "judged.json"
     bad = {"question 3", "question 17"}
-    endpoint.behave = lambda handler, instruction: instruction in bad and handler.send(400, '{"error": {"message": "content filter"}}')
+    endpoint.behave = lambda handler, instruction: instruction in bad and handler.send(
+        400, '{"error": {"message": "content filter"}}'
+    )
     rows, spent = asked(endpoint, cache, max_missing=0.05)
     assert {row["instruction"] for row in rows if row["preference"] is None} == bad
     assert spent.failures == {"HTTP 400 from the endpoint": 2}
@@ -89,14 +108,17 @@ def test_an_endpoint_that_fails_half_the_time_still_finishes(endpoint, tmp_path)
     assert spent.calls == 12 < sum(endpoint.asked.values())
 
 
-@pytest.mark.parametrize(("reply", "reason"), [
-    (lambda h: h.reply(-0.1, -2.0, logprobs=False), "no log-probabilities"),
-    (lambda h: h.reply(-0.1, -2.0, usage=0), "no chat completion with its usage"),
-    (lambda h: h.send(200, "<html>"), "no chat completion"),
-    (lambda h: h.send(200, '{"choices": []}'), "no chat completion"),
-    (lambda h: h.send(422, "{}"), "HTTP 422"),
-    (lambda h: time.sleep(2), "APITimeoutError"),
-])
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (lambda h: h.reply(-0.1, -2.0, logprobs=False), "no log-probabilities"),
+        (lambda h: h.reply(-0.1, -2.0, usage=0), "no chat completion with its usage"),
+        (lambda h: h.send(200, "<html>"), "no chat completion"),
+        (lambda h: h.send(200, '{"choices": []}'), "no chat completion"),
+        (lambda h: h.send(422, "{}"), "HTTP 422"),
+        (lambda h: time.sleep(2), "APITimeoutError"),
+    ],
+)
 def test_what_is_no_judgement_is_missing_with_its_reason(endpoint, tmp_path, reply, reason):
     def behave(handler, instruction):
         if instruction == "question 5":
@@ -114,10 +136,33 @@ def test_a_reply_that_names_neither_answer_is_missing(endpoint, tmp_path):
     def behave(handler, instruction):
         if instruction != "question 5":
             return False
-        content = [{"token": "x", "logprob": 0.0, "bytes": None, "top_logprobs": [{"token": "x", "logprob": 0.0, "bytes": None}]}]
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "x"}, "logprobs": {"content": content}}
-        return handler.send(200, json.dumps({"id": "1", "object": "chat.completion", "created": 1, "model": "x", "choices": [choice],
-                                             "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}}))
+        content = [
+            {
+                "token": "x",
+                "logprob": 0.0,
+                "bytes": None,
+                "top_logprobs": [{"token": "x", "logprob": 0.0, "bytes": None}],
+            }
+        ]
+        choice = {
+            "index": 0,
+            "finish_reason": "stop",
+            "message": {"role": "assistant", "content": "x"},
+            "logprobs": {"content": content},
+        }
+        return handler.send(
+            200,
+            json.dumps(
+                {
+                    "id": "1",
+                    "object": "chat.completion",
+                    "created": 1,
+                    "model": "x",
+                    "choices": [choice],
+                    "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+                }
+            ),
+        )
 
     endpoint.behave = behave
     rows, spent = asked(endpoint, tmp_path / "judged.json", n=10, max_missing=0.1)
@@ -127,8 +172,12 @@ def test_a_reply_that_names_neither_answer_is_missing(endpoint, tmp_path):
 
 def test_too_many_failures_stop_and_the_others_are_kept(endpoint, tmp_path):
     cache = tmp_path / "judged.json"
-    endpoint.behave = lambda handler, instruction: int(instruction.split()[1]) % 4 == 0 and handler.send(400, "{}")
-    with pytest.raises(StoppedError, match=r"10 of 40 answers .* more than alpacaeval.max_missing=0.05\n  10 x HTTP 400"):
+    endpoint.behave = lambda handler, instruction: int(instruction.split()[1]) % 4 == 0 and handler.send(
+        400, "{}"
+    )
+    with pytest.raises(
+        StoppedError, match=r"10 of 40 answers .* more than alpacaeval.max_missing=0.05\n  10 x HTTP 400"
+    ):
         asked(endpoint, cache)
     endpoint.behave = Judge.behave
     endpoint.asked.clear()
@@ -137,8 +186,12 @@ def test_too_many_failures_stop_and_the_others_are_kept(endpoint, tmp_path):
 
 
 @pytest.mark.parametrize("code", [401, 403, 404])
-def test_what_every_call_would_get_stops_at_once_and_the_key_is_nowhere(endpoint, tmp_path, capfd, caplog, code):
-    endpoint.behave = lambda handler, instruction: handler.send(code, json.dumps({"error": {"message": f"no: {KEY}"}}))
+def test_what_every_call_would_get_stops_at_once_and_the_key_is_nowhere(
+    endpoint, tmp_path, capfd, caplog, code
+):
+    endpoint.behave = lambda handler, instruction: handler.send(
+        code, json.dumps({"error": {"message": f"no: {KEY}"}})
+    )
     with pytest.raises(StoppedError, match=f"HTTP {code} .*\\*\\*\\*") as error:
         asked(endpoint, tmp_path / "judged.json")
     assert sum(endpoint.asked.values()) <= 8

@@ -38,18 +38,38 @@ def tasks(tmp_path):
     """A folder with two tasks: generate the answer and extract the sum; choose between the sum with and without its carry."""
     folder = tmp_path / "tasks"
     folder.mkdir()
-    docs = [{"question": p.turns[0].content, "answer": p.reference, "wrong": str(int(p.reference) + 10)} for p in PROMPTS]
+    docs = [
+        {"question": p.turns[0].content, "answer": p.reference, "wrong": str(int(p.reference) + 10)}
+        for p in PROMPTS
+    ]
     (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
-    common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "docs.jsonl")}}, "test_split": "test",
-              "doc_to_text": "{{question}}"}
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "docs.jsonl")}},
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+    }
     generates = common | {
-        "task": "sums", "output_type": "generate_until", "doc_to_target": "{{answer}}",
+        "task": "sums",
+        "output_type": "generate_until",
+        "doc_to_target": "{{answer}}",
         "generation_kwargs": {"until": ["<user>"], "do_sample": False, "max_gen_toks": 40},
-        "filter_list": [{"name": "sum", "filter": [{"function": "regex", "regex_pattern": r";(\d+)$"}, {"function": "take_first"}]}],
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]}
+        "filter_list": [
+            {
+                "name": "sum",
+                "filter": [{"function": "regex", "regex_pattern": r";(\d+)$"}, {"function": "take_first"}],
+            }
+        ],
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
     chooses = common | {
-        "task": "carry", "output_type": "multiple_choice", "doc_to_choice": "{{[answer, wrong]}}", "doc_to_target": 0,
-        "target_delimiter": "", "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]}
+        "task": "carry",
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{[answer, wrong]}}",
+        "doc_to_target": 0,
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
     for task in (generates, chooses):
         (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump(task, sort_keys=False))
     return folder
@@ -74,8 +94,13 @@ def test_the_harness_counts_what_our_sampler_and_verifier_count(tmp_path, tasks)
     one = target(tmp_path)
     [found] = evaluate([one], stage(tasks), start())
     renderer = renderer_of(one)
-    sampler = EmbeddedSampler(harness.load_policy(one.config.model, torch.device("cpu")), renderer, torch.device("cpu"), batch_size=24,
-                              synced=False)
+    sampler = EmbeddedSampler(
+        harness.load_policy(one.config.model, torch.device("cpu")),
+        renderer,
+        torch.device("cpu"),
+        batch_size=24,
+        synced=False,
+    )
     drawn = sampler.sample(list(PROMPTS), 1, SamplingSettings(0.0, 1.0, 40), 0)
     texts = [sample.completion(renderer.tokenizer).text for [sample] in drawn]
     right = adder.accuracy(texts, [p.reference for p in PROMPTS])
@@ -120,21 +145,31 @@ def test_limit_chat_template_and_system_instruction_are_what_the_model_sees(tmp_
     bare = harness.evaluate(one, stage(tasks, limit=1, chat_template=False), start())
     assert bare.rows[0]["prompts"] == [PROMPTS[0].turns[0].content]
     assert bare.settings["chat_template"] is False and found.settings["chat_template"] is True
-    assert bare.fingerprints["texts"] != found.fingerprints["texts"] and bare.fingerprints["weights"] == found.fingerprints["weights"]
-    said = harness.evaluate(one, stage(tasks, limit=1, chat_template=False, system_instruction="Add."), start())
+    assert (
+        bare.fingerprints["texts"] != found.fingerprints["texts"]
+        and bare.fingerprints["weights"] == found.fingerprints["weights"]
+    )
+    said = harness.evaluate(
+        one, stage(tasks, limit=1, chat_template=False, system_instruction="Add."), start()
+    )
     assert said.rows[0]["prompts"][0].startswith("Add.")
 
 
-@pytest.mark.parametrize(("own", "message"), [
-    ({"tasks": []}, "name at least one"),
-    ({"tasks": ["summs"]}, r"lm_eval.tasks=summs: .*no such task.*did you mean sums\?"),
-    ({"include_path": "nowhere"}, "lm_eval.include_path=nowhere: is no folder"),
-    ({"num_fewshot": -1}, "lm_eval.num_fewshot=-1"),
-    ({"batch_size": 0}, "lm_eval.batch_size=0"),
-    ({"task": ["sums"]}, r"lm_eval.task=.*did you mean lm_eval.tasks"),
-])
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"tasks": []}, "name at least one"),
+        ({"tasks": ["summs"]}, r"lm_eval.tasks=summs: .*no such task.*did you mean sums\?"),
+        ({"include_path": "nowhere"}, "lm_eval.include_path=nowhere: is no folder"),
+        ({"num_fewshot": -1}, "lm_eval.num_fewshot=-1"),
+        ({"batch_size": 0}, "lm_eval.batch_size=0"),
+        ({"task": ["sums"]}, r"lm_eval.task=.*did you mean lm_eval.tasks"),
+    ],
+)
 def test_settings_that_cannot_be_honoured(tmp_path, tasks, own, message, monkeypatch):
-    monkeypatch.setattr(harness, "_manager", lambda *_: harness._register(str(tasks), False))  # the harness's own list takes seconds
+    monkeypatch.setattr(
+        harness, "_manager", lambda *_: harness._register(str(tasks), False)
+    )  # the harness's own list takes seconds
     with pytest.raises(ConfigError, match=message):
         harness.check(target(tmp_path), stage(tasks, **own))
 
@@ -164,5 +199,12 @@ def test_tasks_that_run_what_the_model_wrote_are_asked_for_twice(tmp_path, tasks
 
 
 def test_metric_names():
-    result = {"alias": "x", "sample_len": 3, "acc,none": 0.5, "acc_stderr,none": 0.1, "em,strict": 1, "em_stderr,strict": "N/A"}
+    result = {
+        "alias": "x",
+        "sample_len": 3,
+        "acc,none": 0.5,
+        "acc_stderr,none": 0.1,
+        "em,strict": 1,
+        "em_stderr,strict": "N/A",
+    }
     assert harness.metrics_of(result) == {"acc": 0.5, "acc_stderr": 0.1, "em_strict": 1}

@@ -32,25 +32,35 @@ def renderer() -> Renderer:
 
 
 def answers(renderer: Renderer, texts: list[list[str]]) -> list[list[Sample]]:
-    return [[Sample((*renderer.tokenizer(text)["input_ids"], renderer.end_id), True) for text in each] for each in texts]
+    return [
+        [Sample((*renderer.tokenizer(text)["input_ids"], renderer.end_id), True) for text in each]
+        for each in texts
+    ]
 
 
 def test_a_data_set_says_what_checks_its_answers():
     for data in ("gsm8k", "math"):
-        assert accuracy.verifier_path(make_config(f"data={data}").data, STAGE) == "rollouts.rewards.verifier.accuracy"
+        assert (
+            accuracy.verifier_path(make_config(f"data={data}").data, STAGE)
+            == "rollouts.rewards.verifier.accuracy"
+        )
     assert accuracy.verifier_path(make_config().data, STAGE) == "data.adder.accuracy"
 
 
 def test_maths_is_checked_by_math_verify(renderer):
     asked = [Prompt((Turn("user", "q"),), "$\\frac{1}{2}$"), Prompt((Turn("user", "r"),), "#### 1,200")]
-    found = accuracy.verified(asked, answers(renderer, [["12", "0.5"], ["1200", "1201"]]), accuracy_of("math"), _digits(renderer))
+    found = accuracy.verified(
+        asked, answers(renderer, [["12", "0.5"], ["1200", "1201"]]), accuracy_of("math"), _digits(renderer)
+    )
     assert [one.verdicts for one in found] == [[0.0, 1.0], [1.0, 0.0]]
 
 
 def accuracy_of(data: str):
     from data.sources import import_function
 
-    return import_function("accuracy.verifier", accuracy.verifier_path(make_config(f"data={data}").data, STAGE))
+    return import_function(
+        "accuracy.verifier", accuracy.verifier_path(make_config(f"data={data}").data, STAGE)
+    )
 
 
 def _digits(renderer: Renderer):
@@ -70,22 +80,36 @@ def _digits(renderer: Renderer):
 def test_no_verdict_is_not_wrong_and_pass_at_k_needs_k_of_them(renderer):
     verdicts = {"1": 1.0, "2": 0.0, "3": None}
     texts = [["1", "1"], ["1", "2"], ["2", "2"], ["3", "1"], ["3", "2"], ["3", "3"]]
-    found = accuracy.verified(PROMPTS, answers(renderer, texts), lambda each, _: [verdicts[text] for text in each], renderer)
+    found = accuracy.verified(
+        PROMPTS, answers(renderer, texts), lambda each, _: [verdicts[text] for text in each], renderer
+    )
     items = accuracy.items_of({"sampled": found}, [1, 2])
     ids = [prompt.id for prompt in PROMPTS]
     assert items["sampled.pass@1"] == {ids[0]: 1.0, ids[1]: 0.5, ids[2]: 0.0, ids[3]: 1.0, ids[4]: 0.0}
     assert items["sampled.pass@2"] == {ids[0]: 1.0, ids[1]: 1.0, ids[2]: 0.0}
     about = accuracy.summary(found)
-    assert about["no_verdict"] == pytest.approx(4 / 12) and about["length"] == 2.0 and about["finished"] == 1.0
+    assert (
+        about["no_verdict"] == pytest.approx(4 / 12) and about["length"] == 2.0 and about["finished"] == 1.0
+    )
     assert about["distinct"] == pytest.approx((0.5 + 1 + 0.5 + 1 + 1 + 0.5) / 6)
 
 
 @pytest.mark.parametrize(("verdict", "says"), [(0.3, "0.3"), (None, "no verdict on any")])
 def test_what_cannot_be_counted_stops(renderer, verdict, says):
     def measure() -> None:
-        found = accuracy.verified(PROMPTS, answers(renderer, [["1"]] * 6), lambda texts, _: [verdict] * len(texts), renderer)
-        accuracy.result([accuracy.items_of({"greedy": found}, [])], {"greedy": accuracy.summary(found)}, STAGE, "t", counts={}, rows=[],
-                        settings={}, fingerprints={})
+        found = accuracy.verified(
+            PROMPTS, answers(renderer, [["1"]] * 6), lambda texts, _: [verdict] * len(texts), renderer
+        )
+        accuracy.result(
+            [accuracy.items_of({"greedy": found}, [])],
+            {"greedy": accuracy.summary(found)},
+            STAGE,
+            "t",
+            counts={},
+            rows=[],
+            settings={},
+            fingerprints={},
+        )
 
     with pytest.raises(StoppedError, match=says):
         measure()
@@ -93,19 +117,35 @@ def test_what_cannot_be_counted_stops(renderer, verdict, says):
 
 def evaluation(items: dict[str, float], reward: float = 0.0) -> Evaluation:
     """A comparison whose differences these are."""
-    runs = {"reward": {i: d + reward for i, d in items.items()}, "reward_against": dict.fromkeys(items, reward), "mean_difference": items}
-    return compare.result([runs], STAGE, "t", {"prompts": len(items)}, rows=[], settings={}, found={}, lengths=[])
+    runs = {
+        "reward": {i: d + reward for i, d in items.items()},
+        "reward_against": dict.fromkeys(items, reward),
+        "mean_difference": items,
+    }
+    return compare.result(
+        [runs], STAGE, "t", {"prompts": len(items)}, rows=[], settings={}, found={}, lengths=[]
+    )
 
 
 def test_the_other_way_round_wins_are_losses():
     differences = dict(enumerate(np.random.default_rng(0).normal(0.3, 1, 40).round(1)))
-    ours, theirs = (evaluation({str(i): sign * float(d) for i, d in differences.items()}).values for sign in (1, -1))
+    ours, theirs = (
+        evaluation({str(i): sign * float(d) for i, d in differences.items()}).values for sign in (1, -1)
+    )
     assert (ours["win"], ours["loss"]) == (theirs["loss"], theirs["win"])
     assert ours["win"] + ours["tie"] + ours["loss"] == pytest.approx(1)
-    assert ours["win_rate"] == pytest.approx(1 - theirs["win_rate"]) == pytest.approx(ours["win"] + ours["tie"] / 2)
+    assert (
+        ours["win_rate"]
+        == pytest.approx(1 - theirs["win_rate"])
+        == pytest.approx(ours["win"] + ours["tie"] / 2)
+    )
     assert ours["mean_difference"] == pytest.approx(-theirs["mean_difference"])
-    assert [ours[p] for p in ("p_t", "p_wilcoxon", "p_sign")] == pytest.approx([theirs[p] for p in ("p_t", "p_wilcoxon", "p_sign")])
-    assert ours["mean_difference_ci"] == pytest.approx([-end for end in reversed(theirs["mean_difference_ci"])])
+    assert [ours[p] for p in ("p_t", "p_wilcoxon", "p_sign")] == pytest.approx(
+        [theirs[p] for p in ("p_t", "p_wilcoxon", "p_sign")]
+    )
+    assert ours["mean_difference_ci"] == pytest.approx(
+        [-end for end in reversed(theirs["mean_difference_ci"])]
+    )
 
 
 def test_several_runs_are_pooled_over_runs_and_prompts():
@@ -123,15 +163,25 @@ def test_limited_prompts_are_a_draw_that_does_not_depend_on_the_order():
 
 
 def test_a_result_is_numbers_for_the_table_of_runs_and_a_line_an_answer(tmp_path):
-    made = Evaluation({"greedy": {"accuracy": 0.5, "accuracy_ci": [0.4, float("nan")]}, "counts": {"prompts": 2}}, [["a", "b"]],
-                      [{"output": "ü"}, {"output": "2"}], {"judge_api_key": "hunter2hunter2", "samples": 8}, {"weights": "00"})
+    made = Evaluation(
+        {"greedy": {"accuracy": 0.5, "accuracy_ci": [0.4, float("nan")]}, "counts": {"prompts": 2}},
+        [["a", "b"]],
+        [{"output": "ü"}, {"output": "2"}],
+        {"judge_api_key": "hunter2hunter2", "samples": 8},
+        {"weights": "00"},
+    )
     write_result(tmp_path / "x.json", made)
     read = json.loads((tmp_path / "x.json").read_text())
     assert numbers(read) == {"greedy.accuracy": 0.5}
     assert "hunter2" not in json.dumps(read) and read["greedy"]["accuracy_ci"][1] is None
-    assert [json.loads(line)["output"] for line in (tmp_path / "x.jsonl").read_text().splitlines()] == ["ü", "2"]
+    assert [json.loads(line)["output"] for line in (tmp_path / "x.jsonl").read_text().splitlines()] == [
+        "ü",
+        "2",
+    ]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.json", "x.jsonl"]
 
 
 def test_a_table_is_aligned():
-    assert text_table([["name", "v"], ["a", "10"], ["long name"]]) == "name        v\na          10\nlong name"
+    assert (
+        text_table([["name", "v"], ["a", "10"], ["long name"]]) == "name        v\na          10\nlong name"
+    )

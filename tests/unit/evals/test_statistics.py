@@ -56,7 +56,9 @@ def test_over_runs_it_also_has_their_spread():
     assert interval(by_problem) == pytest.approx(interval(by_problem[:1]), abs=0.01)
     both = by_run[:, :1] + np.random.default_rng(4).random((1, 50))
     low, high = interval(both)
-    assert (high - low) / 2 == pytest.approx(1.96 * math.sqrt(by_run[:, 0].var() / 30 + both[0].var() / 50), rel=0.1)
+    assert (high - low) / 2 == pytest.approx(
+        1.96 * math.sqrt(by_run[:, 0].var() / 30 + both[0].var() / 50), rel=0.1
+    )
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=30))

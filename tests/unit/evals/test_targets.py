@@ -111,10 +111,22 @@ def test_a_reward_model_answers_nothing(tmp_path):
         evaluated(f"run={run}")
 
 
-SAVED = {"model": {"name_or_path": "theirs", "max_length": 64}, "data": {"name": "adder", "path": "a"}, "seed": 7, "reward": None,
-         "sampler": {"name": "embedded", "temperature": 1.0, "top_p": 0.95, "max_tokens": 48}, "lr": 1.0}
-COMPOSED = {"model": {"name_or_path": "default", "max_length": 32}, "data": {"name": "math", "path": "b"}, "seed": 1,
-            "reward": {"name": "r"}, "sampler": {"name": "vllm", "temperature": 0.7, "top_p": 1.0, "max_tokens": 2048}, "lr": 2.0}
+SAVED = {
+    "model": {"name_or_path": "theirs", "max_length": 64},
+    "data": {"name": "adder", "path": "a"},
+    "seed": 7,
+    "reward": None,
+    "sampler": {"name": "embedded", "temperature": 1.0, "top_p": 0.95, "max_tokens": 48},
+    "lr": 1.0,
+}
+COMPOSED = {
+    "model": {"name_or_path": "default", "max_length": 32},
+    "data": {"name": "math", "path": "b"},
+    "seed": 1,
+    "reward": {"name": "r"},
+    "sampler": {"name": "vllm", "temperature": 0.7, "top_p": 1.0, "max_tokens": 2048},
+    "lr": 2.0,
+}
 
 
 def test_a_runs_settings_are_its_own_but_for_what_the_command_line_changes():
@@ -130,8 +142,12 @@ def test_a_runs_settings_are_its_own_but_for_what_the_command_line_changes():
 
 def test_answers_of_two_kinds_are_not_averaged(tmp_path):
     file = tmp_path / "mixed.jsonl"
-    file.write_text("".join(json.dumps({"prompt": [{"role": "user", "content": "1"}], "output": "2", "drawn": kind}) + "\n"
-                            for kind in ("greedy", "sampled")))
+    file.write_text(
+        "".join(
+            json.dumps({"prompt": [{"role": "user", "content": "1"}], "output": "2", "drawn": kind}) + "\n"
+            for kind in ("greedy", "sampled")
+        )
+    )
     with pytest.raises(ConfigError, match="greedy and sampled"):
         evaluated("kind=compare", f"answers={file}", f"against={file}", f"out={tmp_path}/out")
 

@@ -30,7 +30,9 @@ def test_disk(tmp_path: Path) -> None:
     assert disk(config, 1e6).level == OK
     full = disk(config, 8e15)
     assert full.level == BAD and "keep_checkpoints" in full.remedy
-    assert "320.0" in disk(config, 8e9).text, "8B: three checkpoints of weights and two moments, and the model: 8 x (3 x 12 + 4) GB"
+    assert "320.0" in disk(config, 8e9).text, (
+        "8B: three checkpoints of weights and two moments, and the model: 8 x (3 x 12 + 4) GB"
+    )
 
 
 def test_attention_kernel_that_is_not_installed() -> None:

@@ -43,22 +43,43 @@ def test_row_of_table_3(row: tuple[str, bool, bool]) -> None:
     assert (config.log_epsilon_P, config.log_epsilon_R, config.sync_freq) == (-1.5, 1.5, 1)
     assert adam(config) == (0.9, 0.999, 1e-5, 1e-2) and (config.warmup, config.scheduler) == (0.1, "constant")
     if config.online:
-        assert (config.rounds.contexts, config.rounds.contexts_per_round, config.rounds.samples) == (12288, 1024, 8)
+        assert (config.rounds.contexts, config.rounds.contexts_per_round, config.rounds.samples) == (
+            12288,
+            1024,
+            8,
+        )
         assert (config.rounds.feedback, config.rounds.tau, config.n_examples) == ("pair", 0.01, None)
-        assert (config.sampler.temperature, config.sampler.top_p, config.sampler.max_tokens) == (0.7, 0.95, 2048)
+        assert (config.sampler.temperature, config.sampler.top_p, config.sampler.max_tokens) == (
+            0.7,
+            0.95,
+            2048,
+        )
         assert config.reward is not None and config.reward.armorm is not None
         assert config.reward.armorm.name_or_path == "RLHFlow/ArmoRM-Llama3-8B-v0.1"
     else:
         assert config.n_examples == (10_000 if row[0] == "dpo" else 20_000), "10K pairs are 20K sequences"
 
 
-@pytest.mark.parametrize(("experiment", "humanline", "contexts"), [
-    ("math-grpo-online", False, 32), ("math-grpo-64x", False, 64 * 32), ("math-grpo-64x-humanline", True, 64 * 32)])
+@pytest.mark.parametrize(
+    ("experiment", "humanline", "contexts"),
+    [
+        ("math-grpo-online", False, 32),
+        ("math-grpo-64x", False, 64 * 32),
+        ("math-grpo-64x-humanline", True, 64 * 32),
+    ],
+)
 def test_maths_recipe(experiment: str, humanline: bool, contexts: int) -> None:
     config = compose_config([f"experiment={experiment}"])
     assert (config.online, config.humanline, config.loss["name"]) == (True, humanline, "grpo")
-    assert config.model.name_or_path == "Qwen/Qwen2.5-1.5B-Instruct" and config.data.system_prompt == "think_answer"
-    assert adam(config) == (0.9, 0.999, 1e-8, 0.0) and (config.lr, config.warmup, config.model.max_grad_norm) == (1e-6, 0.1, 1.0)
+    assert (
+        config.model.name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
+        and config.data.system_prompt == "think_answer"
+    )
+    assert adam(config) == (0.9, 0.999, 1e-8, 0.0) and (
+        config.lr,
+        config.warmup,
+        config.model.max_grad_norm,
+    ) == (1e-6, 0.1, 1.0)
     assert (config.model.batch_size, config.rounds.samples, config.rounds.feedback) == (256, 8, "group")
     assert config.rounds.contexts_per_round == contexts
     assert config.rounds.contexts * config.rounds.samples == 1600 * config.model.batch_size
@@ -76,11 +97,24 @@ def adam(config: Config) -> tuple[float, float, float, float]:
 
 
 def test_the_command_line_wins_over_an_experiment() -> None:
-    config = compose_config(["experiment=kto-offline-humanline", "humanline=false", "lr=1e-3", "loss.beta=0.7", "model=adder"])
-    assert (config.humanline, config.lr, config.loss["beta"], config.model.name) == (False, 1e-3, 0.7, "adder")
+    config = compose_config(
+        ["experiment=kto-offline-humanline", "humanline=false", "lr=1e-3", "loss.beta=0.7", "model=adder"]
+    )
+    assert (config.humanline, config.lr, config.loss["beta"], config.model.name) == (
+        False,
+        1e-3,
+        0.7,
+        "adder",
+    )
     assert config.model.max_grad_norm == 4.0
 
 
 def test_every_experiment_file_is_in_these_tables() -> None:
-    shipped = {path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml") if not path.stem.startswith("_")}
-    assert shipped == {name(*row) for row in TABLE_3} | {"math-grpo-online", "math-grpo-64x", "math-grpo-64x-humanline"}
+    shipped = {
+        path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml") if not path.stem.startswith("_")
+    }
+    assert shipped == {name(*row) for row in TABLE_3} | {
+        "math-grpo-online",
+        "math-grpo-64x",
+        "math-grpo-64x-humanline",
+    }

@@ -26,28 +26,54 @@ def sweep(tmp_path: Path, extra: dict[str, Any] | None = None, **parts: Any):
 
 
 def test_product_seeds_and_skip(tmp_path: Path) -> None:
-    made = sweep(tmp_path, grid={"loss": ["dpo", "sft"], "humanline": [False, True]}, seeds=[1, 7],
-                 skip=[{"loss": "sft", "humanline": True}])
-    assert [run.name for run in made.runs()] == [f"s-{cell}-s{seed}" for cell in ("dpo-no_humanline", "dpo-humanline", "sft-no_humanline")
-                                                 for seed in (1, 7)]
-    assert {run.cell for run in made.runs()} == {"s-dpo-no_humanline", "s-dpo-humanline", "s-sft-no_humanline"}
+    made = sweep(
+        tmp_path,
+        grid={"loss": ["dpo", "sft"], "humanline": [False, True]},
+        seeds=[1, 7],
+        skip=[{"loss": "sft", "humanline": True}],
+    )
+    assert [run.name for run in made.runs()] == [
+        f"s-{cell}-s{seed}"
+        for cell in ("dpo-no_humanline", "dpo-humanline", "sft-no_humanline")
+        for seed in (1, 7)
+    ]
+    assert {run.cell for run in made.runs()} == {
+        "s-dpo-no_humanline",
+        "s-dpo-humanline",
+        "s-sft-no_humanline",
+    }
 
 
 def test_skip_sees_what_the_base_says(tmp_path: Path) -> None:
-    made = sweep(tmp_path, base={"online": True}, grid={"sync_freq": [1, 4]}, skip=[{"online": True, "sync_freq": [1, 2]}])
+    made = sweep(
+        tmp_path,
+        base={"online": True},
+        grid={"sync_freq": [1, 4]},
+        skip=[{"online": True, "sync_freq": [1, 2]}],
+    )
     assert [run.settings["sync_freq"] for run in made.runs()] == [4]
 
 
 def test_tied_keys_change_together(tmp_path: Path) -> None:
-    made = sweep(tmp_path, grid={"log_epsilon_P, log_epsilon_R": [[-2.0, 1.5], [-1.0, 3.0]], "lr": [1e-5, 1e-6]})
-    points = [(r.settings["log_epsilon_P"], r.settings["log_epsilon_R"], r.settings["lr"]) for r in made.runs()]
+    made = sweep(
+        tmp_path, grid={"log_epsilon_P, log_epsilon_R": [[-2.0, 1.5], [-1.0, 3.0]], "lr": [1e-5, 1e-6]}
+    )
+    points = [
+        (r.settings["log_epsilon_P"], r.settings["log_epsilon_R"], r.settings["lr"]) for r in made.runs()
+    ]
     assert points == [(-2.0, 1.5, 1e-5), (-2.0, 1.5, 1e-6), (-1.0, 3.0, 1e-5), (-1.0, 3.0, 1e-6)]
 
 
-@pytest.mark.parametrize(("spec", "values"), [
-    ({"from": 1, "to": 64, "times": 4}, [1, 4, 16, 64]), ({"from": 1, "to": 63, "times": 4}, [1, 4, 16]),
-    ({"from": 0.1, "to": 0.5, "plus": 0.1}, [0.1, 0.2, 0.3, 0.4, 0.5]), ({"from": 3, "to": 3, "plus": 1}, [3]),
-    ({"from": 1e-6, "to": 1e-4, "times": 10.0}, [1e-6, 1e-5, 1e-4])])
+@pytest.mark.parametrize(
+    ("spec", "values"),
+    [
+        ({"from": 1, "to": 64, "times": 4}, [1, 4, 16, 64]),
+        ({"from": 1, "to": 63, "times": 4}, [1, 4, 16]),
+        ({"from": 0.1, "to": 0.5, "plus": 0.1}, [0.1, 0.2, 0.3, 0.4, 0.5]),
+        ({"from": 3, "to": 3, "plus": 1}, [3]),
+        ({"from": 1e-6, "to": 1e-4, "times": 10.0}, [1e-6, 1e-5, 1e-4]),
+    ],
+)
 def test_ranges_have_both_ends(tmp_path: Path, spec: dict[str, float], values: list[float]) -> None:
     assert [run.settings["lr"] for run in sweep(tmp_path, grid={"lr": spec}).runs()] == values
 
@@ -58,13 +84,27 @@ def test_floats_written_as_people_write_them(tmp_path: Path) -> None:
     assert run.settings == {"lr": 5e-6, "log_epsilon_P": -math.inf}, "5e-6 is a text for plain YAML 1.1"
 
 
-@pytest.mark.parametrize(("parts", "said"), [
-    ({"grids": {}}, "grids"), ({"grid": {"lr": []}}, "no value"), ({"grid": {"lr": 1}}, "list"), ({"base": {"seed": 3}}, "seeds:"),
-    ({"grid": {"seed": [1, 2]}}, "seeds:"), ({"grid": {"a, b": [[1]]}}, "list of 2"), ({"seeds": [1, 1]}, "different"),
-    ({"grid": {"lr": {"from": 1, "to": 0, "plus": 1}}}, "from"), ({"grid": {"lr": {"from": 1, "to": 9, "times": 1}}}, "factor"),
-    ({"grid": {"lr": [1], "lr, eps": [[1, 2]]}}, "two parts"), ({"select": ["lr"]}, "not a key"), ({"name": "a b"}, "letters"),
-    ({"grid": {"data.path": ["a/b", "a_b"]}}, "two runs"), ({"grid": {"lr": [1]}, "skip": [{"lr": 1}]}, "nothing to run"),
-    ({"hours": {"rules": [{"hours": 1}]}}, "when"), ({"cells": {"x" * 70: {}}}, "longer than 64")])
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"grids": {}}, "grids"),
+        ({"grid": {"lr": []}}, "no value"),
+        ({"grid": {"lr": 1}}, "list"),
+        ({"base": {"seed": 3}}, "seeds:"),
+        ({"grid": {"seed": [1, 2]}}, "seeds:"),
+        ({"grid": {"a, b": [[1]]}}, "list of 2"),
+        ({"seeds": [1, 1]}, "different"),
+        ({"grid": {"lr": {"from": 1, "to": 0, "plus": 1}}}, "from"),
+        ({"grid": {"lr": {"from": 1, "to": 9, "times": 1}}}, "factor"),
+        ({"grid": {"lr": [1], "lr, eps": [[1, 2]]}}, "two parts"),
+        ({"select": ["lr"]}, "not a key"),
+        ({"name": "a b"}, "letters"),
+        ({"grid": {"data.path": ["a/b", "a_b"]}}, "two runs"),
+        ({"grid": {"lr": [1]}, "skip": [{"lr": 1}]}, "nothing to run"),
+        ({"hours": {"rules": [{"hours": 1}]}}, "when"),
+        ({"cells": {"x" * 70: {}}}, "longer than 64"),
+    ],
+)
 def test_what_cannot_be_honoured_is_refused(tmp_path: Path, parts: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         sweep(tmp_path, **parts).runs()
@@ -76,8 +116,11 @@ def test_settings_of_the_command_line_win_over_the_base_but_not_over_the_grid(tm
         sweep(tmp_path, {"lr": 1.0}, grid={"lr": [2.0]})
 
 
-values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=12),
-                      lambda inner: st.lists(inner, max_size=3), max_leaves=4)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=12),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=4,
+)
 
 
 @given(values)
@@ -102,7 +145,11 @@ def test_parse_overrides() -> None:
 
 def test_hours_by_the_first_rule() -> None:
     hours = Hours(1.0, (({"online": True}, 12.0), ({"loss": ["dpo", "kto"]}, 3.0)))
-    assert [hours.of(s) for s in ({"online": True, "loss": "dpo"}, {"loss": "kto"}, {"loss": "sft"})] == [12.0, 3.0, 1.0]
+    assert [hours.of(s) for s in ({"online": True, "loss": "dpo"}, {"loss": "kto"}, {"loss": "sft"})] == [
+        12.0,
+        3.0,
+        1.0,
+    ]
     assert matches({}, {"a": 1}) and not matches({"b": 1}, {"a": 1})
 
 
@@ -114,7 +161,12 @@ def test_every_shipped_sweep_is_valid(path: Path) -> None:
     configs = []
     for run in cells.values():
         config = compose_config(run.overrides())
-        assert config.resume and config.exp_name == run.name and config.seed == run.seed and config.wandb.tags == [made.name, run.cell]
+        assert (
+            config.resume
+            and config.exp_name == run.name
+            and config.seed == run.seed
+            and config.wandb.tags == [made.name, run.cell]
+        )
         config.exp_name, config.wandb.tags = None, []
         configs.append(repr(config))
     assert len(set(configs)) == len(cells)
@@ -126,7 +178,12 @@ def test_the_papers_sweeps_have_the_papers_settings() -> None:
     clips = [(run.settings["log_epsilon_P"], run.settings["log_epsilon_R"]) for run in by_name["table6"]]
     assert clips == [(-2.0, 1.5), (-1.5, 1.5), (-1.0, 1.5), (-1.0, 2.0), (-1.0, 3.0)]
     assert [run.settings["sync_freq"] for run in by_name["figure8"]][:3] == [1, 4, 16]
-    assert sorted({run.settings["sync_freq"] for run in by_name["maths"] if "sync_freq" in run.settings}) == [12, 16, 20, 24]
+    assert sorted({run.settings["sync_freq"] for run in by_name["maths"] if "sync_freq" in run.settings}) == [
+        12,
+        16,
+        20,
+        24,
+    ]
     ablation = {run.cell: compose_config(run.overrides()) for run in by_name["figure5"] if "dpo" in run.cell}
     sync_only = next(config for cell, config in ablation.items() if "sync-only" in cell)
     clip_only = next(config for cell, config in ablation.items() if "clip-only" in cell)

@@ -31,13 +31,23 @@ def finish(runs: Path, name: str, value: float | None, *overrides: str, test: fl
     (folder / "config.yaml").write_text(dump(compose_config([*overrides, f"exp_name={name}"])))
     lines = [{"step": s, "examples": 32 * (s + 1), "loss": 1 / (s + 1)} for s in range(4)]
     lines[0][METRIC] = 0.5
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "lo')
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "lo'
+    )
     if value is not None:
-        summary = {"before": {METRIC: 0.5}, "after": {METRIC: value, "eval_loss": None}, "seconds": 60.0, "examples": 128, "steps": 4}
+        summary = {
+            "before": {METRIC: 0.5},
+            "after": {METRIC: value, "eval_loss": None},
+            "seconds": 60.0,
+            "examples": 128,
+            "steps": 4,
+        }
         (folder / "summary.json").write_text(json.dumps(summary))
     if test is not None:
         (folder / "evals").mkdir()
-        (folder / "evals" / "test.json").write_text(json.dumps({"settings": {"n": 5}, "pass@1": test, "items": [1, 2], "ok": True}))
+        (folder / "evals" / "test.json").write_text(
+            json.dumps({"settings": {"n": 5}, "pass@1": test, "items": [1, 2], "ok": True})
+        )
     return folder
 
 
@@ -48,11 +58,15 @@ def test_holm_properties(values: list[float | None]) -> None:
     assert [q is None for q in adjusted] == [p is None for p in values]
     assert all(p <= q <= 1 for p, q in known)
     assert all(q1 <= q2 for (p1, q1) in known for (p2, q2) in known if p1 < p2)
-    assert not known or min(q for _, q in known) == pytest.approx(min(1, len(known) * min(p for p, _ in known)))
+    assert not known or min(q for _, q in known) == pytest.approx(
+        min(1, len(known) * min(p for p, _ in known))
+    )
 
 
 def test_holm_by_hand() -> None:
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])  # Holm (1979): 4p, 3p, 2p, p, made monotone
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx(
+        [0.03, 0.06, 0.06, 0.02]
+    )  # Holm (1979): 4p, 3p, 2p, p, made monotone
 
 
 @given(st.lists(st.floats(-5, 5), min_size=3, max_size=8), st.lists(st.floats(-5, 5), min_size=8, max_size=8))
@@ -75,7 +89,9 @@ def test_pairs_are_of_the_same_seed() -> None:
     found = compare({"a": {1: 0.1, 2: 0.2, 3: 0.3}, "b": {2: 0.4, 3: 0.6, 9: 5.0}, "c": {1: 1.0}})
     assert [(c.a, c.b, c.difference.n) for c in found] == [("a", "b", 2)], "one seed in common is no test"
     assert found[0].difference.value == pytest.approx(0.25)
-    with_baseline = compare({"a": {1: 0.1, 2: 0.2}, "b": {1: 0.4, 2: 0.6}, "c": {1: 1.0, 2: 0.0}}, baseline="b")
+    with_baseline = compare(
+        {"a": {1: 0.1, 2: 0.2}, "b": {1: 0.4, 2: 0.6}, "c": {1: 1.0, 2: 0.0}}, baseline="b"
+    )
     assert [(c.a, c.b) for c in with_baseline] == [("b", "a"), ("b", "c")]
 
 
@@ -85,8 +101,15 @@ def test_best_setting_is_chosen_on_validation_and_never_on_test(tmp_path: Path) 
             finish(tmp_path, f"x-dpo-lr{lr}-s{seed}", validation, f"lr={lr}", f"seed={seed}", test=test)
     cells = cells_of(of_folders([tmp_path]), ["lr"], METRIC)
     assert [(cell.name, cell.selected, len(cell.tried)) for cell in cells] == [("x-dpo", {"lr": 1e-4}, 2)]
-    assert cells[0].mean("test/pass@1") == Mean(0.1, 0.0, 2), "the better test score belongs to the setting that was not chosen"
-    assert results.main([str(tmp_path), "--select", "lr", "--validation", "test/pass@1", "--out", str(tmp_path / "o")]) == 2
+    assert cells[0].mean("test/pass@1") == Mean(0.1, 0.0, 2), (
+        "the better test score belongs to the setting that was not chosen"
+    )
+    assert (
+        results.main(
+            [str(tmp_path), "--select", "lr", "--validation", "test/pass@1", "--out", str(tmp_path / "o")]
+        )
+        == 2
+    )
 
 
 def test_a_setting_with_fewer_finished_seeds_is_not_chosen_over_another(tmp_path: Path) -> None:
@@ -112,7 +135,9 @@ def test_unfinished_and_unstarted_runs_are_shown(tmp_path: Path, capsys: pytest.
     assert [row["status"] for row in rows] == ["finished", "unfinished", "not started", *["not started"] * 3]
     assert (rows[0]["wandb group"], rows[0]["wandb tags"]) == ("dpo-offline", "s s-dpo dpo offline")
     page = (tmp_path / "o" / "index.html").read_text()
-    assert page.count("<svg") == 3 and "http" not in page.split("<svg")[0], "one overview, a curve a cell, nothing from elsewhere"
+    assert page.count("<svg") == 3 and "http" not in page.split("<svg")[0], (
+        "one overview, a curve a cell, nothing from elsewhere"
+    )
 
 
 def test_the_table_is_the_raw_numbers(tmp_path: Path) -> None:

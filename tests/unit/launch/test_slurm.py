@@ -14,7 +14,19 @@ from omegaconf import OmegaConf
 
 from config.schema import ConfigError
 from launch.grid import Run
-from launch.slurm import ROOT, Job, SlurmError, ask, command, make_job, queued, read_site, script, seconds, submit
+from launch.slurm import (
+    ROOT,
+    Job,
+    SlurmError,
+    ask,
+    command,
+    make_job,
+    queued,
+    read_site,
+    script,
+    seconds,
+    submit,
+)
 
 RUNS = [Run("s", f"s-c{i}", 1, {"loss": "dpo", "data.path": "it's a file"}, None) for i in range(3)]
 
@@ -24,58 +36,132 @@ def options(text: str) -> dict[str, str]:
 
 
 def test_eight_nodes_of_eight_gpus(tmp_path: Path) -> None:
-    job = make_job({"nodes": 8, "gpus_per_node": 8, "partition": "gpu", "account": "lab", "constraint": "h100", "mem": "900G",
-                    "time": "2-00:00:00", "running_at_once": 2, "modules": ["cuda/12.8"], "container": "apptainer exec --nv a.sif",
-                    "offline": True, "hf_home": "/cache dir", "environment": {"NCCL_DEBUG": "WARN"}})
+    job = make_job(
+        {
+            "nodes": 8,
+            "gpus_per_node": 8,
+            "partition": "gpu",
+            "account": "lab",
+            "constraint": "h100",
+            "mem": "900G",
+            "time": "2-00:00:00",
+            "running_at_once": 2,
+            "modules": ["cuda/12.8"],
+            "container": "apptainer exec --nv a.sif",
+            "offline": True,
+            "hf_home": "/cache dir",
+            "environment": {"NCCL_DEBUG": "WARN"},
+        }
+    )
     assert job.world_size == 64
     text = script(job, "s", RUNS, tmp_path)
     assert options(text) == {
-        "job-name": "s", "array": "0-2%2", "nodes": "8", "ntasks-per-node": "8", "cpus-per-task": "8", "gpus-per-node": "8",
-        "mem": "900G", "partition": "gpu", "account": "lab", "constraint": "h100", "time": "2-00:00:00", "signal": "B:USR1@600",
-        "requeue": "", "open-mode": "append", "chdir": str(ROOT), "output": f"{tmp_path}/slurm/%A_%a.out"}
-    for line in ("module load cuda/12.8", "export HF_HOME='/cache dir'", "export HF_HUB_OFFLINE=1", "export WANDB_MODE=offline",
-                 "export NCCL_DEBUG=WARN", "export OMP_NUM_THREADS=8"):
+        "job-name": "s",
+        "array": "0-2%2",
+        "nodes": "8",
+        "ntasks-per-node": "8",
+        "cpus-per-task": "8",
+        "gpus-per-node": "8",
+        "mem": "900G",
+        "partition": "gpu",
+        "account": "lab",
+        "constraint": "h100",
+        "time": "2-00:00:00",
+        "signal": "B:USR1@600",
+        "requeue": "",
+        "open-mode": "append",
+        "chdir": str(ROOT),
+        "output": f"{tmp_path}/slurm/%A_%a.out",
+    }
+    for line in (
+        "module load cuda/12.8",
+        "export HF_HOME='/cache dir'",
+        "export HF_HUB_OFFLINE=1",
+        "export WANDB_MODE=offline",
+        "export NCCL_DEBUG=WARN",
+        "export OMP_NUM_THREADS=8",
+    ):
         assert line in text.splitlines()
-    assert "apptainer exec --nv a.sif python \"${run[@]}\"" in text
-    assert text.index("#SBATCH") < text.index("case") and "\n#SBATCH" not in text[text.index("case"):], "sbatch stops at the first command"
+    assert 'apptainer exec --nv a.sif python "${run[@]}"' in text
+    assert text.index("#SBATCH") < text.index("case") and "\n#SBATCH" not in text[text.index("case") :], (
+        "sbatch stops at the first command"
+    )
 
 
-@pytest.mark.parametrize("job", [Job(), Job(nodes=2, gpus_per_node=0), Job(retries=0, container="c", srun=("--x=a b",), setup=("a", "b"))])
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(),
+        Job(nodes=2, gpus_per_node=0),
+        Job(retries=0, container="c", srun=("--x=a b",), setup=("a", "b")),
+    ],
+)
 def test_the_script_is_a_sound_shell_script_that_gives_each_task_its_run(tmp_path: Path, job: Job) -> None:
     text = script(job, "s", RUNS, tmp_path / "a folder")
     checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
-    case = text[text.index("case"):text.index("esac") + 4]
+    case = text[text.index("case") : text.index("esac") + 4]
     for task, run in enumerate(RUNS):
         environment = os.environ | {"SLURM_ARRAY_TASK_ID": str(task)}
-        told = subprocess.run(["bash", "-c", case + '\nprintf "%s\\n" "$name" "${run[@]}"'], env=environment,
-                              capture_output=True, text=True, check=True).stdout.splitlines()
+        told = subprocess.run(
+            ["bash", "-c", case + '\nprintf "%s\\n" "$name" "${run[@]}"'],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
         assert told == [run.name, *command(run)], "what bash makes of it is what the run asks for"
 
 
 def test_no_gpus_asked_for_without_gpus_and_one_node_needs_no_names(tmp_path: Path) -> None:
     text = script(Job(gpus_per_node=0), "s", RUNS, tmp_path)
-    assert "gpus-per-node" not in options(text) and "MASTER_ADDR=127.0.0.1" in text and "scontrol show hostnames" not in text
+    assert (
+        "gpus-per-node" not in options(text)
+        and "MASTER_ADDR=127.0.0.1" in text
+        and "scontrol show hostnames" not in text
+    )
     assert "scontrol show hostnames" in script(Job(nodes=2), "s", RUNS, tmp_path)
-    assert "scontrol show hostnames" not in script(Job(nodes=2, environment={"MASTER_ADDR": "head"}), "s", RUNS, tmp_path)
+    assert "scontrol show hostnames" not in script(
+        Job(nodes=2, environment={"MASTER_ADDR": "head"}), "s", RUNS, tmp_path
+    )
 
 
 def test_ranks_may_leave_gpus_to_a_sampler() -> None:
     assert Job(nodes=2, gpus_per_node=8, ranks_per_node=6).world_size == 12
 
 
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"gpus": 8}, "gpus_per_node"), ({"nodes": 0}, "at least 1"), ({"nodes": "8"}, "at least"),
-    ({"ranks_per_node": 4, "gpus_per_node": 2}, "above"),
-    ({"time": "0:05:00"}, "longer"), ({"time": "soon"}, "Slurm"), ({"time": 3600}, "quote"), ({"modules": "cuda"}, "list"),
-    ({"exclusive": "yes"}, "true or false"), ({"environment": ["A"]}, "mapping"), ({"partition": 3}, "text")])
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"gpus": 8}, "gpus_per_node"),
+        ({"nodes": 0}, "at least 1"),
+        ({"nodes": "8"}, "at least"),
+        ({"ranks_per_node": 4, "gpus_per_node": 2}, "above"),
+        ({"time": "0:05:00"}, "longer"),
+        ({"time": "soon"}, "Slurm"),
+        ({"time": 3600}, "quote"),
+        ({"modules": "cuda"}, "list"),
+        ({"exclusive": "yes"}, "true or false"),
+        ({"environment": ["A"]}, "mapping"),
+        ({"partition": 3}, "text"),
+    ],
+)
 def test_jobs_that_make_no_sense_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         make_job(settings)
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("90", 5400), ("1:30", 90), ("12:00:00", 43200), ("2-0", 172800), ("1-12:30", 131400), ("1-00:00:01", 86401)])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("12:00:00", 43200),
+        ("2-0", 172800),
+        ("1-12:30", 131400),
+        ("1-00:00:01", 86401),
+    ],
+)
 def test_slurms_times(text: str, expected: int) -> None:
     assert seconds(text) == expected
 
@@ -88,7 +174,9 @@ def test_the_example_site_explains_every_setting_and_is_valid() -> None:
     assert OmegaConf.load(path).gpus_per_node == 8
 
 
-def test_submissions_are_remembered_and_the_queue_is_told_by_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submissions_are_remembered_and_the_queue_is_told_by_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fakes = tmp_path / "bin"
     fakes.mkdir()
     for name, said in (("sbatch", "41"), ("squeue", "41_1 RUNNING\n41_2 PENDING\n7_0 RUNNING")):
@@ -97,7 +185,9 @@ def test_submissions_are_remembered_and_the_queue_is_told_by_run(tmp_path: Path,
     monkeypatch.setenv("PATH", f"{fakes}:{os.environ['PATH']}")
     assert queued(tmp_path) == {}
     assert submit(Job(), "s", RUNS, tmp_path) == "41"
-    assert queued(tmp_path) == {"s-c1-s1": "41_1 RUNNING", "s-c2-s1": "41_2 PENDING"}, "another sweep's jobs are not ours"
+    assert queued(tmp_path) == {"s-c1-s1": "41_1 RUNNING", "s-c2-s1": "41_2 PENDING"}, (
+        "another sweep's jobs are not ours"
+    )
     assert shlex.join(command(RUNS[0])) in (tmp_path / "slurm" / "41.sh").read_text()
 
 

@@ -45,8 +45,14 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def make(*kinds: str, slots: int = 2, gpus: tuple[str, ...] = ()) -> Pool:
         base.runs_dir = str(tmp_path)
-        states = [State(Run("s", f"{kind}{i}", 1, {"kind": kind}, None), base, NEW) for i, kind in enumerate(kinds)]
-        monkeypatch.setattr(local, "command", lambda run: [str(tmp_path / "stand_in.py"), str(tmp_path / run.name), run.settings["kind"]])
+        states = [
+            State(Run("s", f"{kind}{i}", 1, {"kind": kind}, None), base, NEW) for i, kind in enumerate(kinds)
+        ]
+        monkeypatch.setattr(
+            local,
+            "command",
+            lambda run: [str(tmp_path / "stand_in.py"), str(tmp_path / run.name), run.settings["kind"]],
+        )
         return Pool(states, tmp_path / "logs", slots, gpus, retries=1)
 
     return make
@@ -57,9 +63,16 @@ def test_each_exit_code_is_understood(pool, tmp_path: Path) -> None:
     tasks = pool("fine", "crash", "flaky", "refused", "requeue").run(out)
     starts = [len((task.state.folder / "starts").read_text().splitlines()) for task in tasks]
     assert [task.status for task in tasks] == [DONE, FAILED, DONE, FAILED, DONE]
-    assert starts == [1, 2, 2, 1, 2], "a crash is tried again once, refused settings are not, an interrupted run goes on"
+    assert starts == [1, 2, 2, 1, 2], (
+        "a crash is tried again once, refused settings are not, an interrupted run goes on"
+    )
     said = local.failures(tasks)
-    assert "boom" in said and "crash1-s1: exit code 1" in said and "refused3-s1: exit code 2" in said and "flaky" not in said
+    assert (
+        "boom" in said
+        and "crash1-s1: exit code 1" in said
+        and "refused3-s1: exit code 2" in said
+        and "flaky" not in said
+    )
     assert "finished" in out.getvalue() and "failed" in out.getvalue()
 
 
@@ -100,21 +113,42 @@ def test_states_of_runs(tmp_path: Path) -> None:
     record(tmp_path, "changed-s1", ["loss=dpo", "lr=1e-3"], finished=True)
     states = {cell: inspect(run[cell]) for cell in run}
     assert {cell: state.kind for cell, state in states.items()} == {
-        "new": NEW, "partial": PARTIAL, "finished": FINISHED, "changed": CHANGED}
+        "new": NEW,
+        "partial": PARTIAL,
+        "finished": FINISHED,
+        "changed": CHANGED,
+    }
     assert states["partial"].detail == "step 3", "a half-written line is no line"
     assert states["changed"].detail == "lr"
-    hours = hours_of([*states.values(), State(Run("s", "finished", 2, settings, 1.0), states["new"].config, NEW)])
-    assert hours["finished-s2"] == 2.0 and hours["new-s1"] == 1.0, "measured where a seed is finished, else as the file says"
+    hours = hours_of(
+        [*states.values(), State(Run("s", "finished", 2, settings, 1.0), states["new"].config, NEW)]
+    )
+    assert hours["finished-s2"] == 2.0 and hours["new-s1"] == 1.0, (
+        "measured where a seed is finished, else as the file says"
+    )
 
 
-def test_a_plan_names_every_command_and_acts_on_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sweep.main([made(tmp_path, grid={"loss": ["dpo", "kto"]}, hours=3), "--set", "gpus_per_node=4", "lr=1e-4"]) == 0
+def test_a_plan_names_every_command_and_acts_on_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        sweep.main(
+            [made(tmp_path, grid={"loss": ["dpo", "kto"]}, hours=3), "--set", "gpus_per_node=4", "lr=1e-4"]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
-    assert "s-dpo-s1" in said and "python train.py" in said and "lr=0.0001 loss=kto seed=1 exp_name=s-kto-s1 resume=true" in said
+    assert (
+        "s-dpo-s1" in said
+        and "python train.py" in said
+        and "lr=0.0001 loss=kto seed=1 exp_name=s-kto-s1 resume=true" in said
+    )
     assert "6.0 hours to go, 24.0 GPU hours" in said and not (tmp_path / "runs").exists()
 
 
-def test_changed_settings_are_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_settings_are_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = made(tmp_path)
     record(tmp_path, "s-s1", ["lr=1e-3"], finished=True)
     assert sweep.main([file]) == 0, "looking is allowed"
@@ -124,14 +158,25 @@ def test_changed_settings_are_refused_before_anything_starts(tmp_path: Path, cap
     assert "exp_name=s-2-s1" in capsys.readouterr().out, "another name makes other runs of them"
 
 
-@pytest.mark.parametrize(("grid", "said"), [({"humanline": [True], "loss": ["sft"]}, "no reference"), ({"lr": [-1.0]}, "lr"),
-                                            ({"loss": ["nope"]}, "nope"), ({"betta": [1]}, "betta")])
-def test_wrong_settings_are_refused_in_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], grid: dict, said: str) -> None:
+@pytest.mark.parametrize(
+    ("grid", "said"),
+    [
+        ({"humanline": [True], "loss": ["sft"]}, "no reference"),
+        ({"lr": [-1.0]}, "lr"),
+        ({"loss": ["nope"]}, "nope"),
+        ({"betta": [1]}, "betta"),
+    ],
+)
+def test_wrong_settings_are_refused_in_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], grid: dict, said: str
+) -> None:
     assert sweep.main([made(tmp_path, grid=grid)]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_batches_that_do_not_divide_over_the_ranks_are_refused_before_the_cluster_is_asked(tmp_path: Path) -> None:
+def test_batches_that_do_not_divide_over_the_ranks_are_refused_before_the_cluster_is_asked(
+    tmp_path: Path,
+) -> None:
     config = compose_config(["model.batch_size=32", "model.gradient_accumulation_steps=2"])
     run = Run("s", "c", 1, {}, None)
     check_ranks(config, run, 16)
@@ -153,7 +198,9 @@ def test_a_finished_sweep_has_nothing_to_do(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_dry_run_counts_what_will_be_trained_on(tmp_path: Path) -> None:
     config = compose_config([])
-    offline = State(Run("s", "a", 1, {"loss": "kto", "n_examples": 640, "wandb.enabled": False}, None), config, NEW)
+    offline = State(
+        Run("s", "a", 1, {"loss": "kto", "n_examples": 640, "wandb.enabled": False}, None), config, NEW
+    )
     examples, steps = dry_run(offline)
     assert (examples, steps) == (640, 10)
     assert hours_at(7200, 0.5, Job(nodes=2, gpus_per_node=2)) == 1.0
@@ -163,5 +210,7 @@ def test_a_dry_run_counts_what_will_be_trained_on(tmp_path: Path) -> None:
 
 
 def test_the_plan_of_rounds_is_read_too() -> None:
-    found = _PLAN.search("64 contexts in rounds of 32, 8 samples each, of 2560 prompts: at most 1,064 pairs, 34 steps of 32")
+    found = _PLAN.search(
+        "64 contexts in rounds of 32, 8 samples each, of 2560 prompts: at most 1,064 pairs, 34 steps of 32"
+    )
     assert found is not None and found.groups() == ("1,064", "34")

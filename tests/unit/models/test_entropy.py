@@ -18,7 +18,9 @@ def by_hand(logits: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("budget", [1, 64 * 7, 10**6])
-@pytest.mark.parametrize(("scale", "softcap", "spread"), [(1.0, None, 1.0), (0.25, None, 8.0), (1.0, 5.0, 8.0), (1.0, None, 40.0)])
+@pytest.mark.parametrize(
+    ("scale", "softcap", "spread"), [(1.0, None, 1.0), (0.25, None, 8.0), (1.0, 5.0, 8.0), (1.0, None, 40.0)]
+)
 def test_it_is_that_of_the_whole_softmax(budget, scale, softcap, spread):
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(7, 16), torch.randn(333, 16) * spread / 4, torch.randn(333)
@@ -29,7 +31,9 @@ def test_it_is_that_of_the_whole_softmax(budget, scale, softcap, spread):
 
 
 def test_equal_logits_have_the_most_and_a_sure_token_none():
-    assert chunked_entropies(torch.zeros(1, 4), torch.randn(333, 4), None).item() == pytest.approx(math.log(333), rel=1e-6)
+    assert chunked_entropies(torch.zeros(1, 4), torch.randn(333, 4), None).item() == pytest.approx(
+        math.log(333), rel=1e-6
+    )
     sure = torch.zeros(333, 4)
     sure[200] = 100.0
     assert chunked_entropies(torch.ones(1, 4), sure, None, budget=64).item() == pytest.approx(0.0, abs=1e-6)
@@ -43,8 +47,14 @@ def test_the_policy_gives_it_where_each_completion_token_is_drawn(pack):
     rows = [row for group in random_groups(4) for row in group[0].rows]
     sequences = collate(rows, torch.device("cpu"), pack)
     found = policy(sequences, entropy=True)
-    assert not found.requires_grad and found.shape == sequences.mask.shape and (found[~sequences.mask] == 0).all()
+    assert (
+        not found.requires_grad
+        and found.shape == sequences.mask.shape
+        and (found[~sequences.mask] == 0).all()
+    )
     for r, row in enumerate(rows):
         ids = torch.tensor([*row.prompt_ids.tolist(), *row.completion_ids.tolist()])
         logits = tiny_policy().model.double()(ids[None]).logits[0, len(row.prompt_ids) - 1 : -1]
-        torch.testing.assert_close(found[r, : len(row.completion_ids)].double(), by_hand(logits), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            found[r, : len(row.completion_ids)].double(), by_hand(logits), rtol=1e-4, atol=1e-5
+        )

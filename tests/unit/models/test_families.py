@@ -25,39 +25,68 @@ from models.policy import Policy, check_model, decoder_blocks
 from tests.tiny import ROOT, VOCABULARY, random_row
 
 CPU = torch.device("cpu")
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "max_position_embeddings": 64, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 GROUPED = {"num_key_value_heads": 2}
 """Attention with fewer key heads than query heads."""
 FAMILIES = {
     "llama": LlamaConfig(**SIZES, **GROUPED, tie_word_embeddings=False),
     "llama tied": LlamaConfig(**SIZES, **GROUPED, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SIZES, **GROUPED, tie_word_embeddings=True),
-    "gemma2": Gemma2Config(**SIZES, **GROUPED, head_dim=8, final_logit_softcapping=2.0, attn_logit_softcapping=1.0,
-                           sliding_window=4, attn_implementation="eager"),
+    "gemma2": Gemma2Config(
+        **SIZES,
+        **GROUPED,
+        head_dim=8,
+        final_logit_softcapping=2.0,
+        attn_logit_softcapping=1.0,
+        sliding_window=4,
+        attn_implementation="eager",
+    ),
     "mistral": MistralConfig(**SIZES, **GROUPED, sliding_window=None),
     "gpt_neox": GPTNeoXConfig(**SIZES),
     "cohere": CohereConfig(**SIZES, **GROUPED, logit_scale=0.25),
     "granite": GraniteConfig(**SIZES, **GROUPED, logits_scaling=3.0),
 }
-SHIPPED = {"llama3-8b-instruct": "llama", "gemma2-27b-instruct": "gemma2", "qwen2.5-1.5b-instruct": "qwen2",
-           "mistral-7b-instruct": "mistral", "pythia-1.4b": "gpt_neox", "adder": "llama tied"}
+SHIPPED = {
+    "llama3-8b-instruct": "llama",
+    "gemma2-27b-instruct": "gemma2",
+    "qwen2.5-1.5b-instruct": "qwen2",
+    "mistral-7b-instruct": "mistral",
+    "pythia-1.4b": "gpt_neox",
+    "adder": "llama tied",
+}
 NAMELESS = {"base", "hub"}
 
 
 def tiny(family: str) -> Policy:
     torch.manual_seed(0)
     config = copy.deepcopy(FAMILIES[family])  # a model keeps its config, and its attention kernel in it
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=config._attn_implementation or "sdpa")
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=config._attn_implementation or "sdpa"
+    )
     for name, parameter in model.named_parameters():
-        if "norm" in name or name.endswith("bias"):  # ones and zeros would hide a norm or a bias that is left out
+        if "norm" in name or name.endswith(
+            "bias"
+        ):  # ones and zeros would hide a norm or a bias that is left out
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.3)
     return Policy(model)
 
 
 def rows(n: int = 4, seed: int = 0) -> list:
     rng = np.random.default_rng(seed)
-    return [random_row(rng, rng.integers(3, VOCABULARY, rng.integers(1, 9)).astype(np.int32)) for _ in range(n)]
+    return [
+        random_row(rng, rng.integers(3, VOCABULARY, rng.integers(1, 9)).astype(np.int32)) for _ in range(n)
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -114,7 +143,10 @@ def test_a_packed_row_does_not_see_its_neighbours(family):
     """To the bit: another row's tokens do not enter at all."""
     policy, batch = tiny(family), rows(3)
     policy.use_packed_attention()
-    other = [Sequence(batch[0].prompt_ids[::-1] % 50 + 4, np.full_like(batch[0].completion_ids, 7)), *batch[1:]]
+    other = [
+        Sequence(batch[0].prompt_ids[::-1] % 50 + 4, np.full_like(batch[0].completion_ids, 7)),
+        *batch[1:],
+    ]
     before, after = (policy(collate(these, CPU, pack=True)) for these in (batch, other))
     assert not torch.equal(before[0], after[0])
     assert torch.equal(before[1:], after[1:])
@@ -131,7 +163,10 @@ def test_packed_rows_on_a_gpu(family):
     got.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in policy.parameters())
     torch.testing.assert_close(got, want, rtol=0.05, atol=0.3)
-    other = [Sequence(batch[0].prompt_ids[::-1] % 50 + 4, np.full_like(batch[0].completion_ids, 7)), *batch[1:]]
+    other = [
+        Sequence(batch[0].prompt_ids[::-1] % 50 + 4, np.full_like(batch[0].completion_ids, 7)),
+        *batch[1:],
+    ]
     assert torch.equal(policy(collate(other, gpu, pack=True))[1:], got[1:])
 
 
@@ -154,7 +189,9 @@ def test_the_head_is_checked_and_a_feature_that_is_not_known_is_refused(family):
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_a_kernel_that_drops_the_attention_softcap_is_refused(tmp_path, kernel):
     FAMILIES["gemma2"].save_pretrained(tmp_path)
-    config = ModelConfig(name="g", name_or_path=str(tmp_path), attn_implementation=kernel, max_length=64, max_prompt_length=32)
+    config = ModelConfig(
+        name="g", name_or_path=str(tmp_path), attn_implementation=kernel, max_length=64, max_prompt_length=32
+    )
     if kernel == "eager":
         check_model(config)
         return

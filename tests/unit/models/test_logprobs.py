@@ -10,17 +10,28 @@ from models.logprobs import chunked_logprobs
 D, V = 24, 391  # V is no multiple of any slice
 
 
-def case(m: int = 37, dtype: torch.dtype = torch.float64, spread: float = 30.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def case(
+    m: int = 37, dtype: torch.dtype = torch.float64, spread: float = 30.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """hidden, weight, bias, targets whose logits reach about +-``spread``."""
     g = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(m, D, generator=g, dtype=torch.float64), torch.randn(V, D, generator=g, dtype=torch.float64)
+    hidden, weight = (
+        torch.randn(m, D, generator=g, dtype=torch.float64),
+        torch.randn(V, D, generator=g, dtype=torch.float64),
+    )
     weight *= spread / (hidden @ weight.T).abs().max()
     bias = torch.randn(V, generator=g, dtype=torch.float64)
     return hidden.to(dtype), weight.to(dtype), bias.to(dtype), torch.randint(V, (m,), generator=g)
 
 
-def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float = 1.0,
-          softcap: float | None = None) -> Tensor:
+def plain(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
     """The same in float64 and all at once."""
     logits = (hidden.double() @ weight.double().T + (0 if bias is None else bias.double())) * scale
     if softcap is not None:
@@ -47,7 +58,10 @@ def test_values_and_gradients_equal_float64_autograd(form, with_bias):
 
 def test_float32_at_logits_of_30():
     hidden, weight, bias, targets = case(512, torch.float32)
-    error = (chunked_logprobs(hidden, weight, bias, targets, budget=64 * 512) - plain(hidden, weight, bias, targets)).abs()
+    error = (
+        chunked_logprobs(hidden, weight, bias, targets, budget=64 * 512)
+        - plain(hidden, weight, bias, targets)
+    ).abs()
     # Relative: a log-probability of -60 has no closer float32 neighbour than 4e-6.
     assert (error / plain(hidden, weight, bias, targets).abs().clamp(min=1.0)).max() < 1e-6
 
@@ -76,12 +90,21 @@ def test_bfloat16_gradients_are_rounded_once():
 @pytest.mark.parametrize("budget", [1, 1000, 37 * V, 1 << 30])
 def test_slices_of_any_width_agree(budget):
     hidden, weight, bias, targets = case(dtype=torch.float32)
-    torch.testing.assert_close(chunked_logprobs(hidden, weight, bias, targets, budget=budget),
-                               chunked_logprobs(hidden, weight, bias, targets), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        chunked_logprobs(hidden, weight, bias, targets, budget=budget),
+        chunked_logprobs(hidden, weight, bias, targets),
+        rtol=1e-6,
+        atol=1e-6,
+    )
 
 
 def test_no_completion_token_gives_zero_gradients_to_everything():
-    hidden, weight, bias, targets = torch.zeros(0, D), torch.randn(V, D), torch.randn(V), torch.zeros(0, dtype=torch.int64)
+    hidden, weight, bias, targets = (
+        torch.zeros(0, D),
+        torch.randn(V, D),
+        torch.randn(V),
+        torch.zeros(0, dtype=torch.int64),
+    )
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
     values = chunked_logprobs(*leaves, targets)
     assert values.shape == (0,)
@@ -105,7 +128,9 @@ def test_a_frozen_head_gets_no_product(monkeypatch):
     hidden, weight, _, targets = case(dtype=torch.float32)
     shapes = []
     product = module._product
-    monkeypatch.setattr(module, "_product", lambda a, b, c=None: shapes.append((len(a), len(b))) or product(a, b, c))
+    monkeypatch.setattr(
+        module, "_product", lambda a, b, c=None: shapes.append((len(a), len(b))) or product(a, b, c)
+    )
     chunked_logprobs(hidden.requires_grad_(), weight, None, targets, budget=1 << 30).sum().backward()
     assert shapes == [(37, V), (37, V), (37, D)]
     chunked_logprobs(hidden, weight.requires_grad_(), None, targets, budget=1 << 30).sum().backward()
@@ -121,5 +146,9 @@ def test_a_gpu_multiplies_bfloat16_with_float32_results(m):
     got, want = chunked_logprobs(*leaves, targets[:m], budget=64 * 512), plain(*exact, targets[:m])
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-4)
-    for a, b in zip(torch.autograd.grad(got.sum(), leaves), torch.autograd.grad(want.sum(), exact), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=2**-6 * (b.abs().max().item() if b.numel() else 0.0))
+    for a, b in zip(
+        torch.autograd.grad(got.sum(), leaves), torch.autograd.grad(want.sum(), exact), strict=True
+    ):
+        torch.testing.assert_close(
+            a.double(), b, rtol=0, atol=2**-6 * (b.abs().max().item() if b.numel() else 0.0)
+        )

@@ -19,8 +19,18 @@ logging.disable_progress_bar()
 
 def load(folder, dtype="float32", tied=True, **peft) -> Policy:
     tiny_llama(tied=tied).save_pretrained(folder)
-    return load_policy(ModelConfig(name="m", name_or_path=str(folder), dtype=dtype, max_length=128, max_prompt_length=64, use_peft=True,
-                                   peft=PeftConfig(lora_r=4, lora_alpha=12, **peft)), CPU)
+    return load_policy(
+        ModelConfig(
+            name="m",
+            name_or_path=str(folder),
+            dtype=dtype,
+            max_length=128,
+            max_prompt_length=64,
+            use_peft=True,
+            peft=PeftConfig(lora_r=4, lora_alpha=12, **peft),
+        ),
+        CPU,
+    )
 
 
 def perturb(policy: Policy) -> None:
@@ -37,7 +47,9 @@ def test_adapters_are_float32_and_alone_trained_and_the_base_is_frozen_in_the_mo
     for name, parameter in policy.named_parameters():
         assert parameter.requires_grad == ("lora_" in name)
         assert parameter.dtype == (torch.float32 if "lora_" in name else getattr(torch, dtype))
-    assert not any("lora_" in name for name, _ in policy.named_parameters() if "lm_head" in name or "embed" in name)
+    assert not any(
+        "lora_" in name for name, _ in policy.named_parameters() if "lm_head" in name or "embed" in name
+    )
 
 
 def test_it_starts_as_the_base_model_and_every_adapter_learns(tmp_path):
@@ -88,10 +100,22 @@ def test_merging_is_in_float32_however_the_base_is_kept(tmp_path):
 
 def test_layers_that_store_their_weight_transposed_are_merged_too(tmp_path):
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=0, eos_token_id=1)
+    config = GPT2Config(
+        vocab_size=61, n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=0, eos_token_id=1
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    policy = load_policy(ModelConfig(name="m", name_or_path=str(tmp_path), dtype="float32", max_length=128, max_prompt_length=64,
-                                     use_peft=True, peft=PeftConfig(lora_r=4)), CPU)
+    policy = load_policy(
+        ModelConfig(
+            name="m",
+            name_or_path=str(tmp_path),
+            dtype="float32",
+            max_length=128,
+            max_prompt_length=64,
+            use_peft=True,
+            peft=PeftConfig(lora_r=4),
+        ),
+        CPU,
+    )
     perturb(policy)
     state, want = full_state(policy), copy.deepcopy(policy.model).merge_and_unload().state_dict()
     for name, tensor in state.items():

@@ -38,7 +38,10 @@ def no_gpu(monkeypatch, present: bool = False, fails: str | None = None) -> None
 @pytest.mark.parametrize("said", [True, False])
 def test_what_is_said_is_done(monkeypatch, family, said):
     no_gpu(monkeypatch)
-    assert packs_rows(replace(OPEN, packing=said, compile=True), FAMILIES[family]) == (said, f"model.packing={str(said).lower()}")
+    assert packs_rows(replace(OPEN, packing=said, compile=True), FAMILIES[family]) == (
+        said,
+        f"model.packing={str(said).lower()}",
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -49,13 +52,16 @@ def test_left_open_rows_are_packed_where_each_can_attend_to_itself(monkeypatch, 
     assert packed == (family != "gemma2") and ("gemma2 with eager" in why) == (family == "gemma2")
 
 
-@pytest.mark.parametrize(("change", "found", "why"), [
-    ({"attn_implementation": "eager"}, {}, "llama with eager"),
-    ({"attn_implementation": "flash_attention_2"}, {}, "llama with flash_attention_2"),
-    ({"compile": True}, {}, "model.compile=true"),
-    ({}, {"sliding_window": 4}, "has no packed attention"),
-    ({}, {"model_type": "phi3"}, "phi3 with sdpa"),
-])
+@pytest.mark.parametrize(
+    ("change", "found", "why"),
+    [
+        ({"attn_implementation": "eager"}, {}, "llama with eager"),
+        ({"attn_implementation": "flash_attention_2"}, {}, "llama with flash_attention_2"),
+        ({"compile": True}, {}, "model.compile=true"),
+        ({}, {"sliding_window": 4}, "has no packed attention"),
+        ({}, {"model_type": "phi3"}, "phi3 with sdpa"),
+    ],
+)
 def test_left_open_rows_are_padded_elsewhere(monkeypatch, change, found, why):
     no_gpu(monkeypatch)
     config = type(FAMILIES["llama"])(**FAMILIES["llama"].to_dict())
@@ -65,15 +71,24 @@ def test_left_open_rows_are_padded_elsewhere(monkeypatch, change, found, why):
     assert not packed and why in said
 
 
-@pytest.mark.parametrize(("fails", "dtype", "packed", "why"), [
-    (None, "bfloat16", True, ""), ("no such image", "bfloat16", False, "no such image"), (None, "float32", False, "float32")])
+@pytest.mark.parametrize(
+    ("fails", "dtype", "packed", "why"),
+    [
+        (None, "bfloat16", True, ""),
+        ("no such image", "bfloat16", False, "no such image"),
+        (None, "float32", False, "float32"),
+    ],
+)
 def test_on_a_gpu_its_kernel_decides(monkeypatch, fails, dtype, packed, why):
     no_gpu(monkeypatch, present=True, fails=fails)
     found, said = packs_rows(replace(OPEN, dtype=dtype), FAMILIES["llama"])
     assert found is packed and why in said
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs an Ampere GPU or later")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
+    reason="needs an Ampere GPU or later",
+)
 def test_the_kernel_of_this_gpu_works():
     assert flash_fails() is None
 
@@ -81,13 +96,21 @@ def test_the_kernel_of_this_gpu_works():
 def trained(folder, loss: str, packing: str, *overrides: str):
     """A run through the loading that a real one takes: (trainer, lines of metrics)."""
     units = 3 if loss == "dpo" else 6
-    config = engine_config(folder / f"cache-{packing}", loss, f"model.batch_size={units}", f"model.name_or_path={folder}",
-                           f"model.packing={packing}", *overrides)
+    config = engine_config(
+        folder / f"cache-{packing}",
+        loss,
+        f"model.batch_size={units}",
+        f"model.name_or_path={folder}",
+        f"model.packing={packing}",
+        *overrides,
+    )
     policy, world = load_policy(config.model, start().device), start()
     shard(policy, decoder_blocks(policy), world, torch.float32)
     trainer = trainer_class(config)(config, policy, make_loss(config), world)
     assert trainer.packing == (packing != "false")
-    assert (trainer.microbatches(random_groups(2, kind=_kind(loss))[0])[0].sequences.position_ids is not None) == trainer.packing
+    assert (
+        trainer.microbatches(random_groups(2, kind=_kind(loss))[0])[0].sequences.position_ids is not None
+    ) == trainer.packing
     groups = random_groups(8, kind=_kind(loss))
     return run(config, Segment(groups, units, sum(map(len, groups)), seed=1), trainer)
 
@@ -105,7 +128,9 @@ def test_a_run_with_packed_rows_is_the_padded_run(folder, loss, humanline):
     padded, expected = trained(folder, loss, "false", f"humanline={humanline}")
     assert lines[0]["kl"] == expected[0]["kl"] == 0.0 and lines[-1]["kl"] != 0.0
     for line, other in zip(lines, expected, strict=True):
-        assert line["loss"] == pytest.approx(other["loss"], abs=1e-4) and line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)
+        assert line["loss"] == pytest.approx(other["loss"], abs=1e-4) and line["grad_norm"] == pytest.approx(
+            other["grad_norm"], rel=1e-2
+        )
     begin = dict(tiny_llama().named_parameters())
     ours, theirs = weights(trainer), weights(padded)
     way = sum(float((theirs[f"model.{n}"] - p.detach()).square().sum()) for n, p in begin.items()) ** 0.5

@@ -42,18 +42,33 @@ def run(tmp_path: Path) -> Path:
 
 def tokenizer(**special: str) -> PreTrainedTokenizerFast:
     words = {"<s>": 0, "</s>": 1, **{f"w{i}": i for i in range(2, VOCABULARY)}}
-    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="<s>")), **({"eos_token": "</s>"} | special))
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<s>")), **({"eos_token": "</s>"} | special)
+    )
     made.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     return made
 
 
 def settings(path: Path | str, **more) -> ModelConfig:
-    return ModelConfig(**({"name": "m", "name_or_path": str(path), "max_length": 128, "max_prompt_length": 64, "dtype": "float32"} | more))
+    return ModelConfig(
+        **(
+            {
+                "name": "m",
+                "name_or_path": str(path),
+                "max_length": 128,
+                "max_prompt_length": 64,
+                "dtype": "float32",
+            }
+            | more
+        )
+    )
 
 
 def batch(n: int = 3, pack: bool = False):
     rng = np.random.default_rng(0)
-    return collate([random_row(rng, rng.integers(3, VOCABULARY, 5).astype(np.int32)) for _ in range(n)], CPU, pack)
+    return collate(
+        [random_row(rng, rng.integers(3, VOCABULARY, 5).astype(np.int32)) for _ in range(n)], CPU, pack
+    )
 
 
 # -- the forward ---------------------------------------------------------------------------------------------------------------------
@@ -118,12 +133,17 @@ def test_generate_equals_taking_the_likeliest_token_each_time(packing):
         for _ in range(5):
             want = torch.cat([want, tiny_llama()(want).logits[:, -1:].argmax(-1)], dim=1)
         assert row[4:].tolist() == want[0, -5:].tolist()
-    assert torch.allclose(policy(batch(pack=True)), tiny_policy()(batch()), atol=1e-5), "generating must not change what packed rows see"
+    assert torch.allclose(policy(batch(pack=True)), tiny_policy()(batch()), atol=1e-5), (
+        "generating must not change what packed rows see"
+    )
 
 
 @pytest.mark.slow
 def test_compiled_layers_agree_with_plain_ones(run):
-    plain, compiled = load_policy(settings(run), CPU), load_policy(settings(run, compile=True, activation_checkpointing=True), CPU)
+    plain, compiled = (
+        load_policy(settings(run), CPU),
+        load_policy(settings(run, compile=True, activation_checkpointing=True), CPU),
+    )
     assert list(plain.state_dict()) == list(compiled.state_dict())
     for n in (3, 5):  # another shape needs no other answer
         torch.testing.assert_close(compiled(batch(n)), plain(batch(n)), rtol=1e-5, atol=1e-5)
@@ -145,7 +165,9 @@ def test_random_weights_of_an_architecture_are_the_same_on_every_rank(run):
     one, two, other = (load_policy(settings(run, from_config=True), CPU, seed) for seed in (0, 0, 1))
     assert torch.equal(one.model.lm_head.weight, two.model.lm_head.weight)
     assert not torch.equal(one.model.lm_head.weight, other.model.lm_head.weight)
-    assert not torch.equal(one.model.lm_head.weight, tiny_llama().lm_head.weight.bfloat16().float()), "the file's weights were loaded"
+    assert not torch.equal(one.model.lm_head.weight, tiny_llama().lm_head.weight.bfloat16().float()), (
+        "the file's weights were loaded"
+    )
 
 
 def test_a_runs_folder_stands_for_its_model(run):
@@ -156,7 +178,9 @@ def test_a_runs_folder_stands_for_its_model(run):
 
 def test_wrong_models_are_refused_with_key_value_and_remedy(run, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConfigError, match=r"model.name_or_path=/no/such/folder: is not the folder of a model"):
+    with pytest.raises(
+        ConfigError, match=r"model.name_or_path=/no/such/folder: is not the folder of a model"
+    ):
         check_model(settings("/no/such/folder"))
     with pytest.raises(ConfigError, match=r"model.name_or_path=\./runs/nope: is not the folder of a model"):
         check_model(settings("./runs/nope"))
@@ -170,13 +194,18 @@ def test_wrong_models_are_refused_with_key_value_and_remedy(run, tmp_path, monke
         check_model(settings(tmp_path / "other"))
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text((run / "model" / "config.json").read_text())
-    with pytest.raises(ConfigError, match=r"model.name_or_path=.*bare: is not the folder of a model \(config.json, \*.safetensors\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model.name_or_path=.*bare: is not the folder of a model \(config.json, \*.safetensors\)",
+    ):
         load_policy(settings(tmp_path / "bare"), CPU)
 
 
 def test_a_name_that_the_hub_does_not_have_is_refused_at_once():
     """Offline or online, within a request: the hub client's own retries take half a minute."""
-    with pytest.raises(ConfigError, match=r"model.name_or_path=no-such-org/no-such-model: cannot be had: .* hub"):
+    with pytest.raises(
+        ConfigError, match=r"model.name_or_path=no-such-org/no-such-model: cannot be had: .* hub"
+    ):
         check_model(settings("no-such-org/no-such-model"))
 
 
@@ -185,13 +214,18 @@ def test_the_tokenizer(run, tmp_path):
     assert (loaded.eos_token_id, loaded.pad_token_id) == (1, 1)
     template = tmp_path / "other.jinja"
     template.write_text("{{ messages[0].content }}!")
-    assert load_tokenizer(settings(run, chat_template=str(template))).chat_template == "{{ messages[0].content }}!"
+    assert (
+        load_tokenizer(settings(run, chat_template=str(template))).chat_template
+        == "{{ messages[0].content }}!"
+    )
     with pytest.raises(ConfigError, match=r"model.chat_template=/no.jinja: no such file"):
         load_tokenizer(settings(run, chat_template="/no.jinja"))
     tokenizer(pad_token="<s>").save_pretrained(tmp_path / "padded")
     assert load_tokenizer(settings(run, tokenizer_name_or_path=str(tmp_path / "padded"))).pad_token_id == 0
     tokenizer(eos_token=None).save_pretrained(tmp_path / "endless")
-    with pytest.raises(ConfigError, match=r"model.tokenizer_name_or_path=.*endless: has no end-of-sequence token"):
+    with pytest.raises(
+        ConfigError, match=r"model.tokenizer_name_or_path=.*endless: has no end-of-sequence token"
+    ):
         load_tokenizer(settings(run, tokenizer_name_or_path=str(tmp_path / "endless")))
 
 
@@ -242,5 +276,7 @@ def test_every_setting_of_a_model_has_its_line_and_comment_in_base():
     values = OmegaConf.to_container(OmegaConf.create(text))
     defaults = OmegaConf.to_container(OmegaConf.structured(ModelConfig))
     assert values == defaults
-    lines = [line for line in text.splitlines() if ":" in line and not line.startswith("#") and line != "peft:"]
+    lines = [
+        line for line in text.splitlines() if ":" in line and not line.startswith("#") and line != "peft:"
+    ]
     assert all("  # " in line for line in lines)

@@ -31,6 +31,15 @@ def spawn_holder() -> int:
 
 
 if __name__ == "__main__":
-    serve({"echo": lambda value: value, "environment": os.environ.get, "fail": fail, "say": say, "hang": hang,
-           "spawn": spawn, "spawn_holder": spawn_holder})
+    serve(
+        {
+            "echo": lambda value: value,
+            "environment": os.environ.get,
+            "fail": fail,
+            "say": say,
+            "hang": hang,
+            "spawn": spawn,
+            "spawn_holder": spawn_holder,
+        }
+    )
     print("left")

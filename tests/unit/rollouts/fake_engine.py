@@ -24,7 +24,9 @@ class FakeEngine:
         return None, None
 
     def draw(self, requests: list[DrawRequest]) -> tuple[int | None, list[Drawn]]:
-        return self.version, [Drawn((*each.prompt, each.seed % 1000, os.getpid()), True, (-0.5,)) for each in requests]
+        return self.version, [
+            Drawn((*each.prompt, each.seed % 1000, os.getpid()), True, (-0.5,)) for each in requests
+        ]
 
     def logprobs(self, rows: list[TokenRow]) -> tuple[int | None, list[list[float]]]:
         return self.version, [[-float(token) for token in row[1:]] for row in rows]
@@ -32,4 +34,12 @@ class FakeEngine:
 
 if __name__ == "__main__":
     engine = FakeEngine()
-    serve({"start": engine.start, "load": engine.load, "sleep": engine.sleep, "draw": engine.draw, "logprobs": engine.logprobs})
+    serve(
+        {
+            "start": engine.start,
+            "load": engine.load,
+            "sleep": engine.sleep,
+            "draw": engine.draw,
+            "logprobs": engine.logprobs,
+        }
+    )

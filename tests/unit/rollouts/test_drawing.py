@@ -16,7 +16,10 @@ from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
 from tests.tiny import make_config
 
 PROMPTS = [adder.addition(a, 98) for a in range(1, 13)]
-REQUESTS = [Request("greedy", 1, SamplingSettings(0.0, 1.0, 24)), Request("sampled", 3, SamplingSettings(0.7, 0.9, 24))]
+REQUESTS = [
+    Request("greedy", 1, SamplingSettings(0.0, 1.0, 24)),
+    Request("sampled", 3, SamplingSettings(0.7, 0.9, 24)),
+]
 
 
 @pytest.fixture

@@ -14,13 +14,20 @@ from data.types import Completion, DataError, Prompt, Turn
 from rollouts.files import read_samples, refuse_existing, write_feedback, write_samples
 from rollouts.rounds import Sampled
 
-SAMPLES = [Sampled(Prompt((Turn("user", f"{i} ünd?"),), reference=str(i)),
-                   tuple(Completion(f"answer {i} {k}", (i, k), k < 3) for k in range(4))) for i in range(3)]
+SAMPLES = [
+    Sampled(
+        Prompt((Turn("user", f"{i} ünd?"),), reference=str(i)),
+        tuple(Completion(f"answer {i} {k}", (i, k), k < 3) for k in range(4)),
+    )
+    for i in range(3)
+]
 SCORES: list[list[float | None]] = [[1.0, 4.0, None, 2.0], [0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 3.0, 2.0]]
 
 
 def read(path, **columns):
-    return load_groups(DataConfig("local", "data.sources.local", path=str(path), eval_fraction=0.0), "train").groups
+    return load_groups(
+        DataConfig("local", "data.sources.local", path=str(path), eval_fraction=0.0), "train"
+    ).groups
 
 
 def texts(samples):
@@ -44,10 +51,16 @@ def test_samples_come_back(tmp_path, form):
 def test_alpacaeval_reads_what_it_expects(tmp_path):
     path = tmp_path / "outputs.json"
     write_samples(path, SAMPLES, "alpacaeval", "someone/model", "x")
-    assert json.loads(path.read_text())[0] == {"instruction": "0 ünd?", "output": "answer 0 0", "generator": "someone/model"}
+    assert json.loads(path.read_text())[0] == {
+        "instruction": "0 ünd?",
+        "output": "answer 0 0",
+        "generator": "someone/model",
+    }
 
 
-@pytest.mark.parametrize(("form", "entries"), [("groups", 2), ("pairwise", 2), ("binary", 11), ("scalar", 11)])
+@pytest.mark.parametrize(
+    ("form", "entries"), [("groups", 2), ("pairwise", 2), ("binary", 11), ("scalar", 11)]
+)
 def test_feedback_is_read_as_data(tmp_path, form, entries):
     path = tmp_path / "feedback.jsonl" if form == "groups" else tmp_path / "feedback.json"
     assert write_feedback(path, SAMPLES, SCORES, form, RoundsConfig(threshold=2.0), 0) == entries
@@ -57,7 +70,19 @@ def test_feedback_is_read_as_data(tmp_path, form, entries):
         assert best == [["answer 0 1", "answer 0 0"], ["answer 2 0", "answer 2 1"]]
         assert all(group.prompt.reference is not None for group in groups)
     elif form == "binary":
-        assert [group.rewards[0] for group in groups] == [-1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 1.0, -1.0, 1.0, 1.0]
+        assert [group.rewards[0] for group in groups] == [
+            -1.0,
+            1.0,
+            1.0,
+            -1.0,
+            -1.0,
+            -1.0,
+            -1.0,
+            1.0,
+            -1.0,
+            1.0,
+            1.0,
+        ]
     else:
         assert [group.rewards for group in groups] == [(1.0, 4.0, 2.0), (0.0,) * 4, (3.0, 1.0, 3.0, 2.0)]
 
@@ -79,14 +104,25 @@ def test_a_file_that_is_there_stays(tmp_path):
 
 
 def test_own_settings_stand_beside_those_of_a_run():
-    assert plus(["label.py", "in=a.json", "out=b", "reward=armorm", "input=x"], LabelStage) == \
-        ["label.py", "+in=a.json", "+out=b", "reward=armorm", "input=x"]
+    assert plus(["label.py", "in=a.json", "out=b", "reward=armorm", "input=x"], LabelStage) == [
+        "label.py",
+        "+in=a.json",
+        "+out=b",
+        "reward=armorm",
+        "input=x",
+    ]
     given = {"in": "a.json", "out": "b.jsonl"}
     stage = stage_settings(lambda key: given.pop(key, None), LabelStage)
     assert (stage.samples, stage.out, stage.format) == ("a.json", "b.jsonl", "groups")
     x = {"out": "x.jsonl"}
-    for bad, key in ((x | {"format": "csv"}, "format"), ({}, "out"), (x | {"limit": 0}, "limit"), (x | {"split": "dev"}, "split"),
-                     ({"out": "x.json"}, "out"), (x | {"format": "halos"}, "out")):
+    for bad, key in (
+        (x | {"format": "csv"}, "format"),
+        ({}, "out"),
+        (x | {"limit": 0}, "limit"),
+        (x | {"split": "dev"}, "split"),
+        ({"out": "x.json"}, "out"),
+        (x | {"format": "halos"}, "out"),
+    ):
         with pytest.raises(ConfigError) as error:
             stage_settings(lambda name, bad=bad: bad.get(name), SampleStage)
         assert error.value.key == key

@@ -61,4 +61,6 @@ def test_an_engine_that_moved_along_passes_and_so_does_one_with_nothing_to_follo
     before = check_probe(shifted(TRAINER, 0.005, seed=1), TRAINER, "bfloat16")
     after = shifted(TRAINER, 0.01, seed=2)
     now = check_probe(shifted(after, 0.005, seed=3), after, "bfloat16", before)
-    assert check_probe(shifted(after, 0.005, seed=3), after, "bfloat16", now).mean == now.mean  # a round without a step
+    assert (
+        check_probe(shifted(after, 0.005, seed=3), after, "bfloat16", now).mean == now.mean
+    )  # a round without a step

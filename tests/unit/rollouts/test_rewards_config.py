@@ -12,7 +12,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from config.schema import ConfigError
-from config.schema_rewards import ClassifierConfig, FunctionConfig, RewardConfig, RewardModelConfig, VerifierConfig
+from config.schema_rewards import (
+    ClassifierConfig,
+    FunctionConfig,
+    RewardConfig,
+    RewardModelConfig,
+    VerifierConfig,
+)
 from rollouts.rewards.factory import make_reward
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +44,9 @@ def test_shipped_files(file, monkeypatch):
     config = load(file)
     assert config.name == file.stem
     raw, section = read(file)
-    assert set(raw[section]) == {f.name for f in fields(getattr(config, section))}, "every key is there, with its comment"
+    assert set(raw[section]) == {f.name for f in fields(getattr(config, section))}, (
+        "every key is there, with its comment"
+    )
 
 
 def test_the_weights_are_the_papers():
@@ -46,19 +54,29 @@ def test_the_weights_are_the_papers():
     assert (config.accuracy, config.format, config.tag_count) == (8, 1, 1)
 
 
-@pytest.mark.parametrize(("make", "key"), [
-    (lambda: RewardConfig(name="x"), "reward"),
-    (lambda: RewardConfig(name="x", verifier=VerifierConfig(), function=FunctionConfig(path="a.b")), "reward"),
-    (lambda: RewardConfig(name="x", verifier=VerifierConfig(), max_missing=1.5), "reward.max_missing"),
-    (lambda: FunctionConfig(path="reward"), "reward.function.path"),
-    (lambda: FunctionConfig(path="a.b", workers=0), "reward.function.workers"),
-    (lambda: FunctionConfig(path="a.b", timeout=0), "reward.function.timeout"),
-    (lambda: VerifierConfig(accuracy=-1), "reward.verifier.accuracy"),
-    (lambda: VerifierConfig(accuracy=0, format=0, tag_count=0), "reward.verifier.accuracy"),
-    (lambda: RewardModelConfig(dtype="float16"), "reward.armorm.dtype"),
-    (lambda: ClassifierConfig(dtype="float16"), "reward.classifier.dtype"),
-    (lambda: ClassifierConfig(rendering="pair"), "reward.classifier.rendering"),
-    (lambda: ClassifierConfig(max_length=10, max_prompt_length=10), "reward.classifier.max_prompt_length")])
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda: RewardConfig(name="x"), "reward"),
+        (
+            lambda: RewardConfig(name="x", verifier=VerifierConfig(), function=FunctionConfig(path="a.b")),
+            "reward",
+        ),
+        (lambda: RewardConfig(name="x", verifier=VerifierConfig(), max_missing=1.5), "reward.max_missing"),
+        (lambda: FunctionConfig(path="reward"), "reward.function.path"),
+        (lambda: FunctionConfig(path="a.b", workers=0), "reward.function.workers"),
+        (lambda: FunctionConfig(path="a.b", timeout=0), "reward.function.timeout"),
+        (lambda: VerifierConfig(accuracy=-1), "reward.verifier.accuracy"),
+        (lambda: VerifierConfig(accuracy=0, format=0, tag_count=0), "reward.verifier.accuracy"),
+        (lambda: RewardModelConfig(dtype="float16"), "reward.armorm.dtype"),
+        (lambda: ClassifierConfig(dtype="float16"), "reward.classifier.dtype"),
+        (lambda: ClassifierConfig(rendering="pair"), "reward.classifier.rendering"),
+        (
+            lambda: ClassifierConfig(max_length=10, max_prompt_length=10),
+            "reward.classifier.max_prompt_length",
+        ),
+    ],
+)
 def test_what_makes_no_sense_is_refused(make, key):
     with pytest.raises(ConfigError) as error:
         make()
@@ -73,6 +91,8 @@ def test_a_verifier_without_its_package_is_refused_with_the_remedy(monkeypatch, 
 
 
 def test_settings_and_the_judge_need_no_torch():
-    code = "import sys; import config.schema_rewards, rollouts.rewards.factory, rollouts.rewards.judge, rollouts.rewards.verifier; " \
-           "sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; import config.schema_rewards, rollouts.rewards.factory, rollouts.rewards.judge, rollouts.rewards.verifier; "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ, check=False).returncode == 0

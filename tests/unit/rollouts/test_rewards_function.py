@@ -26,7 +26,9 @@ def prompt(text="q", reference=None):
 
 
 def function(name, max_missing=0.0, **settings):
-    return RewardConfig(name="f", max_missing=max_missing, function=FunctionConfig(path=f"{HERE}.{name}", **settings))
+    return RewardConfig(
+        name="f", max_missing=max_missing, function=FunctionConfig(path=f"{HERE}.{name}", **settings)
+    )
 
 
 @pytest.fixture
@@ -49,8 +51,10 @@ def by_word():
     reward.close()
 
 
-@pytest.mark.parametrize(("name", "conversational"),
-                         [("lengths", True), ("plain_lengths", False), ("slow_lengths", True), ("as_array", True)])
+@pytest.mark.parametrize(
+    ("name", "conversational"),
+    [("lengths", True), ("plain_lengths", False), ("slow_lengths", True), ("as_array", True)],
+)
 def test_order_and_values_survive_batching(make, name, conversational):
     texts = ["x" * n for n in (3, 1, 4, 1, 5, 9, 2)]
     reward = make(function(name, batch_size=3, workers=2, conversational=conversational))
@@ -67,12 +71,25 @@ def test_nothing_to_score(make):
     assert make(function("lengths")).score([], []) == []
 
 
-@pytest.mark.parametrize(("word", "reason"), [
-    ("raise", "ValueError: the reward is broken"), ("hang", "took longer than 1 s"), ("exit", "ended its process"),
-    ("die", r"ended its process \(about to die\)"), ("none", "no verdict"), ("nan", "the reward is nan"), ("inf", "the reward is inf"),
-    ("short", "returned 1 rewards for 2 completions"), ("words", "returned '1.0', not a number"),
-    ("string", "returned a str, not a list"), ("dict", "returned a dict"), ("number", "returned a float, not a list"),
-    ("objects", "returned a object, not a number"), ("lambda", "returned a function, not a number")])
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("raise", "ValueError: the reward is broken"),
+        ("hang", "took longer than 1 s"),
+        ("exit", "ended its process"),
+        ("die", r"ended its process \(about to die\)"),
+        ("none", "no verdict"),
+        ("nan", "the reward is nan"),
+        ("inf", "the reward is inf"),
+        ("short", "returned 1 rewards for 2 completions"),
+        ("words", "returned '1.0', not a number"),
+        ("string", "returned a str, not a list"),
+        ("dict", "returned a dict"),
+        ("number", "returned a float, not a list"),
+        ("objects", "returned a object, not a number"),
+        ("lambda", "returned a function, not a number"),
+    ],
+)
 def test_misbehaviour_is_no_verdict_with_its_reason_and_the_next_batch_is_scored(by_word, word, reason):
     reward = by_word
     reward.max_missing = 0.5
@@ -102,8 +119,14 @@ def hanging(_):
     return lambda task: time.sleep(60)
 
 
-@pytest.mark.parametrize(("path", "message"), [
-    (f"{HERE}.absent", "absent"), ("no_such_module.f", "No module named"), (f"{HERE}.NOT_A_FUNCTION", "is not a function")])
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (f"{HERE}.absent", "absent"),
+        ("no_such_module.f", "No module named"),
+        (f"{HERE}.NOT_A_FUNCTION", "is not a function"),
+    ],
+)
 def test_what_cannot_be_imported_is_refused_at_start(path, message):
     with pytest.raises(ConfigError, match=message) as error:
         make_reward(RewardConfig(name="f", function=FunctionConfig(path=path)))
@@ -111,7 +134,9 @@ def test_what_cannot_be_imported_is_refused_at_start(path, message):
 
 
 def test_the_embedded_task(make):
-    config = RewardConfig(name="adder", function=FunctionConfig(path="rollouts.rewards.tasks.adder", conversational=False))
+    config = RewardConfig(
+        name="adder", function=FunctionConfig(path="rollouts.rewards.tasks.adder", conversational=False)
+    )
     prompts, texts = [addition(7, 8), addition(12, 9), addition(1, 2)], ["7+8=15;0+0+1=1;15", "nonsense", "3"]
     assert make(config).score(prompts, texts) == rewards(texts, [p.reference for p in prompts])
 

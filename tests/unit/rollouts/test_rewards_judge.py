@@ -59,7 +59,9 @@ class Handler(BaseHTTPRequestHandler):
             try:
                 answered = server.behave(self, text)
             finally:
-                with server.lock:  # before the answer is sent: with it in hand the caller may ask again at once
+                with (
+                    server.lock
+                ):  # before the answer is sent: with it in hand the caller may ask again at once
                     server.now -= 1
             if not answered:
                 self.reply(f"Fine. [[99]] no: [[{len(text)}]]")
@@ -67,7 +69,10 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def reply(self, content, usage=30):
-        self.send(200, json.dumps({"choices": [{"message": {"content": content}}], "usage": {"total_tokens": usage}}))
+        self.send(
+            200,
+            json.dumps({"choices": [{"message": {"content": content}}], "usage": {"total_tokens": usage}}),
+        )
 
     def send(self, code, text, headers=()):
         self.send_response(code)
@@ -92,8 +97,16 @@ def endpoint(monkeypatch):
 
 
 def judge(endpoint, **settings):
-    defaults = {"base_url": endpoint.url, "model": "m", "prompt": "Q:{prompt} R:{reference} A:{completion}",
-                "api_key_env": "JUDGE_KEY", "backoff": 0.001, "timeout": 0.5, "concurrency": 8, "max_tokens": 20}
+    defaults = {
+        "base_url": endpoint.url,
+        "model": "m",
+        "prompt": "Q:{prompt} R:{reference} A:{completion}",
+        "api_key_env": "JUDGE_KEY",
+        "backoff": 0.001,
+        "timeout": 0.5,
+        "concurrency": 8,
+        "max_tokens": 20,
+    }
     return JudgeReward(JudgeConfig(**(defaults | settings)))
 
 
@@ -220,8 +233,17 @@ def test_settings_are_checked(monkeypatch):
     monkeypatch.delenv("ABSENT", raising=False)
     good = {"base_url": "http://x", "model": "m", "prompt": "{completion}", "api_key_env": None}
     JudgeConfig(**good)
-    for key, bad in (("base_url", "x"), ("prompt", "rate it"), ("api_key_env", "ABSENT"), ("pattern", "("), ("pattern", "x"),
-                     ("min_score", 10.0), ("retries", -1), ("max_calls", 0), ("timeout", 0)):
+    for key, bad in (
+        ("base_url", "x"),
+        ("prompt", "rate it"),
+        ("api_key_env", "ABSENT"),
+        ("pattern", "("),
+        ("pattern", "x"),
+        ("min_score", 10.0),
+        ("retries", -1),
+        ("max_calls", 0),
+        ("timeout", 0),
+    ):
         with pytest.raises(ConfigError) as error:
             JudgeConfig(**(good | {key: bad}))
         assert error.value.key == f"reward.judge.{key}"

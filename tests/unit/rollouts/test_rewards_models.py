@@ -28,17 +28,35 @@ from rollouts.rewards.factory import make_reward
 from rollouts.rewards.models import by_length, classifier
 from tests.unit.data.tiny_tokenizers import tiny_tokenizer
 
-TINY = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "max_position_embeddings": 512, "initializer_range": 0.3}
-FAMILIES = {"llama3": (LlamaConfig, LlamaForSequenceClassification), "qwen2": (Qwen2Config, Qwen2ForSequenceClassification),
-            "gemma2": (Gemma2Config, Gemma2ForSequenceClassification)}
-PROMPTS = [Prompt((Turn("user", "what is the sum?"),)), Prompt((Turn("user", "a"), Turn("assistant", "b"), Turn("user", "then?"))),
-           Prompt((Turn("user", "the one on the other side " * 4),)), Prompt((Turn("user", "why"),))]
+TINY = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+}
+FAMILIES = {
+    "llama3": (LlamaConfig, LlamaForSequenceClassification),
+    "qwen2": (Qwen2Config, Qwen2ForSequenceClassification),
+    "gemma2": (Gemma2Config, Gemma2ForSequenceClassification),
+}
+PROMPTS = [
+    Prompt((Turn("user", "what is the sum?"),)),
+    Prompt((Turn("user", "a"), Turn("assistant", "b"), Turn("user", "then?"))),
+    Prompt((Turn("user", "the one on the other side " * 4),)),
+    Prompt((Turn("user", "why"),)),
+]
 TEXTS = ["in the end", "x", "the other one then, " * 8, "because of that"]
 
 
 def messages(prompt, text):
-    return [*({"role": t.role, "content": t.content} for t in prompt.turns), {"role": "assistant", "content": text}]
+    return [
+        *({"role": t.role, "content": t.content} for t in prompt.turns),
+        {"role": "assistant", "content": text},
+    ]
 
 
 def whole_ids(path, prompt, text):
@@ -71,7 +89,7 @@ def save_armorm(path, **settings):
     return str(path)
 
 
-def of(path, rendering = "template", **settings):
+def of(path, rendering="template", **settings):
     lengths = {"max_length": 400, "max_prompt_length": 200, "dtype": "float32", "batch_tokens": 4096}
     return ClassifierConfig(name_or_path=path, rendering=rendering, **(lengths | settings))
 
@@ -85,21 +103,30 @@ def armo(path, **settings):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_classifier_gives_what_transformers_gives_for_each_row_alone(tmp_path, family, pad):
     end = {"llama3": "<|eot_id|>", "qwen2": "<|im_end|>", "gemma2": "<end_of_turn>"}[family]
-    pad_id = {"end of turn": tiny_tokenizer(family).convert_tokens_to_ids(end), "another": 319, None: None}[pad]
+    pad_id = {"end of turn": tiny_tokenizer(family).convert_tokens_to_ids(end), "another": 319, None: None}[
+        pad
+    ]
     path = save_classifier(tmp_path, family, pad_token_id=pad_id)
     model = FAMILIES[family][1].from_pretrained(path).eval()
     with torch.no_grad():
-        alone = [model(torch.tensor([whole_ids(path, p, t)])).logits.item() for p, t in zip(PROMPTS, TEXTS, strict=True)]
+        alone = [
+            model(torch.tensor([whole_ids(path, p, t)])).logits.item()
+            for p, t in zip(PROMPTS, TEXTS, strict=True)
+        ]
     assert max(alone) - min(alone) > 0.1
     for batch_tokens in (1, 150, 4096):
-        assert classifier(of(path, batch_tokens=batch_tokens), "cpu").score(PROMPTS, TEXTS) == pytest.approx(alone, abs=2e-5)
+        assert classifier(of(path, batch_tokens=batch_tokens), "cpu").score(PROMPTS, TEXTS) == pytest.approx(
+            alone, abs=2e-5
+        )
 
 
 def test_a_model_trained_here_is_scored_at_the_end_of_turn(tmp_path):
     path = save_classifier(tmp_path, "qwen2", pad_token_id=None)
     end = tiny_tokenizer("qwen2").convert_tokens_to_ids("<|im_end|>")
     template, turn = classifier(of(path), "cpu"), classifier(of(path, "turn"), "cpu")
-    for a, b in zip(template.conversations.rows(PROMPTS, TEXTS), turn.conversations.rows(PROMPTS, TEXTS), strict=True):
+    for a, b in zip(
+        template.conversations.rows(PROMPTS, TEXTS), turn.conversations.rows(PROMPTS, TEXTS), strict=True
+    ):
         assert b.completion_ids[-1] == end
         assert list(a.completion_ids) == [*b.completion_ids, *tiny_tokenizer("qwen2")("\n")["input_ids"]]
 
@@ -107,7 +134,9 @@ def test_a_model_trained_here_is_scored_at_the_end_of_turn(tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_are_the_whole_conversation(tmp_path, family):
     path = save_classifier(tmp_path, family)
-    for row, prompt, text in zip(classifier(of(path), "cpu").conversations.rows(PROMPTS, TEXTS), PROMPTS, TEXTS, strict=True):
+    for row, prompt, text in zip(
+        classifier(of(path), "cpu").conversations.rows(PROMPTS, TEXTS), PROMPTS, TEXTS, strict=True
+    ):
         assert [*row.prompt_ids, *row.completion_ids] == whole_ids(path, prompt, text)
 
 
@@ -142,7 +171,9 @@ def test_weights_that_are_no_reward_model_are_refused(tmp_path):
 
 def published_gate(ids, tokenizer):
     """Where the checkpoint's own code reads the prompt: the last end of a turn that an assistant's header follows."""
-    pattern = tokenizer("<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", add_special_tokens=False)["input_ids"]
+    pattern = tokenizer(
+        "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", add_special_tokens=False
+    )["input_ids"]
     return max(i for i in range(len(ids)) if ids[i : i + len(pattern)] == pattern)
 
 
@@ -150,7 +181,9 @@ def independent_armorm(path, ids, gate):
     """The score in float64 from the checkpoint's tensors by name."""
     w = {name: tensor.double() for name, tensor in load_file(f"{path}/model.safetensors").items()}
     backbone = LlamaModel(LlamaConfig.from_pretrained(path)).double()
-    backbone.load_state_dict({name.removeprefix("model."): t for name, t in w.items() if name.startswith("model.")})
+    backbone.load_state_dict(
+        {name.removeprefix("model."): t for name, t in w.items() if name.startswith("model.")}
+    )
     with torch.no_grad():
         hidden = backbone(torch.tensor([ids])).last_hidden_state[0]
     x = hidden[gate]
@@ -173,7 +206,9 @@ def test_armorm_is_what_the_paper_says_in_every_batch(tmp_path, header):
     golden = [independent_armorm(path, row, published_gate(row, tokenizer)) for row in ids]
     assert max(golden) - min(golden) > 0.1
     for batch_tokens in (1, 150, 4096):
-        assert armorm(armo(path, batch_tokens=batch_tokens), "cpu").score(PROMPTS, TEXTS) == pytest.approx(golden, rel=1e-4, abs=1e-4)
+        assert armorm(armo(path, batch_tokens=batch_tokens), "cpu").score(PROMPTS, TEXTS) == pytest.approx(
+            golden, rel=1e-4, abs=1e-4
+        )
 
 
 def test_the_checkpoints_names_and_the_published_sizes(tmp_path):
@@ -181,9 +216,15 @@ def test_the_checkpoints_names_and_the_published_sizes(tmp_path):
         model = ArmoRM(LlamaConfig(vocab_size=128257, hidden_size=4096, num_hidden_layers=1))
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if not name.startswith("model.")}
     assert shapes == {
-        "regression_layer.weight": (19, 4096), "reward_transform_matrix": (19, 19), "gating.logit_scale": (1,),
-        **{f"gating.layers.{i}.{kind}": shape for i, (a, b) in enumerate(pairwise([4096, 1024, 1024, 1024, 19]))
-           for kind, shape in (("weight", (b, a)), ("bias", (b,)))}}
+        "regression_layer.weight": (19, 4096),
+        "reward_transform_matrix": (19, 19),
+        "gating.logit_scale": (1,),
+        **{
+            f"gating.layers.{i}.{kind}": shape
+            for i, (a, b) in enumerate(pairwise([4096, 1024, 1024, 1024, 19]))
+            for kind, shape in (("weight", (b, a)), ("bias", (b,)))
+        },
+    }
 
 
 def test_no_completion_moves_the_gate(tmp_path):
@@ -196,8 +237,15 @@ def test_no_completion_moves_the_gate(tmp_path):
     assert rows[0].prompt_ids[positions.pop()] == end
     model = reward._loaded()
     tokens = [[*row.prompt_ids.tolist(), *row.completion_ids.tolist()] for row in rows]
-    gates = [model(torch.tensor([t]), torch.ones(1, len(t), dtype=torch.long), torch.tensor([gate_position(r, end)]),
-                   torch.tensor([len(t) - 1])).gating.detach() for t, r in zip(tokens, rows, strict=True)]
+    gates = [
+        model(
+            torch.tensor([t]),
+            torch.ones(1, len(t), dtype=torch.long),
+            torch.tensor([gate_position(r, end)]),
+            torch.tensor([len(t) - 1]),
+        ).gating.detach()
+        for t, r in zip(tokens, rows, strict=True)
+    ]
     torch.testing.assert_close(gates[0], gates[1])
     torch.testing.assert_close(gates[0], gates[2])
 
@@ -207,10 +255,17 @@ def test_armorms_head_stays_float32_under_a_bfloat16_backbone(tmp_path):
     model = ArmoRMHead(0).load(armo(path, dtype="bfloat16"))
     stored = load_file(f"{path}/model.safetensors")
     assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
-    for name in ("regression_layer.weight", "reward_transform_matrix", "gating.layers.0.weight", "gating.logit_scale"):
+    for name in (
+        "regression_layer.weight",
+        "reward_transform_matrix",
+        "gating.layers.0.weight",
+        "gating.logit_scale",
+    ):
         torch.testing.assert_close(model.get_parameter(name).data, stored[name], rtol=0, atol=0)
     exact = armorm(armo(path), "cpu").score(PROMPTS, TEXTS)
-    assert armorm(armo(path, dtype="bfloat16"), "cpu").score(PROMPTS, TEXTS) == pytest.approx(exact, rel=0.1, abs=0.5)
+    assert armorm(armo(path, dtype="bfloat16"), "cpu").score(PROMPTS, TEXTS) == pytest.approx(
+        exact, rel=0.1, abs=0.5
+    )
 
 
 def test_release_and_score_again(tmp_path):

@@ -44,7 +44,8 @@ def gsm8k():
 FORMS = {
     "as published": lambda solution, number: solution,
     "think and answer": lambda solution, number: think_answer(solution.rpartition("####")[0], number),
-    "boxed": lambda solution, number: f"{solution.rpartition('####')[0]}\nSo the answer is $\\boxed{{{number}}}$.",
+    "boxed": lambda solution,
+    number: f"{solution.rpartition('####')[0]}\nSo the answer is $\\boxed{{{number}}}$.",
     "dollars": lambda solution, number: f"<answer>\n${int(number):,}.00\n</answer>",
 }
 
@@ -55,16 +56,33 @@ def test_gsm8k_solutions_are_right_and_others_wrong(verifier, form):
     answers = [FORMS[form](*row) for row in rows]
     numbers = [number for _, number in rows]
     assert verifier.accuracy(numbers, answers) == [1.0] * len(rows)
-    shifted = [(numbers[i - 1], answers[i]) for i in range(len(rows)) if int(numbers[i - 1]) != int(numbers[i])]
+    shifted = [
+        (numbers[i - 1], answers[i]) for i in range(len(rows)) if int(numbers[i - 1]) != int(numbers[i])
+    ]
     assert verifier.accuracy(*zip(*shifted, strict=True)) == [0.0] * len(shifted)
 
 
-@pytest.mark.parametrize(("reference", "completion", "expected"), [
-    (r"\frac{1}{2}", r"It is $\frac{2}{4}$.", 1.0), (r"\frac{1}{2}", "<answer>0.5</answer>", 1.0), ("x^2+1", r"\boxed{1+x^2}", 1.0),
-    (r"\sqrt{2}", r"<answer>\sqrt2</answer>", 1.0), ("(1,2)", "<answer>(2,1)</answer>", 0.0), (r"\text{Evelyn}", "Evelyn", 1.0),
-    ("72", "72 or 73", 0.0), ("72", "", 0.0), ("72", "no idea", 0.0), ("72", "<answer>72</answer> <answer>71</answer>", 0.0),
-    ("72", r"\frac{", 0.0), ("1200", "#### 1,200", 1.0), ("-3", "#### 3", 0.0),
-    ("0.1", "0.10000", 1.0), (None, "72", Missing), ("", "72", Missing)])
+@pytest.mark.parametrize(
+    ("reference", "completion", "expected"),
+    [
+        (r"\frac{1}{2}", r"It is $\frac{2}{4}$.", 1.0),
+        (r"\frac{1}{2}", "<answer>0.5</answer>", 1.0),
+        ("x^2+1", r"\boxed{1+x^2}", 1.0),
+        (r"\sqrt{2}", r"<answer>\sqrt2</answer>", 1.0),
+        ("(1,2)", "<answer>(2,1)</answer>", 0.0),
+        (r"\text{Evelyn}", "Evelyn", 1.0),
+        ("72", "72 or 73", 0.0),
+        ("72", "", 0.0),
+        ("72", "no idea", 0.0),
+        ("72", "<answer>72</answer> <answer>71</answer>", 0.0),
+        ("72", r"\frac{", 0.0),
+        ("1200", "#### 1,200", 1.0),
+        ("-3", "#### 3", 0.0),
+        ("0.1", "0.10000", 1.0),
+        (None, "72", Missing),
+        ("", "72", Missing),
+    ],
+)
 def test_answers(verifier, reference, completion, expected):
     verdict = verifier.accuracy([reference], [completion])[0]
     assert isinstance(verdict, Missing) if expected is Missing else verdict == expected
@@ -81,7 +99,9 @@ def test_what_hangs_has_no_verdict_and_the_rest_has(verifier):
 def test_it_works_off_the_main_thread(verifier):
     """math-verify's own time limit, a signal, makes every verdict there a 0."""
     found = []
-    thread = threading.Thread(target=lambda: found.extend(verifier.accuracy(["1/2", "3"], [r"\boxed{0.5}", r"\boxed{4}"])))
+    thread = threading.Thread(
+        target=lambda: found.extend(verifier.accuracy(["1/2", "3"], [r"\boxed{0.5}", r"\boxed{4}"]))
+    )
     thread.start()
     thread.join()
     assert found == [1.0, 0.0]
@@ -106,9 +126,21 @@ def test_as_a_data_sets_verifier():
 GOOD = "<think>\na\nb\n</think>\n<answer>\nc\n</answer>"
 
 
-@pytest.mark.parametrize(("text", "form", "tags"), [
-    (GOOD, 1, 1), (" " + GOOD, 0, 1), (GOOD + "\nmore", 1, 1), (GOOD + " more", 0, 1), (GOOD.replace("\n", " "), 0, 0), ("", 0, 0),
-    (GOOD.replace("<think>\n", ""), 0, 0.75), (GOOD + GOOD, 1, 0), (GOOD.replace("</answer>", ""), 0, 0.75), (GOOD + "\n" + GOOD, 1, 0)])
+@pytest.mark.parametrize(
+    ("text", "form", "tags"),
+    [
+        (GOOD, 1, 1),
+        (" " + GOOD, 0, 1),
+        (GOOD + "\nmore", 1, 1),
+        (GOOD + " more", 0, 1),
+        (GOOD.replace("\n", " "), 0, 0),
+        ("", 0, 0),
+        (GOOD.replace("<think>\n", ""), 0, 0.75),
+        (GOOD + GOOD, 1, 0),
+        (GOOD.replace("</answer>", ""), 0, 0.75),
+        (GOOD + "\n" + GOOD, 1, 0),
+    ],
+)
 def test_format_and_tags(text, form, tags):
     """Open-R1's, whose ``$`` is the end of a line: text after the last one costs nothing, a tag that comes twice costs its quarter."""
     assert (format_reward(text), tag_count_reward(text)) == (form, tags)

@@ -37,7 +37,12 @@ scores = st.lists(st.one_of(st.none(), st.integers(-3, 3).map(float)), min_size=
 @given(n=st.integers(1, 30), planned=st.integers(1, 90), size=st.integers(1, 40), seed=st.integers(0, 5))
 def test_no_context_comes_again_before_all_have_come(n, planned, size, seed):
     contexts = Contexts([prompt(i) for i in range(n)], planned, seed)
-    taken = [p.id for first in range(0, planned, size) for _, part in contexts.take(first, min(first + size, planned)) for p in part]
+    taken = [
+        p.id
+        for first in range(0, planned, size)
+        for _, part in contexts.take(first, min(first + size, planned))
+        for p in part
+    ]
     assert len(taken) == planned
     for first in range(0, planned, n):
         assert len(set(taken[first : first + n])) == len(taken[first : first + n])
@@ -49,7 +54,9 @@ def test_the_order_is_the_seeds_and_not_the_rounds():
     flat = [(seed, p.id) for seed, part in whole for p in part]
     pieces = [Contexts(prompts, 50, 1).take(i, i + 5) for i in range(0, 50, 5)]
     assert [(seed, p.id) for piece in pieces for seed, part in piece for p in part] == flat
-    assert [p.id for _, part in Contexts(prompts, 50, 2).take(0, 50) for p in part] != [name for _, name in flat]
+    assert [p.id for _, part in Contexts(prompts, 50, 2).take(0, 50) for p in part] != [
+        name for _, name in flat
+    ]
     assert flat[:20] != flat[20:40]
 
 
@@ -73,7 +80,9 @@ def test_best_against_worst_if_they_differ_by_tau(values, tau):
     else:
         (group,) = made
         assert group.rewards == (max(given_), min(given_))
-        assert group.completions == tuple(sampled(len(values)).completions[values.index(v)] for v in group.rewards)
+        assert group.completions == tuple(
+            sampled(len(values)).completions[values.index(v)] for v in group.rewards
+        )
 
 
 @pytest.mark.parametrize(("difference", "kept"), [(0.0, False), (0.0099, False), (0.0101, True), (5.0, True)])
@@ -100,7 +109,10 @@ def test_a_random_pair_has_different_scores(values, seed):
 
 
 def test_random_pairs_are_all_drawn():
-    drawn = {feedback(sampled(4), [1.0, 2.0, 3.0, 4.0], RoundsConfig(feedback="random"), seed)[0].rewards for seed in range(200)}
+    drawn = {
+        feedback(sampled(4), [1.0, 2.0, 3.0, 4.0], RoundsConfig(feedback="random"), seed)[0].rewards
+        for seed in range(200)
+    }
     assert drawn == {(float(a), float(b)) for a, b in itertools.product(range(1, 5), repeat=2) if a > b}
 
 
@@ -154,7 +166,11 @@ def test_samples_keep_their_token_ids_and_how_they_ended(tmp_path):
 
 def test_a_rounds_groups_file_trains_offline(tmp_path):
     folder = RoundFolder(tmp_path / "000")
-    made = [g for i in range(3) for g in feedback(replace(sampled(4), prompt=prompt(i)), [1.0, 2.0, 3.0, 4.0], RoundsConfig(), 0)]
+    made = [
+        g
+        for i in range(3)
+        for g in feedback(replace(sampled(4), prompt=prompt(i)), [1.0, 2.0, 3.0, 4.0], RoundsConfig(), 0)
+    ]
     folder.write("groups", map(to_dict, made), {}, {})
     config = DataConfig("local", "data.sources.local", path=str(folder.file("groups")), eval_fraction=0.0)
     assert load_groups(config, "train").groups == made == folder.groups()

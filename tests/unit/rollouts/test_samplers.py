@@ -29,8 +29,15 @@ SAMPLED = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=24)
 
 
 def shipped(use_peft: bool = False) -> Policy:
-    config = ModelConfig(name="adder", name_or_path=str(MODEL), dtype="float32", max_length=96, max_prompt_length=64, use_peft=use_peft,
-                         peft=PeftConfig(lora_r=4, lora_alpha=8))
+    config = ModelConfig(
+        name="adder",
+        name_or_path=str(MODEL),
+        dtype="float32",
+        max_length=96,
+        max_prompt_length=64,
+        use_peft=use_peft,
+        peft=PeftConfig(lora_r=4, lora_alpha=8),
+    )
     return load_policy(config, torch.device("cpu"))
 
 
@@ -56,22 +63,36 @@ def make(policy: Policy, renderer: Renderer, batch_size: int = 256) -> EmbeddedS
 
 def uneven_prompts(n: int) -> list[Prompt]:
     """Prompts of 9, 31 and 53 tokens: additions with 0, 1 or 2 answered ones before them."""
-    before = (Turn("user", "37+58="), Turn("assistant", "7+8=15;3+5=8;85"), Turn("user", "11+22="), Turn("assistant", "1+2=3;1+2=3;33"))
-    return [Prompt(before[: 2 * (i % 3)] + prompt.turns) for i, prompt in enumerate(adder.prompts("eval")[:n])]
+    before = (
+        Turn("user", "37+58="),
+        Turn("assistant", "7+8=15;3+5=8;85"),
+        Turn("user", "11+22="),
+        Turn("assistant", "1+2=3;1+2=3;33"),
+    )
+    return [
+        Prompt(before[: 2 * (i % 3)] + prompt.turns) for i, prompt in enumerate(adder.prompts("eval")[:n])
+    ]
 
 
 # What a sample depends on
 
-@pytest.mark.parametrize("settings", [GREEDY, SAMPLED, SamplingSettings(0.7, 0.9, 24)], ids=["greedy", "sampled", "top-p"])
+
+@pytest.mark.parametrize(
+    "settings", [GREEDY, SAMPLED, SamplingSettings(0.7, 0.9, 24)], ids=["greedy", "sampled", "top-p"]
+)
 def test_a_batch_of_many_gives_what_each_gives_alone(policy, renderer, settings):
     prompts = uneven_prompts(12)
-    assert make(policy, renderer).sample(prompts, 2, settings, 0) == make(policy, renderer, 1).sample(prompts, 2, settings, 0)
+    assert make(policy, renderer).sample(prompts, 2, settings, 0) == make(policy, renderer, 1).sample(
+        prompts, 2, settings, 0
+    )
 
 
 def test_greedy_is_the_highest_logit_of_plain_forwards(policy, renderer):
     """Without cache, padding, mask or generate."""
     model = causal_lm(policy.model)
-    for prompt, (sample,) in zip(uneven_prompts(6), make(policy, renderer).sample(uneven_prompts(6), 1, GREEDY, 0), strict=True):
+    for prompt, (sample,) in zip(
+        uneven_prompts(6), make(policy, renderer).sample(uneven_prompts(6), 1, GREEDY, 0), strict=True
+    ):
         ids = renderer.prompt_ids(prompt).tolist()
         expected: list[int] = []
         while len(expected) < GREEDY.max_tokens and renderer.end_id not in expected:
@@ -109,8 +130,16 @@ def test_published_generation_settings_are_not_taken(policy, renderer):
     model, plain = causal_lm(policy.model), make(policy, renderer).sample(uneven_prompts(6), 2, SAMPLED, 0)
     before = model.generation_config
     model.generation_config = published = GenerationConfig(
-        repetition_penalty=3.0, top_k=1, top_p=0.1, temperature=0.1, do_sample=True, suppress_tokens=[6, 7, 8], min_new_tokens=20,
-        max_length=12, num_return_sequences=2)
+        repetition_penalty=3.0,
+        top_k=1,
+        top_p=0.1,
+        temperature=0.1,
+        do_sample=True,
+        suppress_tokens=[6, 7, 8],
+        min_new_tokens=20,
+        max_length=12,
+        num_return_sequences=2,
+    )
     try:
         assert make(policy, renderer).sample(uneven_prompts(6), 2, SAMPLED, 0) == plain
         assert model.generation_config is published
@@ -120,7 +149,9 @@ def test_published_generation_settings_are_not_taken(policy, renderer):
 
 def test_untrained_adapters_change_nothing(policy, renderer):
     prompts = uneven_prompts(6)
-    assert make(shipped(use_peft=True), renderer).sample(prompts, 2, SAMPLED, 0) == make(policy, renderer).sample(prompts, 2, SAMPLED, 0)
+    assert make(shipped(use_peft=True), renderer).sample(prompts, 2, SAMPLED, 0) == make(
+        policy, renderer
+    ).sample(prompts, 2, SAMPLED, 0)
 
 
 def test_a_sharded_policy_samples_from_its_newest_weights(renderer):
@@ -128,7 +159,10 @@ def test_a_sharded_policy_samples_from_its_newest_weights(renderer):
     sharded, plain, prompts = shipped(), shipped(), uneven_prompts(8)
     shard(sharded, decoder_blocks(sharded.model), start(), torch.float32)
     # Taken before sampling, as an optimizer has: what named_parameters gives depends on whether the root is whole.
-    embeddings = [next(p for name, p in policy.named_parameters() if "embed_tokens" in name) for policy in (sharded, plain)]
+    embeddings = [
+        next(p for name, p in policy.named_parameters() if "embed_tokens" in name)
+        for policy in (sharded, plain)
+    ]
     before = make(sharded, renderer).sample(prompts, 2, SAMPLED, 0)
     assert before == make(plain, renderer).sample(prompts, 2, SAMPLED, 0)
     with torch.no_grad():
@@ -141,8 +175,11 @@ def test_a_sharded_policy_samples_from_its_newest_weights(renderer):
 
 # What a sample is
 
+
 def test_a_finished_sample_ends_with_its_only_stop_token(policy, renderer):
-    samples = [s for of_prompt in make(policy, renderer).sample(uneven_prompts(12), 2, SAMPLED, 0) for s in of_prompt]
+    samples = [
+        s for of_prompt in make(policy, renderer).sample(uneven_prompts(12), 2, SAMPLED, 0) for s in of_prompt
+    ]
     assert any(s.finished for s in samples)
     for sample in samples:
         assert sample.token_ids.count(renderer.end_id) == sample.finished
@@ -159,7 +196,9 @@ def test_a_sample_cut_by_its_length_is_unfinished(policy, renderer):
 
 def test_a_sample_is_trained_on_as_it_is(policy, renderer):
     prompt = adder.prompts("eval")[0]
-    (finished,), (cut,) = (make(policy, renderer).sample([prompt], 1, s, 0)[0] for s in (GREEDY, SamplingSettings(0.0, 1.0, 5)))
+    (finished,), (cut,) = (
+        make(policy, renderer).sample([prompt], 1, s, 0)[0] for s in (GREEDY, SamplingSettings(0.0, 1.0, 5))
+    )
     for sample in (finished, cut):
         row = renderer.sequence(prompt, sample.completion(renderer.tokenizer))
         assert not isinstance(row, str)
@@ -184,10 +223,13 @@ def test_settings_out_of_range_are_refused(wrong):
 
 # The draw
 
+
 def draw(logits: list[float], numbers: np.ndarray) -> np.ndarray:
     """The token drawn from ``logits`` at each of the random numbers."""
     scores = torch.tensor(logits).expand(len(numbers), -1)
-    drawn = Draw(torch.from_numpy(numbers)[:, None], width=4)(torch.zeros(len(numbers), 4, dtype=torch.int64), scores)
+    drawn = Draw(torch.from_numpy(numbers)[:, None], width=4)(
+        torch.zeros(len(numbers), 4, dtype=torch.int64), scores
+    )
     assert (drawn.isfinite().sum(-1) == 1).all()
     return drawn.argmax(-1).numpy()
 
@@ -220,7 +262,10 @@ def test_random_numbers_are_uniform_and_of_their_sample():
     assert len({row.tobytes() for row in numbers}) == 800
     assert numbers.min() >= 0
     assert numbers.max() < 1
-    assert np.abs(np.bincount((numbers * 8).astype(int).ravel(), minlength=8) / numbers.size - 1 / 8).max() < 0.02
+    assert (
+        np.abs(np.bincount((numbers * 8).astype(int).ravel(), minlength=8) / numbers.size - 1 / 8).max()
+        < 0.02
+    )
     assert np.array_equal(uniforms(3, "a", 0, 4), uniforms(3, "a", 0, 8)[:4])
 
 
@@ -246,24 +291,31 @@ def test_padding_is_on_the_left():
 
 # Several ranks
 
+
 def sample_share(rank: int, ranks: int, store: str, out: str) -> None:
     """Rank 0 samples three batches, the last of one row; the other has nothing to sample."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(minutes=2))
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(minutes=2)
+    )
     world: World = start()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     renderer = Renderer(tokenizer, max_length=96, max_prompt_length=64, template=tokenizer.chat_template)
     policy = shipped()
     shard(policy, decoder_blocks(policy.model), world, torch.float32)
     share = uneven_prompts(7) if rank == 0 else []
-    samples = EmbeddedSampler(policy, renderer, world.device, batch_size=3, synced=True).sample(share, 1, SAMPLED, 0)
+    samples = EmbeddedSampler(policy, renderer, world.device, batch_size=3, synced=True).sample(
+        share, 1, SAMPLED, 0
+    )
     Path(f"{out}.{rank}").write_text(json.dumps([list(s.token_ids) for (s,) in samples]))
     stop()
 
 
 def test_ranks_with_uneven_shares_finish_with_the_samples_of_one_process(policy, renderer, tmp_path):
-    mp.start_processes(sample_share, (2, str(tmp_path / "store"), str(tmp_path / "out")), nprocs=2, start_method="spawn")
+    mp.start_processes(
+        sample_share, (2, str(tmp_path / "store"), str(tmp_path / "out")), nprocs=2, start_method="spawn"
+    )
     alone = make(policy, renderer).sample(uneven_prompts(7), 1, SAMPLED, 0)
     assert json.loads((tmp_path / "out.0").read_text()) == [list(s.token_ids) for (s,) in alone]
     assert json.loads((tmp_path / "out.1").read_text()) == []

@@ -32,7 +32,9 @@ class Scripted:
     wrong: set[str] = field(default_factory=set)
     calls: list[tuple[list[Prompt], int, SamplingSettings, int]] = field(default_factory=list)
 
-    def sample(self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int) -> list[list[Sample]]:
+    def sample(
+        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
+    ) -> list[list[Sample]]:
         self.calls.append((prompts, n, settings, seed))
         texts = ["0" if prompt.id in self.wrong else str(prompt.reference) for prompt in prompts]
         ids = [self.renderer.tokenizer(text)["input_ids"] for text in texts]
@@ -80,8 +82,14 @@ def test_the_ranks_share_the_prompts_between_them(renderer, world):
 
 def test_evaluation_samples_once_as_the_policy_would_and_once_greedily(renderer, world):
     sampler = Scripted(renderer)
-    assert Accuracy(sampler, PROMPTS, adder.accuracy, renderer, world, 24)() == {"accuracy_sampled": 1.0, "accuracy_greedy": 1.0}
-    assert [(n, settings) for _, n, settings, _ in sampler.calls] == [(1, SETTINGS), (1, SamplingSettings(0.0, 1.0, 24))]
+    assert Accuracy(sampler, PROMPTS, adder.accuracy, renderer, world, 24)() == {
+        "accuracy_sampled": 1.0,
+        "accuracy_greedy": 1.0,
+    }
+    assert [(n, settings) for _, n, settings, _ in sampler.calls] == [
+        (1, SETTINGS),
+        (1, SamplingSettings(0.0, 1.0, 24)),
+    ]
 
 
 def test_the_initial_weights_answer_once_for_all_runs_that_start_from_them(renderer, world, tmp_path):
@@ -93,7 +101,10 @@ def test_the_initial_weights_answer_once_for_all_runs_that_start_from_them(rende
     first, again = Scripted(renderer, wrong={prompt.id for prompt in PROMPTS[:3]}), Scripted(renderer)
     assert measured(first, "a") == {"accuracy_sampled": 0.7, "accuracy_greedy": 0.7} and len(first.calls) == 2
     assert measured(again, "a") == {"accuracy_sampled": 0.7, "accuracy_greedy": 0.7} and not again.calls
-    assert measured(again, "a", prompts=PROMPTS[:3]) == {"accuracy_sampled": 0.0, "accuracy_greedy": 0.0} and not again.calls
+    assert (
+        measured(again, "a", prompts=PROMPTS[:3]) == {"accuracy_sampled": 0.0, "accuracy_greedy": 0.0}
+        and not again.calls
+    )
     assert measured(again, "a", initial=False)["accuracy_sampled"] == 1.0, "trained weights are always asked"
     assert measured(again, "b")["accuracy_sampled"] == 1.0
     assert len(again.calls) == 4
@@ -103,7 +114,10 @@ def test_the_initial_weights_answer_once_for_all_runs_that_start_from_them(rende
 
 def test_several_samples_of_a_prompt_are_as_many_verdicts(renderer, world):
     sampler = Scripted(renderer, wrong={prompt.id for prompt in PROMPTS[:3]})
-    assert Accuracy(sampler, PROMPTS, adder.accuracy, renderer, world, 24, samples=4)() == {"accuracy_sampled": 0.7, "accuracy_greedy": 0.7}
+    assert Accuracy(sampler, PROMPTS, adder.accuracy, renderer, world, 24, samples=4)() == {
+        "accuracy_sampled": 0.7,
+        "accuracy_greedy": 0.7,
+    }
     assert [n for _, n, _, _ in sampler.calls] == [4, 1]
 
 
@@ -128,7 +142,9 @@ def test_the_embedded_policy_has_room_both_ways(renderer, world):
     """On every held-out prompt, pair or none: 0.4 to 0.6 sampled."""
     config = make_config("loss=dpo", "data=adder")
     held_out = load_groups(config.data, "eval").groups
-    evaluate = make_accuracy(config, load_policy(config.model, torch.device("cpu")), renderer, held_out, world)
+    evaluate = make_accuracy(
+        config, load_policy(config.model, torch.device("cpu")), renderer, held_out, world
+    )
     assert evaluate is not None
     found = evaluate()
     assert found["accuracy_sampled"] is not None

@@ -48,8 +48,12 @@ def test_samples_come_in_the_order_of_the_prompts_whoever_drew_them(tmp_path, en
         samples = sampler.sample(PROMPTS, 3, SETTINGS, seed=1)
     for prompt, row in zip(PROMPTS, samples, strict=True):
         ids = RENDERER.prompt_ids(prompt).tolist()
-        assert [sample.token_ids[:-1] for sample in row] == [(*ids, sample_seed(1, prompt.id, i) % 1000) for i in range(3)]
-        assert len({sample.token_ids[-1] for sample in row}) == 1, "a prompt's samples share its part of one engine's cache"
+        assert [sample.token_ids[:-1] for sample in row] == [
+            (*ids, sample_seed(1, prompt.id, i) % 1000) for i in range(3)
+        ]
+        assert len({sample.token_ids[-1] for sample in row}) == 1, (
+            "a prompt's samples share its part of one engine's cache"
+        )
     assert len({row[0].token_ids[-1] for row in samples}) == engines
 
 
@@ -62,7 +66,10 @@ def test_no_prompt_is_no_sample_and_fewer_prompts_than_engines_is_no_error(tmp_p
 
 def test_log_probabilities_are_those_of_the_completions_tokens(sampler, tmp_path):
     sampler.load(tmp_path, 0)
-    rows = [Sequence(np.array([1, 2, 3], np.int32), np.array([4, 5], np.int32)), Sequence(np.array([6], np.int32), np.array([7], np.int32))]
+    rows = [
+        Sequence(np.array([1, 2, 3], np.int32), np.array([4, 5], np.int32)),
+        Sequence(np.array([6], np.int32), np.array([7], np.int32)),
+    ]
     assert sampler.logprobs(rows) == [[[-4.0, -5.0], [-7.0]]]
 
 
@@ -108,7 +115,9 @@ def test_after_a_failure_no_engine_is_left_and_the_next_load_starts_new_ones(sam
 
 
 def test_seeds_differ_by_seed_prompt_and_index_and_fit_into_63_bits():
-    seeds = {sample_seed(seed, prompt.id, index) for seed in range(5) for prompt in PROMPTS for index in range(8)}
+    seeds = {
+        sample_seed(seed, prompt.id, index) for seed in range(5) for prompt in PROMPTS for index in range(8)
+    }
     assert len(seeds) == 5 * len(PROMPTS) * 8
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -117,7 +126,10 @@ def test_engines_share_no_gpu_and_count_within_those_that_the_run_sees():
     config = SamplerConfig(name="vllm", tensor_parallel=2, data_parallel=2, devices=[2, 3, 5, 4])
     assert [engine_environment(config, k, {})["CUDA_VISIBLE_DEVICES"] for k in range(2)] == ["2,3", "5,4"]
     visible = {"CUDA_VISIBLE_DEVICES": "7,6,5,4,3,GPU-a"}
-    assert [engine_environment(config, k, visible)["CUDA_VISIBLE_DEVICES"] for k in range(2)] == ["5,4", "GPU-a,3"]
+    assert [engine_environment(config, k, visible)["CUDA_VISIBLE_DEVICES"] for k in range(2)] == [
+        "5,4",
+        "GPU-a,3",
+    ]
     shared = SamplerConfig(name="vllm", tensor_parallel=2, data_parallel=2)
     assert [engine_environment(shared, k, {})["CUDA_VISIBLE_DEVICES"] for k in range(2)] == ["0,1", "2,3"]
     with pytest.raises(ConfigError, match=r"sampler\.devices"):
@@ -130,9 +142,23 @@ def test_without_vllm_the_message_says_what_to_install(tmp_path, monkeypatch):
         make(tmp_path)
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("temperature", -0.1), ("top_p", 0.0), ("top_p", 1.5), ("max_tokens", 0), ("batch_size", 0), ("dtype", "int8"), ("name", "tgi"),
-    ("gpu_memory_utilization", 0.0), ("tensor_parallel", 0), ("data_parallel", 0), ("devices", [0, 1]), ("timeout", 0.0)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", -0.1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("max_tokens", 0),
+        ("batch_size", 0),
+        ("dtype", "int8"),
+        ("name", "tgi"),
+        ("gpu_memory_utilization", 0.0),
+        ("tensor_parallel", 0),
+        ("data_parallel", 0),
+        ("devices", [0, 1]),
+        ("timeout", 0.0),
+    ],
+)
 def test_values_out_of_range_are_refused_by_their_key(key, value):
     with pytest.raises(ConfigError, match=rf"^sampler\.{key}="):
         SamplerConfig(**{"name": "vllm", key: value})

@@ -47,7 +47,11 @@ def test_its_environment_is_the_owners_with_ours_over_it_and_without_the_launche
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("KEPT", "yes")
     worker = WorkerProcess(ECHO, log=tmp_path / "echo.log", env={"COLOUR": "blue"})
-    assert [worker.call("environment", key, timeout=10) for key in ("RANK", "KEPT", "COLOUR")] == [None, "yes", "blue"]
+    assert [worker.call("environment", key, timeout=10) for key in ("RANK", "KEPT", "COLOUR")] == [
+        None,
+        "yes",
+        "blue",
+    ]
     worker.close()
 
 
@@ -105,7 +109,10 @@ def test_closing_lets_an_idle_worker_leave_by_itself(worker):
 def test_no_worker_outlives_its_owner(tmp_path, request_):
     """Neither an idle worker nor one in the middle of a request, when the owner is killed and can do nothing about it."""
     owner = subprocess.Popen(
-        [sys.executable, "-c", f"""
+        [
+            sys.executable,
+            "-c",
+            f"""
 import time
 from pathlib import Path
 from rollouts.worker_process import WorkerProcess
@@ -114,7 +121,12 @@ child = worker.call("spawn", timeout=10)
 worker.send({request_!r}, *([1] if {request_!r} == "echo" else []))
 print(worker.pid, child, flush=True)
 time.sleep(60)
-"""], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+""",
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert owner.stdout is not None
     pids = [int(pid) for pid in owner.stdout.readline().split()]
     assert len(pids) == 2

@@ -7,7 +7,20 @@ import pytest
 from scipy import stats
 
 from launch.statistics import Mean
-from study.claims import GREATER, MATCH, NOT_RUN, NOT_SEEN, REVERSED, SAME, SEEN, Claim, answers, interval, read_claims, verdict
+from study.claims import (
+    GREATER,
+    MATCH,
+    NOT_RUN,
+    NOT_SEEN,
+    REVERSED,
+    SAME,
+    SEEN,
+    Claim,
+    answers,
+    interval,
+    read_claims,
+    verdict,
+)
 from study.plan import FULL, read_plan
 
 SEEDS = range(1, 11)
@@ -30,19 +43,25 @@ def test_better_is_seen_not_seen_or_reversed(shift, expected):
     assert answer.difference.value == pytest.approx(shift, abs=0.01)
 
 
-@pytest.mark.parametrize(("shift", "expected"), [(0.1, SEEN), (0.0, SEEN), (-0.03, SEEN), (-0.052, NOT_SEEN), (-0.1, REVERSED)])
+@pytest.mark.parametrize(
+    ("shift", "expected"), [(0.1, SEEN), (0.0, SEEN), (-0.03, SEEN), (-0.052, NOT_SEEN), (-0.1, REVERSED)]
+)
 def test_not_worse_is_decided_by_the_interval_against_the_margin(shift, expected):
     assert answers([claim(MATCH)], cells(shift), 0.05, {})[0].verdict == expected
 
 
-@pytest.mark.parametrize(("shift", "expected"), [(0.1, REVERSED), (0.0, SEEN), (-0.1, REVERSED), (0.052, NOT_SEEN)])
+@pytest.mark.parametrize(
+    ("shift", "expected"), [(0.1, REVERSED), (0.0, SEEN), (-0.1, REVERSED), (0.052, NOT_SEEN)]
+)
 def test_the_same_is_decided_on_both_sides(shift, expected):
     assert answers([claim(SAME)], cells(shift), 0.05, {})[0].verdict == expected
 
 
 def test_a_wide_spread_shows_neither_equality_nor_a_difference():
     noisy = cells(0.0, noise=0.3)
-    assert {answers([claim(kind)], noisy, 0.05, {})[0].verdict for kind in (GREATER, MATCH, SAME)} == {NOT_SEEN}
+    assert {answers([claim(kind)], noisy, 0.05, {})[0].verdict for kind in (GREATER, MATCH, SAME)} == {
+        NOT_SEEN
+    }
 
 
 def test_p_values_are_the_paired_t_tests_corrected_over_every_test_of_the_report():
@@ -83,4 +102,6 @@ def test_every_claim_is_about_cells_that_are_run():
         assert one.experiment in groups
         assert all(b in every and a in every and a != b for b, a in one.pairs)
         own = set(groups[one.experiment])
-        assert all({a, b} & own for b, a in one.pairs), "a claim belongs to the experiment that its runs are of"
+        assert all({a, b} & own for b, a in one.pairs), (
+            "a claim belongs to the experiment that its runs are of"
+        )

@@ -34,7 +34,12 @@ def test_twelve_cells_see_as_many_examples_in_as_many_steps():
 
 def test_offline_grpo_alone_has_another_clip():
     epsilons = {cell: config_of(cell).loss["epsilon"] for cell in PLANNED.main if cell.startswith("grpo")}
-    assert epsilons == {"grpo-offline": 0.5, "grpo-offline-hl": 0.15, "grpo-online": 0.15, "grpo-online-hl": 0.15}
+    assert epsilons == {
+        "grpo-offline": 0.5,
+        "grpo-offline-hl": 0.15,
+        "grpo-online": 0.15,
+        "grpo-online-hl": 0.15,
+    }
 
 
 def test_no_cell_is_tuned_more_than_another_and_none_on_what_is_reported():
@@ -80,7 +85,9 @@ def test_three_seeds_of_everything_come_before_a_fourth_of_anything():
 
 
 def test_a_further_cell_has_the_tuned_settings_of_the_cell_it_is_like():
-    chosen = {cell: {"lr": 1e-5 * (i + 1), "model.max_grad_norm": float(i)} for i, cell in enumerate(PLANNED.main)}
+    chosen = {
+        cell: {"lr": 1e-5 * (i + 1), "model.max_grad_norm": float(i)} for i, cell in enumerate(PLANNED.main)
+    }
     runs = {run.cell: run.settings for run in PLANNED.runs(FULL, chosen)}
     assert runs["dpo-hl-k1"]["lr"] == chosen["dpo-offline-hl"]["lr"]
     assert runs["rare-64x-hl-k16"]["model.max_grad_norm"] == chosen["grpo-online"]["model.max_grad_norm"]
@@ -111,9 +118,17 @@ def test_a_cell_like_none_is_refused(tmp_path):
         read_plan(tmp_path / "plan.yaml")
 
 
-@pytest.mark.parametrize(("text", "key"), [
-    ("losses: [", "--plan"), ("- 1", "mapping"), ("{}", "base"), (None, "tuning: seeds"), ("extra", "extra"), ("k", "experiments.k"),
-])
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("losses: [", "--plan"),
+        ("- 1", "mapping"),
+        ("{}", "base"),
+        (None, "tuning: seeds"),
+        ("extra", "extra"),
+        ("k", "experiments.k"),
+    ],
+)
 def test_what_is_no_plan_is_refused_by_the_part_that_is_wrong(text, key, tmp_path):
     raw = yaml.safe_load(PLAN.read_text())
     if text is None:
@@ -127,7 +142,10 @@ def test_what_is_no_plan_is_refused_by_the_part_that_is_wrong(text, key, tmp_pat
         read_plan(tmp_path / "plan.yaml")
 
 
-@pytest.mark.parametrize("text", ["cells: {", "cells: {}", "cells: {dpo-offline: {lr: 1.0e-4}}", "cells: {dpo-offline: {lr: fast}}"])
+@pytest.mark.parametrize(
+    "text",
+    ["cells: {", "cells: {}", "cells: {dpo-offline: {lr: 1.0e-4}}", "cells: {dpo-offline: {lr: fast}}"],
+)
 def test_what_is_not_chosen_for_every_cell_is_refused(text, tmp_path):
     (tmp_path / "chosen.yaml").write_text(text)
     with pytest.raises(ConfigError, match="chosen"):

@@ -23,11 +23,26 @@ LEVELS = {"grpo-offline": 0.6, "grpo-offline-hl": 0.8, "dpo-offline-hl": 0.5}
 def record(run: Run) -> Record:
     rng = np.random.default_rng([run.seed, *run.cell.encode()])
     value = LEVELS.get(run.cell, 0.7) + rng.normal(0, 0.01)
-    after = {"eval_accuracy_sampled": value, "eval_accuracy_greedy": min(1.0, value + 0.1), "eval_drift": -0.1}
+    after = {
+        "eval_accuracy_sampled": value,
+        "eval_accuracy_greedy": min(1.0, value + 0.1),
+        "eval_drift": -0.1,
+    }
     before = {"eval_accuracy_sampled": 0.49, "eval_accuracy_greedy": 0.54}
-    return Record(run.name, run.cell, run.seed, [f"seed={run.seed}"], before, after, 160, 1280,
-                  {"train": 8.0, "sample": 20.0 if run.settings.get("online") else 0.0, "cpu": 15.0, "wall": 20.0},
-                  {"loss": 0.5}, [(0, 0.49), (1024, 0.6)], 0.01 if run.settings.get("humanline") else None)
+    return Record(
+        run.name,
+        run.cell,
+        run.seed,
+        [f"seed={run.seed}"],
+        before,
+        after,
+        160,
+        1280,
+        {"train": 8.0, "sample": 20.0 if run.settings.get("online") else 0.0, "cpu": 15.0, "wall": 20.0},
+        {"loss": 0.5},
+        [(0, 0.49), (1024, 0.6)],
+        0.01 if run.settings.get("humanline") else None,
+    )
 
 
 def made(tmp_path, mode, wanted=lambda run: True):
@@ -39,7 +54,17 @@ def made(tmp_path, mode, wanted=lambda run: True):
 
 def test_everything_that_was_run_is_in_the_report(tmp_path):
     records, text, printed = made(tmp_path, FULL)
-    for stem in ("figure1", "figure5", "figure6", "figure7", "figure8", "figure10", "figure11", "table6", "controls"):
+    for stem in (
+        "figure1",
+        "figure5",
+        "figure6",
+        "figure7",
+        "figure8",
+        "figure10",
+        "figure11",
+        "table6",
+        "controls",
+    ):
         assert (tmp_path / f"{stem}.svg").read_bytes().startswith(b"<?xml") and f"({stem}.svg)" in text
         assert stem.replace("figure", "Figure ").replace("table", "Table ").capitalize() in text
     for one in records:
@@ -52,9 +77,16 @@ def test_everything_that_was_run_is_in_the_report(tmp_path):
 
 def test_the_claims_follow_the_numbers(tmp_path):
     _, text, _ = made(tmp_path, FULL)
-    rows = [line for line in text.splitlines() if "better than grpo-offline |" in line or "better than dpo-offline |" in line]
+    rows = [
+        line
+        for line in text.splitlines()
+        if "better than grpo-offline |" in line or "better than dpo-offline |" in line
+    ]
     by_pair = {row.split(" | ")[2]: row for row in rows}
-    assert "seen |" in by_pair["grpo-offline-hl better than grpo-offline"] and "+2" in by_pair["grpo-offline-hl better than grpo-offline"]
+    assert (
+        "seen |" in by_pair["grpo-offline-hl better than grpo-offline"]
+        and "+2" in by_pair["grpo-offline-hl better than grpo-offline"]
+    )
     assert by_pair["dpo-offline-hl better than dpo-offline"].rstrip(" |").endswith("reversed")
 
 
@@ -68,7 +100,11 @@ def test_a_report_of_half_the_runs_says_what_is_missing(tmp_path):
 def test_quick_asks_only_what_it_ran(tmp_path):
     _, text, printed = made(tmp_path, QUICK)
     assert "not run |" not in printed and "Sampling more rarely" not in text
-    assert (tmp_path / "figure1.svg").exists() and (tmp_path / "figure8.svg").exists() and (tmp_path / "controls.svg").exists()
+    assert (
+        (tmp_path / "figure1.svg").exists()
+        and (tmp_path / "figure8.svg").exists()
+        and (tmp_path / "controls.svg").exists()
+    )
 
 
 def test_the_same_runs_give_the_same_bytes(tmp_path):
@@ -97,16 +133,31 @@ def test_a_record_is_read_from_the_runs_own_folder(tmp_path):
     folder = tmp_path / run.name
     folder.mkdir()
     (folder / "config.yaml").write_text("seed: 1\nloss: {name: dpo}\nhumanline: true\n")
-    lines = [{"step": s, "loss": 0.5, "examples": 8 * (s + 1), "clipped_low": 0.01 * s, "clipped_high": 0.0} for s in range(20)]
+    lines = [
+        {"step": s, "loss": 0.5, "examples": 8 * (s + 1), "clipped_low": 0.01 * s, "clipped_high": 0.0}
+        for s in range(20)
+    ]
     lines[10]["eval_accuracy_sampled"] = 0.6
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "summary.json").write_text(json.dumps({
-        "before": {"eval_accuracy_sampled": 0.5, "eval_loss": None}, "after": {"eval_accuracy_sampled": 0.7}, "steps": 20,
-        "examples": 160, "seconds": 3.0}))
+    (folder / "summary.json").write_text(
+        json.dumps(
+            {
+                "before": {"eval_accuracy_sampled": 0.5, "eval_loss": None},
+                "after": {"eval_accuracy_sampled": 0.7},
+                "steps": 20,
+                "examples": 160,
+                "seconds": 3.0,
+            }
+        )
+    )
     assert collect([run], tmp_path) == [], "not finished until the study has noted what it took"
     (folder / FACTS).write_text(json.dumps({"cpu_seconds": 4.0, "wall_seconds": 5.0}))
     (found,) = collect([run], tmp_path)
-    assert (found.before, found.after, found.steps) == ({"eval_accuracy_sampled": 0.5}, {"eval_accuracy_sampled": 0.7}, 20)
+    assert (found.before, found.after, found.steps) == (
+        {"eval_accuracy_sampled": 0.5},
+        {"eval_accuracy_sampled": 0.7},
+        20,
+    )
     assert found.curve == [(80, 0.6)], "the evaluation before step 10 is of ten steps of 8"
     assert found.clipped == pytest.approx(np.mean([0.01 * s for s in range(20)]))
     assert found.traces["clipped_low"] == pytest.approx(0.185), "of the last tenth, two steps"

@@ -21,8 +21,20 @@ from trainers.diagnostics import Diagnostics
 from trainers.setup import make_loss, trainer_class
 
 aten = torch.ops.aten
-READS = {aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select, aten.argwhere, aten._unique2,
-         aten.unique_dim, aten.unique_consecutive, aten.bincount, aten.repeat_interleave}
+READS = {
+    aten._local_scalar_dense,
+    aten.item,
+    aten.is_nonzero,
+    aten.equal,
+    aten.nonzero,
+    aten.masked_select,
+    aten.argwhere,
+    aten._unique2,
+    aten.unique_dim,
+    aten.unique_consecutive,
+    aten.bincount,
+    aten.repeat_interleave,
+}
 """Operations whose result, or its shape, the host has to know."""
 INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 READERS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__array__}
@@ -38,7 +50,9 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         packet = func.overloadpacket
-        masks = packet in INDEXED and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        masks = packet in INDEXED and any(
+            i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+        )
         if packet in READS or masks:
             self.found.append(f"{func} from {ours()}")
         return func(*args, **(kwargs or {}))
@@ -63,7 +77,9 @@ def waits(func: Callable[..., object], args: tuple, kwargs: dict) -> bool:
     if kwargs.get("non_blocking"):
         return False
     devices = [*args[1:], kwargs.get("device")]
-    return func in (torch.Tensor.copy_, torch.Tensor.cuda) or any(isinstance(a, torch.device | str) for a in devices)
+    return func in (torch.Tensor.copy_, torch.Tensor.cuda) or any(
+        isinstance(a, torch.device | str) for a in devices
+    )
 
 
 def ours(direct: bool = False) -> str:
@@ -97,8 +113,15 @@ def weights(tmp_path_factory):
 
 def prepared(weights, loss: str, *overrides: str, dtype: str = "float32") -> tuple[BasicTrainer, Segment]:
     """A trainer before its first step, on batches of several microbatches, the last of which is short."""
-    config = engine_config(weights, loss, "model.batch_size=4", "model.gradient_accumulation_steps=2", f"model.name_or_path={weights}",
-                           f"model.dtype={dtype}", *overrides)
+    config = engine_config(
+        weights,
+        loss,
+        "model.batch_size=4",
+        "model.gradient_accumulation_steps=2",
+        f"model.name_or_path={weights}",
+        f"model.dtype={dtype}",
+        *overrides,
+    )
     world = start()
     policy = load_policy(config.model, world.device)
     shard(policy, decoder_blocks(policy), world, getattr(torch, dtype))
@@ -110,7 +133,11 @@ def prepared(weights, loss: str, *overrides: str, dtype: str = "float32") -> tup
     return trainer, segment
 
 
-VARIANTS = {"offline": [], "humanline": ["humanline=true", "sync_freq=2"], "sampling": ["humanline=true", "humanline_mode=sample"]}
+VARIANTS = {
+    "offline": [],
+    "humanline": ["humanline=true", "sync_freq=2"],
+    "sampling": ["humanline=true", "humanline_mode=sample"],
+}
 
 
 @pytest.mark.parametrize("packing", ["true", "false"])
@@ -124,7 +151,6 @@ def test_a_step_makes_the_host_wait_for_nothing(weights, loss, variant, packing)
         assert found == []
         assert record.pending.read()["loss"] is not None
     assert trainer.progress.step == segment.steps >= 2
-
 
 
 BREACHES: dict[str, Callable[[torch.Tensor], object]] = {
@@ -179,7 +205,9 @@ def test_the_watch_sees_into_a_step(weights):
 @pytest.mark.parametrize("loss", ["dpo", "kto", "grpo", "bco"])
 def test_a_step_on_a_gpu_waits_for_nothing(weights, loss, variant, packing):
     """What the device itself says. The first step is not watched: it sets libraries up."""
-    trainer, segment = prepared(weights, loss, *VARIANTS[variant], f"model.packing={packing}", dtype="bfloat16")
+    trainer, segment = prepared(
+        weights, loss, *VARIANTS[variant], f"model.packing={packing}", dtype="bfloat16"
+    )
     trainer.step(segment)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

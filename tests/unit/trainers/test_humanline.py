@@ -33,7 +33,9 @@ def test_the_two_bounds_are_not_one():
     assert scores.log_ratio.tolist() == [[-0.5, 2.0]]
 
 
-@given(st.lists(st.tuples(st.floats(-1e4, 0, width=32), st.floats(-1e4, 0, width=32)), min_size=1, max_size=20))
+@given(
+    st.lists(st.tuples(st.floats(-1e4, 0, width=32), st.floats(-1e4, 0, width=32)), min_size=1, max_size=20)
+)
 def test_off_is_the_plain_difference_bit_for_bit(values):
     policy, reference = (torch.tensor([[v[i] for v in values]]) for i in (0, 1))
     policy.requires_grad_()
@@ -49,9 +51,15 @@ def test_scores_keep_the_raw_log_probabilities():
 
 
 def test_the_fractions_are_over_the_mask_and_of_the_raw_log_ratios():
-    _, scores = scored([-2.0, 2.0, 2.5, 1.5, -1.5, 0.0, -99.0, math.nan], PAPER, mask=[True] * 6 + [False] * 2)
+    _, scores = scored(
+        [-2.0, 2.0, 2.5, 1.5, -1.5, 0.0, -99.0, math.nan], PAPER, mask=[True] * 6 + [False] * 2
+    )
     found = {name: (float(x.sum), int(x.count)) for name, x in PAPER.metrics(scores).items()}
-    assert found == {"kl": (2.5, 6), "clipped_low": (1.0, 6), "clipped_high": (2.0, 6)}  # on a bound is not beyond it
+    assert found == {
+        "kl": (2.5, 6),
+        "clipped_low": (1.0, 6),
+        "clipped_high": (2.0, 6),
+    }  # on a bound is not beyond it
 
 
 def test_off_clips_nothing():
@@ -66,7 +74,10 @@ SAMPLING = Humanline(sampling=BetaConstants(10.0, 10.0, 2.0, 20.0, 2.0, 20.0), s
 def rejecting(rows: int, width: int, step: int = 5, keys: list[str] | None = None):
     random = torch.Generator().manual_seed(0)
     policy = (2 * torch.randn(rows, width, generator=random)).requires_grad_()
-    mask, draw = torch.ones(rows, width, dtype=torch.bool), Draw(step, keys or [f"row {r}" for r in range(rows)])
+    mask, draw = (
+        torch.ones(rows, width, dtype=torch.bool),
+        Draw(step, keys or [f"row {r}" for r in range(rows)]),
+    )
     return policy, SAMPLING.scores(policy, torch.zeros(rows, width), mask, draw), draw
 
 

@@ -32,10 +32,16 @@ def test_a_groups_place_is_the_mean_over_all_its_completion_tokens(tmp_path, los
     scores = score_groups(trainer, groups, {"weights": "test"})
     expected = [by_hand(row) for group in random_groups(9, seed=3, kind="pairs") for row in group[0].rows]
     pooled = [np.mean(expected[2 * g] + expected[2 * g + 1]) for g in range(9)]
-    np.testing.assert_allclose(group_means(groups, scores), pooled, rtol=0, atol=1e-5)  # for every loss the same pairs
+    np.testing.assert_allclose(
+        group_means(groups, scores), pooled, rtol=0, atol=1e-5
+    )  # for every loss the same pairs
     kinds = completion_means(groups, scores)
-    np.testing.assert_allclose(kinds["chosen"], [np.mean(expected[2 * g]) for g in range(9)], rtol=0, atol=1e-5)
-    np.testing.assert_allclose(kinds["rejected"], [np.mean(expected[2 * g + 1]) for g in range(9)], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        kinds["chosen"], [np.mean(expected[2 * g]) for g in range(9)], rtol=0, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        kinds["rejected"], [np.mean(expected[2 * g + 1]) for g in range(9)], rtol=0, atol=1e-5
+    )
 
 
 def test_a_run_that_goes_on_keeps_its_groups(tmp_path):
@@ -47,7 +53,9 @@ def test_a_run_that_goes_on_keeps_its_groups(tmp_path):
     assert kept_before(tmp_path / "selection.json", groups, other) == first
     with pytest.raises(ConfigError, match="not those that this run was started with"):
         kept_before(tmp_path / "selection.json", random_groups(12, seed=1), first)
-    assert dataclasses.asdict(first) == dataclasses.asdict(kept_before(tmp_path / "selection.json", groups, other))
+    assert dataclasses.asdict(first) == dataclasses.asdict(
+        kept_before(tmp_path / "selection.json", groups, other)
+    )
 
 
 def test_a_token_can_be_clipped_from_above_only_if_its_ratio_to_certainty_is():

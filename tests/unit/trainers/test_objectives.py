@@ -20,7 +20,13 @@ from trainers.csft import ConditionedSFTTrainer, control_tokens
 from trainers.losses.ppo import gae
 from trainers.ppo import moments
 
-MORE = {"bradley_terry": "pairs", "bco": "labelled", "ppo": "labelled", "csft": "labelled", "dr_grpo": "weighted"}
+MORE = {
+    "bradley_terry": "pairs",
+    "bco": "labelled",
+    "ppo": "labelled",
+    "csft": "labelled",
+    "dr_grpo": "weighted",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +51,13 @@ def trained(folder, loss, *overrides, pairs=24):
 
 @pytest.mark.parametrize("loss", MORE)
 def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
-    (one, lines), (other, again) = (trained(tmp_path, loss, f"model.gradient_accumulation_steps={parts}") for parts in (1, 4))
+    (one, lines), (other, again) = (
+        trained(tmp_path, loss, f"model.gradient_accumulation_steps={parts}") for parts in (1, 4)
+    )
     for a, b in zip(lines, again, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6) and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6) and a["grad_norm"] == pytest.approx(
+            b["grad_norm"], rel=1e-3
+        )
     assert lines[0]["loss"] != lines[-1]["loss"]
     start_weights = weights(make_trainer(one.config, policy_for(loss)))
     way = sum((w - start_weights[n]).square().sum() for n, w in weights(one).items()) ** 0.5
@@ -71,7 +81,9 @@ def test_a_reward_model_learns_to_prefer(tmp_path):
     """The same pairs again and again: their chosen rows come to be worth more."""
     config = engine_config(tmp_path, "bradley_terry", "model.batch_size=8", "n_epochs=6")
     segment = make_segment(config, pairs=8)
-    _, lines = run(config, Segment(segment.groups, 8, 48, 0), make_trainer(config, policy_for("bradley_terry")))
+    _, lines = run(
+        config, Segment(segment.groups, 8, 48, 0), make_trainer(config, policy_for("bradley_terry"))
+    )
     assert lines[-1]["reward_accuracy"] == 1.0 and lines[-1]["loss"] < lines[0]["loss"]
     assert "kl" not in lines[0] and "drift" not in lines[0]
 
@@ -110,7 +122,9 @@ def test_ppo_pays_at_the_last_token_and_normalises_over_the_batch(tmp_path):
     micros = trainer.microbatches(segment.batch(0))
     trainer.prepare(0, micros, trainer.reference, trainer.humanline)
     scaled = torch.cat([m.scored["advantages"][m.sequences.mask] for m in micros]).double()
-    assert float(scaled.mean()) == pytest.approx(0, abs=1e-6) and float(scaled.std(correction=0)) == pytest.approx(1, abs=1e-5)
+    assert float(scaled.mean()) == pytest.approx(0, abs=1e-6) and float(
+        scaled.std(correction=0)
+    ) == pytest.approx(1, abs=1e-5)
     raw = []
     for m in micros:
         for label, row in zip(m.labels.tolist(), m.sequences.rows, strict=True):
@@ -118,8 +132,13 @@ def test_ppo_pays_at_the_last_token_and_normalises_over_the_batch(tmp_path):
             raw += [label * (0.99 * 0.95) ** (n - 1 - t) for t in range(n)]
     raw = np.array(raw)
     np.testing.assert_allclose(scaled.numpy(), (raw - raw.mean()) / raw.std(), atol=1e-5)
-    assert all(torch.equal(m.scored["returns"], gae(torch.zeros(m.sequences.mask.shape), m.labels, m.sequences.mask, gamma=0.99,
-                                                    lam=0.95)[1]) for m in micros)
+    assert all(
+        torch.equal(
+            m.scored["returns"],
+            gae(torch.zeros(m.sequences.mask.shape), m.labels, m.sequences.mask, gamma=0.99, lam=0.95)[1],
+        )
+        for m in micros
+    )
 
 
 def test_moments_are_the_masked_places():
@@ -165,7 +184,9 @@ def test_control_tokens_that_the_tokenizer_does_not_know_are_refused():
 
 
 def test_dr_grpo_keeps_the_size_of_a_reward():
-    group = Group(Prompt((Turn("user", "x"),)), tuple(Completion(str(i)) for i in range(4)), (1.0, 0.0, 0.0, 0.5))
+    group = Group(
+        Prompt((Turn("user", "x"),)), tuple(Completion(str(i)) for i in range(4)), (1.0, 0.0, 0.0, 0.5)
+    )
     assert [w.label for w in centred(group)] == [0.625, -0.375, -0.375, 0.125]
     assert [w.completions for w in centred(group)] == [w.completions for w in weighted(group)]
     equal = Group(group.prompt, group.completions, (0.5,) * 4)

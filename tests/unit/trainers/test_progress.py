@@ -24,7 +24,10 @@ def _always_due(monkeypatch):
 def run(stream: io.StringIO, **options) -> str:
     with progress(6, "train", done=2, stream=stream, **options) as bar:
         for step in range(2, 6):
-            bar.set_postfix_str(status({"step": step, "loss": step / 10, "lr": 5e-6, "tokens_per_second": 1234.5}), refresh=False)
+            bar.set_postfix_str(
+                status({"step": step, "loss": step / 10, "lr": 5e-6, "tokens_per_second": 1234.5}),
+                refresh=False,
+            )
             bar.update()
     return stream.getvalue()
 

@@ -22,7 +22,9 @@ def test_the_policys_own_tokens_are_the_diagonal_and_perception_an_inverted_s():
     across, up = cumulative(OWN, at), perceived(OWN, at)
     np.testing.assert_allclose(across, np.arange(1, 2001) / 2000)
     assert (np.diff(up) > 0).all() and up[-1] == pytest.approx(1)
-    assert up[100] > across[100] and up[-100] < across[-100], "extremes of either side weigh more than they are likely"
+    assert up[100] > across[100] and up[-100] < across[-100], (
+        "extremes of either side weigh more than they are likely"
+    )
 
 
 def test_perception_of_gains_alone_is_the_capacity_function():
@@ -34,7 +36,10 @@ def test_perception_of_gains_alone_is_the_capacity_function():
 
 def test_worse_data_saturate_sooner_and_better_later():
     figure = draw(OWN, {"better": OWN + 1, "worse": OWN - 1}, (-1.5, 1.5))
-    own, better, worse = (line(figure, name) for name in ("sampled from the policy", "training data, better", "training data, worse"))
+    own, better, worse = (
+        line(figure, name)
+        for name in ("sampled from the policy", "training data, better", "training data, worse")
+    )
     assert (worse >= own).all() and (better <= own).all() and worse[1000] > 0.8 > 0.2 > better[1000]
     assert any("humanline range" in str(curve.get_label()) for curve in figure.axes[0].lines)
 

@@ -20,32 +20,71 @@ from hypothesis.extra.numpy import arrays
 from trainers.charts import PANELS, charts, draw, points, running_mean, thinned
 from trainers.report import compared, duration, final_table, flat, write_report
 
-BEFORE = {"eval_accuracy_sampled": 0.4375, "eval_accuracy_greedy": 0.5, "eval_reward_margin": -0.0, "eval_reward_accuracy": 0.5}
-AFTER = {"eval_accuracy_sampled": 0.625, "eval_accuracy_greedy": 0.75, "eval_reward_margin": 0.25, "eval_reward_accuracy": 0.8}
+BEFORE = {
+    "eval_accuracy_sampled": 0.4375,
+    "eval_accuracy_greedy": 0.5,
+    "eval_reward_margin": -0.0,
+    "eval_reward_accuracy": 0.5,
+}
+AFTER = {
+    "eval_accuracy_sampled": 0.625,
+    "eval_accuracy_greedy": 0.75,
+    "eval_reward_margin": 0.25,
+    "eval_reward_accuracy": 0.8,
+}
 SUMMARY = {
-    "before": BEFORE, "after": AFTER, "tokens_per_second": 12345.6, "seconds": 125.2, "run_dir": "runs/x",
+    "before": BEFORE,
+    "after": AFTER,
+    "tokens_per_second": 12345.6,
+    "seconds": 125.2,
+    "run_dir": "runs/x",
     "command": "python train.py loss=dpo humanline=true",
 }
 CONFIG = {
-    "seed": 7, "humanline": True, "online": False, "log_epsilon_P": -1.5, "log_epsilon_R": 1.5, "sync_freq": 4, "lr": 5e-6,
+    "seed": 7,
+    "humanline": True,
+    "online": False,
+    "log_epsilon_P": -1.5,
+    "log_epsilon_R": 1.5,
+    "sync_freq": 4,
+    "lr": 5e-6,
     "loss": {"name": "dpo", "_target_": "trainers.losses.dpo.dpo", "beta": 0.1},
-    "model": {"name_or_path": "some/model", "batch_size": 32}, "data": {"name": "<pairs>"},
+    "model": {"name_or_path": "some/model", "batch_size": 32},
+    "data": {"name": "<pairs>"},
 }
-TRAINING = ("loss", "grad_norm", "lr", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl", "drift",
-            "clipped_low", "clipped_high", "tokens_per_second", "seconds")
+TRAINING = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "reward_chosen",
+    "reward_rejected",
+    "reward_margin",
+    "reward_accuracy",
+    "kl",
+    "drift",
+    "clipped_low",
+    "clipped_high",
+    "tokens_per_second",
+    "seconds",
+)
 
 
 def line(step: int, value: float | None = 0.5) -> dict:
-    return {"step": step, "examples": 32 * (step + 1), "tokens": 100 * (step + 1), "reference_step": step // 4 * 4} | dict.fromkeys(
-        TRAINING, value
-    )
+    return {
+        "step": step,
+        "examples": 32 * (step + 1),
+        "tokens": 100 * (step + 1),
+        "reference_step": step // 4 * 4,
+    } | dict.fromkeys(TRAINING, value)
 
 
 def make_run(run_dir: Path, lines: list[dict], **files: dict) -> Path:
     run_dir.mkdir(exist_ok=True)
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in lines))
     for name, content in files.items():
-        path = run_dir / {"config": "config.yaml", "summary": "summary.json", "data": "data_report.json"}[name]
+        path = (
+            run_dir / {"config": "config.yaml", "summary": "summary.json", "data": "data_report.json"}[name]
+        )
         path.write_text(yaml.safe_dump(content) if path.suffix == ".yaml" else json.dumps(content))
     return run_dir
 
@@ -75,9 +114,20 @@ def test_the_report_says_what_ran_what_came_of_it_and_shows_every_curve(tmp_path
     data = {"train": {"dropped": {"no tokens": 20}}}
     page = Page(write_report(make_run(tmp_path, lines, config=CONFIG, summary=SUMMARY, data=data)))
     said = re.sub(r"\s+", " ", page.text)
-    for expected in ("offline+humanline DPO", "10 steps", "320 examples", "dpo beta 0.1", "sync_freq 4", "some/model", "<pairs>",
-                     SUMMARY["command"], "sampled accuracy 43.8% 62.5%", "+0.0000 +0.2500", "2 min 05 s",
-                     "train.dropped.no tokens 20"):
+    for expected in (
+        "offline+humanline DPO",
+        "10 steps",
+        "320 examples",
+        "dpo beta 0.1",
+        "sync_freq 4",
+        "some/model",
+        "<pairs>",
+        SUMMARY["command"],
+        "sampled accuracy 43.8% 62.5%",
+        "+0.0000 +0.2500",
+        "2 min 05 s",
+        "train.dropped.no tokens 20",
+    ):
         assert expected in said, expected
     assert set(page.charts) == {panel.title for panel in PANELS}
     for svg in page.charts.values():
@@ -167,8 +217,19 @@ def test_the_running_mean_is_that_of_the_finite_neighbours(values, half):
 
 def test_the_final_table_has_all_that_a_user_wants_next():
     table = final_table(SUMMARY)
-    for expected in ("before", "after", "sampled accuracy", "43.8%", "62.5%", "greedy accuracy", "+0.2500", "12,346 tokens/s",
-                     "2 min 05 s", "runs/x", 'AutoModelForCausalLM.from_pretrained("runs/x/model")'):
+    for expected in (
+        "before",
+        "after",
+        "sampled accuracy",
+        "43.8%",
+        "62.5%",
+        "greedy accuracy",
+        "+0.2500",
+        "12,346 tokens/s",
+        "2 min 05 s",
+        "runs/x",
+        'AutoModelForCausalLM.from_pretrained("runs/x/model")',
+    ):
         assert expected in table, expected
     assert "-0.0000" not in table
     assert all(text == text.rstrip() for text in table.splitlines())
@@ -182,9 +243,20 @@ def test_the_final_table_shows_what_there_is():
 
 
 def test_nested_data_become_rows():
-    data = {"a": {"b": 1, "c": {}}, "d": [], "e": [1, 2.5], "f": [{"file": "x", "row": 3}, {"file": "y", "row": 4}], "g": None}
+    data = {
+        "a": {"b": 1, "c": {}},
+        "d": [],
+        "e": [1, 2.5],
+        "f": [{"file": "x", "row": 3}, {"file": "y", "row": 4}],
+        "g": None,
+    }
     assert list(flat(data)) == [("a.b", "1"), ("e", "1; 2.5"), ("f", "x, 3; y, 4"), ("g", "null")]
 
 
 def test_durations():
-    assert [duration(s) for s in (0.2, 59.7, 3599, 3600 * 25 + 61)] == ["0 s", "1 min 00 s", "59 min 59 s", "25 h 01 min"]
+    assert [duration(s) for s in (0.2, 59.7, 3599, 3600 * 25 + 61)] == [
+        "0 s",
+        "1 min 00 s",
+        "59 min 59 s",
+        "25 h 01 min",
+    ]

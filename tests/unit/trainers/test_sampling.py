@@ -17,18 +17,27 @@ from trainers.sampling import BetaConstants, detach_rejected, log_thresholds, re
 
 CONSTANTS = BetaConstants(M_P=3.0, M_R=2.5, gamma_P=0.7, beta_P=1.3, gamma_R=1.0, beta_R=4.0)
 BOUNDS = Humanline(-1.5, 1.5)
-LIMIT = BetaConstants.towards_clipping(1e12, epsilon_P=math.exp(-1.5), epsilon_R=math.exp(1.5), M_P=20.0, M_R=20.0)
+LIMIT = BetaConstants.towards_clipping(
+    1e12, epsilon_P=math.exp(-1.5), epsilon_R=math.exp(1.5), M_P=20.0, M_R=20.0
+)
 
 
 @pytest.mark.parametrize("ratio", [0.2, 0.5, 1.0, 2.0, 2.9])
-@pytest.mark.parametrize("constants", [CONSTANTS, BetaConstants(3.0, 2.5, 0.05, 1.0, 0.5, 0.5),
-                                       BetaConstants(3.0, 2.5, 200.0, 50.0, 30.0, 300.0)])
+@pytest.mark.parametrize(
+    "constants",
+    [
+        CONSTANTS,
+        BetaConstants(3.0, 2.5, 0.05, 1.0, 0.5, 0.5),
+        BetaConstants(3.0, 2.5, 200.0, 50.0, 30.0, 300.0),
+    ],
+)
 def test_rejection_rates_are_those_of_the_two_beta_distributions(constants, ratio):
     n = 60_000
     thresholds = log_thresholds(constants, 0, 0, [str(i) for i in range(6)], n // 6)
     found = rejected(torch.full((6, n // 6), math.log(ratio)), thresholds).double().mean().item()
-    accept = (stats.beta.cdf(ratio / constants.M_P, constants.gamma_P, constants.beta_P)
-              * stats.beta.cdf(1 / (ratio * constants.M_R), constants.gamma_R, constants.beta_R))
+    accept = stats.beta.cdf(ratio / constants.M_P, constants.gamma_P, constants.beta_P) * stats.beta.cdf(
+        1 / (ratio * constants.M_R), constants.gamma_R, constants.beta_R
+    )
     assert found == pytest.approx(1 - accept, abs=5 * math.sqrt(accept * (1 - accept) / n) + 1e-12)
 
 
@@ -53,7 +62,9 @@ def test_the_limits_derivative_is_clippings_and_its_values_are_unclamped():
     leaf = log_ratios().requires_grad_()
     reject = rejected(leaf, log_thresholds(LIMIT, 0, 0, list("abcd"), 100))
     sampled, clipped = detach_rejected(leaf, reject), BOUNDS.clip(leaf)
-    assert torch.equal(torch.autograd.grad(sampled.sum(), leaf)[0], torch.autograd.grad(clipped.sum(), leaf)[0])
+    assert torch.equal(
+        torch.autograd.grad(sampled.sum(), leaf)[0], torch.autograd.grad(clipped.sum(), leaf)[0]
+    )
     assert torch.equal(sampled, leaf)
     assert not torch.equal(sampled, clipped)
 
@@ -65,8 +76,10 @@ def test_in_the_limit_grpos_gradients_are_clippings_and_dpos_are_not():
     gradients = []
     for made in (detach_rejected(leaf, reject), BOUNDS.clip(leaf)):
         scores = TokenScores(leaf.detach(), torch.zeros_like(leaf), made, mask)
-        totals = (grpo(scores, torch.tensor([1.0, -1.0, 0.5, -0.5]).double(), beta=0.0, epsilon=0.15).total,
-                  dpo(*scores.split(2), beta=0.001).total)
+        totals = (
+            grpo(scores, torch.tensor([1.0, -1.0, 0.5, -0.5]).double(), beta=0.0, epsilon=0.15).total,
+            dpo(*scores.split(2), beta=0.001).total,
+        )
         gradients.append([torch.autograd.grad(total, leaf, retain_graph=True)[0] for total in totals])
     (grpo_sampled, dpo_sampled), (grpo_clipped, dpo_clipped) = gradients
     assert grpo_sampled.any()
@@ -94,7 +107,9 @@ def test_the_two_sides_are_independent():
 def test_padding_that_is_no_number_is_left_alone():
     leaf = torch.tensor([[0.0, math.nan, math.inf]], requires_grad=True)
     kept = detach_rejected(leaf, rejected(leaf, log_thresholds(CONSTANTS, 0, 0, ["a"], 3)))
-    gradient = torch.autograd.grad(torch.where(torch.tensor([[True, False, False]]), kept, 0.0).sum(), leaf)[0]
+    gradient = torch.autograd.grad(torch.where(torch.tensor([[True, False, False]]), kept, 0.0).sum(), leaf)[
+        0
+    ]
     assert torch.isfinite(gradient).all()
 
 

@@ -55,8 +55,13 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
     """Microbatches of 8, 4, 2 and 1 give the same gradient of the same global batch, KTO's KL included."""
     gradients, norms = [], []
     for parts in (1, 2, 4, 8):
-        config = engine_config(tmp_path / str(parts), loss, "model.batch_size=8", f"model.gradient_accumulation_steps={parts}",
-                               *(["humanline=true"] if loss != "sft" else []))
+        config = engine_config(
+            tmp_path / str(parts),
+            loss,
+            "model.batch_size=8",
+            f"model.gradient_accumulation_steps={parts}",
+            *(["humanline=true"] if loss != "sft" else []),
+        )
         trainer = make_trainer(config)
         segment = make_segment(config, pairs=5, longest=20)  # a short last batch too
         other = Reference()
@@ -86,21 +91,41 @@ def test_a_non_finite_gradient_skips_the_update_and_is_counted(tmp_path):
     update(trainer.optimizer, 1e-2, torch.tensor(1.0))
     assert all(torch.equal(before[n], w) for n, w in weights(trainer).items())
     for key, state in trainer.optimizer.state_dict()["state"].items():
-        assert state["step"] == moments[key]["step"] and torch.equal(local(state["exp_avg"]), local(moments[key]["exp_avg"]))
+        assert state["step"] == moments[key]["step"] and torch.equal(
+            local(state["exp_avg"]), local(moments[key]["exp_avg"])
+        )
 
 
 def test_the_optimizer_has_every_number_of_the_config(tmp_path):
-    config = engine_config(tmp_path, "dpo", "beta1=0.8", "beta2=0.95", "eps=1e-7", "weight_decay=0.03", "lr=0.002")
+    config = engine_config(
+        tmp_path, "dpo", "beta1=0.8", "beta2=0.95", "eps=1e-7", "weight_decay=0.03", "lr=0.002"
+    )
     group = make_optimizer(tiny_policy(), config).param_groups[0]
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.002, (0.8, 0.95), 1e-7, 0.03)
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (
+        0.002,
+        (0.8, 0.95),
+        1e-7,
+        0.03,
+    )
 
 
 def test_warmup_then_constant_cosine_or_linear(tmp_path):
     steps = [(t + 1) / 100 for t in range(100)]
     constant = [lr_factor(p, engine_config(tmp_path, "dpo", "warmup=0.1")) for p in steps]
-    assert constant[0] == pytest.approx(0.1) and constant[9] == 1.0 == constant[99] and constant[4] == pytest.approx(0.5)
-    cosine = [lr_factor(p, engine_config(tmp_path, "dpo", "warmup=0.1", "scheduler=cosine", "min_lr_ratio=0.2")) for p in steps]
-    assert cosine[99] == pytest.approx(0.2) and cosine[54] == pytest.approx(0.6) and sorted(cosine[10:], reverse=True) == cosine[10:]
+    assert (
+        constant[0] == pytest.approx(0.1)
+        and constant[9] == 1.0 == constant[99]
+        and constant[4] == pytest.approx(0.5)
+    )
+    cosine = [
+        lr_factor(p, engine_config(tmp_path, "dpo", "warmup=0.1", "scheduler=cosine", "min_lr_ratio=0.2"))
+        for p in steps
+    ]
+    assert (
+        cosine[99] == pytest.approx(0.2)
+        and cosine[54] == pytest.approx(0.6)
+        and sorted(cosine[10:], reverse=True) == cosine[10:]
+    )
     linear = [lr_factor(p, engine_config(tmp_path, "dpo", "warmup=0", "scheduler=linear")) for p in steps]
     assert linear[49] == pytest.approx(0.5) and linear[99] == pytest.approx(0.0)
 
@@ -108,11 +133,19 @@ def test_warmup_then_constant_cosine_or_linear(tmp_path):
 def test_more_than_99_percent_of_the_weights_move_in_a_few_steps_at_5e_6(tmp_path):
     config = engine_config(tmp_path, "dpo", "model.batch_size=4", "lr=5e-6", "eps=1e-8")
     start_policy = tiny_policy()
-    trainer, _ = run(config, make_segment(config, pairs=16), make_trainer(config, copy.deepcopy(start_policy)))
+    trainer, _ = run(
+        config, make_segment(config, pairs=16), make_trainer(config, copy.deepcopy(start_policy))
+    )
     before = dict(start_policy.named_parameters())
     changed = sum(int((w != before[n].detach()).sum()) for n, w in weights(trainer).items())
     total = sum(w.numel() for w in weights(trainer).values())
-    unseen = set(range(61)) - {int(t) for g in random_groups(16) for e in g for r in e.rows for t in (*r.prompt_ids, *r.completion_ids)}
+    unseen = set(range(61)) - {
+        int(t)
+        for g in random_groups(16)
+        for e in g
+        for r in e.rows
+        for t in (*r.prompt_ids, *r.completion_ids)
+    }
     assert changed / total > 0.99, f"{changed}/{total}, tokens never seen: {unseen}"
 
 

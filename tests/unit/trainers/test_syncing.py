@@ -11,9 +11,19 @@ from config.schema import ConfigError
 from tests.tiny import make_config, tiny_policy
 from trainers.syncing import SoftReference, Syncing
 
-BEFORE = {1: [0, 0, 1, 2, 3, 4, 5, 6, 7], 2: [0, 0, 0, 2, 2, 4, 4, 6, 6], 4: [0, 0, 0, 0, 0, 4, 4, 4, 4], None: [0] * 9}
+BEFORE = {
+    1: [0, 0, 1, 2, 3, 4, 5, 6, 7],
+    2: [0, 0, 0, 2, 2, 4, 4, 6, 6],
+    4: [0, 0, 0, 0, 0, 4, 4, 4, 4],
+    None: [0] * 9,
+}
 """sync_freq -> the step whose policy is the reference in the loss of steps 0, 1, 2, …: the table of paper C.2.1's listing."""
-AFTER = {1: [0, 1, 2, 3, 4, 5, 6, 7, 8], 2: [0, 0, 2, 2, 4, 4, 6, 6, 8], 4: [0, 0, 0, 0, 4, 4, 4, 4, 8], None: [0] * 9}
+AFTER = {
+    1: [0, 1, 2, 3, 4, 5, 6, 7, 8],
+    2: [0, 0, 2, 2, 4, 4, 6, 6, 8],
+    4: [0, 0, 0, 0, 4, 4, 4, 4, 8],
+    None: [0] * 9,
+}
 """The same for syncing after the update: at 1 the policy is compared with itself."""
 TABLES = [(k, after, table[k]) for after, table in ((False, BEFORE), (True, AFTER)) for k in table]
 
@@ -74,7 +84,10 @@ def test_what_the_command_line_asks_for(overrides, expected):
         (["sync_mode=trust_region", "sync_alpha=1.5"], "sync_alpha"),
         (["humanline_mode=sample"], "humanline_mode"),
         (["humanline=true", "humanline_mode=reject"], "humanline_mode"),
-        (["humanline=true", "humanline_mode=sample", "humanline_sampling.gamma_P=0"], "humanline_sampling.gamma_P"),
+        (
+            ["humanline=true", "humanline_mode=sample", "humanline_sampling.gamma_P=0"],
+            "humanline_sampling.gamma_P",
+        ),
         (["humanline=true", "+humanline_sampling.gama_P=1"], "humanline_sampling.gama_P"),
     ],
 )

@@ -45,7 +45,11 @@ def test_it_is_what_a_loop_over_the_tokens_counts():
     tally = filled(rows(0))
     found = tally.describe(tally.total())
     for s, name in enumerate(SIDES):
-        mine = [[float(x) for x, m in zip(raw[r], mask[r], strict=True) if m] for r in range(len(side)) if side[r] == s]
+        mine = [
+            [float(x) for x, m in zip(raw[r], mask[r], strict=True) if m]
+            for r in range(len(side))
+            if side[r] == s
+        ]
         tokens = [x for row in mine for x in row]
         histogram, positions = [0] * BINS, {}
         for row in mine:
@@ -59,15 +63,22 @@ def test_it_is_what_a_loop_over_the_tokens_counts():
         assert found[name]["positions"] == [positions[p] for p in sorted(positions)]
         assert found[name]["log_ratio"] == pytest.approx(np.mean(tokens), rel=1e-5)
         assert found[name]["spread"] == pytest.approx(np.sqrt(np.mean(np.square(tokens))), rel=1e-5)
-        assert found[name]["drift"] == pytest.approx(sum(float(moved[r]) for r in expected) / sum(int(mask[r].sum()) for r in expected),
-                                                     rel=1e-4)
+        assert found[name]["drift"] == pytest.approx(
+            sum(float(moved[r]) for r in expected) / sum(int(mask[r].sum()) for r in expected), rel=1e-4
+        )
 
 
 def test_how_the_rows_are_cut_and_padded_does_not_matter():
     side, raw, mask, moved, known = rows(1)
     whole = filled(rows(1))
-    parts = [(side[k : k + 7], raw[k : k + 7], mask[k : k + 7], moved[k : k + 7], known[k : k + 7]) for k in range(0, 40, 7)]
-    wide = [(s, torch.nn.functional.pad(r, (0, 9), value=3.0), torch.nn.functional.pad(m, (0, 9)), *rest) for s, r, m, *rest in parts]
+    parts = [
+        (side[k : k + 7], raw[k : k + 7], mask[k : k + 7], moved[k : k + 7], known[k : k + 7])
+        for k in range(0, 40, 7)
+    ]
+    wide = [
+        (s, torch.nn.functional.pad(r, (0, 9), value=3.0), torch.nn.functional.pad(m, (0, 9)), *rest)
+        for s, r, m, *rest in parts
+    ]
     assert filled(*reversed(wide)).describe(filled(*reversed(wide)).total()) == whole.describe(whole.total())
 
 

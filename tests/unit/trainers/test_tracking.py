@@ -51,11 +51,27 @@ def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
 
 def test_numbers_that_json_lacks_become_null_and_numpy_becomes_plain(tmp_path):
     tracker = Tracker(tmp_path, CONFIG, OFF)
-    tracker.log({"step": np.int64(0), "a": float("nan"), "b": float("-inf"), "c": np.float32(0.5), "d": None, "e": True, "f": "x"})
+    tracker.log(
+        {
+            "step": np.int64(0),
+            "a": float("nan"),
+            "b": float("-inf"),
+            "c": np.float32(0.5),
+            "d": None,
+            "e": True,
+            "f": "x",
+        }
+    )
     tracker.close()
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line, parse_constant=pytest.fail) == {
-        "step": 0, "a": None, "b": None, "c": 0.5, "d": None, "e": True, "f": "x"
+        "step": 0,
+        "a": None,
+        "b": None,
+        "c": 0.5,
+        "d": None,
+        "e": True,
+        "f": "x",
     }
 
 
@@ -141,8 +157,13 @@ def train(run_dir: Path, first: int, last: int, run_id: str, before: str = "", *
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     done = subprocess.run(
         [sys.executable, "-c", before + textwrap.dedent(TRAIN), str(run_dir), str(first), str(last), run_id],
-        cwd=ROOT, env=clean | {"NETRC": "/nonexistent"} | env,
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+        cwd=ROOT,
+        env=clean | {"NETRC": "/nonexistent"} | env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()[-1], done.stdout + done.stderr
@@ -186,10 +207,14 @@ def test_wandb_has_every_step_config_tables_and_summary(resumed):
     assert len(written) == 2
     history = [keyed(r.history.item) for run in written for r in run if r.HasField("history")]
     assert {h["step"]: h["loss"] for h in history} == {step: 1 / (step + 1) for step in range(5)}
-    assert all(h["step"] == h["_step"] for h in history)  # wandb's own axis is the optimizer step, over the resume too
+    assert all(
+        h["step"] == h["_step"] for h in history
+    )  # wandb's own axis is the optimizer step, over the resume too
 
     assert [h["log_ratio_chosen.values"] for h in history] == [[step, 2, 3] for step in range(5)]
-    assert all(h["log_ratio_chosen.bins"] == [-2.0, -1.0, 4.0, 8.0] for h in history)  # the open bins are closed
+    assert all(
+        h["log_ratio_chosen.bins"] == [-2.0, -1.0, 4.0, 8.0] for h in history
+    )  # the open bins are closed
 
     (run,) = [r.run for r in written[0] if r.HasField("run")]
     config = keyed(run.config.update)
@@ -232,7 +257,9 @@ def test_a_failing_wandb_is_warned_about_once(tmp_path, monkeypatch, caplog):
 def test_an_unreachable_server_means_offline(tmp_path):
     """With a key and no network: the start waits a little, then the same run is tracked offline."""
     hurry = "import trainers.tracking as t; t.INIT_SECONDS = 1.0\n"
-    run_id, said = train(tmp_path, 0, 2, "", hurry, WANDB_API_KEY="a" * 40, WANDB_BASE_URL="http://127.0.0.1:9")
+    run_id, said = train(
+        tmp_path, 0, 2, "", hurry, WANDB_API_KEY="a" * 40, WANDB_BASE_URL="http://127.0.0.1:9"
+    )
     assert steps(tmp_path) == [0, 1]
     assert list(tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
     assert "tracking offline" in said

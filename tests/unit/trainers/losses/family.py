@@ -45,7 +45,9 @@ def load(path: Path) -> Loss:
     cfg = OmegaConf.load(path)
     trainer = next(entry["/trainer"] for entry in cfg.defaults if "/trainer" in entry)
     numbers = OmegaConf.to_container(cfg.loss, resolve=False)
-    call = OmegaConf.create({k: v for k, v in numbers.items() if k not in RESERVED_LOSS_KEYS or k in ("_target_", "_partial_")})
+    call = OmegaConf.create(
+        {k: v for k, v in numbers.items() if k not in RESERVED_LOSS_KEYS or k in ("_target_", "_partial_")}
+    )
     return Loss(cfg.loss.name, trainer, cfg.loss.reference, instantiate(call))
 
 

@@ -19,7 +19,9 @@ from trainers.losses.base import TokenScores
 
 LOSSES = [load(path) for path in FILES]
 every_loss = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
-with_reference = pytest.mark.parametrize("loss", [x for x in LOSSES if x.reference], ids=lambda loss: loss.name)
+with_reference = pytest.mark.parametrize(
+    "loss", [x for x in LOSSES if x.reference], ids=lambda loss: loss.name
+)
 GARBAGE = (math.inf, -math.inf, math.nan, 1e30, -1e30)
 CUTS = [OFF, RANGE]
 
@@ -29,7 +31,11 @@ def same(a, b, tolerance=1e-9):
 
 
 def means(result):
-    return {f"{name} {half}": float(value) for name, x in result.metrics.items() for half, value in x._asdict().items()}
+    return {
+        f"{name} {half}": float(value)
+        for name, x in result.metrics.items()
+        for half, value in x._asdict().items()
+    }
 
 
 def test_the_files_are_found():
@@ -42,8 +48,11 @@ def test_the_yaml_names_the_file_and_numbers_that_the_function_takes(path):
     assert loss.name == path.stem
     assert loss._partial_ is True
     assert isinstance(loss.reference, bool)
-    numbers = {name for name, p in inspect.signature(load(path).function.func).parameters.items()
-               if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    numbers = {
+        name
+        for name, p in inspect.signature(load(path).function.func).parameters.items()
+        if p.kind is inspect.Parameter.KEYWORD_ONLY
+    }
     assert set(loss) - set(RESERVED_LOSS_KEYS) == numbers
 
 
@@ -71,7 +80,9 @@ def test_padding_changes_nothing(loss, humanline, garbage):
         empty = torch.full((2, width + 3), fill, dtype=x.dtype)
         return torch.cat([wide[:half], empty, wide[half:], empty])
 
-    labels = torch.cat([batch.labels[:half], torch.full((2,), bad), batch.labels[half:], torch.full((2,), bad)])
+    labels = torch.cat(
+        [batch.labels[:half], torch.full((2,), bad), batch.labels[half:], torch.full((2,), bad)]
+    )
     mask = padded(batch.mask, False)
     policy, reference = padded(batch.policy, bad), padded(batch.reference, -bad)
     policy, reference = policy.masked_fill(~mask, bad), reference.masked_fill(~mask, -bad)
@@ -95,7 +106,9 @@ def test_a_batch_without_a_token_adds_nothing(loss):
 
 @every_loss
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10_000), cuts=st.sets(st.integers(1, 5), max_size=3), humanline=st.sampled_from(CUTS))
+@given(
+    seed=st.integers(0, 10_000), cuts=st.sets(st.integers(1, 5), max_size=3), humanline=st.sampled_from(CUTS)
+)
 def test_the_parts_of_a_batch_add_up_to_it(loss, seed, cuts, humanline):
     batch = random_batch(pairs=6, seed=seed)
     whole, gradient = batch.run(loss, humanline)

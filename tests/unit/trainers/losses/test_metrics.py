@@ -42,28 +42,57 @@ def test_pairs():
 
 def test_at_policy_equal_to_reference_accuracy_is_one_half():
     assert means(dpo(rows(0.0, 0.0), rows(0.0, 0.0), beta=0.1))["reward_accuracy"] == 0.5
-    assert means(kto(rows(0.0, 0.0), torch.tensor([True, False]), torch.tensor(0.0), beta=0.1, desirable_weight=1.0,
-                     undesirable_weight=1.0))["reward_accuracy"] == 0.5
-    assert means(grpo(rows(0.0, 0.0), torch.tensor([1.0, -1.0]), beta=0.0, epsilon=0.2))["reward_accuracy"] == 0.5
+    assert (
+        means(
+            kto(
+                rows(0.0, 0.0),
+                torch.tensor([True, False]),
+                torch.tensor(0.0),
+                beta=0.1,
+                desirable_weight=1.0,
+                undesirable_weight=1.0,
+            )
+        )["reward_accuracy"]
+        == 0.5
+    )
+    assert (
+        means(grpo(rows(0.0, 0.0), torch.tensor([1.0, -1.0]), beta=0.0, epsilon=0.2))["reward_accuracy"]
+        == 0.5
+    )
 
 
 def test_ipo_and_simpo_log_means_over_tokens():
     assert means(ipo(rows(1.0), rows(-1.0), tau=0.1))["reward_chosen"] == pytest.approx(0.5)
     assert means(simpo(rows(0.0), rows(-1.0), beta=2.0, gamma_beta_ratio=0.5)) == pytest.approx(
-        {"reward_chosen": -2.0, "reward_rejected": -3.0, "reward_accuracy": 1.0})
+        {"reward_chosen": -2.0, "reward_rejected": -3.0, "reward_accuracy": 1.0}
+    )
 
 
 def test_kto_is_judged_against_the_reference_point():
     desirable = torch.tensor([True, True, True, False, False, True])
-    found = kto(rows(2.0, 1.0, 0.0, 0.0, 3.0, None), desirable, torch.tensor(1.0), beta=0.5, desirable_weight=1.1,
-                undesirable_weight=1.0)
-    assert means(found) == pytest.approx({"reward_chosen": 0.5, "reward_rejected": 0.75, "reward_accuracy": 2.5 / 5})
+    found = kto(
+        rows(2.0, 1.0, 0.0, 0.0, 3.0, None),
+        desirable,
+        torch.tensor(1.0),
+        beta=0.5,
+        desirable_weight=1.1,
+        undesirable_weight=1.0,
+    )
+    assert means(found) == pytest.approx(
+        {"reward_chosen": 0.5, "reward_rejected": 0.75, "reward_accuracy": 2.5 / 5}
+    )
 
 
 @pytest.mark.parametrize("desirable", [True, False])
 def test_kto_of_one_kind_only_has_no_mean_of_the_other(desirable):
-    found = kto(rows(1.0, 2.0), torch.tensor([desirable] * 2), torch.tensor(0.0), beta=1.0, desirable_weight=1.0,
-                undesirable_weight=1.0).metrics
+    found = kto(
+        rows(1.0, 2.0),
+        torch.tensor([desirable] * 2),
+        torch.tensor(0.0),
+        beta=1.0,
+        desirable_weight=1.0,
+        undesirable_weight=1.0,
+    ).metrics
     assert int(found["reward_chosen"].count) == (2 if desirable else 0)
     assert int(found["reward_rejected"].count) == (0 if desirable else 2)
 
@@ -101,7 +130,9 @@ def test_orpo_of_a_certain_completion_is_finite():
     assert torch.isfinite(torch.autograd.grad(result.total, policy)[0]).all()
 
 
-@pytest.mark.parametrize("numbers", [{"importance": "row"}, {"normalization": "constant"}, {"normalization": "none"}])
+@pytest.mark.parametrize(
+    "numbers", [{"importance": "row"}, {"normalization": "constant"}, {"normalization": "none"}]
+)
 def test_grpo_refuses_what_it_does_not_know(numbers):
     with pytest.raises(ValueError, match=next(iter(numbers))):
         grpo(rows(0.0), torch.ones(1), beta=0.0, epsilon=0.2, **numbers)
