@@ -21,9 +21,9 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from config.checks import require
+from common.errors import require
 from config.cli import cli, guarded
-from config.schema import typed
+from config.load import typed
 from config.schema_eval import EvalStage
 
 

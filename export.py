@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from config.checks import ConfigError, StoppedError, require
+from common.errors import ConfigError, StoppedError, require
 from config.cli import guarded
-from config.schema import load_saved
+from config.load import load_saved
 
 
 def export_run(run: Path, step: int | None, to: Path | None) -> Path:
@@ -25,7 +25,7 @@ def export_run(run: Path, step: int | None, to: Path | None) -> Path:
     from models.distributed import start, stop
     from models.export import export, full_state
     from models.loading import load_sharded
-    from models.policy import export_dtype, load_tokenizer
+    from models.pretrained import export_dtype, load_tokenizer
 
     world = start()
     try:

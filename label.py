@@ -24,7 +24,7 @@ def label(cfg: DictConfig) -> None:
     config, _ = settings(cfg)
     import torch
 
-    from rollouts import stages
+    from jobs import stages
 
     stages.label(config, stage, "cuda" if torch.cuda.is_available() else "cpu")
 

@@ -23,8 +23,8 @@ def sample(cfg: DictConfig) -> None:
         stage = stage_settings(lambda key: cfg.pop(key, None), SampleStage)
     config, _ = settings(cfg)
     config.check_room()
+    from jobs import stages
     from models.distributed import start, stop
-    from rollouts import stages
 
     world = start()
     try:

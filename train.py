@@ -15,14 +15,14 @@ from omegaconf import DictConfig
 
 from config.cli import cli, guarded, say_what_is_idle, settings
 from config.schema import Config
-from trainers.signals import Signals
+from jobs.signals import Signals
 
 
 def train(config: Config, name: str) -> dict[str, Any]:
     """One run, from settings to an exported model; returns its summary."""
     signals = Signals()
+    from jobs.job import Job
     from models.distributed import start, stop
-    from trainers.job import Job
 
     world = start(config.replicas)
     try:

@@ -19,15 +19,17 @@ from transformers import (
     Qwen2Config,
 )
 
-from config.schema import Config, DataConfig, ModelConfig, TrainerConfig, WandbConfig
+from config.schema import Config, TrainerConfig, WandbConfig
+from config.schema_data import DataConfig
+from config.schema_model import ModelConfig
 from data.batches import Segment
 from data.chat import Renderer
 from data.sources import load_groups
 from data.types import Completion, Example, Prompt, Sequence
+from jobs.assembly import Offline, make_loss, trainer_class
 from models.distributed import World, shard, start
 from models.policy import Policy, decoder_blocks
 from trainers.basic import BasicTrainer, Record
-from trainers.setup import Offline, make_loss, trainer_class
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 LOSSES: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--format", default="hh")
     parser.add_argument("--no-command", action="store_true", help="leave out the run of train.py")
     args = parser.parse_args()
-    code = "import time, sys; t = time.process_time(); import trainers.job; print(time.process_time() - t)"
+    code = "import time, sys; t = time.process_time(); import jobs.job; print(time.process_time() - t)"
     imports = float(
         subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True

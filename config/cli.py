@@ -18,8 +18,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from config.checks import ConfigError, StoppedError
-from config.schema import Config, load, run_name
+from common.errors import ConfigError, StoppedError, UserError
+from config.load import load, run_name
+from config.schema import Config
 
 REFUSED, STOPPED = 2, 1
 
@@ -65,9 +66,7 @@ def guarded(work: Callable[[], object]) -> None:
         work()
     except StoppedError as error:
         sys.exit(complain(str(error), STOPPED))
-    except ValueError as error:
-        if type(error).__name__ not in ("ConfigError", "DataError"):  # the data layer lies above this one
-            raise
+    except UserError as error:
         sys.exit(complain(str(error), REFUSED))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from config.checks import ConfigError
+from common.errors import ConfigError
 
 FOLDER = Path(__file__).parent
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from config.checks import require
+from common.errors import require
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from config.checks import require
+from common.errors import require
 
 TRAINER_KEYS = {"gamma": "ppo", "lam": "ppo", "control_tokens": "csft"}
 """loss.<key> -> the trainer that reads it"""

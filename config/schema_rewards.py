@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass, fields
 
-from config.checks import one_of, require
+from common.errors import one_of, require
 
 
 @dataclass

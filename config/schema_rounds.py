@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from config.checks import one_of, require
+from common.errors import one_of, require
 
 
 @dataclass

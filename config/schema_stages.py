@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
 
-from config.checks import ConfigError, one_of, require
+from common.errors import ConfigError, one_of, require
 
 T = TypeVar("T")
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from config.schema import ConfigError, DataConfig, require
+from common.errors import ConfigError, require
+from config.schema_data import DataConfig
 from data.groups import read_groups
 from data.rows import Loaded
 from data.types import Completion, Group, Prompt, Turn

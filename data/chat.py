@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING
 import jinja2
 import numpy as np
 
-from config.schema import ConfigError, DataConfig, ModelConfig, require
-from data.types import Completion, DataError, Prompt, Sequence, Turn
+from common.errors import ConfigError, DataError, require
+from config.schema_data import DataConfig
+from config.schema_model import ModelConfig
+from data.types import Completion, Prompt, Sequence, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

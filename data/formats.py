@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from config.schema import DataConfig
+from config.schema_data import DataConfig
 from data.rows import Dropped, Row
 from data.types import Completion, Group, Prompt, Turn
 

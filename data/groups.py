@@ -13,10 +13,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from config.schema import DataConfig
+from common.errors import DataError
+from config.schema_data import DataConfig
 from data.formats import RowError, Values, answered, each_row, prompt_of, turns, value
 from data.rows import Row, read_rows
-from data.types import Completion, DataError, Group
+from data.types import Completion, Group
 
 
 def write_groups(path: Path, groups: Iterable[Group]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from config.schema import ConfigError
+from common.errors import ConfigError
 from data.rows import Dropped, Row
 
 

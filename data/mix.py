@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from common.errors import ConfigError
 from config.files import data_file
-from config.schema import ConfigError, DataConfig, MixPart
+from config.schema_data import DataConfig, MixPart
 from data.rows import Loaded
 from data.sources import load_groups, load_splits
 from data.types import Group

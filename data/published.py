@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from config.schema import DataConfig
+from config.schema_data import DataConfig
 from data.formats import (
     RowError,
     Values,

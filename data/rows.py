@@ -16,8 +16,8 @@ from typing import IO, Any
 import pyarrow
 import pyarrow.parquet
 
-from config.schema import ConfigError
-from data.types import DataError, Group
+from common.errors import ConfigError, DataError
+from data.types import Group
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".json.gz", ".jsonl.gz")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from config.checks import StoppedError
+from common.errors import StoppedError
 from data.spread import Spread
 
 

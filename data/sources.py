@@ -6,23 +6,24 @@ evaluation data are named, a share of the prompts is held out by their identity.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from config.schema import ConfigError, DataConfig, one_of
+from common.errors import ConfigError, DataError, one_of
+from common.imports import import_function
+from config.schema_data import DataConfig
 from data import formats, hub, published
 from data.formats import Format, Values
 from data.groups import groups as groups_format
 from data.rows import SUFFIXES, Dropped, Loaded, Row, read_rows
-from data.types import DataError, Group, Prompt, Turn
+from data.types import Group, Prompt, Turn
 from data.views import keep_shares
 
-__all__ = ["Dropped", "Loaded", "hub_table", "import_function", "load_groups", "load_splits", "local"]
+__all__ = ["Dropped", "Loaded", "hub_table", "load_groups", "load_splits", "local"]
 
 Split = Literal["train", "eval"]
 Source = Callable[[DataConfig, str], Loaded]
@@ -287,18 +288,6 @@ def detect(row: Row) -> str:
 
 def _is_feedback(values: Values) -> bool:
     return str(values.get("type")).endswith("_feedback")
-
-
-def import_function(key: str, path: str) -> Any:
-    """The function or class that the setting ``key`` names as ``module.name``. Raises ConfigError."""
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(key, path, f"cannot be imported ({error}); give it as module.function") from error
-    if not callable(found):
-        raise ConfigError(key, path, "is not a function")
-    return found
 
 
 def _nothing_usable(config: DataConfig, loaded: Loaded) -> DataError:

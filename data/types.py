@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.errors import DataError
+
 if TYPE_CHECKING:
     import torch
-
-
-class DataError(ValueError):
-    """A data file or row that cannot be used, with the file, the row and the remedy in the message."""
 
 
 @dataclass(frozen=True)

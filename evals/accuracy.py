@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from config.checks import ConfigError, StoppedError, require
-from config.schema import DataConfig
+from common.errors import ConfigError, StoppedError, require
+from common.imports import import_function
+from config.schema_data import DataConfig
 from config.schema_eval import EvalStage
 from data.chat import Renderer
-from data.sources import import_function
 from data.types import Prompt
 from evals import answers, statistics
 from evals.answers import check_answering, described
 from evals.base import Evaluation, Target, fingerprints
 from models.distributed import World, on_main
-from rollouts.drawing import Request, settings_of
+from rollouts.generate import Request, settings_of
 from rollouts.samplers import Sample
 from rollouts.verify import Verifier
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from config.checks import require
+from common.errors import require
+from common.files import files_digest, write_whole
 from config.schema_eval import EvalStage
 from data.chat import Renderer
 from data.types import Prompt, Turn
@@ -35,10 +36,9 @@ from evals.answers import check_answering, described
 from evals.base import ROOT, Evaluation, Target, fingerprints
 from evals.running import result_path
 from models.distributed import World
-from rollouts.drawing import Request, settings_of
-from rollouts.ledger import write_whole
-from trainers.provenance import files_digest, git_commit, versions
-from trainers.tracking import plain
+from reports.provenance import git_commit, versions
+from reports.tracking import plain
+from rollouts.generate import Request, settings_of
 
 OUTPUTS, ANNOTATIONS, CACHE = "outputs.json", "annotations.json", "judged.json"
 _NAMED = 3

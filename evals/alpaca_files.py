@@ -14,8 +14,7 @@ from typing import Any
 from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError
 
-from config.checks import ConfigError, require
-from data.types import DataError
+from common.errors import ConfigError, DataError, require
 
 Row = dict[str, Any]
 REPOSITORY = "tatsu-lab/alpaca_eval"

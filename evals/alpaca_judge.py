@@ -16,12 +16,12 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from config.checks import StoppedError
+from common.errors import StoppedError
+from common.files import write_whole
 from config.schema_benchmarks import AlpacaEvalConfig
 from evals.alpaca_files import Row
 from evals.alpaca_library import annotator_settings, library, quiet
-from rollouts.ledger import write_whole
-from trainers.progress import progress
+from reports.progress import progress
 
 CHARACTERS_PER_TOKEN = 4
 SECONDS_PER_CALL = 2.0

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from config.checks import ConfigError, require
+from common.errors import ConfigError, require
 from evals.alpaca_files import Row
 
 GAMED_COLUMNS = (

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from config.checks import require
+from common.errors import require
 from config.schema_eval import EvalStage
 from data.chat import Renderer, make_renderer
 from data.sources import load_groups
@@ -14,10 +14,10 @@ from data.types import Prompt
 from data.views import prompts_of
 from evals.base import Target
 from models.distributed import World
-from models.policy import check_model, load_tokenizer
-from rollouts.drawing import Request, answers
+from models.pretrained import check_model, load_tokenizer
+from rollouts.generate import Request, answers
+from rollouts.rounds import usable_prompts
 from rollouts.samplers import Sample
-from rollouts.setup import usable_prompts
 from rollouts.vllm_sampler import require_installed
 
 

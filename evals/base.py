@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.files import files_digest
 from config.schema import Config
 from data.types import Prompt
-from trainers.provenance import files_digest, git_commit, versions
+from reports.provenance import git_commit, versions
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,7 +37,7 @@ class Target:
 
     def model_folder(self) -> Path:
         """The model's own files on disk; a hub model is downloaded. Raises ConfigError."""
-        from rollouts.drawing import (
+        from rollouts.generate import (
             model_folder,
         )  # torch takes seconds that a wrong command line need not wait
 
@@ -63,7 +64,7 @@ class Evaluation:
 def fingerprints(target: Target, prompts: Sequence[Prompt] = (), **more: str) -> dict[str, Any]:
     """Digests of what an evaluation depends on: the weights' files, the prompts with their reference answers, the code's commit, and the
     versions of the libraries. ``more``: what else a kind wants kept."""
-    from rollouts.drawing import weights_digest
+    from rollouts.generate import weights_digest
 
     found: dict[str, Any] = {}
     if target.answers is not None:

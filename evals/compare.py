@@ -9,17 +9,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from config.checks import ConfigError, StoppedError, require
+from common.errors import ConfigError, StoppedError, require
 from config.schema_eval import EvalStage
 from data.types import Completion
 from evals import answers, statistics
 from evals.answers import check_answering, described
 from evals.base import Evaluation, Target, fingerprints
 from models.distributed import World, on_main
-from rollouts.drawing import Request, settings_of
 from rollouts.files import read_samples
-from rollouts.making import score_samples
+from rollouts.generate import Request, settings_of
 from rollouts.rewards.factory import make_reward
+from rollouts.round_builder import score_samples
 from rollouts.rounds import Sampled
 
 

@@ -21,13 +21,14 @@ from typing import Any, cast
 
 import torch
 
-from config.checks import ConfigError, StoppedError, require
+from common.errors import ConfigError, StoppedError, require
 from config.schema import Config
 from config.schema_eval import EvalStage
 from data.chat import load_template
 from evals.base import Evaluation, Target, fingerprints
 from models.distributed import World
-from models.policy import causal_lm, check_model, load_policy, load_tokenizer
+from models.policy import causal_lm
+from models.pretrained import check_model, load_policy, load_tokenizer
 
 FEWSHOT_SEED = 1234
 """The harness's own: runs with other seeds meet the same few-shot examples."""

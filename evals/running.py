@@ -9,16 +9,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from config.checks import StoppedError
+from common.errors import StoppedError
+from common.files import write_whole
+from common.worker_process import SamplerError
 from config.schema_eval import EvalStage
 from evals.base import Evaluation, Target
 from models.distributed import World
+from reports.provenance import scrub
+from reports.tracking import mirror_evaluation, plain
 from rollouts.files import refuse_existing
-from rollouts.ledger import write_whole
 from rollouts.rewards.base import RewardError
-from rollouts.worker_process import SamplerError
-from trainers.provenance import scrub
-from trainers.tracking import mirror_evaluation, plain
 
 KINDS = {
     "accuracy": "evals.accuracy",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from launch.statistics import paired
+from reports.statistics import paired
 
 Interval = tuple[float, float]
 _BLOCK = 500

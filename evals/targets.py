@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from config.checks import ConfigError, require
-from config.schema import Config, load_saved
+from common.errors import ConfigError, require
+from config.load import load_saved
+from config.schema import Config
 from config.schema_eval import READ, EvalStage
 from evals.base import Target
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from config.schema import OPERATIONAL, require
+from common.errors import require
+from config.load import OPERATIONAL
 from launch.grid import Run, Settings
 from launch.state import compose_config, folder_of, last_line
 

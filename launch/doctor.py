@@ -23,7 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from config.schema import Config, ConfigError
+from common.errors import ConfigError
+from config.schema import Config
 from launch.slurm import ROOT
 from launch.state import compose_config
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from launch.collect import FINISHED, Result
-from launch.statistics import mean
+from reports.statistics import mean
 
 if TYPE_CHECKING:
     from launch.results import Cell

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from config.schema import ConfigError, require
+from common.errors import ConfigError, require
 from launch.collect import FINISHED, Result, of_folders, of_sweep
 from launch.grid import label, read_sweep
-from launch.statistics import Comparison, Mean, compare, mean
+from reports.statistics import Comparison, Mean, compare, mean
 
 PREFERRED = ("eval_accuracy_sampled", "eval_reward_accuracy", "eval_reward_margin", "eval_loss")
 SHOWN = (

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from config.schema import ConfigError, require
+from common.errors import ConfigError, require
 from launch.grid import Run, Settings
 
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,9 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from config.schema import Config, ConfigError, changed, load
+from common.errors import ConfigError
+from config.load import changed, load
+from config.schema import Config
 from launch.grid import CONFIG_DIR, Run
 
 FINISHED, PARTIAL, NEW, CHANGED = "finished", "unfinished", "new", "settings changed"

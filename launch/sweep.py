@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from config.schema import ConfigError, require
+from common.errors import ConfigError, require
 from launch.estimate import EstimateError, dry_run, hours_at, hours_of
 from launch.grid import Sweep, parse_overrides, read_sweep
 from launch.local import DONE, STOPPED, Pool, failures

@@ -19,7 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-from config.schema import ModelConfig
+from config.schema_model import ModelConfig
 
 PACKED = "packed_rows"
 MODEL_TYPES = ("llama", "qwen2", "mistral", "gpt_neox", "granite", "cohere")

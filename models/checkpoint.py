@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from config.checks import StoppedError
+from common.errors import StoppedError
 from models.distributed import World, any_rank, barrier, gather_objects
 
 

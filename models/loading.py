@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from config.schema import ModelConfig
+from config.schema_model import ModelConfig
 from models.distributed import World, fill, on_main, shard
-from models.policy import Policy, causal_lm, decoder_blocks, empty_policy, load_policy
+from models.policy import Policy, causal_lm, decoder_blocks
+from models.pretrained import empty_policy, load_policy
 from models.reference import weights_fingerprint
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from config.schema import ModelConfig
+from config.schema_model import ModelConfig
 from data.batches import Segment, cut
 from models.attention import packs_rows
 from models.logprobs import BUDGET
-from models.policy import resolve_model_path
+from models.pretrained import resolve_model_path
 
 GIB = 2.0**30
 ACTIVATION_BYTES = {True: 2, False: 34}

@@ -1,6 +1,6 @@
 """Who samples in a round, whatever the number of ranks: the embedded sampler on every rank's share, or vLLM beside rank 0.
 
-Rank 0 makes a round alone (``rollouts.making``), as plain code without collectives; the others help it to sample when it asks.
+Rank 0 makes a round alone (``rollouts.round_builder``), as plain code without collectives; the others help it to sample when it asks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from common.files import write_whole
+from common.worker_process import SamplerError
 from data.batches import collate
 from data.chat import Renderer
 from data.types import Prompt, Sequence
@@ -21,11 +23,9 @@ from models.distributed import World, from_main, gather_objects
 from models.export import export, full_state
 from models.policy import Policy
 from models.reference import score
-from rollouts.ledger import write_whole
 from rollouts.probe import Probe, check_probe
 from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
 from rollouts.vllm_sampler import VllmSampler
-from rollouts.worker_process import SamplerError
 
 T = TypeVar("T")
 Facts = dict[str, Any]

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from config.schema import ConfigError
+from common.errors import ConfigError, DataError
+from common.files import write_whole
 from config.schema_rounds import RoundsConfig
 from data.formats import RowError, answered, prompt_of, text, turns, value
 from data.groups import write_groups
 from data.rows import Row, read_rows
-from data.types import Completion, DataError, Group, Turn
-from rollouts.ledger import sampled_line, sampled_of, write_whole
+from data.types import Completion, Group, Turn
+from rollouts.ledger import sampled_line, sampled_of
 from rollouts.rounds import Sampled, feedback, with_scores
 
 Line = dict[str, Any]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from common.errors import DataError
+from common.files import write_whole
 from data.groups import from_dict, to_dict
-from data.types import DataError, Group
+from data.types import Group
 from rollouts.rounds import Sampled
 
 Facts = dict[str, Any]
@@ -92,17 +93,6 @@ def sampled_of(line: Line) -> Sampled:
     """What ``sampled_line`` wrote. Raises RowError."""
     group = from_dict(line | {"rewards": [0.0] * len(line["completions"])})
     return Sampled(group.prompt, group.completions)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file beside its place, down to the disk, then rename it: a reader sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    with part.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    part.replace(path)
 
 
 def _sha256(content: bytes) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollouts.worker_process import SamplerError
+from common.worker_process import SamplerError
 
 NOISE = {"float32": (1e-3, 1e-4), "bfloat16": (1.0, 0.05), "float16": (0.2, 0.01)}
 """dtype -> (largest, mean) absolute difference of token log-probabilities that rounding explains, nats.

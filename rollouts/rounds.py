@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from config.schema_rounds import RoundsConfig
+from data.chat import Renderer
 from data.types import Completion, Group, Prompt
 from data.views import best_and_worst
 
@@ -113,4 +115,13 @@ def _only(group: Group, which: Sequence[int]) -> Group:
         group,
         completions=tuple(group.completions[i] for i in which),
         rewards=tuple(group.rewards[i] for i in which),
+    )
+
+
+def usable_prompts(prompts: list[Prompt], renderer: Renderer) -> tuple[list[Prompt], Counter[str]]:
+    """The prompts that can be rendered, and for what reasons how many cannot."""
+    rendered = renderer.prompts(prompts)
+    return (
+        [prompt for prompt, ids in zip(prompts, rendered, strict=True) if not isinstance(ids, str)],
+        Counter(ids for ids in rendered if isinstance(ids, str)),
     )

@@ -24,7 +24,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from config.schema import require
+from common.errors import require
 from data.chat import Renderer
 from data.types import Completion, Prompt
 from models.distributed import gather_objects, reshard

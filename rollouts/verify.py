@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from common.imports import import_function
 from config.schema import Config
 from data.chat import Renderer
-from data.sources import import_function
 from data.types import Group, Prompt
 from data.views import prompts_of
 from models.distributed import World, gather_objects, on_main
 from models.policy import Policy
-from rollouts.kept import KeptAnswers
+from rollouts.answer_cache import KeptAnswers
 from rollouts.samplers import EmbeddedSampler, Sample, Sampler, SamplingSettings
 
 Verifier = Callable[[list[str], list[str | None]], list[float | None]]

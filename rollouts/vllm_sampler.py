@@ -19,13 +19,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from config.schema import ConfigError
+from common.errors import ConfigError
+from common.worker_process import SamplerError, WorkerProcess
 from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt, Sequence
 from rollouts.samplers import Sample, SamplingSettings
 from rollouts.vllm_messages import Drawn, DrawRequest, EngineOptions, TokenRow
-from rollouts.worker_process import SamplerError, WorkerProcess
 
 WORKER = "rollouts.vllm_worker"
 

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
+from common.worker_process import serve
 from rollouts.vllm_messages import Drawn, DrawRequest, EngineOptions, TokenRow
-from rollouts.worker_process import serve
 
 if TYPE_CHECKING:
     import torch

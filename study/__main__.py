@@ -18,9 +18,9 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
-from config.checks import ConfigError, StoppedError, require
+from common.errors import ConfigError, StoppedError, require
+from common.files import write_whole
 from launch.grid import Run, Settings
-from rollouts.ledger import write_whole
 from study.plan import CHOSEN, DEFAULT_NORM, FULL, PLAN, QUICK, TUNED, Plan, best, read_chosen, read_plan
 from study.records import collect, finished
 from study.runner import run_all

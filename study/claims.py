@@ -10,8 +10,8 @@ from pathlib import Path
 import yaml  # type: ignore[import-untyped]
 from scipy import stats
 
-from config.checks import require
-from launch.statistics import SIGNIFICANT, Comparison, Mean, holm, mean, paired
+from common.errors import require
+from reports.statistics import SIGNIFICANT, Comparison, Mean, holm, mean, paired
 from study.records import Record
 
 CLAIMS = Path(__file__).parent / "claims.yaml"

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from launch.pictures import STYLE
-from launch.statistics import mean
+from reports.statistics import mean
 from study.claims import by_cell, interval
 from study.records import Record
 

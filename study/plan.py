@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from config.checks import ConfigError, require
+from common.errors import ConfigError, require
 from launch.grid import Run, Settings
 
 PLAN, CHOSEN = Path(__file__).parent / "plan.yaml", "chosen.yaml"

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from config.checks import ConfigError, require
+from common.errors import ConfigError, require
+from common.files import write_whole
 from launch.collect import read_run
 from launch.grid import Run, override
-from rollouts.ledger import write_whole
 
 FACTS = "study.json"
 

@@ -17,7 +17,7 @@ import jinja2
 
 from launch.grid import Settings
 from launch.results import markdown
-from launch.statistics import mean
+from reports.statistics import mean
 from study.claims import FEWEST_SEEDS, GREATER, NOT_RUN, SEEN, Answer, answers, by_cell, interval, read_claims
 from study.figures import GREEDY, SAMPLED, figures, part_seconds, svg
 from study.plan import DEFAULT_NORM, MAIN, TUNED, Plan

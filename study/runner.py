@@ -21,13 +21,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from config.checks import StoppedError
+from common.errors import StoppedError
+from common.files import write_whole
+from common.worker_process import live_while
 from launch.grid import CONFIG_DIR, Run
-from rollouts.ledger import write_whole
-from rollouts.worker_process import live_while
+from reports.progress import progress
+from reports.provenance import git_commit
 from study.records import FACTS, finished
-from trainers.progress import progress
-from trainers.provenance import git_commit
 
 RUNS_OF_A_PROCESS = 40
 """About as many, then it is replaced: nothing that a library keeps grows for hours."""

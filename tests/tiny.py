@@ -9,7 +9,8 @@ import torch
 from hydra import compose, initialize_config_dir
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from config.schema import Config, load
+from config.load import load
+from config.schema import Config
 from data.types import Example, Sequence
 from models.policy import Policy
 

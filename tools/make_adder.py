@@ -14,14 +14,15 @@ from statistics import fmean
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
-from config.schema import DataConfig, ModelConfig
+from config.schema_data import DataConfig
+from config.schema_model import ModelConfig
 from data import adder
 from data.chat import Renderer, make_renderer
 from data.groups import write_groups
 from data.types import Completion, Group, Prompt
 from data.views import best_and_worst
 from models.distributed import start
-from models.policy import load_policy, load_tokenizer
+from models.pretrained import load_policy, load_tokenizer
 from rollouts.samplers import EmbeddedSampler, Sample, Sampler, SamplingSettings
 
 CHARACTERS = "0123456789+=;"

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from config.checks import StoppedError
+from common.errors import StoppedError
 from config.schema import Config
 from data.batches import Segment, cut, microbatch
 from data.types import Example, Microbatch, Sequences
@@ -99,7 +99,7 @@ class BasicTrainer(ABC):
         self.engine: dict[str, float] = {}
         """The same as the engine believed it that sampled the row (for ``engine_gap``); empty where no engine did."""
         self.observe: Callable[[Microbatch, TokenScores], None] = lambda micro, scores: None
-        """Told of every microbatch of a step (trainers.diagnostics). It must not make the host wait for the device."""
+        """Told of every microbatch of a step (jobs.diagnostics). It must not make the host wait for the device."""
         self.optimizer = make_optimizer(policy, config)
         self.progress = Progress()
         self.packing, _ = packs_rows(config.model, causal_lm(cast(Policy, policy).model).config)

@@ -9,12 +9,13 @@ from dataclasses import replace
 import numpy as np
 from torch import nn
 
-from config.schema import Config, require
+from common.errors import require
+from config.schema import Config
 from data import views
 from data.batches import Segment
 from data.types import Example, Sequence
 from models.distributed import World
-from models.policy import load_tokenizer
+from models.pretrained import load_tokenizer
 from trainers.losses.base import LossResult
 from trainers.sft import SFTTrainer
 

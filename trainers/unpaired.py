@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from config.schema import Config, ConfigError
+from common.errors import ConfigError
+from config.schema import Config
 from data import views
 from data.batches import Segment
 from data.types import Example, Microbatch

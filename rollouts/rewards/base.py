@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from config.checks import StoppedError
+from common.errors import StoppedError
 from data.types import Prompt
 
 EXAMPLES = 3

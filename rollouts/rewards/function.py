@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from config.schema import ConfigError
+from common.errors import ConfigError
+from common.imports import import_function
 from config.schema_rewards import FunctionConfig
-from data.sources import import_function
 from data.types import Prompt
 from rollouts.rewards.base import Missing, RewardError
 from rollouts.rewards.pool import Pool

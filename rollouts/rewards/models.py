@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from config.schema import ConfigError, require
+from common.errors import ConfigError, require
 from config.schema_rewards import ClassifierConfig, RewardModelConfig
 from data.chat import Renderer, load_template
 from data.types import Completion, Prompt

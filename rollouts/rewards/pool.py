@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from config.schema import ConfigError
-from data.sources import import_function
+from common.errors import ConfigError
+from common.imports import import_function
+from common.worker_process import SamplerError, WorkerProcess, serve
 from rollouts.rewards.base import Missing, RewardError
-from rollouts.worker_process import SamplerError, WorkerProcess, serve
 
 START_S = 180.0
 """Seconds a worker may take to import what it will run."""

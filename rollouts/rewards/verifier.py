@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from config.schema import ConfigError
+from common.errors import ConfigError
 from config.schema_rewards import VerifierConfig
 from data.types import Prompt
 from rollouts.rewards.base import Missing, RewardError

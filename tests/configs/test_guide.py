@@ -7,9 +7,9 @@ import shlex
 
 import pytest
 
+from jobs.job import Job
 from models.distributed import start
 from tests.tiny import ROOT, make_config
-from trainers.job import Job
 
 GUIDE = (ROOT / "docs" / "from-halos-and-trl.md").read_text()
 COMMANDS = [

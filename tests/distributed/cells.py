@@ -11,12 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from config.schema import ModelConfig
+from config.schema_model import ModelConfig
 from data.batches import Segment, collate
 from data.types import Example, Sequence
 from models.distributed import World, local, start
 from models.loading import load_sharded
-from models.policy import load_policy
+from models.pretrained import load_policy
 from models.reference import score, weights_fingerprint
 from tests.engine import engine_config, make_trainer, run, weights
 from tests.tiny import KINDS, VOCABULARY, random_groups, tiny_llama

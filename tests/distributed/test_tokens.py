@@ -11,10 +11,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from data.chat import Renderer, make_renderer
+from jobs.assembly import trainer_class
+from jobs.plan import make_plan
 from models.distributed import start
-from models.policy import load_tokenizer
+from models.pretrained import load_tokenizer
 from tests.tiny import make_config
-from trainers.setup import make_plan, trainer_class
 
 
 def worker(rank: int, folder: str) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from jobs.watch import Run
+from reports.tracking import Tracker
 from tests.distributed.torture import start
 from tests.tiny import make_config
 from train import train
-from trainers.run import Run
-from trainers.tracking import Tracker
 
 RUN = (
     "n_examples=320",

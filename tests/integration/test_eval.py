@@ -16,7 +16,7 @@ from data.adder import accuracy, rewards
 from launch.collect import read_run
 from tests.integration.test_stages import command
 from tests.tiny import ROOT
-from tests.unit.trainers.test_tracking import keyed, records
+from tests.unit.reports.test_tracking import keyed, records
 
 TRAIN = (
     "n_examples=64",

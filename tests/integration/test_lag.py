@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import rollouts.setup
+import jobs.online
 from models.export import full_state
-from models.policy import load_policy
+from models.pretrained import load_policy
 from rollouts.engines import VllmEngine, attempt, outcome
 from rollouts.ledger import RoundFolder
-from rollouts.making import Maker
+from rollouts.round_builder import Maker
 from rollouts.samplers import EmbeddedSampler
 from tests.integration.online import lines, rounds, run_online
 from tests.tiny import make_config
@@ -69,8 +69,8 @@ class Second:
 
 @pytest.fixture(autouse=True)
 def second(monkeypatch):
-    monkeypatch.setattr(rollouts.setup, "VllmSampler", lambda *_, **__: None)
-    monkeypatch.setattr(rollouts.setup.Online, "_engine", lambda self, policy: Second(policy, self.renderer))
+    monkeypatch.setattr(jobs.online, "VllmSampler", lambda *_, **__: None)
+    monkeypatch.setattr(jobs.online.Online, "_engine", lambda self, policy: Second(policy, self.renderer))
     monkeypatch.setattr(Second, "threads", set())
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from config.checks import StoppedError
+from common.errors import StoppedError
 from data.groups import read_groups
 from tests.integration.online import SHORT, function, lines, rounds, run_online
 from tests.tiny import ROOT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollouts.worker_process import SamplerError
+from common.worker_process import SamplerError
 from tests.integration.online import lines, rounds, run_online
 
 pytest.importorskip(
@@ -17,7 +17,7 @@ VLLM = ("online=true", "humanline=true", "sampler=vllm", "sampler.enforce_eager=
 @pytest.mark.slow
 def test_two_rounds_with_a_kill_between_sampling_and_scoring(tmp_path, monkeypatch):
     """The engine takes each round's weights and agrees with the trainer on the probe; what was sampled is not sampled again."""
-    from rollouts.making import Maker
+    from rollouts.round_builder import Maker
 
     score = Maker._score
 
@@ -46,7 +46,7 @@ def test_two_rounds_with_a_kill_between_sampling_and_scoring(tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_old_weights_stop_the_run(tmp_path, monkeypatch):
-    from config.checks import StoppedError
+    from common.errors import StoppedError
     from rollouts.vllm_sampler import VllmSampler
 
     load = VllmSampler.load

@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from config.checks import ConfigError
+from common.errors import ConfigError
 from export import export_run
+from jobs.signals import REQUEUE
+from jobs.watch import Run
 from models.checkpoint import Checkpoints
 from tests.tiny import ROOT, make_config
 from train import train
 from trainers.basic import BasicTrainer
-from trainers.run import Run
-from trainers.signals import REQUEUE
 
 SMALL = (
     "n_examples=192",
@@ -224,7 +224,7 @@ def test_a_dry_run_writes_nothing(tmp_path, cache, capfd):
 
 def test_a_full_disk_at_the_start_stops_the_run_later_it_does_not(tmp_path, cache, monkeypatch, capfd):
     import models.checkpoint as module
-    from config.checks import StoppedError
+    from common.errors import StoppedError
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -248,7 +248,7 @@ def test_a_full_disk_at_the_start_stops_the_run_later_it_does_not(tmp_path, cach
 def test_gradients_that_are_not_finite_stop_the_run_after_n_and_leave_their_batches(
     tmp_path, cache, monkeypatch
 ):
-    from config.checks import StoppedError
+    from common.errors import StoppedError
 
     real = BasicTrainer.compute_loss
     from trainers.paired import PairedPreferenceTrainer

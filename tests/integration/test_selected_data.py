@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from jobs.watch import Run
 from tests.distributed.torture import start
 from tests.tiny import ROOT, make_config
 from train import train
 from trainers.basic import BasicTrainer
-from trainers.run import Run
 
 PAIRS = 64
 RUN = (

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from jobs.assembly import Offline, make_loss
 from models.checkpoint import Checkpoints
 from models.distributed import start
 from models.export import full_state
@@ -16,7 +17,6 @@ from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import tiny_policy
 from trainers.basic import BasicTrainer, Progress
 from trainers.losses.base import TokenScores
-from trainers.setup import Offline, make_loss
 
 STEPS = 7
 TRUST = {"hard-1": (1, 1.0), "hard-3": (3, 1.0), "soft-1": (1, 0.3), "soft-2": (2, 0.6)}

@@ -12,12 +12,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from data.batches import Segment
+from jobs.assembly import make_loss
 from models.policy import Policy
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import tiny_llama
 from trainers.basic import BasicTrainer
 from trainers.losses.base import TokenScores
-from trainers.setup import make_loss
 
 STEPS, LR = 7, 0.003
 

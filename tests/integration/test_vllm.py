@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from common.worker_process import ROOT, SamplerError
 from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt, Sequence, Turn
 from rollouts.probe import check_probe
 from rollouts.samplers import SamplingSettings
 from rollouts.vllm_sampler import VllmSampler, installed
-from rollouts.worker_process import ROOT, SamplerError
 from tests.unit.data.tiny_tokenizers import tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(
@@ -122,7 +122,7 @@ import sys
 from pathlib import Path
 from rollouts.vllm_messages import DrawRequest, EngineOptions
 from rollouts.vllm_sampler import WORKER, engine_environment
-from rollouts.worker_process import WorkerProcess
+from common.worker_process import WorkerProcess
 from config.schema_sampler import SamplerConfig
 
 folder = Path(sys.argv[1])

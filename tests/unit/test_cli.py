@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from config.checks import ConfigError
+from common.errors import ConfigError
 from tests.tiny import ROOT, make_config
 from train import train
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from config.schema import ConfigError, DataConfig
+from common.errors import ConfigError
+from config.schema_data import DataConfig
 from data import adder
 from data.adder import CLEAN, Noise, addition, demonstration
 from data.chat import make_renderer

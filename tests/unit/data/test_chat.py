@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config.schema import ConfigError, DataConfig, ModelConfig
+from common.errors import ConfigError, DataError
+from config.schema_data import DataConfig
+from config.schema_model import ModelConfig
 from data.chat import DEFAULT_TEMPLATE, Renderer, chat_fingerprint, load_template, make_renderer
-from data.types import Completion, DataError, Prompt, Sequence, Turn
+from data.types import Completion, Prompt, Sequence, Turn
 from tests.unit.data.tiny_tokenizers import END_OF_TURN, FAMILIES, tiny_tokenizer
 
 TOKENIZERS = {family: tiny_tokenizer(family) for family in FAMILIES}

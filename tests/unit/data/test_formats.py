@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.schema import ConfigError, DataConfig
+from common.errors import ConfigError, DataError
+from config.schema_data import DataConfig
 from data.formats import common_beginning
 from data.groups import from_dict, read_groups, to_dict, write_groups
 from data.rows import Loaded, Row
 from data.sources import convert, detect
-from data.types import Completion, DataError, Group, Prompt, Turn
+from data.types import Completion, Group, Prompt, Turn
 
 CONFIG = DataConfig(name="test", source="-")
 

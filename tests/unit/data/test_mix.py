@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.errors import ConfigError
 from config.files import data_file
-from config.schema import ConfigError, DataConfig, MixPart
+from config.schema_data import DataConfig, MixPart
 from data.mix import by_weight, mixed, part_config
 from data.sources import load_splits
 from data.types import Completion, Group, Prompt, Turn

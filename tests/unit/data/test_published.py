@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from config.schema import DataConfig
+from config.schema_data import DataConfig
 from data.chat import Renderer, load_template
 from data.published import transcript
 from data.rows import Loaded, Row

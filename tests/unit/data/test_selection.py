@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.checks import ConfigError, StoppedError
+from common.errors import ConfigError, StoppedError
 from data.selection import places, select
 from tests.tiny import make_config
 

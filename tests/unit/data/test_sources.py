@@ -10,10 +10,11 @@ from pathlib import Path
 import datasets
 import pytest
 
-from config.schema import ConfigError, DataConfig
+from common.errors import ConfigError, DataError
+from config.schema_data import DataConfig
 from data.rows import Loaded
 from data.sources import hold_out, load_groups, load_splits, local
-from data.types import Completion, DataError, Group, Prompt, Turn
+from data.types import Completion, Group, Prompt, Turn
 
 RECORDS = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(40)]
 

@@ -14,11 +14,10 @@ import yaml
 from huggingface_hub import constants
 from omegaconf import OmegaConf
 
-from config.checks import ConfigError
-from config.schema import typed
+from common.errors import ConfigError, DataError
+from config.load import typed
 from config.schema_benchmarks import AlpacaEvalConfig, LmEvalConfig
 from config.schema_eval import EvalStage
-from data.types import DataError
 from evals import alpaca, alpaca_files
 from evals.base import Target
 from evals.running import evaluate
@@ -371,7 +370,7 @@ def test_answers_judgements_and_rates_in_one_run_that_goes_on_where_it_stopped(
         o["output"].count(";") == 2 for o in outputs
     )  # the embedded model's form, without special tokens
     endpoint.behave, endpoint.asked = Judge.behave, type(endpoint.asked)()
-    monkeypatch.setattr("rollouts.drawing.opened", None)  # what was answered is not sampled again
+    monkeypatch.setattr("rollouts.generate.opened", None)  # what was answered is not sampled again
     [found] = evaluate([target(out)], stage(**own), start())
     assert endpoint.asked == {QUESTIONS[2]: 1}
     assert (

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from config.checks import StoppedError
+from common.errors import StoppedError
 from config.schema_benchmarks import AlpacaEvalConfig
 from evals import alpaca_judge
 from evals.alpaca_judge import estimate, judge

@@ -10,8 +10,8 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
-from config.checks import ConfigError, StoppedError
-from config.schema import typed
+from common.errors import ConfigError, StoppedError
+from config.load import typed
 from config.schema_eval import EvalStage
 from data import adder
 from data.chat import make_renderer
@@ -20,7 +20,7 @@ from evals import harness
 from evals.base import Target
 from evals.running import evaluate
 from models.distributed import start
-from models.policy import load_tokenizer
+from models.pretrained import load_tokenizer
 from rollouts.samplers import EmbeddedSampler, SamplingSettings
 from tests.tiny import make_config
 

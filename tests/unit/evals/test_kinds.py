@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from config.checks import StoppedError
+from common.errors import StoppedError
 from config.schema_eval import EvalStage
 from data import adder
 from data.chat import Renderer
@@ -56,7 +56,7 @@ def test_maths_is_checked_by_math_verify(renderer):
 
 
 def accuracy_of(data: str):
-    from data.sources import import_function
+    from common.imports import import_function
 
     return import_function(
         "accuracy.verifier", accuracy.verifier_path(make_config(f"data={data}").data, STAGE)

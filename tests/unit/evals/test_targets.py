@@ -10,8 +10,8 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from config.checks import ConfigError
-from config.schema import dump, load
+from common.errors import ConfigError
+from config.load import dump, load
 from eval import evaluate
 from evals.targets import over_run
 from tests.tiny import ROOT

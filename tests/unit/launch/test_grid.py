@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.schema import ConfigError
+from common.errors import ConfigError
 from launch.grid import Hours, matches, override, parse_overrides, read_sweep
 from launch.state import compose_config
 

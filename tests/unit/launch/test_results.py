@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from config.schema import dump
+from config.load import dump
 from launch import results
 from launch.collect import numbers, of_folders, read_run
 from launch.results import cells_of
 from launch.state import compose_config
-from launch.statistics import Mean, compare, holm, mean, paired
+from reports.statistics import Mean, compare, holm, mean, paired
 
 METRIC = "eval_accuracy_sampled"
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from config.schema import ConfigError
+from common.errors import ConfigError
 from launch.grid import Run
 from launch.slurm import (
     ROOT,

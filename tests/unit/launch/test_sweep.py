@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from config.schema import ConfigError, dump
+from common.errors import ConfigError
+from config.load import dump
 from launch import local, sweep
 from launch.estimate import _PLAN, EstimateError, dry_run, hours_at, hours_of
 from launch.grid import Run

@@ -17,11 +17,13 @@ from transformers import (
     Qwen2Config,
 )
 
-from config.schema import ConfigError, ModelConfig
+from common.errors import ConfigError
+from config.schema_model import ModelConfig
 from data.batches import collate
 from data.types import Sequence
 from models.attention import MODEL_TYPES
-from models.policy import Policy, check_model, decoder_blocks
+from models.policy import Policy, decoder_blocks
+from models.pretrained import check_model
 from tests.tiny import ROOT, VOCABULARY, random_row
 
 CPU = torch.device("cpu")

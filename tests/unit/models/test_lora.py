@@ -7,10 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.utils import logging
 
-from config.schema import ConfigError, ModelConfig, PeftConfig
+from common.errors import ConfigError
+from config.schema_model import ModelConfig, PeftConfig
 from models.distributed import shard, start
 from models.export import export, full_state
-from models.policy import Policy, decoder_blocks, load_policy
+from models.policy import Policy, decoder_blocks
+from models.pretrained import load_policy
 from tests.tiny import tiny_llama, tiny_policy
 from tests.unit.models.test_policy import CPU, batch, tokenizer
 

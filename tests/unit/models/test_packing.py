@@ -7,17 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from config.schema import ModelConfig
+from config.schema_model import ModelConfig
 from data.batches import Segment
+from jobs.assembly import make_loss, trainer_class
 from models import attention
 from models.attention import flash_fails, packs_rows
 from models.distributed import shard, start
 from models.memory import estimate_memory
-from models.policy import decoder_blocks, load_policy
+from models.policy import decoder_blocks
+from models.pretrained import load_policy
 from tests.engine import engine_config, run, weights
 from tests.tiny import random_groups, tiny_llama
 from tests.unit.models.test_families import FAMILIES
-from trainers.setup import make_loss, trainer_class
 
 OPEN = ModelConfig(name="m", name_or_path="m", max_length=64, max_prompt_length=32)
 

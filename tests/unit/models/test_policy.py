@@ -13,19 +13,13 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from config.schema import ConfigError, ModelConfig
+from common.errors import ConfigError
+from config.schema_model import ModelConfig
 from data.batches import FILL, collate
 from models.distributed import shard, start
 from models.export import export, full_state
-from models.policy import (
-    check_model,
-    checkpoint_activations,
-    decoder_blocks,
-    export_dtype,
-    load_policy,
-    load_tokenizer,
-    resolve_model_path,
-)
+from models.policy import checkpoint_activations, decoder_blocks
+from models.pretrained import check_model, export_dtype, load_policy, load_tokenizer, resolve_model_path
 from tests.tiny import ROOT, VOCABULARY, random_row, tiny_llama, tiny_policy
 
 CPU = torch.device("cpu")

@@ -2,8 +2,8 @@
 
 import os
 
+from common.worker_process import serve
 from rollouts.vllm_messages import Drawn, DrawRequest, EngineOptions, TokenRow
-from rollouts.worker_process import serve
 
 
 class FakeEngine:

@@ -6,11 +6,12 @@ import json
 
 import pytest
 
-from config.schema import ConfigError, DataConfig
+from common.errors import ConfigError, DataError
+from config.schema_data import DataConfig
 from config.schema_rounds import RoundsConfig
 from config.schema_stages import LabelStage, SampleStage, plus, stage_settings
 from data.sources import load_groups
-from data.types import Completion, DataError, Prompt, Turn
+from data.types import Completion, Prompt, Turn
 from rollouts.files import read_samples, refuse_existing, write_feedback, write_samples
 from rollouts.rounds import Sampled
 

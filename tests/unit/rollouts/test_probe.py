@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from common.worker_process import SamplerError
 from rollouts.probe import NOISE, check_probe
-from rollouts.worker_process import SamplerError
 
 RNG = np.random.default_rng(0)
 TRAINER = [list(-RNG.exponential(2.0, n)) for n in (3, 40, 17)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from config.schema import ConfigError
+from common.errors import ConfigError
 from config.schema_rewards import (
     ClassifierConfig,
     FunctionConfig,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.schema import ConfigError
+from common.errors import ConfigError
 from config.schema_rewards import FunctionConfig, RewardConfig
 from data.adder import addition, rewards
 from data.types import Prompt, Turn

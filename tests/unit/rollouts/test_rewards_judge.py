@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from config.schema import ConfigError
+from common.errors import ConfigError
 from config.schema_rewards import JudgeConfig, RewardConfig
 from data.types import Prompt, Turn
 from rollouts.rewards.base import Missing, RewardError

@@ -19,7 +19,7 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from config.schema import ConfigError
+from common.errors import ConfigError
 from config.schema_rewards import ClassifierConfig, RewardConfig, RewardModelConfig
 from data.types import Prompt, Turn
 from rollouts.rewards.armorm import ArmoRM, ArmoRMHead, armorm, gate_position

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.schema import ConfigError, DataConfig
+from common.errors import ConfigError, DataError
+from config.schema_data import DataConfig
 from config.schema_rounds import RoundsConfig
 from data.groups import to_dict
 from data.sources import load_groups
-from data.types import Completion, DataError, Prompt, Turn
+from data.types import Completion, Prompt, Turn
 from rollouts.ledger import RoundFolder, sampled_line, sampled_of
 from rollouts.rounds import EQUAL, SILENT, TOO_EQUAL, TOO_FEW, Contexts, Sampled, feedback
 from tests.tiny import make_config

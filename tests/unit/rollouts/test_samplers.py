@@ -14,12 +14,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import AutoTokenizer, GenerationConfig
 
-from config.schema import ConfigError, ModelConfig, PeftConfig
+from common.errors import ConfigError, DataError
+from config.schema_model import ModelConfig, PeftConfig
 from data import adder
 from data.chat import Renderer
-from data.types import DataError, Prompt, Turn
+from data.types import Prompt, Turn
 from models.distributed import World, shard, start, stop
-from models.policy import Policy, causal_lm, decoder_blocks, load_policy
+from models.policy import Policy, causal_lm, decoder_blocks
+from models.pretrained import load_policy
 from rollouts.samplers import Draw, EmbeddedSampler, Sample, SamplingSettings, left_padded, uniforms
 from tests.tiny import ROOT
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from config.schema import ConfigError, DataConfig
+from common.errors import ConfigError
+from config.schema_data import DataConfig
 from data import adder
 from data.chat import Renderer
 from data.sources import load_groups
 from data.types import Group, Prompt, Turn
 from models.distributed import start
-from models.policy import load_policy
+from models.pretrained import load_policy
 from rollouts.samplers import Sample, SamplingSettings
 from rollouts.verify import Accuracy, make_accuracy
 from tests.tiny import ROOT, make_config

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from config.schema import ConfigError
+from common.errors import ConfigError
+from common.worker_process import ROOT, SamplerError
 from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt, Sequence, Turn
 from rollouts import vllm_sampler
 from rollouts.samplers import SamplingSettings
 from rollouts.vllm_sampler import VllmSampler, engine_environment, sample_seed
-from rollouts.worker_process import ROOT, SamplerError
 from tests.unit.data.tiny_tokenizers import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer("llama3")

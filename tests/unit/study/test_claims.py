@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from launch.statistics import Mean
+from reports.statistics import Mean
 from study.claims import (
     GREATER,
     MATCH,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from config.checks import ConfigError
+from common.errors import ConfigError
 from launch.state import compose_config
 from study.plan import CHOSEN as FILE_OF_CHOSEN
 from study.plan import FULL, MAIN, PLAN, QUICK, best, read_chosen, read_plan

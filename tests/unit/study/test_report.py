@@ -9,7 +9,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from config.checks import ConfigError
+from common.errors import ConfigError
 from launch.grid import Run
 from study.plan import FULL, QUICK, read_plan
 from study.records import FACTS, Record, collect, read_records, write_records

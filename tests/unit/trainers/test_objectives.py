@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import LlamaForSequenceClassification
 
-from config.schema import ConfigError
+from common.errors import ConfigError
 from data.batches import Segment
 from data.types import Completion, Example, Group, Prompt, Sequence, Turn
 from data.views import centred, weighted
 from models.checkpoint import Checkpoints
 from models.distributed import local, start
-from models.policy import RewardModel, ValuePolicy
+from models.heads import RewardModel, ValuePolicy
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import KINDS, make_config, tiny_llama, tiny_policy
 from trainers.csft import ConditionedSFTTrainer, control_tokens

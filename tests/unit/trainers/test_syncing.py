@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from config.schema import ConfigError
+from common.errors import ConfigError
 from tests.tiny import make_config, tiny_policy
 from trainers.syncing import SoftReference, Syncing
 

@@ -1,0 +1,39 @@
+"""The errors that a user can mend. Each message says what is wrong and what to do; programs print it without a traceback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class UserError(Exception):
+    """What ends a program with one message instead of a traceback (``config.cli.guarded``)."""
+
+
+class ConfigError(UserError, ValueError):
+    """A setting that cannot be honoured. ``str()`` is the one message a user sees: key, value, remedy."""
+
+    def __init__(self, key: str, value: Any, remedy: str) -> None:
+        super().__init__(f"{key}={value}: {remedy}")
+        self.key, self.value, self.remedy = key, value, remedy
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, Any, str]]:
+        return type(self), (self.key, self.value, self.remedy)  # it goes from rank 0 to the others
+
+
+class DataError(UserError, ValueError):
+    """A data file or row that cannot be used, with the file, the row and the remedy in the message."""
+
+
+class StoppedError(UserError, RuntimeError):
+    """A run that cannot go on; the message says why and what to do."""
+
+
+def require(condition: bool, key: str, value: Any, remedy: str) -> None:
+    """Raise ConfigError(key, value, remedy) unless ``condition``."""
+    if not condition:
+        raise ConfigError(key, value, remedy)
+
+
+def one_of(key: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """Raise ConfigError unless ``value`` is one of ``allowed``."""
+    require(value in allowed, key, value, f"use one of {', '.join(str(a) for a in allowed)}")

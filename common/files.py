@@ -1,0 +1,43 @@
+"""Files that are written whole or not at all, and their checksums."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file beside its place, down to the disk, then rename it: a reader sees all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    with part.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    part.replace(path)
+
+
+_CHUNK = 1 << 22
+
+
+def files_digest(paths: Iterable[Path]) -> str:
+    """SHA-256 of a file, 64 hex digits; of several, that of the lines which ``sha256sum`` would print of them."""
+    digests = [
+        (path.name, _sha256(path, (about := path.stat()).st_size, about.st_mtime_ns)) for path in paths
+    ]
+    if len(digests) == 1:
+        return digests[0][1]
+    return hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in digests).encode()).hexdigest()
+
+
+@cache
+def _sha256(path: Path, size: int, changed: int) -> str:
+    """Of a file of this size, last changed then: it is read once, however often it is asked for."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while part := stream.read(_CHUNK):
+            digest.update(part)
+    return digest.hexdigest()

@@ -1,0 +1,20 @@
+"""What a setting names by its import path."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from common.errors import ConfigError
+
+
+def import_function(key: str, path: str) -> Any:
+    """The function or class that the setting ``key`` names as ``module.name``. Raises ConfigError."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(key, path, f"cannot be imported ({error}); give it as module.function") from error
+    if not callable(found):
+        raise ConfigError(key, path, "is not a function")
+    return found

@@ -1,0 +1,78 @@
+"""The settings of the data: where groups come from and which of them are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.errors import require
+
+
+@dataclass
+class MixPart:
+    """One set of ``data=mix``: a file of config/data, its weight, and another path to read it from."""
+
+    name: str = "???"
+    weight: float = 1.0
+    path: str | None = None
+    eval_path: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self.weight > 0, "data.mix.weight", self.weight, f"of {self.name} must be above 0")
+
+
+@dataclass
+class DataConfig:
+    """Where groups come from. ``source`` is the import path of ``f(config, split) -> data.sources.Loaded``."""
+
+    name: str = "???"
+    source: str = "???"
+    path: str | None = None
+    eval_path: str | None = None
+    revision: str | None = None
+    subset: str | None = None
+    data_dir: str | None = None
+    split: str = "train"
+    eval_split: str | None = None
+    eval_fraction: float = 0.05
+    format: str = "auto"
+    columns: dict[str, str] | None = None
+    system_prompt: str | None = None
+    apply_chat_template: bool = True
+    score_threshold: float = 0.0
+    verifier: str | None = None
+    frac_unique_desirable: float = 1.0
+    frac_unique_undesirable: float = 1.0
+    logprob_range: list[float] | None = None
+    mix: list[MixPart] | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("frac_unique_desirable", "frac_unique_undesirable"):
+            require(
+                0 <= getattr(self, key) <= 1,
+                f"data.{key}",
+                getattr(self, key),
+                "is a share of the examples: must lie in [0, 1]",
+            )
+        mixes = self.source == "data.mix.mixed"
+        require(
+            bool(self.mix) == mixes,
+            "data.mix",
+            self.mix,
+            "name the sets, as in 'data.mix=[{name: hh, weight: 0.7}, {name: shp, weight: 0.3}]'"
+            if mixes
+            else "is for data=mix",
+        )
+        require(self.score_threshold >= 0, "data.score_threshold", self.score_threshold, "must be 0 or more")
+        ends = self.logprob_range
+        require(
+            ends is None or (len(ends) == 2 and 0 <= ends[0] < ends[1] <= 1),
+            "data.logprob_range",
+            ends,
+            "give two shares of the groups, from the least likely on, as in [0.25, 1]: 0 <= low < high <= 1; null keeps all",
+        )
+        require(
+            0 <= self.eval_fraction < 1,
+            "data.eval_fraction",
+            self.eval_fraction,
+            "is the share of the prompts held out for evaluation: must lie in [0, 1)",
+        )

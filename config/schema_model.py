@@ -1,0 +1,87 @@
+"""The settings of the model: what is loaded, how it is sharded and run, LoRA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.errors import one_of, require
+
+
+@dataclass
+class PeftConfig:
+    """LoRA (peft.LoraConfig). Dropout is not offered: the reference is scored by the policy itself, which must not be random."""
+
+    lora_r: int = 64
+    lora_alpha: int = 256
+    target_modules: Any = "all-linear"
+
+    def __post_init__(self) -> None:
+        require(self.lora_r >= 1, "model.peft.lora_r", self.lora_r, "must be at least 1")
+        require(self.lora_alpha >= 1, "model.peft.lora_alpha", self.lora_alpha, "must be at least 1")
+
+
+@dataclass
+class ModelConfig:
+    name: str = "???"
+    name_or_path: str = "???"
+    revision: str | None = None
+    tokenizer_name_or_path: str | None = None
+    chat_template: str | None = None
+    trust_remote_code: bool = False
+    attn_implementation: str = "sdpa"
+    dtype: str = "bfloat16"
+    export_dtype: str | None = None
+    from_config: bool = False
+    head: str | None = None
+    control_tokens: dict[str, str] = field(
+        default_factory=lambda: {"chosen": "<|good|>", "rejected": "<|bad|>"}
+    )
+    batch_size: int = 32
+    gradient_accumulation_steps: int = 1
+    eval_batch_size: int = 64
+    max_length: int = 2048
+    max_prompt_length: int = 1024
+    max_grad_norm: float = 1.0
+    activation_checkpointing: bool = False
+    compile: bool = False
+    packing: bool | None = None
+    use_peft: bool = False
+    peft: PeftConfig = field(default_factory=PeftConfig)
+
+    def __post_init__(self) -> None:
+        for key in (
+            "batch_size",
+            "gradient_accumulation_steps",
+            "eval_batch_size",
+            "max_length",
+            "max_prompt_length",
+        ):
+            require(getattr(self, key) >= 1, f"model.{key}", getattr(self, key), "must be at least 1")
+        require(
+            self.max_prompt_length < self.max_length,
+            "model.max_prompt_length",
+            self.max_prompt_length,
+            f"must be less than model.max_length={self.max_length}, or no room is left for a completion",
+        )
+        require(
+            self.max_grad_norm > 0,
+            "model.max_grad_norm",
+            self.max_grad_norm,
+            "must be above 0 (use inf for no clipping)",
+        )
+        one_of("model.head", self.head, (None, "value", "reward"))
+        require(
+            self.head != "reward" or not self.use_peft,
+            "model.use_peft",
+            True,
+            "a reward model's head is trained: no adapters",
+        )
+        one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
+        one_of("model.export_dtype", self.export_dtype, (None, "float32", "bfloat16", "float16"))
+        require(
+            self.batch_size % self.gradient_accumulation_steps == 0,
+            "model.gradient_accumulation_steps",
+            self.gradient_accumulation_steps,
+            f"must divide model.batch_size={self.batch_size}",
+        )

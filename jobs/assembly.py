@@ -1,0 +1,117 @@
+"""The loss, the trainer and the source that the settings name. What they refuse is refused before weights are loaded."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from common.errors import ConfigError, require
+from common.imports import import_function
+from config.schema import RESERVED_LOSS_KEYS, Config
+from data.batches import Segment
+from trainers.basic import BasicTrainer
+from trainers.losses.base import LossResult, TokenScores
+
+Loss = Callable[..., LossResult]
+
+
+def make_loss(config: Config) -> Loss:
+    """The loss function with its numbers filled in. Raises ConfigError for a number it does not take or lacks."""
+    function = import_function("loss._target_", config.loss["_target_"])
+    takes = {
+        n: p
+        for n, p in inspect.signature(function).parameters.items()
+        if p.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    numbers = {key: value for key, value in config.loss.items() if key not in RESERVED_LOSS_KEYS}
+    for key, value in numbers.items():
+        require(
+            key in takes,
+            f"loss.{key}",
+            value,
+            f"loss={config.loss['name']} does not take it; it takes {', '.join(takes) or 'no numbers'}",
+        )
+        if "float" in str(takes[key].annotation):
+            number = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+            require(number, f"loss.{key}", value, "must be a number")
+            require(value is None or value >= 0, f"loss.{key}", value, "must be 0 or more")
+            scales = (
+                key in ("beta", "tau") and config.trainer.name != "grpo"
+            )  # there beta weighs a penalty, and 0 is none
+            require(
+                not scales or value > 0, f"loss.{key}", value, "must be above 0, or the loss has no gradient"
+            )
+    for key, parameter in takes.items():
+        require(
+            key in numbers or parameter.default is not inspect.Parameter.empty,
+            f"loss.{key}",
+            "???",
+            f"loss={config.loss['name']} needs it; set it in config/loss/{config.loss['name']}.yaml",
+        )
+    loss = partial(function, **numbers)
+    _try(loss, config)
+    return loss
+
+
+def _try(loss: Loss, config: Config) -> None:
+    """Call the loss once on one token a row, so that what it refuses of its numbers is refused now. A loss with other inputs than
+    those known here is not tried."""
+    zero, one = torch.zeros(1, 1), torch.ones(1)
+    scores = TokenScores(zero, zero, zero, torch.ones(1, 1, dtype=torch.bool))
+    known = {
+        "chosen": scores,
+        "rejected": scores,
+        "scores": scores,
+        "desirable": one > 0,
+        "kl": zero.sum(),
+        "advantages": one,
+    }
+    takes = inspect.signature(loss).parameters.values()
+    needed = [
+        p.name
+        for p in takes
+        if p.kind is not inspect.Parameter.KEYWORD_ONLY and p.default is inspect.Parameter.empty
+    ]
+    if set(needed) <= set(known):
+        try:
+            loss(*(known[name] for name in needed))
+        except ValueError as error:
+            raise ConfigError("loss", config.loss["name"], str(error)) from error
+
+
+def trainer_class(config: Config) -> type[BasicTrainer]:
+    cls = import_function("trainer._target_", config.trainer._target_)
+    require(
+        isinstance(cls, type) and issubclass(cls, BasicTrainer),
+        "trainer._target_",
+        config.trainer._target_,
+        "is not a subclass of trainers.basic.BasicTrainer",
+    )
+    return cls
+
+
+def check_ranks(config: Config, ranks: int) -> None:
+    """Raise ConfigError unless the batch divides into ranks x accumulation steps."""
+    require(
+        ranks % config.replicas == 0, "replicas", config.replicas, f"must divide the number of ranks, {ranks}"
+    )
+    parts = config.model.gradient_accumulation_steps * ranks
+    require(
+        config.model.batch_size % parts == 0,
+        "model.batch_size",
+        config.model.batch_size,
+        f"must be a multiple of ranks x model.gradient_accumulation_steps = {ranks} x {config.model.gradient_accumulation_steps}",
+    )
+
+
+class Offline:
+    """The source of offline training: one segment, all of it."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.only = segment
+
+    def segment(self, index: int) -> Segment | None:
+        return self.only if index == 0 else None

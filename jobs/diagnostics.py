@@ -1,0 +1,157 @@
+"""What explains a run, beside its metrics: ``diagnostics.jsonl``, figures of the report, histograms in wandb (docs/diagnostics.md).
+
+A run is parted into at most LINES intervals of as many steps. Of each: the distribution of the tokens' log-ratios, unclipped, against the
+reference that the loss saw; where in the completions they lie beyond the clipping range; drift; and at its end the entropy of the
+policy. At the start once: the noise of a log-ratio, below which no difference means anything.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from data.batches import FILL, collate
+from data.types import Example, Microbatch, Sequence
+from jobs.tally import EDGES, SIDES, Tally, rounded, sides
+from models.distributed import gather_objects, reshard, sum_over_ranks
+from models.reference import score
+from reports.tracking import Tracking
+from trainers.basic import BasicTrainer
+from trainers.losses.base import TokenScores, token_sum
+
+LINES = 32
+"""Intervals that a run is parted into, at most."""
+SAMPLE = 16
+"""Held-out examples whose rows the policy's entropy, and at the start the noise floor, are measured on, over all ranks."""
+NOISE_ROWS = 8
+"""Of their rows, those that each rank scores twice for the noise floor."""
+
+
+class Diagnostics:
+    """Follows a trainer whose loss has a reference. ``examples``: of these the first are what entropy and noise are measured on (none:
+    they are not); ``steps``: those of the whole plan."""
+
+    def __init__(self, trainer: BasicTrainer, examples: list[Example], steps: int) -> None:
+        self.trainer, self.sample = trainer, examples[:SAMPLE]
+        self.every = max(1, math.ceil(steps / LINES))
+        config = trainer.config
+        self.tally = Tally(config.log_epsilon_P, config.log_epsilon_R, trainer.world.device)
+        self.first = 0
+        """The first step of the interval under way."""
+        trainer.observe = self.observe
+
+    def observe(self, micro: Microbatch, scores: TokenScores) -> None:
+        """Take in a microbatch of a step. Nothing waits for the device."""
+        moved, known = self.trainer.moved(micro, scores, self.trainer.initial)
+        raw = (scores.policy - scores.reference).detach()
+        self.tally.add(sides(micro), raw, scores.mask, moved, known)
+
+    # -- lines ----------------------------------------------------------------------------------------------------------------------
+
+    def begin(self, tracker: Tracking) -> None:
+        """The first line of the file, before step 0: what the others are read with, and what is measured once."""
+        config = self.trainer.config
+        tracker.diagnostics(
+            {
+                "step": -1,
+                "every": self.every,
+                "edges": list(EDGES),
+                "sides": list(SIDES),
+                "noise": noise_floor(self.trainer, self.sample),
+                "log_epsilon_P": config.log_epsilon_P,
+                "log_epsilon_R": config.log_epsilon_R,
+                "clips": config.humanline and config.humanline_mode == "clip",
+                "entropy": self.entropy(),
+            },
+            {},
+        )
+
+    def due(self) -> bool:
+        """Whether an interval ends before the next step."""
+        step = self.trainer.progress.step
+        return step > self.first and step % self.every == 0
+
+    def write(self, tracker: Tracking) -> None:
+        """The line of the steps since the last one, if there were any. Every rank calls it."""
+        at = self.trainer.progress
+        if at.step == self.first:
+            return
+        found = self.tally.describe(self.tally.total())
+        histograms = {f"log_ratio_{side}": (values["histogram"], EDGES) for side, values in found.items()}
+        tracker.diagnostics(
+            {
+                "step": at.step - 1,
+                "first_step": self.first,
+                "examples": at.examples,
+                "tokens": at.tokens,
+                "entropy": self.entropy(),
+                **found,
+            },
+            histograms,
+        )
+        self.tally.clear()
+        self.first = at.step
+
+    # -- going on -------------------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """The interval under way, for a checkpoint. Every rank calls it."""
+        return {"first": self.first, "total": self.tally.total()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.first = state["first"]
+        self.tally.restore(state["total"], mine=self.trainer.world.is_main)
+
+    # -- measured on the weights as they are ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def entropy(self) -> float | None:
+        """The policy's mean entropy a token, nats, along the sample's completions; None without a sample."""
+        trainer = self.trainer
+        total = torch.zeros(2, dtype=torch.float64, device=trainer.world.device)
+        for micro in shares(trainer, self.sample):
+            values = trainer.policy(micro.sequences, entropy=True)
+            reshard(trainer.policy)
+            total += torch.stack(
+                [token_sum(values.double(), micro.sequences.mask).sum(), micro.sequences.mask.sum().double()]
+            )
+        entropies, tokens = sum_over_ranks(total).tolist()
+        return rounded(entropies / tokens) if tokens else None
+
+
+def shares(trainer: BasicTrainer, examples: list[Example]) -> list[Microbatch]:
+    """This rank's microbatches of ``examples``, as evaluation cuts them; none of none."""
+    size = max(1, trainer.config.model.eval_batch_size // (trainer.world.size * trainer.rows_per_example))
+    return trainer.microbatches(examples, size) if examples else []
+
+
+def noise_floor(trainer: BasicTrainer, examples: list[Example]) -> dict[str, float | None] | None:
+    """How much a log-ratio of equal weights differs from 0 by rounding alone: rows scored together and one by one, under the weights as
+    they are. ``rms`` and ``max`` over completion tokens, nats; ``tokens``: how many there were. None where no rank has two rows.
+
+    Every rank does as many forwards: missing rows are those that fill batches up.
+    """
+    micros, device = shares(trainer, examples), trainer.world.device
+    if not micros:
+        return None
+    packed = micros[0].sequences.position_ids is not None
+    mine = [row for micro in micros for row in micro.sequences.rows if len(row.completion_ids)][:NOISE_ROWS]
+    rows: list[Sequence] = [*mine, *FILL.rows * (NOISE_ROWS - len(mine))]
+    together = score(trainer.policy, collate(rows, device, packed))
+    alone = [score(trainer.policy, collate([row], device, packed))[0] for row in rows]
+    differences = [
+        a[:n] - t[:n]
+        for row, a, t in zip(mine, alone, together, strict=False)
+        if (n := len(row.completion_ids))
+    ]
+    found = torch.cat(differences).tolist() if len(mine) > 1 else []
+    everywhere = torch.tensor([x for part in gather_objects(found) for x in part], dtype=torch.float64)
+    if not len(everywhere):
+        return None
+    return {
+        "rms": rounded(float(everywhere.square().mean().sqrt())),
+        "max": rounded(float(everywhere.abs().max())),
+        "tokens": len(everywhere),
+    }

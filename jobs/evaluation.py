@@ -1,0 +1,132 @@
+"""Evaluation: rewards unclipped and against the initial weights in every variant, so that variants can be compared, and sampled accuracy
+beside them wherever answers can be checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from data.batches import Segment
+from data.types import Microbatch
+from jobs.initial_scores import initial_scores
+from models.distributed import gather_objects, reshard, rounded
+from models.reference import Reference
+from rollouts.verify import Accuracy
+from trainers.basic import BasicTrainer
+from trainers.humanline import OFF
+from trainers.losses.base import TokenScores
+from trainers.meters import Meters
+
+Metrics = dict[str, float | None]
+
+
+class Evaluator:
+    """Evaluates the trainer's policy on held-out examples.
+
+    ``held_out``: their plan, one epoch of them, or None where there are none. ``accuracy`` samples answers and checks them, or is
+    None where nothing can be checked. ``dtype`` is what the model will be exported in: it is judged as it will be used.
+    """
+
+    def __init__(
+        self, trainer: BasicTrainer, held_out: Segment | None, accuracy: Accuracy | None, dtype: torch.dtype
+    ) -> None:
+        self.trainer, self.accuracy = trainer, accuracy
+        # Weights that are cast to the export dtype for computing anyway need no rounding first.
+        self.dtype = torch.float32 if dtype == getattr(torch, trainer.config.model.dtype) else dtype
+        self.batches = [] if held_out is None else [held_out.batch(i) for i in range(held_out.steps)]
+        self.reference = Reference()
+        self.size = max(
+            1, trainer.config.model.eval_batch_size // (trainer.world.size * trainer.rows_per_example)
+        )
+
+    def prepare(self, parts: dict[str, str]) -> None:
+        """Score the held-out rows under the initial weights, which the policy must still have, as they will be used."""
+        parts = parts | {"rounded to": str(self.dtype)}
+        if self.accuracy is not None:
+            self.accuracy.keep_initial(Path(self.trainer.config.cache_dir), parts)
+        if self.batches and self.trainer.config.has_reference:
+            with rounded(self.trainer.policy, self.dtype):
+                self.reference.scores = initial_scores(
+                    self.trainer, self.batches, self.size, self.reference, parts, "score held-out rows"
+                )
+
+    def evaluate(self, initial: bool = False) -> Metrics:
+        """``eval_loss``, ``eval_reward_{chosen,rejected,margin,accuracy}``, ``eval_drift`` (nats a token) and, where answers can be
+        checked, ``eval_accuracy_{sampled,greedy}``. The same on every rank. Without a reference: the loss's own metrics. ``initial``:
+        of the initial weights, whose answers an earlier run may have left."""
+        with rounded(self.trainer.policy, self.dtype):
+            out: Metrics = self._scores() if self.batches else {}
+            if self.accuracy is not None:
+                out |= self.accuracy(initial)
+        return {f"eval_{name}": value for name, value in out.items()}
+
+    @torch.no_grad()
+    def _scores(self) -> Metrics:
+        trainer, meters = self.trainer, Meters()
+        rewards: dict[str, tuple[float, int]] = {}
+        for i, batch in enumerate(self.batches):
+            micros = trainer.microbatches(batch, self.size)
+            trainer.prepare(i, micros, self.reference, OFF)
+            for micro in micros:
+                scores = trainer.score(i, micro, self.reference, OFF)
+                reshard(trainer.policy)
+                result = trainer.compute_loss(micro, scores)
+                meters.add(
+                    {"loss": trainer.loss_ratio(micro, result)}
+                    | ({} if trainer.config.has_reference else result.metrics)
+                )
+                rewards |= row_rewards(micro, scores)
+        out = meters.reduce().read()
+        if trainer.config.has_reference:
+            for other in gather_objects(rewards):
+                rewards |= other
+            out |= self._rewards(rewards)
+        return out
+
+    def _rewards(self, rewards: dict[str, tuple[float, int]]) -> Metrics:
+        """Means over groups: the chosen (or desirable) row's reward, the rejected's, and where a group has both, margin and accuracy."""
+        scale = self.trainer.reward_scale
+        chosen: list[float] = []
+        rejected: list[float] = []
+        margins: list[float] = []
+        for rows in self._by_group():
+            high = [scale * rewards[key][0] for key, label in rows if label > 0]
+            low = [scale * rewards[key][0] for key, label in rows if label < 0]
+            chosen, rejected = chosen + high, rejected + low
+            if high and low:
+                margins.append(fmean(high) - fmean(low))
+        tokens = sum(n for _, n in rewards.values())
+        return {
+            "reward_chosen": fmean(chosen) if chosen else None,
+            "reward_rejected": fmean(rejected) if rejected else None,
+            "reward_margin": fmean(margins)
+            if margins
+            else fmean(chosen) - fmean(rejected)
+            if chosen and rejected
+            else None,
+            "reward_accuracy": fmean((m > 0) + 0.5 * (m == 0) for m in margins) if margins else None,
+            "drift": sum(s for s, _ in rewards.values()) / tokens if tokens else None,
+        }
+
+    def _by_group(self) -> list[list[tuple[str, float]]]:
+        """(row key, +1 better or -1 worse) of each prompt's held-out rows."""
+        groups: dict[str, list[tuple[str, float]]] = {}
+        for batch in self.batches:
+            for example in batch:
+                signs = (1.0, -1.0) if len(example.rows) == 2 else (example.label,)
+                rows = [(row.key, sign) for row, sign in zip(example.rows, signs, strict=True)]
+                groups.setdefault(example.prompt_id, []).extend(rows)
+        return list(groups.values())
+
+
+def row_rewards(micro: Microbatch, scores: TokenScores) -> dict[str, tuple[float, int]]:
+    """Row key -> (s in nats, completion tokens) of a microbatch's real rows."""
+    values = scores.sequence_log_ratio().tolist()
+    rows = micro.sequences.rows
+    return {
+        row.key: (s, len(row.completion_ids))
+        for row, s in zip(rows, values, strict=True)
+        if len(row.completion_ids)
+    }

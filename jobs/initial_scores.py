@@ -1,0 +1,101 @@
+"""Scores under the initial weights, made once before training and kept on disk: the reference of offline training, the zero point of
+every evaluation and of ``drift``, and the data report's likelihoods."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from data.batches import cut, microbatch
+from data.types import Example, Microbatch, Sequence
+from models.distributed import barrier
+from models.reference import Reference, ScoreCache
+from reports.progress import progress
+from trainers.basic import BasicTrainer
+
+SECONDS_PER_SHARD = 20.0
+
+
+def rows_of(batch: list[Example]) -> list[Sequence]:
+    """Every row of a batch that needs a reference, mismatched ones included."""
+    return [
+        row
+        for example in batch
+        for row in (*example.rows, *([example.mismatched] if example.mismatched else []))
+    ]
+
+
+def initial_scores(
+    trainer: BasicTrainer,
+    batches: list[list[Example]],
+    size: int,
+    reference: Reference,
+    parts: dict[str, str],
+    what: str,
+) -> dict[str, Tensor]:
+    """Key -> [C] log-probabilities (nats, float32, CPU) of every row of ``batches`` under the policy as it is now.
+
+    ``reference`` decides by its keys whether scores belong to (step, row), made from the very microbatches of ``size`` examples that
+    will be trained, or to the row, made in batches of ``size`` rows. ``parts``: what the scores depend on, the cache's key. Rows that
+    the cache has are not scored again; a killed run goes on where it was.
+    """
+    wanted = {
+        reference.key(i, row): row
+        for i, batch in enumerate(batches)
+        for row in rows_of(trainer.arrange(batch))
+    }
+    if not reference.by_row:
+        parts = parts | {
+            "cut": f"{size} examples x {trainer.world.size} ranks",
+            "packing": str(trainer.packing),
+        }
+        parts["rows"] = hashlib.sha256("\n".join(wanted).encode()).hexdigest()
+    cache = ScoreCache(Path(trainer.config.cache_dir), parts, trainer.world.rank)
+    known = cache.read()
+    barrier()  # nobody writes before everybody has read, so that all ranks agree on what is left to do
+    missing = {key: row for key, row in wanted.items() if key not in known}
+    todo = list(_work(trainer, batches, missing, size, reference))
+    new: dict[str, Tensor] = {}
+    written = time.monotonic()
+    for step, micros in progress(todo, what, unit="forward", shown=trainer.world.is_main and bool(todo)):
+        new.update(reference.scored(trainer.policy, step, micros()))
+        if time.monotonic() - written > SECONDS_PER_SHARD:
+            cache.write(new)
+            new, written = {}, time.monotonic()
+    if new:
+        cache.write(new)
+    barrier()
+    if todo:
+        known = cache.read()
+    return {key: known[key] for key in wanted}
+
+
+def _work(
+    trainer: BasicTrainer,
+    batches: list[list[Example]],
+    missing: dict[str, Sequence],
+    size: int,
+    reference: Reference,
+) -> Iterator[tuple[int, Callable[[], list[Microbatch]]]]:
+    """(step, how to make this rank's microbatches) of what is missing: as many on every rank."""
+    if not reference.by_row:
+        steps = {int(key.split("/")[0]) for key in missing}
+        yield from (
+            (i, partial(trainer.microbatches, batch, size)) for i, batch in enumerate(batches) if i in steps
+        )
+        return
+    rows = sorted(missing.values(), key=len, reverse=True)
+    stride = size * trainer.world.size
+    for first in range(0, len(rows), stride):
+        alone = [Example(prompt_id=row.key, rows=(row,)) for row in rows[first : first + stride]]
+        yield 0, partial(_alone, trainer, alone, size)
+
+
+def _alone(trainer: BasicTrainer, examples: list[Example], size: int) -> list[Microbatch]:
+    mine = cut(examples, trainer.world.rank, trainer.world.size, size, 1)
+    return [microbatch(part, trainer.world.device, trainer.packing) for part in mine]

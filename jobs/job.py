@@ -1,0 +1,258 @@
+"""A training job: the parts of a run put together in the order in which they can be checked, and what is left when it is done."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
+
+from common.errors import StoppedError
+from common.files import write_whole
+from config.schema import Config
+from data.chat import make_renderer
+from data.quality import DataReport
+from jobs.assembly import Offline, check_ranks, make_loss, trainer_class
+from jobs.diagnostics import Diagnostics
+from jobs.evaluation import Evaluator
+from jobs.initial_scores import initial_scores
+from jobs.likelihood import choose_groups, clippable_share, completion_means
+from jobs.online import Online, make_online_plan
+from jobs.plan import make_plan, training_segment
+from jobs.run_folder import run_folder
+from jobs.signals import Signals
+from jobs.watch import Run
+from models.attention import packs_rows
+from models.distributed import World, barrier, on_main
+from models.export import export, full_state
+from models.loading import load_sharded
+from models.memory import estimate_memory
+from models.policy import Policy
+from models.pretrained import check_model, export_dtype, load_tokenizer
+from models.reference import Reference
+from reports.model_card import write_model_card
+from reports.provenance import scrub_text
+from reports.report import final_table, write_report
+from reports.tracking import Tracker
+from rollouts.verify import make_accuracy
+from trainers.basic import BasicTrainer
+
+
+class Job:
+    """Builds and runs. Everything a user can get wrong is found in ``__init__``, before weights are loaded."""
+
+    def __init__(self, config: Config, name: str, world: World) -> None:
+        self.config, self.name, self.world = config, name, world
+        disable_progress_bar()  # transformers draws one for every file; the run has its own
+        self.say(f"{name}: {config.variant} {config.loss['name']}, {world.size} x {world.device.type}")
+        check_ranks(config, world.size)
+        self.loss, self.trainer_class = make_loss(config), trainer_class(config)
+        packing, why = packs_rows(config.model, check_model(config.model))
+        self.say(f"rows of a microbatch {'end to end' if packing else 'padded to the longest'}: {why}")
+        self.tokenizer = load_tokenizer(config.model)
+        self.renderer = make_renderer(self.tokenizer, config.model, config.data)
+        if self.renderer.template is not None:
+            self.tokenizer.chat_template = (
+                self.renderer.template
+            )  # the exported model talks as it was trained
+        self.plan = (make_online_plan if config.online else make_plan)(
+            config, self.trainer_class, self.renderer
+        )
+        if (
+            not config.online
+        ):  # a round may end with a batch of one prompt: then there is no mismatched row, and z0 is 0
+            self.trainer_class.check(config, self.plan.train)
+        self.report = DataReport.of(
+            self.plan.loaded, self.plan.evaluation, self.plan.examples, self.plan.cuts
+        )
+        self.online = (
+            Online(config, self.plan, self.renderer, world, Path(config.runs_dir) / name)
+            if config.online
+            else None
+        )
+        if self.online is not None:
+            self.say(self.online.describe(self.plan, self.trainer_class.unit))
+        else:
+            kept = (
+                f", of which {share} will be kept (data.logprob_range)"
+                if (share := config.data.logprob_range)
+                else ""
+            )
+            self.say(
+                f"{self.plan.examples.count} {self.trainer_class.unit} to train on{kept}, {self.plan.train.units} in all, "
+                f"{self.plan.steps} steps of {config.model.batch_size}"
+            )
+
+    def say(self, text: str) -> None:
+        if self.world.is_main:
+            print(text, flush=True)
+
+    # -- running --------------------------------------------------------------------------------------------------------------------
+
+    def run(self, signals: Signals) -> dict[str, Any]:
+        """Train, export, report; returns the summary."""
+        config, world = self.config, self.world
+        folder, exists = on_main(lambda: run_folder(config, self.name))
+        policy, fingerprint = load_sharded(config.model, world, config.seed)
+        trainer = self.trainer_class(config, policy, self.loss, world)
+        parts = {
+            "weights": fingerprint,
+            "text": self.renderer.fingerprint,
+            "dtype": config.model.dtype,
+            "attention": config.model.attn_implementation,
+            "device": world.device.type,
+            "torch": torch.__version__,
+        }
+        accuracy = make_accuracy(config, policy, self.renderer, self.plan.evaluation.groups, world)
+        evaluator = Evaluator(trainer, self.plan.held_out, accuracy, export_dtype(config.model))
+        evaluator.prepare(parts)
+        if config.data.logprob_range is not None:
+            self.choose_groups(trainer, parts, folder)
+        self.score_training_rows(trainer, parts, folder)
+        run = Run(
+            config, folder, trainer, evaluator, self.plan.steps, signals, self.make_diagnostics(trainer)
+        )
+        state = run.resume() if exists else None
+        if exists:
+            self.say(
+                f"resumed before step {trainer.progress.step}"
+                if state
+                else "no checkpoint to resume from: starting afresh"
+            )
+        if world.is_main:
+            run.tracker = Tracker(
+                folder,
+                asdict(config),
+                config.wandb,
+                trainer.progress.step if state else None,
+                state["wandb_id"] if state else None,
+            )
+        trainer.train(
+            Offline(self.plan.train) if self.online is None else self.online.source(trainer, policy, run), run
+        )
+        if trainer.progress.step == 0 or (self.online is None and trainer.progress.step != self.plan.steps):
+            raise StoppedError(f"{trainer.progress.step} of {self.plan.steps} planned steps were done")
+        return self.finish(run, folder, policy)
+
+    def make_diagnostics(self, trainer: BasicTrainer) -> Diagnostics | None:
+        """What follows the trainer beside its metrics, if asked for and there is a reference to compare with."""
+        if not (self.config.diagnostics and self.config.has_reference):
+            return None
+        sample = self.plan.held_out or (None if self.config.online else self.plan.train)
+        return Diagnostics(trainer, [] if sample is None else sample.batch(0), self.plan.steps)
+
+    def choose_groups(self, trainer: BasicTrainer, parts: dict[str, str], folder: Path) -> None:
+        """Train on what ``data.logprob_range`` keeps. Raises ConfigError where the loss cannot be trained on it."""
+        examples, selection, scores = choose_groups(trainer, self.plan.examples, parts, folder)
+        self.plan = replace(
+            self.plan, examples=examples, train=training_segment(self.config, examples.groups)
+        )
+        self.trainer_class.check(self.config, self.plan.train)
+        self.report = self.report.with_selection(selection, examples)
+        self.report_logprobs(
+            {
+                row.key: scores[row.key]
+                for group in examples.groups
+                for example in group
+                for row in example.rows
+            }
+        )
+        self.say(
+            f"{len(selection.kept)} of {selection.all.count} groups kept, by mean token log-probability in "
+            f"[{selection.lowest:.3f}, {selection.highest:.3f}] nats: {self.plan.train.units} {self.trainer_class.unit} in all, "
+            f"{self.plan.steps} steps"
+        )
+
+    def report_logprobs(self, scores: Mapping[str, Tensor]) -> None:
+        """``scores``: row key -> [C] log-probabilities (nats) under the initial weights of what will be trained on."""
+        config = self.config
+        clips = config.humanline and config.humanline_mode == "clip"
+        self.report = self.report.with_logprobs(
+            completion_means(self.plan.train.groups, scores),
+            clippable_share(scores.values(), config.log_epsilon_R) if clips else None,
+        )
+
+    def score_training_rows(self, trainer: BasicTrainer, parts: dict[str, str], folder: Path) -> None:
+        """Training rows under the initial weights, for the data report: all of them where that is the reference for ever (offline),
+        else those of one batch in n, for ``drift``."""
+        config, plan = self.config, self.plan.train
+        if config.has_reference and not config.online and (trainer.fixed_reference or config.log_drift):
+            reference = trainer.reference if trainer.fixed_reference else Reference(by_row=True)
+            size = (
+                trainer.micro_size
+                if not reference.by_row
+                else config.reference_batch_size or config.model.eval_batch_size
+            )
+            every = (
+                1 if trainer.fixed_reference else max(1, plan.units // (config.drift_examples or plan.units))
+            )
+            batches = [plan.batch(i) for i in range(0, plan.steps, every)]
+            reference.scores = initial_scores(trainer, batches, size, reference, parts, "score training rows")
+            scores = {
+                row.key: reference.scores[reference.key(i, row)]
+                for i, batch in enumerate(batches)
+                for example in batch
+                for row in example.rows
+            }
+            trainer.initial = {key: float(values.sum()) for key, values in scores.items()}
+            if (
+                config.data.logprob_range is None
+            ):  # else the report has them already, of every row that is kept
+                self.report_logprobs(scores)
+        if self.world.is_main:
+            (folder / "data_report.json").write_text(json.dumps(self.report.to_dict(), indent=2))
+            (folder / "data_report.md").write_text(self.report.to_markdown())
+            for warning in self.report.warnings():
+                print(f"warning: {warning}", flush=True)
+
+    def finish(self, run: Run, folder: Path, policy: Policy) -> dict[str, Any]:
+        """Export, summary, model card, report, the table at the end."""
+        state = full_state(policy)
+        seconds = max(run.seconds, 1e-9)
+        summary: dict[str, Any] = {
+            "before": run.before,
+            "after": run.after,
+            "steps": run.trainer.progress.step,
+            "examples": run.trainer.progress.examples,
+            "tokens_per_second": run.tokens_timed / seconds,
+            "seconds": seconds,
+            "run_dir": str(folder),
+            "loads_as": "AutoModelForSequenceClassification"
+            if self.config.model.head == "reward"
+            else "AutoModelForCausalLM",
+            "command": scrub_text(shlex.join(["python", *sys.argv])),
+        }
+        if self.world.is_main:
+            export(state, policy, self.tokenizer, folder / "model", export_dtype(self.config.model))
+            write_model_card(folder / "model", asdict(self.config), summary)
+            write_whole(folder / "summary.json", json.dumps(summary, indent=2))
+            run.tracker.summary(summary["after"])
+            run.tracker.close()
+            write_report(folder)
+            print("\n" + final_table(summary), flush=True)
+        barrier()
+        return summary
+
+    def close(self) -> None:
+        """End the processes that rounds have started."""
+        if self.online is not None:
+            self.online.close()
+
+    # -- dry run --------------------------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """What the run would do; nothing is written, no weights are loaded."""
+        self.say(self.report.to_markdown())
+        self.say(
+            estimate_memory(
+                self.config.model, self.plan.train, self.trainer_class.rows_per_example, self.world.size
+            )
+        )
+        return {"steps": self.plan.steps, "examples": self.plan.train.units}

@@ -1,0 +1,118 @@
+"""How likely the initial weights find the training data: which part of it is kept (``data.logprob_range``), and what the data report
+says of it (paper §5.2.1, Figure 6)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from common.errors import ConfigError
+from common.files import write_whole
+from data.examples import Examples
+from data.quality import can_be_clipped
+from data.selection import Selection, select
+from data.spread import Spread
+from data.types import Example
+from jobs.initial_scores import initial_scores
+from models.distributed import on_main
+from models.reference import Reference
+from trainers.basic import BasicTrainer
+
+Groups = tuple[tuple[Example, ...], ...]
+Scores = Mapping[str, Tensor]
+"""Row key -> [C] log-probabilities of its completion tokens under the initial weights, nats"""
+
+FILE = "selection.json"
+"""In the run's folder: which groups are trained on, for the run to go on with the same ones."""
+
+
+def score_groups(trainer: BasicTrainer, groups: Groups, parts: dict[str, str]) -> Scores:
+    """The scores of every row of these groups under the policy as it is now, from the cache on disk where it has them."""
+    size = trainer.config.reference_batch_size or trainer.config.model.eval_batch_size
+    return initial_scores(
+        trainer, [list(group) for group in groups], size, Reference(by_row=True), parts, "score training data"
+    )
+
+
+def choose_groups(
+    trainer: BasicTrainer, examples: Examples, parts: dict[str, str], folder: Path
+) -> tuple[Examples, Selection, Scores]:
+    """What ``data.logprob_range`` keeps of ``examples``, the selection, and the scores of all rows. The same on every rank.
+
+    A group's place is the mean log-probability of all completion tokens that it trains on: of a pair, the chosen's and the rejected's
+    together (the paper speaks of "the average token log-probability of the output" and does not say how a pair's two are joined). So
+    DPO, KTO and GRPO keep the same pairs. Raises StoppedError (``select``) and ConfigError (``kept_before``).
+    """
+    share = trainer.config.data.logprob_range
+    assert share is not None
+    scores = score_groups(trainer, examples.groups, parts)
+    fresh = select(group_means(examples.groups, scores), share)
+    selection = on_main(lambda: kept_before(folder / FILE, examples.groups, fresh))
+    return replace(examples, groups=tuple(examples.groups[g] for g in selection.kept)), selection, scores
+
+
+def group_means(groups: Groups, scores: Scores) -> np.ndarray:
+    """[groups] the mean log-probability of a group's completion tokens, nats; float64. A row counts once, however many examples
+    it is in."""
+    out = np.empty(len(groups))
+    for g, group in enumerate(groups):
+        rows = {row.key: scores[row.key] for example in group for row in example.rows}.values()
+        out[g] = sum(float(values.double().sum()) for values in rows) / sum(len(values) for values in rows)
+    return out
+
+
+def kept_before(path: Path, groups: Groups, fresh: Selection) -> Selection:
+    """The selection that the run of this file was started with; ``fresh``, written to the file, where there is none.
+
+    A run that goes on trains on the groups it was started with, even where a score's last bits have changed since (other ranks,
+    another GPU). Raises ConfigError if the data are others.
+    """
+    digest = hashlib.sha256(
+        "\n".join(row.key for group in groups for example in group for row in example.rows).encode()
+    ).hexdigest()
+    if not path.exists():
+        write_whole(path, json.dumps({"rows": digest, "selection": asdict(fresh)}))
+        return fresh
+    record = json.loads(path.read_text())
+    if record["rows"] != digest:
+        raise ConfigError(
+            "data.logprob_range",
+            list(fresh.range),
+            f"{path}: the training data are not those that this run was started "
+            "with, so it would go on with other groups; bring the old data back, or start another run (exp_name)",
+        )
+    saved = record["selection"]
+    return Selection(
+        **saved
+        | {"range": tuple(saved["range"]), "kept": tuple(saved["kept"]), "all": Spread(**saved["all"])}
+    )
+
+
+def completion_means(groups: Groups, scores: Scores) -> dict[str, np.ndarray]:
+    """ "chosen" and "rejected" (or desirable and not) -> mean token log-probability of each completion, nats; NaN where it was not
+    scored."""
+    kinds: dict[str, list[float]] = {"chosen": [], "rejected": []}
+    for example in (example for group in groups for example in group):
+        signs = (1.0, -1.0) if len(example.rows) == 2 else (example.label,)
+        for row, sign in zip(example.rows, signs, strict=True):
+            values = scores.get(row.key)
+            kinds["chosen" if sign > 0 else "rejected"].append(
+                math.nan if values is None else float(values.double().mean())
+            )
+    return {kind: np.array(values) for kind, values in kinds.items() if values}
+
+
+def clippable_share(rows: Iterable[Tensor], log_epsilon_R: float) -> float | None:
+    """The share of these rows' tokens ([C] log-probabilities each) that can be clipped from above; None of no token."""
+    counts = np.array(
+        [(int(can_be_clipped(values.numpy(), log_epsilon_R).sum()), len(values)) for values in rows]
+    ).reshape(-1, 2)
+    clippable, tokens = counts.sum(axis=0)
+    return float(clippable / tokens) if tokens else None

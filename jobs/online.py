@@ -1,0 +1,152 @@
+"""From a typed config to the parts of online training. What can be refused is refused before any weights are loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from common.errors import require
+from config.schema import Config
+from data.batches import Segment
+from data.chat import Renderer
+from data.examples import Examples, make_examples
+from data.sources import load_splits
+from data.types import Example, Prompt, Sequence
+from data.views import prompts_of
+from jobs.online_source import OnlineSource, RoundWatch
+from jobs.plan import Plan
+from models.distributed import World, from_main
+from models.policy import Policy
+from rollouts.engines import EmbeddedEngine, Engine, VllmEngine, attempt, outcome, probe_rows
+from rollouts.rewards.base import Reward
+from rollouts.rewards.factory import make_reward
+from rollouts.round_builder import Maker
+from rollouts.rounds import Contexts, usable_prompts
+from rollouts.samplers import EmbeddedSampler
+from rollouts.vllm_sampler import VllmSampler
+from trainers.basic import BasicTrainer
+
+
+def make_online_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -> Plan:
+    """What is known before the first round: the held-out examples, and of the training data the prompts. ``train`` stands in for the
+    rounds where they have to be counted: as many examples as they can give, each as long as it can get.
+
+    Raises ConfigError: no prompt can be rendered, a round has more contexts than there are prompts.
+    """
+    loaded, evaluation = load_splits(config.data)
+    prompts, reasons = usable_prompts(prompts_of(loaded.groups), renderer)
+    rounds, cuts = config.rounds, dict(renderer.cuts)
+    require(
+        rounds.contexts_per_round <= len(prompts),
+        "rounds.contexts_per_round",
+        rounds.contexts_per_round,
+        f"data={config.data.name} has {len(prompts)} prompts to sample, and none comes twice in a round",
+    )
+    _check_references(config, prompts)
+    per_context = (
+        rounds.samples if rounds.feedback in ("threshold", "group") else 2 // trainer.rows_per_example
+    )
+    row = Sequence(
+        np.zeros(config.model.max_prompt_length, np.int32), np.zeros(config.sampler.max_tokens, np.int32)
+    )
+    batch = (Example("", (row,) * trainer.rows_per_example),) * config.model.batch_size
+    held_out = make_examples(evaluation.groups[: config.n_eval_examples], trainer.view, renderer)
+    return Plan(
+        train=Segment((batch,), config.model.batch_size, rounds.contexts * per_context, config.seed),
+        held_out=Segment(held_out.groups, config.model.eval_batch_size, held_out.count, seed=0)
+        if held_out.count
+        else None,
+        loaded=loaded,
+        evaluation=evaluation,
+        examples=Examples((), dict(reasons)),
+        cuts=cuts,
+    )
+
+
+def _check_references(config: Config, prompts: list[Prompt]) -> None:
+    """Raise ConfigError if the reward would find no reference answer on any prompt."""
+    assert config.reward is not None
+    needs = config.reward.verifier is not None or config.reward.name == "adder"
+    require(
+        not needs or any(prompt.reference is not None for prompt in prompts),
+        "reward",
+        config.reward.name,
+        f"compares with reference answers, of which data={config.data.name} has none; choose another, as in reward=armorm",
+    )
+
+
+class RunWatch(RoundWatch, Protocol):
+    """What a run is told by its rounds and their stages."""
+
+    def pause(self) -> None:
+        """Between two stages; may raise to stop the run there."""
+
+
+class Online:
+    """The parts that only online training has: reward, sampler, and the source made of them. To be closed."""
+
+    def __init__(self, config: Config, plan: Plan, renderer: Renderer, world: World, folder: Path) -> None:
+        """``folder``: where the run will lie. Raises ConfigError: the reward's or the sampler's, on every rank."""
+        self.config, self.renderer, self.world, self.folder = config, renderer, world, folder
+        prompts, _ = usable_prompts(prompts_of(plan.loaded.groups), renderer)
+        self.contexts = Contexts(prompts, config.rounds.contexts, config.seed)
+        self.reward: Reward | None = None
+        self.engine: Engine | None = None
+        self._vllm: VllmSampler | None = None
+        require(
+            config.rounds.lag == 0 or world.device.type == "cpu" or config.sampler.devices is not None,
+            "rounds.lag",
+            config.rounds.lag,
+            "samples while the trainer trains, so vLLM needs GPUs of its own: name them in sampler.devices",
+        )
+        if config.sampler.name == "vllm":
+            self._vllm = VllmSampler(
+                config.sampler,
+                renderer,
+                max_length=config.model.max_length,
+                dtype=config.model.dtype,
+                log_dir=folder / "logs",
+            )
+        outcome(from_main(attempt(self._make_reward) if world.is_main else None))
+
+    def _make_reward(self) -> None:
+        assert self.config.reward is not None
+        self.reward = make_reward(self.config.reward, self.world.device)
+
+    def source(self, trainer: BasicTrainer, policy: Policy, watch: RunWatch) -> OnlineSource:
+        """The rounds of ``trainer``'s run, followed by ``watch``."""
+        engine = self.engine = self._engine(policy)
+        maker = None
+        if self.reward is not None:
+            maker = Maker(self.config, self.contexts, self.renderer, engine, self.reward, watch.pause)
+        return OnlineSource(
+            self.config, trainer, self.renderer, self.contexts, engine, maker, self.folder, watch
+        )
+
+    def _engine(self, policy: Policy) -> Engine:
+        if self._vllm is not None:
+            probe = probe_rows(list(self.contexts.prompts), self.renderer)
+            return VllmEngine(self._vllm, policy, self.renderer, self.world, probe, self.config.model.dtype)
+        rows = self.config.sampler.batch_size or self.config.model.eval_batch_size
+        sampler = EmbeddedSampler(
+            policy, self.renderer, self.world.device, batch_size=rows, synced=self.world.size > 1
+        )
+        return EmbeddedEngine(sampler, self.world)
+
+    def describe(self, plan: Plan, unit: str) -> str:
+        """What is planned, in a sentence."""
+        rounds = self.config.rounds
+        size = f"{rounds.contexts_per_round}{' kept' if rounds.fill else ''}"
+        return (
+            f"{rounds.contexts} contexts in rounds of {size}, {rounds.samples} samples each, of {len(self.contexts.prompts)} prompts: "
+            f"at most {plan.train.units} {unit}, {plan.steps} steps of {self.config.model.batch_size}"
+        )
+
+    def close(self) -> None:
+        """End the processes of sampler and reward."""
+        if self.engine is not None:
+            self.engine.close()
+        if self.reward is not None:
+            self.reward.close()

@@ -1,0 +1,91 @@
+"""From a typed config to the parts of a run. What can be refused is refused in here, before any weights are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import require
+from config.schema import Config
+from data.batches import Segment
+from data.chat import Renderer
+from data.examples import Examples, make_examples
+from data.selection import places
+from data.sources import Loaded, load_splits
+from data.token_cache import TokenCache
+from data.types import Example, Group
+from models.distributed import on_main
+from trainers.basic import BasicTrainer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be trained on and evaluated with, before anything is computed."""
+
+    train: Segment
+    held_out: Segment | None
+    loaded: Loaded
+    evaluation: Loaded
+    examples: Examples
+    cuts: dict[str, int]
+    """What was shortened of the training rows, and how often."""
+
+    @property
+    def steps(self) -> int:
+        return self.train.steps
+
+
+def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -> Plan:
+    """Load, view and tokenise the data. Raises ConfigError when nothing is left to train on.
+
+    With ``data.logprob_range`` the plan trains on as many groups as will be kept; which ones only the initial weights can tell
+    (``jobs.likelihood``).
+    """
+    loaded, evaluation = load_splits(config.data)
+    examples = _tokenised(config, loaded.groups, trainer, renderer)
+    cuts = dict(renderer.cuts)
+    require(
+        examples.count > 0,
+        "data.path",
+        config.data.path,
+        f"gives loss={config.loss['name']} no example: {loaded.read} rows read, {examples.dropped or 'none'} dropped",
+    )
+    expected = examples.groups
+    if config.data.logprob_range is not None:
+        first, last = places(len(examples.groups), config.data.logprob_range)
+        require(
+            last > first,
+            "data.logprob_range",
+            config.data.logprob_range,
+            f"keeps none of the {len(examples.groups)} groups; widen it",
+        )
+        expected = examples.groups[: last - first]
+    held_out = make_examples(evaluation.groups[: config.n_eval_examples], trainer.view, renderer)
+    return Plan(
+        train=training_segment(config, expected),
+        held_out=Segment(held_out.groups, config.model.eval_batch_size, held_out.count, seed=0)
+        if held_out.count
+        else None,
+        loaded=loaded,
+        evaluation=evaluation,
+        examples=examples,
+        cuts=cuts,
+    )
+
+
+def training_segment(config: Config, groups: tuple[tuple[Example, ...], ...]) -> Segment:
+    """Offline training on these groups: all epochs of it, as far as ``n_examples`` goes."""
+    count = sum(len(group) for group in groups)
+    units = (config.n_epochs or 10**9) * count
+    return Segment(groups, config.model.batch_size, min(units, config.n_examples or units), config.seed)
+
+
+def _tokenised(
+    config: Config, groups: list[Group], trainer: type[BasicTrainer], renderer: Renderer
+) -> Examples:
+    """The examples of ``groups``. Rank 0 makes them, on all of the machine's cores, and the others read what it wrote; a rank that does
+    not see its files, or a dry run, which writes none, makes its own."""
+    cache = TokenCache(Path(config.cache_dir), write=not config.dry_run)
+    made: list[Examples] = []
+    on_main(lambda: made.append(make_examples(groups, trainer.view, renderer, cache)))
+    return made[0] if made else make_examples(groups, trainer.view, renderer, cache)

@@ -1,0 +1,287 @@
+"""What happens around the steps of a run: evaluating, logging, saving, stopping when asked to, and what is left when it is done."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from common.errors import StoppedError
+from config.schema import Config
+from data.types import Example
+from jobs.diagnostics import Diagnostics
+from jobs.evaluation import Evaluator, Metrics
+from jobs.signals import Requeue, Signals
+from models.checkpoint import CheckpointError, Checkpoints
+from models.distributed import Watchdog, any_rank, from_main
+from reports.progress import progress, status
+from reports.tracking import NullTracker, Tracking
+from rollouts.round_builder import TABLE_COLUMNS
+from rollouts.verify import Accuracy
+from trainers.basic import BasicTrainer, Progress, Record
+
+
+class Run:
+    """Follows a trainer (its ``Watch``). The line of step s in metrics.jsonl tells of the weights before update s: its loss, and the
+    evaluation made then, if one was due."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        trainer: BasicTrainer,
+        evaluator: Evaluator,
+        total_steps: int,
+        signals: Signals,
+        diagnostics: Diagnostics | None = None,
+    ) -> None:
+        self.config, self.folder, self.trainer, self.evaluator = config, folder, trainer, evaluator
+        self.tracker: Tracking = NullTracker()
+        self.signals, self.diagnostics = signals, diagnostics
+        self.watchdog = Watchdog(trainer.world, config.watchdog_seconds)
+        self.checkpoints = Checkpoints(folder / "checkpoints", trainer.world, config.keep_checkpoints)
+        self.bar = progress(total_steps, "train", done=trainer.progress.step, shown=trainer.world.is_main)
+        self.before: Metrics = {}
+        self.after: Metrics = {}
+        self.seconds = 0.0
+        self.tokens_timed = 0
+        self._marks = {"eval": -1, "save": -1}
+        self._evaluated: Metrics = {}
+        self._round: dict[str, Any] = {}
+        self._round_metrics: dict[str, Any] = {}
+        self._saved: Progress | None = None
+        self._pending: tuple[Record, float] | None = None
+        self._started = time.perf_counter()
+
+    # -- resuming -------------------------------------------------------------------------------------------------------------------
+
+    def resume(self) -> dict[str, Any] | None:
+        """Go on from the newest sound checkpoint; returns its state, None where there is none."""
+        path = from_main(None if (found := self.checkpoints.newest_sound()) is None else str(found))
+        if path is None:
+            return None
+        trainer = self.trainer
+        state, mine = self.checkpoints.load(Path(path), trainer.policy, trainer.optimizer)
+        trainer.progress = Progress(**state["progress"])
+        self._saved = replace(trainer.progress)
+        self.bar.initial = self.bar.n = trainer.progress.step
+        self._marks, self.before, self._evaluated = state["marks"], state["before"], state["evaluated"]
+        self.seconds, self.tokens_timed = state["seconds"], state["tokens_timed"]
+        if not trainer.fixed_reference:
+            trainer.reference.step = state["reference_step"]
+            trainer.reference.scores = {k: v.to(trainer.world.device) for k, v in mine.items()}
+        if self.diagnostics is not None:
+            self.diagnostics.restore(state["diagnostics"])
+        return state
+
+    def save(self) -> None:
+        """A checkpoint before the next step."""
+        self._flush()
+        trainer = self.trainer
+        state = {
+            "progress": asdict(trainer.progress),
+            "reference_step": trainer.reference.step,
+            "marks": self._marks,
+            "before": self.before,
+            "evaluated": self._evaluated,
+            "score": self._score(),
+            "seconds": self.seconds,
+            "tokens_timed": self.tokens_timed,
+            "wandb_id": self.tracker.wandb_id,
+            "diagnostics": None if self.diagnostics is None else self.diagnostics.state(),
+        }
+        mine: dict[str, Tensor] = (
+            {}
+            if trainer.fixed_reference
+            else {k: v.cpu().contiguous() for k, v in trainer.reference.scores.items()}
+        )
+        self.checkpoints.save(trainer.progress.step, trainer.policy, trainer.optimizer, state, mine)
+        self._saved = replace(trainer.progress)
+
+    def _score(self) -> float | None:
+        """What ``keep_best`` ranks the checkpoint being saved by: higher is better; None where nothing was evaluated here."""
+        value = self._evaluated.get(self.config.keep_best or "")
+        return value if value is None or self.config.keep_best != "eval_loss" else -value
+
+    # -- the watch ------------------------------------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        self.signals.arm()
+        self.watchdog.mark(f"step {self.trainer.progress.step}, ready")
+        self._stop_if_asked()
+        self.watchdog.mark(f"step {self.trainer.progress.step}, under way")
+        first = self.trainer.progress.step == 0
+        self._diagnose(first)
+        if self._due("eval", self.config.eval_every) or first:
+            self._evaluated = self._evaluate(first)
+            if first:
+                self.before = self._evaluated
+        if self._due("save", self.config.save_every or self.config.eval_every) or first:
+            self._save_or_warn(first)
+        self._started = time.perf_counter()
+
+    def _diagnose(self, first: bool = False, last: bool = False) -> None:
+        """A line of diagnostics, if one is due."""
+        if self.diagnostics is None:
+            return
+        if first:
+            self.diagnostics.begin(self.tracker)
+        if last or self.diagnostics.due():
+            self._flush()
+            self.diagnostics.write(self.tracker)
+
+    def _evaluate(self, first: bool = False) -> Metrics:
+        """The evaluation of the weights as they are; a few samples go to the tracker's table, behind the line of the step before."""
+        self._flush()
+        values = self.evaluator.evaluate(first)
+        if self.evaluator.accuracy is not None:
+            self.tracker.table(
+                "samples", Accuracy.columns, self.evaluator.accuracy.samples, self.trainer.progress.step
+            )
+        return values
+
+    def _stop_if_asked(self) -> None:
+        if any_rank(self.signals.asked):
+            self._save_or_warn(
+                first=False
+            )  # without room for another, the checkpoint before it is gone on from
+            if self.trainer.world.is_main:
+                print(
+                    f"asked to stop before step {self.trainer.progress.step}; the same command with resume=true goes on",
+                    flush=True,
+                )
+            raise Requeue
+
+    def _save_or_warn(self, first: bool) -> None:
+        """Nothing if this very place is saved already (a round began here). A run that cannot save does not start; one that no longer
+        can goes on with what it has saved, and says so."""
+        if self._saved == self.trainer.progress:
+            return
+        try:
+            self.save()
+        except CheckpointError as error:
+            if first:
+                raise StoppedError(str(error)) from error
+            if self.trainer.world.is_main:
+                print(f"{error}; the run goes on, the checkpoints before it stay", flush=True)
+
+    def _due(self, what: str, every: int | None) -> bool:
+        """Whether another ``every`` examples have gone by since this was last true."""
+        mark = 0 if every is None else self.trainer.progress.examples // every
+        due, self._marks[what] = mark > self._marks[what] >= 0, mark
+        return due
+
+    def after_step(self, record: Record) -> None:
+        self._flush()
+        record.known |= self._evaluated | self._of_round(record.known["step"])
+        self._evaluated = {}
+        self._pending = (record, time.perf_counter() - self._started)
+
+    def _flush(self) -> None:
+        """Write the line of the last step, whose numbers have reached the host by now."""
+        if self._pending is None:
+            return
+        (record, seconds), self._pending = self._pending, None
+        values = record.pending.read()
+        self.seconds, self.tokens_timed = self.seconds + seconds, self.tokens_timed + record.batch_tokens
+        skipped = values.pop("skipped")
+        chosen, rejected = values.get("reward_chosen"), values.get("reward_rejected")
+        values["reward_margin"] = None if chosen is None or rejected is None else chosen - rejected
+        line: dict[str, Any] = (
+            record.known | values | {"tokens_per_second": record.batch_tokens / seconds, "seconds": seconds}
+        )
+        if skipped:
+            line["skipped"] = True
+        self.tracker.log(line)
+        self.bar.set_postfix_str(status(line), refresh=False)
+        self.bar.update()
+        self._count_skipped(bool(skipped), record)
+
+    def _count_skipped(self, skipped: bool, record: Record) -> None:
+        at = self.trainer.progress
+        at.skipped = at.skipped + 1 if skipped else 0
+        if skipped and self.trainer.world.is_main:
+            path = write_batch(
+                self.folder / "skipped" / f"step_{record.known['step']:08d}.jsonl", record.batch
+            )
+            print(
+                f"step {record.known['step']}: the gradient was not finite, the update was skipped; the batch is in {path}",
+                flush=True,
+            )
+        if at.skipped >= self.config.max_skipped_steps:
+            raise StoppedError(
+                f"{at.skipped} updates in a row had gradients that were not finite (max_skipped_steps); their batches are "
+                f"in {self.folder / 'skipped'}: try a lower lr, or look at these rows"
+            )
+
+    # -- rounds of online training (jobs.online_source.RoundWatch) -----------------------------------------------------------------------
+
+    def before_round(self) -> None:
+        self._stop_if_asked()
+        self._save_or_warn(first=self.trainer.progress.step == 0)
+
+    def pause(self) -> None:
+        """Between the stages of a round, on rank 0: leave if asked to. The round started with a checkpoint; what is done lies on disk."""
+        if self.signals.asked:
+            print("asked to stop: the same command with resume=true goes on with this round", flush=True)
+            raise Requeue
+
+    def entered(self, facts: dict[str, Any], metrics: dict[str, Any], table: list[list[Any]]) -> None:
+        self._round, self._round_metrics = facts, {f"round_{name}": value for name, value in metrics.items()}
+        if table:
+            self.tracker.table("samples", TABLE_COLUMNS, table, self.trainer.progress.step)
+        if metrics and self.trainer.world.is_main:
+            print(round_line(facts["round"], metrics), flush=True)
+
+    def trained_seconds(self) -> float:
+        self._flush()
+        return self.seconds
+
+    def _of_round(self, step: int) -> dict[str, Any]:
+        """What a step's line says of its round: which, how many steps ago it was sampled, and (once) what was sampled."""
+        if not self._round:
+            return {}
+        metrics, self._round_metrics = self._round_metrics, {}
+        return {"round": self._round["round"], "staleness": step - self._round["sampled_step"], **metrics}
+
+    def done(self) -> None:
+        self._flush()
+        self.bar.close()
+        self._diagnose(last=True)
+        self.watchdog.close()
+        self.after = self._evaluate()
+        self._save_or_warn(first=False)
+
+
+def round_line(index: int, metrics: dict[str, Any]) -> str:
+    """A round's samples in a line, for the terminal."""
+    reward = "no reward" if metrics["reward"] is None else f"reward {metrics['reward']:.3f}"
+    return (
+        f"round {index}: {metrics['contexts']} contexts, {metrics['keep_rate']:.0%} kept, {reward}, "
+        f"{metrics['length']:.0f} tokens a sample, {metrics['finished']:.0%} finished; "
+        f"sampled in {metrics['sample_seconds']:.1f} s, scored in {metrics['score_seconds']:.1f} s"
+    )
+
+
+def write_batch(path: Path, batch: list[Example]) -> Path:
+    """The rows of a batch as token ids, one example a line, for replay."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [
+        json.dumps(
+            {
+                "prompt_id": e.prompt_id,
+                "label": e.label,
+                "rows": [
+                    {"prompt_ids": r.prompt_ids.tolist(), "completion_ids": r.completion_ids.tolist()}
+                    for r in e.rows
+                ],
+            }
+        )
+        for e in batch
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path

@@ -1,0 +1,250 @@
+"""A model and its tokenizer from a folder or the hub: what is refused before weights are read, and the policy that is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HTTPError
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+from common.errors import ConfigError, require
+from config.schema_model import ModelConfig
+from models.heads import RewardModel, ValuePolicy
+from models.policy import Policy, checkpoint_activations, decoder_blocks
+
+ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
+SOFTCAP_ATTENTION = ("eager", "flex_attention", "flash_attention_2", "flash_attention_3")
+"""Kernels that apply Gemma-2's attn_logit_softcapping; transformers' sdpa drops it without a word."""
+
+
+WRAPPERS: dict[str | None, type[Policy]] = {None: Policy, "value": ValuePolicy, "reward": RewardModel}
+"""model.head -> what stands around the transformers model"""
+
+
+def resolve_model_path(name_or_path: str) -> str:
+    """A run's folder stands for the model in it (``model/``); anything else for itself."""
+    inner = Path(name_or_path) / "model"
+    return str(inner) if (inner / "config.json").is_file() else name_or_path
+
+
+def model_config(config: ModelConfig) -> PretrainedConfig:
+    """The architecture, without weights. Raises ConfigError if it cannot be had."""
+    path = _reachable("model.name_or_path", config.name_or_path, config.revision)
+    try:
+        return AutoConfig.from_pretrained(
+            path, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise _not_found("model.name_or_path", config.name_or_path, error) from error
+
+
+def check_model(config: ModelConfig) -> PretrainedConfig:
+    """The architecture, once everything that can be refused without weights was not.
+
+    Raises ConfigError: a model that cannot be found, that is no causal language model, that is shorter than model.max_length, or an
+    attention kernel that is not installed or that would drop a feature of the model.
+    """
+    found = model_config(config)
+    text, kernel = found.get_text_config(), config.attn_implementation
+    known = type(found) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in (
+        getattr(found, "auto_map", None) or {}
+    )
+    require(
+        known,
+        "model.name_or_path",
+        config.name_or_path,
+        f"is a {found.model_type}, not a causal language model",
+    )
+    require(kernel in ATTENTION, "model.attn_implementation", kernel, f"use one of {', '.join(ATTENTION)}")
+    installed = {
+        "flash_attention_2": is_flash_attn_2_available,
+        "flash_attention_3": is_flash_attn_3_available,
+    }
+    require(
+        kernel not in installed or installed[kernel](),
+        "model.attn_implementation",
+        kernel,
+        "is not installed; use sdpa",
+    )
+    cap = getattr(text, "attn_logit_softcapping", None)
+    require(
+        cap is None or kernel in SOFTCAP_ATTENTION,
+        "model.attn_implementation",
+        kernel,
+        f"would drop this model's attn_logit_softcapping={cap}; use eager",
+    )
+    positions = getattr(text, "max_position_embeddings", None) or config.max_length
+    if config.head == "reward":
+        found.num_labels = 1
+        # A classifier pools at the last token that is not this one: were it also the end-of-turn token, it would pool before it.
+        text.pad_token_id = None
+    require(
+        config.max_length <= positions,
+        "model.max_length",
+        config.max_length,
+        f"the model has {positions} positions",
+    )
+    return found
+
+
+def export_dtype(config: ModelConfig) -> torch.dtype:
+    """What the trained model is written in: model.export_dtype, or what the loaded model was written in."""
+    found = config.export_dtype or model_config(config).dtype or "float32"
+    return found if isinstance(found, torch.dtype) else getattr(torch, found)
+
+
+def empty_policy(config: ModelConfig) -> Policy:
+    """The policy with its weights on the meta device, to be sharded and then filled (models.loading). Buffers are real."""
+    found = check_model(config)
+    with init_empty_weights(include_buffers=False):
+        model = _auto(config).from_config(found, **_how(config))
+        if config.use_peft:
+            model = _with_lora(model, config)
+        policy = WRAPPERS[config.head](model)
+    return _finished(policy, config)
+
+
+def _auto(config: ModelConfig) -> type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]:
+    return AutoModelForSequenceClassification if config.head == "reward" else AutoModelForCausalLM
+
+
+def _how(config: ModelConfig) -> dict[str, Any]:
+    """How transformers builds the model. Masters are float32; with LoRA the base is frozen in model.dtype."""
+    dtype = getattr(torch, config.dtype) if config.use_peft else torch.float32
+    return {
+        "attn_implementation": config.attn_implementation,
+        "dtype": dtype,
+        "trust_remote_code": config.trust_remote_code,
+    }
+
+
+def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Policy:
+    """The policy on ``device``, float32 masters; with LoRA the base is frozen in model.dtype and the adapters are float32.
+
+    ``seed`` is that of random weights (of adapters, or of all with model.from_config). Raises ConfigError if weights cannot be had.
+    """
+    found, common = check_model(config), _how(config)
+    path = resolve_model_path(config.name_or_path)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if config.from_config:
+            model = _auto(config).from_config(found, **common)
+        else:
+            try:
+                model = _auto(config).from_pretrained(
+                    path, config=found, use_safetensors=True, revision=config.revision, **common
+                )
+            except (OSError, ValueError) as error:
+                raise _not_found("model.name_or_path", config.name_or_path, error) from error
+        if config.use_peft:
+            model = _with_lora(model, config)
+    policy = WRAPPERS[config.head](model.to(device))
+    policy.check_head()
+    return _finished(policy, config)
+
+
+def _finished(policy: Policy, config: ModelConfig) -> Policy:
+    """The policy with its forward as the settings ask for it."""
+    policy.use_packed_attention()
+    if config.compile:
+        for block in decoder_blocks(policy):
+            block.forward = torch.compile(block.forward, dynamic=True)
+    if config.activation_checkpointing:
+        checkpoint_activations(decoder_blocks(policy))
+    return policy
+
+
+def _with_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
+    target = config.peft.target_modules
+    lora = LoraConfig(
+        r=config.peft.lora_r,
+        lora_alpha=config.peft.lora_alpha,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+        target_modules=target if isinstance(target, str) else list(target),
+    )
+    try:
+        return get_peft_model(model, lora, autocast_adapter_dtype=True)
+    except ValueError as error:
+        raise ConfigError(
+            "model.peft.target_modules", target, f"{error} (all-linear is always right)"
+        ) from error
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, or model.tokenizer_name_or_path's; model.chat_template (a jinja file), if given, replaces its own.
+
+    A tokenizer without a padding token gets its end-of-sequence token for one: padding only fills, what counts is said by masks,
+    and no embedding is resized. Raises ConfigError if it cannot be had, or has no end-of-sequence token.
+    """
+    own = config.tokenizer_name_or_path is None
+    key = "model.name_or_path" if own else "model.tokenizer_name_or_path"
+    name = config.tokenizer_name_or_path or config.name_or_path
+    revision = config.revision if own else None
+    path = _reachable(key, name, revision)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=revision, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise _not_found(key, name, error) from error
+    require(
+        tokenizer.eos_token_id is not None,
+        key,
+        name,
+        "has no end-of-sequence token; a completion could not end",
+    )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if config.chat_template is not None:
+        require(
+            Path(config.chat_template).is_file(),
+            "model.chat_template",
+            config.chat_template,
+            "no such file; give a jinja file, or null for the tokenizer's own",
+        )
+        tokenizer.chat_template = Path(config.chat_template).read_text()
+    return tokenizer
+
+
+def _reachable(key: str, name: str, revision: str | None) -> str:
+    """The path to load from. Raises ConfigError for a name that is no folder, not cached and not on the hub: one request says so at
+    once, where loading would retry for half a minute."""
+    path = resolve_model_path(name)
+    try:
+        if not Path(path).is_dir() and not isinstance(
+            try_to_load_from_cache(path, "config.json", revision=revision), str
+        ):
+            HfApi().model_info(path, revision=revision, timeout=10)
+    except (OSError, ValueError, HTTPError) as error:
+        raise _not_found(key, name, error) from error
+    return path
+
+
+def _not_found(key: str, value: str, error: Exception) -> ConfigError:
+    """What a user can do about a model that could not be had."""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if value.startswith((".", "/", "~")) or Path(value).exists():
+        return ConfigError(
+            key, value, f"is not the folder of a model (config.json, *.safetensors) or of a run: {reason}"
+        )
+    return ConfigError(
+        key,
+        value,
+        "cannot be had: give a folder that exists, or the name of a model on the hub "
+        f"(check the spelling, the network, and for gated models `hf auth login`): {reason}",
+    )

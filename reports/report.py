@@ -1,0 +1,189 @@
+"""What a run has to show for itself: the table printed at its end, and ``report.html``.
+
+``summary.json`` (written by the trainer) has ``before`` and ``after``, the ``eval_*`` metrics at either end, and
+``tokens_per_second``, ``seconds``, ``run_dir``, ``command``. Whatever is missing is left out: a killed run can be reported too.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml  # type: ignore[import-untyped]
+
+from config.schema import RESERVED_LOSS_KEYS
+from reports.charts import charts
+from reports.diagnostic_charts import diagnostic_charts
+from reports.provenance import scrub, variant
+from reports.tracking import read_metrics
+
+MEASURES = (
+    ("eval_accuracy_sampled", "sampled accuracy", "{:.1%}"),
+    ("eval_accuracy_greedy", "greedy accuracy", "{:.1%}"),
+    ("eval_reward_margin", "evaluation margin (β·nats)", "{:+.4f}"),
+    ("eval_reward_accuracy", "evaluation reward accuracy", "{:.1%}"),
+    ("eval_loss", "evaluation loss", "{:.4f}"),
+    ("eval_drift", "drift from the initial weights (nats/token)", "{:+.4f}"),
+)
+ABSENT = "–"
+
+
+def compared(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """(label, before, after), formatted, of every measure that was taken at either end."""
+    ends = [summary.get(end) or {} for end in ("before", "after")]
+    rows = []
+    for key, label, form in MEASURES:
+        before, after = (
+            ABSENT if end.get(key) is None else form.format(round(end[key], 6) + 0.0) for end in ends
+        )  # no "-0.0000"
+        if (before, after) != (ABSENT, ABSENT):
+            rows.append((label, before, after))
+    return rows
+
+
+def final_table(summary: dict[str, Any]) -> str:
+    """The plain text printed when a run ends: before and after, speed, where the run lies, how to load what it made."""
+    rows = [("", "before", "after"), *compared(summary)]
+    width = max(len(label) for label, _, _ in rows)
+    lines = (
+        [f"{label:<{width}}  {before:>9}  {after:>9}".rstrip() for label, before, after in rows]
+        if len(rows) > 1
+        else []
+    )
+    facts = []
+    if summary.get("tokens_per_second") is not None:
+        facts.append(("speed", f"{summary['tokens_per_second']:,.0f} tokens/s"))
+    if summary.get("seconds") is not None:
+        facts.append(("training", duration(summary["seconds"])))
+    if run_dir := summary.get("run_dir"):
+        facts.append(("run", str(run_dir)))
+        facts.append(
+            (
+                "load it",
+                f'{summary.get("loads_as", "AutoModelForCausalLM")}.from_pretrained("{Path(run_dir) / "model"}")',
+            )
+        )
+    return "\n".join(
+        [*lines, *([""] if lines and facts else []), *(f"{name:<9}  {value}" for name, value in facts)]
+    )
+
+
+def duration(seconds: float) -> str:
+    """``seconds`` as people say it: 42 s, 3 min 05 s, 2 h 03 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write ``run_dir/report.html``, self-contained, from config.yaml, metrics.jsonl, diagnostics.jsonl, summary.json and data_report.json
+    as far as they are there; returns its path. Secrets in them are left out."""
+    config = scrub(_read(run_dir / "config.yaml"))
+    summary = scrub(_read(run_dir / "summary.json"))
+    data = scrub(_read(run_dir / "data_report.json"))
+    records = read_metrics(run_dir / "metrics.jsonl")
+    diagnostics = read_metrics(run_dir / "diagnostics.jsonl")
+    tables = [
+        ("Settings", _settings(config)),
+        ("Data", list(flat(data))),
+        ("Every setting", list(flat(config))),
+    ]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
+    )
+    page = environment.get_template("report.html").render(
+        name=config.get("exp_name") or run_dir.name,
+        headline=_headline(config, summary, records),
+        command=summary.get("command"),
+        compared=compared(summary),
+        charts=[
+            (title, base64.b64encode(svg).decode())
+            for title, svg in charts([*records, *_end(summary, records)])
+        ],
+        diagnostics=[
+            (title, base64.b64encode(svg).decode()) for title, svg in diagnostic_charts(diagnostics)
+        ],
+        noise=next((line["noise"] for line in diagnostics if line.get("noise")), None),
+        tables=[(title, rows) for title, rows in tables if rows],
+    )
+    path = run_dir / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted.key, text) of nested plain data, for a table. Empty lists and mappings have nothing to say."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from flat(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        items = [
+            ", ".join(text for _, text in flat(item)) if isinstance(item, dict) else _text(item)
+            for item in value
+        ]
+        if items:
+            yield name, "; ".join(items)
+    else:
+        yield name, _text(value)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else "null" if value is None else str(value)
+
+
+def _headline(config: dict[str, Any], summary: dict[str, Any], records: list[dict[str, Any]]) -> str:
+    """One line: variant, loss, how far, how long."""
+    loss = config.get("loss", {}).get("name")
+    parts = [f"{variant(config)} {str(loss).upper()}"] if loss else []
+    if records:
+        last = records[-1]
+        parts.append(f"{last['step'] + 1:,} steps")
+        parts += [f"{last[key]:,} {key}" for key in ("examples", "tokens") if last.get(key) is not None]
+    if summary.get("seconds") is not None:
+        parts.append(duration(summary["seconds"]))
+    if summary.get("tokens_per_second") is not None:
+        parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s")
+    return " · ".join(parts if summary else [*parts, "not finished"])
+
+
+def _end(summary: dict[str, Any], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The evaluation of the trained model as a point after the last step: a line's evaluation is of the weights before its step."""
+    last = records[-1]["step"] if records else -1
+    return [summary["after"] | {"step": last + 1}] if summary.get("after") else []
+
+
+def _settings(config: dict[str, Any]) -> list[tuple[str, str]]:
+    """What says most about a run, first."""
+    model, data = config.get("model", {}), config.get("data", {})
+    loss = {key: value for key, value in config.get("loss", {}).items() if key not in RESERVED_LOSS_KEYS}
+    clipping = [f"{key} {_text(config.get(key))}" for key in ("log_epsilon_P", "log_epsilon_R", "sync_freq")]
+    chosen = {
+        "variant": variant(config) if config else None,
+        "loss": " ".join(
+            [str(config.get("loss", {}).get("name", "")), *(f"{k} {_text(v)}" for k, v in loss.items())]
+        ).strip(),
+        "humanline": ", ".join(clipping) if config.get("humanline") else None,
+        "model": model.get("name_or_path"),
+        "LoRA": f"rank {model.get('peft', {}).get('lora_r')}" if model.get("use_peft") else None,
+        "data": data.get("path") or data.get("name"),
+        "batch size": model.get("batch_size"),
+        "learning rate": config.get("lr"),
+        "largest gradient norm": model.get("max_grad_norm"),
+        "seed": config.get("seed"),
+    }
+    return [(key, _text(value)) for key, value in chosen.items() if value not in (None, "")]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON or YAML file's mapping; {} where there is no such file."""
+    if not path.exists():
+        return {}
+    text = path.read_text(encoding="utf-8")
+    return (json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)) or {}

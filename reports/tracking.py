@@ -1,0 +1,370 @@
+"""Where a run's numbers go: ``metrics.jsonl`` first, Weights & Biases second. The file is the record, wandb is its mirror.
+
+Rank 0 holds a ``Tracker``, every other rank a ``NullTracker``; the trainer calls both alike. wandb may fail, be slow or be absent
+without the run noticing: it is warned about once and then left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import netrc
+import numbers
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from common.errors import DataError
+from config.schema import WandbConfig
+from reports.provenance import scrub, variant
+
+if TYPE_CHECKING:
+    import wandb
+
+log = logging.getLogger(__name__)
+
+INIT_SECONDS = 10.0
+"""How long an unreachable wandb server may delay the start; the run is then tracked offline."""
+FINISH_SECONDS = 60.0
+"""How long uploading may delay the end; what is left stays on disk for ``wandb sync``."""
+
+Record = dict[str, Any]
+Histograms = Mapping[str, tuple[Sequence[int], Sequence[float]]]
+"""name -> (counts [bins], what parts the bins [bins - 1]): the outer two bins are open"""
+
+
+class Tracking(Protocol):
+    """What the trainer tells its numbers to."""
+
+    @property
+    def wandb_id(self) -> str | None: ...
+
+    def log(self, record: Record) -> None: ...
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None: ...
+
+    def diagnostics(self, record: Record, histograms: Histograms) -> None: ...
+
+    def summary(self, values: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NullTracker:
+    """The tracker of ranks above 0: takes everything, keeps nothing."""
+
+    wandb_id: str | None = None
+
+    def log(self, record: Record) -> None:
+        """Nothing."""
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Nothing."""
+
+    def diagnostics(self, record: Record, histograms: Histograms) -> None:
+        """Nothing."""
+
+    def summary(self, values: Record) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class Tracker:
+    """The tracker of rank 0.
+
+    ``resume_step``: the first step that will be trained now, or None for a run from the start; lines of that step and later, left
+    by the killed process, are cut from metrics.jsonl. ``wandb_id``: the id that this run had before it was resumed, or None; the
+    one in use is the attribute of that name, for the caller to keep in its checkpoints.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Record,
+        wandb: WandbConfig,
+        resume_step: int | None = None,
+        wandb_id: str | None = None,
+    ) -> None:
+        self._file = _open_metrics(run_dir / "metrics.jsonl", resume_step or 0)
+        self._open_diagnostics = lambda: _open_metrics(run_dir / "diagnostics.jsonl", resume_step or 0)
+        self._diagnostics_file: Any = None
+        self._wandb = _Mirror(run_dir, config, wandb, wandb_id)
+
+    @property
+    def wandb_id(self) -> str | None:
+        """The wandb id of this run, None when wandb is off."""
+        return self._wandb.id
+
+    def log(self, record: Record) -> None:
+        """Append one line to metrics.jsonl and show it to wandb. ``record["step"]`` is an int above that of the line before."""
+        record = plain(record)
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+        self._wandb.log(record, step=record["step"])
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """A wandb table (of samples); ``step`` is that of the last line or of the next one."""
+        self._wandb.table(name, columns, rows, step)
+
+    def diagnostics(self, record: Record, histograms: Histograms) -> None:
+        """Append one line to diagnostics.jsonl, which is cut like metrics.jsonl when the run was resumed, and show ``histograms`` to
+        wandb at ``record["step"]``, that of the last line of metrics."""
+        if self._diagnostics_file is None:
+            self._diagnostics_file = self._open_diagnostics()
+        self._diagnostics_file.write(json.dumps(plain(record), allow_nan=False) + "\n")
+        self._diagnostics_file.flush()
+        for name, (counts, edges) in histograms.items():
+            self._wandb.histogram(name, counts, edges, record["step"])
+
+    def summary(self, values: Record) -> None:
+        """The numbers that stand for the whole run, in wandb's list of runs."""
+        self._wandb.summary(plain(values))
+
+    def close(self) -> None:
+        """Close the file and let wandb finish, for at most FINISH_SECONDS."""
+        self._file.close()
+        if self._diagnostics_file is not None:
+            self._diagnostics_file.close()
+        self._wandb.finish()
+
+
+def mirror_evaluation(
+    run_dir: Path, config: Record, wandb: WandbConfig, name: str, values: Record, rows: Sequence[Record]
+) -> bool:
+    """Show an evaluation in the run's own wandb run: each number as ``<name>/<metric>``, after its last step and in its summary, and
+    ``rows`` as a table. Returns whether the run has one that could be told; it need not, and wandb may fail as ever."""
+    run_id = wandb_id_of(run_dir)
+    if run_id is None:
+        return False
+    mirror = _Mirror(run_dir, config, wandb, run_id)
+    shown = {f"{name}/{key}": value for key, value in _numbers(plain(values))}
+    step = max(mirror.step, *(record["step"] + 1 for record in read_metrics(run_dir / "metrics.jsonl")), 0)
+    mirror.log(shown, step)
+    if rows:
+        columns = list(rows[0])
+        mirror.table(
+            f"{name}/answers", columns, [[_cell(row.get(column)) for column in columns] for row in rows], step
+        )
+    mirror.summary(shown)
+    told = mirror.alive
+    mirror.finish()
+    return told
+
+
+def wandb_id_of(run_dir: Path) -> str | None:
+    """The wandb id of a run, from what wandb left in its folder (``wandb/[offline-]run-<time>-<id>``), the newest; None without one."""
+    found = [
+        path.name.rsplit("-", 2)
+        for path in (run_dir / "wandb").glob("*run-*-*")
+        if path.is_dir() and not path.is_symlink()
+    ]
+    return max(((time, run_id) for _, time, run_id in found), default=(None, None))[1]
+
+
+def _numbers(tree: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """(dotted key, number) of nested values."""
+    if isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from _numbers(item, f"{prefix}.{key}".lstrip("."))
+    elif isinstance(tree, int | float) and not isinstance(tree, bool):
+        yield prefix, tree
+
+
+def _cell(value: Any) -> Any:
+    """What a wandb table shows of a value that is no number, flag or text."""
+    return (
+        value
+        if value is None or isinstance(value, bool | int | float | str)
+        else json.dumps(value, ensure_ascii=False)
+    )
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON has it: numpy numbers become Python's, a float that is not finite becomes None (null)."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, bool | str) or value is None:
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
+    return value
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """The lines of a metrics.jsonl; [] where there is no file. A last line that a kill left half-written is dropped.
+
+    Raises DataError where another line is no JSON object with a step.
+    """
+    if not path.exists():
+        return []
+    records: list[Record] = []
+    whole, _, _ = path.read_bytes().rpartition(
+        b"\n"
+    )  # every whole line has its end: only a half-written last one can lack it
+    for number, line in enumerate(whole.split(b"\n") if whole else [], start=1):
+        try:
+            record = json.loads(line)
+            record["step"] = int(record["step"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(
+                f"{path}, line {number} is not a line of metrics ({error}); repair the file or remove it"
+            ) from error
+        records.append(record)
+    return records
+
+
+def _open_metrics(path: Path, first_step: int) -> Any:
+    """The file open for appending, with the lines before ``first_step`` only. Written whole and renamed: a kill loses nothing."""
+    kept = [record for record in (read_metrics(path) if first_step else []) if record["step"] < first_step]
+    part = path.with_suffix(".part")
+    part.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    part.replace(path)
+    return path.open("a", encoding="utf-8")
+
+
+class _Mirror:
+    """wandb behind a fuse: the first failure is warned about, and nothing is asked of it again."""
+
+    def __init__(self, run_dir: Path, config: Record, settings: WandbConfig, run_id: str | None) -> None:
+        self.id = run_id
+        self._run: wandb.Run | None = None
+        if settings.enabled:
+            self._guard(lambda: self._start(run_dir, scrub(config), settings))
+
+    def _start(self, run_dir: Path, config: Record, settings: WandbConfig) -> None:
+        import wandb  # half a second that a run without wandb need not wait
+
+        mode = _mode(wandb.setup().settings)
+        if mode == "disabled":
+            return
+        self.id = self.id or secrets.token_hex(4)
+        try:
+            self._init(mode, run_dir, config, settings)
+        except wandb.errors.Error as error:
+            if mode == "offline":
+                raise
+            log.warning("wandb: %s; tracking offline (`wandb sync` uploads it later)", error)
+            wandb.teardown()  # the attempt still holds the id
+            self._init("offline", run_dir, config, settings)
+
+    def _init(self, mode: Any, run_dir: Path, config: Record, settings: WandbConfig) -> None:
+        import wandb
+
+        loss = config.get("loss", {}).get("name", "")
+        self._run = wandb.init(
+            project=settings.project,
+            entity=settings.entity,
+            name=run_dir.name,
+            group=f"{loss}-{variant(config)}",
+            tags=[*settings.tags, loss, variant(config)],
+            config=config,
+            dir=run_dir,
+            mode=mode,
+            id=self.id,
+            # Offline, wandb warns that resuming is not for it; the id alone joins the pieces when they are synced.
+            resume="allow" if mode == "online" else None,
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                disable_git=True,
+                save_code=False,
+                init_timeout=INIT_SECONDS,
+                finish_timeout=FINISH_SECONDS,
+            ),
+        )
+
+    def log(self, record: Record, step: int) -> None:
+        run = self._run
+        if run is not None:
+            self._guard(
+                lambda: run.log({key: value for key, value in record.items() if value is not None}, step=step)
+            )
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        run = self._run
+        if run is None:
+            return
+        import wandb
+
+        self._guard(
+            lambda: run.log(
+                {name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])}, step=step
+            )
+        )
+
+    def histogram(self, name: str, counts: Sequence[int], edges: Sequence[float], step: int) -> None:
+        run = self._run
+        if run is None:
+            return
+        import wandb
+
+        closed = np.array([2 * edges[0], *edges, 2 * edges[-1]])  # wandb takes no open bins
+        self._guard(
+            lambda: run.log({name: wandb.Histogram(np_histogram=(np.array(counts), closed))}, step=step)
+        )
+
+    def summary(self, values: Record) -> None:
+        run = self._run
+        if run is not None:
+            self._guard(lambda: run.summary.update(values))
+
+    @property
+    def alive(self) -> bool:
+        """Whether wandb takes numbers: it is on and has not failed."""
+        return self._run is not None
+
+    @property
+    def step(self) -> int:
+        """The first step that wandb still takes numbers for."""
+        return 0 if self._run is None else self._run.step
+
+    def finish(self) -> None:
+        run = self._run
+        if run is not None:
+            self._guard(run.finish)
+            self._run = None
+
+    def _guard(self, call: Callable[[], object]) -> None:
+        """Do ``call``; if it fails in whatever way, say so and never call wandb again: a tracker is not worth a run."""
+        try:
+            call()
+        except Exception as error:
+            log.warning(
+                "wandb failed (%s: %s); the run goes on, metrics.jsonl has its numbers",
+                type(error).__name__,
+                error,
+            )
+            self._run = None
+
+
+def _mode(settings: Any) -> str:
+    """online, offline or disabled: as WANDB_MODE or wandb's settings file says, but online only where no login is asked for."""
+    if settings.mode in ("disabled", "offline", "dryrun"):
+        return "disabled" if settings.mode == "disabled" else "offline"
+    if settings.api_key or settings.identity_token_file or os.environ.get("WANDB_API_KEY"):
+        return "online"
+    return "online" if _in_netrc(urlsplit(settings.base_url).hostname or "") else "offline"
+
+
+def _in_netrc(host: str) -> bool:
+    """Whether ``wandb login`` left a key for ``host``; an unreadable file counts as none."""
+    named = os.environ.get("NETRC")
+    for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        try:
+            if netrc.netrc(path.expanduser()).authenticators(host):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False

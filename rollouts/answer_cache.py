@@ -1,0 +1,66 @@
+"""Answers that were drawn for an evaluation, kept as they come: one that was killed goes on with the prompts that are left, and another
+one of the same weights with the same sampling draws nothing again; so runs that start from the same weights measure those once.
+
+``<cache_dir>/answers/<key>.jsonl`` has a line a prompt: which, and its samples. The key stands for all that they depend on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from reports.provenance import versions
+from rollouts.samplers import Sample
+
+
+@cache
+def _code() -> str:
+    """A digest of the code that decides what is sampled, committed or not."""
+    root = Path(__file__).parents[1]
+    files = (path for part in ("models", "rollouts") for path in sorted((root / part).glob("*.py")))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+class KeptAnswers:
+    """The answers to one request by one model, by the prompts' ids. One process adds to them."""
+
+    def __init__(self, cache_dir: Path, parts: Mapping[str, Any]) -> None:
+        """``parts``: all that a sample depends on beside its prompt, this code and the libraries' versions, as plain data."""
+        every = {"parts": parts, "code": _code(), "versions": versions()}
+        key = hashlib.sha256(json.dumps(every, sort_keys=True).encode()).hexdigest()[:32]
+        self.path = cache_dir / "answers" / f"{key}.jsonl"
+
+    def read(self) -> dict[str, list[Sample]]:
+        """Prompt id -> its samples. A line that is not whole, the last one of a process that was killed, is left out."""
+        found: dict[str, list[Sample]] = {}
+        lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
+        for line in lines:
+            try:
+                raw = json.loads(line)
+                found[raw["prompt_id"]] = [
+                    Sample(tuple(one["token_ids"]), one["finished"], tuple(one["logprobs"]))
+                    for one in raw["samples"]
+                ]
+            except (ValueError, KeyError, TypeError):
+                continue
+        return found
+
+    def add(self, answers: Mapping[str, list[Sample]]) -> None:
+        """Append them, down to the disk."""
+        lines = [
+            {"prompt_id": name, "samples": [asdict(sample) for sample in samples]}
+            for name, samples in answers.items()
+        ]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a+b") as stream:
+            if stream.seek(0, os.SEEK_END) and stream.seek(-1, os.SEEK_END) and stream.read() != b"\n":
+                stream.write(b"\n")  # ends a line that a killed process left unfinished
+            stream.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+            stream.flush()
+            os.fsync(stream.fileno())

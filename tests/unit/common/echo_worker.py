@@ -1,0 +1,45 @@
+"""A worker that does what the tests of worker processes need."""
+
+import os
+import subprocess
+import sys
+import time
+
+from common.worker_process import serve
+
+
+def fail(message: str) -> None:
+    raise KeyError(message)
+
+
+def say(message: str) -> None:
+    print(message, flush=True)
+
+
+def hang() -> None:
+    time.sleep(600)
+
+
+def spawn() -> int:
+    """A child of the worker's own, as engines with tensor parallelism have; returns its process id."""
+    return subprocess.Popen(["sleep", "600"]).pid
+
+
+def spawn_holder() -> int:
+    """The same, holding the worker's end of the pipe open, as a forked child would."""
+    return subprocess.Popen(["sleep", "600"], pass_fds=(int(sys.argv[1]),)).pid
+
+
+if __name__ == "__main__":
+    serve(
+        {
+            "echo": lambda value: value,
+            "environment": os.environ.get,
+            "fail": fail,
+            "say": say,
+            "hang": hang,
+            "spawn": spawn,
+            "spawn_holder": spawn_holder,
+        }
+    )
+    print("left")

@@ -1,0 +1,137 @@
+"""Worker processes without an engine: what goes wrong in one reaches its owner, quickly and with a cause, and none outlives it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.worker_process import ROOT, SamplerError, WorkerProcess
+
+ECHO = "tests.unit.common.echo_worker"
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[WorkerProcess]:
+    worker = WorkerProcess(ECHO, log=tmp_path / "echo.log", env={"COLOUR": "blue"})
+    yield worker
+    worker.close(grace=0.0)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs (a zombie, which only waits to be asked for its exit code, does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_replies_come_in_the_order_of_the_requests(worker):
+    for n in range(5):
+        worker.send("echo", n)
+    assert [worker.receive(10) for _ in range(5)] == list(range(5))
+
+
+def test_its_environment_is_the_owners_with_ours_over_it_and_without_the_launchers(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("KEPT", "yes")
+    worker = WorkerProcess(ECHO, log=tmp_path / "echo.log", env={"COLOUR": "blue"})
+    assert [worker.call("environment", key, timeout=10) for key in ("RANK", "KEPT", "COLOUR")] == [
+        None,
+        "yes",
+        "blue",
+    ]
+    worker.close()
+
+
+def test_an_exception_brings_the_workers_traceback_and_the_worker_lives_on(worker):
+    with pytest.raises(SamplerError, match=r"(?s)Traceback.*in fail.*KeyError: 'no such thing'"):
+        worker.call("fail", "no such thing", timeout=10)
+    assert worker.call("echo", 1, timeout=10) == 1
+
+
+def test_a_killed_worker_is_an_error_at_once_and_its_last_words_are_in_it(worker):
+    worker.call("say", "about to go", timeout=10)
+    worker.send("hang")
+    os.kill(worker.pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(SamplerError, match=r"(?s)died.*SIGKILL.*about to go"):
+        worker.receive(timeout=60)
+    assert time.monotonic() - began < 5
+    with pytest.raises(SamplerError, match="died"):
+        worker.send("echo", 1)
+
+
+def test_a_killed_worker_whose_child_holds_the_pipe_open_is_an_error_too(worker):
+    """The pipe has no end of file then: the worker's death must be seen by itself, and the child be killed."""
+    child = worker.call("spawn_holder", timeout=10)
+    worker.send("hang")
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(SamplerError, match="died"):
+        worker.receive(timeout=60)
+    assert wait_until(lambda: not alive(child))
+
+
+def test_silence_ends_at_the_time_limit_and_nothing_is_left(worker):
+    child = worker.call("spawn", timeout=10)
+    worker.send("hang")
+    began = time.monotonic()
+    with pytest.raises(SamplerError, match=r"did not answer within 0\.7 s and was killed"):
+        worker.receive(timeout=0.7)
+    assert time.monotonic() - began < 5
+    assert wait_until(lambda: not alive(worker.pid) and not alive(child))
+
+
+def test_a_module_that_cannot_start_is_an_error_with_its_output(tmp_path):
+    worker = WorkerProcess("tests.unit.rollouts.no_such_module", log=tmp_path / "log", env={})
+    with pytest.raises(SamplerError, match=r"(?s)died \(exit code 1\).*No module named"):
+        worker.receive(timeout=30)
+
+
+def test_closing_lets_an_idle_worker_leave_by_itself(worker):
+    worker.call("echo", 1, timeout=10)
+    worker.close(grace=20)
+    assert worker.log.read_text().endswith("left\n")
+
+
+@pytest.mark.parametrize("request_", ["echo", "hang"])
+def test_no_worker_outlives_its_owner(tmp_path, request_):
+    """Neither an idle worker nor one in the middle of a request, when the owner is killed and can do nothing about it."""
+    owner = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"""
+import time
+from pathlib import Path
+from common.worker_process import WorkerProcess
+worker = WorkerProcess({ECHO!r}, log=Path({str(tmp_path / "log")!r}), env={{}})
+child = worker.call("spawn", timeout=10)
+worker.send({request_!r}, *([1] if {request_!r} == "echo" else []))
+print(worker.pid, child, flush=True)
+time.sleep(60)
+""",
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert owner.stdout is not None
+    pids = [int(pid) for pid in owner.stdout.readline().split()]
+    assert len(pids) == 2
+    assert all(alive(pid) for pid in pids)
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    assert wait_until(lambda: not any(alive(pid) for pid in pids))

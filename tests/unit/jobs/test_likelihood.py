@@ -1,0 +1,67 @@
+"""What the initial weights think of the data: a group's place, what is remembered of a selection, what can be clipped."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import ConfigError
+from data.selection import select
+from jobs.likelihood import clippable_share, completion_means, group_means, kept_before, score_groups
+from tests.engine import engine_config, make_trainer
+from tests.tiny import random_groups, tiny_policy
+
+
+def by_hand(row) -> list[float]:
+    """The log-probability of each completion token, from a float64 model's logits, one row at a time."""
+    model = tiny_policy().model.double()
+    ids = np.concatenate([row.prompt_ids, row.completion_ids]).astype(np.int64)
+    with torch.no_grad():
+        table = model(torch.from_numpy(ids)[None]).logits[0].log_softmax(-1)
+    first = len(row.prompt_ids)
+    return [float(table[t - 1, ids[t]]) for t in range(first, len(ids))]
+
+
+@pytest.mark.parametrize(("loss", "kind"), [("dpo", "pairs"), ("kto", "labelled"), ("grpo", "weighted")])
+def test_a_groups_place_is_the_mean_over_all_its_completion_tokens(tmp_path, loss, kind):
+    groups = random_groups(9, seed=3, kind=kind)
+    trainer = make_trainer(engine_config(tmp_path, loss, "humanline=true"))
+    scores = score_groups(trainer, groups, {"weights": "test"})
+    expected = [by_hand(row) for group in random_groups(9, seed=3, kind="pairs") for row in group[0].rows]
+    pooled = [np.mean(expected[2 * g] + expected[2 * g + 1]) for g in range(9)]
+    np.testing.assert_allclose(
+        group_means(groups, scores), pooled, rtol=0, atol=1e-5
+    )  # for every loss the same pairs
+    kinds = completion_means(groups, scores)
+    np.testing.assert_allclose(
+        kinds["chosen"], [np.mean(expected[2 * g]) for g in range(9)], rtol=0, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        kinds["rejected"], [np.mean(expected[2 * g + 1]) for g in range(9)], rtol=0, atol=1e-5
+    )
+
+
+def test_a_run_that_goes_on_keeps_its_groups(tmp_path):
+    groups = random_groups(12)
+    first = select(np.linspace(-3, -1, 12), [0.25, 0.75])
+    assert kept_before(tmp_path / "selection.json", groups, first) == first
+    other = select(np.linspace(-1, -3, 12) - 0.5, [0.5, 1.0])
+    assert other.kept != first.kept
+    assert kept_before(tmp_path / "selection.json", groups, other) == first
+    with pytest.raises(ConfigError, match="not those that this run was started with"):
+        kept_before(tmp_path / "selection.json", random_groups(12, seed=1), first)
+    assert dataclasses.asdict(first) == dataclasses.asdict(
+        kept_before(tmp_path / "selection.json", groups, other)
+    )
+
+
+def test_a_token_can_be_clipped_from_above_only_if_its_ratio_to_certainty_is():
+    """Whatever a policy learns, log pi <= 0: no log-ratio of the others passes the bound, and one of these can."""
+    reference = torch.log(torch.tensor([0.9, 0.5, 0.23, 0.22, 0.1, 1e-6]))
+    share = clippable_share([reference[:3], reference[3:]], log_epsilon_R=1.5)
+    assert share == pytest.approx(float((0.0 - reference > 1.5).float().mean())) == pytest.approx(0.5)
+    assert clippable_share([reference], log_epsilon_R=float("inf")) == 0.0
+    assert clippable_share([], log_epsilon_R=1.5) is None

@@ -1,0 +1,107 @@
+"""What is added up of the tokens: against loops over them, however the rows are cut, and after a restart."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from data.batches import microbatch
+from jobs.tally import BINS, EDGES, SIDES, Tally, sides
+from models.distributed import start
+from tests.tiny import random_groups
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def processes():
+    start()
+
+
+def rows(seed: int, n: int = 40, width: int = 70):
+    """Rows of every side, length and order of magnitude; what the mask hides is no number."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, width + 1, n)
+    mask = torch.from_numpy(np.arange(width) < lengths[:, None])
+    raw = torch.from_numpy(rng.choice([-1, 1], (n, width)) * 10.0 ** rng.uniform(-8, 1.6, (n, width))).float()
+    raw = torch.where(mask, raw, torch.nan)
+    moved = torch.from_numpy(rng.normal(size=n)).float()
+    known = torch.from_numpy(rng.random(n) < 0.7) & mask.any(-1)
+    return torch.from_numpy(rng.integers(0, 3, n)), raw, mask, torch.where(known, moved, torch.nan), known
+
+
+def filled(*parts) -> Tally:
+    tally = Tally(-1.5, 1.5, CPU)
+    for part in parts:
+        tally.add(*part)
+    return tally
+
+
+def test_it_is_what_a_loop_over_the_tokens_counts():
+    side, raw, mask, moved, known = rows(0)
+    tally = filled(rows(0))
+    found = tally.describe(tally.total())
+    for s, name in enumerate(SIDES):
+        mine = [
+            [float(x) for x, m in zip(raw[r], mask[r], strict=True) if m]
+            for r in range(len(side))
+            if side[r] == s
+        ]
+        tokens = [x for row in mine for x in row]
+        histogram, positions = [0] * BINS, {}
+        for row in mine:
+            for t, x in enumerate(row, start=1):
+                histogram[next((k for k, edge in enumerate(EDGES) if x <= edge), BINS - 1)] += 1
+                place = positions.setdefault(int(math.log2(t)), [0, 0, 0])
+                positions[int(math.log2(t))] = [place[0] + 1, place[1] + (x < -1.5), place[2] + (x > 1.5)]
+        expected = [int(r) for r in range(len(side)) if side[r] == s and known[r]]
+        assert found[name]["rows"] == sum(bool(row) for row in mine) and found[name]["tokens"] == len(tokens)
+        assert found[name]["histogram"] == histogram
+        assert found[name]["positions"] == [positions[p] for p in sorted(positions)]
+        assert found[name]["log_ratio"] == pytest.approx(np.mean(tokens), rel=1e-5)
+        assert found[name]["spread"] == pytest.approx(np.sqrt(np.mean(np.square(tokens))), rel=1e-5)
+        assert found[name]["drift"] == pytest.approx(
+            sum(float(moved[r]) for r in expected) / sum(int(mask[r].sum()) for r in expected), rel=1e-4
+        )
+
+
+def test_how_the_rows_are_cut_and_padded_does_not_matter():
+    side, raw, mask, moved, known = rows(1)
+    whole = filled(rows(1))
+    parts = [
+        (side[k : k + 7], raw[k : k + 7], mask[k : k + 7], moved[k : k + 7], known[k : k + 7])
+        for k in range(0, 40, 7)
+    ]
+    wide = [
+        (s, torch.nn.functional.pad(r, (0, 9), value=3.0), torch.nn.functional.pad(m, (0, 9)), *rest)
+        for s, r, m, *rest in parts
+    ]
+    assert filled(*reversed(wide)).describe(filled(*reversed(wide)).total()) == whole.describe(whole.total())
+
+
+def test_a_restart_in_between_changes_nothing_to_the_bit():
+    whole, before = filled(rows(2), rows(3)), filled(rows(2))
+    after = Tally(-1.5, 1.5, CPU)
+    after.restore(before.total(), mine=True)
+    after.add(*rows(3))
+    assert after.total() == whole.total() != before.total()
+    after.restore(before.total(), mine=False)  # a rank that another one took the sums over from
+    assert not any(after.total())
+    whole.clear()
+    assert whole.describe(whole.total()) == {}
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("pairs", [0, 0, 0, 1, 1, 1]), ("labelled", [0, 1] * 3)])
+def test_a_rows_side(kind, expected):
+    examples = [example for group in random_groups(3, kind=kind) for example in group]
+    assert sides(microbatch(examples, CPU)).tolist() == expected
+
+
+def test_equal_rewards_are_of_neither_side():
+    examples = [example for group in random_groups(1, kind="weighted") for example in group]
+    micro = microbatch(examples, CPU)
+    micro.labels.zero_()
+    assert sides(micro).tolist() == [2, 2]

@@ -1,0 +1,122 @@
+"""The figures of diagnostics.jsonl."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from jobs.tally import BINS, EDGES, SIDES
+from reports.diagnostic_charts import _height, diagnostic_charts
+
+FIRST = {
+    "step": -1,
+    "every": 2,
+    "edges": list(EDGES),
+    "sides": list(SIDES),
+    "noise": {"rms": 3e-6, "max": 1e-5, "tokens": 90},
+    "log_epsilon_P": -1.5,
+    "log_epsilon_R": 1.5,
+    "clips": True,
+    "entropy": 0.4,
+}
+
+
+def side(rng: np.random.Generator, drift: float | None = -0.1) -> dict:
+    counts = rng.integers(0, 9, BINS).tolist()
+    return {
+        "rows": 8,
+        "tokens": sum(counts),
+        "length": 9.5,
+        "log_ratio": 0.01,
+        "spread": 0.2,
+        "drift": drift,
+        "histogram": counts,
+        "positions": [[8, 0, 1], [16, 2, 0], [int(sum(counts)) - 24, 1, 1]],
+    }
+
+
+def intervals(*sides: str, drift: float | None = -0.1) -> list[dict]:
+    rng = np.random.default_rng(0)
+    return [
+        {"step": 2 * i + 1, "first_step": 2 * i, "entropy": 0.3, **{name: side(rng, drift) for name in sides}}
+        for i in range(5)
+    ]
+
+
+def titles(lines: list[dict]) -> list[str]:
+    found = diagnostic_charts(lines)
+    assert all(ElementTree.fromstring(svg).tag.endswith("svg") for _, svg in found)
+    return [title for title, _ in found]
+
+
+ALL = [
+    "Log-ratios of the tokens",
+    "Spread of the log-ratios",
+    "Beyond the clipping range, by position",
+    "Drift from the initial weights",
+    "Entropy of the policy",
+    "Length of the completions",
+]
+
+
+def test_every_figure_is_drawn():
+    assert titles([FIRST, *intervals("chosen", "rejected")]) == ALL
+    assert titles([FIRST, *intervals("chosen", "rejected", "neutral")]) == ALL
+    assert titles([FIRST, *intervals("rejected")]) == ALL  # a KTO run may see no desirable example
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"noise": None, "entropy": None},
+        {"noise": {"rms": 0.0, "max": 0.0, "tokens": 9}},
+        {"log_epsilon_P": None, "log_epsilon_R": None, "clips": False},
+    ],
+)
+def test_what_was_not_measured_is_not_drawn(change):
+    """No held-out data; no noise at all; an infinite clipping range, which is null in JSON."""
+    lines = [
+        FIRST | change,
+        *(
+            {**line, "entropy": change.get("entropy", line["entropy"])}
+            for line in intervals("chosen", drift=None)
+        ),
+    ]
+    missing = {"Drift from the initial weights"} | (
+        {"Entropy of the policy"} if "entropy" in change else set()
+    )
+    assert titles(lines) == [title for title in ALL if title not in missing]
+
+
+def test_a_run_that_was_killed_at_its_beginning_has_none():
+    assert diagnostic_charts([]) == diagnostic_charts([FIRST]) == []
+
+
+def test_the_first_step_alone_has_spread_0():
+    """Policy and reference are the same weights: all in the middle bin, nothing for a logarithm."""
+    one = {
+        "rows": 4,
+        "tokens": 4,
+        "length": 1.0,
+        "log_ratio": 0.0,
+        "spread": 0.0,
+        "drift": 0.0,
+        "histogram": [4 * (k == BINS // 2) for k in range(BINS)],
+        "positions": [[4, 0, 0]],
+    }
+    assert titles([FIRST, {"step": 0, "first_step": 0, "entropy": 0.4, "chosen": one}]) == ALL
+
+
+def test_heights_follow_the_logarithm_within_a_bin_and_the_bins_edges():
+    shown = (0, BINS)
+    for k, edge in enumerate(EDGES[1:-1], start=1):
+        middle = k == BINS // 2  # has no logarithm: all of it is drawn at its half
+        assert _height(EDGES, edge, shown) == pytest.approx(
+            k + (0.5 if middle else 1)
+        )  # a bin has its upper edge
+    assert _height(EDGES, 0.0, shown) == BINS // 2 + 0.5
+    assert _height(EDGES, 2**0.5, shown) == pytest.approx(_height(EDGES, 1.0, shown) + 0.5)
+    assert _height(EDGES, -(2**0.5), shown) == pytest.approx(_height(EDGES, -1.0, shown) - 0.5)
+    assert _height(EDGES, 1.5, (0, 10)) is None and _height(EDGES, 99.0, shown) is None

@@ -1,0 +1,166 @@
+"""The model card, and what keeps secrets out of whatever is shown to others."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reports.model_card import write_model_card
+from reports.provenance import git_commit, scrub, scrub_text, variant, versions
+
+ROOT = Path(__file__).parents[3]
+REVISION = "5f0b02c75b57c5855da9ae460ce51323ea669d8a"
+CONFIG = {
+    "seed": 7,
+    "humanline": True,
+    "online": True,
+    "log_epsilon_P": -1.5,
+    "log_epsilon_R": 1.25,
+    "sync_freq": 4,
+    "lr": 5e-6,
+    "loss": {
+        "name": "kto",
+        "_target_": "trainers.losses.kto.kto",
+        "_partial_": True,
+        "beta": 0.25,
+        "desirable_weight": 1.1,
+    },
+    "model": {
+        "name_or_path": "meta-llama/Meta-Llama-3-8B-Instruct",
+        "revision": REVISION,
+        "batch_size": 64,
+        "tokenizer_name_or_path": "a/tokenizer",
+        "use_peft": True,
+        "peft": {"lora_r": 16},
+    },
+    "data": {"name": "ultrafeedback", "path": None},
+}
+SUMMARY = {
+    "before": {"eval_reward_accuracy": 0.5},
+    "after": {"eval_reward_accuracy": 0.75},
+    "command": "python train.py loss=kto | tee log",
+}
+SECRETS = {  # cut in two, so that no file of the repository looks as if it held one
+    "hub token": "hf_" + "AbCdEfGhIjKlMnOpQrStUvWxYz12345678",
+    "wandb key": "wandb_v1_" + "AbCdEfGhIjKlMnOpQrSt",
+    "judge key": "sk-" + "proj-AbCdEf123456_AbCdEf",
+    "url": "me:hunter22",
+}
+
+
+def test_the_card_says_where_the_model_comes_from(tmp_path):
+    path = write_model_card(tmp_path, CONFIG, SUMMARY)
+    card = ModelCard.load(path)
+    assert card.data.base_model == "meta-llama/Meta-Llama-3-8B-Instruct"
+    assert {"kto", "online+humanline"} <= set(card.data.tags)
+    for expected in (
+        "beta = 0.25, desirable_weight = 1.1",
+        "log_epsilon_R = 1.25",
+        "sync_freq = 4",
+        "ultrafeedback",
+        "| Seed | 7 |",
+        f"revision {REVISION}",
+        "| 50.0% | 75.0% |",
+        "rank 16",
+        "torch 2.",
+        "Humanline",
+    ):
+        assert expected in card.text, expected
+    assert "_target_" not in card.text
+    assert r"loss=kto \| tee log" in card.text  # a pipe would end the cell
+
+
+def test_the_card_of_a_local_base_model_does_not_point_to_the_hub(tmp_path):
+    config = CONFIG | {"model": {"name_or_path": f"{Path.home()}/runs/sft/model"}}
+    card = ModelCard.load(write_model_card(tmp_path, config, {}))
+    assert card.data.base_model is None
+    assert "~/runs/sft/model" in card.text
+    assert "Evaluation" not in card.text
+
+
+@pytest.mark.parametrize("secret", SECRETS.values(), ids=SECRETS)
+def test_no_secret_reaches_the_card(tmp_path, secret):
+    config = copy.deepcopy(CONFIG)
+    config["data"]["path"] = f"https://{secret}@host/x"
+    config["model"]["name_or_path"] = f"org/{secret}"
+    text = write_model_card(
+        tmp_path, config, SUMMARY | {"command": f"train.py key={secret}, again"}
+    ).read_text()
+    secret_part = secret.rpartition(":")[2]
+    assert f"{secret}@" not in text
+    if secret != SECRETS["url"]:  # user:password is a secret in a URL alone
+        assert secret_part not in text
+
+
+def test_values_of_secret_environment_variables_never_get_in(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "0123456789abcdef0123")
+    monkeypatch.setenv("WANDB_API_KEY", "f" * 40)
+    monkeypatch.setenv("SHORT_KEY", "kto")  # too short to be one: cutting it out would cut words out
+    config = CONFIG | {"note": ["x0123456789abcdef0123x", {"deep": "f" * 40}]}
+    text = (
+        json.dumps(scrub(config))
+        + write_model_card(tmp_path, config | {"seed": "f" * 40}, SUMMARY).read_text()
+    )
+    assert "0123456789abcdef0123" not in text
+    assert "f" * 40 not in text
+    assert "kto" in text
+
+
+@pytest.mark.parametrize(
+    "key", ["api_key", "token", "HF_TOKEN", "wandb.api_key", "password", "client_secret", "judge-apikey"]
+)
+def test_secrets_are_known_by_their_keys(key):
+    assert "plain" not in json.dumps(scrub({"reward": [{key: "plain"}]}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokenizer_name_or_path", "a/b"),
+        ("max_tokens", 512),
+        ("token", None),
+        ("api_key", ""),
+        ("revision", REVISION),
+        ("keyboard", "x"),
+    ],
+)
+def test_what_is_no_secret_stays(key, value):
+    assert scrub({key: value}) == {key: value}
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text("abc_ "), inner),
+    )
+)
+def test_scrubbing_leaves_other_data_alone(value):
+    before = copy.deepcopy(value)
+    assert scrub(value) == before == value
+
+
+@given(st.text(alphabet="hf_sk-:/@ab0", max_size=60))
+def test_scrubbing_twice_changes_nothing_more(text):
+    assert scrub_text(scrub_text(text)) == scrub_text(text)
+
+
+def test_variants():
+    assert [variant({"online": o, "humanline": h}) for o in (False, True) for h in (False, True)] == [
+        "offline",
+        "offline+humanline",
+        "online",
+        "online+humanline",
+    ]
+
+
+def test_versions_and_commit(tmp_path):
+    assert {"python", "torch", "transformers"} <= versions().keys()
+    assert git_commit(tmp_path) is None
+    commit = git_commit(ROOT)
+    assert commit is None or len(commit.removesuffix("+changes")) == 40

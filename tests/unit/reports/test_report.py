@@ -1,0 +1,262 @@
+"""The report of a run and the table printed at its end."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import yaml  # type: ignore[import-untyped]
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from reports.charts import PANELS, charts, draw, points, running_mean, thinned
+from reports.report import compared, duration, final_table, flat, write_report
+
+BEFORE = {
+    "eval_accuracy_sampled": 0.4375,
+    "eval_accuracy_greedy": 0.5,
+    "eval_reward_margin": -0.0,
+    "eval_reward_accuracy": 0.5,
+}
+AFTER = {
+    "eval_accuracy_sampled": 0.625,
+    "eval_accuracy_greedy": 0.75,
+    "eval_reward_margin": 0.25,
+    "eval_reward_accuracy": 0.8,
+}
+SUMMARY = {
+    "before": BEFORE,
+    "after": AFTER,
+    "tokens_per_second": 12345.6,
+    "seconds": 125.2,
+    "run_dir": "runs/x",
+    "command": "python train.py loss=dpo humanline=true",
+}
+CONFIG = {
+    "seed": 7,
+    "humanline": True,
+    "online": False,
+    "log_epsilon_P": -1.5,
+    "log_epsilon_R": 1.5,
+    "sync_freq": 4,
+    "lr": 5e-6,
+    "loss": {"name": "dpo", "_target_": "trainers.losses.dpo.dpo", "beta": 0.1},
+    "model": {"name_or_path": "some/model", "batch_size": 32},
+    "data": {"name": "<pairs>"},
+}
+TRAINING = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "reward_chosen",
+    "reward_rejected",
+    "reward_margin",
+    "reward_accuracy",
+    "kl",
+    "drift",
+    "clipped_low",
+    "clipped_high",
+    "tokens_per_second",
+    "seconds",
+)
+
+
+def line(step: int, value: float | None = 0.5) -> dict:
+    return {
+        "step": step,
+        "examples": 32 * (step + 1),
+        "tokens": 100 * (step + 1),
+        "reference_step": step // 4 * 4,
+    } | dict.fromkeys(TRAINING, value)
+
+
+def make_run(run_dir: Path, lines: list[dict], **files: dict) -> Path:
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in lines))
+    for name, content in files.items():
+        path = (
+            run_dir / {"config": "config.yaml", "summary": "summary.json", "data": "data_report.json"}[name]
+        )
+        path.write_text(yaml.safe_dump(content) if path.suffix == ".yaml" else json.dumps(content))
+    return run_dir
+
+
+class Page(HTMLParser):
+    """What a reader of the page meets: its text, the charts (title -> SVG) and whatever it would have to fetch."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.text = ""
+        self.charts: dict[str, bytes] = {}
+        self.fetched: list[str] = []
+        self.feed(path.read_text())
+
+    def handle_data(self, data):
+        self.text += data + " "
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.fetched += [v for k, v in attrs if k in ("src", "href") and not v.startswith("data:")]
+        if tag == "img":
+            self.charts[given["alt"]] = base64.b64decode(given["src"].partition("base64,")[2])
+
+
+def test_the_report_says_what_ran_what_came_of_it_and_shows_every_curve(tmp_path):
+    lines = [line(0) | BEFORE, *(line(step) for step in range(1, 10))]
+    data = {"train": {"dropped": {"no tokens": 20}}}
+    page = Page(write_report(make_run(tmp_path, lines, config=CONFIG, summary=SUMMARY, data=data)))
+    said = re.sub(r"\s+", " ", page.text)
+    for expected in (
+        "offline+humanline DPO",
+        "10 steps",
+        "320 examples",
+        "dpo beta 0.1",
+        "sync_freq 4",
+        "some/model",
+        "<pairs>",
+        SUMMARY["command"],
+        "sampled accuracy 43.8% 62.5%",
+        "+0.0000 +0.2500",
+        "2 min 05 s",
+        "train.dropped.no tokens 20",
+    ):
+        assert expected in said, expected
+    assert set(page.charts) == {panel.title for panel in PANELS}
+    for svg in page.charts.values():
+        assert ElementTree.fromstring(svg).tag.endswith("svg")
+    assert page.fetched == []  # opens without a network
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [],
+        [line(0)],
+        [line(0, None), line(1, None)],  # nothing but nulls
+        [line(0), line(1, None), line(2)],
+        [{"step": 0} | BEFORE, {"step": 40} | AFTER],  # evaluations alone
+        [{"step": 0, "loss": 0.3, "reference_step": None}],  # a loss without a reference
+        [line(step, 1e30) for step in range(3)],
+    ],
+    ids=["empty", "one", "nulls", "gap", "evaluations", "no reference", "huge"],
+)
+def test_any_run_can_be_reported_also_an_unfinished_one(tmp_path, lines):
+    page = Page(write_report(make_run(tmp_path, lines, config=CONFIG)))
+    assert "not finished" in page.text
+    drawn = {p.title for p in PANELS if any(len(points(lines, c.key)[0]) for c in p.curves)}
+    assert set(page.charts) == drawn
+
+
+def test_a_run_without_any_file_can_be_reported(tmp_path):
+    assert "not finished" in Page(write_report(tmp_path)).text
+
+
+def test_a_report_tells_no_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "correct-horse-battery")
+    token = "hf_" + "a" * 30
+    config = CONFIG | {"data": {"path": f"https://me:hunter22@host/{token}"}, "api_key": "plainvalue"}
+    summary = SUMMARY | {"command": "python train.py key=correct-horse-battery"}
+    text = write_report(make_run(tmp_path, [line(0)], config=config, summary=summary)).read_text()
+    for secret in (token, "hunter22", "plainvalue", "correct-horse-battery"):
+        assert secret not in text
+
+
+def test_the_age_of_the_reference_is_drawn_as_it_was():
+    records = [line(step) for step in range(1000)]
+    figure = draw(next(p for p in PANELS if p.title == "Age of the reference"), records)
+    (curve,) = figure.axes[0].get_lines()
+    np.testing.assert_array_equal(curve.get_ydata(), [step % 4 for step in range(1000)])
+
+
+def test_the_trained_model_is_the_last_point_of_the_evaluations(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("reports.report.charts", lambda records: drawn.extend(records) or [])
+    write_report(make_run(tmp_path, [line(0) | BEFORE, line(1)], summary=SUMMARY))
+    steps, values = points(drawn, "eval_reward_margin")
+    np.testing.assert_array_equal(steps, [0, 2])
+    np.testing.assert_array_equal(values, [0.0, 0.25])
+    assert len(points(drawn, "loss")[0]) == 2
+
+
+def test_charts_of_the_same_run_are_the_same_bytes():
+    records = [line(step) for step in range(3)]
+    assert charts(records) == charts(records)
+
+
+FLOATS = arrays(np.float64, st.integers(1, 200), elements=st.one_of(st.floats(-100, 100), st.just(math.nan)))
+
+
+@given(FLOATS, st.integers(1, 50))
+@settings(max_examples=60, deadline=None)
+def test_thinning_keeps_every_number_in_exactly_one_block(values, most):
+    thin = thinned(values, most)
+    assert len(thin) <= most
+    block = max(1, -(-len(values) // most))
+    for i, mean in enumerate(thin):
+        finite = [v for v in values[i * block : (i + 1) * block] if math.isfinite(v)]
+        np.testing.assert_allclose(mean, sum(finite) / len(finite) if finite else math.nan, atol=1e-9)
+
+
+@given(FLOATS, st.integers(0, 10))
+@settings(max_examples=60, deadline=None)
+def test_the_running_mean_is_that_of_the_finite_neighbours(values, half):
+    mean = running_mean(values, min(2 * half + 1, 2 * ((len(values) - 1) // 2) + 1))
+    half = min(half, (len(values) - 1) // 2)
+    for i in range(len(values)):
+        finite = [v for v in values[max(0, i - half) : i + half + 1] if math.isfinite(v)]
+        np.testing.assert_allclose(mean[i], sum(finite) / len(finite) if finite else math.nan, atol=1e-9)
+
+
+def test_the_final_table_has_all_that_a_user_wants_next():
+    table = final_table(SUMMARY)
+    for expected in (
+        "before",
+        "after",
+        "sampled accuracy",
+        "43.8%",
+        "62.5%",
+        "greedy accuracy",
+        "+0.2500",
+        "12,346 tokens/s",
+        "2 min 05 s",
+        "runs/x",
+        'AutoModelForCausalLM.from_pretrained("runs/x/model")',
+    ):
+        assert expected in table, expected
+    assert "-0.0000" not in table
+    assert all(text == text.rstrip() for text in table.splitlines())
+
+
+def test_the_final_table_shows_what_there_is():
+    assert final_table({}) == ""
+    assert "before" not in final_table({"seconds": 3})
+    assert compared({"after": {"eval_loss": 0.5}}) == [("evaluation loss", "–", "0.5000")]
+    assert compared({"before": {"eval_loss": None}, "after": None}) == []
+
+
+def test_nested_data_become_rows():
+    data = {
+        "a": {"b": 1, "c": {}},
+        "d": [],
+        "e": [1, 2.5],
+        "f": [{"file": "x", "row": 3}, {"file": "y", "row": 4}],
+        "g": None,
+    }
+    assert list(flat(data)) == [("a.b", "1"), ("e", "1; 2.5"), ("f", "x, 3; y, 4"), ("g", "null")]
+
+
+def test_durations():
+    assert [duration(s) for s in (0.2, 59.7, 3599, 3600 * 25 + 61)] == [
+        "0 s",
+        "1 min 00 s",
+        "59 min 59 s",
+        "25 h 01 min",
+    ]

@@ -1,0 +1,290 @@
+"""The tracker, judged by the files that it and wandb leave behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import DataError
+from config.schema import WandbConfig
+from reports import tracking
+from reports.tracking import NullTracker, Tracker, plain, read_metrics
+
+ROOT = Path(__file__).parents[3]
+OFF = WandbConfig(enabled=False)
+CONFIG = {"seed": 3, "humanline": True, "loss": {"name": "dpo", "beta": 0.1}}
+
+
+@pytest.fixture(autouse=True)
+def _logged_out(monkeypatch, tmp_path):
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [record["step"] for record in read_metrics(run_dir / "metrics.jsonl")]
+
+
+# -- metrics.jsonl ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
+    tracker = Tracker(tmp_path, CONFIG, OFF)
+    for step in range(3):
+        tracker.log({"step": step, "loss": 0.5})
+        assert steps(tmp_path) == list(range(step + 1))
+    tracker.close()
+
+
+def test_numbers_that_json_lacks_become_null_and_numpy_becomes_plain(tmp_path):
+    tracker = Tracker(tmp_path, CONFIG, OFF)
+    tracker.log(
+        {
+            "step": np.int64(0),
+            "a": float("nan"),
+            "b": float("-inf"),
+            "c": np.float32(0.5),
+            "d": None,
+            "e": True,
+            "f": "x",
+        }
+    )
+    tracker.close()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line, parse_constant=pytest.fail) == {
+        "step": 0,
+        "a": None,
+        "b": None,
+        "c": 0.5,
+        "d": None,
+        "e": True,
+        "f": "x",
+    }
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+
+
+@given(st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+@settings(max_examples=50, deadline=None)
+def test_plain_data_are_always_json(value):
+    json.dumps(plain(value), allow_nan=False)
+
+
+@given(written=st.integers(0, 12), resume=st.integers(0, 15), torn=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_resuming_cuts_back_to_the_checkpoint_and_goes_on(tmp_path_factory, written, resume, torn):
+    run_dir = tmp_path_factory.mktemp("run")
+    first = Tracker(run_dir, CONFIG, OFF)
+    for step in range(written):
+        first.log({"step": step, "loss": step / 7})
+    first.close()
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    if torn:  # kill -9 in the middle of a write
+        (run_dir / "metrics.jsonl").write_bytes(before + b'{"step": %d, "lo' % written)
+
+    again = Tracker(run_dir, CONFIG, OFF, resume_step=resume)
+    kept = (run_dir / "metrics.jsonl").read_bytes()
+    again.log({"step": resume, "loss": 0.0})
+    again.close()
+
+    assert before.startswith(kept)  # what is kept is kept to the byte
+    assert steps(run_dir) == [*range(min(written, resume)), resume]
+
+
+def test_a_run_from_the_start_forgets_what_a_killed_one_left(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    Tracker(tmp_path, CONFIG, OFF, resume_step=None).close()
+    assert steps(tmp_path) == []
+
+
+def test_a_broken_line_inside_the_file_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"loss": 1}\n{"step": 2}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_the_null_tracker_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tracker = NullTracker()
+    tracker.log({"step": 0})
+    tracker.table("samples", ["prompt"], [["a"]], 0)
+    tracker.diagnostics({"step": 0}, {"log_ratio_chosen": ([1, 2], [0.0])})
+    tracker.summary({"loss": 1.0})
+    tracker.close()
+    assert tracker.wandb_id is None
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- wandb -----------------------------------------------------------------------------------------------------------------------
+
+TRAIN = """
+    import sys
+    from pathlib import Path
+    from config.schema import WandbConfig
+    from reports.tracking import Tracker
+
+    run_dir, first, last, run_id = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] or None
+    config = {"seed": 3, "humanline": True, "loss": {"name": "dpo", "beta": 0.1}, "judge_api_key": "hunter2hunter2"}
+    tracker = Tracker(run_dir, config, WandbConfig(tags=["mine"]), resume_step=first or None, wandb_id=run_id)
+    if not first:
+        tracker.table("samples_before", ["prompt", "completion"], [["2+2=", "5"]], step=0)
+    for step in range(first, last):
+        tracker.log({"step": step, "loss": 1 / (step + 1), "reference_step": None})
+        tracker.diagnostics({"step": step, "entropy": 0.5}, {"log_ratio_chosen": ([step, 2, 3], [-1.0, 4.0])})
+    tracker.table("samples_after", ["prompt", "completion"], [["2+2=", "4"]], step=last - 1)
+    tracker.summary({"after": {"eval_reward_accuracy": 0.75}})
+    tracker.close()
+    print(tracker.wandb_id)
+"""
+
+
+def train(run_dir: Path, first: int, last: int, run_id: str, before: str = "", **env: str) -> tuple[str, str]:
+    """(wandb id, everything the process said) of a logged-out run in a process of its own, that cannot answer a prompt."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    done = subprocess.run(
+        [sys.executable, "-c", before + textwrap.dedent(TRAIN), str(run_dir), str(first), str(last), run_id],
+        cwd=ROOT,
+        env=clean | {"NETRC": "/nonexistent"} | env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[-1], done.stdout + done.stderr
+
+
+def records(path: Path) -> Iterator:
+    """The records of a .wandb file: a LevelDB log (blocks of 32 KiB, chunks with a header of 7 bytes) after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
+    raw, at, whole = path.read_bytes(), 7, b""
+    assert raw[:4] == b":W&B"
+    while at + 7 <= len(raw):
+        left = 32768 - at % 32768
+        if left < 7:  # no room for a header: zeros up to the next block
+            at += left
+            continue
+        size, kind = struct.unpack("<HB", raw[at + 4 : at + 7])
+        whole += raw[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a chunk that is whole, or the last one
+            yield Record.FromString(whole)
+            whole = b""
+
+
+def keyed(items) -> dict:
+    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory) -> tuple[Path, list[str], str]:
+    """A run killed after three steps and resumed: (its folder, the ids of both processes, all they said)."""
+    run_dir = tmp_path_factory.mktemp("my-run")
+    first, said = train(run_dir, 0, 3, "")
+    second, said_again = train(run_dir, 3, 5, first)
+    return run_dir, [first, second], said + said_again
+
+
+def test_wandb_has_every_step_config_tables_and_summary(resumed):
+    run_dir, _, _ = resumed
+    written = [list(records(path)) for path in sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb"))]
+    assert len(written) == 2
+    history = [keyed(r.history.item) for run in written for r in run if r.HasField("history")]
+    assert {h["step"]: h["loss"] for h in history} == {step: 1 / (step + 1) for step in range(5)}
+    assert all(
+        h["step"] == h["_step"] for h in history
+    )  # wandb's own axis is the optimizer step, over the resume too
+
+    assert [h["log_ratio_chosen.values"] for h in history] == [[step, 2, 3] for step in range(5)]
+    assert all(
+        h["log_ratio_chosen.bins"] == [-2.0, -1.0, 4.0, 8.0] for h in history
+    )  # the open bins are closed
+
+    (run,) = [r.run for r in written[0] if r.HasField("run")]
+    config = keyed(run.config.update)
+    assert config["loss"] == {"name": "dpo", "beta": 0.1}
+    assert run.run_group == "dpo-offline+humanline"
+    assert set(run.tags) == {"mine", "dpo", "offline+humanline"}
+    assert "hunter2" not in json.dumps(config)
+
+    tables = [json.loads(p.read_text()) for p in run_dir.glob("wandb/offline-run-*/files/media/table/*.json")]
+    assert [["2+2=", "5"]] in [t["data"] for t in tables]
+    assert {tuple(t["columns"]) for t in tables} == {("prompt", "completion")}
+    summary = json.dumps([keyed(r.summary.update) for r in written[1] if r.HasField("summary")])
+    assert "eval_reward_accuracy" in summary
+
+
+def test_wandb_keeps_its_id_over_a_resume_and_its_peace(resumed):
+    run_dir, ids, said = resumed
+    assert ids[0] == ids[1]
+    assert [line["step"] for line in read_metrics(run_dir / "diagnostics.jsonl")] == list(range(5))
+    assert {p.name for p in run_dir.glob("wandb/offline-run-*/*.wandb")} == {f"run-{ids[0]}.wandb"}
+    assert said.split() == ids  # nothing on the console, no prompt
+    assert not (ROOT / "wandb").exists()  # all of it in the run's folder
+
+
+def test_a_failing_wandb_is_warned_about_once(tmp_path, monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("wandb.init", refuse)
+    with caplog.at_level(logging.WARNING):
+        tracker = Tracker(tmp_path, CONFIG, WandbConfig())
+        for step in range(3):
+            tracker.log({"step": step})
+        tracker.table("samples", ["a"], [["b"]], 2)
+        tracker.close()
+    assert steps(tmp_path) == [0, 1, 2]
+    assert sum("no space left" in record.message for record in caplog.records) == 1
+
+
+def test_an_unreachable_server_means_offline(tmp_path):
+    """With a key and no network: the start waits a little, then the same run is tracked offline."""
+    hurry = "import reports.tracking as t; t.INIT_SECONDS = 1.0\n"
+    run_id, said = train(
+        tmp_path, 0, 2, "", hurry, WANDB_API_KEY="a" * 40, WANDB_BASE_URL="http://127.0.0.1:9"
+    )
+    assert steps(tmp_path) == [0, 1]
+    assert list(tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
+    assert "tracking offline" in said
+
+
+@pytest.mark.parametrize(
+    ("env", "netrc", "mode"),
+    [
+        ({}, "", "offline"),
+        ({"WANDB_MODE": "online"}, "", "offline"),  # would prompt
+        ({"WANDB_API_KEY": "a" * 40}, "", "online"),
+        ({"WANDB_API_KEY": "a" * 40, "WANDB_MODE": "offline"}, "", "offline"),
+        ({"WANDB_API_KEY": "a" * 40, "WANDB_MODE": "disabled"}, "", "disabled"),
+        ({}, "machine wandb.test login user password secret", "online"),
+        ({}, "machine elsewhere.test login user password secret", "offline"),
+        ({}, "this is no netrc", "offline"),
+    ],
+)
+def test_online_only_when_logged_in(tmp_path, monkeypatch, env, netrc, mode):
+    import wandb
+
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "no-netrc").write_text(netrc)
+    (tmp_path / "no-netrc").chmod(0o600)
+    read = wandb.Settings(base_url="https://wandb.test")
+    read.update_from_env_vars(dict(os.environ))
+    assert tracking._mode(read) == mode

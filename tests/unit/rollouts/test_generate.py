@@ -1,0 +1,89 @@
+"""Answers that were drawn are kept as they come: what a killed process had, the next one goes on from; and only from the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from data import adder
+from data.chat import make_renderer
+from data.types import Prompt
+from models.distributed import start
+from models.pretrained import load_tokenizer
+from rollouts import generate as drawing
+from rollouts.answer_cache import KeptAnswers
+from rollouts.generate import Request
+from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
+from tests.tiny import make_config
+
+PROMPTS = [adder.addition(a, 98) for a in range(1, 13)]
+REQUESTS = [
+    Request("greedy", 1, SamplingSettings(0.0, 1.0, 24)),
+    Request("sampled", 3, SamplingSettings(0.7, 0.9, 24)),
+]
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[Prompt]:
+    """The prompts that a model was asked, in their order."""
+    seen: list[Prompt] = []
+    sample = EmbeddedSampler.sample
+
+    def noted(self, prompts, *others):
+        seen.extend(prompts)
+        return sample(self, prompts, *others)
+
+    monkeypatch.setattr(EmbeddedSampler, "sample", noted)
+    return seen
+
+
+def drawn(cache, prompts=PROMPTS, requests=REQUESTS, *overrides):
+    config = make_config("sampler.max_tokens=24", "sampler.batch_size=6", f"cache_dir={cache}", *overrides)
+    renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
+    return drawing.answers(config, renderer, prompts, list(requests), start(), cache / "logs", "mine")
+
+
+def test_what_a_killed_process_had_is_not_drawn_again(tmp_path, asked, monkeypatch):
+    whole = drawn(tmp_path / "whole")
+    assert len(asked) == 24
+    asked.clear()
+    add = KeptAnswers.add
+
+    def killed(self, new):
+        if len(asked) > 12:
+            raise KeyboardInterrupt
+        add(self, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KeptAnswers, "add", killed)
+        with pytest.raises(KeyboardInterrupt):
+            drawn(tmp_path / "cut")
+    assert len(asked) == 14, "the greedy answers, and a first part of the samples that was not kept"
+    asked.clear()
+    assert drawn(tmp_path / "cut") == whole
+    assert len(asked) == 12 and len({prompt.id for prompt in asked}) == 12
+
+
+def test_all_of_it_there_no_weights_are_loaded(tmp_path, asked, monkeypatch):
+    whole = drawn(tmp_path)
+    monkeypatch.setattr(drawing, "opened", None)
+    assert drawn(tmp_path) == whole
+    assert drawn(tmp_path, PROMPTS[3:7]) == [of_request[3:7] for of_request in whole]
+
+
+@pytest.mark.parametrize("override", ["seed=2", "model.max_length=48", "model.dtype=bfloat16"])
+def test_other_settings_are_other_answers(tmp_path, asked, override):
+    drawn(tmp_path, PROMPTS[:2], REQUESTS[1:])
+    drawn(tmp_path, PROMPTS[:2], REQUESTS[1:], override)
+    assert len(asked) == 4
+
+
+def test_a_line_that_a_killed_process_left_unfinished_costs_that_line_alone(tmp_path):
+    kept = KeptAnswers(tmp_path, {"a": 1})
+    one, other = [Sample((1, 2), True, (-0.5, -0.25))], [Sample((3,), False)]
+    kept.add({"x": one})
+    with kept.path.open("ab") as stream:
+        stream.write(b'{"prompt_id": "y", "samp')
+    assert kept.read() == {"x": one}
+    kept.add({"y": other})
+    assert KeptAnswers(tmp_path, {"a": 1}).read() == {"x": one, "y": other}
+    assert KeptAnswers(tmp_path, {"a": 2}).read() == {}

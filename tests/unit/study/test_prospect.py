@@ -1,0 +1,114 @@
+"""Prospect theory: the paper's own example, the objective limit, and the shapes that the theory promises."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from study.prospect import capacity, decision_weights, subjective_expected_utility, value
+
+objective = partial(capacity, gamma=1.0)
+
+
+@st.composite
+def prospects(draw, low=-100.0, high=100.0):
+    n = draw(st.integers(1, 12))
+    outcomes = draw(st.lists(st.floats(low, high).map(lambda x: round(x, 3)), min_size=n, max_size=n))
+    mass = np.array(draw(st.lists(st.integers(1, 50), min_size=n, max_size=n)), dtype=float)
+    return np.array(outcomes), mass / mass.sum()
+
+
+def test_the_papers_example():
+    """+50 with 60 %, +100 with 20 %, -100 with 20 %: perceived 0.8 and 0.3, so weights of 0.5 and 0.3 (section 3)."""
+
+    def stipulated(a):
+        return np.interp(a, [0.0, 0.2, 0.8, 1.0], [0.0, 0.3, 0.8, 1.0])
+
+    weights = decision_weights([50, 100, -100], [0.6, 0.2, 0.2], gains=stipulated, losses=objective)
+    np.testing.assert_allclose(weights, [0.5, 0.3, 0.2], atol=1e-15)
+
+
+def test_the_first_gamble_is_worth_sixty_to_nobody_but_classical_theory():
+    gamble = [100, -100], [0.8, 0.2]
+    classical = subjective_expected_utility(*gamble, lam=1.0, alpha=1.0, gains=objective, losses=objective)
+    assert classical == pytest.approx(60.0)
+    assert subjective_expected_utility(
+        *gamble, alpha=1.0, gains=objective, losses=objective
+    ) == pytest.approx(80 - 2.25 * 20)
+    assert subjective_expected_utility(*gamble) < value(60.0)
+
+
+@given(prospects())
+def test_gamma_one_gives_the_objective_probabilities(prospect):
+    outcomes, p = prospect
+    np.testing.assert_allclose(
+        decision_weights(outcomes, p, gains=objective, losses=objective), p, atol=1e-12
+    )
+
+
+@given(prospects(low=0.0), st.floats(0.3, 1.0))
+def test_the_weights_of_gains_alone_add_up_to_one(prospect, gamma):
+    outcomes, p = prospect
+    assert decision_weights(outcomes, p, gains=partial(capacity, gamma=gamma)).sum() == pytest.approx(1.0)
+
+
+@given(prospects(high=-0.001), st.floats(0.3, 1.0))
+def test_the_weights_of_losses_alone_add_up_to_one(prospect, gamma):
+    outcomes, p = prospect
+    assert decision_weights(outcomes, p, losses=partial(capacity, gamma=gamma)).sum() == pytest.approx(1.0)
+
+
+@given(prospects(), st.randoms())
+def test_the_order_in_which_outcomes_are_given_does_not_matter(prospect, random):
+    outcomes, p = prospect
+    order = list(range(len(p)))
+    random.shuffle(order)
+    np.testing.assert_allclose(
+        decision_weights(outcomes[order], p[order]), decision_weights(outcomes, p)[order], atol=1e-12
+    )
+
+
+def test_losses_mirror_gains_under_the_same_capacity():
+    same = partial(capacity, gamma=0.61)
+    outcomes, p = np.array([10.0, 20.0, 30.0]), [0.5, 0.3, 0.2]
+    np.testing.assert_allclose(
+        decision_weights(outcomes, p, gains=same), decision_weights(-outcomes, p, losses=same)
+    )
+
+
+def test_each_side_has_its_own_gamma():
+    found = decision_weights(
+        [5.0, -5.0], [0.1, 0.9], gains=partial(capacity, gamma=0.5), losses=partial(capacity, gamma=0.9)
+    )
+    np.testing.assert_allclose(found, [capacity(0.1, 0.5), capacity(0.9, 0.9)])
+
+
+def test_extremes_are_overweighted_and_the_typical_underweighted():
+    """The inverted S (Figure 2): evenly likely outcomes, the best and the worst weigh more than the middle ones."""
+    weights = decision_weights(np.arange(1, 12), np.full(11, 1 / 11))
+    assert weights[-1] > 1 / 11
+    assert weights[0] > weights[5]
+    assert weights[5] < 1 / 11
+
+
+def test_the_value_function():
+    np.testing.assert_allclose(
+        value([4.0, 1.0, -2.0], lam=2.0, alpha=0.5, z0=1.0), [3**0.5, 0.0, -2 * 3**0.5]
+    )
+
+
+@pytest.mark.parametrize("gamma", [0.3, 0.61, 1.0, 2.0])
+def test_the_capacity_function_meets_its_ends(gamma):
+    np.testing.assert_allclose(capacity([0.0, 1.0], gamma), [0.0, 1.0])
+
+
+def test_what_is_no_prospect_is_refused():
+    for outcomes, p in (([1.0], [0.5]), ([1.0, 2.0], [1.5, -0.5]), ([1.0, 2.0], [1.0])):
+        with pytest.raises(ValueError, match="sum 1"):
+            decision_weights(outcomes, p)
+    with pytest.raises(ValueError, match="gamma"):
+        capacity(0.5, 0.0)
