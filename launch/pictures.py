@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 from matplotlib import rc_context
@@ -13,11 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from launch.cells import Cell
 from launch.collect import FINISHED, Result
 from reports.statistics import mean
-
-if TYPE_CHECKING:
-    from launch.results import Cell
 
 BLUE, GREY = "#0072B2", "#888888"
 STYLE: dict[Any, Any] = {

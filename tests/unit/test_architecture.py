@@ -6,8 +6,9 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,12 @@ def sources() -> dict[str, ast.Module]:
     return {module_name(path): ast.parse(path.read_text(), str(path)) for path in files}
 
 
+@cache
+def every_source() -> dict[str, ast.Module]:
+    """``sources``, and those of tests, benchmarks and tools."""
+    return {module_name(path): ast.parse(path.read_text(), str(path)) for path in tracked("*.py")}
+
+
 def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
@@ -122,6 +129,64 @@ def test_every_package_has_its_layer():
 
 def test_imports_point_one_way():
     assert [line for module, tree in sources().items() for line in breaches(module, tree)] == []
+
+
+def resolved(name: str, modules: Collection[str]) -> str:
+    """The module that ``name`` is, or is defined in; empty for what is not ours."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def arrows(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """Module -> the others of ``trees`` that it imports, at any place of the file, for type checking too."""
+    return {
+        module: {resolved(name, trees) for name, _ in imports(tree)} - {"", module}
+        for module, tree in trees.items()
+    }
+
+
+def folder_arrows(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """Folder -> the other folders that its own files import from; a folder within another is a folder of its own."""
+    packages = {module.rpartition(".")[0] for module in trees}
+    home = {module: module if module in packages else module.rpartition(".")[0] for module in trees}
+    found: dict[str, set[str]] = {folder: set() for folder in home.values()}
+    for module, targets in arrows(trees).items():
+        found[home[module]] |= {home[target] for target in targets} - {home[module]}
+    return found
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """One way round through ``graph``, if there is one."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_circle_between_files():
+    assert circle(arrows(every_source())) == []
+
+
+def test_no_circle_between_folders():
+    assert circle(folder_arrows(every_source())) == []
+
+
+@pytest.mark.parametrize(
+    ("codes", "files", "folders"),
+    [
+        ({"a.x": "import a.y", "a.y": "from a import x"}, True, False),
+        ({"a.x": "def f():\n    from a.y import g", "a.y": "from a.x import f"}, True, False),
+        ({"a.x": "if TYPE_CHECKING:\n    from a.y import g", "a.y": "import a.x"}, True, False),
+        ({"a.x": "import b.x", "b.x": "", "b.y": "import a.y", "a.y": ""}, False, True),
+        ({"a.x": "import a.b.x", "a.b.x": "import a.y", "a.y": ""}, False, True),
+        ({"a": "", "a.x": "from a.b import x", "a.b.x": "from c.x import n", "c.x": ""}, False, False),
+    ],
+)
+def test_the_rule_sees_a_circle(codes, files, folders):
+    trees = {module: ast.parse(code) for module, code in codes.items()}
+    assert (circle(arrows(trees)) != [], circle(folder_arrows(trees)) != []) == (files, folders)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from scipy import stats
 
 from config.load import dump
 from launch import results
+from launch.cells import cells_of
 from launch.collect import numbers, of_folders, read_run
-from launch.results import cells_of
 from launch.state import compose_config
 from reports.statistics import Mean, compare, holm, mean, paired
 

@@ -1,0 +1,79 @@
+"""The rows of a results table: runs that differ by their seed alone, and of settings that were tried out the one chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launch.collect import FINISHED, Result
+from launch.grid import label
+from reports.statistics import Mean, mean
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the table: the runs of the setting that was chosen, and all that were tried."""
+
+    name: str
+    chosen: list[Result]
+    tried: list[list[Result]]
+    """Runs by setting, the chosen one's among them."""
+    selected: dict[str, object]
+    """The chosen values of the keys that were tried out."""
+
+    @property
+    def finished(self) -> list[Result]:
+        return [run for run in self.chosen if run.status == FINISHED]
+
+    def values(self, metric: str) -> dict[int, float]:
+        """Seed -> value, of the finished runs that have it."""
+        return {run.seed: run.values[metric] for run in self.finished if metric in run.values}
+
+    def mean(self, metric: str) -> Mean | None:
+        return mean(list(self.values(metric).values()))
+
+    @property
+    def progress(self) -> str:
+        """``3/3``, or what is missing: ``1/3, s2 unfinished at step 40, s3 not started``."""
+        total = [f"{len(self.finished)}/{len(self.chosen)}"]
+        missing = [run for run in self.chosen if run.status != FINISHED]
+        return ", ".join(
+            [
+                *total,
+                *(
+                    f"s{run.seed} {run.status}" + (f" at step {run.step}" if run.step else "")
+                    for run in missing
+                ),
+            ]
+        )
+
+
+def cells_of(results: Sequence[Result], select: Sequence[str], validation: str) -> list[Cell]:
+    """Results by cell; of settings that differ in ``select`` alone, the one with the best mean of ``validation`` is chosen.
+
+    Choosing sees the validation metric of finished runs and nothing else; a setting with fewer finished seeds than another is not
+    chosen over it.
+    """
+    by_cell: dict[tuple[str, str], dict[str, list[Result]]] = {}
+    for run in results:
+        stem = run.cell if not select else ""
+        by_cell.setdefault((stem, run.identity(select)), {}).setdefault(run.identity(), []).append(run)
+    names = [next(iter(settings.values()))[0].cell for settings in by_cell.values()]
+    found = []
+    for (_, identity), settings in by_cell.items():
+        tried = list(settings.values())
+        chosen = max(tried, key=lambda runs: merit(runs, validation))
+        selected = {key: chosen[0].settings.get(key) for key in select}
+        name = chosen[0].cell
+        for key, value in selected.items():
+            name = name.replace(f"-{label(key, value)}", "")
+        name = name if names.count(tried[0][0].cell) == 1 else f"{name} ({identity})"
+        found.append(Cell(name, sorted(chosen, key=lambda run: run.seed), tried, selected))
+    return found
+
+
+def merit(runs: Sequence[Result], metric: str) -> tuple[int, float]:
+    """(finished seeds, mean of the metric, losses negated): larger is better."""
+    values = [run.values[metric] for run in runs if run.status == FINISHED and metric in run.values]
+    value = mean(values)
+    return len(values), 0.0 if value is None else -value.value if metric.endswith("loss") else value.value
