@@ -1,7 +1,8 @@
 """Sampling alone: answers of a model to the prompts of a data set, in a file.
 
     python sample.py model=llama3-8b-instruct data=ultrafeedback_armorm sampler=vllm rounds.samples=8 out=samples.jsonl
-    python sample.py model=hub model.name_or_path=runs/mine data=alpacaeval rounds.samples=1 format=alpacaeval out=outputs.json
+    python sample.py model=hub model.name_or_path=runs/mine data=alpacaeval data.path=alpaca_eval.json data.eval_fraction=0 \\
+        rounds.samples=1 format=alpacaeval out=outputs.json
 
 All settings of train.py; its own are those of config.schema_stages.SampleStage: out, format, split, limit, overwrite_out.
 """

@@ -20,6 +20,7 @@ from config.schema_sampler import SamplerConfig
 from config.variant import variant
 
 RESERVED_LOSS_KEYS = ("name", "_target_", "_partial_", "reference", *TRAINER_KEYS)
+PAPERS_MAX_TOKENS = 2048
 OFFLINE_ONLY = ("reward", "csft")
 """Trainers whose model does not answer prompts as it was trained to: a reward model, and one that wants its control token."""
 
@@ -241,6 +242,12 @@ class Config:
         )
         self.check_room()
         require(
+            self.rounds.samples >= 2 or self.rounds.feedback == "threshold",
+            "rounds.samples",
+            self.rounds.samples,
+            f"must be at least 2: rounds.feedback={self.rounds.feedback} compares the samples of a context",
+        )
+        require(
             self.data.logprob_range is None,
             "data.logprob_range",
             self.data.logprob_range,
@@ -270,14 +277,22 @@ class Config:
 
     def check_room(self) -> None:
         """Raise ConfigError unless the longest sample fits behind the longest prompt: it would be trained on without its end."""
-        most, model = self.sampler.max_tokens, self.model
+        most, model = self.max_tokens, self.model
         require(
             most + model.max_prompt_length <= model.max_length,
             "sampler.max_tokens",
             most,
             f"samples must fit behind the prompt: {most} + model.max_prompt_length={model.max_prompt_length} is more than "
-            f"model.max_length={model.max_length}",
+            f"model.max_length={model.max_length}; sampler.max_tokens=null takes what is left",
         )
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest sample: ``sampler.max_tokens``; where that is null, the paper's 2,048 (§5), or as many as
+        ``model.max_length`` leaves behind the longest prompt if they are fewer."""
+        if self.sampler.max_tokens is not None:
+            return self.sampler.max_tokens
+        return min(PAPERS_MAX_TOKENS, self.model.max_length - self.model.max_prompt_length)
 
     @property
     def has_reference(self) -> bool:

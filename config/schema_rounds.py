@@ -50,12 +50,6 @@ class RoundsConfig:
             self.tau >= 0, "rounds.tau", self.tau, "is the least difference of two rewards: must be 0 or more"
         )
         require(
-            self.samples >= 2 or self.feedback == "threshold",
-            "rounds.samples",
-            self.samples,
-            f"must be at least 2: rounds.feedback={self.feedback} compares the samples of a context",
-        )
-        require(
             self.zero_variance != "keep" or self.feedback == "group",
             "rounds.zero_variance",
             "keep",

@@ -14,7 +14,7 @@ class SamplerConfig:
     name: str = "embedded"
     temperature: float = 0.7
     top_p: float = 0.95
-    max_tokens: int = 2048
+    max_tokens: int | None = None
     batch_size: int | None = None
     dtype: str | None = None
     devices: list[int] | None = None
@@ -37,8 +37,13 @@ class SamplerConfig:
             "must be at least 1, or null",
         )
         one_of("sampler.dtype", self.dtype, (None, "float32", "bfloat16", "float16"))
+        require(
+            self.max_tokens is None or self.max_tokens >= 1,
+            "sampler.max_tokens",
+            self.max_tokens,
+            "must be at least 1, or null",
+        )
         for key, value in (
-            ("max_tokens", self.max_tokens),
             ("tensor_parallel", self.tensor_parallel),
             ("data_parallel", self.data_parallel),
             ("cpu_kv_cache_gb", self.cpu_kv_cache_gb),

@@ -90,7 +90,7 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
     neither 0 nor 1, and if there is no verdict at all."""
     renderer = check_answering(target)
     asked, left_out = checkable(target, stage, renderer)
-    own, drawn = stage.accuracy, settings_of(target.config.sampler)
+    own, drawn = stage.accuracy, settings_of(target.config)
     requests = {"greedy": Request("greedy answers", 1, replace(drawn, temperature=0.0))} if own.greedy else {}
     if own.samples:
         requests["sampled"] = Request(f"{own.samples} samples each", own.samples, drawn)

@@ -161,7 +161,7 @@ def sampled(
 ) -> list[Row]:
     """The target's answers, in AlpacaEval's format."""
     renderer = _renderer(target, reference)
-    request = Request("answers to AlpacaEval", 1, settings_of(target.config.sampler))
+    request = Request("answers to AlpacaEval", 1, settings_of(target.config))
     [drawn] = answers.sample(target, renderer, [prompt_of(row) for row in reference], [request], world)
     texts = [sample.completion(renderer.tokenizer).text or "" for [sample] in drawn]
     name = f"{target.name}-{made['weights'][:8]}"

@@ -98,7 +98,7 @@ def described(target: Target, stage: EvalStage) -> dict[str, Any]:
         "limit": stage.limit,
         "sampler": {
             key: value
-            for key, value in asdict(config.sampler).items()
+            for key, value in (asdict(config.sampler) | {"max_tokens": config.max_tokens}).items()
             if key in ("name", "temperature", "top_p", "max_tokens", "dtype")
         },
         "seed": config.seed,

@@ -168,7 +168,7 @@ def _sampled(side: Target, prompts: list[Any], stage: EvalStage, world: World) -
     renderer = check_answering(side)
     usable, _ = answers.usable_prompts(answers.limited(prompts, stage.limit), renderer)
     request = Request(
-        f"{stage.compare.samples} answers each", stage.compare.samples, settings_of(side.config.sampler)
+        f"{stage.compare.samples} answers each", stage.compare.samples, settings_of(side.config)
     )
     (made,) = answers.sample(side, renderer, usable, [request], world)
     return [

@@ -81,11 +81,14 @@ def run_of(path: Path, step: int | None) -> tuple[Path, int | None]:
 
 def over_run(saved: Settings, composed: Settings, given: Sequence[str]) -> Settings:
     """A run's own settings with those that the command line changes: a whole group (``data=gsm8k``) or single keys. How answers are
-    drawn (``sampler.temperature`` and ``top_p``) is the evaluation's, never the run's."""
+    drawn (``sampler.temperature`` and ``top_p``) is the evaluation's, never the run's; how long they may be is the run's, whichever
+    sampler draws them."""
     out: Settings = {**saved, "reward": saved.get("reward") or composed.get("reward")}
     for key in given:
         if key in READ:
             out[key] = composed.get(key)
+    if "sampler" in given:  # how long an answer may be goes with the model: here it is the default model's
+        out["sampler"] = _with(out["sampler"], ["max_tokens"], _at(saved, "sampler.max_tokens"))
     for key in (*given, "sampler.temperature", "sampler.top_p"):
         first, *rest = key.split(".")
         if rest and first in READ:
@@ -185,9 +188,8 @@ def _other(path: str, target: Target, stage: EvalStage, composed: Settings, give
             f"is a checkpoint: python export.py {run} --step {step} --to DIR first, then against=DIR",
         )
         theirs = _of_run(run, None, stage, composed, given, {})
-        config = replace(
-            theirs.config, data=mine.data, sampler=mine.sampler, reward=mine.reward, seed=mine.seed
-        )
+        sampler = replace(mine.sampler, max_tokens=mine.max_tokens)  # no longer answers on one side
+        config = replace(theirs.config, data=mine.data, sampler=sampler, reward=mine.reward, seed=mine.seed)
         return replace(theirs, config=config, out=target.out, run=None)
     return Target(_named(Path(path)), _as_exported(mine, Path(path)), target.out)
 

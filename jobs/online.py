@@ -48,9 +48,7 @@ def make_online_plan(config: Config, trainer: type[BasicTrainer], renderer: Rend
     per_context = (
         rounds.samples if rounds.feedback in ("threshold", "group") else 2 // trainer.rows_per_example
     )
-    row = Sequence(
-        np.zeros(config.model.max_prompt_length, np.int32), np.zeros(config.sampler.max_tokens, np.int32)
-    )
+    row = Sequence(np.zeros(config.model.max_prompt_length, np.int32), np.zeros(config.max_tokens, np.int32))
     batch = (Example("", (row,) * trainer.rows_per_example),) * config.model.batch_size
     held_out = make_examples(evaluation.groups[: config.n_eval_examples], trainer.view, renderer)
     return Plan(

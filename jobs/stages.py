@@ -41,9 +41,7 @@ def sample(config: Config, stage: SampleStage, world: World) -> None:
         config.data.path,
         f"has no prompt to sample in split={stage.split}: {dict(refused) or 'none read'}",
     )
-    request = Request(
-        f"{config.rounds.samples} samples each", config.rounds.samples, settings_of(config.sampler)
-    )
+    request = Request(f"{config.rounds.samples} samples each", config.rounds.samples, settings_of(config))
     (drawn,) = answers(config, renderer, prompts, [request], world, Path(config.runs_dir) / "logs", out.name)
     if world.is_main:
         made = [

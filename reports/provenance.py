@@ -54,7 +54,9 @@ def scrub(config: Any) -> Any:
 
 def variant(config: dict[str, Any]) -> str:
     """Which of the paper's four variants a saved config (config.yaml) is."""
-    return variants.variant(bool(config.get("online")), bool(config.get("humanline")), config.get("sync_mode"))
+    return variants.variant(
+        bool(config.get("online")), bool(config.get("humanline")), config.get("sync_mode")
+    )
 
 
 def versions() -> dict[str, str]:

@@ -15,7 +15,6 @@ from huggingface_hub import snapshot_download
 from common.errors import require
 from common.files import files_digest
 from config.schema import Config
-from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt
 from models.distributed import World, on_main
@@ -63,8 +62,9 @@ class _OneProcess:
         return work()
 
 
-def settings_of(config: SamplerConfig) -> SamplingSettings:
-    return SamplingSettings(config.temperature, config.top_p, config.max_tokens)
+def settings_of(config: Config) -> SamplingSettings:
+    """How answers are drawn with the settings of a run."""
+    return SamplingSettings(config.sampler.temperature, config.sampler.top_p, config.max_tokens)
 
 
 @contextmanager

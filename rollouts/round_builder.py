@@ -43,8 +43,7 @@ class Maker:
         """``pause`` is called between stages, and may raise to stop the run there."""
         self.config, self.contexts, self.renderer = config, contexts, renderer
         self.engine, self.reward, self.pause = engine, reward, pause
-        sampler = config.sampler
-        self.settings = SamplingSettings(sampler.temperature, sampler.top_p, sampler.max_tokens)
+        self.settings = SamplingSettings(config.sampler.temperature, config.sampler.top_p, config.max_tokens)
 
     def needs_weights(self, folder: RoundFolder, first: int, weights: str) -> bool:
         """Whether anything is left to be sampled for the round."""

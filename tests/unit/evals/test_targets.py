@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from common.errors import ConfigError
 from config.load import dump, load
+from config.schema_eval import EvalStage
 from eval import evaluate
-from evals.targets import over_run
+from evals.targets import over_run, targets_of
 from tests.tiny import ROOT
 
 MODEL = ROOT / "assets" / "adder" / "model"
@@ -136,8 +138,32 @@ def test_a_runs_settings_are_its_own_but_for_what_the_command_line_changes():
     changed = over_run(SAVED, COMPOSED, ["data", "model.max_length", "seed"])
     assert changed["data"] == COMPOSED["data"] and changed["seed"] == 1
     assert changed["model"] == {"name_or_path": "theirs", "max_length": 32}
-    assert over_run(SAVED, COMPOSED, ["sampler"])["sampler"] == COMPOSED["sampler"]
+    assert over_run(SAVED, COMPOSED, ["sampler"])["sampler"] == COMPOSED["sampler"] | {"max_tokens": 48}
+    longer = over_run(SAVED, COMPOSED, ["sampler", "sampler.max_tokens"])
+    assert longer["sampler"] == COMPOSED["sampler"]
     assert SAVED["sampler"]["temperature"] == 1.0  # what was given is not written to
+
+
+def test_another_sampler_leaves_a_run_its_longest_answer(tmp_path):
+    """The command line's own model is the embedded one, whose answers are short: a run of another is not cut by that."""
+    run = make_run(tmp_path / "a", "model=hub", f"model.name_or_path={MODEL}")
+    words = [f"run={run}", "sampler=vllm", "model.max_length=4096"]
+    with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        composed = OmegaConf.to_container(compose("eval", overrides=words), resolve=True)
+    given = [word.partition("=")[0] for word in words]
+    (target,) = targets_of(EvalStage(run=[str(run)]), composed, given, {})
+    assert target.config.sampler.name == "vllm" and target.config.max_tokens == 2048
+
+
+def test_both_sides_of_a_comparison_may_answer_as_long(tmp_path):
+    longer = ["model=hub", f"model.name_or_path={MODEL}", "model.max_length=3072"]
+    one = make_run(tmp_path / "a", *longer[:2])
+    other = make_run(tmp_path / "b", *longer)
+    with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        composed = OmegaConf.to_container(compose("eval"), resolve=True)
+    stage = EvalStage(kind="compare", run=[str(one)], against=[str(other)])
+    (target,) = targets_of(stage, composed, [], {})
+    assert target.config.max_tokens == target.other.config.max_tokens == 1024
 
 
 def test_answers_of_two_kinds_are_not_averaged(tmp_path):
@@ -154,8 +180,6 @@ def test_answers_of_two_kinds_are_not_averaged(tmp_path):
 
 def test_every_key_of_the_evaluation_is_in_its_file():
     from dataclasses import fields, is_dataclass
-
-    from config.schema_eval import EvalStage
 
     stage = EvalStage(run=["x"])
     written = yaml.safe_load((ROOT / "config" / "eval.yaml").read_text())
