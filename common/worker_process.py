@@ -3,23 +3,30 @@
 The worker is started by ``python -m module`` and not by ``multiprocessing``: it gets its own environment, process group and log,
 and the owner's main module is not imported a second time. What goes wrong in it reaches the owner as one SamplerError: an exception
 (with the worker's traceback; the worker lives on), its death and its silence (with the end of its log; what is left is killed).
+
+Every request has a number, which its reply repeats: a reply to anything else is an error. A process that code in the worker forks gets
+no hold of the pipe, and ends where the worker would reply, should that code return in it too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from common.errors import StoppedError
 
@@ -39,7 +46,10 @@ LAUNCHER = (
 _POLL_S = 0.5
 _GRACE_S = 10.0
 _LOG_LINES = 25
-_LEAVE = ("", ())
+_TAIL_BYTES = 64 * 1024
+_LEAVE = "leave"
+_LOG_TO = "log to"
+"""Requests that ``serve`` answers by itself; handlers have names of Python functions."""
 
 
 class SamplerError(StoppedError):
@@ -49,9 +59,14 @@ class SamplerError(StoppedError):
 class WorkerProcess:
     """One worker. Requests are answered in order; one thread at a time may use it."""
 
-    def __init__(self, module: str, *, log: Path, env: Mapping[str, str]) -> None:
-        """Start ``python -m module``, which must call ``serve``. ``env`` goes over the owner's environment, output to ``log``."""
+    def __init__(self, module: str, *, log: Path | None, env: Mapping[str, str]) -> None:
+        """Start ``python -m module``, which must call ``serve``. ``env`` goes over the owner's environment, output to the end of ``log``;
+        None: to a file without a name, which ends with the worker, until ``log_to``."""
         self.module, self.log = module, log
+        self._asked: deque[int] = deque()
+        self._count = 0
+        self._output, self._since = _opened(log)
+        self._said = ""
         ours, theirs = socket.socketpair()
         inherited = {
             key: value
@@ -59,12 +74,11 @@ class WorkerProcess:
             if key not in LAUNCHER and not key.startswith("TORCHELASTIC_")
         }
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, log.open("ab") as output:
+        with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=self._output,
                 stderr=subprocess.STDOUT,
                 env={**inherited, "PYTHONPATH": path, **env},
                 pass_fds=(theirs.fileno(),),
@@ -79,15 +93,18 @@ class WorkerProcess:
 
     def send(self, method: str, *arguments: Any) -> None:
         """Ask, without waiting. Raises SamplerError if the worker is gone."""
+        self._count += 1
         try:
-            self._connection.send((method, arguments))
+            self._connection.send((self._count, method, arguments))
         except OSError as error:
             raise self._gone("died") from error
+        self._asked.append(self._count)
 
     def receive(self, timeout: float) -> Any:
         """The reply to the oldest unanswered request.
 
-        Raises SamplerError: the request raised, the worker died, or nothing came within ``timeout`` seconds (it is then killed).
+        Raises SamplerError: the request raised, the worker died, nothing came within ``timeout`` seconds, or a reply to something else
+        (the worker is then killed).
         """
         deadline = time.monotonic() + timeout
         try:
@@ -97,9 +114,12 @@ class WorkerProcess:
                     raise self._gone("died")
                 if time.monotonic() >= deadline:
                     raise self._gone(f"did not answer within {timeout:g} s and was killed", wait=0.0)
-            succeeded, value = self._connection.recv()
+            number, succeeded, value = self._connection.recv()
         except (EOFError, OSError) as error:
             raise self._gone("died") from error
+        expected = self._asked.popleft() if self._asked else None
+        if number != expected:
+            raise self._gone(f"answered request {number} in the place of {expected} and was killed", wait=0.0)
         if not succeeded:
             raise SamplerError(f"{self.module} raised an exception:\n{value}")
         return value
@@ -109,18 +129,40 @@ class WorkerProcess:
         self.send(method, *arguments)
         return self.receive(timeout)
 
+    def log_to(self, log: Path, timeout: float) -> None:
+        """Have what the worker prints written to the end of ``log`` from now on, after what it printed so far. Raises SamplerError."""
+        output, since = _opened(log)
+        output.write(self._read().encode())
+        output.flush()
+        self.call(_LOG_TO, str(log.absolute()), timeout=timeout)
+        self._output.close()
+        self.log, self._output, self._since = log, output, since
+
+    def last_words(self, lines: int = _LOG_LINES) -> str:
+        """The last ``lines`` lines with words that this worker printed, also when it is no more."""
+        said = self._said if self._output.closed else self._read()
+        return "\n".join([line for line in said.splitlines() if line.strip()][-lines:])
+
     def close(self, grace: float = _GRACE_S) -> None:
         """Ask the worker to leave; after ``grace`` seconds it is killed. All that it started is killed in any case."""
         if self._connection.closed:
             return
         with contextlib.suppress(OSError):
-            self._connection.send(_LEAVE)
+            self._connection.send((0, _LEAVE, ()))
         self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(grace)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+        self._said = self._read()
+        self._output.close()
+
+    def _read(self) -> str:
+        """The end of what this worker printed."""
+        size = os.fstat(self._output.fileno()).st_size
+        start = max(self._since, size - _TAIL_BYTES)
+        return os.pread(self._output.fileno(), max(0, size - start), start).decode(errors="replace")
 
     def _gone(self, how: str, wait: float = 1.0) -> SamplerError:
         """The error to raise, once nothing is left of the worker. It may take ``wait`` seconds to have an exit code."""
@@ -135,26 +177,63 @@ class WorkerProcess:
             if code >= 0
             else f" ({signal.Signals(-code).name})"
         )
-        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-        return SamplerError(f"the process {self.module} {how}{status}; the end of {self.log}:\n{tail}")
+        said = f"the end of {self.log}" if self.log is not None else "its last words"
+        return SamplerError(f"the process {self.module} {how}{status}; {said}:\n{self.last_words()}")
+
+
+def _opened(log: Path | None) -> tuple[IO[bytes], int]:
+    """(what a worker writes to and its owner reads, how long it is already)."""
+    if log is None:
+        return tempfile.TemporaryFile("a+b"), 0
+    log.parent.mkdir(parents=True, exist_ok=True)
+    output = log.open("a+b")
+    return output, os.fstat(output.fileno()).st_size
 
 
 def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
     """The worker's side: answer requests by ``handlers`` until the owner says to leave, or is no more."""
     descriptor, owner = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # a worker that is killed has said what it printed
     live_while(owner, _kill_group)
-    connection = Connection(descriptor)
+    connection, own = Connection(descriptor), os.getpid()
+    os.register_at_fork(after_in_child=connection.close)
+    known = {**handlers, _LOG_TO: _log_to}
     try:
-        while (request := connection.recv()) != _LEAVE:
-            method, arguments = request
-            try:
-                reply = (True, handlers[method](*arguments))
-            except Exception:
-                reply = (False, traceback.format_exc())
-            connection.send(reply)
+        while (request := connection.recv())[1] != _LEAVE:
+            number, method, arguments = request
+            reply = _reply(number, lambda: known[method](*arguments))
+            if os.getpid() != own:
+                _end_child()
+            connection.send_bytes(reply)
     except (EOFError, ConnectionError):
         _kill_group()
+
+
+def _reply(number: int, handle: Callable[[], Any]) -> Any:
+    """(number, whether it succeeded, value or traceback), as the pipe takes it."""
+    try:
+        return ForkingPickler.dumps((number, True, handle()))
+    except Exception:
+        return ForkingPickler.dumps((number, False, traceback.format_exc()))
+
+
+def _log_to(log: str) -> None:
+    """Write to the end of this file from now on."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    os.close(descriptor)
+
+
+def _end_child() -> None:
+    """End a process forked by a handler that returned in it as well: the reply is the worker's to give."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(0)
 
 
 def live_while(owner: int, end: Callable[[], None]) -> None:

@@ -112,7 +112,7 @@ def judge(
     """Rank 0's part: rewards, numbers."""
     assert target.other is not None and target.config.reward is not None
     pairs = in_common(ours, theirs)
-    reward = make_reward(target.config.reward, world.device)
+    reward = make_reward(target.config.reward, world.device, (target.run or target.out) / "logs")
     print(f"{2 * len(pairs)} prompts' answers are scored by {target.config.reward.name}", flush=True)
     try:
         scores = score_samples(reward, [side for pair in pairs for side in pair])

@@ -111,7 +111,7 @@ class Online:
 
     def _make_reward(self) -> None:
         assert self.config.reward is not None
-        self.reward = make_reward(self.config.reward, self.world.device)
+        self.reward = make_reward(self.config.reward, self.world.device, self.folder / "logs")
 
     def source(self, trainer: BasicTrainer, policy: Policy, watch: RunWatch) -> OnlineSource:
         """The rounds of ``trainer``'s run, followed by ``watch``."""

@@ -77,7 +77,7 @@ def label(config: Config, stage: LabelStage, device: str) -> None:
         "format=pairwise takes pair or random",
     )
     samples = read_samples(Path(stage.samples))
-    reward = make_reward(config.reward, device)
+    reward = make_reward(config.reward, device, Path(config.runs_dir) / "logs")
     try:
         scores = score_samples(reward, samples)
     except RewardError as error:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from common.errors import StoppedError
@@ -14,6 +15,9 @@ from data.types import Prompt
 
 EXAMPLES = 3
 """Completions without a verdict that an error shows."""
+
+LOG_NAME = "reward-{}.log"
+"""Of a worker process, by its number, in a scorer's ``log_dir``."""
 
 _SHOWN = 120
 
@@ -52,6 +56,8 @@ class Scorer(Protocol):
     """One kind of reward. It says why there is no verdict and leaves the policy about that to ``Checked``."""
 
     metrics: dict[str, float]
+    log_dir: Path | None
+    """Where its worker processes write what they print and raise; None where there is no such place."""
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
         """One reward a completion, or the reason why there is none."""
@@ -78,7 +84,10 @@ class Checked:
         share = sum(isinstance(v, Missing) for v in verdicts) / max(1, len(verdicts))
         self.metrics = self.scorer.metrics | {"missing": share, "seconds": time.monotonic() - start}
         if share > self.max_missing:
-            raise RewardError(_too_many(verdicts, prompts, completions, self.max_missing))
+            told = _too_many(verdicts, prompts, completions, self.max_missing)
+            if self.scorer.log_dir is not None:
+                told += f"\nwhat it printed and raised, in full: {self.scorer.log_dir}/{LOG_NAME.format('*')}"
+            raise RewardError(told)
         return [None if isinstance(v, Missing) else v for v in verdicts]
 
     def release(self) -> None:

@@ -23,7 +23,7 @@ class FunctionReward:
 
     def __init__(self, config: FunctionConfig, log_dir: Path | None = None) -> None:
         """Raises ConfigError if the function cannot be imported."""
-        self.config = config
+        self.config, self.log_dir = config, log_dir
         self.metrics: dict[str, float] = {}
         self._pool = Pool(
             "rollouts.rewards.function.load",

@@ -53,6 +53,7 @@ class JudgeReward:
     def __init__(self, config: JudgeConfig) -> None:
         self.config, self.spent = config, Spent()
         self.metrics: dict[str, float] = {}
+        self.log_dir = None
         self._key = os.environ[config.api_key_env].strip() if config.api_key_env is not None else None
         self._opener = urllib.request.build_opener(_NoRedirect)
         self._pattern = re.compile(config.pattern)

@@ -96,6 +96,7 @@ class ModelReward:
             torch.device(device),
         )
         self.metrics: dict[str, float] = {}
+        self.log_dir = None
         self._model: PreTrainedModel | None = None
 
     @torch.no_grad()

@@ -6,12 +6,15 @@ the process from outside always works.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,10 +22,15 @@ from typing import Any
 from common.errors import ConfigError
 from common.imports import import_function
 from common.worker_process import SamplerError, WorkerProcess, serve
-from rollouts.rewards.base import Missing, RewardError
+from rollouts.rewards.base import LOG_NAME, Missing, RewardError
+from rollouts.rewards.blame import describe
 
 START_S = 180.0
 """Seconds a worker may take to import what it will run."""
+LOG_S = 30.0
+"""Seconds a worker may take to change its log."""
+TRACEBACKS = 3
+"""Of one failure (the same exception at the same line) that a worker logs: the next thousand say nothing more."""
 
 
 class Pool:
@@ -30,19 +38,25 @@ class Pool:
 
     ``loader``: import path of ``f(argument) -> (task -> result)``, called once in every worker; its time does not count towards
     ``timeout``, the seconds that one task may take. Argument, tasks and results are pickled. Processes start when they are first
-    needed and live until ``close``; what they print goes to ``log_dir``.
+    needed and live until ``close``.
+
+    What they print, and the tracebacks of what they raise, goes to ``log_dir``: ``reward-0.log``, ``reward-1.log``, …, one for each
+    process at a time. The folder is made with the first task: until then a run may still be refused, and leaves nothing. With None
+    it goes nowhere.
     """
 
     def __init__(
         self, loader: str, argument: Any, *, workers: int, timeout: float, log_dir: Path | None = None
     ) -> None:
         self.loader, self.argument, self.workers, self.timeout = loader, argument, workers, timeout
-        self._log_dir = log_dir or Path(tempfile.mkdtemp(prefix="rewards-"))
+        self.log_dir = log_dir
         self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
+        self._logs_in_use: set[Path] = set()
+        self._lock = threading.Lock()
 
     def start(self) -> None:
         """Have one worker ready. Raises RewardError if its function cannot be loaded."""
-        self._idle.put(self._take())
+        self._idle.put(self._new(None))
 
     def map(self, tasks: Sequence[Any]) -> list[Any]:
         """The result of each task, in order; Missing for one that raised, took too long or ended its process.
@@ -63,47 +77,64 @@ class Pool:
         try:
             succeeded, result = worker.call("run", task, timeout=self.timeout)
         except SamplerError:  # it is dead, killed or not: the next task gets a new one
-            if time.monotonic() - start >= self.timeout:
+            late = time.monotonic() - start >= self.timeout
+            self._discard(worker)
+            if late:
                 return Missing(f"took longer than {self.timeout:g} s and was killed")
-            return Missing(f"ended its process{_last_line(worker.log)}")
+            said = worker.last_words(1).strip()[:200]
+            return Missing("ended its process" + (f" ({said})" if said else ""))
         self._idle.put(worker)
         return result if succeeded else Missing(result)
 
     def _take(self) -> WorkerProcess:
+        """A worker that writes to its log."""
         try:
-            return self._idle.get_nowait()
+            worker = self._idle.get_nowait()
         except queue.Empty:
-            return self._new()
+            return self._new(self._free_log())
+        if worker.log is None and (log := self._free_log()) is not None:
+            with self._refused():
+                worker.log_to(log, LOG_S)
+        return worker
 
-    def _new(self) -> WorkerProcess:
-        with tempfile.NamedTemporaryFile(
-            dir=self._log_dir, prefix="worker-", suffix=".log", delete=False
-        ) as file:
-            log = Path(file.name)
+    def _free_log(self) -> Path | None:
+        """The first log that no living worker writes to."""
+        if self.log_dir is None:
+            return None
+        with self._lock:
+            number = next(
+                i for i in range(len(self._logs_in_use) + 1) if self._log(i) not in self._logs_in_use
+            )
+            self._logs_in_use.add(self._log(number))
+            return self._log(number)
+
+    def _log(self, number: int) -> Path:
+        assert self.log_dir is not None
+        return self.log_dir / LOG_NAME.format(number)
+
+    def _discard(self, worker: WorkerProcess) -> None:
+        worker.close(grace=0.0)
+        with self._lock:
+            self._logs_in_use -= {worker.log}
+
+    def _new(self, log: Path | None) -> WorkerProcess:
         env = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
         worker = WorkerProcess("rollouts.rewards.pool", log=log, env=env)
-        try:
+        with self._refused():
             error = worker.call("load", self.loader, self.argument, timeout=START_S)
+        if error is not None:
+            self._discard(worker)
+            raise RewardError(error)
+        return worker
+
+    @contextlib.contextmanager
+    def _refused(self) -> Iterator[None]:
+        try:
+            yield
         except SamplerError as reason:
             raise RewardError(
                 f"the worker process of {self.argument or self.loader} did not start: {reason}"
             ) from reason
-        if error is not None:
-            worker.close(grace=0.0)
-            raise RewardError(error)
-        return worker
-
-
-def describe(error: Exception) -> str:
-    """The kind and the first line of an exception, bounded."""
-    message = str(error).strip()
-    return f"{type(error).__name__}: {message.splitlines()[0][:200]}" if message else type(error).__name__
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").split("\n")
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return f" ({last[:200]})" if last else ""
 
 
 class _Worker:
@@ -111,15 +142,14 @@ class _Worker:
 
     def __init__(self) -> None:
         self._function: Callable[[Any], Any] | None = None
+        self._logged: Counter[str] = Counter()
 
     def load(self, loader: str, argument: Any) -> str | None:
         """None, or why the function cannot be loaded."""
         try:
             self._function = import_function("loader", loader)(argument)
-        except ConfigError as error:
-            return error.remedy
         except Exception as error:
-            return describe(error)
+            return self._told(error)
         return None
 
     def run(self, task: Any) -> tuple[bool, Any]:
@@ -127,7 +157,16 @@ class _Worker:
         try:
             return True, self._function(task)
         except Exception as error:
-            return False, describe(error)
+            return False, self._told(error)
+
+    def _told(self, error: Exception) -> str:
+        """What went wrong, in a line; all of it goes to the log."""
+        told = describe(error)
+        self._logged[told] += 1
+        if self._logged[told] <= TRACEBACKS:
+            with contextlib.suppress(OSError):  # a full disk
+                traceback.print_exception(error)
+        return told
 
 
 if __name__ == "__main__":

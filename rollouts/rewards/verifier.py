@@ -22,7 +22,7 @@ class VerifierReward:
 
     def __init__(self, config: VerifierConfig, log_dir: Path | None = None) -> None:
         """Raises ConfigError if math-verify is not installed."""
-        self.config = config
+        self.config, self.log_dir = config, log_dir
         self.metrics: dict[str, float] = {}
         self._pool = Pool(
             "rollouts.rewards.mathverify.load",

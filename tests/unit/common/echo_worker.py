@@ -1,9 +1,11 @@
 """A worker that does what the tests of worker processes need."""
 
+import ctypes
 import os
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 
 from common.worker_process import serve
 
@@ -30,6 +32,20 @@ def spawn_holder() -> int:
     return subprocess.Popen(["sleep", "600"], pass_fds=(int(sys.argv[1]),)).pid
 
 
+def fork_and_return() -> int:
+    """Returns in the child as well."""
+    return os.fork()
+
+
+def libc_fork_and_return() -> int:
+    return int(ctypes.PyDLL(None).fork())
+
+
+def forge(number: int) -> None:
+    """A reply of one's own, before the right one."""
+    Connection(int(sys.argv[1])).send((number, True, "forged"))
+
+
 if __name__ == "__main__":
     serve(
         {
@@ -40,6 +56,10 @@ if __name__ == "__main__":
             "hang": hang,
             "spawn": spawn,
             "spawn_holder": spawn_holder,
+            "fork_and_return": fork_and_return,
+            "libc_fork_and_return": libc_fork_and_return,
+            "forge": forge,
+            "unsendable": lambda: (lambda: 1),
         }
     )
     print("left")

@@ -83,6 +83,42 @@ def test_a_killed_worker_whose_child_holds_the_pipe_open_is_an_error_too(worker)
     assert wait_until(lambda: not alive(child))
 
 
+def test_a_child_that_returns_from_its_fork_replies_to_nothing(worker):
+    """Nor does it take a request from the pipe; and it is gone. ``libc``: a fork that Python does not see."""
+    for how in ("fork_and_return", "libc_fork_and_return"):
+        children = [worker.call(how, timeout=10) for _ in range(3)]
+        assert [worker.call("echo", n, timeout=10) for n in range(5)] == list(range(5))
+        assert wait_until(lambda: not any(alive(pid) for pid in children))  # noqa: B023
+
+
+def test_a_reply_to_another_request_is_an_error_and_the_end_of_the_worker(worker):
+    worker.send("forge", 7)
+    with pytest.raises(SamplerError, match="answered request 7 in the place of 1 and was killed"):
+        worker.receive(timeout=10)
+    assert wait_until(lambda: not alive(worker.pid))
+
+
+def test_what_cannot_be_sent_back_is_an_exception_of_its_request(worker):
+    with pytest.raises(SamplerError, match=r"(?s)Traceback.*pickle"):
+        worker.call("unsendable", timeout=10)
+    assert worker.call("echo", 1, timeout=10) == 1
+
+
+def test_output_without_a_log_is_kept_and_goes_on_in_the_log_that_is_named_later(tmp_path):
+    worker = WorkerProcess(ECHO, log=None, env={})
+    worker.call("say", "one", timeout=10)
+    assert worker.last_words() == "one"
+    log = tmp_path / "new" / "echo.log"
+    log.parent.mkdir()
+    log.write_text("another's\n")
+    worker.log_to(log, timeout=10)
+    worker.call("say", "two", timeout=10)
+    assert (worker.last_words(), log.read_text()) == ("one\ntwo", "another's\none\ntwo\n")
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(SamplerError, match=r"(?s)SIGKILL.*the end of .*echo.log:\none\ntwo$"):
+        worker.call("echo", 1, timeout=10)
+
+
 def test_silence_ends_at_the_time_limit_and_nothing_is_left(worker):
     child = worker.call("spawn", timeout=10)
     worker.send("hang")

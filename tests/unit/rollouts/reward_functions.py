@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -61,6 +62,19 @@ def by_word(completions, **columns):
         "lambda": [lambda: 1] * n,
         "true": [True] * n,
     }.get(word, [1.0] * n)
+
+
+def forks(completions, **columns):
+    """A child that comes back from where it was forked, and stays for a while, as a forgotten ``os._exit`` makes it."""
+    if os.fork() == 0:
+        time.sleep(0.02)
+    return [float(len(c[0]["content"])) for c in completions]
+
+
+def talks(completions, **columns):
+    print("scoring", len(completions))
+    text = completions[0][0]["content"]
+    return [len(json.loads(text)) for _ in completions]
 
 
 NOT_A_FUNCTION = 3

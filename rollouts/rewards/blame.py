@@ -1,0 +1,55 @@
+"""What an exception in somebody's code says to them: its kind, its words, and the line of theirs that it comes from."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sysconfig
+import traceback
+from pathlib import Path
+
+from common import imports, worker_process
+from common.errors import ConfigError
+
+LONGEST = 300
+"""Characters of an exception's own words."""
+
+_LIBRARIES = tuple(
+    sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+_HERE = Path(__file__).parent
+_CALLERS = (
+    imports.__file__,
+    worker_process.__file__,
+    importlib.__file__,
+    str(_HERE / "pool.py"),
+    str(_HERE / "function.py"),
+)
+"""Who calls the code that raised: their lines say nothing about it."""
+
+
+def describe(error: Exception) -> str:
+    """``ValueError: its words (file.py:12)``, in one line. The line is the deepest one outside of libraries."""
+    said = error.remedy if isinstance(error, ConfigError) else str(error)
+    words = " ".join(said.split())
+    kind = "" if isinstance(error, ConfigError) else type(error).__name__
+    where = _line(error.__cause__ if isinstance(error, ConfigError) and error.__cause__ else error)
+    told = ": ".join(
+        part for part in (kind, words if len(words) <= LONGEST else words[:LONGEST] + "…") if part
+    )
+    return told + (f" ({where})" if where else "")
+
+
+def _line(error: BaseException) -> str | None:
+    """``file.py:12``, relative to the working directory where it lies there; None where only callers were at work."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in _CALLERS and not frame.filename.startswith("<")
+    ]
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    if not frames:
+        return None
+    last = (own or frames)[-1]
+    inside = Path(last.filename).is_relative_to(Path.cwd())
+    return f"{os.path.relpath(last.filename) if inside else last.filename}:{last.lineno}"
