@@ -200,11 +200,11 @@ def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
     live_while(owner, _kill_group)
     connection, own = Connection(descriptor), os.getpid()
     os.register_at_fork(after_in_child=connection.close)
-    known = {**handlers, _LOG_TO: _log_to}
+    known: dict[str, Callable[..., Any]] = {**handlers, _LOG_TO: _log_to}
     try:
         while (request := connection.recv())[1] != _LEAVE:
             number, method, arguments = request
-            reply = _reply(number, lambda: known[method](*arguments))
+            reply = _reply(number, known, method, arguments)
             if os.getpid() != own:
                 _end_child()
             connection.send_bytes(reply)
@@ -212,10 +212,12 @@ def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
         _kill_group()
 
 
-def _reply(number: int, handle: Callable[[], Any]) -> Any:
+def _reply(
+    number: int, handlers: Mapping[str, Callable[..., Any]], method: str, arguments: tuple[Any, ...]
+) -> Any:
     """(number, whether it succeeded, value or traceback), as the pipe takes it."""
     try:
-        return ForkingPickler.dumps((number, True, handle()))
+        return ForkingPickler.dumps((number, True, handlers[method](*arguments)))
     except Exception:
         return ForkingPickler.dumps((number, False, traceback.format_exc()))
 

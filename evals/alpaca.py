@@ -17,6 +17,7 @@ from typing import Any
 
 from common.errors import require
 from common.files import files_digest, write_whole
+from common.http_client import check_endpoint
 from config.schema_eval import EvalStage
 from data.chat import Renderer
 from data.types import Prompt, Turn
@@ -30,7 +31,7 @@ from evals.alpaca_files import (
     read_outputs,
     reference_path,
 )
-from evals.alpaca_judge import estimate, judge
+from evals.alpaca_judge import estimate, judge, key_of
 from evals.alpaca_library import annotator_settings, length_controlled, require_installed, win_rate
 from evals.answers import check_answering, described
 from evals.base import ROOT, Evaluation, Target, fingerprints
@@ -73,6 +74,7 @@ def check(target: Target, stage: EvalStage) -> None:
             "is the environment variable of the judge's key, and is not set; set it, give null for an endpoint without a key, or "
             "alpacaeval.model=null to write the answers and judge them elsewhere",
         )
+        check_endpoint("alpacaeval", own.base_url, own.api_key_env, key_of(own))
     reference = asked_of(target, stage)[0]
     if own.outputs is None:
         _renderer(target, reference)

@@ -18,6 +18,7 @@ import yaml  # type: ignore[import-untyped]
 
 from common.errors import StoppedError
 from common.files import write_whole
+from common.http_client import WholeExchange
 from config.schema_benchmarks import AlpacaEvalConfig
 from evals.alpaca_files import Row
 from evals.alpaca_library import annotator_settings, library, quiet
@@ -32,6 +33,7 @@ _CALLS_PER_WORKER = 8
 """Judgements are written to the cache whenever every worker has done about so many."""
 _STOP = (301, 302, 307, 308, 401, 403, 404, 405)
 """HTTP errors that every further call would get too: a wrong key, address or model."""
+_MOST_REPLY_BYTES = 4_000_000
 NO_KEY = "none"
 """What is sent where there is no key: the client insists on one."""
 
@@ -63,6 +65,11 @@ class Estimate:
             f"{self.calls} calls, about {self.tokens:,} tokens{money}, about {self.seconds / 60:.0f} min "
             f"(at {SECONDS_PER_CALL:g} s a call)"
         )
+
+
+def key_of(own: AlpacaEvalConfig) -> str:
+    """The judge's key, from the environment."""
+    return (os.environ.get(own.api_key_env or "") or NO_KEY).strip()
 
 
 def judge_name(own: AlpacaEvalConfig) -> str:
@@ -202,8 +209,10 @@ class _Endpoint:
         import openai
 
         self.own, self.spent, self._done = own, Spent(), done
-        self._key = (os.environ.get(own.api_key_env or "") or NO_KEY).strip()
-        self._client = openai.DefaultHttpxClient(timeout=own.timeout)
+        self._key = key_of(own)
+        # the library's time limit is for each read; this one's holds for a call as a whole
+        whole = WholeExchange(own.timeout, _MOST_REPLY_BYTES)
+        self._client = openai.DefaultHttpxClient(timeout=None, transport=whole)
         self._lock, self._in_a_row = threading.Lock(), 0
         self._dead_after = max(DEAD_AFTER, 5 * own.concurrency)
         self.stopped: StoppedError | None = None
@@ -281,7 +290,7 @@ class _Endpoint:
             raise self._refused(error) from None
         except openai.OpenAIError as error:
             raise _FailedError(f"the endpoint did not answer ({type(error).__name__})") from None
-        except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError):
+        except (AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
             raise _FailedError("the endpoint's reply is no chat completion with its usage") from None
         if "message" not in reply:  # the library's own way to give up
             raise _FailedError("the endpoint's limit of calls or of length")

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import http.client
+import contextlib
 import json
 import os
 import random
 import re
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import httpx2
+
+from common.http_client import TooLongError, WholeExchange, check_endpoint
 from config.schema_rewards import JudgeConfig
 from data.types import Prompt
 from rollouts.rewards.base import Missing, RewardError
@@ -24,18 +25,21 @@ LONGEST_WAIT_S = 60.0
 """Between two tries, whatever the endpoint asks for."""
 
 _MAX_REPLY_BYTES = 4_000_000
+_MOST_TOKENS = 100_000_000
+"""Of one call: an endpoint that counts more counts something else."""
 _CHARACTERS_PER_TOKEN = 4
 _STOP = {301, 302, 307, 308, 401, 403, 404, 405}
 """HTTP errors that every further call would get too: a wrong key, address or model."""
-_PASSING = (TimeoutError, ConnectionError, urllib.error.URLError, http.client.HTTPException)
 
 
 class _FailedError(Exception):
-    """One call without a score. ``again``: whether another try may have one; ``wait``: seconds that the endpoint asked to wait."""
+    """One call without a score. ``again``: whether another try may have one; ``wait``: seconds that the endpoint asked to wait;
+    ``endpoint``: whether it speaks against the endpoint, rather than against the one completion."""
 
-    def __init__(self, reason: str, again: bool, wait: float = 0.0) -> None:
+    def __init__(self, reason: str, again: bool, wait: float = 0.0, endpoint: bool | None = None) -> None:
         super().__init__(reason)
         self.again, self.wait = again, wait
+        self.endpoint = again if endpoint is None else endpoint
 
 
 @dataclass
@@ -51,11 +55,14 @@ class JudgeReward:
     """Scores by a judge. An endpoint that fails now and then is asked again; one that does nothing else is given up."""
 
     def __init__(self, config: JudgeConfig) -> None:
+        """Raises ConfigError for an address or a key that cannot be sent."""
         self.config, self.spent = config, Spent()
         self.metrics: dict[str, float] = {}
         self.log_dir = None
         self._key = os.environ[config.api_key_env].strip() if config.api_key_env is not None else None
-        self._opener = urllib.request.build_opener(_NoRedirect)
+        check_endpoint("reward.judge", config.base_url, config.api_key_env, self._key)
+        self._url = f"{config.base_url.rstrip('/')}/chat/completions"
+        self._client = httpx2.Client(transport=WholeExchange(config.timeout, _MAX_REPLY_BYTES), timeout=None)
         self._pattern = re.compile(config.pattern)
         self._lock = threading.Lock()
         self._failures_in_a_row = 0
@@ -75,7 +82,7 @@ class JudgeReward:
         """It uses no accelerator."""
 
     def close(self) -> None:
-        """It keeps no connection."""
+        self._client.close()
 
     def _judge(self, prompt: Prompt, completion: str) -> float | Missing:
         body = self._body(prompt, completion)
@@ -83,9 +90,10 @@ class JudgeReward:
             if (refusal := self._reserve(body)) is not None:
                 return Missing(refusal)
             try:
-                score = self._ask(body)
+                score = self._ask(body, completion)
             except _FailedError as failed:
-                self._count_failure(failed.again)
+                with self._lock:
+                    self._failures_in_a_row += failed.endpoint
                 if not failed.again or attempt == self.config.retries:
                     return Missing(str(failed))
                 pause = max(failed.wait, self.config.backoff * 2**attempt * random.uniform(0.5, 1.5))
@@ -134,88 +142,84 @@ class JudgeReward:
         return len(body) // _CHARACTERS_PER_TOKEN + self.config.max_tokens
 
     def _settle(self, body: bytes, reply: dict[str, Any]) -> None:
-        """Put the endpoint's own count in the place of the estimate."""
+        """Put the endpoint's own count in the place of the estimate, if it can be one."""
         usage = reply.get("usage")
         total = usage.get("total_tokens") if isinstance(usage, dict) else None
-        if isinstance(total, int):
+        if type(total) is int and 0 <= total <= _MOST_TOKENS:
             with self._lock:
                 self.spent.tokens += total - self._estimate(body)
 
-    def _count_failure(self, again: bool) -> None:
-        with self._lock:
-            self._failures_in_a_row += (
-                again  # what is wrong with one completion says nothing about the endpoint
-            )
-
     # One call
 
-    def _ask(self, body: bytes) -> float:
+    def _ask(self, body: bytes, completion: str) -> float:
         """The score in the judge's reply. Raises _FailedError, RewardError."""
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        )
         try:
-            reply = json.loads(self._post(body))
+            response = self._client.post(self._url, content=body, headers=headers)
+        except httpx2.TimeoutException:
+            reason = f"the endpoint did not answer within {self.config.timeout:g} s"
+            raise _FailedError(reason, again=True) from None
+        except httpx2.HTTPError as error:
+            raise _FailedError(f"the endpoint did not answer ({_kind(error)})", again=True) from None
+        if not response.is_success:
+            raise self._refused(response)
+        try:
+            reply = json.loads(response.content)
             self._settle(body, reply)
             text = reply["choices"][0]["message"]["content"]
-        except urllib.error.HTTPError as error:
-            raise self._refused(error) from None
-        except _PASSING as error:
-            raise _FailedError(f"the endpoint did not answer ({type(error).__name__})", again=True) from None
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
             raise _FailedError("the endpoint's reply is no chat completion", again=True) from None
-        found = self._pattern.findall(text) if isinstance(text, str) else []
-        if not found:
-            raise _FailedError("no score in the judge's reply", again=True)
-        return self._in_range(found[-1])
+        return self._rating(text if isinstance(text, str) else "", completion)
 
-    def _in_range(self, text: str) -> float:
+    def _rating(self, text: str, completion: str) -> float:
+        """The one rating in the judge's reply ``text``. Raises _FailedError where there is none, and where it may be a quotation of the
+        answer: several different ratings, or one that the answer has too, among other words."""
+        matches = list(self._pattern.finditer(text))
+        if not matches:
+            raise _FailedError("no score in the judge's reply", again=True)
         try:
-            score = float(text)
-        except ValueError:
+            ratings = {float(match[1]) for match in matches}
+        except (TypeError, ValueError):
             raise _FailedError("what reward.judge.pattern finds is no number", again=True) from None
+        if len(ratings) > 1:
+            raise _FailedError("the judge's reply has several different ratings", again=True, endpoint=False)
+        (score,) = ratings
+        alone = text.strip() == matches[0].group().strip()
+        if not alone and score in self._ratings_in(completion):
+            reason = "the judge's reply has no rating but one that stands in the answer"
+            raise _FailedError(reason, again=True, endpoint=False)
         if not self.config.min_score <= score <= self.config.max_score:
             raise _FailedError("the judge's score is out of range", again=True)
         return score
 
-    def _post(self, body: bytes) -> bytes:
-        """The reply within ``timeout`` seconds; urllib's own limit is for each read, which an endpoint that drips never meets."""
-        headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        )
-        request = urllib.request.Request(
-            f"{self.config.base_url.rstrip('/')}/chat/completions", body, headers
-        )
-        deadline = time.monotonic() + self.config.timeout
-        received = bytearray()
-        with self._opener.open(request, timeout=self.config.timeout) as response:
-            while chunk := response.read1(65536):
-                received += chunk
-                if time.monotonic() > deadline or len(received) > _MAX_REPLY_BYTES:
-                    raise TimeoutError
-        return bytes(received)
+    def _ratings_in(self, completion: str) -> set[float]:
+        found = set()
+        for match in self._pattern.finditer(completion):
+            with contextlib.suppress(TypeError, ValueError):
+                found.add(float(match[1]))
+        return found
 
-    def _refused(self, error: urllib.error.HTTPError) -> _FailedError | RewardError:
+    def _refused(self, response: httpx2.Response) -> _FailedError | RewardError:
         """What an HTTP error means for this call, or for all of them. What the endpoint says may repeat the key: it is cut out."""
-        try:
-            said = error.read(2000).decode(errors="replace")
-        except _PASSING:
-            said = ""
+        code, said = response.status_code, response.content[:2000].decode(errors="replace")
         if self._key:
             said = said.replace(self._key, "***")
-        if error.code in _STOP:
+        if code in _STOP:
             return RewardError(
                 f"reward.judge.base_url={self.config.base_url} refuses model={self.config.model}: "
-                f"HTTP {error.code} {said[:300]}; mend the address, the model or the key"
+                f"HTTP {code} {said[:300]}; mend the address, the model or the key"
             )
-        again = error.code in (408, 409, 425, 429) or error.code >= 500
+        again = code in (408, 409, 425, 429) or code >= 500
         return _FailedError(
-            f"HTTP {error.code} from the endpoint", again, _seconds(error.headers.get("Retry-After"))
+            f"HTTP {code} from the endpoint", again, _seconds(response.headers.get("Retry-After"))
         )
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would take the key to another host."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
+def _kind(error: httpx2.HTTPError) -> str:
+    """The error's class; its words may be the endpoint's, and different at each call."""
+    return str(error) if isinstance(error, TooLongError) else type(error).__name__
 
 
 def _seconds(text: str | None) -> float:

@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
 from common.imports import import_function
 from common.worker_process import SamplerError, WorkerProcess, serve
 from rollouts.rewards.base import LOG_NAME, Missing, RewardError

@@ -132,6 +132,40 @@ def test_what_is_no_judgement_is_missing_with_its_reason(endpoint, tmp_path, rep
     assert reason in said and count == 1
 
 
+def drip(handler, begins, again, pause=0.05):
+    """Never an end, until the other side has gone."""
+    handler.wfile.write(begins)
+    for _ in range(400):
+        handler.wfile.write(again)
+        handler.wfile.flush()
+        time.sleep(pause)
+    handler.close_connection = True
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (lambda h: drip(h, b"HTTP/1.1 200 OK\r\n", b"X-More: 1\r\n"), "APITimeoutError"),
+        (lambda h: drip(h, b"", b"HTTP/1.1 100 Continue\r\n\r\n"), "APITimeoutError"),
+        (lambda h: drip(h, b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n", b" "), "APITimeoutError"),
+        (lambda h: h.send(200, "[" * 200_000), "no chat completion"),
+        (lambda h: h.send(200, '{"choices": ' + "[" * 200_000), "no chat completion"),
+        (lambda h: h.send(200, " " * 5_000_000 + "{}"), "APIConnectionError"),
+    ],
+    ids=["headers", "100 Continue", "body", "brackets", "nested choices", "long"],
+)
+def test_a_reply_without_end_costs_its_judgement_alone(endpoint, tmp_path, reply, reason):
+    endpoint.behave = lambda handler, instruction: instruction == "question 5" and (reply(handler) or True)
+    began, drips = time.monotonic(), reason == "APITimeoutError"
+    rows, spent = asked(
+        endpoint, tmp_path / "judged.json", n=10, max_missing=0.1, timeout=2.0 if drips else 60.0
+    )
+    assert time.monotonic() - began < 15 or not drips
+    assert [row["instruction"] for row in rows if row["preference"] is None] == ["question 5"]
+    [(said, count)] = spent.failures.items()
+    assert reason in said and count == 1
+
+
 def test_a_reply_that_names_neither_answer_is_missing(endpoint, tmp_path):
     def behave(handler, instruction):
         if instruction != "question 5":

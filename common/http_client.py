@@ -1,0 +1,96 @@
+"""HTTP whose limits hold for a whole exchange: seconds from the first attempt to connect to the last byte of the reply, and bytes.
+
+A client's own time limit is for each read: an endpoint that sends a byte of its headers now and then, or ``100 Continue`` for ever,
+never meets it. Here the exchange runs in an event loop, which cancels it when its time is up, wherever it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import httpx2
+
+from common.errors import ConfigError, require
+
+
+def check_endpoint(section: str, base_url: str, api_key_env: str | None, key: str | None) -> None:
+    """Raise ConfigError where ``base_url`` is no address, or where ``key``, which is not shown, has what no header can hold.
+
+    ``section``: of the settings, as in ``reward.judge``; ``api_key_env``: the environment variable that the key comes from.
+    """
+    try:
+        host = httpx2.URL(base_url).host
+    except (httpx2.InvalidURL, ValueError) as error:
+        raise ConfigError(f"{section}.base_url", base_url, f"is no address ({error})") from error
+    require(bool(host), f"{section}.base_url", base_url, "names no host")
+    require(
+        not key or (key.isascii() and key.isprintable()),
+        f"{section}.api_key_env",
+        api_key_env,
+        "is an environment variable whose value has characters that no key has (a line break, an accent): set it again",
+    )
+
+
+class TooLongError(httpx2.RemoteProtocolError):
+    """A reply with more bytes than it may have."""
+
+
+class WholeExchange(httpx2.BaseTransport):
+    """A transport for ``httpx2.Client(transport=…)``, from any number of threads. Proxies are the environment's; redirects are not
+    followed (the client may).
+
+    Raises httpx2.ReadTimeout when an exchange took longer than ``timeout`` seconds, TooLongError for a reply of more than
+    ``most_bytes``, httpx2.DecodingError for a compressed one (it is asked not to be: a few bytes may unpack to gigabytes), and what the
+    client raises of its own.
+    """
+
+    def __init__(self, timeout: float, most_bytes: int) -> None:
+        self.timeout, self.most_bytes = timeout, most_bytes
+        self._client = httpx2.AsyncClient(timeout=None, limits=httpx2.Limits(max_connections=None))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
+        self._thread.start()
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        """The whole reply."""
+        return asyncio.run_coroutine_threadsafe(self._exchange(request, request.read()), self._loop).result()
+
+    def close(self) -> None:
+        """Close the connections, end the thread."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _exchange(self, request: httpx2.Request, body: bytes) -> httpx2.Response:
+        ours = self._client.build_request(request.method, request.url, headers=request.headers, content=body)
+        ours.headers["Accept-Encoding"] = "identity"
+        try:
+            async with asyncio.timeout(self.timeout):
+                response = await self._client.send(ours, stream=True)
+                try:
+                    received = await self._received(response)
+                finally:
+                    await response.aclose()
+        except TimeoutError:
+            raise httpx2.ReadTimeout(f"took longer than {self.timeout:g} s", request=request) from None
+        return httpx2.Response(
+            response.status_code, headers=response.headers, content=received, request=request
+        )
+
+    async def _received(self, response: httpx2.Response) -> bytes:
+        if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise httpx2.DecodingError(
+                "the reply is compressed, which was not asked for", request=response.request
+            )
+        received = bytearray()
+        async for part in response.aiter_raw():
+            received += part
+            if len(received) > self.most_bytes:
+                raise TooLongError(
+                    f"the reply is longer than {self.most_bytes} bytes", request=response.request
+                )
+        return bytes(received)
