@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -58,7 +59,7 @@ class JudgeReward:
         """Raises ConfigError for an address or a key that cannot be sent."""
         self.config, self.spent = config, Spent()
         self.metrics: dict[str, float] = {}
-        self.log_dir = None
+        self.log_dir: Path | None = None
         self._key = os.environ[config.api_key_env].strip() if config.api_key_env is not None else None
         check_endpoint("reward.judge", config.base_url, config.api_key_env, self._key)
         self._url = f"{config.base_url.rstrip('/')}/chat/completions"

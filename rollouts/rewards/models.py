@@ -6,6 +6,7 @@ A row's reward depends on the row alone, not on what shares its batch: padding i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -96,7 +97,7 @@ class ModelReward:
             torch.device(device),
         )
         self.metrics: dict[str, float] = {}
-        self.log_dir = None
+        self.log_dir: Path | None = None
         self._model: PreTrainedModel | None = None
 
     @torch.no_grad()
