@@ -1,12 +1,16 @@
-"""Files that are written whole or not at all, and their checksums."""
+"""Files that are written whole or not at all, their checksums, and what they may be called."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from common.errors import require
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -18,6 +22,24 @@ def write_whole(path: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     part.replace(path)
+
+
+_NAME = re.compile(r"[A-Za-z0-9._+=-]+")
+_LONGEST_NAME = 200
+
+
+def check_name(key: str, value: Any) -> None:
+    """Raise ConfigError unless ``value`` can be the name of one folder or file, the same on every file system."""
+    require(
+        isinstance(value, str)
+        and _NAME.fullmatch(value) is not None
+        and value not in (".", "..")
+        and len(value) <= _LONGEST_NAME,
+        key,
+        value,
+        f"becomes the name of a folder or file: letters, digits and . _ + - = alone, at most {_LONGEST_NAME} of them, "
+        "and not . or ..",
+    )
 
 
 _CHUNK = 1 << 22

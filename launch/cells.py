@@ -34,7 +34,7 @@ class Cell:
 
     @property
     def progress(self) -> str:
-        """``3/3``, or what is missing: ``1/3, s2 unfinished at step 40, s3 not started``."""
+        """``3/3``, or what is missing: ``1/3, s2 interrupted at step 40, s3 not started``."""
         total = [f"{len(self.finished)}/{len(self.chosen)}"]
         missing = [run for run in self.chosen if run.status != FINISHED]
         return ", ".join(

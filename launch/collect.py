@@ -1,11 +1,12 @@
-"""Run folders read back: what was set, what came out, and how far the run is. Nothing is left out for not being finished."""
+"""Run folders read back: what was set, what came out, and what became of the run. Nothing is left out for not being finished."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from omegaconf import OmegaConf
 
 from common.errors import require
 from config.load import OPERATIONAL
+from launch.composing import Composer
 from launch.grid import Run, Settings
-from launch.state import compose_config, folder_of, last_line
+from launch.slurm import ROOT
+from launch.state import folder_of, last_line
+from launch.status import FINISHED, INTERRUPTED, NOT_STARTED, Status, Statuses
 
-FINISHED, UNFINISHED, NOT_STARTED = "finished", "unfinished", "not started"
 NO_NUMBERS = ("settings", "fingerprints", "config", "counts")
 """Parts of an evaluation file that say how it was made, and of how much."""
 
@@ -28,7 +31,8 @@ class Result:
     name: str
     cell: str
     seed: int
-    status: str
+    about: Status
+    """What became of it, and where that is said."""
     settings: Settings = field(default_factory=dict)
     """Dotted key -> value of what changes what is computed, the seed aside."""
     values: dict[str, float] = field(default_factory=dict)
@@ -37,6 +41,11 @@ class Result:
     """metrics.jsonl, and for a finished run a last line with the evaluation after it."""
     group: str = ""
     tags: tuple[str, ...] = ()
+
+    @property
+    def status(self) -> str:
+        """One of the six words of launch.status."""
+        return self.about.kind
 
     def identity(self, without: Iterable[str] = ()) -> str:
         """Of the settings, some keys aside: runs with the same one differ by their seed alone."""
@@ -49,33 +58,46 @@ class Result:
         return max((line["step"] + 1 for line in self.lines if "loss" in line), default=0)
 
 
-def of_sweep(runs: Iterable[Run]) -> list[Result]:
-    """The results of a sweep's runs, those that have no folder yet included."""
-    found = []
+def of_sweep(runs: Iterable[Run], logs: Path) -> list[Result]:
+    """The results of a sweep's runs, those that have no folder yet included. ``logs``: the sweep's log folder."""
+    found, composer, statuses = [], Composer(), Statuses(logs)
     for run in runs:
-        folder = folder_of(compose_config(run.overrides()), run)
+        made = composer.config(run)
+        folder = folder_of(made, run)
         if (folder / "config.yaml").exists():
-            found.append(read_run(folder, run.cell))
+            result = read_run(folder, run.cell)
         else:
-            config = flat(OmegaConf.to_container(OmegaConf.structured(compose_config(run.overrides()))))
-            found.append(Result(run.name, run.cell, run.seed, NOT_STARTED, computed(config)))
+            config = flat(asdict(made))
+            result = Result(run.name, run.cell, run.seed, Status(NOT_STARTED), computed(config))
+        found.append(replace(result, about=statuses.of(run.name, folder)))
     return found
 
 
-def of_folders(paths: Iterable[Path]) -> list[Result]:
-    """The results under ``paths``, each a run folder or a folder of them. Raises ConfigError where there is none."""
+def of_folders(paths: Iterable[Path], logs: Path = ROOT / "logs") -> list[Result]:
+    """The results under ``paths``, each a run folder or a folder of them. Raises ConfigError where there is none.
+
+    ``logs``: where the log folders of sweeps lie; a run's first tag names its sweep.
+    """
     found = []
+    of = cache(lambda sweep: Statuses(logs / sweep))
     for path in paths:
         records = (
             [path / "config.yaml"] if (path / "config.yaml").exists() else sorted(path.glob("*/config.yaml"))
         )
         require(bool(records), "runs", path, "is no run folder and holds none")
-        found += [read_run(record.parent) for record in records]
+        for record in records:
+            run = read_run(record.parent)
+            if run.cell in run.tags[1:2]:  # a run of a sweep, as launch.grid tags them
+                run = replace(run, about=of(run.tags[0]).of(run.name, record.parent))
+            found.append(run)
     return found
 
 
 def read_run(folder: Path, cell: str | None = None) -> Result:
-    """One run folder. Without ``cell`` it is what the run's sweep called it (its second tag), or its name without the seed."""
+    """One run folder, its status told by the folder alone.
+
+    Without ``cell`` it is what the run's sweep called it (its second tag), or its name without the seed.
+    """
     config = flat(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")))
     seed = int(config["seed"])
     tags = tuple(config.get("wandb.tags") or ())
@@ -106,7 +128,7 @@ def read_run(folder: Path, cell: str | None = None) -> Result:
         folder.name,
         cell or own,
         seed,
-        FINISHED if done else UNFINISHED,
+        Status(FINISHED if done else INTERRUPTED),
         computed(config),
         values,
         lines,

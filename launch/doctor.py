@@ -25,8 +25,8 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from config.schema import Config
+from launch.composing import compose_config
 from launch.slurm import ROOT
-from launch.state import compose_config
 
 OK, NOTE, BAD = "ok", "note", "BAD"
 PARAMETER_BYTES = 12

@@ -26,6 +26,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -37,6 +38,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
+from common.files import check_name
 
 Settings = dict[str, Any]
 CONFIG_DIR = Path(__file__).parent.parent / "config"
@@ -67,13 +69,22 @@ class Run:
 
     def overrides(self) -> list[str]:
         """What follows ``python train.py``: one command line that serves the first start and every later one."""
-        given = self.settings | {
+        return [override(key, value) for key, value in self.given.items()]
+
+    @property
+    def given(self) -> Settings:
+        """Everything that the run sets."""
+        return self.settings | self.own
+
+    @property
+    def own(self) -> Settings:
+        """What the sweep gives to this run alone."""
+        return {
             "seed": self.seed,
             "exp_name": self.name,
             "resume": True,
             "wandb.tags": [self.sweep, self.cell],
         }
-        return [override(key, value) for key, value in given.items()]
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,13 @@ class Sweep:
     slurm: Settings = field(default_factory=dict)
 
     def runs(self) -> list[Run]:
-        """Every run, in the order of the file. Raises ConfigError where two runs would have one name, or nothing is left to run."""
+        """Every run, in the order of the file.
+
+        Raises ConfigError where two runs would have one name, a name cannot be a folder's, or nothing is left to run.
+        """
+        check_name("name", self.name)
+        for name in self.cells:
+            check_name("cells", name)
         runs = []
         for cell, point in self._points():
             settings = self.base | point
@@ -116,10 +133,10 @@ class Sweep:
                 f"is longer than {LONGEST_TAG} characters; name it under cells:",
             )
             runs += [Run(self.name, cell, seed, settings, self.hours.of(settings)) for seed in self.seeds]
-        names = [run.name for run in runs]
-        for name in names:
+        for name, count in Counter(run.name for run in runs).items():
+            check_name("exp_name", name)
             require(
-                names.count(name) == 1,
+                count == 1,
                 "exp_name",
                 name,
                 f"names two runs of sweep {self.name}; give the cells names (cells:)",
@@ -263,12 +280,6 @@ def _range(key: str, spec: Settings) -> list[float]:
 
 
 def _check(sweep: Sweep, extra: Mapping[str, Any]) -> None:
-    require(
-        bool(re.fullmatch(r"[A-Za-z0-9._-]+", sweep.name)),
-        "name",
-        sweep.name,
-        "may have letters, digits, '.', '_' and '-'",
-    )
     for key in sweep.varied | set(sweep.base):
         require(
             key not in OWN_KEYS, key, "…", "is given by the sweep to each of its runs; seeds go under seeds:"

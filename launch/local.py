@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -39,6 +41,12 @@ class Task:
     started: float = 0.0
     seconds: float = 0.0
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    def note(self, said: str) -> None:
+        """A line in the log, as job.sh.j2 writes them and launch.status reads them."""
+        start = self.failures + self.restarts + 1
+        with self.log.open("a") as log:
+            log.write(f"[{datetime.now():%F %T} {self.state.run.name}, here, start {start}] {said}\n")
 
 
 class Pool:
@@ -74,6 +82,7 @@ class Pool:
             if self.stopping:
                 break
             task.slot, task.status, task.started = slot, RUNNING, time.monotonic()
+            task.note(f"on {socket.gethostname()}")
             with task.log.open("ab") as log:
                 # A session of its own: Ctrl-C reaches this process alone, which then asks each run once.
                 task.process = subprocess.Popen(
@@ -110,6 +119,7 @@ class Pool:
             if task.process is None or (code := task.process.poll()) is None:
                 continue
             task.process, task.code, task.seconds = None, code, task.seconds + time.monotonic() - task.started
+            task.note(f"exit code {code}")
             if code == 0 and (task.state.folder / "summary.json").exists():
                 task.status = DONE
             elif self.stopping:

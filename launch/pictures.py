@@ -46,6 +46,7 @@ def write_html(
     path: Path,
     name: str,
     notes: Sequence[str],
+    failed: Sequence[Result],
     table: Sequence[Sequence[str]],
     tests: Sequence[Sequence[str]],
     cells: Sequence[Cell],
@@ -63,6 +64,7 @@ def write_html(
     page = environment.get_template("results.html.j2").render(
         name=name,
         notes=notes,
+        failed=failed,
         table=table,
         tests=tests,
         overview=overview,

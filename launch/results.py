@@ -4,7 +4,8 @@
     python -m launch.results runs/adder-* --select lr --baseline adder-dpo-no_humanline
 
 Per cell: mean and standard error over seeds, of the setting that was best on the validation metric (where --select names keys that
-were tried out); paired tests over seeds with Holm's correction; a learning curve. Runs that are not finished are shown as such.
+were tried out); paired tests over seeds with Holm's correction; a learning curve. Of runs that are not finished it is said what became
+of them: not started, waiting, running, interrupted, or failed, and then what they said last and in which log.
 Writes results/<name>/: index.html, table.md, table.csv, tests.csv, runs.csv; prints the first two tables.
 """
 
@@ -21,6 +22,8 @@ from common.errors import ConfigError, require
 from launch.cells import Cell, cells_of
 from launch.collect import FINISHED, Result, of_folders, of_sweep
 from launch.grid import read_sweep
+from launch.slurm import ROOT
+from launch.status import FAILED
 from reports.statistics import Comparison, Mean, compare
 
 PREFERRED = ("eval_accuracy_sampled", "eval_reward_accuracy", "eval_reward_margin", "eval_loss")
@@ -88,6 +91,11 @@ def markdown(table: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + " --- |" * len(table[0]), *lines[1:]])
 
 
+def failure(run: Result) -> str:
+    """What a failed run said last, as it stands, whatever Markdown or HTML would make of it."""
+    return f"- {run.name} failed: `{run.about.detail.replace('`', chr(39))}` ({run.about.log})"
+
+
 def write_csv(path: Path, table: Iterable[Iterable[object]]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(table)
@@ -115,6 +123,8 @@ def run_rows(results: Sequence[Result], cells: Sequence[Cell]) -> list[list[obje
         "cell",
         "seed",
         "status",
+        "said last",
+        "log",
         "steps",
         "chosen",
         "wandb group",
@@ -129,6 +139,8 @@ def run_rows(results: Sequence[Result], cells: Sequence[Cell]) -> list[list[obje
             of[run.name].name,
             run.seed,
             run.status,
+            run.about.detail,
+            run.about.log or "",
             run.step,
             run.name in chosen,
             run.group,
@@ -155,6 +167,9 @@ def main(words: Sequence[str] | None = None) -> int:
         "--baseline", metavar="CELL", help="test each cell against this one, instead of all pairs"
     )
     about.add_argument("--name", help="the sweep's other name, as for launch.sweep")
+    about.add_argument(
+        "--logs", type=Path, default=Path("logs"), help="where the logs of sweeps lie, as for launch.sweep"
+    )
     about.add_argument("--out", type=Path, help="where to write; results/<name> if not given")
     options = about.parse_intermixed_args(words)
     try:
@@ -190,6 +205,7 @@ def report(options: argparse.Namespace) -> str:
         options.baseline,
         f"is no cell; cells: {', '.join(names)}",
     )
+    failed = [run for run in results if run.status == FAILED]
     tests = compare({cell.name: cell.values(metric) for cell in cells}, options.baseline)
     metrics = metrics_of(results)
     notes = [
@@ -211,13 +227,20 @@ def report(options: argparse.Namespace) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     table, test_table = rows(cells, metrics), test_rows(tests)
     text = "\n\n".join(
-        [f"# {name}", notes[0], markdown(table), *notes[1:], *([markdown(test_table)] if tests else [])]
+        [
+            f"# {name}",
+            notes[0],
+            markdown(table),
+            *(["\n".join(map(failure, failed))] if failed else []),
+            *notes[1:],
+            *([markdown(test_table)] if tests else []),
+        ]
     )
     (folder / "table.md").write_text(text + "\n", encoding="utf-8")
     write_csv(folder / "table.csv", numeric_rows(cells, metrics))
     write_csv(folder / "tests.csv", test_table)
     write_csv(folder / "runs.csv", run_rows(results, cells))
-    write_html(folder / "index.html", name, notes, table, test_table if tests else [], cells, metric)
+    write_html(folder / "index.html", name, notes, failed, table, test_table if tests else [], cells, metric)
     return f"{text}\n\nwritten to {folder}/: index.html, table.md, table.csv, tests.csv, runs.csv"
 
 
@@ -226,11 +249,13 @@ def load(options: argparse.Namespace) -> tuple[list[Result], str, list[str]]:
     select = [key for key in options.select.split(",") if key]
     files = [path for path in options.sources if path.suffix in (".yaml", ".yml")]
     if not files:
-        return of_folders(options.sources), options.name or options.sources[0].name.rstrip("*-"), select
+        found = of_folders(options.sources, ROOT / options.logs)
+        return found, options.name or options.sources[0].name.rstrip("*-"), select
     require(len(options.sources) == 1, "sources", files[0], "one sweep file, or run folders")
     sweep = read_sweep(files[0])
     name = options.name or sweep.name
-    return of_sweep(replace(sweep, name=name).runs()), name, select or list(sweep.select)
+    runs = replace(sweep, name=name).runs()
+    return of_sweep(runs, (ROOT / options.logs / name).resolve()), name, select or list(sweep.select)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Slurm: what a run needs of a cluster (``Job``), the one script made of it, and what the queue says about submitted runs.
 
-A sweep is one job array: every task of it is one run, one command line that serves the first start and every later one. The script
-is complete in itself (Slurm keeps a copy), so editing a sweep afterwards changes nothing that is queued.
+A sweep is one job array, or as many as the cluster's MaxArraySize asks for: every task is one run, one command line that serves the
+first start and every later one. The script is complete in itself (Slurm keeps a copy), so editing a sweep afterwards changes nothing
+that is queued.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Job:
     running_at_once: int | None = None
     modules: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
-    """Shell lines run on the first node before training: source an environment, unpack data."""
+    """Shell commands run on the first node before training: source an environment, unpack data. One that fails ends the job."""
     python: str | None = None
     """None: the Python that submits; in a container, ``python``."""
     container: str | None = None
@@ -169,12 +170,34 @@ def make_job(settings: Settings) -> Job:
         elif kind.startswith("dict"):
             require(isinstance(value, dict), f"slurm.{key}", value, "must be a mapping")
             values[key] = {str(name): str(item) for name, item in value.items()}
+            for name in values[key]:
+                good = re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) is not None
+                require(good, f"slurm.{key}", name, "is not the name of an environment variable")
         elif kind.startswith("str"):
             good = isinstance(value, str) or (value is None and "None" in kind)
             require(good, f"slurm.{key}", value, "must be a text (quote it in yaml)")
         elif kind == "bool":
             require(isinstance(value, bool), f"slurm.{key}", value, "must be true or false")
+    for key, value in values.items():
+        for text in value if isinstance(value, tuple) else (value,):
+            if key == "setup":
+                _check_shell(f"slurm.{key}", text)
+            elif isinstance(text, str):
+                require("\n" not in text, f"slurm.{key}", text, "must be one line")
     return Job(**values)
+
+
+def _check_shell(key: str, text: str) -> None:
+    """Raise ConfigError unless ``text`` is a whole shell command, whose exit code can be looked at."""
+    checked = subprocess.run(["bash", "-n"], input=text + "\n", capture_output=True, text=True, check=False)
+    good = not checked.returncode and not checked.stderr and not text.rstrip().endswith("\\")
+    said = checked.stderr.strip().rpartition("\n")[2] or "it ends with a backslash"
+    require(
+        good,
+        key,
+        text,
+        f"is no whole shell command ({said}); what belongs together is one item, a block after |",
+    )
 
 
 def command(run: Run) -> list[str]:
@@ -182,8 +205,11 @@ def command(run: Run) -> list[str]:
     return ["train.py", *run.overrides()]
 
 
-def script(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> str:
-    """The sbatch script of a job array with one task a run, in the order given. ``logs`` is the sweep's log folder."""
+def script(job: Job, sweep: str, runs: Sequence[Run], logs: Path, after: str | None = None) -> str:
+    """The sbatch script of a job array with one task a run, in the order given, which begins once the array ``after`` has ended.
+
+    ``logs`` is the sweep's log folder.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -194,28 +220,60 @@ def script(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> str:
     environment.filters["sh"] = shlex.quote
     tasks = [(run.name, shlex.join(command(run))) for run in runs]
     return environment.get_template("job.sh.j2").render(
-        job=job, sweep=sweep, tasks=tasks, logs=str(logs), root=str(ROOT)
+        job=job, sweep=sweep, tasks=tasks, logs=str(logs), root=str(ROOT), after=after
     )
 
 
-def submit(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> str:
-    """Hand the array to Slurm; returns its job id. Raises SlurmError with sbatch's own words."""
+def largest_array() -> int | None:
+    """How many tasks this cluster lets a job array have, its MaxArraySize; None if it does not say. Raises SlurmError."""
+    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask(["scontrol", "show", "config"]), re.MULTILINE)
+    return int(found[1]) or None if found else None
+
+
+def parts(runs: Sequence[Run], most: int | None) -> list[Sequence[Run]]:
+    """``runs`` in order, at most ``most`` at a time."""
+    return [runs[at : at + most] for at in range(0, len(runs), most)] if most else [runs]
+
+
+def submit(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> list[str]:
+    """Hand the runs to Slurm in as few arrays as it allows; returns their job ids.
+
+    With ``running_at_once``, which holds for one array, each array begins when the one before it has ended. Raises SlurmError
+    with sbatch's own words, and how many runs were submitted before it.
+    """
     (logs / "slurm").mkdir(parents=True, exist_ok=True)
-    path = logs / "slurm" / "array.sh"
-    path.write_text(script(job, sweep, runs, logs))
-    array = ask(["sbatch", "--parsable", str(path)]).split(";")[0].strip()
-    path.rename(path.with_name(f"{array}.sh"))
-    with (logs / RECORD).open("a") as record:
-        record.write(json.dumps({"array": array, "runs": [run.name for run in runs]}) + "\n")
-    return array
+    arrays: list[str] = []
+    done = 0
+    for part in parts(runs, largest_array()):
+        path = logs / "slurm" / "array.sh"
+        path.write_text(
+            script(job, sweep, part, logs, arrays[-1] if arrays and job.running_at_once else None)
+        )
+        try:
+            arrays.append(ask(["sbatch", "--parsable", str(path)]).split(";")[0].strip())
+        except SlurmError as error:
+            submitted = f"{done} of {len(runs)} runs were submitted, as {', '.join(arrays)}; the next array: "
+            raise SlurmError(f"{submitted if arrays else ''}{error}") from error
+        path.rename(path.with_name(f"{arrays[-1]}.sh"))
+        with (logs / RECORD).open("a") as record:
+            record.write(json.dumps({"array": arrays[-1], "runs": [run.name for run in part]}) + "\n")
+        done += len(part)
+    return arrays
+
+
+def submitted(logs: Path) -> dict[str, str]:
+    """Task of an array, such as ``123_4`` -> the run that it was submitted for, in the order of submission."""
+    if not (logs / RECORD).exists():
+        return {}
+    made = [json.loads(line) for line in (logs / RECORD).read_text().splitlines()]
+    return {f"{array['array']}_{task}": name for array in made for task, name in enumerate(array["runs"])}
 
 
 def queued(logs: Path) -> dict[str, str]:
     """Run -> the job that is waiting, running or about to be requeued, as ``123_4 RUNNING``. Raises SlurmError."""
-    if not (logs / RECORD).exists():
+    runs = submitted(logs)
+    if not runs:
         return {}
-    submissions = [json.loads(line) for line in (logs / RECORD).read_text().splitlines()]
-    runs = {f"{made['array']}_{task}": name for made in submissions for task, name in enumerate(made["runs"])}
     listing = ask(["squeue", "--noheader", "--array", f"--user={getpass.getuser()}", "--format=%F_%K %T"])
     jobs = [line.split() for line in listing.splitlines()]
     return {runs[job]: f"{job} {state}" for job, state in jobs if job in runs}

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
 from common.errors import ConfigError
-from config.load import changed, load
+from config.load import changed
 from config.schema import Config
+from launch.composing import Composer
 from launch.grid import CONFIG_DIR, Run
 
 FINISHED, PARTIAL, NEW, CHANGED = "finished", "unfinished", "new", "settings changed"
@@ -38,17 +35,6 @@ def folder_of(config: Config, run: Run) -> Path:
     return CONFIG_DIR.parent / config.runs_dir / run.name
 
 
-def compose_config(overrides: list[str]) -> Config:
-    """The settings that ``python train.py <overrides>`` would have. Raises ConfigError."""
-    try:
-        with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            return load(compose("config", overrides=overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(
-            "override", " ".join(overrides), " ".join(f"{error} {error.__cause__ or ''}".split())
-        ) from error
-
-
 def check_ranks(config: Config, run: Run, ranks: int) -> None:
     """Raise ConfigError unless a batch divides into ranks x accumulation steps, which train.py would find only on the cluster."""
     parts = config.model.gradient_accumulation_steps * ranks
@@ -61,10 +47,10 @@ def check_ranks(config: Config, run: Run, ranks: int) -> None:
         )
 
 
-def inspect(run: Run) -> State:
-    """The state of ``run``. Raises ConfigError where its settings cannot be honoured."""
+def inspect(run: Run, composer: Composer | None = None) -> State:
+    """The state of ``run``. Raises ConfigError where its settings cannot be honoured. For many runs, give all the same ``composer``."""
     try:
-        config = compose_config(run.overrides())
+        config = (composer or Composer()).config(run)
     except ConfigError as error:
         raise ConfigError(f"{run.name}: {error.key}", error.value, error.remedy) from error
     folder = folder_of(config, run)

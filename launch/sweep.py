@@ -2,7 +2,7 @@
 
     python -m launch.sweep sweeps/adder.yaml                      # the plan: runs, their states, commands, cost
     python -m launch.sweep sweeps/adder.yaml --local 2            # run here, two at a time
-    python -m launch.sweep sweeps/table3.yaml --site my.yaml --submit   # one Slurm job array
+    python -m launch.sweep sweeps/table3.yaml --site my.yaml --submit   # a Slurm job array
     python -m launch.sweep sweeps/adder.yaml n_examples=640       # … with settings of your own in every run
 
 The same command again does what is left: finished runs are skipped, queued ones left alone, others go on
@@ -22,11 +22,26 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.errors import ConfigError, require
+from launch.composing import Composer
 from launch.estimate import EstimateError, dry_run, hours_at, hours_of
-from launch.grid import Sweep, parse_overrides, read_sweep
+from launch.grid import Run, Sweep, parse_overrides, read_sweep
 from launch.local import DONE, STOPPED, Pool, failures
-from launch.slurm import ROOT, Job, SlurmError, command, describe, make_job, queued, read_site, script, submit
+from launch.slurm import (
+    ROOT,
+    Job,
+    SlurmError,
+    command,
+    describe,
+    largest_array,
+    make_job,
+    parts,
+    queued,
+    read_site,
+    script,
+    submit,
+)
 from launch.state import CHANGED, FINISHED, State, check_ranks, inspect, tail
+from launch.status import newest_logs
 
 QUEUED = "in the queue"
 
@@ -59,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     )
     what = about.add_mutually_exclusive_group()
     what.add_argument("--local", type=int, metavar="N", help="run here, N at a time")
-    what.add_argument("--submit", action="store_true", help="submit as one Slurm job array")
+    what.add_argument("--submit", action="store_true", help="submit as a Slurm job array")
     what.add_argument(
         "--script", action="store_true", help="print the sbatch script that --submit would hand over"
     )
@@ -82,7 +97,8 @@ def act(options: argparse.Namespace) -> int:
     sweep = replace(sweep, name=options.name) if options.name else sweep
     logs = (ROOT / options.logs / sweep.name).resolve()
     job = make_job(read_site(options.site) | sweep.slurm | parse_overrides(options.set))
-    states = [inspect(run) for run in sweep.runs() if fnmatch.fnmatch(run.name, options.only)]
+    composer = Composer()
+    states = [inspect(run, composer) for run in sweep.runs() if fnmatch.fnmatch(run.name, options.only)]
     require(bool(states), "--only", options.only, "fits the name of no run")
     for state in states if options.local is None else ():
         check_ranks(state.config, state.run, job.world_size)
@@ -107,7 +123,7 @@ def act(options: argparse.Namespace) -> int:
         )
         return run_here(Pool(todo, logs, options.local, gpus, options.retries))
     if options.script:
-        print(script(job, sweep.name, [state.run for state in todo or states], logs), end="")
+        print_scripts(job, sweep.name, [state.run for state in todo or states], logs)
     elif options.submit:
         hand_over(sweep, todo, job, logs)
     return 0
@@ -180,14 +196,32 @@ def run_here(pool: Pool) -> int:
 
 def hand_over(sweep: Sweep, todo: Sequence[State], job: Job, logs: Path) -> None:
     """Submit what is left, after showing what earlier attempts at it said last."""
+    newest = newest_logs(logs)
     for state in todo:
-        for log in sorted(logs.glob(f"{state.run.name}.*.out"), key=lambda path: path.stat().st_mtime)[-1:]:
+        if (log := newest.get(state.run.name)) is not None:
             print(f"\n--- {state.run.name} was tried before: {log}\n" + "\n".join(tail(log, 5)))
     if not todo:
         print("nothing to submit")
         return
-    array = submit(job, sweep.name, [state.run for state in todo], logs)
-    print(f"submitted job array {array}, {len(todo)} runs; logs: {logs}/<run>.<job>.out")
+    arrays = submit(job, sweep.name, [state.run for state in todo], logs)
+    print(f"submitted job array {', '.join(arrays)}, {len(todo)} runs; logs: {logs}/<run>.<job>.out")
+
+
+def print_scripts(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> None:
+    """The script of every array that ``--submit`` would hand over; of one array where there is no Slurm to ask for their size."""
+    try:
+        most = largest_array()
+    except SlurmError:
+        most = None
+    arrays = parts(runs, most)
+    if len(arrays) > 1:
+        print(
+            f"note: {len(arrays)} scripts follow: {len(runs)} runs are more than this cluster's MaxArraySize={most}; "
+            "--submit hands them all over",
+            file=sys.stderr,
+        )
+    for part in arrays:
+        print(script(job, sweep, part, logs), end="")
 
 
 if __name__ == "__main__":

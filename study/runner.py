@@ -96,7 +96,7 @@ def one(run: Run, runs_dir: Path) -> Outcome:
     """A run in this process; what it prints goes to its log."""
     import torch
 
-    from launch.state import compose_config
+    from launch.composing import compose_config
     from train import train
 
     torch.set_num_threads(1)

@@ -14,9 +14,12 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from launch import sweep
+from launch.status import Statuses
 
 ROOT = Path(__file__).parent.parent.parent
 TOOLS = ROOT / "tools" / "slurm"
+HANG = 500
+"""Seconds that nothing takes on a machine however busy."""
 pytestmark = pytest.mark.skipif(
     shutil.which("slurmctld", path="/usr/sbin:/usr/bin:/usr/local/sbin") is None,
     reason="slurmctld is not installed: tools/slurm/install.sh, as root, installs it",
@@ -27,7 +30,10 @@ pytestmark = pytest.mark.skipif(
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("slurm")
     up = subprocess.run(
-        ["bash", str(TOOLS / "up.sh"), str(folder), "2"], capture_output=True, text=True, timeout=60
+        ["bash", str(TOOLS / "up.sh"), str(folder), "2", "MaxArraySize=3"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
@@ -40,8 +46,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             subprocess.run(["bash", str(TOOLS / "down.sh"), str(folder)], timeout=60, check=False)
 
 
-def until(condition: Callable[[], object], seconds: float, what: Callable[[], str]) -> None:
-    end = time.monotonic() + seconds
+def until(condition: Callable[[], object], what: Callable[[], str]) -> None:
+    """Wait; ``what`` there was to be seen when nothing came of it."""
+    end = time.monotonic() + HANG
     while not condition():
         assert time.monotonic() < end, what()
         time.sleep(0.25)
@@ -72,10 +79,14 @@ def set_limit(job: str, minutes: int) -> None:
 
 
 def test_ranks_find_each_other_and_exit_codes_are_understood(tmp_path: Path) -> None:
-    """With a stand-in for python that notes what each rank is given, and leaves with the codes that train.py has."""
+    """With a stand-in for python that notes what each rank is given, and leaves with the codes that train.py has.
+
+    It is to be found in a container alone, which an option of srun makes; and the runs are one more than an array may have.
+    """
     fake = tmp_path / "python"
     notes = tmp_path / "notes"
     fake.write_text(f"""#!/bin/bash
+[ "$INSIDE" = container ] || {{ echo "no python outside of the container"; exit 127; }}
 [ "$1" = -c ] && exec {sys.executable} "$@"
 code=$(tr ' ' '\\n' <<< "$*" | sed -n 's/^seed=//p')
 echo "$code $RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT $SLURM_NODEID" >> {notes}
@@ -93,6 +104,7 @@ exit $code
         "signal_lead": 10,
         "retries": 1,
         "python": str(fake),
+        "srun": ["--export=ALL,INSIDE=container"],
         "running_at_once": 1,
     }
     file = write(
@@ -100,7 +112,11 @@ exit $code
         {"base": {"runs_dir": str(tmp_path / "runs")}, "seeds": [0, 1, 2, 75], "slurm": job},
     )
     assert sweep.main([file, "--submit", "--logs", str(tmp_path / "logs")]) == 0
-    until(lambda: not queue(), 60, lambda: queue() + logs_of(tmp_path))
+    record = (tmp_path / "logs" / "codes" / "submitted.jsonl").read_text().splitlines()
+    arrays = [json.loads(line) for line in record]
+    assert [made["runs"] for made in arrays] == [["codes-s0", "codes-s1", "codes-s2"], ["codes-s75"]]
+    assert len({made["array"] for made in arrays}) == 2, "the second waits for the first: running_at_once"
+    until(lambda: not queue(), lambda: queue() + logs_of(tmp_path))
 
     lines = [line.split() for line in notes.read_text().splitlines()]
     starts = {code: sorted(line[1] for line in lines if line[0] == code) for code in ("0", "1", "2", "75")}
@@ -120,8 +136,40 @@ exit $code
     }
     assert {line[3] for line in lines} == {"4"} and {line[4] for line in lines} == {"n1"}
     assert len({line[5] for line in first}) == 1, "ranks of one run have different ports"
+    assert all(line[5].isdigit() for line in lines), "a port that was found in the container"
+    statuses = Statuses(tmp_path / "logs" / "codes")
+    found = {run: statuses.of(run, tmp_path / "runs" / run) for run in ("codes-s1", "codes-s2", "codes-s9")}
+    assert [status.kind for status in found.values()] == ["failed", "failed", "not started"]
+    assert "exit code 1" in str(found["codes-s1"].log and found["codes-s1"].log.read_text())
 
 
+@pytest.mark.parametrize(
+    ("given", "said", "why"),
+    [
+        ({"modules": ["no-such-module/1.0"]}, "module load no-such-module/1.0", "command not found"),
+        (
+            {"setup": ["export A=1", "source /no/such/environment"]},
+            "source /no/such/environment",
+            "No such file",
+        ),
+        ({"setup": ["true", "exit 3"]}, "exit code 3", ""),
+        ({"python": "/no/such/python"}, "find a free port with /no/such/python", "No such file"),
+    ],
+)
+def test_what_fails_before_training_ends_the_job_with_its_message(
+    tmp_path: Path, given: dict[str, object], said: str, why: str
+) -> None:
+    job = {"gpus_per_node": 0, "cpus_per_rank": 1, "time": "5", "signal_lead": 10, "python": "true", **given}
+    file = write(tmp_path / "early.yaml", {"base": {"runs_dir": str(tmp_path / "runs")}, "slurm": job})
+    assert sweep.main([file, "--submit", "--logs", str(tmp_path / "logs")]) == 0
+    until(lambda: not queue(), lambda: queue() + logs_of(tmp_path))
+    log = next((tmp_path / "logs" / "early").glob("*.out")).read_text()
+    assert said in log and why in log and "exit code 0" not in log
+    status = Statuses(tmp_path / "logs" / "early").of("early-s1", tmp_path / "runs" / "early-s1")
+    assert status.kind == "failed" and said in status.detail
+
+
+@pytest.mark.timeout(4 * HANG)
 def test_cancelled_requeued_and_timed_out_runs_all_finish(tmp_path: Path) -> None:
     """The embedded task: one run is cancelled and submitted again, one requeued by hand, the long one meets its time limit (it is held
     up until then, so that it does so on any machine)."""
@@ -156,24 +204,24 @@ def test_cancelled_requeued_and_timed_out_runs_all_finish(tmp_path: Path) -> Non
     assert sweep.main(arguments) == 0
     array = json.loads((logs / "adder" / "submitted.jsonl").read_text())["array"]
     subprocess.run(["scancel", f"{array}_2"], check=True)
-    until(lambda: (runs / names[1] / "config.yaml").exists(), 90, lambda: queue() + logs_of(logs))
+    until(lambda: (runs / names[1] / "config.yaml").exists(), lambda: queue() + logs_of(logs))
     subprocess.run(["scontrol", "requeue", f"{array}_1"], check=True)
-    until(lambda: f"{array}_2" not in queue(), 60, lambda: queue() + logs_of(logs))
+    until(lambda: f"{array}_2" not in queue(), lambda: queue() + logs_of(logs))
     assert sweep.main(arguments) == 0
     again = json.loads((logs / "adder" / "submitted.jsonl").read_text().splitlines()[-1])
     assert again["runs"] == [names[2]], "what is queued is left alone, what was cancelled is submitted again"
 
     log = lambda name: next((logs / "adder").glob(f"{name}.*.out")).read_text()  # noqa: E731
     metrics = runs / names[0] / "metrics.jsonl"
-    until(lambda: metrics.exists() and metrics.stat().st_size, 120, lambda: queue() + logs_of(logs))
+    until(lambda: metrics.exists() and metrics.stat().st_size, lambda: queue() + logs_of(logs))
     subprocess.run(["scancel", "--signal=STOP", f"{array}_0"], check=True)
     set_limit(f"{array}_0", 1)
-    until(lambda: "the time limit is near: saving" in log(names[0]), 90, lambda: queue() + logs_of(logs))
+    until(lambda: "the time limit is near: saving" in log(names[0]), lambda: queue() + logs_of(logs))
     subprocess.run(["scancel", "--signal=CONT", f"{array}_0"], check=True)
     set_limit(f"{array}_0", 20)
 
     finished = lambda: all((runs / name / "summary.json").exists() for name in names)  # noqa: E731
-    until(lambda: finished() or not queue(), 240, lambda: queue() + logs_of(logs))
+    until(lambda: finished() or not queue(), lambda: queue() + logs_of(logs))
     assert finished(), logs_of(logs)
     for name, steps in zip(names, (100, 10, 10), strict=True):
         lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
@@ -184,7 +232,7 @@ def test_cancelled_requeued_and_timed_out_runs_all_finish(tmp_path: Path) -> Non
         and "resumed before step" in log(names[0])
     )
     assert "start 2] on" in log(names[1])
-    until(lambda: not queue(), 30, queue)
+    until(lambda: not queue(), queue)
     assert sweep.main(arguments) == 0
     assert len((logs / "adder" / "submitted.jsonl").read_text().splitlines()) == 2, (
         "nothing is left to submit"

@@ -1,6 +1,7 @@
 #!/bin/bash
-# A Slurm cluster on this machine for tests: tools/slurm/up.sh FOLDER [NODES]. Everything it makes lies in FOLDER, nothing of the
-# machine's own Slurm is touched. Afterwards: export SLURM_CONF=FOLDER/slurm.conf. tools/slurm/down.sh FOLDER stops it.
+# A Slurm cluster on this machine for tests: tools/slurm/up.sh FOLDER [NODES [SETTING…]]; a setting is a line of slurm.conf.
+# Everything it makes lies in FOLDER, nothing of the machine's own Slurm is touched.
+# Afterwards: export SLURM_CONF=FOLDER/slurm.conf. tools/slurm/down.sh FOLDER stops it.
 set -euo pipefail
 S=$(realpath -m "$1"); nodes=${2:-1}; me=$(id -un); host=$(hostname -s)
 export PATH=$PATH:/usr/sbin SLURM_CONF=$S/slurm.conf
@@ -40,6 +41,7 @@ C
 for i in $(seq "$nodes"); do
     echo "NodeName=n$i NodeHostname=$host NodeAddr=127.0.0.1 Port=$(free_port) CPUs=4 RealMemory=2000 State=UNKNOWN" >> "$SLURM_CONF"
 done
+printf '%s\n' "${@:3}" >> "$SLURM_CONF"
 echo "PartitionName=main Nodes=n[1-$nodes] Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:8" >> "$SLURM_CONF"
 
 slurmctld

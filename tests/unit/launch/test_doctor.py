@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from launch import doctor
+from launch.composing import compose_config
 from launch.doctor import BAD, NOTE, OK, disk, last, look, network, reach, run, talk, versions
-from launch.state import compose_config
 
 
 def test_ranks_reach_each_other() -> None:

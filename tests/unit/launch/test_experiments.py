@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from config.schema import Config
+from launch.composing import compose_config
 from launch.grid import CONFIG_DIR
-from launch.state import compose_config
 
 #                objective, online, humanline: learning rate, loss numbers, max grad norm
 KTO, DPO = {"beta": 0.25, "desirable_weight": 1.1, "undesirable_weight": 1.0}, {"beta": 0.10}

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
+from launch.composing import Composer, compose_config
 from launch.grid import Hours, matches, override, parse_overrides, read_sweep
-from launch.state import compose_config
 
 SWEEPS = sorted((Path(__file__).parents[3] / "sweeps").glob("*.yaml"))
 
@@ -103,6 +103,13 @@ def test_floats_written_as_people_write_them(tmp_path: Path) -> None:
         ({"grid": {"lr": [1]}, "skip": [{"lr": 1}]}, "nothing to run"),
         ({"hours": {"rules": [{"hours": 1}]}}, "when"),
         ({"cells": {"x" * 70: {}}}, "longer than 64"),
+        ({"cells": {"a$(touch x)": {}}}, r"cells=a\$\(touch x\): .*letters"),
+        ({"cells": {"`id`": {}}}, "letters"),
+        ({"cells": {"a;b": {}}}, "letters"),
+        ({"cells": {"a b": {}}}, "letters"),
+        ({"cells": {"../a": {}}}, "letters"),
+        ({"cells": {"a\nb": {}}}, "letters"),
+        ({"grid": {"+a b": [1]}}, "exp_name=.*letters"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(tmp_path: Path, parts: dict[str, Any], said: str) -> None:
@@ -158,9 +165,9 @@ def test_every_shipped_sweep_is_valid(path: Path) -> None:
     """Each cell composes to a valid configuration, and no two cells compute the same."""
     made = read_sweep(path)
     cells = {run.cell: run for run in made.runs()}
-    configs = []
+    configs, composer = [], Composer()
     for run in cells.values():
-        config = compose_config(run.overrides())
+        config = composer.config(run)
         assert (
             config.resume
             and config.exp_name == run.name

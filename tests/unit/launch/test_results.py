@@ -18,7 +18,7 @@ from config.load import dump
 from launch import results
 from launch.cells import cells_of
 from launch.collect import numbers, of_folders, read_run
-from launch.state import compose_config
+from launch.composing import compose_config
 from reports.statistics import Mean, compare, holm, mean, paired
 
 METRIC = "eval_accuracy_sampled"
@@ -127,14 +127,31 @@ def test_unfinished_and_unstarted_runs_are_shown(tmp_path: Path, capsys: pytest.
     base = [f"runs_dir={runs}", "wandb.tags=[s,s-dpo]"]
     finish(runs, "s-dpo-s1", 0.6, "loss=dpo", "seed=1", *base)
     finish(runs, "s-dpo-s2", None, "loss=dpo", "seed=2", *base)
-    assert results.main([str(tmp_path / "s.yaml"), "--out", str(tmp_path / "o")]) == 0
+    (tmp_path / "logs" / "s").mkdir(parents=True)
+    (tmp_path / "logs" / "s" / "s-kto-s1.7.out").write_text(
+        "[2026-11-21 19:04:49 s-kto-s1, job 7_0, start 1] on n1\nerror: lr=-1: must be <above> 0\n"
+        "srun: error: n1: task 0: Exited with exit code 2\n"
+        "[2026-11-21 19:04:49 s-kto-s1, job 7_0, start 1] exit code 2\n"
+    )
+    given = [str(tmp_path / "s.yaml"), "--out", str(tmp_path / "o"), "--logs", str(tmp_path / "logs")]
+    assert results.main(given) == 0
     said = capsys.readouterr().out
-    assert "| s-dpo | 1/3, s2 unfinished at step 4, s3 not started | 0.6 |" in said
-    assert "| s-kto | 0/3, s1 not started, s2 not started, s3 not started | – |" in said
+    assert "| s-dpo | 1/3, s2 interrupted at step 4, s3 not started | 0.6 |" in said
+    assert "| s-kto | 0/3, s1 failed, s2 not started, s3 not started | – |" in said
+    log = tmp_path / "logs" / "s" / "s-kto-s1.7.out"
+    assert f"s-kto-s1 failed: `error: lr=-1: must be <above> 0` ({log})" in said
     rows = list(csv.DictReader((tmp_path / "o" / "runs.csv").open()))
-    assert [row["status"] for row in rows] == ["finished", "unfinished", "not started", *["not started"] * 3]
+    assert [row["status"] for row in rows] == [
+        "finished",
+        "interrupted",
+        "not started",
+        "failed",
+        *["not started"] * 2,
+    ]
+    assert (rows[3]["said last"], rows[3]["log"]) == ("error: lr=-1: must be <above> 0", str(log))
     assert (rows[0]["wandb group"], rows[0]["wandb tags"]) == ("dpo-offline", "s s-dpo dpo offline")
     page = (tmp_path / "o" / "index.html").read_text()
+    assert "lr=-1: must be &lt;above&gt; 0" in page
     assert page.count("<svg") == 3 and "http" not in page.split("<svg")[0], (
         "one overview, a curve a cell, nothing from elsewhere"
     )

@@ -21,14 +21,18 @@ from launch.slurm import (
     ask,
     command,
     make_job,
+    parts,
     queued,
     read_site,
     script,
     seconds,
     submit,
+    submitted,
 )
 
 RUNS = [Run("s", f"s-c{i}", 1, {"loss": "dpo", "data.path": "it's a file"}, None) for i in range(3)]
+HOSTILE = Run("s", "s-$(echo no) `echo no`; echo 'no", 1, {}, None)
+"""A name that a sweep refuses; the script would be sound with it all the same."""
 
 
 def options(text: str) -> dict[str, str]:
@@ -97,11 +101,12 @@ def test_eight_nodes_of_eight_gpus(tmp_path: Path) -> None:
     ],
 )
 def test_the_script_is_a_sound_shell_script_that_gives_each_task_its_run(tmp_path: Path, job: Job) -> None:
-    text = script(job, "s", RUNS, tmp_path / "a folder")
+    runs = [*RUNS, HOSTILE]
+    text = script(job, "s", runs, tmp_path / "a folder")
     checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
     case = text[text.index("case") : text.index("esac") + 4]
-    for task, run in enumerate(RUNS):
+    for task, run in enumerate(runs):
         environment = os.environ | {"SLURM_ARRAY_TASK_ID": str(task)}
         told = subprocess.run(
             ["bash", "-c", case + '\nprintf "%s\\n" "$name" "${run[@]}"'],
@@ -144,6 +149,12 @@ def test_ranks_may_leave_gpus_to_a_sampler() -> None:
         ({"exclusive": "yes"}, "true or false"),
         ({"environment": ["A"]}, "mapping"),
         ({"partition": 3}, "text"),
+        ({"partition": "gpu\ntouch x"}, "one line"),
+        ({"sbatch": ["--comment=a\ntouch x"]}, "one line"),
+        ({"environment": {"A=1; touch x": "1"}}, "name"),
+        ({"setup": ["if [ -d x ]; then"]}, "block"),
+        ({"setup": ["source 'env"]}, "block"),
+        ({"setup": ["echo \\"]}, "backslash"),
     ],
 )
 def test_jobs_that_make_no_sense_are_refused(settings: dict[str, Any], said: str) -> None:
@@ -179,16 +190,49 @@ def test_submissions_are_remembered_and_the_queue_is_told_by_run(
 ) -> None:
     fakes = tmp_path / "bin"
     fakes.mkdir()
-    for name, said in (("sbatch", "41"), ("squeue", "41_1 RUNNING\n41_2 PENDING\n7_0 RUNNING")):
-        (fakes / name).write_text(f"#!/bin/sh\necho '{said}'\n")
-        (fakes / name).chmod(0o755)
+    fake(fakes, "scontrol", "echo 'MaxArraySize            = 1001'")
+    fake(fakes, "sbatch", "echo 41")
+    fake(fakes, "squeue", "printf '41_1 RUNNING\\n41_2 PENDING\\n7_0 RUNNING\\n'")
     monkeypatch.setenv("PATH", f"{fakes}:{os.environ['PATH']}")
     assert queued(tmp_path) == {}
-    assert submit(Job(), "s", RUNS, tmp_path) == "41"
+    assert submit(Job(), "s", RUNS, tmp_path) == ["41"]
     assert queued(tmp_path) == {"s-c1-s1": "41_1 RUNNING", "s-c2-s1": "41_2 PENDING"}, (
         "another sweep's jobs are not ours"
     )
     assert shlex.join(command(RUNS[0])) in (tmp_path / "slurm" / "41.sh").read_text()
+
+
+def fake(folder: Path, name: str, code: str) -> None:
+    """A command of Slurm's in ``folder``, for what the real one (tests/integration/test_slurm.py) cannot be made to do."""
+    (folder / name).write_text(f"#!/bin/sh\n{code}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_an_array_that_is_refused_says_what_was_submitted_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More runs than a user may submit, or than fit into one array."""
+    fakes = tmp_path / "bin"
+    fakes.mkdir()
+    fake(fakes, "scontrol", "echo 'MaxArraySize = 2'")
+    fake(
+        fakes,
+        "sbatch",
+        f"[ -e {tmp_path}/once ] && {{ echo too many jobs >&2; exit 1; }}; touch {tmp_path}/once; echo 7",
+    )
+    monkeypatch.setenv("PATH", f"{fakes}:{os.environ['PATH']}")
+    with pytest.raises(SlurmError, match=r"2 of 3 runs were submitted, as 7; .*too many jobs"):
+        submit(Job(running_at_once=1), "s", RUNS, tmp_path)
+    assert submitted(tmp_path) == {"7_0": RUNS[0].name, "7_1": RUNS[1].name}
+    assert "dependency" not in options((tmp_path / "slurm" / "7.sh").read_text())
+    assert options((tmp_path / "slurm" / "array.sh").read_text())["dependency"] == "afterany:7"
+
+
+@pytest.mark.parametrize("most", [None, 1, 2, 3, 4])
+def test_every_run_is_in_one_part(most: int | None) -> None:
+    split = parts(RUNS, most)
+    assert [run for part in split for run in part] == RUNS
+    assert max(map(len, split)) <= (most or len(RUNS)) and len(split) == -(-len(RUNS) // (most or len(RUNS)))
 
 
 def test_slurms_own_words_when_it_refuses() -> None:

@@ -16,11 +16,13 @@ import yaml  # type: ignore[import-untyped]
 from common.errors import ConfigError
 from config.load import dump
 from launch import local, sweep
+from launch.composing import compose_config
 from launch.estimate import _PLAN, EstimateError, dry_run, hours_at, hours_of
 from launch.grid import Run
 from launch.local import DONE, FAILED, STOPPED, Pool
 from launch.slurm import Job
-from launch.state import CHANGED, FINISHED, NEW, PARTIAL, State, check_ranks, compose_config, inspect, tail
+from launch.state import CHANGED, FINISHED, NEW, PARTIAL, State, check_ranks, inspect, tail
+from launch.status import Statuses
 
 STAND_IN = """
 import json, os, pathlib, signal, sys, time
@@ -75,6 +77,11 @@ def test_each_exit_code_is_understood(pool, tmp_path: Path) -> None:
         and "flaky" not in said
     )
     assert "finished" in out.getvalue() and "failed" in out.getvalue()
+    statuses = Statuses(tmp_path / "logs")
+    found = [statuses.of(task.state.run.name, task.state.folder) for task in tasks]
+    assert [status.kind for status in found] == ["finished", "failed", "finished", "failed", "finished"]
+    assert (found[1].detail, found[1].log) == ("boom", tasks[1].log)
+    assert statuses.of("other-s1", tmp_path / "other-s1").kind == "not started"
 
 
 def test_gpus_are_shared_out(pool, tmp_path: Path) -> None:
@@ -89,6 +96,9 @@ def test_stopping_asks_every_run_and_starts_no_other(pool) -> None:
     tasks = made.run(io.StringIO())
     assert [task.status for task in tasks] == [STOPPED] * 3 and time.monotonic() - begun < 10
     assert [task.code for task in tasks] == [75, 75, None]
+    statuses = Statuses(tasks[0].log.parent)
+    kinds = [statuses.of(task.state.run.name, task.state.folder).kind for task in tasks]
+    assert kinds == ["interrupted", "interrupted", "not started"]
 
 
 def made(tmp_path: Path, **parts: object) -> str:

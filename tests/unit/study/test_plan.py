@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from common.errors import ConfigError
-from launch.state import compose_config
+from launch.composing import compose_config
 from study.plan import CHOSEN as FILE_OF_CHOSEN
 from study.plan import FULL, MAIN, PLAN, QUICK, best, read_chosen, read_plan
 

@@ -1,0 +1,146 @@
+"""What became of the runs of a sweep: told by their folders, their logs, and Slurm where it is at hand.
+
+A run's log says when a start of it began and with which exit code it ended (job.sh.j2, launch/local.py).
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.slurm import SlurmError, ask, queued, submitted
+from launch.state import tail
+
+NOT_STARTED, WAITING, RUNNING = "not started", "waiting", "running"
+INTERRUPTED, FAILED, FINISHED = "interrupted", "failed", "finished"
+_STOPPED = (75, -signal.SIGTERM, -signal.SIGINT)
+"""Exit codes of a run that was asked to stop: saved (75), or still loading."""
+_IN_THE_WORKS = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "STAGE_OUT", "SIGNALING")
+"""States of a job in the queue that has nodes."""
+_FAILURES = ("FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "TIMEOUT")
+"""States of a job that has ended, by itself or by a limit that it did not see coming."""
+_OURS = re.compile(r"\[\d{4}-\d\d-\d\d [\d:]{8} .*, start \d+\] (?P<said>.*)")
+_ENDED = re.compile(r"exit code (-?\d+)")
+_ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b")
+_RANK = re.compile(r"^\[rank\d+\]:")
+_NOISE = re.compile(r"(?:srun|slurmstepd[\w.-]*|slurmd[\w.-]*): ")
+_LINES = 400
+
+
+@dataclass(frozen=True)
+class Status:
+    """``kind``: one of the six words above. ``detail``: of a failed run, what it said last. ``log``: where that stands."""
+
+    kind: str
+    detail: str = ""
+    log: Path | None = None
+
+    def __str__(self) -> str:
+        where = f" ({self.log})" if self.log is not None else ""
+        return f"{self.kind}: {self.detail}{where}" if self.detail else self.kind
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What the last start in a log came to. ``code``: its exit code; None: it has not said. ``stopped``: by Slurm."""
+
+    code: int | None
+    said: str
+    stopped: bool
+
+
+class Statuses:
+    """What is known outside of the run folders; read once for all runs. ``logs``: the sweep's log folder."""
+
+    def __init__(self, logs: Path) -> None:
+        self.logs = logs
+        self.newest = newest_logs(logs)
+        tasks = submitted(logs)
+        self.task = {name: task for task, name in tasks.items()}
+        """Run -> its last submission."""
+        self.queue = _or_nothing(lambda: queued(logs))
+        self.accounts = _or_nothing(lambda: accounted(list(tasks)))
+
+    def of(self, name: str, folder: Path) -> Status:
+        """Of the run ``name``, whose folder is ``folder``."""
+        if (folder / "summary.json").exists():
+            return Status(FINISHED)
+        if name in self.queue:
+            job, state = self.queue[name].split(maxsplit=1)
+            return Status(RUNNING if state in _IN_THE_WORKS else WAITING, f"job {job} {state}")
+        begun = (folder / "config.yaml").exists()
+        log = self.newest.get(name)
+        ending = ending_of(log) if log is not None else None
+        if ending is not None and ending.code is not None:
+            if ending.code in _STOPPED or ending.stopped:
+                return Status(INTERRUPTED, log=log)
+            return Status(FAILED, ending.said or f"exit code {ending.code}", log)
+        return self._unsaid(name, begun or log is not None, log, ending)
+
+    def _unsaid(self, name: str, begun: bool, log: Path | None, ending: Ending | None) -> Status:
+        """Of a run whose end nobody has written down: its process was killed, or it never began."""
+        task = self.task.get(name, "")
+        own = self.logs / "slurm" / f"{task}.out"
+        state = self.accounts.get(task, "")
+        words = [line for line in tail(own) if line.strip()] if own.is_file() else []
+        if state in _FAILURES:
+            said = ending.said if ending is not None else ""
+            return Status(FAILED, f"Slurm: {state}" + (f"; {said}" if said else ""), log or own)
+        if log is None and words and not state.startswith("CANCELLED"):
+            return Status(FAILED, words[-1], own)
+        return Status(INTERRUPTED if begun else NOT_STARTED, log=log)
+
+
+def newest_logs(logs: Path) -> dict[str, Path]:
+    """Run -> the log that was written to last, of ``<run>.<job>.out`` in the folder ``logs``."""
+    found: dict[str, Path] = {}
+    for path in sorted(logs.glob("*.out"), key=lambda path: path.stat().st_mtime):
+        found[path.name.removesuffix(".out").rpartition(".")[0]] = path
+    return found
+
+
+def ending_of(log: Path) -> Ending:
+    """What the last start in ``log`` came to, from its last lines."""
+    lines = tail(log, _LINES)
+    ours = [(at, match["said"]) for at, line in enumerate(lines) if (match := _OURS.fullmatch(line))]
+    first = max((at for at, said in ours if said.startswith("on ")), default=-1)
+    since = [said for at, said in ours if at > first]
+    codes = [int(match[1]) for said in since if (match := _ENDED.fullmatch(said))]
+    own = [line for line in lines[first + 1 :] if not _OURS.fullmatch(line)]
+    early = [said for said in since if said.startswith("failed before")]
+    return Ending(
+        codes[-1] if codes else None, (early or [last_words(own)])[-1], "Slurm ends this job" in since
+    )
+
+
+def last_words(lines: Sequence[str]) -> str:
+    """Of what a program printed, the line that says why it ended: its last ``error: …``, else its last exception, else the last line."""
+    bare = (_RANK.sub("", line).strip() for line in lines if not _NOISE.match(line))
+    spoken = [line for line in bare if line]
+    errors = [line for line in spoken if line.startswith("error: ")]
+    raised = [
+        line for line in spoken if _ERROR.match(line) and "ChildFailedError" not in line
+    ]  # torchrun's own
+    return (errors or raised or spoken or [""])[-1]
+
+
+def _or_nothing(asked: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """What Slurm says, if there is a Slurm here that says it."""
+    try:
+        return asked()
+    except SlurmError:
+        return {}
+
+
+def accounted(tasks: Sequence[str]) -> dict[str, str]:
+    """Task of an array -> the state of its last job, by Slurm's accounting. Raises SlurmError where there is none."""
+    if not tasks:
+        return {}
+    arrays = dict.fromkeys(task.partition("_")[0] for task in tasks)
+    words = ["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State"]
+    listing = ask([*words, f"--jobs={','.join(arrays)}"])
+    rows = (line.partition("|") for line in listing.splitlines())
+    return {task: state.split()[0] for task, _, state in rows if state}

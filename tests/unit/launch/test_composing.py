@@ -1,0 +1,67 @@
+"""Many runs composed at once have the settings, and the refusals, that each would have by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError
+from config.schema import Config
+from launch import composing
+from launch.composing import Composer, compose_config
+from launch.grid import Run, Sweep
+
+
+def outcome(made: Any, *arguments: Any) -> Config | str:
+    try:
+        return made(*arguments)
+    except ConfigError as error:
+        return str(error)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"lr": 1, "model.batch_size": 64, "loss.beta": 0.3},  # an int for a float, a free-form section
+    {"experiment": "kto-offline-humanline", "log_epsilon_P": "-.inf", "log_epsilon_R": float("inf")},
+    {"loss": "csft", "model.control_tokens": ["<a>", "<b>"]},  # config/loss/csft.yaml refers to it
+    {"exp_name": "x", "runs_dir": "it's ${seed}"},
+    {"model": "hub", "model.path": "a:b/c", "wandb.entity": None, "humanline": 1},
+    {"model.peft": {"r": 4}, "+loss.extra": 1},
+    {"data": "mix", "data.mix": [{"data": "adder"}]},
+    {"online": True, "loss": "grpo", "rounds.feedback": "group", "rounds.samples": 4},
+    {"lr": -1.0},
+    {"lr": "fast"},
+    {"betta": 1},
+    {"loss.betta": 1},
+    {"rounds": 3},
+    {"loss": "nope"},
+    {"reward.name": "x"},
+    {"loss": "sft", "humanline": True},
+    {"hydra.run.dir": "elsewhere"},
+    {"~wandb": None},
+]
+
+
+def test_composed_with_others_or_alone_is_the_same() -> None:
+    composer = Composer()
+    runs = [Run("s", f"s-c{i}", i, one, None) for i, one in enumerate(SETTINGS)]
+    for run in [*runs, replace(runs[1], seed=7)]:
+        assert outcome(composer.config, run) == outcome(compose_config, run.overrides()), run.settings
+
+
+def test_hydra_is_asked_once_for_a_choice_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    composed = composing._composed
+    monkeypatch.setattr(composing, "_composed", lambda words: asked.append(words) or composed(words))
+    grid = (
+        ({"loss": "dpo"}, {"loss": "kto"}),
+        tuple({"lr": i * 1e-6} for i in range(1, 6)),
+        ({"loss.beta": 0.1}, {"loss.beta": 0.2}),
+    )
+    runs = Sweep("s", grid=grid, seeds=(1, 2, 3)).runs()
+    composer = Composer()
+    configs = [composer.config(run) for run in runs]
+    assert (len(runs), asked) == (60, [["loss=dpo"], ["loss=kto"]])
+    assert len({repr(config) for config in configs}) == 60

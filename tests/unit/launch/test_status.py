@@ -1,0 +1,119 @@
+"""What became of a run, from its log and from what Slurm says. Logs are as job.sh.j2 writes them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from launch.slurm import RECORD
+from launch.status import Statuses, last_words, newest_logs
+
+
+def log_of(*lines: str) -> str:
+    """Lines that begin with '>' are the script's own."""
+    start = "[2026-11-21 19:04:49 s-a-s1, job 7_0, start 1] "
+    return "".join((start + line[1:] if line.startswith(">") else line) + "\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind", "detail"),
+    [
+        (
+            [">on n1", "error: lr=-1: too low", "srun: error: n1: task 0: Exited", ">exit code 2"],
+            "failed",
+            "error: lr=-1: too low",
+        ),
+        (
+            [
+                ">on n1",
+                "Traceback …",
+                "torch.OutOfMemoryError: CUDA out of memory",
+                "cleaning up",
+                ">exit code 1",
+            ],
+            "failed",
+            "torch.OutOfMemoryError: CUDA out of memory",
+        ),
+        ([">on n1", "Killed", ">exit code 137"], "failed", "Killed"),
+        ([">on n1", ">exit code -9"], "failed", "exit code -9"),
+        (
+            [">on n1", ">failed before training (exit code 127): module load x", ">exit code 1"],
+            "failed",
+            "module load x",
+        ),
+        ([">on n1", "saved", ">exit code 75"], "interrupted", ""),
+        ([">on n1", ">Slurm ends this job", "RuntimeError: broken pipe", ">exit code 1"], "interrupted", ""),
+        ([">on n1", "step 3"], "interrupted", ""),
+        ([">on n1", "ValueError: old", ">exit code 1", ">on n2", "step 3"], "interrupted", ""),
+        (
+            [
+                ">on n1",
+                "RuntimeError: lost",
+                ">exit code 1",
+                ">failed: trying again",
+                "OSError: gone",
+                ">exit code 1",
+            ],
+            "failed",
+            "OSError: gone",
+        ),
+    ],
+)
+def test_what_a_log_says(tmp_path: Path, lines: list[str], kind: str, detail: str) -> None:
+    (tmp_path / "s-a-s1.7.out").write_text(log_of(*lines))
+    found = Statuses(tmp_path).of("s-a-s1", tmp_path / "s-a-s1")
+    assert found.kind == kind and found.detail.endswith(detail) and found.log == tmp_path / "s-a-s1.7.out"
+
+
+def test_the_log_that_was_written_to_last_counts(tmp_path: Path) -> None:
+    for at, name in enumerate(("x-lr1.5-s1.9", "x-lr1.5-s1.local", "x-lr1-s1.10")):
+        (tmp_path / f"{name}.out").write_text("")
+        os.utime(tmp_path / f"{name}.out", (at, at))
+    found = {name: path.name for name, path in newest_logs(tmp_path).items()}
+    assert found == {"x-lr1.5-s1": "x-lr1.5-s1.local.out", "x-lr1-s1": "x-lr1-s1.10.out"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "word"),
+    [
+        (["error: data.path=x: no such file", "[rank1]: ValueError: y"], "error: data.path=x: no such file"),
+        (
+            ["[rank1]: ValueError: y", "torch.distributed.elastic.ChildFailedError: z", "====="],
+            "ValueError: y",
+        ),
+        (["step 3", "slurmstepd-n1: error: *** STEP CANCELLED ***", ""], "step 3"),
+        ([], ""),
+    ],
+)
+def test_words_of_several_ranks(lines: list[str], word: str) -> None:
+    assert last_words(lines) == word
+
+
+def test_what_slurm_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue before the logs, accounting for those that left no word of their end; nothing of either where they are not there."""
+    names = ["waits", "runs", "starved", "cancelled", "no-node", "done", "unknown", "refused"]
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / RECORD).write_text(json.dumps({"array": "7", "runs": names}) + "\n")
+    (tmp_path / "starved.1.out").write_text(log_of(">on n1", "step 3"))
+    (tmp_path / "slurm" / "7_7.out").write_text("slurmstepd: error: could not open the log\n")
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "summary.json").write_text("{}")
+    said = "7_2|OUT_OF_MEMORY\n7_3|CANCELLED by 0\n7_4|NODE_FAIL\n7_5|COMPLETED\n7_0|PENDING\n"
+    fakes = tmp_path / "bin"
+    fakes.mkdir()
+    for name, answer in (("squeue", "7_0 PENDING\n7_1 RUNNING\n"), ("sacct", said)):
+        (fakes / name).write_text(f"#!/bin/sh\ncat <<'E'\n{answer}E\n")
+        (fakes / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fakes}:{os.environ['PATH']}")
+    statuses = Statuses(tmp_path)
+    found = {name: statuses.of(name, tmp_path / name) for name in names}
+    kinds = ["waiting", "running", "failed", "not started", "failed", "finished", "not started", "failed"]
+    assert [found[name].kind for name in names] == kinds
+    assert found["starved"].detail == "Slurm: OUT_OF_MEMORY; step 3"
+    assert found["refused"].detail == "slurmstepd: error: could not open the log"
+    for name in ("squeue", "sacct"):
+        (fakes / name).write_text("#!/bin/sh\necho no cluster here >&2; exit 1\n")
+    assert Statuses(tmp_path).of("runs", tmp_path / "runs").kind == "not started"
