@@ -1,4 +1,4 @@
-"""The rows of a results table: runs that differ by their seed alone, and of settings that were tried out the one chosen."""
+"""The rows of a results table: runs that differ by their seed alone, of the setting that was chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Run folders read back: what was set, what came out, and what became of the run. Nothing is left out for not being finished."""
+"""Run folders read back: what was set, what came out, and what became of the run.
+
+Nothing is left out for not being finished.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ class Result:
 
 
 def of_sweep(runs: Iterable[Run], logs: Path) -> list[Result]:
-    """The results of a sweep's runs, those that have no folder yet included. ``logs``: the sweep's log folder."""
+    """The results of a sweep's runs, also of those without a folder. ``logs``: the sweep's log folder."""
     found, composer, statuses = [], Composer(), Statuses(logs)
     for run in runs:
         made = composer.config(run)
@@ -74,9 +77,10 @@ def of_sweep(runs: Iterable[Run], logs: Path) -> list[Result]:
 
 
 def of_folders(paths: Iterable[Path], logs: Path = ROOT / "logs") -> list[Result]:
-    """The results under ``paths``, each a run folder or a folder of them. Raises ConfigError where there is none.
+    """The results under ``paths``, each a run folder or a folder of them.
 
     ``logs``: where the log folders of sweeps lie; a run's first tag names its sweep.
+    Raises ConfigError where there is no run.
     """
     found = []
     of = cache(lambda sweep: Statuses(logs / sweep))

@@ -1,6 +1,6 @@
 """The settings of many runs, as ``python train.py`` would have them, without asking Hydra for each anew.
 
-Hydra reads files, and takes a fifth of a second for it; what a run sets beside its choice of files takes a hundredth.
+Hydra takes a fifth of a second to read its files; what a run sets beside its choice of files takes a hundredth.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def compose_config(overrides: list[str]) -> Config:
 class Composer:
     """``compose_config`` for the runs of a sweep: Hydra is asked once for each choice of files.
 
-    Settings whose form or value is out of the ordinary, and all that are refused, go through ``compose_config`` itself: it has the
-    last word, and the words.
+    Settings whose form or value is out of the ordinary, and all that are refused, go through ``compose_config``
+    itself: it has the last word, and the words.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Composer:
         return config
 
     def _base(self, choices: tuple[str, ...]) -> tuple[DictConfig, set[str]]:
-        """The files of ``choices`` with the types of ``Config``, not checked yet; and the settings that they have."""
+        """The files of ``choices`` with the types of ``Config``, not checked yet; and which settings they have."""
         if choices not in self._bases:
             made = _composed(list(choices))
             base = OmegaConf.merge(OmegaConf.structured(Config), made)
@@ -97,7 +97,7 @@ def _set(config: DictConfig, known: set[str], values: Settings) -> None:
 
 
 def _chooses(key: str) -> bool:
-    """Whether a setting is more than a value: the choice of a file, or one that Hydra's grammar has signs for."""
+    """Whether a setting is more than a value: the choice of a file, or one with a sign of Hydra's grammar."""
     return _PLAIN_KEY.fullmatch(key) is None or (CONFIG_DIR / key.replace(".", "/")).is_dir()
 
 

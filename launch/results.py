@@ -3,9 +3,10 @@
     python -m launch.results sweeps/adder.yaml
     python -m launch.results runs/adder-* --select lr --baseline adder-dpo-no_humanline
 
-Per cell: mean and standard error over seeds, of the setting that was best on the validation metric (where --select names keys that
-were tried out); paired tests over seeds with Holm's correction; a learning curve. Of runs that are not finished it is said what became
-of them: not started, waiting, running, interrupted, or failed, and then what they said last and in which log.
+Per cell: mean and standard error over seeds, of the setting that was best on the validation metric (where --select
+names keys that were tried out); paired tests over seeds with Holm's correction; a learning curve. Of runs that are not
+finished it is said what became of them: not started, waiting, running, interrupted, or failed, and then what they said
+last and in which log.
 Writes results/<name>/: index.html, table.md, table.csv, tests.csv, runs.csv; prints the first two tables.
 """
 
@@ -182,9 +183,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def report(options: argparse.Namespace) -> str:
     """Write every form of the table; returns what is printed. Raises ConfigError."""
-    from launch.pictures import (
-        write_html,
-    )  # matplotlib takes a second that a wrong command line need not wait
+    # Matplotlib takes a second that a wrong command line need not wait.
+    from launch.pictures import write_html
 
     results, name, select = load(options)
     validation = options.validation or next(
@@ -208,21 +208,7 @@ def report(options: argparse.Namespace) -> str:
     failed = [run for run in results if run.status == FAILED]
     tests = compare({cell.name: cell.values(metric) for cell in cells}, options.baseline)
     metrics = metrics_of(results)
-    notes = [
-        f"Mean ± standard error over seeds. {sum(r.status == FINISHED for r in results)} of {len(results)} runs are finished."
-    ]
-    if select:
-        notes.append(
-            f"{', '.join(select)}: best mean {validation} per cell."
-            + (
-                " The same metric is reported, so chosen cells look a little better than they are."
-                if metric == validation
-                else ""
-            )
-        )
-    notes.append(
-        f"Tests: {metric}, paired by seed, two-sided, Holm–Bonferroni over {len(tests)} comparisons."
-    )
+    notes = notes_of(results, select, validation, metric, len(tests))
     folder = options.out or Path("results") / name
     folder.mkdir(parents=True, exist_ok=True)
     table, test_table = rows(cells, metrics), test_rows(tests)
@@ -242,6 +228,20 @@ def report(options: argparse.Namespace) -> str:
     write_csv(folder / "runs.csv", run_rows(results, cells))
     write_html(folder / "index.html", name, notes, failed, table, test_table if tests else [], cells, metric)
     return f"{text}\n\nwritten to {folder}/: index.html, table.md, table.csv, tests.csv, runs.csv"
+
+
+def notes_of(
+    results: Sequence[Result], select: Sequence[str], validation: str, metric: str, tests: int
+) -> list[str]:
+    """What a reader has to know of the table, of the choice and of the tests."""
+    finished = sum(run.status == FINISHED for run in results)
+    notes = [f"Mean ± standard error over seeds. {finished} of {len(results)} runs are finished."]
+    if select:
+        flattering = " The same metric is reported, so chosen cells look a little better than they are."
+        chosen = f"{', '.join(select)}: best mean {validation} per cell."
+        notes.append(chosen + (flattering if metric == validation else ""))
+    notes.append(f"Tests: {metric}, paired by seed, two-sided, Holm–Bonferroni over {tests} comparisons.")
+    return notes
 
 
 def load(options: argparse.Namespace) -> tuple[list[Result], str, list[str]]:

@@ -1,8 +1,8 @@
-"""Slurm: what a run needs of a cluster (``Job``), the one script made of it, and what the queue says about submitted runs.
+"""Slurm: what a run needs of a cluster (``Job``), the script made of it, and what the queue says of submitted runs.
 
-A sweep is one job array, or as many as the cluster's MaxArraySize asks for: every task is one run, one command line that serves the
-first start and every later one. The script is complete in itself (Slurm keeps a copy), so editing a sweep afterwards changes nothing
-that is queued.
+A sweep is one job array, or as many as the cluster's MaxArraySize asks for: every task is one run, one command line
+that serves the first start and every later one. The script is complete in itself (Slurm keeps a copy), so editing a
+sweep afterwards changes nothing that is queued.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Job:
     running_at_once: int | None = None
     modules: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
-    """Shell commands run on the first node before training: source an environment, unpack data. One that fails ends the job."""
+    """Shell commands run on the first node before training: source an environment, unpack data.
+
+    One that fails ends the job."""
     python: str | None = None
     """None: the Python that submits; in a container, ``python``."""
     container: str | None = None
@@ -206,9 +208,9 @@ def command(run: Run) -> list[str]:
 
 
 def script(job: Job, sweep: str, runs: Sequence[Run], logs: Path, after: str | None = None) -> str:
-    """The sbatch script of a job array with one task a run, in the order given, which begins once the array ``after`` has ended.
+    """The sbatch script of a job array with one task a run, in the order given.
 
-    ``logs`` is the sweep's log folder.
+    ``logs`` is the sweep's log folder; ``after`` an array that has to end first.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -225,7 +227,7 @@ def script(job: Job, sweep: str, runs: Sequence[Run], logs: Path, after: str | N
 
 
 def largest_array() -> int | None:
-    """How many tasks this cluster lets a job array have, its MaxArraySize; None if it does not say. Raises SlurmError."""
+    """How many tasks this cluster lets a job array have; None if it does not say. Raises SlurmError."""
     found = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask(["scontrol", "show", "config"]), re.MULTILINE)
     return int(found[1]) or None if found else None
 
@@ -238,8 +240,8 @@ def parts(runs: Sequence[Run], most: int | None) -> list[Sequence[Run]]:
 def submit(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> list[str]:
     """Hand the runs to Slurm in as few arrays as it allows; returns their job ids.
 
-    With ``running_at_once``, which holds for one array, each array begins when the one before it has ended. Raises SlurmError
-    with sbatch's own words, and how many runs were submitted before it.
+    With ``running_at_once``, which Slurm knows for one array, each begins when the one before it has ended.
+    Raises SlurmError with sbatch's own words, and how many runs were submitted before it.
     """
     (logs / "slurm").mkdir(parents=True, exist_ok=True)
     arrays: list[str] = []

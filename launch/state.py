@@ -48,7 +48,10 @@ def check_ranks(config: Config, run: Run, ranks: int) -> None:
 
 
 def inspect(run: Run, composer: Composer | None = None) -> State:
-    """The state of ``run``. Raises ConfigError where its settings cannot be honoured. For many runs, give all the same ``composer``."""
+    """The state of ``run``; of many runs, give all the same ``composer``.
+
+    Raises ConfigError where its settings cannot be honoured.
+    """
     try:
         config = (composer or Composer()).config(run)
     except ConfigError as error:

@@ -32,7 +32,7 @@ _LINES = 400
 
 @dataclass(frozen=True)
 class Status:
-    """``kind``: one of the six words above. ``detail``: of a failed run, what it said last. ``log``: where that stands."""
+    """``kind``: one of the six words above. ``detail``: of a failed run, what it said last. ``log``: where."""
 
     kind: str
     detail: str = ""
@@ -45,7 +45,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Ending:
-    """What the last start in a log came to. ``code``: its exit code; None: it has not said. ``stopped``: by Slurm."""
+    """What the last start in a log came to. ``code``: its exit code, None: not said. ``stopped``: by Slurm."""
 
     code: int | None
     said: str
@@ -117,7 +117,10 @@ def ending_of(log: Path) -> Ending:
 
 
 def last_words(lines: Sequence[str]) -> str:
-    """Of what a program printed, the line that says why it ended: its last ``error: …``, else its last exception, else the last line."""
+    """Of what a program printed, the line that says why it ended.
+
+    That is its last ``error: …``, else its last exception, else its last line.
+    """
     bare = (_RANK.sub("", line).strip() for line in lines if not _NOISE.match(line))
     spoken = [line for line in bare if line]
     errors = [line for line in spoken if line.startswith("error: ")]
@@ -136,7 +139,7 @@ def _or_nothing(asked: Callable[[], dict[str, str]]) -> dict[str, str]:
 
 
 def accounted(tasks: Sequence[str]) -> dict[str, str]:
-    """Task of an array -> the state of its last job, by Slurm's accounting. Raises SlurmError where there is none."""
+    """Task of an array -> the state of its last job. Raises SlurmError where Slurm keeps no accounts."""
     if not tasks:
         return {}
     arrays = dict.fromkeys(task.partition("_")[0] for task in tasks)

@@ -208,7 +208,7 @@ def hand_over(sweep: Sweep, todo: Sequence[State], job: Job, logs: Path) -> None
 
 
 def print_scripts(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> None:
-    """The script of every array that ``--submit`` would hand over; of one array where there is no Slurm to ask for their size."""
+    """The script of every array that ``--submit`` would hand over; one array where no Slurm can say their size."""
     try:
         most = largest_array()
     except SlurmError:

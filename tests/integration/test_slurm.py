@@ -81,7 +81,7 @@ def set_limit(job: str, minutes: int) -> None:
 def test_ranks_find_each_other_and_exit_codes_are_understood(tmp_path: Path) -> None:
     """With a stand-in for python that notes what each rank is given, and leaves with the codes that train.py has.
 
-    It is to be found in a container alone, which an option of srun makes; and the runs are one more than an array may have.
+    It is in a container alone, which an option of srun makes; and the runs are one more than an array may have.
     """
     fake = tmp_path / "python"
     notes = tmp_path / "notes"
