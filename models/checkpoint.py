@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,12 +28,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from common.errors import StoppedError
-from models.distributed import World, any_rank, barrier, gather_objects
+from models.checkpoint_reading import CheckpointError, Planner, Reader, reason
+from models.distributed import World, any_rank, gather_objects
 
-
-class CheckpointError(StoppedError):
-    """A checkpoint that could not be written, or none that can be read; the message says what and why."""
+T = TypeVar("T")
+FAILURES = (SafetensorError, OSError, RuntimeError, ValueError)
+"""What writing raises where it cannot. Beside them torch's CheckpointException, which is no Exception, stands for the failure of any
+rank."""
 
 
 class Checkpoints:
@@ -53,49 +57,55 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
         mine: dict[str, Tensor],
+        records: Callable[[Path], None] = lambda part: None,
     ) -> None:
-        """Write the checkpoint before ``step``. ``state`` (JSON) is rank 0's; ``mine`` are this rank's own tensors.
+        """Write the checkpoint before ``step``. ``state`` (JSON) is rank 0's; ``mine`` are this rank's own tensors; ``records``, called
+        by rank 0 with the unfinished folder, adds files to it.
 
-        Raises CheckpointError on every rank if any could not write (a full disk); what was there before stays.
+        Raises CheckpointError on every rank if any could not write (a full disk); what was there before stays, and nothing else does.
         """
-        part, error = self.folder / f"step_{step:08d}.part", ""
-        if self.world.is_main:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-        barrier()
-        try:
-            dcp.save(_tensors(policy, optimizer), checkpoint_id=part)
-            save_file(mine | {"rng": torch.get_rng_state()}, part / f"rank_{self.world.rank:04d}.safetensors")
-            if self.world.is_main:
-                (part / "state.json").write_text(
-                    json.dumps(state | {"fresh_optimizer": not optimizer.state}, indent=2)
-                )
-        except (OSError, RuntimeError) as failure:
-            error = f"{type(failure).__name__}: {failure}"
-        sums = gather_objects(("" if error else _checksums(part, self.world.rank), error))
-        problem = next((e for _, e in sums if e), "")
-        if not problem and self.world.is_main:
-            problem = self._publish(
-                part, step, {name: value for files, _ in sums for name, value in files.items()}
-            )
-        if any_rank(bool(problem)):
+        part = self.folder / f"step_{step:08d}.part"
+
+        def prepare() -> dict[str, Any]:
             if self.world.is_main:
                 shutil.rmtree(part, ignore_errors=True)
-            raise CheckpointError(
-                f"checkpoint {self.path(step)} could not be written: {problem or 'another rank failed'}"
-            )
+                part.mkdir(parents=True)
+            return _tensors(policy, optimizer)
 
-    def _publish(self, part: Path, step: int, files: dict[str, Any]) -> str:
-        """Rename the finished checkpoint into place and remove the oldest but the best; returns what went wrong."""
+        def write() -> dict[str, list[int]]:
+            save_file(mine | {"rng": torch.get_rng_state()}, part / f"rank_{self.world.rank:04d}.safetensors")
+            if self.world.is_main:
+                records(part)
+                about = state | {"fresh_optimizer": not optimizer.state}
+                (part / "state.json").write_text(json.dumps(about, indent=2))
+            return _checksums(part, self.world.rank)
+
         try:
-            (part / "manifest.json").write_text(json.dumps(files, indent=2, sort_keys=True))
-            shutil.rmtree(self.path(step), ignore_errors=True)
-            part.rename(self.path(step))
-            for old in set(self.all()[: -self.keep]) - {self.best()}:
+            tensors = everywhere(prepare)
+            everywhere(lambda: dcp.save(tensors, checkpoint_id=part))
+            sums = gather_objects(everywhere(write))
+            files = {name: value for of_rank in sums for name, value in of_rank.items()}
+            everywhere(lambda: self._publish(part, step, files) if self.world.is_main else None)
+        except CheckpointError as error:
+            if self.world.is_main:
+                shutil.rmtree(part, ignore_errors=True)
+            raise CheckpointError(f"checkpoint {self.path(step)} could not be written: {error}") from error
+        if self.world.is_main:
+            self._forget()
+
+    def _publish(self, part: Path, step: int, files: dict[str, Any]) -> None:
+        """Rename the finished checkpoint into place."""
+        (part / "manifest.json").write_text(json.dumps(files, indent=2, sort_keys=True))
+        shutil.rmtree(self.path(step), ignore_errors=True)
+        part.rename(self.path(step))
+
+    def _forget(self) -> None:
+        """Remove the oldest but the best. One that cannot be removed stays, and is tried again after the next save."""
+        for old in set(self.all()[: -self.keep]) - {self.best()}:
+            try:
                 shutil.rmtree(old)
-        except (OSError, ValueError) as failure:
-            return str(failure)
-        return ""
+            except OSError as error:
+                print(f"{old}: an old checkpoint could not be removed ({error})", flush=True)
 
     def best(self) -> Path | None:
         """The checkpoint with the highest "score" in its state; None where none has one. One whose state is damaged has none."""
@@ -136,33 +146,62 @@ class Checkpoints:
         self, path: Path, policy: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Put weights and optimizer back; returns (state, this rank's own tensors). Written by other ranks than there are now: the
-        tensors of all of them together, without random state."""
-        state = json.loads((path / "state.json").read_text())
-        saved = _tensors(policy, optimizer, fresh=state["fresh_optimizer"])
-        dcp.load(saved, checkpoint_id=path)
+        tensors of all of them together, without random state. Raises CheckpointError, on every rank."""
+        state: dict[str, Any] = everywhere(lambda: json.loads((path / "state.json").read_text()), path)
+        saved = everywhere(lambda: _tensors(policy, optimizer, fresh=state["fresh_optimizer"]), path)
+        _read_shards(path, saved)
         set_model_state_dict(
             policy, saved["model"], options=StateDictOptions(ignore_frozen_params=True, strict=False)
         )
         if "optimizer" in saved:
             set_optimizer_state_dict(policy, optimizer, saved["optimizer"])
+        return state, everywhere(lambda: self._load_mine(path), path)
+
+    def _load_mine(self, path: Path) -> dict[str, Tensor]:
         files = sorted(path.glob("rank_*.safetensors"))
         if len(files) == self.world.size:
             mine = load_file(files[self.world.rank])
             torch.set_rng_state(mine.pop("rng"))
-            return state, mine
+            return mine
         together: dict[str, Tensor] = {}
         for file in files:
             together |= load_file(file)
         together.pop("rng", None)
-        return state, together
+        return together
 
     def load_weights(self, path: Path, policy: nn.Module) -> None:
-        """Put the weights alone back, for export."""
+        """Put the weights alone back, for export. Raises CheckpointError."""
         saved = {"model": get_model_state_dict(policy, options=StateDictOptions(ignore_frozen_params=True))}
-        dcp.load(saved, checkpoint_id=path)
+        _read_shards(path, saved)
         set_model_state_dict(
             policy, saved["model"], options=StateDictOptions(ignore_frozen_params=True, strict=False)
         )
+
+
+def everywhere(work: Callable[[], T], path: Path | None = None) -> T:
+    """What ``work`` gives on this rank, once every rank has done it. Raises CheckpointError on every rank where it failed on any, with
+    what went wrong there; ``path`` is what could not be loaded."""
+    value, problem = None, ""
+    try:
+        value = work()
+    except CheckpointError as error:
+        problem = str(error)
+    except CheckpointException as error:
+        if any(not isinstance(cause, Exception) for cause, _ in error.failures.values()):
+            raise  # asked to stop, on some rank
+        problem = reason(error)
+    except FAILURES if path is None else (*FAILURES, TypeError, KeyError) as error:  # files may be anybody's
+        problem = reason(error)
+    problems = [text for text in gather_objects(problem) if text]
+    if problems:
+        raise CheckpointError(problems[0] if path is None else f"{path} cannot be loaded: {problems[0]}")
+    return cast(T, value)
+
+
+def _read_shards(path: Path, saved: dict[str, Any]) -> None:
+    """Fill ``saved`` from the checkpoint's shards, as data. Raises CheckpointError, on every rank."""
+    reader = everywhere(lambda: Reader(path), path)
+    everywhere(lambda: dcp.load(saved, storage_reader=reader, planner=Planner()), path)
 
 
 def _tensors(
@@ -187,8 +226,8 @@ def _checksum(path: Path) -> list[int]:
 
 
 def _checksums(part: Path, rank: int) -> dict[str, list[int]]:
-    """Those of the files that this rank wrote."""
+    """Those of the files that this rank wrote; rank 0 has all that are no rank's own."""
     names = [p for p in part.iterdir() if p.name.startswith((f"__{rank}_", f"rank_{rank:04d}"))]
     if rank == 0:
-        names += [part / "state.json", part / ".metadata"]
+        names += [p for p in part.iterdir() if not p.name.startswith(("__", "rank_"))]
     return {p.name: _checksum(p) for p in names}

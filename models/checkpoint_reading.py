@@ -1,0 +1,147 @@
+"""Shards are read as data: nothing in a checkpoint's files is run, whoever made them.
+
+torch.distributed.checkpoint keeps its table of contents (``.metadata``) as a pickle, and unpickles it and every value that is no tensor
+freely. Here the table may be made of that library's own records and of plain values alone, and other values are read by
+``torch.load(weights_only=True)``. Anything else is refused before it is built.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import filesystem as torch_files
+from torch.distributed.checkpoint import metadata as torch_metadata
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from common.errors import StoppedError
+
+
+class CheckpointError(StoppedError):
+    """A checkpoint that could not be written, or none that can be read; the message says what and why."""
+
+
+def _path(*parts: str) -> str:
+    """Stands for pathlib's classes: where the shards were first written, which nobody reads."""
+    return "/".join(parts)
+
+
+def _layout(name: str) -> torch.layout:
+    """Stands for torch.serialization._get_layout."""
+    return torch.strided
+
+
+RECORDS: tuple[type, ...] = (
+    Metadata,
+    BytesStorageMetadata,
+    TensorStorageMetadata,
+    torch_metadata.ChunkStorageMetadata,
+    torch_metadata.MetadataIndex,
+    torch_metadata.StorageMeta,
+    torch_metadata.TensorProperties,
+    torch_metadata._MEM_FORMAT_ENCODING,
+    torch_files._StorageInfo,
+)
+"""What a table of contents is made of."""
+ALLOWED: dict[tuple[str, str], Any] = {
+    **{(record.__module__, record.__qualname__): record for record in RECORDS},
+    **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in torch.__dict__.values()
+       if isinstance(dtype, torch.dtype)},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("collections", "OrderedDict"): dict,
+    **{(module, name): _path for module in ("pathlib", "pathlib._local")
+       for name in ("PosixPath", "WindowsPath", "PurePosixPath", "Path")},
+}
+"""(module, name) that a table may ask for -> what it gets."""
+
+
+class _Unpickler(pickle._Unpickler):  # type: ignore[misc, name-defined]  # the one in C cannot be told what to build
+    """Builds records and plain values alone."""
+
+    dispatch = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return ALLOWED[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint has") from None
+
+    def load_build(self) -> None:
+        """Set a record's fields. A class has none: setting those would change it for the whole process."""
+        if not isinstance(self.stack[-2], RECORDS):
+            raise pickle.UnpicklingError("it changes something that is no record")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def read_table(folder: Path) -> Metadata:
+    """A checkpoint's table of contents. Raises CheckpointError for one that is not made of records and plain values, is damaged, or
+    speaks of files outside ``folder``."""
+    path = folder / ".metadata"
+    try:
+        with path.open("rb") as stream:
+            table = _Unpickler(stream).load()
+        _check(table)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a pickle that nobody vouches for makes its reader do
+        raise CheckpointError(
+            f"{path} is not the table of contents of a checkpoint ({error}); nothing of it was run or loaded"
+        ) from error
+    return cast(Metadata, table)
+
+
+def _check(table: Any) -> None:
+    """Raise ValueError unless the fields of ``table`` are what a loader takes them for."""
+    if not isinstance(table, Metadata) or not isinstance(table.storage_data, dict):
+        raise ValueError("it holds something else")
+    for name, entry in table.state_dict_metadata.items():
+        if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata | BytesStorageMetadata):
+            raise ValueError(f"{name!r} is neither a tensor nor a value")
+    for index, place in table.storage_data.items():
+        if not isinstance(index, torch_metadata.MetadataIndex) or not isinstance(place, torch_files._StorageInfo):
+            raise ValueError(f"{index!r} has no place")
+        if Path(place.relative_path).name != place.relative_path:
+            raise ValueError(f"{index.fqn!r} is outside the checkpoint: {place.relative_path}")
+        if place.transform_descriptors:
+            raise ValueError(f"{index.fqn!r} is encoded by {place.transform_descriptors}")
+
+
+class Reader(FileSystemReader):
+    """The shards of one checkpoint, by a table that was read as data."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError (``read_table``)."""
+        super().__init__(folder)
+        self.table = read_table(folder)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The one table; never a table of one rank, which no checkpoint of this project has."""
+        self.table.storage_meta = torch_metadata.StorageMeta(load_id=self.load_id)
+        return self.table
+
+
+class Planner(DefaultLoadPlanner):
+    """Values that are no tensors (the optimizer's settings) are plain data."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        found = torch.load(value, weights_only=True)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], found)
+
+
+def reason(error: BaseException) -> str:
+    """One line about a failed save or load: of torch's own, what went wrong first on which rank."""
+    failures: dict[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
+    for rank, (cause, _) in sorted(failures.items()):
+        return f"rank {rank}: {reason(cause)}"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
