@@ -13,6 +13,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
+from common.output import forgive_output
 from config.cli import cli, guarded, say_what_is_idle, settings
 from config.schema import Config
 from jobs.signals import Signals
@@ -37,6 +38,8 @@ def train(config: Config, name: str) -> dict[str, Any]:
 
 @hydra.main(version_base="1.3", config_path="config", config_name="config")
 def main(cfg: DictConfig) -> None:
+    forgive_output()
+
     def work() -> None:
         config, name = settings(cfg)
         say_what_is_idle(config)

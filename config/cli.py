@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import ConfigError, StoppedError, UserError
+from common.output import no_room
 from config.load import load, run_name
 from config.schema import Config
 
@@ -68,6 +69,12 @@ def guarded(work: Callable[[], object]) -> None:
         sys.exit(complain(str(error), STOPPED))
     except UserError as error:
         sys.exit(complain(str(error), REFUSED))
+    except OSError as error:
+        if not no_room(error):
+            raise
+        sys.exit(
+            complain(f"{error}; make room and start the same command again (a run with resume=true)", STOPPED)
+        )
 
 
 def cli(main: Callable[[], object]) -> None:

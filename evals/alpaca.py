@@ -37,8 +37,8 @@ from evals.answers import check_answering, described
 from evals.base import ROOT, Evaluation, Target, fingerprints
 from evals.running import result_path
 from models.distributed import World
+from reports.metrics import plain
 from reports.provenance import git_commit, versions
-from reports.tracking import plain
 from rollouts.generate import Request, settings_of
 
 OUTPUTS, ANNOTATIONS, CACHE = "outputs.json", "annotations.json", "judged.json"

@@ -15,8 +15,9 @@ from common.worker_process import SamplerError
 from config.schema_eval import EvalStage
 from evals.base import Evaluation, Target
 from models.distributed import World
+from reports.metrics import plain
 from reports.provenance import scrub
-from reports.tracking import mirror_evaluation, plain
+from reports.tracking import mirror_evaluation
 from rollouts.files import refuse_existing
 from rollouts.rewards.base import RewardError
 

@@ -11,10 +11,12 @@ from pathlib import Path
 
 from torch import Tensor
 
+from common.errors import StoppedError
 from data.batches import cut, microbatch
 from data.types import Example, Microbatch, Sequence
-from models.distributed import barrier
-from models.reference import Reference, ScoreCache
+from models.distributed import barrier, gather_objects
+from models.reference import Reference
+from models.score_cache import ScoreCache
 from reports.progress import progress
 from trainers.basic import BasicTrainer
 
@@ -56,8 +58,7 @@ def initial_scores(
         }
         parts["rows"] = hashlib.sha256("\n".join(wanted).encode()).hexdigest()
     cache = ScoreCache(Path(trainer.config.cache_dir), parts, trainer.world.rank)
-    known = cache.read()
-    barrier()  # nobody writes before everybody has read, so that all ranks agree on what is left to do
+    known = _on_every_rank(cache)
     missing = {key: row for key, row in wanted.items() if key not in known}
     todo = list(_work(trainer, batches, missing, size, reference))
     new: dict[str, Tensor] = {}
@@ -71,8 +72,20 @@ def initial_scores(
         cache.write(new)
     barrier()
     if todo:
-        known = cache.read()
+        known = _on_every_rank(cache)
+    if any(key not in known for key in wanted):
+        raise StoppedError(
+            f"{cache.folder}: scores that were just written are not there; is cache_dir a folder that every rank sees?"
+        )
     return {key: known[key] for key in wanted}
+
+
+def _on_every_rank(cache: ScoreCache) -> dict[str, Tensor]:
+    """The scores that every rank can read: the same everywhere, so that all agree on what is left to do. Nobody goes on, and writes,
+    before everybody has read."""
+    shards = cache.shards()
+    seen = set.intersection(*map(set, gather_objects(list(shards))))
+    return {key: values for name in sorted(seen) for key, values in shards[name].items()}
 
 
 def _work(

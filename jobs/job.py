@@ -30,7 +30,7 @@ from jobs.run_folder import run_folder
 from jobs.signals import Signals
 from jobs.watch import Run
 from models.attention import packs_rows
-from models.distributed import World, barrier, on_main
+from models.distributed import World, on_main
 from models.export import export, full_state
 from models.loading import load_sharded
 from models.memory import estimate_memory
@@ -128,11 +128,7 @@ class Job:
             )
         if world.is_main:
             run.tracker = Tracker(
-                folder,
-                asdict(config),
-                config.wandb,
-                trainer.progress.step if state else None,
-                state["wandb_id"] if state else None,
+                folder, asdict(config), config.wandb, bool(state), state["wandb_id"] if state else None
             )
         trainer.train(
             Offline(self.plan.train) if self.online is None else self.online.source(trainer, policy, run), run
@@ -206,11 +202,13 @@ class Job:
                 config.data.logprob_range is None
             ):  # else the report has them already, of every row that is kept
                 self.report_logprobs(scores)
-        if self.world.is_main:
-            (folder / "data_report.json").write_text(json.dumps(self.report.to_dict(), indent=2))
-            (folder / "data_report.md").write_text(self.report.to_markdown())
-            for warning in self.report.warnings():
-                print(f"warning: {warning}", flush=True)
+        on_main(lambda: self.write_data_report(folder))
+
+    def write_data_report(self, folder: Path) -> None:
+        write_whole(folder / "data_report.json", json.dumps(self.report.to_dict(), indent=2))
+        write_whole(folder / "data_report.md", self.report.to_markdown())
+        for warning in self.report.warnings():
+            self.say(f"warning: {warning}")
 
     def finish(self, run: Run, folder: Path, policy: Policy) -> dict[str, Any]:
         """Export, summary, model card, report, the table at the end."""
@@ -229,16 +227,27 @@ class Job:
             else "AutoModelForCausalLM",
             "command": scrub_text(shlex.join(["python", *sys.argv])),
         }
-        if self.world.is_main:
+        on_main(lambda: self.leave(run, folder, policy, state, summary))
+        return summary
+
+    def leave(
+        self, run: Run, folder: Path, policy: Policy, state: dict[str, Tensor], summary: dict[str, Any]
+    ) -> None:
+        """What rank 0 writes at the end; ``state`` is the model's. Raises StoppedError where there is no room for it."""
+        try:
+            run.tracker.settle()
             export(state, policy, self.tokenizer, folder / "model", export_dtype(self.config.model))
             write_model_card(folder / "model", asdict(self.config), summary)
+            write_report(folder, summary)
             write_whole(folder / "summary.json", json.dumps(summary, indent=2))
-            run.tracker.summary(summary["after"])
-            run.tracker.close()
-            write_report(folder)
-            print("\n" + final_table(summary), flush=True)
-        barrier()
-        return summary
+        except OSError as error:
+            raise StoppedError(
+                f"the run is trained, but what it leaves could not be written ({error}); make room: the same command "
+                "with resume=true goes on from the last checkpoint"
+            ) from error
+        run.tracker.summary(summary["after"])
+        run.tracker.close()
+        self.say("\n" + final_table(summary))
 
     def close(self) -> None:
         """End the processes that rounds have started."""

@@ -21,7 +21,7 @@ from data.examples import make_examples
 from data.views import View
 from models.distributed import local
 from models.reference import weights_fingerprint
-from reports.tracking import read_metrics
+from reports.metrics import read_metrics
 from rollouts.engines import Ahead, Engine
 from rollouts.ledger import RoundFolder
 from rollouts.rewards.base import RewardError

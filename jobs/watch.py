@@ -11,13 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from common.errors import StoppedError
+from common.files import write_whole
 from config.schema import Config
 from data.types import Example
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator, Metrics
 from jobs.signals import Requeue, Signals
-from models.checkpoint import CheckpointError, Checkpoints
-from models.distributed import Watchdog, any_rank, from_main
+from models.checkpoint import Checkpoints, everywhere
+from models.checkpoint_reading import CheckpointError
+from models.distributed import Watchdog, any_rank, from_main, on_main
+from reports.metrics import restore
 from reports.progress import progress, status
 from reports.tracking import NullTracker, Tracking
 from rollouts.round_builder import TABLE_COLUMNS
@@ -66,6 +69,14 @@ class Run:
             return None
         trainer = self.trainer
         state, mine = self.checkpoints.load(Path(path), trainer.policy, trainer.optimizer)
+        everywhere(lambda: self._restore(state, mine), Path(path))
+        interval = trainer.progress.step if self.diagnostics is None else self.diagnostics.first
+        on_main(lambda: restore(self.folder, Path(path), trainer.progress.step, interval))
+        return state
+
+    def _restore(self, state: dict[str, Any], mine: dict[str, Tensor]) -> None:
+        """Be where the run was when it wrote this state."""
+        trainer = self.trainer
         trainer.progress = Progress(**state["progress"])
         self._saved = replace(trainer.progress)
         self.bar.initial = self.bar.n = trainer.progress.step
@@ -76,7 +87,6 @@ class Run:
             trainer.reference.scores = {k: v.to(trainer.world.device) for k, v in mine.items()}
         if self.diagnostics is not None:
             self.diagnostics.restore(state["diagnostics"])
-        return state
 
     def save(self) -> None:
         """A checkpoint before the next step."""
@@ -99,7 +109,9 @@ class Run:
             if trainer.fixed_reference
             else {k: v.cpu().contiguous() for k, v in trainer.reference.scores.items()}
         )
-        self.checkpoints.save(trainer.progress.step, trainer.policy, trainer.optimizer, state, mine)
+        self.checkpoints.save(
+            trainer.progress.step, trainer.policy, trainer.optimizer, state, mine, self.tracker.copy_to
+        )
         self._saved = replace(trainer.progress)
 
     def _score(self) -> float | None:
@@ -205,11 +217,10 @@ class Run:
         at = self.trainer.progress
         at.skipped = at.skipped + 1 if skipped else 0
         if skipped and self.trainer.world.is_main:
-            path = write_batch(
-                self.folder / "skipped" / f"step_{record.known['step']:08d}.jsonl", record.batch
-            )
+            path = self.folder / "skipped" / f"step_{record.known['step']:08d}.jsonl"
             print(
-                f"step {record.known['step']}: the gradient was not finite, the update was skipped; the batch is in {path}",
+                f"step {record.known['step']}: the gradient was not finite, the update was skipped; "
+                f"{write_batch(path, record.batch)}",
                 flush=True,
             )
         if at.skipped >= self.config.max_skipped_steps:
@@ -267,9 +278,8 @@ def round_line(index: int, metrics: dict[str, Any]) -> str:
     )
 
 
-def write_batch(path: Path, batch: list[Example]) -> Path:
-    """The rows of a batch as token ids, one example a line, for replay."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write_batch(path: Path, batch: list[Example]) -> str:
+    """The rows of a batch as token ids, one example a line, for replay; returns where they are, or why they are not."""
     lines = [
         json.dumps(
             {
@@ -283,5 +293,8 @@ def write_batch(path: Path, batch: list[Example]) -> Path:
         )
         for e in batch
     ]
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    try:
+        write_whole(path, "\n".join(lines) + "\n")
+    except OSError as error:
+        return f"the batch could not be written to {path} ({error})"
+    return f"the batch is in {path}"

@@ -36,6 +36,9 @@ FAILURES = (SafetensorError, OSError, RuntimeError, ValueError)
 """What writing raises where it cannot. Beside them torch's CheckpointException, which is no Exception, stands for the failure of any
 rank."""
 
+FOREIGN = (TypeError, LookupError, AttributeError)
+"""What else reading raises where the files are somebody else's."""
+
 
 class Checkpoints:
     """The checkpoints of one run. Every method is called by every rank."""
@@ -190,7 +193,11 @@ def everywhere(work: Callable[[], T], path: Path | None = None) -> T:
         if any(not isinstance(cause, Exception) for cause, _ in error.failures.values()):
             raise  # asked to stop, on some rank
         problem = reason(error)
-    except FAILURES if path is None else (*FAILURES, TypeError, KeyError) as error:  # files may be anybody's
+    except FAILURES as error:
+        problem = reason(error)
+    except FOREIGN as error:
+        if path is None:
+            raise
         problem = reason(error)
     problems = [text for text in gather_objects(problem) if text]
     if problems:

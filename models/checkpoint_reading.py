@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
@@ -52,13 +51,19 @@ RECORDS: tuple[type, ...] = (
 """What a table of contents is made of."""
 ALLOWED: dict[tuple[str, str], Any] = {
     **{(record.__module__, record.__qualname__): record for record in RECORDS},
-    **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in torch.__dict__.values()
-       if isinstance(dtype, torch.dtype)},
+    **{
+        ("torch", str(dtype).removeprefix("torch.")): dtype
+        for dtype in torch.__dict__.values()
+        if isinstance(dtype, torch.dtype)
+    },
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _layout,
     ("collections", "OrderedDict"): dict,
-    **{(module, name): _path for module in ("pathlib", "pathlib._local")
-       for name in ("PosixPath", "WindowsPath", "PurePosixPath", "Path")},
+    **{
+        (module, name): _path
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "Path")
+    },
 }
 """(module, name) that a table may ask for -> what it gets."""
 
@@ -66,7 +71,7 @@ ALLOWED: dict[tuple[str, str], Any] = {
 class _Unpickler(pickle._Unpickler):  # type: ignore[misc, name-defined]  # the one in C cannot be told what to build
     """Builds records and plain values alone."""
 
-    dispatch = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -108,7 +113,9 @@ def _check(table: Any) -> None:
         if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata | BytesStorageMetadata):
             raise ValueError(f"{name!r} is neither a tensor nor a value")
     for index, place in table.storage_data.items():
-        if not isinstance(index, torch_metadata.MetadataIndex) or not isinstance(place, torch_files._StorageInfo):
+        if not isinstance(index, torch_metadata.MetadataIndex) or not isinstance(
+            place, torch_files._StorageInfo
+        ):
             raise ValueError(f"{index!r} has no place")
         if Path(place.relative_path).name != place.relative_path:
             raise ValueError(f"{index.fqn!r} is outside the checkpoint: {place.relative_path}")
@@ -144,4 +151,7 @@ def reason(error: BaseException) -> str:
     for rank, (cause, _) in sorted(failures.items()):
         return f"rank {rank}: {reason(cause)}"
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+    full = (
+        " (torch's file writer stops so where a file may not grow)" if "inline_container" in lines[0] else ""
+    )
+    return f"{type(error).__name__}: {lines[0]}{full}"

@@ -23,6 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from common.errors import UserError
+
 TIMEOUT = timedelta(minutes=30)
 PATIENCE = timedelta(days=7)
 T = TypeVar("T")
@@ -163,7 +165,7 @@ def on_main(work: Callable[[], T]) -> T:
     if dist.get_rank() == 0:
         try:
             outcome = (work(), None)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, UserError) as error:
             outcome = (None, error)
     value, failure = from_main(outcome)
     if failure is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 from pathlib import Path
 
@@ -58,23 +59,36 @@ def export(
     """Write the model to ``folder``, whole or not at all: beside it, then renamed. ``state`` is full_state's; one rank calls it.
 
     Tied weights are written once, as transformers does. What transformers loads from here equals ``state`` cast to ``dtype``.
+    Raises OSError where it cannot be written; nothing of it is left then.
     """
     model = causal_lm(policy.model)
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    model.save_pretrained(
-        part, state_dict=_tie({name: _cast(tensor, dtype) for name, tensor in state.items()}, model)
-    )
-    config = copy.deepcopy(model.config)
-    config.dtype = dtype
-    config.save_pretrained(part)
-    tokenizer.save_pretrained(part)
+    try:
+        model.save_pretrained(
+            part, state_dict=_tie({name: _cast(tensor, dtype) for name, tensor in state.items()}, model)
+        )
+        config = copy.deepcopy(model.config)
+        config.dtype = dtype
+        config.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+    except Exception as error:
+        shutil.rmtree(part, ignore_errors=True)
+        if (number := _system_error(error)) is None:
+            raise
+        raise OSError(number, f"the model could not be written: {error}", str(folder)) from error
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     part.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _system_error(error: Exception) -> int | None:
+    """The system's number of what went wrong, None where it was something else. safetensors and tokenizers tell it in words alone."""
+    said = re.search(r"\(os error (\d+)\)", str(error))
+    return error.errno if isinstance(error, OSError) else int(said[1]) if said else None
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,14 +9,9 @@ traffic to sync it, and LoRA and sharding need nothing special. Losses and weigh
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from data.types import Microbatch, Sequence, Sequences
@@ -36,34 +31,6 @@ def score(policy: nn.Module, sequences: Sequences) -> Tensor:
     values = policy(sequences)
     reshard(policy)
     return values
-
-
-class ScoreCache:
-    """Log-probabilities on disk, in shards written as they come, under a fingerprint of everything that they depend on."""
-
-    def __init__(self, root: Path, parts: dict[str, str], rank: int) -> None:
-        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
-        self.folder = root / "scores" / digest
-        self.parts, self.rank = parts, rank
-
-    def read(self) -> dict[str, Tensor]:
-        """Every score written so far, of any rank. A shard that cannot be read is damaged: it is left out, and its rows scored again."""
-        scores: dict[str, Tensor] = {}
-        for path in sorted(self.folder.glob("*.safetensors")):
-            try:
-                scores.update(load_file(path))
-            except SafetensorError as error:
-                print(f"{path}: not readable ({error}); its rows are scored again")
-        return scores
-
-    def write(self, scores: dict[str, Tensor]) -> None:
-        """One more shard: written beside, then renamed."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not (about := self.folder / "about.json").exists():
-            about.write_text(json.dumps(self.parts, indent=2, sort_keys=True))
-        name = f"{self.rank:04d}-{len(list(self.folder.glob(f'{self.rank:04d}-*.safetensors'))):06d}-{os.getpid()}.safetensors"
-        save_file({k: v.float().cpu().contiguous() for k, v in scores.items()}, self.folder / f".{name}")
-        os.replace(self.folder / f".{name}", self.folder / name)
 
 
 class Reference:

@@ -15,11 +15,12 @@ from typing import Any
 import jinja2
 import yaml  # type: ignore[import-untyped]
 
+from common.files import write_whole
 from config.schema import RESERVED_LOSS_KEYS
 from reports.charts import charts
 from reports.diagnostic_charts import diagnostic_charts
+from reports.metrics import read_metrics
 from reports.provenance import scrub, variant
-from reports.tracking import read_metrics
 
 MEASURES = (
     ("eval_accuracy_sampled", "sampled accuracy", "{:.1%}"),
@@ -82,11 +83,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write ``run_dir/report.html``, self-contained, from config.yaml, metrics.jsonl, diagnostics.jsonl, summary.json and data_report.json
-    as far as they are there; returns its path. Secrets in them are left out."""
+def write_report(run_dir: Path, summary: dict[str, Any] | None = None) -> Path:
+    """Write ``run_dir/report.html``, self-contained, from config.yaml, metrics.jsonl, diagnostics.jsonl, data_report.json and ``summary``
+    (None: summary.json) as far as they are there; returns its path. Secrets in them are left out. Raises OSError."""
     config = scrub(_read(run_dir / "config.yaml"))
-    summary = scrub(_read(run_dir / "summary.json"))
+    summary = scrub(_read(run_dir / "summary.json") if summary is None else summary)
     data = scrub(_read(run_dir / "data_report.json"))
     records = read_metrics(run_dir / "metrics.jsonl")
     diagnostics = read_metrics(run_dir / "diagnostics.jsonl")
@@ -114,7 +115,7 @@ def write_report(run_dir: Path) -> Path:
         tables=[(title, rows) for title, rows in tables if rows],
     )
     path = run_dir / "report.html"
-    path.write_text(page, encoding="utf-8")
+    write_whole(path, page)
     return path
 
 

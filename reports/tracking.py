@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import netrc
-import numbers
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,8 +18,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from common.errors import DataError
 from config.schema import WandbConfig
+from reports.metrics import DIAGNOSTICS, METRICS, LineFile, Record, plain, read_metrics
 from reports.provenance import scrub, variant
 
 if TYPE_CHECKING:
@@ -34,7 +32,6 @@ INIT_SECONDS = 10.0
 FINISH_SECONDS = 60.0
 """How long uploading may delay the end; what is left stays on disk for ``wandb sync``."""
 
-Record = dict[str, Any]
 Histograms = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 """name -> (counts [bins], what parts the bins [bins - 1]): the outer two bins are open"""
 
@@ -52,6 +49,10 @@ class Tracking(Protocol):
     def diagnostics(self, record: Record, histograms: Histograms) -> None: ...
 
     def summary(self, values: Record) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def copy_to(self, folder: Path) -> None: ...
 
     def close(self) -> None: ...
 
@@ -73,6 +74,12 @@ class NullTracker:
     def summary(self, values: Record) -> None:
         """Nothing."""
 
+    def settle(self) -> None:
+        """Nothing."""
+
+    def copy_to(self, folder: Path) -> None:
+        """Nothing."""
+
     def close(self) -> None:
         """Nothing."""
 
@@ -80,9 +87,9 @@ class NullTracker:
 class Tracker:
     """The tracker of rank 0.
 
-    ``resume_step``: the first step that will be trained now, or None for a run from the start; lines of that step and later, left
-    by the killed process, are cut from metrics.jsonl. ``wandb_id``: the id that this run had before it was resumed, or None; the
-    one in use is the attribute of that name, for the caller to keep in its checkpoints.
+    ``resumed``: the run goes on with the lines that its files have (reports.metrics.restore has cut them); otherwise it forgets what a
+    killed process left. ``wandb_id``: the id that this run had before it was resumed, or None; the one in use is the attribute of that
+    name, for the caller to keep in its checkpoints.
     """
 
     def __init__(
@@ -90,12 +97,12 @@ class Tracker:
         run_dir: Path,
         config: Record,
         wandb: WandbConfig,
-        resume_step: int | None = None,
+        resumed: bool = False,
         wandb_id: str | None = None,
     ) -> None:
-        self._file = _open_metrics(run_dir / "metrics.jsonl", resume_step or 0)
-        self._open_diagnostics = lambda: _open_metrics(run_dir / "diagnostics.jsonl", resume_step or 0)
-        self._diagnostics_file: Any = None
+        self._metrics = LineFile(run_dir / METRICS, fresh=not resumed)
+        self._open_diagnostics = lambda: LineFile(run_dir / DIAGNOSTICS, fresh=not resumed)
+        self._diagnostics: LineFile | None = None
         self._wandb = _Mirror(run_dir, config, wandb, wandb_id)
 
     @property
@@ -106,8 +113,7 @@ class Tracker:
     def log(self, record: Record) -> None:
         """Append one line to metrics.jsonl and show it to wandb. ``record["step"]`` is an int above that of the line before."""
         record = plain(record)
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        self._metrics.append(record)
         self._wandb.log(record, step=record["step"])
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
@@ -115,12 +121,11 @@ class Tracker:
         self._wandb.table(name, columns, rows, step)
 
     def diagnostics(self, record: Record, histograms: Histograms) -> None:
-        """Append one line to diagnostics.jsonl, which is cut like metrics.jsonl when the run was resumed, and show ``histograms`` to
-        wandb at ``record["step"]``, that of the last line of metrics."""
-        if self._diagnostics_file is None:
-            self._diagnostics_file = self._open_diagnostics()
-        self._diagnostics_file.write(json.dumps(plain(record), allow_nan=False) + "\n")
-        self._diagnostics_file.flush()
+        """Append one line to diagnostics.jsonl, and show ``histograms`` to wandb at ``record["step"]``, that of the last line of
+        metrics."""
+        if self._diagnostics is None:
+            self._diagnostics = self._open_diagnostics()
+        self._diagnostics.append(plain(record))
         for name, (counts, edges) in histograms.items():
             self._wandb.histogram(name, counts, edges, record["step"])
 
@@ -128,11 +133,23 @@ class Tracker:
         """The numbers that stand for the whole run, in wandb's list of runs."""
         self._wandb.summary(plain(values))
 
+    def _files(self) -> list[LineFile]:
+        return [self._metrics, *([] if self._diagnostics is None else [self._diagnostics])]
+
+    def settle(self) -> None:
+        """See that the files hold every line that was logged (LineFile.settle). Raises OSError."""
+        for file in self._files():
+            file.settle()
+
+    def copy_to(self, folder: Path) -> None:
+        """Copies of the files as they are, for a checkpoint. Raises OSError."""
+        for file in self._files():
+            file.copy_to(folder)
+
     def close(self) -> None:
-        """Close the file and let wandb finish, for at most FINISH_SECONDS."""
-        self._file.close()
-        if self._diagnostics_file is not None:
-            self._diagnostics_file.close()
+        """Close the files and let wandb finish, for at most FINISH_SECONDS."""
+        for file in self._files():
+            file.close()
         self._wandb.finish()
 
 
@@ -185,53 +202,6 @@ def _cell(value: Any) -> Any:
         if value is None or isinstance(value, bool | int | float | str)
         else json.dumps(value, ensure_ascii=False)
     )
-
-
-def plain(value: Any) -> Any:
-    """``value`` as JSON has it: numpy numbers become Python's, a float that is not finite becomes None (null)."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, bool | str) or value is None:
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        return float(value) if math.isfinite(value) else None
-    return value
-
-
-def read_metrics(path: Path) -> list[Record]:
-    """The lines of a metrics.jsonl; [] where there is no file. A last line that a kill left half-written is dropped.
-
-    Raises DataError where another line is no JSON object with a step.
-    """
-    if not path.exists():
-        return []
-    records: list[Record] = []
-    whole, _, _ = path.read_bytes().rpartition(
-        b"\n"
-    )  # every whole line has its end: only a half-written last one can lack it
-    for number, line in enumerate(whole.split(b"\n") if whole else [], start=1):
-        try:
-            record = json.loads(line)
-            record["step"] = int(record["step"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise DataError(
-                f"{path}, line {number} is not a line of metrics ({error}); repair the file or remove it"
-            ) from error
-        records.append(record)
-    return records
-
-
-def _open_metrics(path: Path, first_step: int) -> Any:
-    """The file open for appending, with the lines before ``first_step`` only. Written whole and renamed: a kill loses nothing."""
-    kept = [record for record in (read_metrics(path) if first_step else []) if record["step"] < first_step]
-    part = path.with_suffix(".part")
-    part.write_text("".join(json.dumps(record) + "\n" for record in kept))
-    part.replace(path)
-    return path.open("a", encoding="utf-8")
 
 
 class _Mirror:

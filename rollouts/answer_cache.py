@@ -37,12 +37,15 @@ class KeptAnswers:
         self.path = cache_dir / "answers" / f"{key}.jsonl"
 
     def read(self) -> dict[str, list[Sample]]:
-        """Prompt id -> its samples. A line that is not whole, the last one of a process that was killed, is left out."""
+        """Prompt id -> its samples. A line that is not as it was written (the last one of a process that was killed, one of a damaged
+        disk) is left out."""
         found: dict[str, list[Sample]] = {}
         lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
         for line in lines:
             try:
                 raw = json.loads(line)
+                if raw.pop("sha256") != _digest(raw):
+                    continue
                 found[raw["prompt_id"]] = [
                     Sample(tuple(one["token_ids"]), one["finished"], tuple(one["logprobs"]))
                     for one in raw["samples"]
@@ -52,11 +55,17 @@ class KeptAnswers:
         return found
 
     def add(self, answers: Mapping[str, list[Sample]]) -> None:
-        """Append them, down to the disk."""
+        """Append them, down to the disk. Where they cannot be written they are said, and drawn again another time."""
         lines = [
             {"prompt_id": name, "samples": [asdict(sample) for sample in samples]}
             for name, samples in answers.items()
         ]
+        try:
+            self._append([line | {"sha256": _digest(line)} for line in lines])
+        except OSError as error:
+            print(f"{self.path}: {error}; these answers are not kept", flush=True)
+
+    def _append(self, lines: list[dict[str, Any]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b") as stream:
             if stream.seek(0, os.SEEK_END) and stream.seek(-1, os.SEEK_END) and stream.read() != b"\n":
@@ -64,3 +73,7 @@ class KeptAnswers:
             stream.write("".join(json.dumps(line) + "\n" for line in lines).encode())
             stream.flush()
             os.fsync(stream.fileno())
+
+
+def _digest(line: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()

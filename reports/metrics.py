@@ -1,0 +1,214 @@
+"""A run's files of numbers, ``metrics.jsonl`` and ``diagnostics.jsonl``: a JSON object with its step a line.
+
+A checkpoint has a copy of both as they were when it was written, and a run that goes on starts from that copy. So each step stands in
+them once, whatever became of the files since.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import os
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from common.errors import DataError
+from common.files import write_whole
+
+Record = dict[str, Any]
+METRICS, DIAGNOSTICS = "metrics.jsonl", "diagnostics.jsonl"
+FILES = (METRICS, DIAGNOSTICS)
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON has it: numpy numbers become Python's, a float that is not finite becomes None (null)."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, bool | str) or value is None:
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
+    return value
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """The lines of a metrics.jsonl; [] where there is no file. A last line that a kill left half-written is dropped.
+
+    Raises DataError where another line is no JSON object with a step.
+    """
+    records: list[Record] = []
+    for number, line in enumerate(_whole_lines(_content(path)), start=1):
+        try:
+            records.append(_parsed(line))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise DataError(
+                f"{path}, line {number} is not a line of metrics ({error}); repair the file or remove it"
+            ) from error
+    return records
+
+
+def _content(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
+def _whole_lines(content: bytes) -> list[bytes]:
+    """Every whole line has its end: only a half-written last one can lack it."""
+    whole, _, _ = content.rpartition(b"\n")
+    return whole.split(b"\n") if whole else []
+
+
+def _parsed(line: bytes) -> Record:
+    record: Record = json.loads(line)
+    record["step"] = int(record["step"])
+    return record
+
+
+def sound_lines(content: bytes) -> tuple[list[bytes], list[Record]]:
+    """(lines, what they say) of those that can be read, the first of each step."""
+    lines: list[bytes] = []
+    records: dict[int, Record] = {}
+    for line in _whole_lines(content):
+        try:
+            record = _parsed(line)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
+        if record["step"] not in records:
+            records[record["step"]] = record
+            lines.append(line + b"\n")
+    return lines, list(records.values())
+
+
+def steps_of(records: Iterable[Record]) -> set[int]:
+    """The steps that lines tell of: a line of metrics of one, a line of diagnostics of an interval."""
+    return {step for r in records for step in range(int(r.get("first_step", r["step"])), r["step"] + 1)}
+
+
+def ranges(steps: Iterable[int]) -> str:
+    """Step numbers as text: 0 to 6, 9."""
+    parts: list[list[int]] = []
+    for step in sorted(steps):
+        if parts and step == parts[-1][1] + 1:
+            parts[-1][1] = step
+        else:
+            parts.append([step, step])
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in parts)
+
+
+class LineFile:
+    """A file of records that one process appends to, on disk line by line.
+
+    Where there is no room for a line it waits in memory, and is written before the next one; the file always ends with a whole line.
+    """
+
+    def __init__(self, path: Path, fresh: bool) -> None:
+        """``fresh``: without the lines that are there."""
+        self.path = path
+        if fresh:
+            write_whole(path, "")
+        self._waiting: list[bytes] = []
+        self._full = False
+        self._open()
+
+    def _open(self) -> None:
+        content = _content(self.path)
+        self._sum = (len(content), zlib.crc32(content))
+        self._steps = steps_of(sound_lines(content)[1])
+        self._stream = self.path.open("ab", buffering=0)
+
+    def append(self, record: Record) -> None:
+        """One more line. ``record`` is plain, its step above that of the line before."""
+        self._waiting.append(json.dumps(record, allow_nan=False).encode() + b"\n")
+        self._steps |= steps_of([record])
+        try:
+            self._write()
+        except OSError as error:
+            if not self._full:
+                print(f"{self.path}: {error}; its lines wait in memory until they can be written", flush=True)
+            self._full = True
+
+    def _write(self) -> None:
+        """Write what waits. Raises OSError, with nothing of it in the file."""
+        data, size = memoryview(b"".join(self._waiting)), os.fstat(self._stream.fileno()).st_size
+        rest = data
+        try:
+            while rest:
+                rest = rest[self._stream.write(rest) or 0 :]
+        except OSError:
+            os.ftruncate(self._stream.fileno(), size)
+            raise
+        self._sum = (self._sum[0] + len(data), zlib.crc32(data, self._sum[1]))
+        self._waiting.clear()
+        self._full = False
+
+    def settle(self) -> bytes:
+        """Write what waits, and see that the file holds what was written to it; returns its content. Where something else has changed
+        it, the lines that can be read stay, and what is missing is said. Raises OSError."""
+        self._write()
+        content = _content(self.path)
+        if (len(content), zlib.crc32(content)) == self._sum:
+            return content
+        lines, records = sound_lines(content)
+        missing = self._steps - steps_of(records)
+        said = f"the lines of steps {ranges(missing)} are gone" if missing else "no line is missing"
+        print(f"{self.path}: changed by something else while the run wrote it; {said}", flush=True)
+        self._stream.close()
+        _replace(self.path, b"".join(lines))
+        self._open()
+        return b"".join(lines)
+
+    def copy_to(self, folder: Path) -> None:
+        """A copy of the file, all its lines included, for a checkpoint. Raises OSError."""
+        (folder / self.path.name).write_bytes(self.settle())
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(content)
+    part.replace(path)
+
+
+def restore(run_dir: Path, checkpoint: Path, step: int, interval: int) -> None:
+    """Put a run's files back to what they were when ``checkpoint``, that before ``step``, was written; ``interval`` is the first step
+    that diagnostics have no line of. What is not as the run left it is said, and kept beside as ``<name>.damaged``.
+
+    A checkpoint without copies (of an older version): the lines of the steps before it stay, and those that are missing are named.
+    """
+    copied = (checkpoint / METRICS).exists()
+    for name, before in zip(FILES, (step, interval), strict=True):
+        path = run_dir / name
+        found = _content(path)
+        if step == 0:
+            kept, problem = b"", ""
+        elif copied:
+            kept = _content(checkpoint / name)
+            problem = "" if found.startswith(kept) else f"it is put back from {checkpoint}"
+        else:
+            kept, problem = _kept(found, before)
+            problem = "" if name == DIAGNOSTICS and not path.exists() else problem
+        if problem:
+            print(f"{path} is not as the run left it; {problem}", flush=True)
+            if found:
+                _replace(path.with_name(f"{name}.damaged"), found)
+        if path.exists() or kept:
+            _replace(path, kept)
+
+
+def _kept(found: bytes, before: int) -> tuple[bytes, str]:
+    """(what stays of a file's lines: those before a step; what is to be said of those that are missing, or nothing)."""
+    lines, records = sound_lines(found)
+    kept = [(line, r) for line, r in zip(lines, records, strict=True) if r["step"] < before]
+    missing = set(range(before)) - steps_of(r for _, r in kept)
+    said = (
+        f"the lines of steps {ranges(missing)} are missing, the run goes on without them" if missing else ""
+    )
+    return b"".join(line for line, _ in kept), said

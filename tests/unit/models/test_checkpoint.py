@@ -1,0 +1,217 @@
+"""Checkpoints that find no room, that are damaged, and that somebody else made."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata as records
+
+from models.checkpoint import Checkpoints
+from models.checkpoint_reading import CheckpointError, read_table
+from models.distributed import local, start
+from tests.engine import engine_config, make_segment, make_trainer, run, weights
+from tests.full_disk import full_disk
+from tests.tiny import tiny_policy
+from trainers.basic import BasicTrainer
+
+STATE = {"place": 3}
+VALUE = "optimizer.param_groups.0.lr"
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory) -> BasicTrainer:
+    config = engine_config(tmp_path_factory.mktemp("cache"), "kto", "model.batch_size=8")
+    return run(config, make_segment(config, 8), make_trainer(config))[0]
+
+
+@pytest.fixture(scope="module")
+def sound(trainer, tmp_path_factory) -> Path:
+    kept = Checkpoints(tmp_path_factory.mktemp("sound"), start(), 3)
+    kept.save(1, trainer.policy, trainer.optimizer, STATE, {"x": torch.arange(3.0)})
+    return kept.path(1)
+
+
+@pytest.fixture
+def foreign(sound, tmp_path) -> Checkpoints:
+    """A checkpoint to be changed."""
+    kept = Checkpoints(tmp_path / "foreign", start(), 3)
+    shutil.copytree(sound, kept.path(1))
+    return kept
+
+
+def same(trainer: BasicTrainer, other: BasicTrainer) -> bool:
+    """Whether weights and optimizer are equal to the bit."""
+    one, two = (t.optimizer.state_dict() for t in (trainer, other))
+    pairs = [(one["state"][k][n], two["state"][k][n]) for k in one["state"] for n in one["state"][k]]
+    found, wanted = weights(other), weights(trainer)
+    return (
+        one["param_groups"] == two["param_groups"]
+        and all(torch.equal(local(a), local(b)) for a, b in pairs)
+        and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    )
+
+
+def fresh(trainer: BasicTrainer) -> BasicTrainer:
+    return make_trainer(trainer.config, tiny_policy(seed=9))
+
+
+# -- room --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("room", [100, 20_000, 200_000, 365_000], ids=lambda n: f"{n} bytes")
+def test_a_checkpoint_that_finds_no_room_leaves_those_before_it_and_nothing_else(trainer, tmp_path, room):
+    kept = Checkpoints(tmp_path, start(), 1)
+    kept.save(1, trainer.policy, trainer.optimizer, STATE, {})
+    mine = {"x": torch.zeros(100_000)}  # the shards fit where 365,000 bytes do, this does not
+    with full_disk(room), pytest.raises(CheckpointError, match=r"step_00000002 could not be written"):
+        kept.save(2, trainer.policy, trainer.optimizer, STATE, mine)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    assert kept.problem(kept.path(1)) == "" and kept.newest_sound() == kept.path(1)
+    other = fresh(trainer)
+    kept.load(kept.path(1), other.policy, other.optimizer)
+    assert same(trainer, other)
+    kept.save(2, trainer.policy, trainer.optimizer, STATE, mine)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
+
+
+def test_a_folder_that_cannot_be_made_is_said(trainer, tmp_path):
+    (tmp_path / "file").write_text("")
+    kept = Checkpoints(tmp_path / "file", start(), 1)
+    with pytest.raises(CheckpointError, match=r"NotADirectoryError|FileExistsError"):
+        kept.save(1, trainer.policy, trainer.optimizer, STATE, {})
+
+
+# -- what is read ------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_loaded_to_the_bit(trainer, sound):
+    other, kept = fresh(trainer), Checkpoints(sound.parent, start(), 3)
+    state, mine = kept.load(sound, other.policy, other.optimizer)
+    assert same(trainer, other)
+    assert state["place"] == 3 and torch.equal(mine["x"], torch.arange(3.0))
+
+
+def test_the_table_is_read_as_torch_reads_it(sound):
+    table, wanted = read_table(sound), dcp.FileSystemReader(sound).read_metadata()
+    assert table.state_dict_metadata == wanted.state_dict_metadata
+    assert table.storage_data == wanted.storage_data and len(table.storage_data) > 20
+
+
+class Calls:
+    """Makes ``made`` when it is unpickled."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.made),)
+
+
+class Unknown:
+    """Asks for something of an allowed module that is no record."""
+
+    def __reduce__(self):
+        return records.Metadata.__class__, ()
+
+
+def table_with(sound: Path, change) -> bytes:
+    table = dcp.FileSystemReader(sound).read_metadata()
+    change(table)
+    return pickle.dumps(table)
+
+
+def place(table: records.Metadata):
+    return next(p for index, p in table.storage_data.items() if index.fqn == VALUE)
+
+
+CLASS_IS_CHANGED = (
+    b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x08Metadata\x93"  # the class itself
+    b"N}\x8c\x07versionK\x01s\x86b."  # BUILD: set an attribute of it
+)
+TABLES = {
+    "a call": lambda sound, made: pickle.dumps(Calls(made)),
+    "a call inside": lambda sound, made: table_with(sound, lambda t: setattr(t, "planner_data", Calls(made))),
+    "a call as a key": lambda sound, made: pickle.dumps({(1, Calls(made)): 2}),
+    "another class": lambda sound, made: pickle.dumps(Unknown()),
+    "a class that is changed": lambda sound, made: CLASS_IS_CHANGED,
+    "a file elsewhere": lambda sound, made: table_with(
+        sound, lambda t: setattr(place(t), "relative_path", "../../x")
+    ),
+    "an absolute file": lambda sound, made: table_with(
+        sound, lambda t: setattr(place(t), "relative_path", "/etc/passwd")
+    ),
+    "an encoding": lambda sound, made: table_with(
+        sound, lambda t: setattr(place(t), "transform_descriptors", ["stream.zstd/1"])
+    ),
+    "no table": lambda sound, made: pickle.dumps({"a": 1}),
+    "cut short": lambda sound, made: (sound / ".metadata").read_bytes()[:1000],
+    "nothing": lambda sound, made: b"",
+}
+
+
+@pytest.mark.parametrize("what", TABLES)
+def test_a_table_that_is_no_plain_table_is_refused_and_nothing_of_it_is_run(
+    trainer, sound, foreign, tmp_path, what
+):
+    made = tmp_path / "made"
+    (foreign.path(1) / ".metadata").write_bytes(TABLES[what](sound, made))
+    other, before = fresh(trainer), vars(records.Metadata).copy()
+    for load in (
+        lambda: foreign.load(foreign.path(1), other.policy, other.optimizer),
+        lambda: foreign.load_weights(foreign.path(1), other.policy),
+    ):
+        with pytest.raises(CheckpointError, match=r"\.metadata is not the table of contents of a checkpoint"):
+            load()
+    assert not made.exists() and vars(records.Metadata).copy() == before
+    if what.startswith("a call"):  # the fault is real: torch's own reader runs it
+        with contextlib.suppress(AttributeError):  # what comes of the call is no table
+            dcp.FileSystemReader(foreign.path(1)).read_metadata()
+        assert made.exists()
+
+
+@pytest.mark.parametrize("name", [VALUE, "model.model.model.norm.weight"], ids=["a setting", "a weight"])
+def test_a_value_that_would_run_is_refused(trainer, sound, foreign, tmp_path, name):
+    """The table is in order, but says that a value lies where something else does."""
+    made, stream = tmp_path / "made", io.BytesIO()
+    torch.save(Calls(made), stream)
+    shard = foreign.path(1) / "__0_0.distcp"
+    offset = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes() + stream.getvalue())
+
+    def point(table: records.Metadata) -> None:
+        for index, at in list(table.storage_data.items()):
+            if index.fqn == name:
+                at.offset, at.length = offset, len(stream.getvalue())
+                table.storage_data[records.MetadataIndex(name)] = at
+        table.state_dict_metadata[name] = records.BytesStorageMetadata()
+
+    (foreign.path(1) / ".metadata").write_bytes(table_with(sound, point))
+    other = fresh(trainer)
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        foreign.load(foreign.path(1), other.policy, other.optimizer)
+    assert not made.exists()
+    torch.load(io.BytesIO(stream.getvalue()), weights_only=False)
+    assert made.exists(), "it would have run"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"fresh_optimizer": 1'])
+def test_a_state_that_is_none_is_said(trainer, foreign, text):
+    (foreign.path(1) / "state.json").write_text(text)
+    other = fresh(trainer)
+    with pytest.raises(CheckpointError, match="step_00000001 cannot be loaded"):
+        foreign.load(foreign.path(1), other.policy, other.optimizer)
+
+
+def test_another_models_checkpoint_is_refused_in_one_line(trainer, sound):
+    other = make_trainer(trainer.config, tiny_policy(layers=3))
+    with pytest.raises(CheckpointError, match=r"cannot be loaded: rank 0: .*Missing key") as said:
+        Checkpoints(sound.parent, start(), 3).load_weights(sound, other.policy)
+    assert "\n" not in str(said.value)

@@ -1,0 +1,195 @@
+"""The files of a run's numbers: every step once, or what is missing is said."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import DataError
+from reports.metrics import DIAGNOSTICS, METRICS, LineFile, plain, ranges, read_metrics, restore
+from tests.full_disk import full_disk
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+
+
+def steps(path: Path) -> list[int]:
+    return [record["step"] for record in read_metrics(path)]
+
+
+def filled(path: Path, count: int) -> LineFile:
+    file = LineFile(path, fresh=True)
+    for step in range(count):
+        file.append({"step": step, "loss": step / 7})
+    return file
+
+
+@given(st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+@settings(max_examples=50, deadline=None)
+def test_plain_data_are_always_json(value):
+    json.dumps(plain(value), allow_nan=False)
+
+
+def test_a_broken_line_inside_the_file_is_named(tmp_path):
+    (tmp_path / METRICS).write_text('{"step": 0}\n{"loss": 1}\n{"step": 2}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2"):
+        read_metrics(tmp_path / METRICS)
+
+
+@given(st.sets(st.integers(-1, 40)))
+@settings(max_examples=50, deadline=None)
+def test_ranges_name_every_step_once(chosen):
+    found = []
+    for part in ranges(chosen).split(", ") if chosen else []:
+        first, _, last = part.partition(" to ")
+        found += range(int(first), int(last or first) + 1)
+    assert found == sorted(chosen)
+
+
+# -- room --------------------------------------------------------------------------------------------------------------------------
+
+
+@given(room=st.integers(0, 300), count=st.integers(1, 12))
+@settings(max_examples=40, deadline=None)
+def test_lines_without_room_wait_and_are_written_when_there_is_some(tmp_path_factory, room, count):
+    path = tmp_path_factory.mktemp("run") / METRICS
+    file = LineFile(path, fresh=True)
+    with full_disk(room), contextlib.redirect_stdout(io.StringIO()):  # pytest's own capture is a file
+        for step in range(count):
+            file.append({"step": step, "loss": step / 7})
+            assert path.read_bytes()[-1:] in (b"", b"\n") and steps(path) == list(range(len(steps(path))))
+    file.append({"step": count, "loss": 0.0})
+    file.close()
+    assert steps(path) == list(range(count + 1))
+
+
+def test_a_full_disk_is_said_once_and_no_checkpoint_takes_a_file_that_lacks_lines(tmp_path, capsys):
+    file = filled(tmp_path / METRICS, 2)
+    (tmp_path / "part").mkdir()
+    with full_disk(50):
+        for step in range(2, 6):
+            file.append({"step": step})
+        with pytest.raises(OSError, match="too large"):
+            file.copy_to(tmp_path / "part")
+    assert capsys.readouterr().out.count("wait in memory") == 1
+    file.copy_to(tmp_path / "part")
+    assert steps(tmp_path / "part" / METRICS) == steps(tmp_path / METRICS) == list(range(6))
+
+
+# -- changed while it is written -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: path.write_bytes(b""), "steps 0 to 4 are gone"),
+        (lambda path: path.unlink(), "steps 0 to 6 are gone"),  # what came after it went with it
+        (lambda path: path.write_text('{"step": 1}\nxx\n{"step": 1}\n'), "steps 0, 2 to 4 are gone"),
+        (lambda path: path.write_bytes(path.read_bytes() * 2), "no line is missing"),
+    ],
+    ids=["zeroed", "removed", "garbled", "doubled"],
+)
+def test_a_file_that_something_else_changes_is_repaired_and_what_is_missing_said(
+    tmp_path, capsys, damage, said
+):
+    file = filled(tmp_path / METRICS, 5)
+    damage(tmp_path / METRICS)
+    file.append({"step": 5})
+    file.append({"step": 6})
+    file.settle()
+    assert said in capsys.readouterr().out
+    file.append({"step": 7})
+    file.settle()
+    assert capsys.readouterr().out == "" and file._steps == set(steps(tmp_path / METRICS)) >= {7}
+
+
+# -- going on ------------------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    before=st.integers(1, 8),
+    after=st.integers(0, 5),
+    damage=st.sampled_from(["none", "torn", "zeroed", "removed", "garbled", "shuffled"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_run_that_goes_on_has_the_lines_of_its_checkpoint_whatever_became_of_its_file(
+    tmp_path_factory, before, after, damage
+):
+    run = tmp_path_factory.mktemp("run")
+    checkpoint = run / "checkpoint"
+    checkpoint.mkdir()
+    path, file = run / METRICS, filled(run / METRICS, before)
+    file.copy_to(checkpoint)
+    for step in range(before, before + after):
+        file.append({"step": step})
+    file.close()
+    content = path.read_bytes()
+    changed = {
+        "none": content,
+        "torn": content + b'{"step": 99, "lo',  # kill -9 in the middle of a write
+        "zeroed": b"",
+        "removed": b"",
+        "garbled": b"\0" * len(content),
+        "shuffled": b"".join(reversed(content.splitlines(True))),
+    }[damage]
+    path.write_bytes(changed)
+    if damage == "removed":
+        path.unlink()
+    restore(run, checkpoint, before, before)
+    assert path.read_bytes() == (checkpoint / METRICS).read_bytes()
+    as_left = changed.startswith((checkpoint / METRICS).read_bytes())
+    kept = run / f"{METRICS}.damaged"
+    assert kept.exists() == (not as_left and changed != b"")
+    assert not kept.exists() or kept.read_bytes() == changed
+    again = LineFile(path, fresh=False)
+    again.append({"step": before})
+    again.close()
+    assert steps(path) == list(range(before + 1))
+
+
+def test_an_unfinished_interval_has_no_line_after_going_on(tmp_path):
+    """Diagnostics, asked to stop before step 4, gone on with, and killed once the interval's line was written."""
+    file = LineFile(tmp_path / DIAGNOSTICS, fresh=True)
+    file.append({"step": -1})
+    file.append({"step": 1, "first_step": 0})
+    (tmp_path / "checkpoint").mkdir()
+    LineFile(tmp_path / METRICS, fresh=True).copy_to(tmp_path / "checkpoint")
+    file.copy_to(tmp_path / "checkpoint")
+    file.append({"step": 3, "first_step": 2})
+    restore(tmp_path, tmp_path / "checkpoint", 4, 2)
+    assert steps(tmp_path / DIAGNOSTICS) == [-1, 1]
+
+
+def test_a_run_that_goes_on_from_its_start_forgets_what_was_done(tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    for name in (METRICS, DIAGNOSTICS):
+        (tmp_path / name).write_text('{"step": -1}\n{"step": 0}\n')
+        (tmp_path / "checkpoint" / name).write_text('{"step": -1}\n')
+    restore(tmp_path, tmp_path / "checkpoint", 0, 0)
+    assert steps(tmp_path / METRICS) == steps(tmp_path / DIAGNOSTICS) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "kept", "said"),
+    [
+        (range(6), [0, 1, 2, 3], ""),
+        ([], [], "steps 0 to 3 are missing"),
+        ([0, 3, 4], [0, 3], "steps 1 to 2 are missing"),
+    ],
+)
+def test_a_checkpoint_of_an_older_version_has_no_copy_and_what_is_missing_is_said(
+    tmp_path, capsys, lines, kept, said
+):
+    (tmp_path / METRICS).write_text("".join(f'{{"step": {step}}}\n' for step in lines))
+    (tmp_path / DIAGNOSTICS).write_text(
+        '{"step": -1}\n{"step": 1, "first_step": 0}\n{"step": 3, "first_step": 2}\n'
+    )
+    restore(tmp_path, tmp_path / "checkpoint", 4, 2)
+    assert steps(tmp_path / METRICS) == kept and steps(tmp_path / DIAGNOSTICS) == [-1, 1]
+    out = capsys.readouterr().out
+    assert (said in out and METRICS in out) if said else out == ""
