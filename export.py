@@ -14,12 +14,18 @@ from config.cli import guarded
 from config.load import load_saved
 
 
-def export_run(run: Path, step: int | None, to: Path | None) -> Path:
-    """Write the model of the checkpoint before ``step`` (None: of the newest sound one); returns its folder. Raises ConfigError,
-    StoppedError."""
+def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: bool = True) -> Path:
+    """Write the model of the checkpoint before ``step`` (None: of the newest sound one); returns its folder. ``trust_remote_code``
+    False: refuse a run whose settings would run code that comes with a model. Raises ConfigError, StoppedError."""
     record = run / "config.yaml"
     require(record.is_file(), "run", run, "is not the folder of a run: it has no config.yaml")
     config = load_saved(record.read_text())
+    require(
+        trust_remote_code or not config.model.trust_remote_code,
+        "model.trust_remote_code",
+        "true",
+        f"{record} would run code that comes with {config.model.name_or_path}; --trust-remote-code lets it",
+    )
     from data.chat import load_template
     from models.checkpoint import Checkpoints
     from models.distributed import start, stop
@@ -59,11 +65,16 @@ if __name__ == "__main__":
         "--step", type=int, help="the checkpoint before this step; default: the newest sound one"
     )
     parser.add_argument("--to", type=Path, help="where to write; default: the run's model/")
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run code that comes with the run's model, if it has any",
+    )
     given = parser.parse_args()
     guarded(
         lambda: print(
             '{0}: AutoModelForCausalLM.from_pretrained("{0}")'.format(
-                export_run(given.run, given.step, given.to)
+                export_run(given.run, given.step, given.to, given.trust_remote_code)
             )
         )
     )

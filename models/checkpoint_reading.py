@@ -68,10 +68,13 @@ ALLOWED: dict[tuple[str, str], Any] = {
 """(module, name) that a table may ask for -> what it gets."""
 
 
-class _Unpickler(pickle._Unpickler):  # type: ignore[misc, name-defined]  # the one in C cannot be told what to build
+_InPython: Any = pickle._Unpickler  # type: ignore[attr-defined]  # the one in C cannot be told what to build
+
+
+class _Unpickler(_InPython):  # type: ignore[misc]
     """Builds records and plain values alone."""
 
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+    dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         try:

@@ -87,7 +87,8 @@ def sound_lines(content: bytes) -> tuple[list[bytes], list[Record]]:
 
 def steps_of(records: Iterable[Record]) -> set[int]:
     """The steps that lines tell of: a line of metrics of one, a line of diagnostics of an interval."""
-    return {step for r in records for step in range(int(r.get("first_step", r["step"])), r["step"] + 1)}
+    spans = ((int(r["first_step"] if "first_step" in r else r["step"]), r["step"]) for r in records)
+    return {step for first, last in spans for step in range(first, last + 1)}
 
 
 def ranges(steps: Iterable[int]) -> str:

@@ -1,0 +1,61 @@
+"""What two ranks run where only one of them finds no room."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from models.checkpoint import Checkpoints
+from models.checkpoint_reading import CheckpointError
+from models.distributed import local, start
+from tests.engine import engine_config, make_segment, make_trainer, run, weights
+from tests.full_disk import full_disk
+from tests.tiny import tiny_policy
+
+
+def worker(rank: int, ranks: int, store: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=240),
+    )
+    world = start()
+    config = engine_config(Path(folder) / "cache", "kto", "model.batch_size=8")
+    trainer, _ = run(config, make_segment(config, 8), make_trainer(config, world=world))
+    kept = Checkpoints(Path(folder) / "checkpoints", world, 1)
+
+    def save(step: int) -> str:
+        try:
+            kept.save(step, trainer.policy, trainer.optimizer, {}, {"x": torch.zeros(100_000)})
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    assert save(1) == ""
+    for full in range(ranks):
+        for room in (
+            100,
+            20_000,
+            200_000,
+            390_000,
+        ):  # of the shards nothing, some, all; of what a rank alone knows not all
+            with full_disk(room if rank == full else 10**9):
+                said = save(2)
+            assert "step_00000002 could not be written" in said, (full, room, said)
+            assert [path.name for path in kept.folder.iterdir()] == ["step_00000001"]
+            dist.barrier()
+    other = make_trainer(config, tiny_policy(seed=9), world)
+    kept.load(kept.path(1), other.policy, other.optimizer)
+    found, wanted = weights(other), weights(trainer)
+    assert all(torch.equal(local(found[name]), local(wanted[name])) for name in wanted)
+    assert save(2) == "" and [path.name for path in kept.folder.iterdir()] == ["step_00000002"]
+    dist.barrier()
+    dist.destroy_process_group()

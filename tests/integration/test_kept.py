@@ -1,0 +1,271 @@
+"""What a run keeps, on a disk that is full for a while and among files that something else has changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common.errors import StoppedError
+from export import export_run
+from jobs.job import Job
+from jobs.signals import Requeue
+from jobs.watch import Run
+from models.checkpoint_reading import CheckpointError
+from tests.full_disk import set_limit
+from tests.tiny import ROOT, make_config
+from train import train
+
+SETTINGS = (
+    "n_examples=320",
+    "model.batch_size=8",
+    "n_eval_examples=16",
+    "wandb.enabled=false",
+    "lr=1e-3",
+    "data.verifier=null",
+    "loss=dpo",
+    "humanline=true",
+    "sync_freq=3",
+    "save_every=40",  # 40 steps: checkpoints before 0, 5, 10 …, an interval of diagnostics has two steps
+)
+STEPS = 40
+
+
+class KilledError(Exception):
+    """The process ended here."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """With the run that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("runs")
+    train(settings(folder), "whole")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _room_again():
+    yield
+    set_limit(None)
+
+
+def settings(folder: Path, *more: str):
+    return make_config(f"runs_dir={folder}", f"cache_dir={folder / 'cache'}", *SETTINGS, *more)
+
+
+def before_steps(monkeypatch, what) -> None:
+    """Have ``what`` called with each step's number before the step."""
+    real = Run.before_step
+
+    def before_step(self):
+        what(self.trainer.progress.step)
+        real(self)
+
+    monkeypatch.setattr(Run, "before_step", before_step)
+
+
+def killed_at(folder: Path, name: str, step: int, *more: str) -> None:
+    def kill(at: int) -> None:
+        if at == step:
+            raise KilledError
+
+    with pytest.MonkeyPatch.context() as patch:
+        before_steps(patch, kill)
+        with pytest.raises(KilledError):
+            train(settings(folder, *more), name)
+
+
+def asked_at(folder: Path, name: str, step: int, *more: str) -> None:
+    def ask(at: int) -> None:
+        if at == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        before_steps(patch, ask)
+        with pytest.raises(Requeue):
+            train(settings(folder, *more), name)
+
+
+def lines(run: Path, name: str = "metrics") -> list[dict]:
+    records = [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if k not in ("seconds", "tokens_per_second")} for r in records]
+
+
+def check(folder: Path, name: str) -> None:
+    """The run ended like the undisturbed one: weights to the bit, each line once."""
+    whole, other = folder / "whole", folder / name
+    one, two = (load_file(run / "model" / "model.safetensors") for run in (whole, other))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert lines(other) == lines(whole) and [r["step"] for r in lines(other)] == list(range(STEPS))
+    assert lines(other, "diagnostics") == lines(whole, "diagnostics")
+    assert not list((other / "checkpoints").glob("*.part"))
+
+
+# -- room --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_full_for_a_while_costs_checkpoints_alone(folder, monkeypatch, capsys):
+    """From step 7 no file may grow beyond 20,000 bytes (no checkpoint fits), from 12 beyond 3,000 (no line does)."""
+    limits = {7: 20_000, 12: 3_000, 23: None}
+
+    def limit(step: int) -> None:
+        if step in limits:
+            set_limit(limits[step])
+
+    with monkeypatch.context() as patch:
+        before_steps(patch, limit)
+        train(settings(folder, "keep_checkpoints=9"), "full")
+    check(folder, "full")
+    kept = [int(path.name[5:]) for path in sorted((folder / "full" / "checkpoints").iterdir())]
+    assert kept == [0, 5, 25, 30, 35, 40]
+    out = capsys.readouterr().out
+    assert out.count("the run goes on, the checkpoints before it stay") == 3
+    assert "File too large" in out and "metrics.jsonl: [Errno 27]" in out and "Traceback" not in out
+
+
+def test_killed_while_the_disk_is_full_it_goes_on_from_what_was_saved(folder):
+    def limit(step: int) -> None:
+        if step == 7:
+            set_limit(3_000)
+        if step == 13:
+            raise KilledError
+
+    with pytest.MonkeyPatch.context() as patch:
+        before_steps(patch, limit)
+        with pytest.raises(KilledError):
+            train(settings(folder), "full-killed")
+    set_limit(None)
+    train(settings(folder, "resume=true"), "full-killed")
+    check(folder, "full-killed")
+
+
+def test_a_run_that_cannot_save_at_all_does_not_start(folder, monkeypatch):
+    before_steps(monkeypatch, lambda step: set_limit(20_000))
+    with pytest.raises(StoppedError, match=r"step_00000000 could not be written"):
+        train(settings(folder), "never")
+    set_limit(None)
+    monkeypatch.undo()
+    train(settings(folder, "resume=true"), "never")
+    check(folder, "never")
+
+
+def test_a_model_that_finds_no_room_is_written_when_there_is_some(folder, monkeypatch):
+    finish = Job.finish
+
+    def without_room(self, *given):
+        set_limit(20_000)
+        return finish(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "finish", without_room)
+        with pytest.raises(StoppedError, match=r"what it leaves could not be written .* resume=true"):
+            train(settings(folder), "no-model")
+    set_limit(None)
+    left = {path.name for path in (folder / "no-model").iterdir()}
+    assert not left & {"model", ".model.part", "summary.json"}
+    train(settings(folder, "resume=true"), "no-model")
+    check(folder, "no-model")
+
+
+# -- going on ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_each_line_stands_once_after_being_asked_to_stop_resumed_and_killed(folder, capsys):
+    """The checkpoint before step 22 is older than the line of diagnostics that the run writes there when it goes on."""
+    asked_at(folder, "often", 22)
+    killed_at(folder, "often", 24, "resume=true")
+    assert lines(folder / "often", "diagnostics")[-1]["step"] == 21, "it will be written again"
+    train(settings(folder, "resume=true"), "often")
+    check(folder, "often")
+    assert "is not as the run left it" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("how", ["zeroed", "garbled"])  # more ways: tests/unit/reports/test_metrics.py
+def test_files_that_something_else_changed_are_put_back_and_it_is_said(folder, capsys, how):
+    name = f"changed-{how}"
+    killed_at(folder, name, 13)
+    for file in ("metrics.jsonl", "diagnostics.jsonl"):
+        path = folder / name / file
+        path.write_bytes(b"" if how == "zeroed" else b"\0" * path.stat().st_size)
+    train(settings(folder, "resume=true"), name)
+    check(folder, name)
+    out = capsys.readouterr().out
+    for file in ("metrics.jsonl", "diagnostics.jsonl"):
+        assert f"{folder / name / file} is not as the run left it" in out
+    assert (folder / name / "metrics.jsonl.damaged").exists() == (how == "garbled")
+
+
+def test_a_checkpoint_of_an_older_version_is_gone_on_from_and_missing_steps_are_named(folder, capsys):
+    killed_at(folder, "older", 13)
+    for checkpoint in (folder / "older" / "checkpoints").iterdir():
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        for file in ("metrics.jsonl", "diagnostics.jsonl"):
+            (checkpoint / file).unlink()
+            del manifest[file]
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    path = folder / "older" / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(True)[4:]))
+    train(settings(folder, "resume=true"), "older")
+    assert lines(folder / "older") == lines(folder / "whole")[4:]
+    assert lines(folder / "older", "diagnostics") == lines(folder / "whole", "diagnostics")
+    assert "the lines of steps 0 to 3 are missing" in capsys.readouterr().out
+
+
+# -- what others made ----------------------------------------------------------------------------------------------------------------
+
+
+class Calls:
+    """Makes ``made`` when it is unpickled."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.made),)
+
+
+def test_a_foreign_checkpoint_runs_nothing(folder, tmp_path):
+    """With a manifest that fits: only what is in the table gives it away."""
+    killed_at(folder, "foreign", 13)
+    made = tmp_path / "made"
+    for checkpoint in (folder / "foreign" / "checkpoints").iterdir():
+        table = checkpoint / ".metadata"
+        table.write_bytes(pickle.dumps(Calls(made)))
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        from models.checkpoint import _checksum
+
+        manifest[".metadata"] = _checksum(table)
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"asks for posix\.mkdir"):
+        export_run(folder / "foreign", None, tmp_path / "exported")
+    with pytest.raises(CheckpointError, match=r"asks for posix\.mkdir"):
+        train(settings(folder, "resume=true"), "foreign")
+    done = subprocess.run(
+        [sys.executable, "export.py", str(folder / "foreign"), "--to", str(tmp_path / "exported")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "nothing of it was run" in done.stderr
+    assert not made.exists() and not (tmp_path / "exported").exists()
+
+
+def test_a_models_own_code_runs_on_export_only_if_it_is_let(folder, tmp_path):
+    run = tmp_path / "theirs"
+    run.mkdir()
+    text = (folder / "whole" / "config.yaml").read_text()
+    assert "trust_remote_code: false" in text
+    (run / "config.yaml").write_text(text.replace("trust_remote_code: false", "trust_remote_code: true"))
+    done = subprocess.run(
+        [sys.executable, "export.py", str(run)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and "--trust-remote-code" in done.stderr
