@@ -25,7 +25,7 @@ from tests.tiny import ROOT, make_config
 from train import train
 
 SETTINGS = (
-    "n_examples=320",
+    "n_examples=160",
     "model.batch_size=8",
     "n_eval_examples=16",
     "wandb.enabled=false",
@@ -34,9 +34,9 @@ SETTINGS = (
     "loss=dpo",
     "humanline=true",
     "sync_freq=3",
-    "save_every=40",  # 40 steps: checkpoints before 0, 5, 10 …, an interval of diagnostics has two steps
+    "save_every=40",  # checkpoints before steps 0, 5, 10 …; a line of diagnostics each step
 )
-STEPS = 40
+STEPS = 20
 
 
 class KilledError(Exception):
@@ -113,8 +113,8 @@ def check(folder: Path, name: str) -> None:
 
 
 def test_a_disk_that_is_full_for_a_while_costs_checkpoints_alone(folder, monkeypatch, capsys):
-    """From step 7 no file may grow beyond 20,000 bytes (no checkpoint fits), from 12 beyond 3,000 (no line does)."""
-    limits = {7: 20_000, 12: 3_000, 23: None}
+    """From step 3 no file may grow beyond 20,000 bytes (no checkpoint fits), from 7 beyond 3,000 (no line does)."""
+    limits = {3: 20_000, 7: 3_000, 13: None}
 
     def limit(step: int) -> None:
         if step in limits:
@@ -125,9 +125,9 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_alone(folder, monkeyp
         train(settings(folder, "keep_checkpoints=9"), "full")
     check(folder, "full")
     kept = [int(path.name[5:]) for path in sorted((folder / "full" / "checkpoints").iterdir())]
-    assert kept == [0, 5, 25, 30, 35, 40]
+    assert kept == [0, 15, 20]
     out = capsys.readouterr().out
-    assert out.count("the run goes on, the checkpoints before it stay") == 3
+    assert out.count("the run goes on, the checkpoints before it stay") == 2
     assert "File too large" in out and "metrics.jsonl: [Errno 27]" in out and "Traceback" not in out
 
 
@@ -179,10 +179,10 @@ def test_a_model_that_finds_no_room_is_written_when_there_is_some(folder, monkey
 
 
 def test_each_line_stands_once_after_being_asked_to_stop_resumed_and_killed(folder, capsys):
-    """The checkpoint before step 22 is older than the line of diagnostics that the run writes there when it goes on."""
-    asked_at(folder, "often", 22)
-    killed_at(folder, "often", 24, "resume=true")
-    assert lines(folder / "often", "diagnostics")[-1]["step"] == 21, "it will be written again"
+    """The checkpoint before step 12 is older than the line of diagnostics that the run writes there when it goes on."""
+    asked_at(folder, "often", 12)
+    killed_at(folder, "often", 14, "resume=true")
+    assert lines(folder / "often", "diagnostics")[-1]["step"] == 12, "it will be written again"
     train(settings(folder, "resume=true"), "often")
     check(folder, "often")
     assert "is not as the run left it" not in capsys.readouterr().out
