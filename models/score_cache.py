@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.errors import StoppedError
-from common.files import write_whole
 
 Shards = dict[str, dict[str, Tensor]]
 """Name of a file -> its scores"""
@@ -60,8 +59,10 @@ class ScoreCache:
         name = f"{self.rank:04d}-{uuid4().hex}.safetensors"  # a process number may be another node's too
         part = self.folder / f".{name}.part"
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             if not (about := self.folder / "about.json").exists():
-                write_whole(about, json.dumps(self.parts, indent=2, sort_keys=True))
+                part.write_text(json.dumps(self.parts, indent=2, sort_keys=True))
+                os.replace(part, about)  # of several at once one stays: they say the same
             save_file(scores, part, metadata={"sha256": self._digest(scores)})
             os.replace(part, self.folder / name)
         except (SafetensorError, OSError) as error:

@@ -50,12 +50,15 @@ def worker(rank: int, ranks: int, store: str, folder: str) -> None:
             with full_disk(room if rank == full else 10**9):
                 said = save(2)
             assert "step_00000002 could not be written" in said, (full, room, said)
+            dist.barrier()
             assert [path.name for path in kept.folder.iterdir()] == ["step_00000001"]
             dist.barrier()
     other = make_trainer(config, tiny_policy(seed=9), world)
     kept.load(kept.path(1), other.policy, other.optimizer)
     found, wanted = weights(other), weights(trainer)
     assert all(torch.equal(local(found[name]), local(wanted[name])) for name in wanted)
-    assert save(2) == "" and [path.name for path in kept.folder.iterdir()] == ["step_00000002"]
+    assert save(2) == ""
+    dist.barrier()
+    assert [path.name for path in kept.folder.iterdir()] == ["step_00000002"]
     dist.barrier()
     dist.destroy_process_group()
