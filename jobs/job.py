@@ -238,8 +238,8 @@ class Job:
             run.tracker.settle()
             export(state, policy, self.tokenizer, folder / "model", export_dtype(self.config.model))
             write_model_card(folder / "model", asdict(self.config), summary)
-            write_report(folder, summary)
             write_whole(folder / "summary.json", json.dumps(summary, indent=2))
+            write_report(folder)
         except OSError as error:
             raise StoppedError(
                 f"the run is trained, but what it leaves could not be written ({error}); make room: the same command "

@@ -83,11 +83,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
-def write_report(run_dir: Path, summary: dict[str, Any] | None = None) -> Path:
-    """Write ``run_dir/report.html``, self-contained, from config.yaml, metrics.jsonl, diagnostics.jsonl, data_report.json and ``summary``
-    (None: summary.json) as far as they are there; returns its path. Secrets in them are left out. Raises OSError."""
+def write_report(run_dir: Path) -> Path:
+    """Write ``run_dir/report.html``, self-contained, from config.yaml, metrics.jsonl, diagnostics.jsonl, summary.json and data_report.json
+    as far as they are there; returns its path. Secrets in them are left out. Raises OSError."""
     config = scrub(_read(run_dir / "config.yaml"))
-    summary = scrub(_read(run_dir / "summary.json") if summary is None else summary)
+    summary = scrub(_read(run_dir / "summary.json"))
     data = scrub(_read(run_dir / "data_report.json"))
     records = read_metrics(run_dir / "metrics.jsonl")
     diagnostics = read_metrics(run_dir / "diagnostics.jsonl")
