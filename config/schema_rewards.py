@@ -146,7 +146,7 @@ class JudgeConfig:
             "reward.judge.api_key_env",
             self.api_key_env,
             "is the name of the environment variable that holds the endpoint's key (never the key itself), and is not set; "
-            "set it, as in export JUDGE_API_KEY=…, or give null for no key",
+            "set that variable, or give null for no key",
         )
         require(
             _groups(self.pattern) == 1,

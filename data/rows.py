@@ -226,7 +226,7 @@ def _parsed(text: str, at: int) -> tuple[Any, int, str | None]:
     ):
         return None, end, deep
     if _HALF_ESCAPE.search(text, at, end) and not _is_text(json.dumps(value, ensure_ascii=False)):
-        return None, end, "a text has half of a surrogate pair (\\ud800 to \\udfff), which is no character"
+        return None, end, "a text has half of a surrogate pair, which is no character"
     return value, end, None
 
 
