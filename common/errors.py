@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from common.secrets import REMOVED, is_secret
+
 
 class UserError(Exception):
     """What ends a program with one message instead of a traceback (``config.cli.guarded``)."""
 
 
 class ConfigError(UserError, ValueError):
-    """A setting that cannot be honoured. ``str()`` is the one message a user sees: key, value, remedy."""
+    """A setting that cannot be honoured. ``str()`` is the one message a user sees: key, value (unless it is a secret), remedy."""
 
     def __init__(self, key: str, value: Any, remedy: str) -> None:
-        super().__init__(f"{key}={value}: {remedy}")
+        super().__init__(f"{key}={REMOVED if is_secret(key, value) else value}: {remedy}")
         self.key, self.value, self.remedy = key, value, remedy
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, Any, str]]:

@@ -5,25 +5,31 @@ Exit codes: 0 done; 1 stopped, the message says why; 2 a setting or the data can
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import get_type_hints
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from common.errors import ConfigError, StoppedError, UserError
+from common.errors import ConfigError, StoppedError, UserError, require
 from common.output import no_room
+from common.secrets import scrub_text
 from config.load import load, run_name
 from config.schema import Config
 
 REFUSED, STOPPED = 2, 1
+CONFIG = Path(__file__).parent
 
 
 def settings(cfg: DictConfig) -> tuple[Config, str]:
@@ -80,6 +86,7 @@ def guarded(work: Callable[[], object]) -> None:
 def cli(main: Callable[[], object]) -> None:
     """Run a ``hydra.main`` program: what Hydra refuses of the command line is one message too."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # or Hydra would print its own and leave with 1
+    guarded(lambda: refuse_choices(sys.argv[1:]))
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:
@@ -87,10 +94,61 @@ def cli(main: Callable[[], object]) -> None:
 
 
 def complain(message: str, code: int) -> int:
-    """Print the message once, whatever the number of ranks; returns ``code``."""
+    """Print the message once, whatever the number of ranks, without a secret that it may quote; returns ``code``."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"error: {scrub_text(message)}", file=sys.stderr, flush=True)
     return code
+
+
+def refuse_choices(arguments: list[str]) -> None:
+    """Raise ConfigError for a choice among the files of a folder (``loss=…``) that is not one: null, a number, nothing, or a reward that
+    is not there. Hydra ends with a traceback at the first two, and leaves out an optional file that is not there without a word."""
+    folders = [CONFIG, *_folders_given(arguments)]
+    for override in filter(None, map(_override, arguments)):
+        key = override.key_or_group
+        require(key != "", key, override.value(), "has no setting before the =; write it as key=value")
+        if override.is_delete() or not any((folder / key).is_dir() for folder in folders):
+            continue
+        files = sorted({path.stem for folder in folders for path in (folder / key).glob("*.yaml")})
+        there = ", ".join(name for name in files if not name.startswith("_"))
+        none = {"reward": "; for none write ~reward", "experiment": "; for none leave it out"}.get(key, "")
+        for value in _choices(override):
+            require(
+                isinstance(value, str) and value != "",
+                key,
+                "null" if value is None else value,
+                f"choose a file of config/{key}: {there}{none}",
+            )
+            require(
+                key != "reward" or value in files,
+                key,
+                value,
+                f"there is no such file in config/{key}; there are {there}{none}",
+            )
+
+
+def _override(argument: str) -> Override | None:
+    """The argument as Hydra reads it; None for an option, and for what Hydra will refuse itself."""
+    try:
+        return None if argument.startswith("-") else OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return None
+
+
+def _choices(override: Override) -> list[object]:
+    """The file names of an override: one, a list of them, or those of a sweep. A mapping is no choice but settings."""
+    if override.is_sweep_override():
+        return list(override.sweep_iterator()) if override.is_choice_sweep() else []
+    value = override.value()
+    return [] if isinstance(value, dict) else list(value) if isinstance(value, list) else [value]
+
+
+def _folders_given(arguments: list[str]) -> list[Path]:
+    """Further folders of settings, which Hydra takes as --config-dir."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    given = parser.parse_known_args(arguments)[0].config_dir
+    return [] if given is None else [given]
 
 
 def _in_our_words(error: Exception) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
-from common.errors import ConfigError
+from common.errors import ConfigError, require
 from config.schema import Config
 from config.schema_data import MixPart
 
@@ -93,7 +93,20 @@ def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str) -> None:
             )
         if key == "mix" and isinstance(value, list):
             for i, part in enumerate(value):
+                require(
+                    isinstance(part, dict),
+                    f"{prefix}mix[{i}]",
+                    part,
+                    "is one set, as in {name: hh, weight: 0.7}",
+                )
                 _refuse_unknown(part, MixPart, f"{prefix}mix[{i}].")
+        if known[key] == dict[str, str] | None:
+            require(
+                isinstance(value, dict | None),
+                f"{prefix}{key}",
+                value,
+                "is a mapping, as in {prompt: question}",
+            )
         section = next((hint for hint in (known[key], *get_args(known[key])) if is_dataclass(hint)), None)
         if section is not None and isinstance(value, dict):
             _refuse_unknown(value, section, f"{prefix}{key}.")

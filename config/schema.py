@@ -7,6 +7,7 @@ known is checked where those become known, with the same error, and still before
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,11 +95,16 @@ class Config:
     watchdog_seconds: float = 300.0
 
     def __post_init__(self) -> None:
+        for key in ("name", "_target_"):
+            found = self.loss.get(key)
+            require(
+                isinstance(found, str) and found != "", f"loss.{key}", found, "must be a text; loss= sets it"
+            )
         self._check_ranges()
         self._check_combinations()
 
     def _check_ranges(self) -> None:
-        require(self.lr > 0, "lr", self.lr, "must be above 0")
+        require(0 < self.lr < math.inf, "lr", self.lr, "must be above 0, and finite")
         for key in ("beta1", "beta2"):
             require(0 <= getattr(self, key) < 1, key, getattr(self, key), "must lie in [0, 1)")
         require(self.eps > 0, "eps", self.eps, "must be above 0")

@@ -19,6 +19,14 @@ class PeftConfig:
     def __post_init__(self) -> None:
         require(self.lora_r >= 1, "model.peft.lora_r", self.lora_r, "must be at least 1")
         require(self.lora_alpha >= 1, "model.peft.lora_alpha", self.lora_alpha, "must be at least 1")
+        target = self.target_modules
+        names = target if isinstance(target, list) else [target]
+        require(
+            bool(names) and all(isinstance(name, str) and name for name in names),
+            "model.peft.target_modules",
+            target,
+            "name modules, as in [q_proj, v_proj], or all-linear",
+        )
 
 
 @dataclass

@@ -145,7 +145,8 @@ class JudgeConfig:
             self.api_key_env is None or self.api_key_env in os.environ,
             "reward.judge.api_key_env",
             self.api_key_env,
-            "is the environment variable of the endpoint's key, and is not set; set it, or give null for no key",
+            "is the name of the environment variable that holds the endpoint's key (never the key itself), and is not set; "
+            "set that variable, or give null for no key",
         )
         require(
             _groups(self.pattern) == 1,

@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -328,6 +328,19 @@ def chat_fingerprint(
     return hashlib.blake2b(
         json.dumps(known, sort_keys=True, default=str).encode(), digest_size=16
     ).hexdigest()
+
+
+def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """16 hex digits of the token that each id stands for, added tokens included: the tokenizer that token ids belong to. A template or a
+    length has no part in it."""
+    return _vocabulary_fingerprint(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=8)
+def _vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase, size: int) -> str:
+    """``size``: a tokenizer may be given tokens, which makes it another one."""
+    tokens = sorted((number, token) for token, number in tokenizer.get_vocab().items())
+    return hashlib.blake2b(json.dumps([size, tokens]).encode(), digest_size=8).hexdigest()
 
 
 def _split_system(turns: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:

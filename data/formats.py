@@ -7,7 +7,7 @@ Group``, raise ``RowError(reason)`` for a row that cannot be used, and decorate 
 from __future__ import annotations
 
 import functools
-import math
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,8 @@ ROLES = {
     "assistant": "assistant",
     "gpt": "assistant",
 }
+LARGEST = 3.4028234663852886e38
+"""The largest finite number of float32."""
 PAIR = (1.0, -1.0)
 """The rewards of a pair without scores, chosen first."""
 
@@ -71,16 +73,26 @@ def text(values: Values, column: str) -> str:
 def number(values: Values, column: str) -> float:
     """A finite number; raises RowError for anything else."""
     found = value(values, column)
-    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
-        raise RowError(f"{column!r} is {found!r}, not a finite number")
+    if isinstance(found, bool) or not is_finite(found):
+        raise RowError(f"{column!r} is {shown(found)}, not a finite number")
     return float(found)
+
+
+def is_finite(found: Any) -> bool:
+    """Whether it is a number that is finite in float32, in which it will be computed with."""
+    return isinstance(found, int | float) and -LARGEST <= found <= LARGEST
+
+
+def shown(found: Any) -> str:
+    """A value as a reason quotes it: what stands in a file may be of any length."""
+    return reprlib.repr(found)
 
 
 def truth(values: Values, column: str) -> bool:
     """A boolean, or 0 or 1; raises RowError for anything else."""
     found = value(values, column)
     if found not in (True, False):
-        raise RowError(f"{column!r} is {found!r}, not true or false")
+        raise RowError(f"{column!r} is {shown(found)}, not true or false")
     return bool(found)
 
 
@@ -96,9 +108,10 @@ def turns(found: Any, column: str) -> tuple[Turn, ...]:
 def _turn(message: Any, column: str) -> Turn:
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
         raise RowError(f"a message of {column!r} has no 'content' string")
-    role = ROLES.get(str(message.get("role")))
+    said = message.get("role")
+    role = ROLES.get(said) if isinstance(said, str) else None
     if role is None:
-        raise RowError(f"a message of {column!r} has the role {message.get('role')!r}")
+        raise RowError(f"a message of {column!r} has the role {shown(said)}")
     return Turn(role, message["content"])
 
 
@@ -240,7 +253,7 @@ def feedback(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Droppe
                 samples.rewards.append(reward)
             else:
                 raise RowError(
-                    f"the type {kind!r} is not binary_feedback, pairwise_feedback or scalar_feedback"
+                    f"the type {shown(kind)} is not binary_feedback, pairwise_feedback or scalar_feedback"
                 )
         except RowError as error:
             yield Dropped(row.file, row.number, str(error))

@@ -1,22 +1,22 @@
 """Groups files: one group a line, the seam between sampling and training. What is written here trains offline with ``data=local``.
 
-A line: ``{"id", "prompt": [{"role", "content"}], "reference", "completions": [{"text", "token_ids", "finished"}],
-"rewards": [...]}``.
+A line: ``{"id", "prompt": [{"role", "content"}], "reference", "completions": [{"text", "token_ids", "finished", "tokenizer"}],
+"rewards": [...]}``. ``tokenizer`` is the fingerprint of the vocabulary that the ids belong to; lines without it are read too.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common.errors import DataError
 from config.schema_data import DataConfig
-from data.formats import RowError, Values, answered, each_row, prompt_of, turns, value
-from data.rows import Row, read_rows
+from data.formats import RowError, Values, answered, is_finite, prompt_of, shown, truth, turns, value
+from data.rows import Dropped, Row, read_rows
 from data.types import Completion, Group
 
 
@@ -41,7 +41,7 @@ def read_groups(path: Path) -> list[Group]:
                 f"{path}, line {row.row}: {row.reason}; the file was not written whole, make it again"
             )
         try:
-            result.append(from_dict(row.values))
+            result.append(_placed(from_dict(row.values), row))
         except RowError as error:
             raise DataError(f"{path}, line {row.number}: {error}; the file is not a groups file") from error
     return result
@@ -53,16 +53,19 @@ def to_dict(group: Group) -> dict[str, Any]:
         "id": group.prompt.id,
         "prompt": [{"role": turn.role, "content": turn.content} for turn in group.prompt.turns],
         "reference": group.prompt.reference,
-        "completions": [
-            {
-                "text": c.text,
-                "token_ids": None if c.token_ids is None else list(c.token_ids),
-                "finished": c.finished,
-            }
-            for c in group.completions
-        ],
+        "completions": [_completion_dict(completion) for completion in group.completions],
         "rewards": list(group.rewards),
     }
+
+
+def _completion_dict(completion: Completion) -> dict[str, Any]:
+    ids = completion.token_ids
+    made = {
+        "text": completion.text,
+        "token_ids": None if ids is None else list(ids),
+        "finished": completion.finished,
+    }
+    return made if completion.tokenizer is None else made | {"tokenizer": completion.tokenizer}
 
 
 def from_dict(values: Values) -> Group:
@@ -74,7 +77,7 @@ def from_dict(values: Values) -> Group:
     completions, rewards = value(values, "completions"), value(values, "rewards")
     if not isinstance(completions, list) or not isinstance(rewards, list) or len(completions) != len(rewards):
         raise RowError("'completions' and 'rewards' are not two lists of one length")
-    if not all(isinstance(r, int | float) and math.isfinite(r) for r in rewards):
+    if not all(is_finite(r) for r in rewards):
         raise RowError("'rewards' are not all finite numbers")
     return Group(prompt, tuple(_completion(c) for c in completions), tuple(float(r) for r in rewards))
 
@@ -82,17 +85,55 @@ def from_dict(values: Values) -> Group:
 def _completion(found: Any) -> Completion:
     if not isinstance(found, dict):
         return Completion(answered((), found, "completions")[1])
-    words, ids = found.get("text"), found.get("token_ids")
+    words, ids, whose = found.get("text"), found.get("token_ids"), found.get("tokenizer")
     if words is None and ids is None:
         raise RowError("a completion has neither 'text' nor 'token_ids'")
-    if not (words is None or isinstance(words, str)) or not (
-        ids is None or all(isinstance(i, int) for i in ids)
-    ):
-        raise RowError("a completion's 'text' is not a string or its 'token_ids' are not integers")
-    return Completion(words, None if ids is None else tuple(ids), bool(found.get("finished", True)))
+    if not isinstance(words, str | None):
+        raise RowError(f"a completion's 'text' is a {type(words).__name__}, not a string")
+    if not isinstance(ids, list | None) or not all(_is_id(i) for i in ids or ()):
+        raise RowError("a completion's 'token_ids' are not a list of integers from 0 on")
+    if not isinstance(whose, str | None):
+        raise RowError("a completion's 'tokenizer' is not a string, the fingerprint of a vocabulary")
+    finished = found.get("finished") is None or truth(found, "finished")
+    return Completion(words, None if ids is None else tuple(ids), finished, None if ids is None else whose)
 
 
-@each_row
-def groups(values: Values, config: DataConfig) -> Group:
+def _is_id(found: Any) -> bool:
+    return isinstance(found, int) and not isinstance(found, bool) and found >= 0
+
+
+def groups(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
     """The format of groups files, and of any table with a list of answers and a list of their scores (by ``data.columns``)."""
-    return from_dict(values)
+    for row in rows:
+        try:
+            yield _placed(from_dict(row.values), row)
+        except RowError as error:
+            yield Dropped(row.file, row.number, str(error))
+
+
+def _placed(group: Group, row: Row) -> Group:
+    """The group with its place, where somebody may have to be told."""
+    sampled = any(completion.token_ids is not None for completion in group.completions)
+    return replace(group, place=f"{row.file}, row {row.number}") if sampled else group
+
+
+def check_token_ids(groups: Iterable[Group], tokenizer: str, size: int) -> None:
+    """Raise DataError for the first token ids of another tokenizer: trained on, they would be other words.
+
+    ``tokenizer``: the fingerprint (``data.chat.vocabulary_fingerprint``) of the one that the run has; ``size``: how many ids its model
+    takes. Ids of which nobody says whose they are must be below ``size``.
+    """
+    for group in groups:
+        for completion in group.completions:
+            ids = completion.token_ids or ()
+            other = completion.tokenizer not in (None, tokenizer)
+            if other or any(i >= size for i in ids):
+                why = (
+                    f"token_ids of another tokenizer ({completion.tokenizer}, and the model's is {tokenizer})"
+                    if other
+                    else f"the token id {shown(max(ids))}, and the model's vocabulary has {size}"
+                )
+                raise DataError(
+                    f"{group.place or f'prompt {group.prompt.id}'}: {why}; train the model that they were sampled from, "
+                    "or take token_ids out of the file: then the texts are tokenised"
+                )

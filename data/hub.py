@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from common.errors import ConfigError
-from data.rows import Dropped, Row
+from data.rows import Dropped, Row, table_rows
 
 
 def hub_rows(
@@ -18,11 +18,8 @@ def hub_rows(
         table = datasets.load_dataset(path, name=subset, split=split, data_dir=data_dir, revision=revision)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise _refusal(path, split, subset, str(error)) from error
-    number = 0
-    for batch in table.with_format("arrow").iter(batch_size=1000):  # several times as fast as row by row
-        for values in batch.to_pylist():
-            number += 1
-            yield Row(path, number, values)
+    # by Arrow's parts: several times as fast as row by row
+    yield from table_rows(path, table.with_format("arrow").iter(batch_size=1000))
 
 
 def _refusal(path: str, split: str, subset: str | None, message: str) -> ConfigError:

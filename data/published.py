@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from config.schema_data import DataConfig
 from data.formats import (
@@ -134,7 +134,9 @@ def wildbench(values: Values, config: DataConfig) -> Group:
     """WildBench (allenai/WildBench): ``conversation_input`` and, in ``references``, GPT-4's answer: evaluation prompts."""
     prompt = prompt_of(turns(value(values, "conversation_input"), "conversation_input"))
     references = values.get("references") or {}
-    return demonstration(prompt, references["gpt-4"]) if references.get("gpt-4") else Group(prompt)
+    if not isinstance(references, Mapping):
+        raise RowError(f"'references' is a {type(references).__name__}, not an object")
+    return demonstration(prompt, text(references, "gpt-4")) if references.get("gpt-4") else Group(prompt)
 
 
 def shp(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
@@ -190,10 +192,14 @@ def _thread(leaf: str, messages: dict[str, Row]) -> tuple[Turn, ...]:
     """The conversation from the root of the tree to the message ``leaf``."""
     thread: list[Turn] = []
     step: str | None = leaf
+    passed: set[str] = set()
     while step is not None:
         if step not in messages:
             raise RowError("a message of the conversation is missing")
+        if step in passed:
+            raise RowError("the conversation is a circle: a message answers one that comes after it")
+        passed.add(step)
         values = messages[step].values
         thread += turns([{"role": value(values, "role"), "content": value(values, "text")}], "text")
-        step = values.get("parent_id")
+        step = text(values, "parent_id") if values.get("parent_id") is not None else None
     return tuple(reversed(thread))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from common.markdown import literal
 from data.examples import Examples
 from data.rows import Dropped, Loaded
 from data.selection import Selection
@@ -147,13 +148,13 @@ class DataReport:
         parts = [
             "## Data",
             "",
-            f"- Training: {self.origin}",
-            f"- Evaluation: {self.evaluation_origin} ({self.evaluation_groups} groups)",
+            f"- Training: {literal(self.origin)}",
+            f"- Evaluation: {literal(self.evaluation_origin)} ({self.evaluation_groups} groups)",
             "",
             f"{self.read} rows read, {self.groups} groups of {self.prompts} prompts, {self.examples} examples.",
             "",
             *_counts("Rows dropped", "rows", self.dropped),
-            *(f"- {row.file}, row {row.row}: {row.reason}" for row in self.named),
+            *(f"- {literal(row.file)}, row {row.row}: {literal(row.reason)}" for row in self.named),
             *([""] if self.named else []),
             *_counts("Groups without an example", "groups", self.untrainable),
             *_counts("Shortened", "times", self.cut),
@@ -209,7 +210,7 @@ def _counts(title: str, unit: str, counts: Mapping[str, int]) -> list[str]:
         "",
         f"| reason | {unit} |",
         "|---|---|",
-        *(f"| {_cell(why)} | {n} |" for why, n in counts.items()),
+        *(f"| {literal(why)} | {n} |" for why, n in counts.items()),
         "",
     ]
 
@@ -228,8 +229,3 @@ def _spreads(title: str, unit: str, spreads: Mapping[str, Spread | None], form: 
                 f"| {name} | {s.count} | " + " | ".join(format(number, form) for number in numbers) + " |"
             )
     return [*lines, ""]
-
-
-def _cell(text: str) -> str:
-    """Text that cannot break out of a table cell: reasons quote the data."""
-    return " ".join(text.split()).replace("|", "\\|")

@@ -2,13 +2,21 @@
 
 ``read_rows`` streams .json (one list), .jsonl and .parquet files, the first two also gzipped. A row that cannot be read is yielded
 as ``Dropped`` with its place, never skipped in silence.
+
+Every text of a ``Row`` is made of characters (it can be written as UTF-8), every number fits Python, and nothing is nested so deeply
+that walking it fails. Nothing after this file has to ask.
 """
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+import os
+import re
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +28,16 @@ from common.errors import ConfigError, DataError
 from data.types import Group
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".json.gz", ".jsonl.gz")
+
+MOST_NESTED = 100
+"""Levels of lists and objects in one row: what is nested deeper is no data, and ends Python's own recursion at about ten times that."""
+
+_MARK = "\ufeff"
+_BLANK = re.compile(r"[ \t\n\r]*")
+_HALF_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+"""Half of a surrogate pair, as JSON spells it. Two of them make a character, so that this asks for a closer look."""
+_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+_DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True)
@@ -59,7 +77,7 @@ def read_rows(path: Path, key: str = "data.path") -> Iterator[Row | Dropped]:
     ``key`` is the setting that named the file, for messages. Raises ConfigError when the file is missing or of another kind,
     DataError when it is damaged as a whole.
     """
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(key, path, f"no such file (the working directory is {Path.cwd()})")
     kind = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     if kind not in SUFFIXES:
@@ -76,48 +94,185 @@ def read_rows(path: Path, key: str = "data.path") -> Iterator[Row | Dropped]:
                 if kind.startswith(".json.") or kind == ".json"
                 else _read_lines(path, stream)
             )
-    except (OSError, EOFError, UnicodeDecodeError, pyarrow.ArrowInvalid) as error:
+    except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
         raise DataError(f"{path}: cannot be read to its end ({error}); make or download it again") from error
 
 
-def _open_text(path: Path) -> IO[str]:
-    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+# Tables
 
 
 def _read_parquet(path: Path) -> Iterator[Row | Dropped]:
+    with pyarrow.parquet.ParquetFile(path) as file:
+        yield from table_rows(path.name, file.iter_batches(batch_size=1000))
+
+
+def table_rows(name: str, parts: Iterable[pyarrow.RecordBatch | pyarrow.Table]) -> Iterator[Row | Dropped]:
+    """The rows of a table that comes in parts, numbered through. A row with a value that Python cannot hold (a text that is not
+    UTF-8, a date after the year 9999) is dropped alone."""
     number = 0
-    for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1000):
-        for values in batch.to_pylist():
+    for part in parts:
+        for record in _records(part):
             number += 1
-            yield Row(path.name, number, values)
+            yield Dropped(name, number, record) if isinstance(record, str) else Row(name, number, record)
 
 
-def _read_json_list(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
+def _records(part: pyarrow.RecordBatch | pyarrow.Table) -> list[dict[str, Any] | str]:
+    """The rows of a part; in the place of one that cannot be had, why. Only after a fault it is read row by row."""
     try:
-        records = json.load(stream)
-    except json.JSONDecodeError as error:
+        return list(part.to_pylist())
+    except (ValueError, OverflowError, pyarrow.ArrowException) as error:
+        if part.num_rows == 1:
+            return [_why_not_had(error)]
+    return [record for i in range(part.num_rows) for record in _records(part.slice(i, 1))]
+
+
+def _why_not_had(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return _not_utf8(error.object[error.start])
+    return f"a value cannot be read: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+
+
+# JSON
+
+
+def _open_text(path: Path) -> IO[str]:
+    """UTF-8, with a byte-order mark or without one. A byte that is not UTF-8 becomes a lone surrogate (PEP 383), so that its row can be
+    named. Raises DataError for UTF-16 and UTF-32."""
+    with path.open("rb") as start:
+        packed = path.suffix == ".gz"
+        first = gzip.GzipFile(fileobj=start).read(2) if packed else start.read(2)
+    if first in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         raise DataError(
-            f"{path}: is not JSON ({error}); a file with one object a line must be named .jsonl"
-        ) from error
-    if not isinstance(records, list):
-        raise DataError(
-            f"{path}: holds a {type(records).__name__}, but a .json file must hold one list of objects"
+            f"{path}: cannot be read, it is not UTF-8 but UTF-16 or UTF-32; "
+            "convert it, as in iconv -f UTF-16 -t UTF-8 OLD > NEW"
         )
-    for number, values in enumerate(records, 1):
-        yield _as_row(path, number, values)
+    how: dict[str, Any] = {"mode": "rt", "encoding": "utf-8-sig", "errors": "surrogateescape"}
+    return gzip.open(path, **how) if packed else path.open(**how)
 
 
 def _read_lines(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
     for number, line in enumerate(stream, 1):
-        if not line.strip():
+        text = line.strip().lstrip(_MARK)  # the mark of a file that was appended to another
+        if not text:
             continue
         try:
-            yield _as_row(path, number, json.loads(line))
+            values, end, fault = _parsed(text, 0)
+            if end < len(text):
+                raise json.JSONDecodeError("Extra data", text, end)
         except json.JSONDecodeError as error:
-            yield Dropped(path.name, number, f"not JSON: {error.msg}")
+            values, fault = None, f"not JSON: {error.msg}"
+        yield _as_row(path, number, values, _not_characters(text) or fault)
 
 
-def _as_row(path: Path, number: int, values: Any) -> Row | Dropped:
-    if not isinstance(values, dict):
-        return Dropped(path.name, number, "not a JSON object")
-    return Row(path.name, number, values)
+def _read_json_list(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
+    text = stream.read()
+    try:
+        for number, (start, end, values, fault) in enumerate(_elements(path, text), 1):
+            yield _as_row(path, number, values, _not_characters(text[start:end]) or fault)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path}: is not JSON ({error}); a file with one object a line must be named .jsonl"
+        ) from error
+
+
+def _elements(path: Path, text: str) -> Iterator[tuple[int, int, Any, str | None]]:
+    """(start, end, value, fault) of each element of a JSON list, see ``_parsed``. Raises JSONDecodeError where it is no JSON any more,
+    DataError for one value that is no list."""
+    at = _next(text, 0)
+    if text[at : at + 1] != "[":
+        values, end, _ = _parsed(text, at)
+        if _next(text, end) < len(text):
+            raise json.JSONDecodeError("Extra data", text, end)
+        raise DataError(
+            f"{path}: holds a {type(values).__name__}, but a .json file must hold one list of objects"
+        )
+    at = _next(text, at + 1)
+    if text[at : at + 1] != "]":
+        while True:
+            values, end, fault = _parsed(text, at)
+            yield at, end, values, fault
+            at = _next(text, end)
+            if text[at : at + 1] != ",":
+                break
+            at = _next(text, at + 1)
+    if text[at : at + 1] != "]":
+        raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+    if _next(text, at + 1) < len(text):
+        raise json.JSONDecodeError("Extra data", text, at + 1)
+
+
+def _next(text: str, at: int) -> int:
+    """The next place that is not blank."""
+    blank = _BLANK.match(text, at)
+    assert blank is not None  # nothing is blank too
+    return blank.end()
+
+
+def _parsed(text: str, at: int) -> tuple[Any, int, str | None]:
+    """(value, where it ends, why it cannot be used or None) of the JSON that begins at ``at``. Raises JSONDecodeError where it is none."""
+    deep = f"nested more than {MOST_NESTED} levels deep"
+    try:
+        value, end = _DECODER.raw_decode(text, at)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        return None, _end(text, at), deep
+    except ValueError:
+        digits = sys.get_int_max_str_digits()
+        return None, _end(text, at), f"an integer has more than {digits} digits"
+    if (
+        text.count("[", at, end) + text.count("{", at, end) > MOST_NESTED
+        and _depth(text, at, end) > MOST_NESTED
+    ):
+        return None, end, deep
+    if _HALF_ESCAPE.search(text, at, end) and not _is_text(json.dumps(value, ensure_ascii=False)):
+        return None, end, "a text has half of a surrogate pair, which is no character"
+    return value, end, None
+
+
+def _end(text: str, at: int) -> int:
+    """Where the JSON ends that begins at ``at`` and that cannot be parsed. Raises JSONDecodeError where it does not."""
+    if text[at] not in "[{":
+        bare = re.compile(r"[^\s,\]}]+").match(text, at)
+        return bare.end() if bare else at
+    depth = 0
+    for found in _BRACKETS.finditer(text, at):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+        if depth == 0:
+            return found.end()
+    raise json.JSONDecodeError("Unterminated list or object starting at", text, at)
+
+
+def _depth(text: str, at: int, end: int) -> int:
+    """How deeply lists and objects are nested in sound JSON."""
+    depth = most = 0
+    for found in _BRACKETS.finditer(text, at, end):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+        most = max(most, depth)
+    return most
+
+
+def _is_text(text: str) -> bool:
+    """Whether it is made of characters: half a surrogate pair is none, and neither a tokenizer nor a file takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _not_characters(text: str) -> str | None:
+    """Why the text of a row, as it stands in the file, is not made of characters; None where it is."""
+    if text.isascii() or _is_text(text):
+        return None
+    return _not_utf8(next(ord(c) for c in text if "\ud800" <= c <= "\udfff") - 0xDC00)
+
+
+def _not_utf8(byte: int) -> str:
+    return f"the byte 0x{byte:02x} is not UTF-8"
+
+
+def _as_row(path: Path, number: int, values: Any, fault: str | None) -> Row | Dropped:
+    if fault is None and not isinstance(values, dict):
+        fault = "not a JSON object"
+    return Row(path.name, number, values) if fault is None else Dropped(path.name, number, fault)

@@ -287,7 +287,8 @@ def detect(row: Row) -> str:
 
 
 def _is_feedback(values: Values) -> bool:
-    return str(values.get("type")).endswith("_feedback")
+    kind = values.get("type")
+    return isinstance(kind, str) and kind.endswith("_feedback")
 
 
 def _nothing_usable(config: DataConfig, loaded: Loaded) -> DataError:

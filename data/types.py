@@ -55,6 +55,8 @@ class Completion:
     token_ids: tuple[int, ...] | None = None
     finished: bool = True
     """False when sampling was cut by its length limit: such a completion gets no end-of-sequence token."""
+    tokenizer: str | None = field(default=None, compare=False)
+    """Whose ``token_ids`` they are: ``data.chat.vocabulary_fingerprint`` of the tokenizer, None where nobody says."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Group:
     prompt: Prompt
     completions: tuple[Completion, ...] = ()
     rewards: tuple[float, ...] = ()
+    place: str = field(default="", compare=False)
+    """The file and the row of a group with token ids, for messages: which tokenizer will read them is known only later."""
 
     def __post_init__(self) -> None:
         if len(self.completions) != len(self.rewards):

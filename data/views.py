@@ -66,10 +66,10 @@ def keep_shares(groups: list[Group], desirable: float, undesirable: float) -> li
             out.append(group)
         elif left:
             out.append(
-                Group(
-                    group.prompt,
-                    tuple(group.completions[c] for _, c in left),
-                    tuple(label for label, _ in left),
+                replace(
+                    group,
+                    completions=tuple(group.completions[c] for _, c in left),
+                    rewards=tuple(label for label, _ in left),
                 )
             )
     return out

@@ -35,14 +35,18 @@ def make_loss(config: Config) -> Loss:
             f"loss={config.loss['name']} does not take it; it takes {', '.join(takes) or 'no numbers'}",
         )
         if "float" in str(takes[key].annotation):
-            number = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+            optional = value is None and "None" in str(takes[key].annotation)
+            number = optional or (isinstance(value, int | float) and not isinstance(value, bool))
             require(number, f"loss.{key}", value, "must be a number")
             require(value is None or value >= 0, f"loss.{key}", value, "must be 0 or more")
             scales = (
                 key in ("beta", "tau") and config.trainer.name != "grpo"
             )  # there beta weighs a penalty, and 0 is none
             require(
-                not scales or value > 0, f"loss.{key}", value, "must be above 0, or the loss has no gradient"
+                value is None or not scales or value > 0,
+                f"loss.{key}",
+                value,
+                "must be above 0, or the loss has no gradient",
             )
     for key, parameter in takes.items():
         require(

@@ -12,11 +12,10 @@ from config.schema import Config
 from data.batches import Segment
 from data.chat import Renderer
 from data.examples import Examples, make_examples
-from data.sources import load_splits
 from data.types import Example, Prompt, Sequence
 from data.views import prompts_of
 from jobs.online_source import OnlineSource, RoundWatch
-from jobs.plan import Plan
+from jobs.plan import Plan, load_data
 from models.distributed import World, from_main
 from models.policy import Policy
 from rollouts.engines import EmbeddedEngine, Engine, VllmEngine, attempt, outcome, probe_rows
@@ -33,9 +32,9 @@ def make_online_plan(config: Config, trainer: type[BasicTrainer], renderer: Rend
     """What is known before the first round: the held-out examples, and of the training data the prompts. ``train`` stands in for the
     rounds where they have to be counted: as many examples as they can give, each as long as it can get.
 
-    Raises ConfigError: no prompt can be rendered, a round has more contexts than there are prompts.
+    Raises DataError, and ConfigError: no prompt can be rendered, a round has more contexts than there are prompts.
     """
-    loaded, evaluation = load_splits(config.data)
+    loaded, evaluation = load_data(config, renderer)
     prompts, reasons = usable_prompts(prompts_of(loaded.groups), renderer)
     rounds, cuts = config.rounds, dict(renderer.cuts)
     require(

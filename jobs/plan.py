@@ -8,13 +8,15 @@ from pathlib import Path
 from common.errors import require
 from config.schema import Config
 from data.batches import Segment
-from data.chat import Renderer
+from data.chat import Renderer, vocabulary_fingerprint
 from data.examples import Examples, make_examples
+from data.groups import check_token_ids
 from data.selection import places
 from data.sources import Loaded, load_splits
 from data.token_cache import TokenCache
 from data.types import Example, Group
 from models.distributed import on_main
+from models.pretrained import model_config
 from trainers.basic import BasicTrainer
 
 
@@ -41,7 +43,7 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -
     With ``data.logprob_range`` the plan trains on as many groups as will be kept; which ones only the initial weights can tell
     (``jobs.likelihood``).
     """
-    loaded, evaluation = load_splits(config.data)
+    loaded, evaluation = load_data(config, renderer)
     examples = _tokenised(config, loaded.groups, trainer, renderer)
     cuts = dict(renderer.cuts)
     require(
@@ -71,6 +73,19 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -
         examples=examples,
         cuts=cuts,
     )
+
+
+def load_data(config: Config, renderer: Renderer) -> tuple[Loaded, Loaded]:
+    """Training and evaluation data. Raises ConfigError, and DataError for token ids that are not the model's own where they would be
+    read: online nobody reads those of the training data."""
+    loaded, evaluation = load_splits(config.data)
+    read = [*evaluation.groups, *([] if config.online else loaded.groups)]
+    sampled = [group for group in read if any(c.token_ids is not None for c in group.completions)]
+    if sampled:
+        tokenizer, text = renderer.tokenizer, model_config(config.model).get_text_config()
+        size = getattr(text, "vocab_size", None) or len(tokenizer)  # some have more rows than tokens
+        check_token_ids(sampled, vocabulary_fingerprint(tokenizer), size)
+    return loaded, evaluation
 
 
 def training_segment(config: Config, groups: tuple[tuple[Example, ...], ...]) -> Segment:

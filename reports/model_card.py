@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from common.markdown import literal
 from config.schema import RESERVED_LOSS_KEYS
 from reports.provenance import git_commit, scrub, scrub_text, variant, versions
 from reports.report import compared
 
 ROOT = Path(__file__).parents[1]
+_HUB_ID = re.compile(r"\w[\w.\-]*(/\w[\w.\-]*)?", re.ASCII)
+_TAG = re.compile(r"[^\w.+\-]+", re.ASCII)
+_FOLDERS = re.compile(r"(?<![\w.~:/<…\-])/(?:[^\s/'\"|<>&]+/)+(?=[^\s/])")
+"""The folders of an absolute path, without its last part; not the slashes of a URL or of a relative path."""
 PAPER = "Humanline: Online Alignment as Perceptual Loss (Liu, Muennighoff, Ethayarajh)"
 
 
 def write_model_card(model_dir: Path, config: dict[str, Any], summary: dict[str, Any]) -> Path:
     """Write ``model_dir/README.md`` and return its path.
 
-    ``config``: the run's, as plain data; ``summary``: as in summary.json, {} where it is not known. No secret of either gets in.
+    ``config``: the run's, as plain data; ``summary``: as in summary.json, {} where it is not known. No secret of either gets in, and of
+    an absolute path outside the working directory and the home only the last part.
     """
     path = model_dir / "README.md"
     text = scrub_text(model_card(scrub(config), scrub(summary)))
-    path.write_text(
-        text.replace(f"{Path.home()}/", "~/"), encoding="utf-8"
-    )  # who trained it, and where, is nobody's business
+    # Who trained it, and where, is nobody's business.
+    text = text.replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", "~/")
+    path.write_text(_FOLDERS.sub("…/", text), encoding="utf-8")
     return path
 
 
@@ -34,10 +41,10 @@ def model_card(config: dict[str, Any], summary: dict[str, Any]) -> str:
     base = str(model["name_or_path"])
     numbers = ", ".join(f"{key} = {value}" for key, value in loss.items() if key not in RESERVED_LOSS_KEYS)
     front = ModelCardData(
-        base_model=None if _is_path(base) else base,  # the hub takes ids alone
+        base_model=base if _is_hub_id(base) else None,  # the hub takes nothing else
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["alignment", str(loss["name"]), variant(config)],
+        tags=["alignment", _TAG.sub("-", str(loss["name"])), variant(config)],
     )
     facts = {
         "Base model": base + (f", revision {model['revision']}" if model.get("revision") else ""),
@@ -49,12 +56,15 @@ def model_card(config: dict[str, Any], summary: dict[str, Any]) -> str:
         "Learning rate": f"{config['lr']:g}",
         "Batch size": model.get("batch_size"),
         "LoRA": f"rank {model['peft']['lora_r']}, merged" if model.get("use_peft") else None,
-        "Command": f"`{summary['command']}`" if summary.get("command") else None,
+        "Command": summary.get("command") or None,
         "Code": git_commit(ROOT),
         "Versions": ", ".join(f"{package} {version}" for package, version in versions().items()),
     }
-    rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in facts.items() if value is not None)
-    title = f"{Path(base).name}, {loss['name']}, {variant(config)}"
+    cells = {key: literal(str(value)) for key, value in facts.items() if value is not None}
+    rows = "\n".join(
+        f"| {key} | {f'<code>{cell}</code>' if key == 'Command' else cell} |" for key, cell in cells.items()
+    )
+    title = literal(f"{Path(base).name}, {loss['name']}, {variant(config)}")
     return f"""---
 {front.to_yaml().strip()}
 ---
@@ -97,11 +107,6 @@ On held-out data; rewards are unclipped and against the initial weights.
     )
 
 
-def _is_path(name: str) -> bool:
-    """Whether a model's name is a folder rather than an id of the hub (``name`` or ``owner/name``)."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
-
-
-def _cell(value: Any) -> str:
-    """A value as one cell of a Markdown table."""
-    return str(value).replace("|", "\\|").replace("\n", " ")
+def _is_hub_id(name: str) -> bool:
+    """Whether a model's name is an id of the hub (``name`` or ``owner/name``) rather than a folder."""
+    return bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from common.secrets import REMOVED, is_secret, scrub_text
 from config import variant as variants
 
-REMOVED = "[removed]"
-_SECRET_NAME = re.compile(r"(^|[_.\-])(key|apikey|token|secret|passw(or)?d|credentials?)$", re.IGNORECASE)
-_SECRET_VALUE = re.compile(
-    r"\bhf_[A-Za-z0-9]{16,}"  # Hugging Face
-    r"|\bwandb_v\d+_[A-Za-z0-9_\-]{16,}"  # Weights & Biases; its older keys are bare hex like a commit: known by their names alone
-    r"|\bsk-[A-Za-z0-9_\-]{16,}"  # OpenAI and those who followed
-    r"|\bgh[pousr]_[A-Za-z0-9]{16,}|\bgithub_pat_[A-Za-z0-9_]{16,}"
-    r"|(?<=://)[^/\s@]+:[^/\s@]+(?=@)"  # user:password in a URL
-)
-_SHORTEST_SECRET = 8
-"""Characters: a shorter environment value is more likely a word than a secret, and would be cut out of ordinary text."""
+__all__ = ["REMOVED", "git_commit", "scrub", "scrub_text", "variant", "versions"]
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "vllm")
-
-
-def scrub_text(text: str) -> str:
-    """``text`` without anything shaped like a token, and without the value of any environment variable named like a secret."""
-    named = (v for k, v in os.environ.items() if _SECRET_NAME.search(k) and len(v) >= _SHORTEST_SECRET)
-    for value in sorted(named, key=len, reverse=True):  # longest first: one may hold another
-        text = text.replace(value, REMOVED)
-    return _SECRET_VALUE.sub(REMOVED, text)
 
 
 def scrub(config: Any) -> Any:
@@ -43,7 +24,7 @@ def scrub(config: Any) -> Any:
     if isinstance(config, dict):
         return {
             scrub_text(key) if isinstance(key, str) else key: REMOVED
-            if isinstance(key, str) and _SECRET_NAME.search(key) and isinstance(value, str) and value
+            if isinstance(key, str) and is_secret(key, value)
             else scrub(value)
             for key, value in config.items()
         }

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from common.errors import require
-from data.chat import Renderer
+from data.chat import Renderer, vocabulary_fingerprint
 from data.types import Completion, Prompt
 from models.distributed import gather_objects, reshard
 from models.policy import Policy, causal_lm
@@ -66,6 +66,7 @@ class Sample:
             str(tokenizer.decode(list(self.token_ids), skip_special_tokens=True)),
             self.token_ids,
             self.finished,
+            vocabulary_fingerprint(tokenizer),
         )
 
 

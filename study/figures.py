@@ -37,8 +37,15 @@ def figures(records: Sequence[Record]) -> dict[str, tuple[str, Figure]]:
         [r.before[SAMPLED] for r in records if not r.cell.startswith("tune-") and SAMPLED in r.before]
     )
     base = start.value if start else None
-    hl = {loss: f"{loss}-offline-hl" for loss in LOSSES}
-    drawn: dict[str, tuple[str, Figure | None]] = {
+    drawn = of_the_paper(records, sampled, greedy, base) | of_our_own(records, sampled, greedy, base)
+    return {stem: (caption, figure) for stem, (caption, figure) in drawn.items() if figure is not None}
+
+
+def of_the_paper(
+    records: Sequence[Record], sampled: Values, greedy: Values, base: float | None
+) -> dict[str, tuple[str, Figure | None]]:
+    """The figures that are the paper's own. ``base``: the sampled accuracy that all runs start from."""
+    return {
         "figure1": (
             "Figure 1: the four variants of each loss, at equal numbers of examples. Above sampled accuracy (temperature 0.7), "
             "below greedy. Dashed: the model that all start from.",
@@ -46,23 +53,7 @@ def figures(records: Sequence[Record]) -> dict[str, tuple[str, Figure]]:
         ),
         "figure5": (
             "Figure 5: humanline's parts, each alone (left); clipping against sampling (right).",
-            side_by_side(
-                sampled,
-                base,
-                {
-                    "parts": lambda x: [
-                        (hl[x], "both", ORANGE),
-                        (f"{x}-sync-only", "syncing only", GREEN),
-                        (f"{x}-clip-only", "clipping only", PURPLE),
-                        (f"{x}-offline", "neither (offline)", RED),
-                        (f"{x}-online", "online", BLUE),
-                    ],
-                    "clipping or sampling": lambda x: [
-                        (hl[x], "clipping", ORANGE),
-                        (f"{x}-hl-sample", "sampling", GREEN),
-                    ],
-                },
-            ),
+            side_by_side(sampled, base, {"parts": parts_alone, "clipping or sampling": clipping_or_sampling}),
         ),
         "figure6": (
             "Figure 6: offline+humanline on quarters of the data, by mean token log-probability under the initial weights, lowest "
@@ -79,19 +70,16 @@ def figures(records: Sequence[Record]) -> dict[str, tuple[str, Figure]]:
         ),
         "figure10": (
             "Figure 10: humanline syncing before the update, trust-region syncing after it.",
-            side_by_side(
-                sampled,
-                base,
-                {
-                    "": lambda x: [
-                        (hl[x], "humanline, k = 16", ORANGE),
-                        (f"{x}-trust-16", "trust region, every 16", GREEN),
-                        (f"{x}-trust-64", "trust region, every 64", PURPLE),
-                        (f"{x}-offline", "offline", RED),
-                    ]
-                },
-            ),
+            side_by_side(sampled, base, {"": humanline_or_trust_region}),
         ),
+    }
+
+
+def of_our_own(
+    records: Sequence[Record], sampled: Values, greedy: Values, base: float | None
+) -> dict[str, tuple[str, Figure | None]]:
+    """What runs take, and a table and a control of the paper as figures."""
+    return {
         "figure11": (
             "Figure 11: what a run takes, CPU seconds on one core, by what they go to.",
             times(records),
@@ -102,7 +90,29 @@ def figures(records: Sequence[Record]) -> dict[str, tuple[str, Figure]]:
             controls(sampled, greedy, base),
         ),
     }
-    return {stem: (caption, figure) for stem, (caption, figure) in drawn.items() if figure is not None}
+
+
+def parts_alone(loss: str) -> list[Bar]:
+    return [
+        (f"{loss}-offline-hl", "both", ORANGE),
+        (f"{loss}-sync-only", "syncing only", GREEN),
+        (f"{loss}-clip-only", "clipping only", PURPLE),
+        (f"{loss}-offline", "neither (offline)", RED),
+        (f"{loss}-online", "online", BLUE),
+    ]
+
+
+def clipping_or_sampling(loss: str) -> list[Bar]:
+    return [(f"{loss}-offline-hl", "clipping", ORANGE), (f"{loss}-hl-sample", "sampling", GREEN)]
+
+
+def humanline_or_trust_region(loss: str) -> list[Bar]:
+    return [
+        (f"{loss}-offline-hl", "humanline, k = 16", ORANGE),
+        (f"{loss}-trust-16", "trust region, every 16", GREEN),
+        (f"{loss}-trust-64", "trust region, every 64", PURPLE),
+        (f"{loss}-offline", "offline", RED),
+    ]
 
 
 def svg(figure: Figure) -> bytes:

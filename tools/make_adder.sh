@@ -8,14 +8,16 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
 ASSETS=assets/adder
-RUNS=${RUNS:-runs/make_adder}
+RUNS=runs/make_adder  # as the model's README will name it: the same on every machine
+git diff --quiet HEAD || { echo "commit your changes first: the model's README names the commit that made it" >&2; exit 1; }
 
 sft() {  # name of the demonstrations and of the run, seed
-    "$PYTHON" train.py loss=sft model=adder-init data=adder-sft data.subset="$1" seed="$2" exp_name="$1" runs_dir="$RUNS" \
-        model.batch_size=128 scheduler=cosine min_lr_ratio=0.05 eps=1e-8 overwrite=true wandb.enabled=false
+    "$PYTHON" train.py loss=sft model=adder-init model.name_or_path="$RUNS/blank" data=adder-sft data.subset="$1" \
+        seed="$2" exp_name="$1" runs_dir="$RUNS" model.batch_size=128 scheduler=cosine min_lr_ratio=0.05 eps=1e-8 overwrite=true wandb.enabled=false
 }
 
-"$PYTHON" -m tools.make_adder blank $ASSETS/model
+# Nothing that git knows changes before both models are trained.
+"$PYTHON" -m tools.make_adder blank "$RUNS/blank"
 sft policy 1
 sft sampler 2
 "$PYTHON" -m tools.make_adder pairs "$RUNS/sampler" $ASSETS

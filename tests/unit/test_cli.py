@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from common.errors import ConfigError
+from config.cli import refuse_choices
 from tests.tiny import ROOT, make_config
 from train import train
 
@@ -15,6 +16,8 @@ WRONG = {
     "model.batchsize=8": "did you mean model.batch_size?",
     "loss=nope": "there is no such file in config/loss",
     "model.name_or_path=./nope": "model.name_or_path=./nope",
+    "loss=null": "loss=null: choose a file of config/loss: bco, ",
+    "reward=judge +reward.judge.api_key=hidden-words": "reward.judge.api_key=[removed]: is not a setting",
     "loss=sft data=adder-sft data.subset=policy humanline=true": "loss=sft has no reference",
 }
 
@@ -40,6 +43,58 @@ def test_a_wrong_command_line_gives_one_message_and_code_2(line):
 
 
 @pytest.mark.parametrize(
+    ("word", "said"),
+    {
+        **{
+            f"{group}=null": f"{group}=null: choose a file of"
+            for group in ("model", "data", "trainer", "sampler")
+        },
+        "reward=null": "for none write ~reward",
+        "experiment=null": "for none leave it out",
+        "reward=armrom": "reward=armrom: there is no such file in config/reward; there are adder, armorm",
+        "loss=": "loss=: choose a file",
+        "loss=3": "loss=3: choose a file",
+        "loss=[null]": "loss=null: choose a file",
+        "loss=dpo,null": "loss=null: choose a file",
+        "reward=armorm,armrom": "reward=armrom: there is no such file",
+        "=3": "=3: has no setting before the =",
+    }.items(),
+)
+def test_a_choice_among_files_that_is_none_is_refused(word, said):
+    with pytest.raises(ConfigError) as caught:
+        refuse_choices(["dry_run=true", word])
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["loss=kto", "reward=armorm", "~reward", "-m", "seed=1,2", "loss=dpo,kto"],
+        [
+            "lr=null",
+            "exp_name=null",
+            "loss={name: x}",
+            "+in=samples.jsonl",
+            "lr=(",
+            "--cfg",
+            "job",
+            "loss=nope",
+        ],
+    ],
+)
+def test_what_chooses_nothing_and_what_hydra_refuses_itself_passes(words):
+    refuse_choices(words)
+
+
+def test_a_folder_of_ones_own_settings_may_have_the_reward(tmp_path):
+    (tmp_path / "reward").mkdir()
+    (tmp_path / "reward" / "mine.yaml").write_text("name: mine\n")
+    refuse_choices(["--config-dir", str(tmp_path), "reward=mine"])
+    with pytest.raises(ConfigError, match=r"there are adder.*mine"):
+        refuse_choices([f"--config-dir={tmp_path}", "reward=yours"])
+
+
+@pytest.mark.parametrize(
     ("line", "said"),
     {
         "lr=fast": "lr=fast",
@@ -50,6 +105,15 @@ def test_a_wrong_command_line_gives_one_message_and_code_2(line):
         "loss=grpo loss.importance=tokn": "importance",
         "loss.beta=0": "loss.beta=0: must be above 0",
         "sync_freq=0": "sync_freq=0: must be",
+        "lr=inf": "lr=inf: must be above 0, and finite",
+        "loss.name=null": "loss.name=None: must be a text",
+        "loss._target_=null": "loss._target_=None: must be a text",
+        "loss.beta=null": "loss.beta=None: must be a number",
+        "data=mix data.mix=[3]": "data.mix[0]=3: is one set, as in",
+        "data.columns=[a]": "data.columns=['a']: is a mapping",
+        "model.peft.target_modules=null": "model.peft.target_modules=None: name modules",
+        "model.peft.target_modules=[]": "model.peft.target_modules=[]: name modules",
+        "+loss.api_key=hidden": "loss.api_key=[removed]: loss=dpo does not take it",
         "resume=true overwrite=true": "give one",
         "model.batch_size=30 model.gradient_accumulation_steps=4": "must divide",
         "log_epsilon_P=1": "log_epsilon_P=1.0: is the lower bound",

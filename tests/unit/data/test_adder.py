@@ -218,6 +218,12 @@ def test_the_shipped_tokenizer_and_architecture_are_what_the_code_makes(tmp_path
     assert made | {"transformers_version": None} == shipped | {"transformers_version": None}
 
 
+def test_the_shipped_models_page_names_no_folder_of_a_machine_and_no_uncommitted_code() -> None:
+    page = (ASSETS / "model" / "README.md").read_text(encoding="utf-8")
+    assert "train.py" in page and "+changes" not in page
+    assert re.findall(r"(?<![\w.~:/<])/\w+/", page) == []
+
+
 def test_the_shipped_model_is_small_and_loads_unchanged() -> None:
     model = AutoModelForCausalLM.from_pretrained(ASSETS / "model")
     assert 3e5 < sum(p.numel() for p in model.parameters()) < 1e6

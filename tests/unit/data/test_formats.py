@@ -247,7 +247,7 @@ completions = st.builds(
 def test_a_group_survives_its_json(
     asked: str, reference: str | None, answers: list[Completion], data: st.DataObject
 ) -> None:
-    rewards = tuple(data.draw(st.floats(allow_nan=False, allow_infinity=False)) for _ in answers)
+    rewards = tuple(data.draw(st.floats(allow_nan=False, allow_infinity=False, width=32)) for _ in answers)
     group = Group(Prompt((Turn("user", asked),), reference), tuple(answers), rewards)
     assert from_dict(json.loads(json.dumps(to_dict(group)))) == group
 

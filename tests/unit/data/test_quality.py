@@ -70,6 +70,16 @@ def test_markdown_names_rows_and_its_tables_hold_whatever_the_data_say(report: D
         assert len(widths) <= 1, table
 
 
+def test_what_the_data_say_is_shown_and_does_nothing() -> None:
+    hostile = "<svg onload=alert(1)> ![](http://x) `a` \\| <script>\n# b\n\x1b[2J\ud800"
+    loaded = Loaded([group("q1")], 3, [Dropped(hostile, 2, hostile)], hostile)
+    made = DataReport.of(loaded, Loaded([], 0, [], hostile), Examples((), {hostile: 1}), {})
+    page = made.to_markdown()
+    page.encode()
+    assert [part for part in ("<svg", "<script", "](", "`", "\n# b", "\x1b") if part in page] == []
+    assert page.count("&lt;svg onload=alert(1)&gt;") == 6
+
+
 def test_to_dict_is_json(report: DataReport) -> None:
     plain = json.loads(json.dumps(report.with_logprobs({"chosen": np.array([-0.1, -0.3])}).to_dict()))
     assert plain["logprob"]["chosen"]["mean"] == pytest.approx(-0.2)

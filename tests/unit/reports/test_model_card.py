@@ -73,7 +73,7 @@ def test_the_card_says_where_the_model_comes_from(tmp_path):
     ):
         assert expected in card.text, expected
     assert "_target_" not in card.text
-    assert r"loss=kto \| tee log" in card.text  # a pipe would end the cell
+    assert "loss=kto &#124; tee log" in card.text  # a pipe would end the cell
 
 
 def test_the_card_of_a_local_base_model_does_not_point_to_the_hub(tmp_path):
@@ -82,6 +82,34 @@ def test_the_card_of_a_local_base_model_does_not_point_to_the_hub(tmp_path):
     assert card.data.base_model is None
     assert "~/runs/sft/model" in card.text
     assert "Evaluation" not in card.text
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    ["<svg onload=alert(1)>", "<script>alert(1)</script>", "![](http://x)", "`|`", "a\n---\n# b\n", "[a](b)"],
+)
+def test_whatever_a_setting_says_is_shown_and_does_nothing(tmp_path, hostile):
+    config = copy.deepcopy(CONFIG)
+    config["loss"] |= {"name": hostile, "beta": hostile, "<b>": 1}
+    config["model"] |= {"name_or_path": hostile, "revision": hostile}
+    config["data"]["path"] = hostile
+    path = write_model_card(tmp_path, config, SUMMARY | {"command": f"python train.py {hostile}"})
+    page = path.read_text(encoding="utf-8")
+    for tag in ("<svg", "<script", "<b>", "](", "\n# b"):
+        assert tag not in page
+    card = ModelCard.load(path)
+    assert card.data.base_model is None and card.data.library_name == "transformers"
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    assert {
+        row.count("|") for row in rows if not row.startswith(("| |", "|---", "| sampled", "| evaluation"))
+    } <= {3, 4}
+    assert len([row for row in rows if row.startswith(("| Base model |", "| Command |"))]) == 2
+
+
+def test_no_folder_of_a_machine_gets_in(tmp_path):
+    words = f"runs_dir=/scratch/ada/runs data.path={Path.cwd()}/pairs.jsonl x=/mnt/a/b url=https://host/a/b/c c=a/b/c"
+    page = write_model_card(tmp_path, CONFIG, SUMMARY | {"command": words}).read_text(encoding="utf-8")
+    assert "runs_dir=…/runs data.path=pairs.jsonl x=…/b url=https://host/a/b/c c=a/b/c</code>" in page
 
 
 @pytest.mark.parametrize("secret", SECRETS.values(), ids=SECRETS)

@@ -1,0 +1,39 @@
+"""Text of unknown origin in a Markdown page: shown as it is, and nothing but shown."""
+
+from __future__ import annotations
+
+import html
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.markdown import literal
+
+HOSTILE = (
+    "<svg onload=alert(1)>",
+    "<script>fetch('//x')</script>",
+    "![](http://x/pixel)",
+    "[click](javascript:alert(1))",
+    "`code` | cell \\| cell",
+    "&lt;img&gt; &#60;b&#62;",
+    "a\n\n# heading\n---\n<b>",
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_markup_is_shown_and_does_nothing(text):
+    made = literal(text)
+    assert html.unescape(made) == " ".join(text.split())
+    assert not set(made) & set("<>`[]|\\\n")
+
+
+@given(st.text())
+def test_any_text_is_one_printable_line_without_markup(text):
+    made = literal(text)
+    made.encode()
+    assert made.isprintable() and not set(made) & set("<>`[]|\\*")
+
+
+def test_what_cannot_be_seen_is_shown_by_its_number():
+    assert html.unescape(literal("a\x1b[2J\u202eb\ud800")) == "a\\u001b[2J\\u202eb\\ud800"

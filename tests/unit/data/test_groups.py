@@ -1,0 +1,97 @@
+"""Groups files know whose token ids they hold; the ids of another tokenizer are refused by file and row, and what is no id is dropped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common.errors import DataError
+from config.schema_data import DataConfig
+from data.chat import vocabulary_fingerprint
+from data.groups import check_token_ids, read_groups, write_groups
+from data.sources import load_groups
+from data.types import Completion, Group, Prompt, Turn
+from data.views import keep_shares
+from tests.unit.data.tiny_tokenizers import tiny_tokenizer
+
+OURS = "0123456789abcdef"
+
+
+def group(*ids: int, tokenizer: str | None = OURS, question: str = "q") -> Group:
+    sampled = Completion("a", ids, True, tokenizer)
+    return Group(Prompt((Turn("user", question),)), (sampled, Completion("b")), (1.0, -1.0))
+
+
+def load(path: Path) -> list[Group]:
+    config = DataConfig(name="x", source="data.sources.local", path=str(path), eval_fraction=0)
+    return load_groups(config, "train").groups
+
+
+def test_a_file_says_whose_ids_it_holds_and_one_that_does_not_is_as_it_was(tmp_path):
+    path = tmp_path / "groups.jsonl"
+    write_groups(path, [group(1, 2), group(3, tokenizer=None)])
+    first, second = (json.loads(line)["completions"] for line in path.read_text().splitlines())
+    assert [c.get("tokenizer") for c in first] == [OURS, None]
+    assert all(c.keys() == {"text", "token_ids", "finished"} for c in (first[1], *second))
+    for read in (read_groups, load):
+        assert [g.completions[0].tokenizer for g in read(path)] == [OURS, None]
+        assert [g.place for g in read(path)] == ["groups.jsonl, row 1", "groups.jsonl, row 2"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "tokenizer", "says"),
+    [
+        ((0, 18), OURS, None),
+        ((0, 18), None, None),
+        ((0, 18), "fedcba9876543210", "another tokenizer"),
+        ((4, 19), OURS, "token id 19, and the model's vocabulary has 19"),
+        ((10**30,), None, "token id 1000000"),
+    ],
+)
+def test_the_first_ids_that_are_not_the_models_are_named_with_the_remedy(tmp_path, ids, tokenizer, says):
+    path = tmp_path / "groups.jsonl"
+    write_groups(path, [group(1), group(*ids, tokenizer=tokenizer, question="r")])
+    for made in (load(path), keep_shares(load(path), 1, 0)):
+        if says is None:
+            check_token_ids(made, OURS, 19)
+            continue
+        with pytest.raises(DataError, match=f"groups.jsonl, row 2: .*{says}.*take token_ids out of the file"):
+            check_token_ids(made, OURS, 19)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token_ids": 5},
+        {"token_ids": "abc"},
+        {"token_ids": {}},
+        {"token_ids": [True]},
+        {"token_ids": [-1]},
+        {"token_ids": [1.0]},
+        {"token_ids": [None]},
+        {"text": 3},
+        {"finished": "false"},
+        {"tokenizer": 7},
+    ],
+    ids=str,
+)
+def test_what_is_no_completion_is_dropped_with_a_reason(tmp_path, change):
+    path = tmp_path / "groups.jsonl"
+    write_groups(path, [group(1), group(2, question="r")])
+    first, second = map(json.loads, path.read_text().splitlines())
+    second["completions"][0] |= change
+    path.write_text(json.dumps(first) + "\n" + json.dumps(second) + "\n")
+    assert len(load(path)) == 1
+    with pytest.raises(DataError, match=f"line 2: .*{next(iter(change))}"):
+        read_groups(path)
+
+
+def test_a_fingerprint_is_that_of_the_tokens_and_their_numbers_alone():
+    one, same, more, other = (tiny_tokenizer(name) for name in ("llama3", "llama3", "llama3", "qwen2"))
+    same.chat_template, same.model_max_length = "{{ messages }}", 7
+    before = vocabulary_fingerprint(more)
+    assert before == vocabulary_fingerprint(one) == vocabulary_fingerprint(same)
+    more.add_tokens("question")
+    assert len({vocabulary_fingerprint(t) for t in (one, more, other)}) == 3
