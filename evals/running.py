@@ -39,7 +39,10 @@ def evaluate(targets: list[Target], stage: EvalStage, world: World) -> list[Eval
     if pooled is not None:
         refuse_existing(pooled, stage.overwrite_out)
     for target in targets:
-        refuse_existing(result_path(target, stage), stage.overwrite_out)
+        path = result_path(target, stage)
+        refuse_existing(path, stage.overwrite_out)
+        # Answers without a result beside them are somebody's own file, which overwrite_out does not speak of.
+        refuse_existing(path.with_suffix(".jsonl"), stage.overwrite_out and path.exists())
         kind.check(target, stage)
     found = []
     for target in targets:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
@@ -26,11 +27,11 @@ from jobs.initial_scores import initial_scores
 from jobs.likelihood import choose_groups, clippable_share, completion_means
 from jobs.online import Online, make_online_plan
 from jobs.plan import make_plan, training_segment
-from jobs.run_folder import run_folder
+from jobs.run_folder import RunFolder
 from jobs.signals import Signals
 from jobs.watch import Run
 from models.attention import packs_rows
-from models.distributed import World, barrier, on_main
+from models.distributed import World, on_main
 from models.export import export, full_state
 from models.loading import load_sharded
 from models.memory import estimate_memory
@@ -48,10 +49,11 @@ from trainers.basic import BasicTrainer
 class Job:
     """Builds and runs. Everything a user can get wrong is found in ``__init__``, before weights are loaded."""
 
-    def __init__(self, config: Config, name: str, world: World) -> None:
-        self.config, self.name, self.world = config, name, world
+    def __init__(self, config: Config, folder: RunFolder, world: World) -> None:
+        """``folder``: where the run lies; claimed, unless this is a dry run."""
+        self.config, self.folder, self.world = config, folder, world
         disable_progress_bar()  # transformers draws one for every file; the run has its own
-        self.say(f"{name}: {config.variant} {config.loss['name']}, {world.size} x {world.device.type}")
+        self.say(f"{folder.name}: {config.variant} {config.loss['name']}, {world.size} x {world.device.type}")
         check_ranks(config, world.size)
         self.loss, self.trainer_class = make_loss(config), trainer_class(config)
         packing, why = packs_rows(config.model, check_model(config.model))
@@ -72,11 +74,7 @@ class Job:
         self.report = DataReport.of(
             self.plan.loaded, self.plan.evaluation, self.plan.examples, self.plan.cuts
         )
-        self.online = (
-            Online(config, self.plan, self.renderer, world, Path(config.runs_dir) / name)
-            if config.online
-            else None
-        )
+        self.online = Online(config, self.plan, self.renderer, world, folder.path) if config.online else None
         if self.online is not None:
             self.say(self.online.describe(self.plan, self.trainer_class.unit))
         else:
@@ -98,9 +96,9 @@ class Job:
 
     def run(self, signals: Signals) -> dict[str, Any]:
         """Train, export, report; returns the summary."""
-        config, world = self.config, self.world
-        folder, exists = on_main(lambda: run_folder(config, self.name))
+        config, world, folder = self.config, self.world, self.folder.path
         policy, fingerprint = load_sharded(config.model, world, config.seed)
+        exists = on_main(self.folder.prepare)
         trainer = self.trainer_class(config, policy, self.loss, world)
         parts = {
             "weights": fingerprint,
@@ -115,7 +113,8 @@ class Job:
         evaluator.prepare(parts)
         if config.data.logprob_range is not None:
             self.choose_groups(trainer, parts, folder)
-        self.score_training_rows(trainer, parts, folder)
+        self.score_training_rows(trainer, parts)
+        on_main(self.folder.record)
         run = Run(
             config, folder, trainer, evaluator, self.plan.steps, signals, self.make_diagnostics(trainer)
         )
@@ -139,7 +138,7 @@ class Job:
         )
         if trainer.progress.step == 0 or (self.online is None and trainer.progress.step != self.plan.steps):
             raise StoppedError(f"{trainer.progress.step} of {self.plan.steps} planned steps were done")
-        return self.finish(run, folder, policy)
+        return self.finish(run, policy)
 
     def make_diagnostics(self, trainer: BasicTrainer) -> Diagnostics | None:
         """What follows the trainer beside its metrics, if asked for and there is a reference to compare with."""
@@ -179,7 +178,7 @@ class Job:
             clippable_share(scores.values(), config.log_epsilon_R) if clips else None,
         )
 
-    def score_training_rows(self, trainer: BasicTrainer, parts: dict[str, str], folder: Path) -> None:
+    def score_training_rows(self, trainer: BasicTrainer, parts: dict[str, str]) -> None:
         """Training rows under the initial weights, for the data report: all of them where that is the reference for ever (offline),
         else those of one batch in n, for ``drift``."""
         config, plan = self.config, self.plan.train
@@ -206,15 +205,18 @@ class Job:
                 config.data.logprob_range is None
             ):  # else the report has them already, of every row that is kept
                 self.report_logprobs(scores)
-        if self.world.is_main:
-            (folder / "data_report.json").write_text(json.dumps(self.report.to_dict(), indent=2))
-            (folder / "data_report.md").write_text(self.report.to_markdown())
-            for warning in self.report.warnings():
-                print(f"warning: {warning}", flush=True)
+        on_main(self.write_data_report)
+        for warning in self.report.warnings():
+            self.say(f"warning: {warning}")
 
-    def finish(self, run: Run, folder: Path, policy: Policy) -> dict[str, Any]:
-        """Export, summary, model card, report, the table at the end."""
-        state = full_state(policy)
+    def write_data_report(self) -> None:
+        """Rank 0. Raises ConfigError."""
+        self.folder.write("data_report.json", json.dumps(self.report.to_dict(), indent=2))
+        self.folder.write("data_report.md", self.report.to_markdown())
+
+    def finish(self, run: Run, policy: Policy) -> dict[str, Any]:
+        """Export, summary, model card, report, the table at the end. Raises StoppedError where they cannot be written."""
+        state, folder = full_state(policy), self.folder.path
         seconds = max(run.seconds, 1e-9)
         summary: dict[str, Any] = {
             "before": run.before,
@@ -229,16 +231,31 @@ class Job:
             else "AutoModelForCausalLM",
             "command": scrub_text(shlex.join(["python", *sys.argv])),
         }
-        if self.world.is_main:
-            export(state, policy, self.tokenizer, folder / "model", export_dtype(self.config.model))
-            write_model_card(folder / "model", asdict(self.config), summary)
-            write_whole(folder / "summary.json", json.dumps(summary, indent=2))
-            run.tracker.summary(summary["after"])
-            run.tracker.close()
-            write_report(folder)
-            print("\n" + final_table(summary), flush=True)
-        barrier()
+        try:
+            on_main(lambda: self.leave(run, state, policy, summary))
+        except OSError as error:
+            raise StoppedError(
+                f"{folder}: what was trained could not be written ({error}); make room, then the same command with "
+                "resume=true writes it"
+            ) from error
         return summary
+
+    def leave(self, run: Run, state: dict[str, Tensor], policy: Policy, summary: dict[str, Any]) -> None:
+        """Rank 0: the model, then ``summary.json``, which says that the run is done, then the report. Raises OSError."""
+        folder = self.folder.path
+        try:
+            export(state, policy, self.tokenizer, folder / "model", export_dtype(self.config.model))
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        write_model_card(folder / "model", asdict(self.config), summary)
+        write_whole(folder / "summary.json", json.dumps(summary, indent=2))
+        run.tracker.summary(summary["after"])
+        run.tracker.close()
+        try:
+            write_report(folder)
+        except OSError as error:
+            self.say(f"{folder / 'report.html'} could not be written ({error}); everything else is there")
+        self.say("\n" + final_table(summary))
 
     def close(self) -> None:
         """End the processes that rounds have started."""

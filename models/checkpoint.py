@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import zlib
 from pathlib import Path
@@ -28,6 +29,8 @@ from torch.distributed.checkpoint.state_dict import (
 from common.errors import StoppedError
 from models.distributed import World, any_rank, barrier, gather_objects
 
+_NAME = re.compile(r"step_[0-9]{8,}")
+
 
 class CheckpointError(StoppedError):
     """A checkpoint that could not be written, or none that can be read; the message says what and why."""
@@ -43,8 +46,8 @@ class Checkpoints:
         return self.folder / f"step_{step:08d}"
 
     def all(self) -> list[Path]:
-        """Those that were written whole (or damaged later), oldest first."""
-        return sorted(p for p in self.folder.glob("step_*") if p.is_dir() and not p.name.endswith(".part"))
+        """Those that were written whole (or damaged later), oldest first. A folder of another name is somebody else's."""
+        return sorted(p for p in self.folder.glob("step_*") if _NAME.fullmatch(p.name) and p.is_dir())
 
     def save(
         self,

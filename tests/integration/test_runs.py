@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,12 +16,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.errors import ConfigError
+from common.errors import ConfigError, StoppedError
+from config.cli import guarded
 from export import export_run
+from jobs.job import Job
+from jobs.run_folder import LOCK
 from jobs.signals import REQUEUE
 from jobs.watch import Run
 from models.checkpoint import Checkpoints
 from tests.tiny import ROOT, make_config
+from tests.tiny_files import FILLER, everything, fill, mounted
 from train import train
 from trainers.basic import BasicTrainer
 
@@ -41,6 +46,12 @@ class CrashError(Exception):
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    with mounted(tmp_path / "disk", "64m") as folder:
+        yield folder
 
 
 def settings(folder: Path, cache: Path, *more: str):
@@ -132,11 +143,59 @@ def test_a_run_that_is_there_is_not_touched_unless_told_to(tmp_path, cache):
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
     with pytest.raises(ConfigError, match="overwrite=true"):
         train(settings(tmp_path, cache, "n_examples=32"), "run")
-    with pytest.raises(ConfigError, match=r"lr=changed"):
+    with pytest.raises(ConfigError, match=r"lr=0.002: was 0.001 when"):
         train(settings(tmp_path, cache, "n_examples=32", "resume=true", "lr=2e-3"), "run")
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
     train(settings(tmp_path, cache, "n_examples=32", "resume=true"), "fresh")  # nothing to resume: starts
     assert (tmp_path / "fresh" / "summary.json").exists()
+
+
+def test_a_refused_start_deletes_nothing_and_does_not_stand_in_the_way(tmp_path, cache):
+    few = settings(tmp_path, cache, "n_examples=32", "overwrite=true")
+    train(few, "there")
+    before = everything(tmp_path / "there")
+    weightless = tmp_path / "weightless"
+    shutil.copytree(ROOT / "assets/adder/model", weightless, ignore=shutil.ignore_patterns("*.safetensors"))
+    wrong = settings(tmp_path, cache, "n_examples=32", "overwrite=true", f"model.name_or_path={weightless}")
+    for name in ("there", "new"):
+        with pytest.raises(ConfigError, match="name_or_path"):
+            train(wrong, name)
+    assert not (tmp_path / "new").exists()
+    now = everything(tmp_path / "there")
+    assert {k: v for k, v in now.items() if k != LOCK} == {k: v for k, v in before.items() if k != LOCK}
+    train(settings(tmp_path, cache, "n_examples=32"), "new")
+    train(settings(tmp_path, cache, "n_examples=32", "overwrite=true", "lr=2e-3"), "there")
+    assert "lr: 0.002" in (tmp_path / "there" / "config.yaml").read_text()
+
+
+def test_a_full_disk_costs_a_run_nothing(tmp_path, small_disk, cache, monkeypatch, capfd):
+    train(settings(tmp_path, cache, "save_every=48"), "whole")
+    with monkeypatch.context() as patch:
+        crash_before(patch, 8)
+        with pytest.raises(CrashError):
+            train(settings(small_disk, cache, "save_every=48"), "run")
+    kept = everything(small_disk / "run" / "checkpoints")
+    record = (small_disk / "run" / "config.yaml").read_bytes()
+    going_on = settings(small_disk, cache, "save_every=32", "resume=true")
+    fill(small_disk)
+    with pytest.raises(SystemExit) as ended:
+        guarded(lambda: train(going_on, "run"))
+    assert ended.value.code == 1 and "No space left on device" in capfd.readouterr().err
+    assert (small_disk / "run" / "config.yaml").read_bytes() == record
+    assert everything(small_disk / "run" / "checkpoints") == kept
+    real = Job.leave
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "leave", lambda *given: (fill(small_disk), real(*given)))
+        (small_disk / FILLER).unlink()
+        with pytest.raises(StoppedError, match="what was trained could not be written"):
+            train(going_on, "run")
+    (small_disk / FILLER).unlink()
+    train(going_on, "run")
+    one, other = (
+        load_file(f / "model" / "model.safetensors") for f in (tmp_path / "whole", small_disk / "run")
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert [r["step"] for r in lines(small_disk / "run")] == list(range(12))
 
 
 def test_what_a_run_leaves_loads_in_transformers_and_chains(tmp_path, cache):
@@ -298,7 +357,11 @@ def test_a_killed_process_goes_on(tmp_path, cache, number, code):
         if (tmp_path / "run" / "metrics.jsonl").exists() and len(
             (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
         ) >= 3:
+            process.send_signal(signal.SIGSTOP)  # it cannot end while another start tries the same run
+            with pytest.raises(ConfigError, match=f"in use by process {process.pid} on "):
+                train(settings(tmp_path, cache, "loss=dpo", "resume=true"), "run")
             process.send_signal(number)
+            process.send_signal(signal.SIGCONT)
             break
         time.sleep(0.02)
     assert process.wait(60) == code, process.stdout.read()
