@@ -6,7 +6,6 @@ Exit codes: 0 done; 1 stopped, the message says why; 2 a setting or the data can
 from __future__ import annotations
 
 import difflib
-import errno
 import os
 import re
 import sys
@@ -61,9 +60,6 @@ def idle(config: Config) -> list[str]:
     ]
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-
-
 def guarded(work: Callable[[], object]) -> None:
     """Do ``work``; what a user can mend ends the program with one message instead of a traceback."""
     try:
@@ -72,15 +68,6 @@ def guarded(work: Callable[[], object]) -> None:
         sys.exit(complain(str(error), STOPPED))
     except UserError as error:
         sys.exit(complain(str(error), REFUSED))
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        where = f"{error.filename}: " if error.filename else ""
-        remedy = "make room (runs_dir, cache_dir), then start the same command again, a run with resume=true"
-        print(
-            f"error: {where}{error.strerror}; {remedy}", file=sys.stderr, flush=True
-        )  # of whichever rank it is
-        sys.exit(STOPPED)
 
 
 def cli(main: Callable[[], object]) -> None:

@@ -12,7 +12,7 @@ from config.schema import Config
 MARKER = "run.json"
 """Makes a folder a run's; written before anything else."""
 RECORD = "config.yaml"
-"""The settings of the run; written when nothing is left that could refuse them."""
+"""The settings of the run; written once weights and data are loaded."""
 KIND = "humanline run"
 _SECTIONS = {"model", "data", "loss", "trainer", "runs_dir"}
 

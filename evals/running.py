@@ -41,8 +41,7 @@ def evaluate(targets: list[Target], stage: EvalStage, world: World) -> list[Eval
     for target in targets:
         path = result_path(target, stage)
         refuse_existing(path, stage.overwrite_out)
-        # Answers without a result beside them are somebody's own file, which overwrite_out does not speak of.
-        refuse_existing(path.with_suffix(".jsonl"), stage.overwrite_out and path.exists())
+        refuse_existing(path.with_suffix(".jsonl"), stage.overwrite_out)  # of the answers, or somebody's own
         kind.check(target, stage)
     found = []
     for target in targets:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
@@ -31,7 +30,7 @@ from jobs.run_folder import RunFolder
 from jobs.signals import Signals
 from jobs.watch import Run
 from models.attention import packs_rows
-from models.distributed import World, on_main
+from models.distributed import World, barrier, on_main
 from models.export import export, full_state
 from models.loading import load_sharded
 from models.memory import estimate_memory
@@ -114,7 +113,6 @@ class Job:
         if config.data.logprob_range is not None:
             self.choose_groups(trainer, parts, folder)
         self.score_training_rows(trainer, parts)
-        on_main(self.folder.record)
         run = Run(
             config, folder, trainer, evaluator, self.plan.steps, signals, self.make_diagnostics(trainer)
         )
@@ -138,7 +136,7 @@ class Job:
         )
         if trainer.progress.step == 0 or (self.online is None and trainer.progress.step != self.plan.steps):
             raise StoppedError(f"{trainer.progress.step} of {self.plan.steps} planned steps were done")
-        return self.finish(run, policy)
+        return self.finish(run, folder, policy)
 
     def make_diagnostics(self, trainer: BasicTrainer) -> Diagnostics | None:
         """What follows the trainer beside its metrics, if asked for and there is a reference to compare with."""
@@ -214,9 +212,9 @@ class Job:
         self.folder.write("data_report.json", json.dumps(self.report.to_dict(), indent=2))
         self.folder.write("data_report.md", self.report.to_markdown())
 
-    def finish(self, run: Run, policy: Policy) -> dict[str, Any]:
-        """Export, summary, model card, report, the table at the end. Raises StoppedError where they cannot be written."""
-        state, folder = full_state(policy), self.folder.path
+    def finish(self, run: Run, folder: Path, policy: Policy) -> dict[str, Any]:
+        """Export, summary, model card, report, the table at the end."""
+        state = full_state(policy)
         seconds = max(run.seconds, 1e-9)
         summary: dict[str, Any] = {
             "before": run.before,
@@ -231,31 +229,16 @@ class Job:
             else "AutoModelForCausalLM",
             "command": scrub_text(shlex.join(["python", *sys.argv])),
         }
-        try:
-            on_main(lambda: self.leave(run, state, policy, summary))
-        except OSError as error:
-            raise StoppedError(
-                f"{folder}: what was trained could not be written ({error}); make room, then the same command with "
-                "resume=true writes it"
-            ) from error
-        return summary
-
-    def leave(self, run: Run, state: dict[str, Tensor], policy: Policy, summary: dict[str, Any]) -> None:
-        """Rank 0: the model, then ``summary.json``, which says that the run is done, then the report. Raises OSError."""
-        folder = self.folder.path
-        try:
+        if self.world.is_main:
             export(state, policy, self.tokenizer, folder / "model", export_dtype(self.config.model))
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
-        write_model_card(folder / "model", asdict(self.config), summary)
-        write_whole(folder / "summary.json", json.dumps(summary, indent=2))
-        run.tracker.summary(summary["after"])
-        run.tracker.close()
-        try:
+            write_model_card(folder / "model", asdict(self.config), summary)
+            write_whole(folder / "summary.json", json.dumps(summary, indent=2))
+            run.tracker.summary(summary["after"])
+            run.tracker.close()
             write_report(folder)
-        except OSError as error:
-            self.say(f"{folder / 'report.html'} could not be written ({error}); everything else is there")
-        self.say("\n" + final_table(summary))
+            print("\n" + final_table(summary), flush=True)
+        barrier()
+        return summary
 
     def close(self) -> None:
         """End the processes that rounds have started."""

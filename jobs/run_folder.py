@@ -26,7 +26,7 @@ SELECTION = "selection.json"
 
 
 class RunFolder:
-    """The folder of one run. Rank 0 alone calls its methods, in this order: ``claim``, ``prepare``, ``record``, ``release``.
+    """The folder of one run. Rank 0 alone calls its methods, in this order: ``claim``, ``prepare``, ``write``, ``release``.
 
     All of them raise ConfigError, also for what the file system refuses.
     """
@@ -69,9 +69,9 @@ class RunFolder:
             )
 
     def prepare(self) -> bool:
-        """Make the folder ready to be trained in, once weights and data are loaded: overwrite=true deletes the run in it here.
+        """Make the folder ready to be trained in, once weights and data are loaded.
 
-        Returns whether there is a run to go on with.
+        overwrite=true deletes the run in it here; then the settings are written. Returns whether there is a run to go on with.
         """
         with self._refusals():
             exists = started(self.path)
@@ -80,22 +80,14 @@ class RunFolder:
                 exists = False
             if not exists:  # a start that came to nothing may have left it, with other settings
                 (self.path / SELECTION).unlink(missing_ok=True)
-        return exists
-
-    def record(self) -> None:
-        """Write the settings, when nothing is left that could refuse them.
-
-        Where they stand already, the file is not touched. Settings that change nothing of what is computed may be others than
-        before: if they cannot be written, the run goes on with its older record.
-        """
-        record = self.path / RECORD
         try:
-            with self._refusals():
-                write_if_changed(record, dump(self.config))
+            self.write(RECORD, dump(self.config))
         except ConfigError as error:
-            if not record.is_file():
+            if not exists:
                 raise
-            print(f"{record} keeps the settings of an earlier start: {error.remedy}", flush=True)
+            # They differ in nothing that is computed.
+            print(f"{self.path / RECORD} keeps the settings of an earlier start: {error.remedy}", flush=True)
+        return exists
 
     def write(self, name: str, text: str) -> None:
         """A file of the run, whole; not touched where it says this already."""

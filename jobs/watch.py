@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from common.errors import StoppedError
-from common.files import write_whole
 from config.schema import Config
 from data.types import Example
 from jobs.diagnostics import Diagnostics
@@ -270,6 +269,7 @@ def round_line(index: int, metrics: dict[str, Any]) -> str:
 
 def write_batch(path: Path, batch: list[Example]) -> Path:
     """The rows of a batch as token ids, one example a line, for replay."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     lines = [
         json.dumps(
             {
@@ -283,5 +283,5 @@ def write_batch(path: Path, batch: list[Example]) -> Path:
         )
         for e in batch
     ]
-    write_whole(path, "\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n")
     return path

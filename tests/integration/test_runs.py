@@ -17,9 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.errors import ConfigError, StoppedError
-from config.cli import guarded
 from export import export_run
-from jobs.job import Job
 from jobs.run_folder import LOCK
 from jobs.signals import REQUEUE
 from jobs.watch import Run
@@ -133,9 +131,11 @@ def test_a_checkpoint_without_its_state_spoils_no_later_one(tmp_path, cache, mon
             train(settings(tmp_path, cache, "save_every=48", "keep_checkpoints=2"), "run")
     kept = sorted((tmp_path / "run" / "checkpoints").iterdir())
     (kept[-1] / "state.json").unlink()
+    own = tmp_path / "run" / "checkpoints" / "step_00000001_of_mine"
+    shutil.copytree(kept[0], own)
     train(settings(tmp_path, cache, "resume=true", "save_every=32", "keep_checkpoints=2"), "run")
     assert "could not be written" not in capfd.readouterr().out
-    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
+    assert own.is_dir() and len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2 + 1
 
 
 def test_a_run_that_is_there_is_not_touched_unless_told_to(tmp_path, cache):
@@ -168,7 +168,7 @@ def test_a_refused_start_deletes_nothing_and_does_not_stand_in_the_way(tmp_path,
     assert "lr: 0.002" in (tmp_path / "there" / "config.yaml").read_text()
 
 
-def test_a_full_disk_costs_a_run_nothing(tmp_path, small_disk, cache, monkeypatch, capfd):
+def test_a_disk_that_is_full_when_a_run_goes_on_costs_it_nothing(tmp_path, small_disk, cache, monkeypatch, capfd):
     train(settings(tmp_path, cache, "save_every=48"), "whole")
     with monkeypatch.context() as patch:
         crash_before(patch, 8)
@@ -178,19 +178,14 @@ def test_a_full_disk_costs_a_run_nothing(tmp_path, small_disk, cache, monkeypatc
     record = (small_disk / "run" / "config.yaml").read_bytes()
     going_on = settings(small_disk, cache, "save_every=32", "resume=true")
     fill(small_disk)
-    with pytest.raises(SystemExit) as ended:
-        guarded(lambda: train(going_on, "run"))
-    assert ended.value.code == 1 and "No space left on device" in capfd.readouterr().err
+    with pytest.raises((OSError, StoppedError)):
+        train(going_on, "run")
     assert (small_disk / "run" / "config.yaml").read_bytes() == record
     assert everything(small_disk / "run" / "checkpoints") == kept
-    real = Job.leave
-    with monkeypatch.context() as patch:
-        patch.setattr(Job, "leave", lambda *given: (fill(small_disk), real(*given)))
-        (small_disk / FILLER).unlink()
-        with pytest.raises(StoppedError, match="what was trained could not be written"):
-            train(going_on, "run")
     (small_disk / FILLER).unlink()
+    capfd.readouterr()
     train(going_on, "run")
+    assert "resumed before step 6" in capfd.readouterr().out
     one, other = (
         load_file(f / "model" / "model.safetensors") for f in (tmp_path / "whole", small_disk / "run")
     )
@@ -272,6 +267,13 @@ def test_the_last_and_the_best_checkpoints_stay_and_any_is_exported(tmp_path, ca
     assert all(torch.equal(final[name], last[name]) for name in final)
     with pytest.raises(ConfigError, match="there are"):
         export_run(tmp_path / "run", 3, None)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.txt").write_text("mine")
+    before = everything(tmp_path)
+    for there in ("thesis", "exported", "run", "thesis/thesis.txt", "."):
+        with pytest.raises(ConfigError, match="is there already"):
+            export_run(tmp_path / "run", None, tmp_path / there)
+    assert everything(tmp_path) == before
 
 
 def test_a_dry_run_writes_nothing(tmp_path, cache, capfd):

@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 
 from common.errors import ConfigError
-from config.load import dump
+from config.load import dump, load
 from config.record import MARKER, RECORD, marked, started
 from config.schema import Config
 from jobs.run_folder import LOCK, SELECTION, RunFolder
@@ -22,9 +23,8 @@ from tests.tiny_files import ROOT, everything, limited
 
 @pytest.fixture(scope="module")
 def plain() -> Config:
-    from launch.state import compose_config
-
-    return compose_config([])
+    with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        return load(compose("config"))
 
 
 @pytest.fixture
@@ -38,12 +38,11 @@ def at(tmp_path, plain):
 
 
 def begin(config: Config, name: str = "a", steps: int = 3) -> Path:
-    """A run as it lies there when it was killed after so many steps; 0: one that was refused before the first."""
+    """A run as it lies there when it was killed after so many steps; 0: one that was refused while it loaded."""
     folder = RunFolder(config, name)
     folder.claim()
-    folder.prepare()
     if steps:
-        folder.record()
+        folder.prepare()
         (folder.path / "checkpoints" / "step_00000000").mkdir(parents=True)
         (folder.path / "checkpoints" / "step_00000000" / "state.json").write_text("{}")
         (folder.path / "metrics.jsonl").write_text('{"step": 0}\n')
@@ -89,7 +88,7 @@ def test_a_run_is_deleted_only_once_it_is_prepared(at, tmp_path):
     assert {k: v for k, v in after.items() if k != LOCK} == {k: v for k, v in before.items() if k != LOCK}
     assert not folder.prepare()
     folder.release()
-    assert set(everything(path)) == {LOCK, MARKER, "logs/reward.log"}
+    assert set(everything(path)) == {LOCK, MARKER, RECORD, "logs/reward.log"}
     assert (tmp_path / "far" / "thesis.txt").read_text() == "mine"
     assert not started(path) and marked(path)
 
@@ -178,7 +177,6 @@ def test_a_start_that_came_to_nothing_does_not_stand_in_the_way(at):
         folder.claim()
         assert not folder.prepare() and not (folder.path / SELECTION).exists()
         folder.write(SELECTION, "{}")
-        folder.record()
         (folder.path / "metrics.jsonl").touch()
         (folder.path / "checkpoints" / "step_00000000.part").mkdir(parents=True, exist_ok=True)
         folder.release()
@@ -215,27 +213,17 @@ def test_settings_that_are_damaged_are_said_to_be(at, content):
 
 
 def test_going_on_writes_nothing_that_stands_there_already(at):
-    path = begin(at())
+    path = begin(at(resume=True))
     before = {name: value for name, value in everything(path).items() if name != LOCK}
     with limited(0):
-        folder = RunFolder(at(), "a")
-        folder.config = at(resume=True)
-        folder.claim()
-        assert folder.prepare()
-        folder.config = at()
-        folder.record()
-        folder.release()
+        assert overwritten(at(resume=True))
     assert {name: value for name, value in everything(path).items() if name != LOCK} == before
 
 
 def test_a_full_disk_leaves_the_settings_whole(at, capsys):
     path = begin(at())
     with limited(100):
-        folder = RunFolder(at(resume=True, save_every=7), "a")
-        folder.claim()
-        assert folder.prepare()
-        folder.record()
-        folder.release()
+        assert overwritten(at(resume=True, save_every=7))
     assert (path / RECORD).read_text() == dump(at()), "the older record serves, and the run goes on"
     assert "keeps the settings" in capsys.readouterr().out
 
@@ -248,7 +236,7 @@ def test_a_full_disk_refuses_a_new_run_in_a_sentence(at):
         folder = RunFolder(at(), "b")
         folder.claim()
         with pytest.raises(ConfigError, match="make room"):
-            folder.record()
+            folder.prepare()
         folder.release()
     assert begin(at(), "a").exists() and begin(at(), "b").exists()
 
@@ -257,9 +245,10 @@ def test_a_full_disk_refuses_a_new_run_in_a_sentence(at):
 
 HOLD = """
 import sys, time
-from launch.state import compose_config
+from pathlib import Path
+from config.load import load_saved
 from jobs.run_folder import RunFolder
-folder = RunFolder(compose_config([f"runs_dir={sys.argv[1]}", *sys.argv[2:]]), "a")
+folder = RunFolder(load_saved(Path(sys.argv[1]).read_text()), "a")
 folder.claim()
 folder.prepare()
 print("holds", flush=True)
@@ -267,10 +256,10 @@ time.sleep(600)
 """
 
 
-def test_a_second_process_is_refused_until_the_first_is_gone(at, tmp_path):
-    path = begin(at())
+def test_a_second_process_is_refused_until_the_first_is_gone(at):
+    path = begin(at(resume=True))
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path / "runs"), "resume=true"],
+        [sys.executable, "-c", HOLD, str(path / RECORD)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
