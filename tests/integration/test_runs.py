@@ -168,7 +168,9 @@ def test_a_refused_start_deletes_nothing_and_does_not_stand_in_the_way(tmp_path,
     assert "lr: 0.002" in (tmp_path / "there" / "config.yaml").read_text()
 
 
-def test_a_disk_that_is_full_when_a_run_goes_on_costs_it_nothing(tmp_path, small_disk, cache, monkeypatch, capfd):
+def test_a_disk_that_is_full_when_a_run_goes_on_costs_it_nothing(
+    tmp_path, small_disk, cache, monkeypatch, capfd
+):
     train(settings(tmp_path, cache, "save_every=48"), "whole")
     with monkeypatch.context() as patch:
         crash_before(patch, 8)
@@ -336,13 +338,12 @@ def test_gradients_that_are_not_finite_stop_the_run_after_n_and_leave_their_batc
     ("number", "code"), [(signal.SIGTERM, REQUEUE), (signal.SIGKILL, -9)], ids=["SIGTERM", "SIGKILL"]
 )
 def test_a_killed_process_goes_on(tmp_path, cache, number, code):
-    """The real program, killed in mid-run, started again with the same command."""
+    """The real program, killed in mid-run, started again with the same command. While it runs, no other may."""
+    method = ("loss=dpo", "humanline=true", "sync_freq=2")
     command = [
         sys.executable,
         "train.py",
-        "loss=dpo",
-        "humanline=true",
-        "sync_freq=2",
+        *method,
         "resume=true",
         "exp_name=run",
         "save_every=16",
@@ -360,17 +361,19 @@ def test_a_killed_process_goes_on(tmp_path, cache, number, code):
             (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
         ) >= 3:
             process.send_signal(signal.SIGSTOP)  # it cannot end while another start tries the same run
-            with pytest.raises(ConfigError, match=f"in use by process {process.pid} on "):
-                train(settings(tmp_path, cache, "loss=dpo", "resume=true"), "run")
-            process.send_signal(number)
-            process.send_signal(signal.SIGCONT)
+            try:
+                with pytest.raises(ConfigError, match=f"in use by process {process.pid} on "):
+                    train(settings(tmp_path, cache, *method, "resume=true"), "run")
+            finally:
+                process.send_signal(number)
+                process.send_signal(signal.SIGCONT)
             break
         time.sleep(0.02)
     assert process.wait(60) == code, process.stdout.read()
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed before step" in done.stdout
-    train(settings(tmp_path, cache, "loss=dpo", "humanline=true", "sync_freq=2"), "whole")
+    train(settings(tmp_path, cache, *method), "whole")
     whole, killed = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "run"))
     assert all(torch.allclose(whole[name], killed[name], atol=1e-6) for name in whole)
     assert [r["step"] for r in lines(tmp_path / "run")] == list(range(12))
