@@ -7,6 +7,7 @@ python export.py runs/NAME --step 80 --to DIR   # another one, elsewhere
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from common.errors import ConfigError, StoppedError, require
@@ -15,10 +16,21 @@ from config.load import load_saved
 
 
 def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: bool = True) -> Path:
-    """Write the model of the checkpoint before ``step`` (None: of the newest sound one); returns its folder. ``trust_remote_code``
-    False: refuse a run whose settings would run code that comes with a model. Raises ConfigError, StoppedError."""
+    """Write the model of the checkpoint before ``step`` (None: of the newest sound one); returns its folder.
+
+    ``to``: where to write, None: the run's model/, which is replaced. ``trust_remote_code`` False: refuse a run whose settings
+    would run code that comes with a model. Raises ConfigError, StoppedError.
+    """
     record = run / "config.yaml"
     require(record.is_file(), "run", run, "is not the folder of a run: it has no config.yaml")
+    require(
+        to is None
+        or not os.path.lexists(to)
+        or (to.is_dir() and not to.is_symlink() and not any(to.iterdir())),
+        "to",
+        to,
+        "is there already, and an export replaces its folder whole; delete it by hand, or name another",
+    )
     config = load_saved(record.read_text())
     require(
         trust_remote_code or not config.model.trust_remote_code,

@@ -23,16 +23,21 @@ def train(config: Config, name: str) -> dict[str, Any]:
     """One run, from settings to an exported model; returns its summary."""
     signals = Signals()
     from jobs.job import Job
-    from models.distributed import start, stop
+    from jobs.run_folder import RunFolder
+    from models.distributed import on_main, start, stop
 
     world = start(config.replicas)
+    folder = RunFolder(config, name)
     try:
-        job = Job(config, name, world)
+        if not config.dry_run:
+            on_main(folder.claim)
+        job = Job(config, folder, world)
         try:
             return job.describe() if config.dry_run else job.run(signals)
         finally:
             job.close()
     finally:
+        folder.release()
         stop()
 
 

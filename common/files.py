@@ -14,14 +14,32 @@ from common.errors import require
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file beside its place, down to the disk, then rename it: a reader sees all of it or nothing."""
+    """Write a file beside its place, down to the disk, then rename it: a reader sees all of it or nothing.
+
+    Raises OSError (a full disk); what was there before stays, and nothing is left beside it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    with part.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    part.replace(path)
+    part = part_of(path)
+    try:
+        with part.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def write_if_changed(path: Path, text: str) -> None:
+    """``write_whole``, unless the file says just this already. Raises OSError."""
+    if not path.is_file() or path.read_bytes() != text.encode():
+        write_whole(path, text)
+
+
+def part_of(path: Path) -> Path:
+    """Where ``write_whole`` writes ``path`` before it is renamed."""
+    return path.with_name(f".{path.name}.part")
 
 
 _NAME = re.compile(r"[A-Za-z0-9._+=-]+")

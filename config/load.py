@@ -8,12 +8,14 @@ import difflib
 import hashlib
 import math
 from dataclasses import is_dataclass
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
+from common.files import check_name
 from config.schema import Config
 from config.schema_data import MixPart
 
@@ -35,6 +37,8 @@ OPERATIONAL = (
     "watchdog_seconds",
 )
 """Settings that change nothing of what is computed: a run may go on with others."""
+ABSENT = "not a setting"
+"""The value of a setting that is not there."""
 
 
 def load(cfg: DictConfig) -> Config:
@@ -125,25 +129,47 @@ def dump(config: Config) -> str:
 
 
 def run_name(config: Config, overrides: list[str]) -> str:
-    """``exp_name``, or one made of loss, model, data, variant, seed and a hash of the overrides that change what is computed."""
-    if config.exp_name is not None:
-        return config.exp_name
-    other = sorted(o for o in overrides if o.split("=")[0].lstrip("+~") not in OPERATIONAL)
-    digest = hashlib.sha256("\n".join(other).encode()).hexdigest()[:6]
-    return f"{config.loss['name']}-{config.model.name}-{config.data.name}-{config.variant}-s{config.seed}-{digest}"
+    """``exp_name``, or one made of loss, model, data, variant, seed and a hash of the overrides that change what is computed.
+
+    Raises ConfigError for what cannot be the name of a folder.
+    """
+    name = config.exp_name
+    if name is None:
+        other = sorted(o for o in overrides if o.split("=")[0].lstrip("+~") not in OPERATIONAL)
+        digest = hashlib.sha256("\n".join(other).encode()).hexdigest()[:6]
+        parts = (config.loss["name"], config.model.name, config.data.name, config.variant, f"s{config.seed}")
+        name = "-".join([*parts, digest])
+    check_name("exp_name", name)
+    return name
 
 
-def changed(before: str, now: Config) -> str | None:
-    """The first setting that differs between a run's config.yaml and ``now`` and changes what is computed; None if there is none."""
-    old, new = (
-        _flat(OmegaConf.to_container(OmegaConf.create(before))),
-        _flat(OmegaConf.to_container(OmegaConf.structured(now))),
-    )
+def settings_of(text: str) -> dict[str, Any]:
+    """What a run's config.yaml says, as nested plain data; {} where it says nothing, or is no yaml file of settings."""
+    try:
+        made = OmegaConf.create(text)
+        tree = OmegaConf.to_container(made) if isinstance(made, DictConfig) else {}
+    except (YAMLError, OmegaConfBaseException, AssertionError):  # it asserts that a text is no lone number
+        return {}
+    return {str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}
+
+
+class Change(NamedTuple):
+    """A setting that is another than it was."""
+
+    key: str
+    before: Any
+    now: Any
+
+
+def changed(before: dict[str, Any], now: Config) -> Change | None:
+    """The first setting that differs between ``before`` (``settings_of``) and ``now`` and changes what is computed;
+    None if there is none."""
+    old, new = _flat(before), _flat(OmegaConf.to_container(OmegaConf.structured(now)))
     return next(
         (
-            key
+            Change(key, old.get(key, ABSENT), new.get(key, ABSENT))
             for key in sorted(old | new)
-            if key.split(".")[0] not in OPERATIONAL and old.get(key, "absent") != new.get(key, "absent")
+            if key.split(".")[0] not in OPERATIONAL and old.get(key, ABSENT) != new.get(key, ABSENT)
         ),
         None,
     )

@@ -3,10 +3,10 @@ key means."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 
 from common.errors import one_of, require
+from common.files import check_name
 from config.schema_benchmarks import AlpacaEvalConfig, LmEvalConfig
 
 KINDS = ("accuracy", "compare", "alpacaeval", "lm_eval")
@@ -102,12 +102,8 @@ class EvalStage:
             self.step,
             "is a step's number: must be 0 or more, or null",
         )
-        require(
-            self.name is None or re.fullmatch(r"[\w.+@=-]+", self.name) is not None,
-            "name",
-            self.name,
-            "becomes a file's name: letters, digits and . _ - + @ = alone",
-        )
+        if self.name is not None:
+            check_name("name", self.name)
         self._check_targets()
 
     def _check_targets(self) -> None:

@@ -40,7 +40,9 @@ def evaluate(targets: list[Target], stage: EvalStage, world: World) -> list[Eval
     if pooled is not None:
         refuse_existing(pooled, stage.overwrite_out)
     for target in targets:
-        refuse_existing(result_path(target, stage), stage.overwrite_out)
+        path = result_path(target, stage)
+        refuse_existing(path, stage.overwrite_out)
+        refuse_existing(path.with_suffix(".jsonl"), stage.overwrite_out)  # of the answers, or somebody's own
         kind.check(target, stage)
     found = []
     for target in targets:

@@ -26,7 +26,7 @@ from jobs.initial_scores import initial_scores
 from jobs.likelihood import choose_groups, clippable_share, completion_means
 from jobs.online import Online, make_online_plan
 from jobs.plan import make_plan, training_segment
-from jobs.run_folder import run_folder
+from jobs.run_folder import RunFolder
 from jobs.signals import Signals
 from jobs.watch import Run
 from models.attention import packs_rows
@@ -48,10 +48,11 @@ from trainers.basic import BasicTrainer
 class Job:
     """Builds and runs. Everything a user can get wrong is found in ``__init__``, before weights are loaded."""
 
-    def __init__(self, config: Config, name: str, world: World) -> None:
-        self.config, self.name, self.world = config, name, world
+    def __init__(self, config: Config, folder: RunFolder, world: World) -> None:
+        """``folder``: where the run lies; claimed, unless this is a dry run."""
+        self.config, self.folder, self.world = config, folder, world
         disable_progress_bar()  # transformers draws one for every file; the run has its own
-        self.say(f"{name}: {config.variant} {config.loss['name']}, {world.size} x {world.device.type}")
+        self.say(f"{folder.name}: {config.variant} {config.loss['name']}, {world.size} x {world.device.type}")
         check_ranks(config, world.size)
         self.loss, self.trainer_class = make_loss(config), trainer_class(config)
         packing, why = packs_rows(config.model, check_model(config.model))
@@ -72,11 +73,7 @@ class Job:
         self.report = DataReport.of(
             self.plan.loaded, self.plan.evaluation, self.plan.examples, self.plan.cuts
         )
-        self.online = (
-            Online(config, self.plan, self.renderer, world, Path(config.runs_dir) / name)
-            if config.online
-            else None
-        )
+        self.online = Online(config, self.plan, self.renderer, world, folder.path) if config.online else None
         if self.online is not None:
             self.say(self.online.describe(self.plan, self.trainer_class.unit))
         else:
@@ -98,9 +95,9 @@ class Job:
 
     def run(self, signals: Signals) -> dict[str, Any]:
         """Train, export, report; returns the summary."""
-        config, world = self.config, self.world
-        folder, exists = on_main(lambda: run_folder(config, self.name))
+        config, world, folder = self.config, self.world, self.folder.path
         policy, fingerprint = load_sharded(config.model, world, config.seed)
+        exists = on_main(self.folder.prepare)
         trainer = self.trainer_class(config, policy, self.loss, world)
         parts = {
             "weights": fingerprint,
@@ -115,7 +112,7 @@ class Job:
         evaluator.prepare(parts)
         if config.data.logprob_range is not None:
             self.choose_groups(trainer, parts, folder)
-        self.score_training_rows(trainer, parts, folder)
+        self.score_training_rows(trainer, parts)
         run = Run(
             config, folder, trainer, evaluator, self.plan.steps, signals, self.make_diagnostics(trainer)
         )
@@ -175,7 +172,7 @@ class Job:
             clippable_share(scores.values(), config.log_epsilon_R) if clips else None,
         )
 
-    def score_training_rows(self, trainer: BasicTrainer, parts: dict[str, str], folder: Path) -> None:
+    def score_training_rows(self, trainer: BasicTrainer, parts: dict[str, str]) -> None:
         """Training rows under the initial weights, for the data report: all of them where that is the reference for ever (offline),
         else those of one batch in n, for ``drift``."""
         config, plan = self.config, self.plan.train
@@ -202,13 +199,14 @@ class Job:
                 config.data.logprob_range is None
             ):  # else the report has them already, of every row that is kept
                 self.report_logprobs(scores)
-        on_main(lambda: self.write_data_report(folder))
-
-    def write_data_report(self, folder: Path) -> None:
-        write_whole(folder / "data_report.json", json.dumps(self.report.to_dict(), indent=2))
-        write_whole(folder / "data_report.md", self.report.to_markdown())
+        on_main(self.write_data_report)
         for warning in self.report.warnings():
             self.say(f"warning: {warning}")
+
+    def write_data_report(self) -> None:
+        """Rank 0. Raises ConfigError."""
+        self.folder.write("data_report.json", json.dumps(self.report.to_dict(), indent=2))
+        self.folder.write("data_report.md", self.report.to_markdown())
 
     def finish(self, run: Run, folder: Path, policy: Policy) -> dict[str, Any]:
         """Export, summary, model card, report, the table at the end."""

@@ -21,6 +21,7 @@ from data.selection import Selection, select
 from data.spread import Spread
 from data.types import Example
 from jobs.initial_scores import initial_scores
+from jobs.run_folder import SELECTION
 from models.distributed import on_main
 from models.reference import Reference
 from trainers.basic import BasicTrainer
@@ -28,9 +29,6 @@ from trainers.basic import BasicTrainer
 Groups = tuple[tuple[Example, ...], ...]
 Scores = Mapping[str, Tensor]
 """Row key -> [C] log-probabilities of its completion tokens under the initial weights, nats"""
-
-FILE = "selection.json"
-"""In the run's folder: which groups are trained on, for the run to go on with the same ones."""
 
 
 def score_groups(trainer: BasicTrainer, groups: Groups, parts: dict[str, str]) -> Scores:
@@ -54,7 +52,7 @@ def choose_groups(
     assert share is not None
     scores = score_groups(trainer, examples.groups, parts)
     fresh = select(group_means(examples.groups, scores), share)
-    selection = on_main(lambda: kept_before(folder / FILE, examples.groups, fresh))
+    selection = on_main(lambda: kept_before(folder / SELECTION, examples.groups, fresh))
     return replace(examples, groups=tuple(examples.groups[g] for g in selection.kept)), selection, scores
 
 

@@ -1,41 +1,227 @@
-"""The folder of a run: may it be written, is there a run to go on with."""
+"""The folder of a run: whose it is, who is at work in it, and what may be written and deleted there."""
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from common.errors import require
-from config.load import changed, dump
+from common.errors import ConfigError, require
+from common.files import check_name, part_of, write_if_changed, write_whole
+from common.lock import FileLock, LockedError
+from config.load import ABSENT, dump
+from config.record import KIND, MARKER, RECORD, change, marked, started, unmarked_run
 from config.schema import Config
 
+LOCK = "run.lock"
+LOGS = "logs"
+"""What the processes of a run say; they may be at it when an older run is deleted, so it stays."""
+SELECTION = "selection.json"
+"""Which groups are trained on (jobs.likelihood), chosen before the first step."""
 
-def run_folder(config: Config, name: str) -> tuple[Path, bool]:
-    """(the run's folder, whether there is a run in it to go on with). Called by rank 0 alone.
 
-    Raises ConfigError for a run that is there already, unless overwrite or resume says what to do with it, and for one that cannot be
-    gone on with because its settings were others.
+class RunFolder:
+    """The folder of one run. Rank 0 alone calls its methods, in this order: ``claim``, ``prepare``, ``write``, ``release``.
+
+    All of them raise ConfigError, also for what the file system refuses.
     """
-    folder = Path(config.runs_dir) / name
-    record = folder / "config.yaml"
-    exists = folder.exists() and any(folder.iterdir())
-    if exists and config.overwrite:
-        shutil.rmtree(folder)
-        exists = False
-    require(
-        not exists or config.resume,
-        "exp_name",
-        name,
-        f"{folder} is there already; resume=true goes on with it, overwrite=true deletes it, exp_name=… names another",
-    )
-    if exists and record.exists():
-        key = changed(record.read_text(), config)
+
+    def __init__(self, config: Config, name: str) -> None:
+        self.config, self.name = config, name
+        self.path = Path(config.runs_dir) / name
+        self._lock = FileLock(self.path / LOCK)
+        self._claimed_empty = False
+
+    def claim(self) -> None:
+        """Make the folder, hold its lock until ``release``, mark it as a run's. What is there is not touched yet.
+
+        Raises ConfigError for a folder that is not a run's; for a run that is there already, unless overwrite or resume says
+        what to do with it; for one that was started with other settings; and for one that another process is at work in.
+        """
+        check_name("exp_name", self.name)
+        with self._refusals():
+            self._check()  # before anything is written into what may be somebody's folder
+            try:
+                self._lock.acquire()
+            except LockedError as holder:
+                raise ConfigError(
+                    "exp_name",
+                    self.name,
+                    f"{self.path} is in use by {holder}; wait for its end, or exp_name=… names another run",
+                ) from holder
+            try:
+                self._check()  # again: another process may have been at work in it until now
+                self._mark()
+            except BaseException:
+                self._lock.release()
+                raise
+        self._lock.sign()
+        if self._lock.problem:
+            print(
+                f"{self.path}: its file system has no locks ({self._lock.problem}): see to it that no other process "
+                "trains in this folder",
+                flush=True,
+            )
+
+    def prepare(self) -> bool:
+        """Make the folder ready to be trained in, once weights and data are loaded.
+
+        overwrite=true deletes the run in it here; then the settings are written. Returns whether there is a run to go on with.
+        """
+        with self._refusals():
+            exists = started(self.path)
+            if exists and self.config.overwrite:
+                self._delete_run()
+                exists = False
+            if not exists:  # a start that came to nothing may have left it, with other settings
+                (self.path / SELECTION).unlink(missing_ok=True)
+        try:
+            self.write(RECORD, dump(self.config))
+        except ConfigError as error:
+            if not exists:
+                raise
+            # They differ in nothing that is computed.
+            print(f"{self.path / RECORD} keeps the settings of an earlier start: {error.remedy}", flush=True)
+        return exists
+
+    def write(self, name: str, text: str) -> None:
+        """A file of the run, whole; not touched where it says this already."""
+        with self._refusals():
+            write_if_changed(self.path / name, text)
+
+    def release(self) -> None:
+        """Let go of the folder. Of a run that did not begin in a new folder, nothing stays."""
+        if self._claimed_empty and not started(self.path) and self._entries() <= {MARKER}:
+            (self.path / MARKER).unlink(missing_ok=True)
+            self._lock.release(remove=True)
+            try:
+                self.path.rmdir()
+            except OSError:  # another process has just made it its own
+                return
+        self._lock.release()
+
+    # -- what is there --------------------------------------------------------------------------------------------
+
+    def _entries(self) -> set[str]:
+        """The names of what is in the folder, but for the lock and a marker that was not finished."""
+        own = {LOCK, part_of(self.path / MARKER).name}
+        return {entry.name for entry in self.path.iterdir()} - own if self.path.exists() else set()
+
+    def _check(self) -> None:
+        """Raise ConfigError unless the folder may be used as the settings say. Reads alone."""
+        config, path = self.config, self.path
+        is_run = not self._entries() or marked(path) or unmarked_run(path)
         require(
-            key is None,
-            str(key),
-            "changed",
-            f"{record} has another value; a run goes on with the settings it was started with",
+            is_run,
+            "exp_name",
+            self.name,
+            f"{path} is there already and is not the folder of a run (it has no {MARKER}): nothing is written or deleted "
+            "there; exp_name=… names another",
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    record.write_text(dump(config))
-    return folder, exists
+        if not started(path):
+            return
+        require(
+            config.resume or config.overwrite,
+            "exp_name",
+            self.name,
+            f"{path} is there already; resume=true goes on with it, overwrite=true deletes it, exp_name=… names another",
+        )
+        if config.overwrite:
+            self._check_deletion()
+        elif found := change(path, config):
+            back = "" if ABSENT in found else f"{found.key}={found.before} goes on, "
+            raise ConfigError(
+                found.key,
+                found.now,
+                f"was {found.before} when the run in {path} was started, and a run goes on with its settings: "
+                f"{back}exp_name=… starts another run",
+            )
+
+    def _check_deletion(self) -> None:
+        """Raise ConfigError unless what is in the folder is one run and nothing else."""
+        path = self.path
+        for bad, why in (
+            (path.is_symlink(), "is a link, and nothing is deleted through a link"),
+            (
+                not marked(path),
+                f"has no {MARKER} to say that it is a run's, as runs of earlier versions have none",
+            ),
+        ):
+            require(
+                not bad, "overwrite", True, f"{path} {why}; delete it by hand, or exp_name=… names another"
+            )
+        for key, value in _texts(asdict(self.config)):
+            require(
+                "\0" in value or not Path(value).resolve().is_relative_to(path.resolve()),
+                key,
+                value,
+                f"lies in {path}, which overwrite=true would delete; exp_name=… names another run",
+            )
+        inner = next((marker for marker in path.rglob(MARKER) if marker.parent != path), None)
+        require(
+            inner is None,
+            "overwrite",
+            True,
+            f"{path} holds another run ({inner and inner.parent}); move that elsewhere, or exp_name=… names another",
+        )
+
+    # -- changes --------------------------------------------------------------------------------------------------
+
+    def _mark(self) -> None:
+        """Mark the folder as a run's, unless it is."""
+        if marked(self.path):
+            return
+        self._claimed_empty = not self._entries()
+        about = {
+            "kind": KIND,
+            "name": self.name,
+            "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "note": "made by train.py; overwrite=true deletes what is in this folder",
+        }
+        write_whole(self.path / MARKER, json.dumps(about, indent=2) + "\n")
+
+    def _delete_run(self) -> None:
+        """Empty the folder but for lock, marker and logs. Checkpoints go first and settings last.
+
+        So what a kill leaves of it is still a run, and never one with checkpoints of unknown settings.
+        """
+        self._check_deletion()
+        kept = {LOCK, MARKER, LOGS}
+        entries = sorted(
+            self.path.iterdir(), key=lambda e: (e.name == RECORD, e.name != "checkpoints", e.name)
+        )
+        for entry in entries:
+            if entry.name in kept:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        print(f"{self.path}: the run that was there is deleted (overwrite=true)", flush=True)
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """What the file system refuses, as ConfigError."""
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                "runs_dir",
+                self.config.runs_dir,
+                f"{error.filename or self.path}: {error.strerror or error}; make room there, or name a folder to write in",
+            ) from error
+
+
+def _texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, value) of every setting that is a text: what may be a path."""
+    if isinstance(tree, str):
+        yield prefix, tree
+    elif isinstance(tree, dict | list | tuple):
+        named = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        for key, value in named:
+            yield from _texts(value, f"{prefix}.{key}".lstrip("."))

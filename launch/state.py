@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from config.load import changed
+from config.load import Change
+from config.record import change, started
 from config.schema import Config
 from launch.composing import Composer
 from launch.grid import CONFIG_DIR, Run
@@ -24,6 +25,8 @@ class State:
     config: Config
     kind: str
     detail: str = ""
+    change: Change | None = None
+    """Of CHANGED: the setting that was another."""
 
     @property
     def folder(self) -> Path:
@@ -57,13 +60,13 @@ def inspect(run: Run, composer: Composer | None = None) -> State:
     except ConfigError as error:
         raise ConfigError(f"{run.name}: {error.key}", error.value, error.remedy) from error
     folder = folder_of(config, run)
-    record = folder / "config.yaml"
-    if record.exists() and (key := changed(record.read_text(), config)) is not None:
-        return State(run, config, CHANGED, key)
+    begun = started(folder)
+    if begun and (other := change(folder, config)) is not None:
+        return State(run, config, CHANGED, f"{other.key}: {other.before} there, {other.now} here", other)
     if (folder / "summary.json").exists():
         return State(run, config, FINISHED)
     last = last_line(folder)
-    return State(run, config, PARTIAL if record.exists() else NEW, f"step {last['step']}" if last else "")
+    return State(run, config, PARTIAL if begun else NEW, f"step {last['step']}" if last else "")
 
 
 def last_line(folder: Path) -> dict[str, Any]:

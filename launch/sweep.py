@@ -178,12 +178,16 @@ def plan(
 def refuse_changed(sweep: Sweep, states: Sequence[State], acting: bool) -> None:
     """A run that is there with other settings is never gone on with, nor passed over as finished."""
     for state in states:
-        if state.kind == CHANGED:
-            message = f"{state.run.name}: {state.detail}"
-            remedy = f"was another when {state.folder} was made; delete that, or give the runs new names: --name {sweep.name}-2"
+        if (other := state.change) is not None:
+            error = ConfigError(
+                f"{state.run.name}: {other.key}",
+                other.now,
+                f"was {other.before} when {state.folder} was made; delete that, or give the runs new names: "
+                f"--name {sweep.name}-2",
+            )
             if acting:
-                raise ConfigError(message, "changed", remedy)
-            print(f"warning: {message} {remedy}", file=sys.stderr)
+                raise error
+            print(f"warning: {error}", file=sys.stderr)
 
 
 def run_here(pool: Pool) -> int:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import zlib
 from collections.abc import Callable
@@ -35,6 +36,7 @@ T = TypeVar("T")
 FAILURES = (SafetensorError, OSError, RuntimeError, ValueError)
 """What writing raises where it cannot. Beside them torch's CheckpointException, which is no Exception, stands for the failure of any
 rank."""
+_NAME = re.compile(r"step_[0-9]{8,}")
 
 FOREIGN = (TypeError, LookupError, AttributeError)
 """What else reading raises where the files are somebody else's."""
@@ -50,8 +52,8 @@ class Checkpoints:
         return self.folder / f"step_{step:08d}"
 
     def all(self) -> list[Path]:
-        """Those that were written whole (or damaged later), oldest first."""
-        return sorted(p for p in self.folder.glob("step_*") if p.is_dir() and not p.name.endswith(".part"))
+        """Those that were written whole (or damaged later), oldest first. A folder of another name is somebody else's."""
+        return sorted(p for p in self.folder.glob("step_*") if _NAME.fullmatch(p.name) and p.is_dir())
 
     def save(
         self,

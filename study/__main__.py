@@ -19,7 +19,7 @@ from pathlib import Path
 import yaml  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, StoppedError, require
-from common.files import write_whole
+from common.files import check_name, write_whole
 from launch.grid import Run, Settings
 from study.plan import CHOSEN, DEFAULT_NORM, FULL, PLAN, QUICK, TUNED, Plan, best, read_chosen, read_plan
 from study.records import collect, finished
@@ -63,6 +63,7 @@ def act(options: argparse.Namespace) -> None:
     require(options.jobs >= 1, "--jobs", options.jobs, "must be at least 1")
     plan, mode = read_plan(options.plan), FULL if options.mode == "report" else options.mode
     name = options.name or ("quick-study" if mode == QUICK else "study")
+    check_name("--name", name)
     runs_dir = (options.runs_dir or Path("runs") / name).resolve()
     seeds, groups = seeds_of(options.seeds), plan.cells(mode)
     asked = options.only.split(",") if options.only else list(groups)

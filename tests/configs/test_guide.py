@@ -8,6 +8,7 @@ import shlex
 import pytest
 
 from jobs.job import Job
+from jobs.run_folder import RunFolder
 from models.distributed import start
 from tests.tiny import ROOT, make_config
 
@@ -43,7 +44,7 @@ def test_every_setting_of_the_tables_composes(text):
 def test_every_command_is_planned(command, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     config = make_config(*shlex.split(command), "dry_run=true", f"runs_dir={tmp_path}")
-    job = Job(config, "guide", start())
+    job = Job(config, RunFolder(config, "guide"), start())
     try:
         assert job.describe()["steps"] >= 10
     finally:

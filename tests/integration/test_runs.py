@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,12 +16,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.errors import ConfigError
+from common.errors import ConfigError, StoppedError
 from export import export_run
+from jobs.run_folder import LOCK
 from jobs.signals import REQUEUE
 from jobs.watch import Run
 from models.checkpoint import Checkpoints
 from tests.tiny import ROOT, make_config
+from tests.tiny_files import FILLER, everything, fill, mounted
 from train import train
 from trainers.basic import BasicTrainer
 
@@ -41,6 +44,12 @@ class CrashError(Exception):
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    with mounted(tmp_path / "disk", "64m") as folder:
+        yield folder
 
 
 def settings(folder: Path, cache: Path, *more: str):
@@ -122,9 +131,11 @@ def test_a_checkpoint_without_its_state_spoils_no_later_one(tmp_path, cache, mon
             train(settings(tmp_path, cache, "save_every=48", "keep_checkpoints=2"), "run")
     kept = sorted((tmp_path / "run" / "checkpoints").iterdir())
     (kept[-1] / "state.json").unlink()
+    own = tmp_path / "run" / "checkpoints" / "step_00000001_of_mine"
+    shutil.copytree(kept[0], own)
     train(settings(tmp_path, cache, "resume=true", "save_every=32", "keep_checkpoints=2"), "run")
     assert "could not be written" not in capfd.readouterr().out
-    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
+    assert own.is_dir() and len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2 + 1
 
 
 def test_a_run_that_is_there_is_not_touched_unless_told_to(tmp_path, cache):
@@ -132,11 +143,56 @@ def test_a_run_that_is_there_is_not_touched_unless_told_to(tmp_path, cache):
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
     with pytest.raises(ConfigError, match="overwrite=true"):
         train(settings(tmp_path, cache, "n_examples=32"), "run")
-    with pytest.raises(ConfigError, match=r"lr=changed"):
+    with pytest.raises(ConfigError, match=r"lr=0.002: was 0.001 when"):
         train(settings(tmp_path, cache, "n_examples=32", "resume=true", "lr=2e-3"), "run")
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
     train(settings(tmp_path, cache, "n_examples=32", "resume=true"), "fresh")  # nothing to resume: starts
     assert (tmp_path / "fresh" / "summary.json").exists()
+
+
+def test_a_refused_start_deletes_nothing_and_does_not_stand_in_the_way(tmp_path, cache):
+    few = settings(tmp_path, cache, "n_examples=32", "overwrite=true")
+    train(few, "there")
+    before = everything(tmp_path / "there")
+    weightless = tmp_path / "weightless"
+    shutil.copytree(ROOT / "assets/adder/model", weightless, ignore=shutil.ignore_patterns("*.safetensors"))
+    wrong = settings(tmp_path, cache, "n_examples=32", "overwrite=true", f"model.name_or_path={weightless}")
+    for name in ("there", "new"):
+        with pytest.raises(ConfigError, match="name_or_path"):
+            train(wrong, name)
+    assert not (tmp_path / "new").exists()
+    now = everything(tmp_path / "there")
+    assert {k: v for k, v in now.items() if k != LOCK} == {k: v for k, v in before.items() if k != LOCK}
+    train(settings(tmp_path, cache, "n_examples=32"), "new")
+    train(settings(tmp_path, cache, "n_examples=32", "overwrite=true", "lr=2e-3"), "there")
+    assert "lr: 0.002" in (tmp_path / "there" / "config.yaml").read_text()
+
+
+def test_a_disk_that_is_full_when_a_run_goes_on_costs_it_nothing(
+    tmp_path, small_disk, cache, monkeypatch, capfd
+):
+    train(settings(tmp_path, cache, "save_every=48"), "whole")
+    with monkeypatch.context() as patch:
+        crash_before(patch, 8)
+        with pytest.raises(CrashError):
+            train(settings(small_disk, cache, "save_every=48"), "run")
+    kept = everything(small_disk / "run" / "checkpoints")
+    record = (small_disk / "run" / "config.yaml").read_bytes()
+    going_on = settings(small_disk, cache, "save_every=32", "resume=true")
+    fill(small_disk)
+    with pytest.raises((OSError, StoppedError)):
+        train(going_on, "run")
+    assert (small_disk / "run" / "config.yaml").read_bytes() == record
+    assert everything(small_disk / "run" / "checkpoints") == kept
+    (small_disk / FILLER).unlink()
+    capfd.readouterr()
+    train(going_on, "run")
+    assert "resumed before step 6" in capfd.readouterr().out
+    one, other = (
+        load_file(f / "model" / "model.safetensors") for f in (tmp_path / "whole", small_disk / "run")
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert [r["step"] for r in lines(small_disk / "run")] == list(range(12))
 
 
 def test_what_a_run_leaves_loads_in_transformers_and_chains(tmp_path, cache):
@@ -213,6 +269,13 @@ def test_the_last_and_the_best_checkpoints_stay_and_any_is_exported(tmp_path, ca
     assert all(torch.equal(final[name], last[name]) for name in final)
     with pytest.raises(ConfigError, match="there are"):
         export_run(tmp_path / "run", 3, None)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.txt").write_text("mine")
+    before = everything(tmp_path)
+    for there in ("thesis", "exported", "run", "thesis/thesis.txt", "."):
+        with pytest.raises(ConfigError, match="is there already"):
+            export_run(tmp_path / "run", None, tmp_path / there)
+    assert everything(tmp_path) == before
 
 
 def test_a_dry_run_writes_nothing(tmp_path, cache, capfd):
@@ -252,13 +315,12 @@ def test_gradients_that_are_not_finite_stop_the_run_after_n_and_leave_their_batc
     ("number", "code"), [(signal.SIGTERM, REQUEUE), (signal.SIGKILL, -9)], ids=["SIGTERM", "SIGKILL"]
 )
 def test_a_killed_process_goes_on(tmp_path, cache, number, code):
-    """The real program, killed in mid-run, started again with the same command."""
+    """The real program, killed in mid-run, started again with the same command. While it runs, no other may."""
+    method = ("loss=dpo", "humanline=true", "sync_freq=2")
     command = [
         sys.executable,
         "train.py",
-        "loss=dpo",
-        "humanline=true",
-        "sync_freq=2",
+        *method,
         "resume=true",
         "exp_name=run",
         "save_every=16",
@@ -275,14 +337,20 @@ def test_a_killed_process_goes_on(tmp_path, cache, number, code):
         if (tmp_path / "run" / "metrics.jsonl").exists() and len(
             (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
         ) >= 3:
-            process.send_signal(number)
+            process.send_signal(signal.SIGSTOP)  # it cannot end while another start tries the same run
+            try:
+                with pytest.raises(ConfigError, match=f"in use by process {process.pid} on "):
+                    train(settings(tmp_path, cache, *method, "resume=true"), "run")
+            finally:
+                process.send_signal(number)
+                process.send_signal(signal.SIGCONT)
             break
         time.sleep(0.02)
     assert process.wait(60) == code, process.stdout.read()
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed before step" in done.stdout
-    train(settings(tmp_path, cache, "loss=dpo", "humanline=true", "sync_freq=2"), "whole")
+    train(settings(tmp_path, cache, *method), "whole")
     whole, killed = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "run"))
     assert all(torch.allclose(whole[name], killed[name], atol=1e-6) for name in whole)
     assert [r["step"] for r in lines(tmp_path / "run")] == list(range(12))

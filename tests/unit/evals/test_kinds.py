@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from common.errors import StoppedError
+from common.errors import ConfigError, StoppedError
 from config.schema_eval import EvalStage
 from data import adder
 from data.chat import Renderer
 from data.types import Prompt, Turn
 from evals import accuracy, compare
 from evals.answers import limited
-from evals.base import Evaluation
-from evals.running import text_table, write_result
+from evals.base import Evaluation, Target
+from evals.running import evaluate, text_table, write_result
 from launch.collect import numbers
+from models.distributed import start
 from rollouts.samplers import Sample
 from tests.tiny import ROOT, make_config
 
@@ -179,6 +180,19 @@ def test_a_result_is_numbers_for_the_table_of_runs_and_a_line_an_answer(tmp_path
         "2",
     ]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.json", "x.jsonl"]
+
+
+def test_a_result_is_not_written_over_somebody_s_file(tmp_path):
+    """The answers stand beside the result: ``name.jsonl`` without ``name.json`` is not of an evaluation."""
+    (tmp_path / "prompts.jsonl").write_text("mine")
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl: is there already"):
+        evaluate(
+            [Target("a", make_config(), tmp_path)], EvalStage(out=str(tmp_path), name="prompts"), start()
+        )
+    assert (tmp_path / "prompts.jsonl").read_text() == "mine"
+    for name in ("..", "a/b", "", "a b"):
+        with pytest.raises(ConfigError, match="letters"):
+            EvalStage(name=name)
 
 
 def test_a_table_is_aligned():

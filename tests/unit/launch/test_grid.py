@@ -99,6 +99,8 @@ def test_floats_written_as_people_write_them(tmp_path: Path) -> None:
         ({"grid": {"lr": [1], "lr, eps": [[1, 2]]}}, "two parts"),
         ({"select": ["lr"]}, "not a key"),
         ({"name": "a b"}, "letters"),
+        ({"name": ".."}, "letters"),
+        ({"cells": {"a/../../b": {}}}, "letters"),
         ({"grid": {"data.path": ["a/b", "a_b"]}}, "two runs"),
         ({"grid": {"lr": [1]}, "skip": [{"lr": 1}]}, "nothing to run"),
         ({"hours": {"rules": [{"hours": 1}]}}, "when"),

@@ -1,0 +1,73 @@
+"""What a run's folder says of its run: whether it is a run's folder, whether the run has begun, and with what settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from common.errors import ConfigError
+from config.load import Change, changed, settings_of
+from config.schema import Config
+
+MARKER = "run.json"
+"""Makes a folder a run's; written before anything else."""
+RECORD = "config.yaml"
+"""The settings of the run; written once weights and data are loaded."""
+KIND = "humanline run"
+_SECTIONS = {"model", "data", "loss", "trainer", "runs_dir"}
+
+
+def marked(folder: Path) -> bool:
+    """Whether ``folder`` has the marker of a run."""
+    try:
+        about = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(about, dict) and about.get("kind") == KIND
+
+
+def unmarked_run(folder: Path) -> bool:
+    """Whether ``folder`` is that of a run of an earlier version: without a marker, but with a run's settings."""
+    return not marked(folder) and settings_of(_record(folder)).keys() >= _SECTIONS
+
+
+def started(folder: Path) -> bool:
+    """Whether there is a run in ``folder`` to go on with: a checkpoint, a step, or the end of a run.
+
+    A start that was refused leaves none of them. A run of an earlier version counts as started.
+    """
+    metrics = folder / "metrics.jsonl"
+    return (
+        (folder / "summary.json").exists()
+        or (folder / "model").exists()
+        or any((folder / "checkpoints").glob("step_*[0-9]"))
+        or (metrics.is_file() and metrics.stat().st_size > 0)
+        or unmarked_run(folder)
+    )
+
+
+def change(folder: Path, config: Config) -> Change | None:
+    """The first setting that differs between those that the run in ``folder`` was started with and ``config``,
+    and changes what is computed. None if there is none, or no record of them.
+
+    Raises ConfigError for a record that is damaged.
+    """
+    if not (folder / RECORD).exists():
+        return None
+    before = settings_of(_record(folder))
+    if not before.keys() >= _SECTIONS:
+        raise ConfigError(
+            "exp_name",
+            folder.name,
+            f"{folder / RECORD} is damaged: settings are missing. Put it back; or delete that file, and resume=true "
+            "goes on with the settings of the command line, which must be those that the run was started with",
+        )
+    return changed(before, config)
+
+
+def _record(folder: Path) -> str:
+    """The text of the record; empty where there is none that can be read."""
+    try:
+        return (folder / RECORD).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""

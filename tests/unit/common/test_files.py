@@ -1,0 +1,44 @@
+"""Files that are written whole, and names of folders."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.errors import ConfigError
+from common.files import check_name, write_if_changed, write_whole
+from tests.tiny_files import everything, limited
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path):
+    path = tmp_path / "config.yaml"
+    write_whole(path, "old\n")
+    before = everything(tmp_path)
+    with limited(100), pytest.raises(OSError, match="too large"):
+        write_whole(path, "new\n" * 100)
+    assert everything(tmp_path) == before, "nothing is changed, and nothing is left beside it"
+
+
+def test_a_file_is_not_touched_where_it_says_the_same(tmp_path):
+    path = tmp_path / "a" / "config.yaml"
+    write_if_changed(path, "ä\n")
+    before = everything(tmp_path)
+    with limited(0):
+        write_if_changed(path, "ä\n")
+    assert everything(tmp_path) == before
+    write_if_changed(path, "b\n")
+    assert path.read_text() == "b\n"
+
+
+@pytest.mark.parametrize("name", ["a", "dpo-adder-s1", "x_2.5+b=3", "...", ".a", "-", "a" * 200])
+def test_a_name_is_one_plain_word(name):
+    check_name("exp_name", name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "../a", "a/b", "/", "/etc", "a b", "a\n", "ä", "a\0", "$(x)", "~", "a" * 201, None],
+)
+def test_what_is_no_name_is_refused(name):
+    with pytest.raises(ConfigError, match="letters, digits and") as refused:
+        check_name("exp_name", name)
+    assert refused.value.key == "exp_name" and refused.value.value == name

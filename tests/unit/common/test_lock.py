@@ -1,0 +1,117 @@
+"""The lock on a file, between real processes."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from common.lock import FileLock, LockedError
+from tests.tiny_files import ROOT, limited
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from common.lock import FileLock
+lock = FileLock(Path(sys.argv[1]))
+lock.acquire()
+lock.sign()
+if sys.argv[2:] == ["fork"] and os.fork() == 0:
+    time.sleep(600)
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder():
+    """Start a process that holds the lock on a file; returns it once it does. What is left of it is killed."""
+    started = []
+
+    def start(path: Path, *how: str, **environment: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(path), *how],
+            cwd=ROOT,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        assert process.stdout is not None and int(process.stdout.readline()) == process.pid
+        return process
+
+    yield start
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_second_process_is_refused_and_told_who_has_it(tmp_path, holder):
+    process = holder(
+        tmp_path / "new" / "lock", SLURM_JOB_ID="9", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3"
+    )
+    said = (tmp_path / "new" / "lock").read_bytes()
+    with pytest.raises(LockedError) as refused:
+        FileLock(tmp_path / "new" / "lock").acquire()
+    words = str(refused.value)
+    assert f"process {process.pid} on {socket.gethostname()}, since 20" in words and "Slurm job 7_3" in words
+    assert (tmp_path / "new" / "lock").read_bytes() == said
+
+
+@pytest.mark.parametrize("how", [(), ("fork",)], ids=["alone", "with a child that lives on"])
+def test_a_dead_process_holds_nothing(tmp_path, holder, how):
+    process = holder(tmp_path / "lock", *how)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    lock = FileLock(tmp_path / "lock")
+    lock.acquire()
+    lock.sign()
+    assert f'"pid": {os.getpid()}' in (tmp_path / "lock").read_text()
+    lock.release()
+
+
+def test_a_lock_that_was_let_go_is_free_and_its_file_may_go_with_it(tmp_path):
+    lock = FileLock(tmp_path / "lock")
+    for remove in (False, True):
+        lock.acquire()
+        lock.release(remove)
+    assert not (tmp_path / "lock").exists()
+    lock.release()
+
+
+def test_a_lock_on_a_file_that_was_removed_meanwhile_is_none(tmp_path):
+    """Whoever opened the file before it was removed must not think that it holds the lock: another may have a new one."""
+    lock, path = FileLock(tmp_path / "lock"), tmp_path / "lock"
+    with path.open("a+b") as opened:
+        path.unlink()
+        assert not lock._take(opened)
+
+
+def test_a_full_disk_does_not_take_the_lock_away(tmp_path, holder):
+    lock = FileLock(tmp_path / "lock")
+    lock.acquire()
+    with limited(0):
+        lock.sign()
+        lock.release()
+    holder(tmp_path / "lock")
+
+
+def test_a_file_system_without_locks_is_said_and_not_fatal(tmp_path, monkeypatch):
+    def none(*args: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", none)  # every file system of this machine has locks
+    lock = FileLock(tmp_path / "lock")
+    lock.acquire()
+    assert lock.problem == os.strerror(errno.ENOLCK)
+    lock.release()

@@ -1,0 +1,277 @@
+"""What may be written and deleted in a run's folder, and by whom. Nothing is trained here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from common.errors import ConfigError
+from config.load import dump, load
+from config.record import MARKER, RECORD, marked, started
+from config.schema import Config
+from jobs.run_folder import LOCK, SELECTION, RunFolder
+from tests.tiny_files import ROOT, everything, limited
+
+
+@pytest.fixture(scope="module")
+def plain() -> Config:
+    with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        return load(compose("config"))
+
+
+@pytest.fixture
+def at(tmp_path, plain):
+    """Settings of a run under ``tmp_path``/runs."""
+
+    def make(**settings: object) -> Config:
+        return replace(plain, runs_dir=str(tmp_path / "runs"), **settings)
+
+    return make
+
+
+def begin(config: Config, name: str = "a", steps: int = 3) -> Path:
+    """A run as it lies there when it was killed after so many steps; 0: one that was refused while it loaded."""
+    folder = RunFolder(config, name)
+    folder.claim()
+    if steps:
+        folder.prepare()
+        (folder.path / "checkpoints" / "step_00000000").mkdir(parents=True)
+        (folder.path / "checkpoints" / "step_00000000" / "state.json").write_text("{}")
+        (folder.path / "metrics.jsonl").write_text('{"step": 0}\n')
+    folder.release()
+    return folder.path
+
+
+def refused(config: Config, name: str = "a") -> ConfigError:
+    """What a start says that is refused before it has touched anything."""
+    here = Path(config.runs_dir)
+    before = everything(here.parent)
+    with pytest.raises(ConfigError) as error:
+        RunFolder(config, name).claim()
+    assert everything(here.parent) == before
+    return error.value
+
+
+def overwritten(config: Config, name: str = "a") -> bool:
+    """Claim and prepare; returns whether there is still a run to go on with."""
+    folder = RunFolder(config, name)
+    folder.claim()
+    try:
+        return folder.prepare()
+    finally:
+        folder.release()
+
+
+# -- what may be deleted ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_deleted_only_once_it_is_prepared(at, tmp_path):
+    path = begin(at())
+    (path / "checkpoints" / "elsewhere").symlink_to(tmp_path / "far", target_is_directory=True)
+    (path / "link").symlink_to(tmp_path / "far", target_is_directory=True)
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "thesis.txt").write_text("mine")
+    (path / "logs").mkdir()
+    (path / "logs" / "reward.log").write_text("of the process that is at work")
+    before = everything(path)
+    folder = RunFolder(at(overwrite=True), "a")
+    folder.claim()
+    after = everything(path)
+    assert {k: v for k, v in after.items() if k != LOCK} == {k: v for k, v in before.items() if k != LOCK}
+    assert not folder.prepare()
+    folder.release()
+    assert set(everything(path)) == {LOCK, MARKER, RECORD, "logs/reward.log"}
+    assert (tmp_path / "far" / "thesis.txt").read_text() == "mine"
+    assert not started(path) and marked(path)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "../precious", "sub/dir", "/"])
+@pytest.mark.parametrize("flag", ["overwrite", "resume"])
+def test_a_name_is_no_path(at, tmp_path, name, flag):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("mine")
+    begin(at())
+    assert refused(at(**{flag: True}), name).key == "exp_name"
+
+
+@pytest.mark.parametrize("flags", [{}, {"overwrite": True}, {"resume": True}], ids=str)
+@pytest.mark.parametrize(
+    "files", [["thesis.txt"], ["run.json"], ["config.yaml", "metrics.jsonl"], ["model/a"]]
+)
+def test_a_folder_that_is_not_a_run_s_is_neither_written_nor_emptied(at, tmp_path, files, flags):
+    for name in files:
+        path = tmp_path / "runs" / "a" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"kind": "my own"}')
+    assert f"no {MARKER}" in refused(at(**flags)).remedy
+
+
+def test_a_run_that_is_a_link_or_holds_another_is_not_deleted(at, tmp_path):
+    path = begin(at())
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    assert "is a link" in refused(at(overwrite=True)).remedy
+    assert overwritten(at(resume=True)), "it is gone on with, as ever"
+    begin(at(), "b")
+    begin(replace(at(), runs_dir=str(tmp_path / "runs" / "b")), "inner")
+    assert "another run" in refused(at(overwrite=True), "b").remedy
+
+
+def test_a_run_of_an_earlier_version_goes_on_but_is_not_deleted(at):
+    path = begin(at())
+    (path / MARKER).unlink()
+    (path / LOCK).unlink()
+    assert "overwrite=true deletes it" in refused(at()).remedy
+    assert f"has no {MARKER}" in refused(at(overwrite=True)).remedy
+    assert refused(at(resume=True, lr=0.5)).key == "lr"
+    assert overwritten(at(resume=True)) and marked(path)
+
+
+def test_a_run_that_the_new_one_starts_from_is_not_deleted(at, plain):
+    path = begin(at())
+    model = replace(plain.model, name_or_path=str(path))
+    error = refused(at(overwrite=True, model=model))
+    assert error.key == "model.name_or_path" and "would delete" in error.remedy
+
+
+def test_a_deletion_that_was_killed_leaves_a_run(at):
+    """In whatever order the file system gives the entries: the settings stay until the checkpoints are gone."""
+    path = begin(at())
+    (path / "aaa").mkdir()
+    (path / "aaa" / "file").write_text("x")
+    folder, seen = RunFolder(at(overwrite=True), "a"), []
+    real = Path.unlink
+
+    def unlink(self: Path, missing_ok: bool = False) -> None:
+        seen.append((self.name, (path / "checkpoints").exists(), marked(path)))
+        real(self, missing_ok)
+
+    folder.claim()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        folder.prepare()
+    folder.release()
+    assert (RECORD, False, True) in seen and all(mark for *_, mark in seen)
+
+
+# -- starting and going on -------------------------------------------------------------------------------------------
+
+
+def test_a_refused_start_leaves_nothing(at, tmp_path):
+    path = begin(at(), steps=0)
+    assert not path.exists()
+
+
+def test_a_start_that_came_to_nothing_does_not_stand_in_the_way(at):
+    """Refused after it had chosen its groups and written its settings, or killed there: others may be given without a word."""
+    for lr in (0.1, 0.2):
+        folder = RunFolder(at(lr=lr), "a")
+        folder.claim()
+        assert not folder.prepare() and not (folder.path / SELECTION).exists()
+        folder.write(SELECTION, "{}")
+        (folder.path / "metrics.jsonl").touch()
+        (folder.path / "checkpoints" / "step_00000000.part").mkdir(parents=True, exist_ok=True)
+        folder.release()
+        assert f"lr: {lr}" in (folder.path / RECORD).read_text()
+    assert not overwritten(at(lr=0.3, resume=True)), "and resume=true starts afresh"
+
+
+def test_a_run_that_is_there_says_what_can_be_done(at):
+    begin(at())
+    assert "resume=true" in refused(at()).remedy and "overwrite=true" in refused(at()).remedy
+    assert overwritten(at(resume=True))
+
+
+def test_other_settings_are_shown_with_both_values(at, plain):
+    begin(at(lr=1e-5))
+    error = refused(at(lr=2e-5, resume=True))
+    assert (error.key, error.value) == ("lr", 2e-5) and "was 1e-05 when" in error.remedy
+    model = replace(plain.model, batch_size=8)
+    assert refused(at(lr=1e-5, model=model, resume=True)).key == "model.batch_size"
+    assert overwritten(at(lr=1e-5, resume=True, save_every=4)), "what computes nothing may change"
+
+
+@pytest.mark.parametrize("content", ["", "\0\0\0", "- a", "a: [", "7", "seed", "model:\n  name: adder\n"])
+def test_settings_that_are_damaged_are_said_to_be(at, content):
+    path = begin(at())
+    (path / RECORD).write_text(content)
+    error = refused(at(resume=True))
+    assert "is damaged" in error.remedy and str(path / RECORD) in error.remedy
+    (path / RECORD).unlink()
+    assert overwritten(at(resume=True)), "the remedy helps"
+
+
+# -- a full disk -----------------------------------------------------------------------------------------------------
+
+
+def test_going_on_writes_nothing_that_stands_there_already(at):
+    path = begin(at(resume=True))
+    before = {name: value for name, value in everything(path).items() if name != LOCK}
+    with limited(0):
+        assert overwritten(at(resume=True))
+    assert {name: value for name, value in everything(path).items() if name != LOCK} == before
+
+
+def test_a_full_disk_leaves_the_settings_whole(at, capsys):
+    path = begin(at())
+    with limited(100):
+        assert overwritten(at(resume=True, save_every=7))
+    assert (path / RECORD).read_text() == dump(at()), "the older record serves, and the run goes on"
+    assert "keeps the settings" in capsys.readouterr().out
+
+
+def test_a_full_disk_refuses_a_new_run_in_a_sentence(at):
+    with limited(10), pytest.raises(ConfigError, match="make room") as error:
+        RunFolder(at(), "a").claim()
+    assert error.value.key == "runs_dir"
+    with limited(1000):
+        folder = RunFolder(at(), "b")
+        folder.claim()
+        with pytest.raises(ConfigError, match="make room"):
+            folder.prepare()
+        folder.release()
+    assert begin(at(), "a").exists() and begin(at(), "b").exists()
+
+
+# -- one process at a time -------------------------------------------------------------------------------------------
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from config.load import load_saved
+from jobs.run_folder import RunFolder
+folder = RunFolder(load_saved(Path(sys.argv[1]).read_text()), "a")
+folder.claim()
+folder.prepare()
+print("holds", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_second_process_is_refused_until_the_first_is_gone(at):
+    path = begin(at(resume=True))
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path / RECORD)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "holds\n"
+        for flags in ({"resume": True}, {"overwrite": True}):
+            error = refused(at(**flags))
+            assert f"in use by process {process.pid} on {socket.gethostname()}, since" in error.remedy
+        begin(at(), "b")  # another run is another run
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert overwritten(at(resume=True))
+    assert started(path)
