@@ -128,8 +128,11 @@ class BasicTrainer(ABC):
     def check(cls, config: Config, segment: Segment) -> None:
         """Raise ConfigError if the loss cannot be trained on this plan."""
 
-    def prepare(self, step: int, batch: list[Microbatch], reference: Reference, humanline: Humanline) -> None:
-        """What needs the whole global batch before the first microbatch's loss."""
+    def prepare(
+        self, batch: list[tuple[int, Microbatch]], reference: Reference, humanline: Humanline
+    ) -> None:
+        """What needs the whole global batch (or the whole held-out set) before the first microbatch's loss. ``batch``: this rank's
+        microbatches of it, each with the step under which ``reference`` has its scores."""
 
     def after_backward(self, metrics: list[dict[str, Ratio]]) -> None:
         """Called with the loss's metrics of each microbatch: what the objective carries to the next step (BCO's running means)."""
@@ -144,13 +147,11 @@ class BasicTrainer(ABC):
 
     def microbatches(self, batch: list[Example], size: int | None = None) -> list[Microbatch]:
         """This rank's share of a global batch, on the device."""
-        parts = cut(
-            self.arrange(batch),
-            self.world.rank,
-            self.world.size,
-            size or self.micro_size,
-            self.rows_per_example,
-        )
+        return self.share(self.arrange(batch), size or self.micro_size)
+
+    def share(self, arranged: list[Example], size: int) -> list[Microbatch]:
+        """This rank's share of examples that ``arrange`` has seen, in microbatches of at most ``size``, on the device."""
+        parts = cut(arranged, self.world.rank, self.world.size, size, self.rows_per_example)
         return [microbatch(part, self.world.device, self.packing) for part in parts]
 
     def logprobs(self, micro: Microbatch) -> Tensor:
@@ -180,7 +181,7 @@ class BasicTrainer(ABC):
         micros = self.microbatches(batch)
         units, meters, of_loss = self.units(batch), Meters(), []
         reference_step = self.reference.step
-        self.prepare(at.step, micros, self.reference, self.humanline)
+        self.prepare([(at.step, micro) for micro in micros], self.reference, self.humanline)
         if self.balance is not None:
             self.balance.begin([micro.sequences for micro in micros])
         for micro in micros:

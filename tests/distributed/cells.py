@@ -14,6 +14,7 @@ import torch.distributed as dist
 from config.schema_model import ModelConfig
 from data.batches import Segment, collate
 from data.types import Example, Sequence
+from jobs.evaluation import Evaluator
 from models.distributed import World, local, start
 from models.loading import load_sharded
 from models.policy import Policy
@@ -66,15 +67,21 @@ def run_cells(cache: Path, out: Path, accumulation: int, world: World | None = N
                 loss,
                 f"model.batch_size={units}",
                 f"model.gradient_accumulation_steps={accumulation}",
+                "model.eval_batch_size=12",
                 *more,
             ),
             lr=LR,
         )
         groups = uneven_groups(KINDS[loss])
         segment = Segment(groups, units, sum(map(len, groups)), seed=0)
-        trainer, lines = run(config, segment, make_trainer(config, policy_of(cell), world))
+        name, trainer = f"{cell}-{k}", make_trainer(config, policy_of(cell), world)
+        evaluator = Evaluator(trainer, segment, None, torch.float32) if k == 1 else None
+        if evaluator is not None:
+            evaluator.prepare({"cell": cell})
+        _, lines = run(config, segment, trainer)
         final = weights(trainer)
-        name = f"{cell}-{k}"
+        for key, value in ({} if evaluator is None else evaluator.evaluate()).items():
+            results[f"{name}/{key}"] = np.array([value])
         for key in KEYS + (("router_aux_loss",) if "mixture" in cell else ()):
             results[f"{name}/{key}"] = np.array(
                 [line[key] if line[key] is not None else np.nan for line in lines]

@@ -40,9 +40,10 @@ def test_ranks_change_nothing(single, several, loss, k):
     assert way > 0.05
     assert np.linalg.norm(many - one) < 1e-3 * way
     keys = [key.partition("/")[2] for key in single if key.startswith(f"{name}/") and "weights" not in key]
-    assert {"loss", "grad_norm", "kl"} < set(keys) and ("router_aux_loss" in keys) == ("mixture" in loss)
+    assert {"loss", "grad_norm", "kl"} < set(keys) and ("eval_loss" in keys) == (k == 1)
+    assert ("router_aux_loss" in keys) == ("mixture" in loss)
     for key in keys:
-        assert len(single[f"{name}/{key}"]) == 8
+        assert len(single[f"{name}/{key}"]) == (1 if key.startswith("eval_") else 8)
         np.testing.assert_allclose(
             several[f"{name}/{key}"], single[f"{name}/{key}"], rtol=1e-3, atol=1e-4, err_msg=key
         )
