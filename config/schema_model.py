@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +55,7 @@ class ModelConfig:
     activation_checkpointing: bool = False
     compile: bool = False
     packing: bool | None = None
+    router_aux_loss_coef: float | None = None
     use_peft: bool = False
     peft: PeftConfig = field(default_factory=PeftConfig)
 
@@ -77,6 +79,12 @@ class ModelConfig:
             "model.max_grad_norm",
             self.max_grad_norm,
             "must be above 0 (use inf for no clipping)",
+        )
+        require(
+            self.router_aux_loss_coef is None or 0 < self.router_aux_loss_coef < math.inf,
+            "model.router_aux_loss_coef",
+            self.router_aux_loss_coef,
+            "must be above 0, or null for no auxiliary loss",
         )
         one_of("model.head", self.head, (None, "value", "reward"))
         require(

@@ -1,5 +1,9 @@
 """Evaluation: rewards unclipped and against the initial weights in every variant, so that variants can be compared, and sampled accuracy
-beside them wherever answers can be checked."""
+beside them wherever answers can be checked.
+
+The whole held-out set stands for one global batch: what a loss needs of a batch (KTO's z0, PPO's normalised advantages) is estimated
+once on all of it. So no number depends on model.eval_batch_size or on the number of ranks, but for rounding.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from statistics import fmean
 import torch
 
 from data.batches import Segment
-from data.types import Microbatch
+from data.types import Example, Microbatch
 from jobs.initial_scores import initial_scores
 from models.distributed import gather_objects, reshard, rounded
 from models.reference import Reference
@@ -35,7 +39,8 @@ class Evaluator:
         self.trainer, self.accuracy = trainer, accuracy
         # Weights that are cast to the export dtype for computing anyway need no rounding first.
         self.dtype = torch.float32 if dtype == getattr(torch, trainer.config.model.dtype) else dtype
-        self.batches = [] if held_out is None else [held_out.batch(i) for i in range(held_out.steps)]
+        self.groups = () if held_out is None else held_out.groups
+        self.batches = [] if held_out is None else arranged(trainer, held_out)
         self.reference = Reference()
         self.size = max(
             1, trainer.config.model.eval_batch_size // (trainer.world.size * trainer.rows_per_example)
@@ -49,7 +54,7 @@ class Evaluator:
         if self.batches and self.trainer.config.has_reference:
             with rounded(self.trainer.policy, self.dtype):
                 self.reference.scores = initial_scores(
-                    self.trainer, self.batches, self.size, self.reference, parts, "score held-out rows"
+                    self.trainer, self.batches, self.size, self.reference, parts, "score held-out rows", True
                 )
 
     def evaluate(self, initial: bool = False) -> Metrics:
@@ -66,18 +71,19 @@ class Evaluator:
     def _scores(self) -> Metrics:
         trainer, meters = self.trainer, Meters()
         rewards: dict[str, tuple[float, int]] = {}
-        for i, batch in enumerate(self.batches):
-            micros = trainer.microbatches(batch, self.size)
-            trainer.prepare(i, micros, self.reference, OFF)
-            for micro in micros:
-                scores = trainer.score(i, micro, self.reference, OFF)
-                reshard(trainer.policy)
-                result = trainer.compute_loss(micro, scores)
-                meters.add(
-                    {"loss": trainer.loss_ratio(micro, result)}
-                    | ({} if trainer.config.has_reference else result.metrics)
-                )
-                rewards |= row_rewards(micro, scores)
+        micros = [
+            (i, micro) for i, batch in enumerate(self.batches) for micro in trainer.share(batch, self.size)
+        ]
+        trainer.prepare(micros, self.reference, OFF)
+        for i, micro in micros:
+            scores = trainer.score(i, micro, self.reference, OFF)
+            reshard(trainer.policy)
+            result = trainer.compute_loss(micro, scores)
+            meters.add(
+                {"loss": trainer.loss_ratio(micro, result)}
+                | ({} if trainer.config.has_reference else result.metrics)
+            )
+            rewards |= row_rewards(micro, scores)
         out = meters.reduce().read()
         if trainer.config.has_reference:
             for other in gather_objects(rewards):
@@ -86,12 +92,14 @@ class Evaluator:
         return out
 
     def _rewards(self, rewards: dict[str, tuple[float, int]]) -> Metrics:
-        """Means over groups: the chosen (or desirable) row's reward, the rejected's, and where a group has both, margin and accuracy."""
+        """The mean reward of the chosen (or desirable) rows and of the rejected; mean margin and accuracy over what ``_compared`` says:
+        of a pair the share that has the chosen above the rejected, a tie counting one half. Without anything to compare the margin is the
+        difference of the two means, and there is no accuracy."""
         scale = self.trainer.reward_scale
         chosen: list[float] = []
         rejected: list[float] = []
         margins: list[float] = []
-        for rows in self._by_group():
+        for rows in self._compared():
             high = [scale * rewards[key][0] for key, label in rows if label > 0]
             low = [scale * rewards[key][0] for key, label in rows if label < 0]
             chosen, rejected = chosen + high, rejected + low
@@ -110,15 +118,32 @@ class Evaluator:
             "drift": sum(s for s, _ in rewards.values()) / tokens if tokens else None,
         }
 
-    def _by_group(self) -> list[list[tuple[str, float]]]:
-        """(row key, +1 better or -1 worse) of each prompt's held-out rows."""
-        groups: dict[str, list[tuple[str, float]]] = {}
-        for batch in self.batches:
-            for example in batch:
-                signs = (1.0, -1.0) if len(example.rows) == 2 else (example.label,)
-                rows = [(row.key, sign) for row, sign in zip(example.rows, signs, strict=True)]
-                groups.setdefault(example.prompt_id, []).extend(rows)
-        return list(groups.values())
+    def _compared(self) -> list[list[tuple[str, float]]]:
+        """(row key, +1 better or -1 worse) of the held-out rows, those together that are compared: the two of a pair, whether it is one
+        example or split in two; the completions of a larger group (the mean of the better against that of the worse). An example that
+        stands alone in the data is compared with the others of its prompt that do."""
+        groups: list[list[tuple[str, float]]] = []
+        alone: dict[str, list[tuple[str, float]]] = {}
+        for group in self.groups:
+            rows = [
+                (row.key, sign)
+                for example in group
+                for row, sign in zip(
+                    example.rows, (1.0, -1.0) if len(example.rows) == 2 else (example.label,), strict=True
+                )
+            ]
+            if len(rows) > 1:
+                groups.append(rows)
+            else:
+                alone.setdefault(group[0].prompt_id, []).extend(rows)
+        return groups + list(alone.values())
+
+
+def arranged(trainer: BasicTrainer, held_out: Segment) -> list[list[Example]]:
+    """The batches of ``held_out``, whose examples the trainer has arranged as one global batch in the data's own order."""
+    examples = [example for group in held_out.groups for example in group]
+    made = dict(zip(examples, trainer.arrange(examples), strict=True))
+    return [[made[example] for example in held_out.batch(i)] for i in range(held_out.steps)]
 
 
 def row_rewards(micro: Microbatch, scores: TokenScores) -> dict[str, tuple[float, int]]:

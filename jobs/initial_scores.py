@@ -39,18 +39,17 @@ def initial_scores(
     reference: Reference,
     parts: dict[str, str],
     what: str,
+    arranged: bool = False,
 ) -> dict[str, Tensor]:
     """Key -> [C] log-probabilities (nats, float32, CPU) of every row of ``batches`` under the policy as it is now.
 
     ``reference`` decides by its keys whether scores belong to (step, row), made from the very microbatches of ``size`` examples that
     will be trained, or to the row, made in batches of ``size`` rows. ``parts``: what the scores depend on, the cache's key. Rows that
-    the cache has are not scored again; a killed run goes on where it was.
+    the cache has are not scored again; a killed run goes on where it was. ``arranged``: the trainer has arranged the batches already.
     """
-    wanted = {
-        reference.key(i, row): row
-        for i, batch in enumerate(batches)
-        for row in rows_of(trainer.arrange(batch))
-    }
+    if not arranged:
+        batches = [trainer.arrange(batch) for batch in batches]
+    wanted = {reference.key(i, row): row for i, batch in enumerate(batches) for row in rows_of(batch)}
     if not reference.by_row:
         parts = parts | {
             "cut": f"{size} examples x {trainer.world.size} ranks",
@@ -98,9 +97,7 @@ def _work(
     """(step, how to make this rank's microbatches) of what is missing: as many on every rank."""
     if not reference.by_row:
         steps = {int(key.split("/")[0]) for key in missing}
-        yield from (
-            (i, partial(trainer.microbatches, batch, size)) for i, batch in enumerate(batches) if i in steps
-        )
+        yield from ((i, partial(trainer.share, batch, size)) for i, batch in enumerate(batches) if i in steps)
         return
     rows = sorted(missing.values(), key=len, reverse=True)
     stride = size * trainer.world.size

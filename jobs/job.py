@@ -37,6 +37,7 @@ from models.memory import estimate_memory
 from models.policy import Policy
 from models.pretrained import check_model, export_dtype, load_tokenizer
 from models.reference import Reference
+from models.routing import routing_notice
 from reports.model_card import write_model_card
 from reports.provenance import scrub_text
 from reports.report import final_table, write_report
@@ -55,7 +56,10 @@ class Job:
         self.say(f"{folder.name}: {config.variant} {config.loss['name']}, {world.size} x {world.device.type}")
         check_ranks(config, world.size)
         self.loss, self.trainer_class = make_loss(config), trainer_class(config)
-        packing, why = packs_rows(config.model, check_model(config.model))
+        found = check_model(config.model)
+        if (notice := routing_notice(config.model, found)) is not None:
+            self.say(notice)
+        packing, why = packs_rows(config.model, found)
         self.say(f"rows of a microbatch {'end to end' if packing else 'padded to the longest'}: {why}")
         self.tokenizer = load_tokenizer(config.model)
         self.renderer = make_renderer(self.tokenizer, config.model, config.data)

@@ -19,12 +19,21 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
+from common.errors import require
 from config.schema_model import ModelConfig
 
 PACKED = "packed_rows"
 MODEL_TYPES = ("llama", "qwen2", "mistral", "gpt_neox", "granite", "cohere")
 """Architectures that hand the rows' limits down to their attention, each with a test (tests/unit/models/test_families.py). In any
 other the kernel would not see where rows end, so packed rows take transformers' own way there."""
+KEPT_APART = (
+    *MODEL_TYPES,
+    *("cohere2", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "granitemoe", "mixtral", "olmo2", "olmo3"),
+    *("olmoe", "phi", "phi3", "phimoe", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2"),
+)
+"""Architectures in which transformers itself finds packed rows by their positions, each with a test (test_families.py). Some others
+do not look (OPT, GPT-OSS, Falcon), have no positions (BLOOM, MPT), or carry a state over from row to row (Mamba): there a row would
+read its neighbours, so packing is refused."""
 
 GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """torch 2.11's takes as many key heads as query heads."""
@@ -44,8 +53,16 @@ def packs_rows(config: ModelConfig, found: PretrainedConfig) -> tuple[bool, str]
 
     Left open, rows are packed where each can attend to itself alone without a mask: not in an architecture that this kernel does not
     take, not with torch.compile, which would cut every layer in two there, and on a GPU only if it has the kernel for uneven
-    lengths. ``found`` is the architecture; no weights are needed.
+    lengths. ``found`` is the architecture; no weights are needed. Raises ConfigError for model.packing=true in an architecture of
+    which it is not known that packed rows are kept apart.
     """
+    require(
+        not config.packing or found.model_type in KEPT_APART,
+        "model.packing",
+        "true",
+        f"packed rows of this architecture ({found.model_type}) would read each other, or are not known not to; "
+        "use null or false, which pads them",
+    )
     if config.packing is not None:
         return config.packing, f"model.packing={str(config.packing).lower()}"
     if not packable(found, config.attn_implementation):

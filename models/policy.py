@@ -6,7 +6,8 @@ right, and no attention mask is passed: under a causal mask no completion token 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -19,7 +20,6 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from common.errors import ConfigError, require
 from data.types import Sequences
@@ -42,6 +42,7 @@ class Policy(nn.Module):
         )
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.packs = False
+        self._routed: list[tuple[Tensor, ...]] | None = None
         self.train(False)
 
     def train(self, mode: bool = True) -> Policy:
@@ -60,14 +61,27 @@ class Policy(nn.Module):
 
     def hidden(self, sequences: Sequences) -> Tensor:
         """[B L, D] the last hidden state at every position, B and L flattened."""
-        limits: dict[str, Any] = {}
-        if self.packs and sequences.position_ids is not None:
-            limits = row_limits([max(len(row), 1) for row in sequences.rows], sequences.input_ids.device)
-        body = causal_lm(self.model).base_model
-        out = body(
-            input_ids=sequences.input_ids, position_ids=sequences.position_ids, use_cache=False, **limits
-        )
+        asked: dict[str, Any] = {}
+        if sequences.position_ids is not None:  # a recurrence knows of no positions, not even of None
+            asked["position_ids"] = sequences.position_ids
+            if self.packs:
+                asked |= row_limits([max(len(row), 1) for row in sequences.rows], sequences.input_ids.device)
+        if self._routed is not None:
+            asked["output_router_logits"] = True
+        out = causal_lm(self.model).base_model(input_ids=sequences.input_ids, use_cache=False, **asked)
+        if self._routed is not None:
+            self._routed.append(out.router_logits)
         return out.last_hidden_state.flatten(0, 1)
+
+    @contextmanager
+    def routed(self) -> Iterator[list[tuple[Tensor, ...]]]:
+        """A list that every forward in the context adds its routers' logits to: a [B L, experts] tensor for each mixture layer, with
+        their gradient."""
+        self._routed = []
+        try:
+            yield self._routed
+        finally:
+            self._routed = None
 
     def logprobs(self, sequences: Sequences, before: Tensor) -> Tensor:
         """[R, T] log-probabilities of the completion tokens from the hidden states [M, D] that predict them."""
@@ -127,30 +141,69 @@ class Policy(nn.Module):
         The model's own head is run on random hidden states (its body is left out) and compared. Call it before sharding.
         """
         model, head = causal_lm(self.model), output_head(self.model)
-        body, weight = model.base_model, head.weight
+        weight, name = head.weight, type(model).__name__
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn(1, 4, weight.shape[1], generator=generator).to(weight)
         targets = torch.randint(weight.shape[0], (4,), generator=generator).to(weight.device)
-        forward = body.forward
-        output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=cast(torch.FloatTensor, hidden))
-        body.forward = lambda *args, **kwargs: output
-        try:
-            logits = model(
-                input_ids=torch.zeros(1, 4, dtype=torch.int64, device=weight.device), use_cache=False
-            ).logits[0]
-        finally:
-            body.forward = forward
+        with _left_out(bodies(model), HiddenState(hidden)):
+            ids = torch.zeros(1, 4, dtype=torch.int64, device=weight.device)
+            try:
+                logits = model(input_ids=ids, use_cache=False).logits[0]
+            except Exception as error:  # the model's own code, which may raise anything
+                raise ConfigError(
+                    "model.name_or_path",
+                    model.config.name_or_path or name,
+                    f"{name} cannot be asked for logits of a hidden state, so its log-probabilities cannot be checked "
+                    f"({type(error).__name__}: {error}); use another architecture",
+                ) from error
         theirs = logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
         ours = chunked_logprobs(hidden[0], weight, head.bias, targets, scale=self.scale, softcap=self.softcap)
         # Their logits are rounded to the model's dtype; ours are not.
         allowed = 4 * torch.finfo(weight.dtype).eps * (1 + logits.abs().max().item()) + 1e-4
-        error, name = (theirs - ours).abs().max().item(), type(model).__name__
+        error = (theirs - ours).abs().max().item()
         require(
             error <= allowed,
             "model.name_or_path",
             model.config.name_or_path or name,
             f"{name} does something to its logits that is not known here (log-probabilities differ by {error:.2g} nats)",
         )
+
+
+class HiddenState:
+    """What stands for a body's output when its layers are left out: the last hidden state, and None for all else that a model's own
+    forward may ask of it (router logits, a recurrence's cache, attentions)."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return (self.last_hidden_state,)[index] if isinstance(index, slice) or index == 0 else None
+
+
+def bodies(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that a causal language model may call for hidden states: its body, or the decoder within it (OPT)."""
+    body = cast(nn.Module, model.base_model)
+    inner = getattr(body, "decoder", None)
+    return [body, inner] if isinstance(inner, nn.Module) else [body]
+
+
+@contextmanager
+def _left_out(modules: list[nn.Module], output: object) -> Iterator[None]:
+    """The modules giving ``output`` without computing anything."""
+    before = [module.__dict__.get("forward") for module in modules]
+    for module in modules:
+        module.__dict__["forward"] = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        for module, own in zip(modules, before, strict=True):
+            module.__dict__.pop("forward")
+            if own is not None:
+                module.__dict__["forward"] = own
 
 
 def on_grid(sequences: Sequences, values: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from common.errors import ConfigError, require
 from config.schema_model import ModelConfig
 from models.heads import RewardModel, ValuePolicy
 from models.policy import Policy, checkpoint_activations, decoder_blocks
+from models.routing import check_routing
 
 ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
 SOFTCAP_ATTENTION = ("eager", "flex_attention", "flash_attention_2", "flash_attention_3")
@@ -55,8 +56,9 @@ def model_config(config: ModelConfig) -> PretrainedConfig:
 def check_model(config: ModelConfig) -> PretrainedConfig:
     """The architecture, once everything that can be refused without weights was not.
 
-    Raises ConfigError: a model that cannot be found, that is no causal language model, that is shorter than model.max_length, or an
-    attention kernel that is not installed or that would drop a feature of the model.
+    Raises ConfigError: a model that cannot be found, that is no causal language model, that is shorter than model.max_length, an
+    attention kernel that is not installed, that the model does not have or that would drop a feature of it, or an auxiliary loss for
+    routers that it does not have.
     """
     found = model_config(config)
     text, kernel = found.get_text_config(), config.attn_implementation
@@ -80,6 +82,7 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
         kernel,
         "is not installed; use sdpa",
     )
+    check_kernel(kernel, found)
     cap = getattr(text, "attn_logit_softcapping", None)
     require(
         cap is None or kernel in SOFTCAP_ATTENTION,
@@ -87,6 +90,7 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
         kernel,
         f"would drop this model's attn_logit_softcapping={cap}; use eager",
     )
+    check_routing(config, found)
     positions = getattr(text, "max_position_embeddings", None) or config.max_length
     if config.head == "reward":
         found.num_labels = 1
@@ -99,6 +103,28 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
         f"the model has {positions} positions",
     )
     return found
+
+
+def check_kernel(kernel: str, found: PretrainedConfig) -> None:
+    """Raise ConfigError for an attention kernel that transformers does not offer for this architecture (an architecture of its own
+    remote code says so itself when it is built)."""
+    mapping = AutoModelForCausalLM._model_mapping
+    if type(found) not in mapping:
+        return
+    model = mapping[type(found)]
+    offered = {
+        "sdpa": model._supports_sdpa,
+        "flex_attention": model._supports_flex_attn,
+        "flash_attention_2": model._supports_flash_attn,
+        "flash_attention_3": model._supports_flash_attn,
+    }
+    others = [name for name in ATTENTION if offered.get(name, True)]
+    require(
+        offered.get(kernel, True),
+        "model.attn_implementation",
+        kernel,
+        f"a {found.model_type} has no such attention; use {' or '.join(others)}",
+    )
 
 
 def export_dtype(config: ModelConfig) -> torch.dtype:

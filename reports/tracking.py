@@ -7,10 +7,10 @@ without the run noticing: it is warned about once and then left alone.
 from __future__ import annotations
 
 import json
-import logging
 import netrc
 import os
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,8 +24,6 @@ from reports.provenance import scrub, variant
 
 if TYPE_CHECKING:
     import wandb
-
-log = logging.getLogger(__name__)
 
 INIT_SECONDS = 10.0
 """How long an unreachable wandb server may delay the start; the run is then tracked offline."""
@@ -225,7 +223,11 @@ class _Mirror:
         except wandb.errors.Error as error:
             if mode == "offline":
                 raise
-            log.warning("wandb: %s; tracking offline (`wandb sync` uploads it later)", error)
+            warn(
+                f"{in_a_line(error)}; this run is tracked offline: "
+                f"`wandb sync {run_dir / 'wandb' / 'offline-run-*'}` uploads it, once key (`wandb login`, WANDB_API_KEY) and "
+                "server (WANDB_BASE_URL) are right"
+            )
             wandb.teardown()  # the attempt still holds the id
             self._init("offline", run_dir, config, settings)
 
@@ -311,12 +313,19 @@ class _Mirror:
         try:
             call()
         except Exception as error:
-            log.warning(
-                "wandb failed (%s: %s); the run goes on, metrics.jsonl has its numbers",
-                type(error).__name__,
-                error,
+            warn(
+                f"failed ({type(error).__name__}: {in_a_line(error)}); the run goes on without it, metrics.jsonl has its numbers"
             )
             self._run = None
+
+
+def warn(message: str) -> None:
+    """Say on the console what is wrong with wandb; not by logging, which a program may have turned down."""
+    print(f"warning: wandb: {message}", file=sys.stderr, flush=True)
+
+
+def in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def _mode(settings: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, cast
 
@@ -24,6 +25,7 @@ from models.attention import packs_rows
 from models.distributed import World, any_rank, clip_grad_norm, reshard
 from models.policy import Policy, causal_lm
 from models.reference import Reference
+from models.routing import RouterBalance
 from trainers.humanline import Draw, Humanline
 from trainers.losses.base import LossResult, Ratio, TokenScores, ratio
 from trainers.meters import Meters, Pending
@@ -93,6 +95,9 @@ class BasicTrainer(ABC):
         if self.syncing.alpha < 1:
             self.soft = SoftReference(policy)
             policy.add_module("soft_reference", self.soft)
+        self.balance: RouterBalance | None = None
+        if config.model.router_aux_loss_coef is not None:
+            self.balance = RouterBalance(cast(Policy, policy))
         self.reference = Reference(by_row=config.reference_batch_size is not None)
         self.initial: dict[str, float] = {}
         """Row key -> its completion's log-probability under the initial weights, nats (for ``drift``); rows may be missing."""
@@ -123,8 +128,11 @@ class BasicTrainer(ABC):
     def check(cls, config: Config, segment: Segment) -> None:
         """Raise ConfigError if the loss cannot be trained on this plan."""
 
-    def prepare(self, step: int, batch: list[Microbatch], reference: Reference, humanline: Humanline) -> None:
-        """What needs the whole global batch before the first microbatch's loss."""
+    def prepare(
+        self, batch: list[tuple[int, Microbatch]], reference: Reference, humanline: Humanline
+    ) -> None:
+        """What needs the whole global batch (or the whole held-out set) before the first microbatch's loss. ``batch``: this rank's
+        microbatches of it, each with the step under which ``reference`` has its scores."""
 
     def after_backward(self, metrics: list[dict[str, Ratio]]) -> None:
         """Called with the loss's metrics of each microbatch: what the objective carries to the next step (BCO's running means)."""
@@ -139,13 +147,11 @@ class BasicTrainer(ABC):
 
     def microbatches(self, batch: list[Example], size: int | None = None) -> list[Microbatch]:
         """This rank's share of a global batch, on the device."""
-        parts = cut(
-            self.arrange(batch),
-            self.world.rank,
-            self.world.size,
-            size or self.micro_size,
-            self.rows_per_example,
-        )
+        return self.share(self.arrange(batch), size or self.micro_size)
+
+    def share(self, arranged: list[Example], size: int) -> list[Microbatch]:
+        """This rank's share of examples that ``arrange`` has seen, in microbatches of at most ``size``, on the device."""
+        parts = cut(arranged, self.world.rank, self.world.size, size, self.rows_per_example)
         return [microbatch(part, self.world.device, self.packing) for part in parts]
 
     def logprobs(self, micro: Microbatch) -> Tensor:
@@ -175,13 +181,19 @@ class BasicTrainer(ABC):
         micros = self.microbatches(batch)
         units, meters, of_loss = self.units(batch), Meters(), []
         reference_step = self.reference.step
-        self.prepare(at.step, micros, self.reference, self.humanline)
+        self.prepare([(at.step, micro) for micro in micros], self.reference, self.humanline)
+        if self.balance is not None:
+            self.balance.begin([micro.sequences for micro in micros])
         for micro in micros:
-            scores = self.score(at.step, micro, self.reference, self.humanline)
+            with nullcontext() if self.balance is None else self.balance.watched():
+                scores = self.score(at.step, micro, self.reference, self.humanline)
             result = self.compute_loss(micro, scores)
             # The ranks' gradients are averaged; the loss is the global batch's mean. Reduced each time: holding it back keeps whole
             # float32 gradients.
-            (result.total * (self.world.size / units)).backward()
+            total = result.total * (self.world.size / units)
+            if self.balance is not None:
+                total = total + self.routers_share(self.balance.part(micro.sequences), len(micros), meters)
+            total.backward()
             meters.add(self.metrics(micro, scores, result))
             self.observe(micro, scores)
             of_loss.append(result.metrics)
@@ -222,6 +234,12 @@ class BasicTrainer(ABC):
         at.examples, at.tokens = at.examples + len(batch), at.tokens + token_count(batch)
         record.known.update(examples=at.examples, tokens=at.tokens)
         return record
+
+    def routers_share(self, part: Tensor, microbatches: int, meters: Meters) -> Tensor:
+        """[] what is added to a microbatch's loss for its ``part`` of the routers' auxiliary loss, which is logged."""
+        share = torch.full_like(part.detach(), 1.0 / (microbatches * self.world.size))
+        meters.add({"router_aux_loss": Ratio(part.detach(), share)})
+        return part * (self.world.size * cast(float, self.config.model.router_aux_loss_coef))
 
     def metrics(self, micro: Microbatch, scores: TokenScores, result: LossResult) -> dict[str, Ratio]:
         """Everything logged of a microbatch, as sums and counts: their quotient over the global batch is the exact mean."""

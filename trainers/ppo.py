@@ -24,19 +24,21 @@ class OfflinePPOTrainer(BasicTrainer):
         return sum(len(row.completion_ids) for example in batch for row in example.rows)
 
     @torch.no_grad()
-    def prepare(self, step: int, batch: list[Microbatch], reference: Reference, humanline: Humanline) -> None:
+    def prepare(
+        self, batch: list[tuple[int, Microbatch]], reference: Reference, humanline: Humanline
+    ) -> None:
         """Advantages and returns of every token from the values before this step, the advantages normalised over the global batch's
         completion tokens (population variance)."""
         loss = self.config.loss
-        for micro in batch:
+        for _, micro in batch:
             values = self.policy(micro.sequences, values=True)[1]
             reshard(self.policy)
             advantages, returns = gae(
                 values, micro.labels, micro.sequences.mask, gamma=loss["gamma"], lam=loss["lam"]
             )
             micro.scored |= {"advantages": advantages, "returns": returns}
-        mean, std = moments([(micro.scored["advantages"], micro.sequences.mask) for micro in batch])
-        for micro in batch:
+        mean, std = moments([(micro.scored["advantages"], micro.sequences.mask) for _, micro in batch])
+        for _, micro in batch:
             normalised = (micro.scored["advantages"] - mean) / (std + 1e-8)
             micro.scored["advantages"] = torch.where(micro.sequences.mask, normalised, 0.0)
 

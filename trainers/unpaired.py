@@ -38,11 +38,12 @@ class UnpairedPreferenceTrainer(BasicTrainer):
                     "use a larger model.batch_size, or n_examples so that the last batch has two prompts",
                 )
 
-    def prepare(self, step: int, batch: list[Microbatch], reference: Reference, humanline: Humanline) -> None:
+    def prepare(
+        self, batch: list[tuple[int, Microbatch]], reference: Reference, humanline: Humanline
+    ) -> None:
         """z0 = max(0, mean of s over the global batch's mismatched rows), clipped like any other, no gradient (eq. 7)."""
-        device = batch[0].sequences.mask.device
-        total = torch.zeros(2, dtype=torch.float64, device=device)
-        for micro in batch:
+        total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        for step, micro in batch:
             if micro.mismatched is not None:
                 policy = score(self.policy, micro.mismatched)
                 other = reference.lookup(step, micro.mismatched)
@@ -52,7 +53,7 @@ class UnpairedPreferenceTrainer(BasicTrainer):
                 )
         sum_over_ranks(total)
         z0 = (total[0] / total[1].clamp(min=1)).clamp(min=0).float()
-        for micro in batch:
+        for _, micro in batch:
             micro.scored["kl"] = z0
 
     def compute_loss(self, micro: Microbatch, scores: TokenScores) -> LossResult:

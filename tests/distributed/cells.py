@@ -14,15 +14,24 @@ import torch.distributed as dist
 from config.schema_model import ModelConfig
 from data.batches import Segment, collate
 from data.types import Example, Sequence
+from jobs.evaluation import Evaluator
 from models.distributed import World, local, start
 from models.loading import load_sharded
+from models.policy import Policy
 from models.pretrained import load_policy
 from models.reference import score, weights_fingerprint
 from tests.engine import engine_config, make_trainer, run, weights
-from tests.tiny import KINDS, VOCABULARY, random_groups, tiny_llama
+from tests.tiny import KINDS, VOCABULARY, random_groups, tiny_llama, tiny_policy
+from tests.unit.models.test_families import tiny
 
 STEPS, LR = 8, 0.003
-CELLS = [(loss, k) for loss in ("dpo", "kto", "grpo") for k in (None, 1, 3)]
+CELLS = [(loss, k) for loss in ("dpo", "kto", "grpo") for k in (None, 1, 3)] + [("dpo of a mixture", 1)]
+KEYS = ("loss", "grad_norm", "kl", "clipped_low", "reward_accuracy")
+
+
+def policy_of(cell: str) -> Policy:
+    """What a cell trains."""
+    return tiny("mixtral") if "mixture" in cell else tiny_policy()
 
 
 def uneven_groups(kind: str) -> tuple[tuple[Example, ...], ...]:
@@ -46,25 +55,34 @@ def uneven_groups(kind: str) -> tuple[tuple[Example, ...], ...]:
 def run_cells(cache: Path, out: Path, accumulation: int, world: World | None = None) -> None:
     """Train every cell for 8 steps of 4 pairs (the last of 3); rank 0 writes losses, gradient norms and final weights."""
     results: dict[str, np.ndarray] = {}
-    for loss, k in CELLS:
+    for cell, k in CELLS:
+        loss = cell.split()[0]
         units = 4 if loss == "dpo" else 8
-        humanline = [f"sync_freq={k}", "humanline=true"] if k else []
+        more = [f"sync_freq={k}", "humanline=true"] if k else []
+        if "mixture" in cell:
+            more.append("model.router_aux_loss_coef=0.5")
         config = replace(
             engine_config(
                 cache,
                 loss,
                 f"model.batch_size={units}",
                 f"model.gradient_accumulation_steps={accumulation}",
-                *humanline,
+                "model.eval_batch_size=12",
+                *more,
             ),
             lr=LR,
         )
         groups = uneven_groups(KINDS[loss])
         segment = Segment(groups, units, sum(map(len, groups)), seed=0)
-        trainer, lines = run(config, segment, make_trainer(config, world=world))
+        name, trainer = f"{cell}-{k}", make_trainer(config, policy_of(cell), world)
+        evaluator = Evaluator(trainer, segment, None, torch.float32) if k == 1 else None
+        if evaluator is not None:
+            evaluator.prepare({"cell": cell})
+        _, lines = run(config, segment, trainer)
         final = weights(trainer)
-        name = f"{loss}-{k}"
-        for key in ("loss", "grad_norm", "kl", "clipped_low", "reward_accuracy"):
+        for key, value in ({} if evaluator is None else evaluator.evaluate()).items():
+            results[f"{name}/{key}"] = np.array([value])
+        for key in KEYS + (("router_aux_loss",) if "mixture" in cell else ()):
             results[f"{name}/{key}"] = np.array(
                 [line[key] if line[key] is not None else np.nan for line in lines]
             )

@@ -7,8 +7,7 @@ import pytest
 import torch.multiprocessing as mp
 
 from models.distributed import start
-from tests.distributed.cells import CELLS, run_cells, worker
-from tests.tiny import tiny_policy
+from tests.distributed.cells import CELLS, policy_of, run_cells, worker
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +34,16 @@ def several(request, tmp_path_factory):
 @pytest.mark.parametrize(("loss", "k"), CELLS)
 def test_ranks_change_nothing(single, several, loss, k):
     name = f"{loss}-{k}"
-    begin = np.concatenate([p.detach().numpy().ravel() for p in tiny_policy().parameters()])
+    begin = np.concatenate([p.detach().numpy().ravel() for p in policy_of(loss).parameters()])
     one, many = single[f"{name}/weights"].astype(float), several[f"{name}/weights"].astype(float)
     way = np.linalg.norm(one - begin)
     assert way > 0.05
     assert np.linalg.norm(many - one) < 1e-3 * way
-    for key in ("loss", "grad_norm", "kl", "clipped_low", "reward_accuracy"):
-        assert len(single[f"{name}/{key}"]) == 8
+    keys = [key.partition("/")[2] for key in single if key.startswith(f"{name}/") and "weights" not in key]
+    assert {"loss", "grad_norm", "kl"} < set(keys) and ("eval_loss" in keys) == (k == 1)
+    assert ("router_aux_loss" in keys) == ("mixture" in loss)
+    for key in keys:
+        assert len(single[f"{name}/{key}"]) == (1 if key.startswith("eval_") else 8)
         np.testing.assert_allclose(
             several[f"{name}/{key}"], single[f"{name}/{key}"], rtol=1e-3, atol=1e-4, err_msg=key
         )

@@ -2,29 +2,42 @@
 of each, against its own logits."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     CohereConfig,
     Gemma2Config,
+    GenerationConfig,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    Mamba2Config,
     MistralConfig,
+    MixtralConfig,
+    OPTConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
 )
 
 from common.errors import ConfigError
 from config.schema_model import ModelConfig
 from data.batches import collate
 from data.types import Sequence
-from models.attention import MODEL_TYPES
+from models.attention import KEPT_APART, MODEL_TYPES, packs_rows
+from models.distributed import local, shard, start
+from models.export import export, full_state
 from models.policy import Policy, decoder_blocks
 from models.pretrained import check_model
+from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import ROOT, VOCABULARY, random_row
+from tests.unit.models.test_policy import tokenizer
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -41,6 +54,32 @@ SIZES = {
 }
 GROUPED = {"num_key_value_heads": 2}
 """Attention with fewer key heads than query heads."""
+EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.01}
+MIXTURES = {
+    "mixtral": MixtralConfig(**SIZES, **GROUPED, **EXPERTS, num_local_experts=4),
+    "qwen2_moe": Qwen2MoeConfig(
+        **SIZES,
+        **GROUPED,
+        **EXPERTS,
+        num_experts=4,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+    ),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, **GROUPED, **EXPERTS, num_experts=4, moe_intermediate_size=24, head_dim=8
+    ),
+    "gpt_oss": GptOssConfig(
+        **SIZES,
+        **GROUPED,
+        **EXPERTS,
+        num_local_experts=4,
+        head_dim=8,
+        sliding_window=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        attn_implementation="eager",
+    ),
+}
+ENDS = {name: SIZES[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
 FAMILIES = {
     "llama": LlamaConfig(**SIZES, **GROUPED, tie_word_embeddings=False),
     "llama tied": LlamaConfig(**SIZES, **GROUPED, tie_word_embeddings=True),
@@ -58,6 +97,31 @@ FAMILIES = {
     "gpt_neox": GPTNeoXConfig(**SIZES),
     "cohere": CohereConfig(**SIZES, **GROUPED, logit_scale=0.25),
     "granite": GraniteConfig(**SIZES, **GROUPED, logits_scaling=3.0),
+    **MIXTURES,
+    "opt": OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        word_embed_proj_dim=16,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        init_std=0.3,
+        **ENDS,
+    ),
+    "mamba2": Mamba2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_heads=8,
+        head_dim=8,
+        state_size=16,
+        n_groups=2,
+        num_hidden_layers=2,
+        chunk_size=8,
+        initializer_range=0.3,
+        attn_implementation="eager",
+        **ENDS,
+    ),
 }
 SHIPPED = {
     "llama3-8b-instruct": "llama",
@@ -122,7 +186,10 @@ def test_gradients_equal_those_through_the_models_own_logits(family):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * (1 + b.abs().max().item()))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+PACKED = [family for family, config in FAMILIES.items() if config.model_type in KEPT_APART]
+
+
+@pytest.mark.parametrize("family", PACKED)
 def test_packed_rows_equal_padded_ones(family):
     """By transformers' mask, and by this project's kernel where it takes the model; gradients too."""
     policy, batch = tiny(family), rows(6)
@@ -138,6 +205,103 @@ def test_packed_rows_equal_padded_ones(family):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     for a, b in zip(torch.autograd.grad((got * weights).sum(), parameters), want_grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * (1 + b.abs().max().item()))
+
+
+def of_type(model_type: str) -> Policy:
+    """A tiny random model of any architecture that transformers has under this name, by the settings that most of them share."""
+    torch.manual_seed(0)
+    widths = (
+        SIZES | GROUPED | {"num_experts_per_tok": 2} | ({} if model_type == "falcon" else {"head_dim": 8})
+    )
+    old = {"vocab_size": VOCABULARY, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
+    by_name = {"gpt2": old | {"n_embd": 32, "n_positions": 64}, "bloom": old | {"hidden_size": 32}}
+    config = CONFIG_MAPPING[model_type](**by_name.get(model_type, widths))
+    return Policy(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+
+
+@pytest.mark.parametrize("model_type", [t for t in KEPT_APART if t not in FAMILIES])
+def test_transformers_keeps_packed_rows_apart_where_packing_is_taken(model_type):
+    policy, batch = of_type(model_type), rows(6)
+    policy.check_head()
+    torch.testing.assert_close(
+        policy(collate(batch, CPU, pack=True)), policy(collate(batch, CPU)), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "opt", "mamba2", "falcon", "bloom"])
+def test_packing_is_refused_where_a_row_would_read_its_neighbours(model_type):
+    policy, batch = tiny(model_type) if model_type in FAMILIES else of_type(model_type), rows(6)
+    packed, padded = (policy(collate(batch, CPU, pack)) for pack in (True, False))
+    assert (packed - padded).abs().max() > 0.1
+    found, config = policy.model.config, ModelConfig(attn_implementation="eager")
+    assert packs_rows(config, found)[0] is False
+    with pytest.raises(
+        ConfigError, match=rf"model.packing=true: .*\({model_type}\) would .* use null or false"
+    ):
+        packs_rows(ModelConfig(packing=True), found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_fills_a_row_up_does_not_leak_into_it(family):
+    """To the bit, but for mixtures, whose experts take more or fewer tokens at once."""
+    policy, sequences = tiny(family), collate(rows(), CPU)
+    before = policy(sequences)
+    lengths = torch.tensor([len(row) for row in sequences.rows])
+    padding = torch.arange(sequences.input_ids.shape[1]) >= lengths[:, None]
+    assert padding.any()
+    sequences.input_ids[padding] = 7
+    after = policy(sequences)
+    if family in MIXTURES:
+        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generating_with_a_cache_takes_the_likeliest_token_each_time(family):
+    """Prompts padded on the left, past a sliding window; each row as it is without padding and cache."""
+    policy = tiny(family)
+    ids = torch.tensor([[0, 0, 0, 5, 6], [8, 9, 10, 11, 12]])
+    mask = torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]])
+    greedy = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    got = policy.generate(ids, mask, greedy)
+    for row, real in zip(got, mask, strict=True):
+        want = row[:5][real.bool()][None]
+        for _ in range(6):
+            logits = policy.model(want, use_cache=False).logits[:, -1]
+            want = torch.cat([want, logits.argmax(-1, keepdim=True)], dim=1)
+        assert row[5:].tolist() == want[0, -6:].tolist()
+
+
+@pytest.mark.parametrize("family", [*MIXTURES, "opt", "mamba2"])
+def test_sharded_gradients_are_those_of_the_whole_model(family):
+    plain, sharded, sequences = tiny(family), tiny(family), collate(rows(), CPU)
+    shard(sharded, decoder_blocks(sharded), start(), torch.float32)
+    for policy in (plain, sharded):
+        policy(sequences).sum().backward()
+    for a, b in zip(sharded.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(local(a.grad), b.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", [*MIXTURES, "opt", "mamba2"])
+def test_it_trains_and_what_is_written_is_what_was_trained(family, tmp_path):
+    """A few sharded steps with syncing, whose step 0 finds policy and reference equal to the bit; then the exported files."""
+    kernel = f"model.attn_implementation={FAMILIES[family]._attn_implementation or 'sdpa'}"
+    config = engine_config(
+        tmp_path, "dpo", "humanline=true", "model.batch_size=4", "n_epochs=3", "lr=0.001", kernel
+    )
+    policy = tiny(family)
+    before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+    trainer, lines = run(config, make_segment(config, 12), make_trainer(config, policy))
+    assert lines[0]["kl"] == 0.0 and lines[-1]["kl"] != 0.0
+    assert not any(line["skipped"] for line in lines)
+    after = weights(trainer)
+    assert not [name for name, value in before.items() if torch.equal(value, after[name])]
+    state = full_state(policy)
+    export(state, policy, tokenizer(), tmp_path / "model", torch.float32)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(info.values())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
 
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
@@ -176,7 +340,7 @@ def test_packed_rows_on_a_gpu(family):
 def test_layers_are_found(family):
     blocks = decoder_blocks(tiny(family))
     assert len(blocks) == 2
-    assert all(type(block).__name__.endswith("Layer") for block in blocks)
+    assert all(type(block).__name__.endswith(("Layer", "Block")) for block in blocks)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -199,6 +363,17 @@ def test_a_kernel_that_drops_the_attention_softcap_is_refused(tmp_path, kernel):
         return
     with pytest.raises(ConfigError, match=r"model.attn_implementation=sdpa: would drop .*use eager"):
         check_model(config)
+
+
+@pytest.mark.parametrize(("family", "use"), [("gpt_oss", "eager or flex_attention"), ("mamba2", "eager")])
+def test_a_kernel_that_an_architecture_does_not_have_is_refused_before_weights(tmp_path, family, use):
+    FAMILIES[family].save_pretrained(tmp_path)
+    config = ModelConfig(name="m", name_or_path=str(tmp_path), max_length=64, max_prompt_length=32)
+    with pytest.raises(
+        ConfigError, match=rf"model.attn_implementation=sdpa: a {family} has no such attention; use {use}"
+    ):
+        check_model(config)
+    check_model(replace(config, attn_implementation="eager"))
 
 
 def test_every_shipped_model_has_a_tiny_one_here():

@@ -11,14 +11,14 @@ from config.schema_model import ModelConfig
 from data.batches import Segment
 from jobs.assembly import make_loss, trainer_class
 from models import attention
-from models.attention import flash_fails, packs_rows
+from models.attention import MODEL_TYPES, flash_fails, packs_rows
 from models.distributed import shard, start
 from models.memory import estimate_memory
 from models.policy import decoder_blocks
 from models.pretrained import load_policy
 from tests.engine import engine_config, run, weights
 from tests.tiny import random_groups, tiny_llama
-from tests.unit.models.test_families import FAMILIES
+from tests.unit.models.test_families import FAMILIES, PACKED
 
 OPEN = ModelConfig(name="m", name_or_path="m", max_length=64, max_prompt_length=32)
 
@@ -35,7 +35,7 @@ def no_gpu(monkeypatch, present: bool = False, fails: str | None = None) -> None
     monkeypatch.setattr(attention, "flash_fails", lambda: fails)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PACKED)
 @pytest.mark.parametrize("said", [True, False])
 def test_what_is_said_is_done(monkeypatch, family, said):
     no_gpu(monkeypatch)
@@ -48,9 +48,10 @@ def test_what_is_said_is_done(monkeypatch, family, said):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_left_open_rows_are_packed_where_each_can_attend_to_itself(monkeypatch, family):
     no_gpu(monkeypatch)
-    kernel = "eager" if family == "gemma2" else "sdpa"
-    packed, why = packs_rows(replace(OPEN, attn_implementation=kernel), FAMILIES[family])
-    assert packed == (family != "gemma2") and ("gemma2 with eager" in why) == (family == "gemma2")
+    found = FAMILIES[family]
+    kernel, takes = found._attn_implementation or "sdpa", found.model_type in MODEL_TYPES
+    packed, why = packs_rows(replace(OPEN, attn_implementation=kernel), found)
+    assert packed == takes and (f"{family} with {kernel} has no packed" in why) != takes
 
 
 @pytest.mark.parametrize(

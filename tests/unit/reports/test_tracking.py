@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import logging
 import os
@@ -9,11 +10,14 @@ import struct
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.utils import configure_log
 
 from config.schema import WandbConfig
 from reports import tracking
@@ -126,7 +130,7 @@ def train(run_dir: Path, first: int, last: int, run_id: str, before: str = "", *
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -203,30 +207,84 @@ def test_wandb_keeps_its_id_over_a_resume_and_its_peace(resumed):
     assert not (ROOT / "wandb").exists()  # all of it in the run's folder
 
 
-def test_a_failing_wandb_is_warned_about_once(tmp_path, monkeypatch, caplog):
+def test_a_failing_wandb_is_warned_about_once(tmp_path, monkeypatch, capsys):
     def refuse(*_, **__):
         raise OSError("no space left")
 
     monkeypatch.setattr("wandb.init", refuse)
-    with caplog.at_level(logging.WARNING):
-        tracker = Tracker(tmp_path, CONFIG, WandbConfig())
-        for step in range(3):
-            tracker.log({"step": step})
-        tracker.table("samples", ["a"], [["b"]], 2)
-        tracker.close()
+    tracker = Tracker(tmp_path, CONFIG, WandbConfig())
+    for step in range(3):
+        tracker.log({"step": step})
+    tracker.table("samples", ["a"], [["b"]], 2)
+    tracker.close()
     assert steps(tmp_path) == [0, 1, 2]
-    assert sum("no space left" in record.message for record in caplog.records) == 1
+    assert capsys.readouterr().err.count("warning: wandb: failed (OSError: no space left)") == 1
 
 
-def test_an_unreachable_server_means_offline(tmp_path):
-    """With a key and no network: the start waits a little, then the same run is tracked offline."""
-    hurry = "import reports.tracking as t; t.INIT_SECONDS = 1.0\n"
+class Refusing(http.server.BaseHTTPRequestHandler):
+    """A wandb server that knows no key."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        body = b'{"errors":[{"message":"user is not logged in"}]}'
+        self.send_response(401)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("key", "reachable", "why"),
+    [
+        ("a" * 40, False, "connection refused"),
+        ("a" * 40, True, "user is not logged in"),
+        ("short", True, "API key must have 40+ characters"),
+    ],
+    ids=["no server", "a key that the server does not know", "no key at all"],
+)
+def test_what_keeps_a_run_from_wandb_is_said_once_and_it_is_tracked_offline(
+    tmp_path, refusing, key, reachable, why
+):
+    """Also where a program has turned logging down."""
+    before = (
+        "import reports.tracking as t; t.INIT_SECONDS = 1.0\n"
+        "import logging; logging.getLogger().setLevel(logging.ERROR)\n"
+    )
     run_id, said = train(
-        tmp_path, 0, 2, "", hurry, WANDB_API_KEY="a" * 40, WANDB_BASE_URL="http://127.0.0.1:9"
+        tmp_path,
+        0,
+        2,
+        "",
+        before,
+        WANDB_API_KEY=key,
+        WANDB_BASE_URL=refusing if reachable else "http://127.0.0.1:9",
     )
     assert steps(tmp_path) == [0, 1]
     assert list(tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
-    assert "tracking offline" in said
+    (warning,) = [line for line in said.splitlines() if line.startswith("warning: wandb: ")]
+    assert why in warning and "this run is tracked offline: `wandb sync" in warning and key not in warning
+
+
+def test_hydra_leaves_the_warnings_of_libraries_alone():
+    with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        composed = compose("config", return_hydra_config=True)
+    logger, level = logging.getLogger("some.library"), logging.getLogger().level
+    for settings_ in (composed.hydra.job_logging, composed.hydra.hydra_logging):
+        configure_log(settings_)
+    assert not logger.disabled and logging.getLogger().level == level
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_ppo_pays_at_the_last_token_and_normalises_over_the_batch(tmp_path):
     config = engine_config(tmp_path, "ppo", "model.batch_size=8", "model.gradient_accumulation_steps=4")
     trainer, segment = make_trainer(config, policy_for("ppo")), make_segment(config, pairs=4)
     micros = trainer.microbatches(segment.batch(0))
-    trainer.prepare(0, micros, trainer.reference, trainer.humanline)
+    trainer.prepare([(0, micro) for micro in micros], trainer.reference, trainer.humanline)
     scaled = torch.cat([m.scored["advantages"][m.sequences.mask] for m in micros]).double()
     assert float(scaled.mean()) == pytest.approx(0, abs=1e-6) and float(
         scaled.std(correction=0)

@@ -69,7 +69,7 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
         trainer.reference = other
         batch = segment.batch(0)
         micros = trainer.microbatches(batch)
-        trainer.prepare(0, micros, other, trainer.humanline)
+        trainer.prepare([(0, micro) for micro in micros], other, trainer.humanline)
         for micro in micros:
             scores = trainer.score(0, micro, other, trainer.humanline)
             (trainer.compute_loss(micro, scores).total / trainer.units(batch)).backward()

@@ -1,0 +1,130 @@
+"""What an evaluation says of held-out pairs, and that it says the same however it is cut into batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+import torch
+
+from data.batches import Segment, collate
+from data.types import Example
+from data.views import mismatched
+from jobs.evaluation import Evaluator
+from models.heads import ValuePolicy
+from models.policy import Policy
+from tests.engine import engine_config, make_trainer
+from tests.tiny import random_groups, tiny_llama, tiny_policy
+
+CPU = torch.device("cpu")
+SIZES = (1, 3, 4, 64)
+
+
+def evaluated(folder, loss: str, groups, eval_batch_size: int = 4) -> dict[str, float | None]:
+    """The evaluation of other weights than the initial ones."""
+    config = engine_config(folder, loss, f"model.eval_batch_size={eval_batch_size}")
+    policy = ValuePolicy(tiny_llama()) if loss == "ppo" else tiny_policy()
+    if isinstance(policy, ValuePolicy):
+        torch.nn.init.normal_(policy.value_head.weight, generator=torch.Generator().manual_seed(0))
+    trainer = make_trainer(config, policy)
+    held_out = Segment(groups, eval_batch_size, sum(map(len, groups)), seed=0)
+    evaluator = Evaluator(trainer, held_out, None, torch.float32)
+    evaluator.prepare({"weights": "initial"})
+    assert evaluator.evaluate()["eval_reward_accuracy"] in (0.5, None)  # every reward is 0: a tie
+    move(policy)
+    return evaluator.evaluate()
+
+
+def move(policy: Policy) -> None:
+    """Other weights, each by itself, so that a shard moves like the whole: smaller ones, to which random tokens are likelier (z0 > 0)."""
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "value_head" not in name:
+                parameter.mul_(0.7).add_(torch.sin(parameter * 1000), alpha=0.05)
+
+
+def sums(groups) -> dict[str, float]:
+    """Row key -> s, nats, of every row and mismatched row alone, by two whole models."""
+    initial, now = tiny_policy(), tiny_policy()
+    move(now)
+    rows = [
+        row for group in groups for e in group for row in (*e.rows, *([e.mismatched] * bool(e.mismatched)))
+    ]
+    with torch.no_grad():
+        return {
+            row.key: float((now(collate([row], CPU)) - initial(collate([row], CPU))).sum()) for row in rows
+        }
+
+
+def margins(groups, scale: float) -> list[float]:
+    s = sums(groups)
+    pairs = [[row for e in group for row in e.rows] for group in groups]
+    return [scale * (s[chosen.key] - s[rejected.key]) for chosen, rejected in pairs]
+
+
+@pytest.mark.parametrize(("loss", "kind"), [("dpo", "pairs"), ("kto", "labelled"), ("grpo", "weighted")])
+def test_accuracy_and_margin_are_over_pairs_where_a_prompt_has_several(tmp_path, loss, kind):
+    """Thirteen pairs of three prompts, told apart by the prompt's name alone."""
+    groups = tuple(
+        tuple(replace(e, prompt_id=f"p{g % 3}") for e in group)
+        for g, group in enumerate(random_groups(13, seed=3, kind=kind))
+    )
+    found = evaluated(tmp_path, loss, groups)
+    want = margins(groups, {"dpo": 0.1, "kto": 0.25, "grpo": 1.0}[loss])
+    share = fmean(margin > 0 for margin in want)
+    assert 0 < share < 1  # of thirteen; by prompt it could only be thirds
+    assert found["eval_reward_accuracy"] == share
+    assert found["eval_reward_margin"] == pytest.approx(fmean(want), abs=1e-5)
+
+
+def test_two_pairs_of_one_prompt_that_disagree_are_half_right(tmp_path):
+    for seed in range(20):
+        groups = tuple(
+            tuple(replace(e, prompt_id="p") for e in group) for group in random_groups(2, seed, "pairs")
+        )
+        first, second = margins(groups, 0.1)
+        if first * second < 0:
+            assert evaluated(tmp_path, "dpo", groups)["eval_reward_accuracy"] == 0.5
+            return
+    pytest.fail("no such two pairs")
+
+
+def test_examples_that_stand_alone_are_compared_within_their_prompt(tmp_path):
+    """Desirable and undesirable rows that no pair joins: by prompt; a prompt with one kind alone has no margin."""
+    halves = [e for group in random_groups(4, seed=5, kind="labelled") for e in group]
+    groups = tuple((e,) for e in halves[:-1])
+    s = sums(groups)
+    want = [
+        0.25 * (s[a.rows[0].key] - s[b.rows[0].key])
+        for a, b in zip(halves[:-2:2], halves[1:-2:2], strict=True)
+    ]
+    found = evaluated(tmp_path, "kto", groups)
+    assert found["eval_reward_accuracy"] == fmean(margin > 0 for margin in want)
+    assert found["eval_reward_margin"] == pytest.approx(fmean(want), abs=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["kto", "ppo", "bco", "dpo"])
+def test_no_number_depends_on_the_evaluations_batch_size(tmp_path, loss):
+    groups = random_groups(9, seed=4, kind="pairs" if loss == "dpo" else "labelled")
+    first, *others = [evaluated(tmp_path / str(size), loss, groups, size) for size in SIZES]
+    assert first["eval_loss"]
+    for other in others:
+        assert other == pytest.approx(first, rel=1e-4, abs=1e-5)
+
+
+def test_ktos_loss_has_one_z0_of_the_whole_set(tmp_path):
+    """Equation 7 by hand: mismatched by a rotation over all held-out examples, in the data's order."""
+    groups = random_groups(9, seed=4, kind="labelled")
+    examples: list[Example] = mismatched([e for group in groups for e in group], 2048)
+    s = sums([examples])
+    z0 = max(0.0, fmean(s[e.mismatched.key] for e in examples if e.mismatched is not None))
+    assert z0 > 0.01
+    gains = [e.label * (s[e.rows[0].key] - z0) for e in examples]
+    losses = torch.sigmoid(-0.25 * torch.tensor(gains)) * torch.tensor(
+        [1.1 if e.label > 0 else 1.0 for e in examples]
+    )
+    config = engine_config(tmp_path, "kto").loss
+    assert (config["beta"], config["desirable_weight"], config["undesirable_weight"]) == (0.25, 1.1, 1.0)
+    found = evaluated(tmp_path, "kto", groups, 4)["eval_loss"]
+    assert found == pytest.approx(float(losses.mean()), abs=1e-5)

@@ -1,0 +1,124 @@
+"""The auxiliary loss of a mixture's routers: that of the global batch, however it is cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import ConfigError
+from config.schema_model import ModelConfig
+from data.batches import FILL, collate
+from models.attention import KEPT_APART
+from models.distributed import start
+from models.policy import checkpoint_activations, decoder_blocks
+from models.pretrained import check_model
+from models.routing import RouterBalance, routing_notice
+from tests.engine import engine_config, make_segment, make_trainer, run, weights
+from tests.unit.models.test_families import CPU, FAMILIES, MIXTURES, rows, tiny
+
+CUTS = {"whole": [7], "uneven": [1, 4, 2], "each": [1] * 7}
+
+
+def whole(policy, batch) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """transformers' own auxiliary loss of these rows, and its gradient."""
+    padded = collate(batch, CPU)
+    mask = torch.arange(padded.input_ids.shape[1]) < torch.tensor([len(row) for row in batch])[:, None]
+    loss = policy.model(padded.input_ids, attention_mask=mask.long(), output_router_logits=True).aux_loss
+    return loss.detach(), torch.autograd.grad(loss, list(policy.parameters()), allow_unused=True)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_however_the_batch_is_cut_it_is_transformers_loss_of_the_whole(family, cut):
+    start()
+    policy, batch = tiny(family), rows(7)
+    want, want_grads = whole(policy, batch)
+    assert sum(grad is not None and bool(grad.any()) for grad in want_grads) > 4
+    packs = (False, True) if MIXTURES[family].model_type in KEPT_APART else (False,)
+    for pack in packs:
+        parts = np.split(np.arange(7), np.cumsum(CUTS[cut])[:-1])
+        sequences = [collate([batch[i] for i in part], CPU, pack) for part in parts]
+        sequences.append(collate([FILL.rows[0]], CPU, pack))  # what another rank runs that got nothing
+        if cut == "whole":
+            sequences.pop()
+        balance, policy = RouterBalance(policy), policy.requires_grad_()
+        policy.zero_grad()
+        balance.begin(sequences)
+        total = torch.zeros(())
+        for each in sequences:
+            with balance.watched():
+                policy(each)
+            part = balance.part(each)
+            part.backward()
+            total += part.detach()
+        torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-6)
+        for parameter, grad in zip(policy.parameters(), want_grads, strict=True):
+            if grad is not None:
+                torch.testing.assert_close(parameter.grad, grad, rtol=1e-3, atol=1e-5)
+
+
+def trained(folder, accumulation: int, coefficient: float | None, recompute: bool = False):
+    config = engine_config(
+        folder,
+        "dpo",
+        "humanline=true",
+        "model.batch_size=4",
+        "n_epochs=2",
+        f"model.gradient_accumulation_steps={accumulation}",
+        f"model.router_aux_loss_coef={coefficient or 'null'}",
+    )
+    policy = tiny("mixtral")
+    if recompute:
+        checkpoint_activations(decoder_blocks(policy))
+    trainer, lines = run(config, make_segment(config, 12), make_trainer(config, policy))
+    return lines, torch.cat([w.flatten() for w in weights(trainer).values()])
+
+
+def test_a_run_with_it_is_the_same_however_a_step_is_done(tmp_path):
+    """In one microbatch or two, activations kept or recomputed; and it is another run than one without."""
+    one, first = trained(tmp_path, 1, 0.5)
+    for accumulation, recompute in ((2, False), (1, True)):
+        other, second = trained(tmp_path, accumulation, 0.5, recompute)
+        for key in ("loss", "grad_norm", "router_aux_loss"):
+            assert [line[key] for line in other] == pytest.approx(
+                [line[key] for line in one], rel=1e-2, abs=1e-3
+            )
+        assert one[0]["router_aux_loss"] == pytest.approx(other[0]["router_aux_loss"], rel=1e-5)
+        assert (second - first).norm() < 0.02 * (trained(tmp_path, 1, None)[1] - first).norm()
+    without, _ = trained(tmp_path, 1, None)
+    assert "router_aux_loss" not in without[0] and without[0]["loss"] == one[0]["loss"]
+    assert without[0]["grad_norm"] != one[0]["grad_norm"]
+
+
+def test_it_brings_unused_experts_back(tmp_path):
+    lines, _ = trained(tmp_path, 1, 5.0)
+    values = [line["router_aux_loss"] for line in lines]
+    assert (
+        values[-1] < values[0] and min(values) > 1.9
+    )  # two choices a token: 2 when all experts are used alike
+
+
+def settings(folder, **more) -> ModelConfig:
+    return ModelConfig(name="m", name_or_path=str(folder), max_length=64, max_prompt_length=32, **more)
+
+
+def test_a_start_says_whether_a_mixture_is_balanced_and_refuses_what_cannot_be(tmp_path):
+    MIXTURES["qwen3_moe"].save_pretrained(tmp_path / "mixture")
+    FAMILIES["llama"].save_pretrained(tmp_path / "dense")
+    plain = settings(tmp_path / "mixture")
+    balanced = replace(plain, router_aux_loss_coef=0.001)
+    notice = routing_notice(plain, check_model(plain))
+    assert notice is not None and "without an auxiliary loss" in notice and "says 0.01" in notice
+    assert "times 0.001" in str(routing_notice(balanced, check_model(balanced)))
+    dense = settings(tmp_path / "dense")
+    assert routing_notice(dense, check_model(dense)) is None
+    with pytest.raises(ConfigError, match=r"model.router_aux_loss_coef=0.1: a llama has no router"):
+        check_model(replace(dense, router_aux_loss_coef=0.1))
+    with pytest.raises(ConfigError, match=r"model.router_aux_loss_coef=0.1: needs model.compile=false"):
+        check_model(replace(plain, router_aux_loss_coef=0.1, compile=True))
+    for value in (0.0, -1.0, float("inf")):
+        with pytest.raises(ConfigError, match=r"model.router_aux_loss_coef=.*: must be above 0"):
+            settings(tmp_path, router_aux_loss_coef=value)
