@@ -1,7 +1,9 @@
-"""HTTP whose limits hold for a whole exchange: seconds from the first attempt to connect to the last byte of the reply, and bytes.
+"""HTTP whose limits hold for a whole exchange: seconds from the first attempt to connect to the last byte of
+the reply, and bytes.
 
-A client's own time limit is for each read: an endpoint that sends a byte of its headers now and then, or ``100 Continue`` for ever,
-never meets it. Here the exchange runs in an event loop, which cancels it when its time is up, wherever it is.
+A client's own time limit is for each read: an endpoint that sends a byte of its headers now and then, or
+``100 Continue`` for ever, never meets it. Here the exchange runs in an event loop, which cancels it when its
+time is up, wherever it is.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from common.errors import ConfigError, require
 
 
 def check_endpoint(section: str, base_url: str, api_key_env: str | None, key: str | None) -> None:
-    """Raise ConfigError where ``base_url`` is no address, or where ``key``, which is not shown, has what no header can hold.
+    """Raise ConfigError where ``base_url`` is no address, or where ``key``, which is not shown, has what no
+    header can hold.
 
-    ``section``: of the settings, as in ``reward.judge``; ``api_key_env``: the environment variable that the key comes from.
+    ``section``: of the settings, as in ``reward.judge``; ``api_key_env``: the environment variable that the
+    key comes from.
     """
     try:
         host = httpx2.URL(base_url).host
@@ -28,7 +32,8 @@ def check_endpoint(section: str, base_url: str, api_key_env: str | None, key: st
         not key or (key.isascii() and key.isprintable()),
         f"{section}.api_key_env",
         api_key_env,
-        "is an environment variable whose value has characters that no key has (a line break, an accent): set it again",
+        "is an environment variable whose value has characters that no key has (a line break, an accent): "
+        "set it again",
     )
 
 
@@ -37,12 +42,12 @@ class TooLongError(httpx2.RemoteProtocolError):
 
 
 class WholeExchange(httpx2.BaseTransport):
-    """A transport for ``httpx2.Client(transport=…)``, from any number of threads. Proxies are the environment's; redirects are not
-    followed (the client may).
+    """A transport for ``httpx2.Client(transport=…)``, from any number of threads. Proxies are the
+    environment's; redirects are not followed (the client may).
 
-    Raises httpx2.ReadTimeout when an exchange took longer than ``timeout`` seconds, TooLongError for a reply of more than
-    ``most_bytes``, httpx2.DecodingError for a compressed one (it is asked not to be: a few bytes may unpack to gigabytes), and what the
-    client raises of its own.
+    Raises httpx2.ReadTimeout when an exchange took longer than ``timeout`` seconds, TooLongError for a reply
+    of more than ``most_bytes``, httpx2.DecodingError for a compressed one (it is asked not to be: a few bytes
+    may unpack to gigabytes), and what the client raises of its own.
     """
 
     def __init__(self, timeout: float, most_bytes: int) -> None:

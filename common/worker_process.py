@@ -1,11 +1,14 @@
-"""A Python module run as a worker process: requests and replies over a pipe, time limits, and no way to outlive its owner.
+"""A Python module run as a worker process: requests and replies over a pipe, time limits, and no way to
+outlive its owner.
 
-The worker is started by ``python -m module`` and not by ``multiprocessing``: it gets its own environment, process group and log,
-and the owner's main module is not imported a second time. What goes wrong in it reaches the owner as one SamplerError: an exception
-(with the worker's traceback; the worker lives on), its death and its silence (with the end of its log; what is left is killed).
+The worker is started by ``python -m module`` and not by ``multiprocessing``: it gets its own environment,
+process group and log, and the owner's main module is not imported a second time. What goes wrong in it
+reaches the owner as one SamplerError: an exception (with the worker's traceback; the worker lives on), its
+death and its silence (with the end of its log; what is left is killed).
 
-Every request has a number, which its reply repeats: a reply to anything else is an error. A process that code in the worker forks gets
-no hold of the pipe, and ends where the worker would reply, should that code return in it too.
+Every request has a number, which its reply repeats: a reply to anything else is an error. A process that code
+in the worker forks gets no hold of the pipe, and ends where the worker would reply, should that code return
+in it too.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ LAUNCHER = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""What a launcher (torchrun, accelerate) tells the owner's rank: a worker that read it would join the owner's process group."""
+"""What a launcher (torchrun, accelerate) tells the owner's rank: a worker that read it would join the owner's
+process group."""
 
 _POLL_S = 0.5
 _GRACE_S = 10.0
@@ -60,8 +64,9 @@ class WorkerProcess:
     """One worker. Requests are answered in order; one thread at a time may use it."""
 
     def __init__(self, module: str, *, log: Path | None, env: Mapping[str, str]) -> None:
-        """Start ``python -m module``, which must call ``serve``. ``env`` goes over the owner's environment, output to the end of ``log``;
-        None: to a file without a name, which ends with the worker, until ``log_to``."""
+        """Start ``python -m module``, which must call ``serve``. ``env`` goes over the owner's environment,
+        output to the end of ``log``; None: to a file without a name, which ends with the worker, until
+        ``log_to``."""
         self.module, self.log = module, log
         self._asked: deque[int] = deque()
         self._count = 0
@@ -103,8 +108,8 @@ class WorkerProcess:
     def receive(self, timeout: float) -> Any:
         """The reply to the oldest unanswered request.
 
-        Raises SamplerError: the request raised, the worker died, nothing came within ``timeout`` seconds, or a reply to something else
-        (the worker is then killed).
+        Raises SamplerError: the request raised, the worker died, nothing came within ``timeout`` seconds, or
+        a reply to something else (the worker is then killed).
         """
         deadline = time.monotonic() + timeout
         try:
@@ -130,7 +135,8 @@ class WorkerProcess:
         return self.receive(timeout)
 
     def log_to(self, log: Path, timeout: float) -> None:
-        """Have what the worker prints written to the end of ``log`` from now on, after what it printed so far. Raises SamplerError."""
+        """Have what the worker prints written to the end of ``log`` from now on, after what it printed so
+        far. Raises SamplerError."""
         output, since = _opened(log)
         output.write(self._read().encode())
         output.flush()
@@ -144,7 +150,8 @@ class WorkerProcess:
         return "\n".join([line for line in said.splitlines() if line.strip()][-lines:])
 
     def close(self, grace: float = _GRACE_S) -> None:
-        """Ask the worker to leave; after ``grace`` seconds it is killed. All that it started is killed in any case."""
+        """Ask the worker to leave; after ``grace`` seconds it is killed. All that it started is killed in any
+        case."""
         if self._connection.closed:
             return
         with contextlib.suppress(OSError):
@@ -165,7 +172,8 @@ class WorkerProcess:
         return os.pread(self._output.fileno(), max(0, size - start), start).decode(errors="replace")
 
     def _gone(self, how: str, wait: float = 1.0) -> SamplerError:
-        """The error to raise, once nothing is left of the worker. It may take ``wait`` seconds to have an exit code."""
+        """The error to raise, once nothing is left of the worker. It may take ``wait`` seconds to have an
+        exit code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(wait)
         code = self._process.poll()
@@ -239,7 +247,8 @@ def _end_child() -> None:
 
 
 def live_while(owner: int, end: Callable[[], None]) -> None:
-    """Have ``end`` called once ``owner``, this process's parent, is gone, whatever this process is doing then."""
+    """Have ``end`` called once ``owner``, this process's parent, is gone, whatever this process is doing
+    then."""
 
     def watch() -> None:
         while os.getppid() == owner:

@@ -44,13 +44,13 @@ def resolve_model_path(name_or_path: str) -> str:
 
 def model_config(config: ModelConfig) -> PretrainedConfig:
     """The architecture, without weights. Raises ConfigError if it cannot be had."""
-    path = _reachable("model.name_or_path", config.name_or_path, config.revision)
+    path = reachable("model.name_or_path", config.name_or_path, config.revision)
     try:
         return AutoConfig.from_pretrained(
             path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise _not_found("model.name_or_path", config.name_or_path, error) from error
+        raise not_found("model.name_or_path", config.name_or_path, error) from error
 
 
 def check_model(config: ModelConfig) -> PretrainedConfig:
@@ -175,7 +175,7 @@ def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Pol
                     path, config=found, use_safetensors=True, revision=config.revision, **common
                 )
             except (OSError, ValueError) as error:
-                raise _not_found("model.name_or_path", config.name_or_path, error) from error
+                raise not_found("model.name_or_path", config.name_or_path, error) from error
         if config.use_peft:
             model = _with_lora(model, config)
     policy = WRAPPERS[config.head](model.to(device))
@@ -221,13 +221,13 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     key = "model.name_or_path" if own else "model.tokenizer_name_or_path"
     name = config.tokenizer_name_or_path or config.name_or_path
     revision = config.revision if own else None
-    path = _reachable(key, name, revision)
+    path = reachable(key, name, revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise _not_found(key, name, error) from error
+        raise not_found(key, name, error) from error
     require(
         tokenizer.eos_token_id is not None,
         key,
@@ -247,21 +247,28 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _reachable(key: str, name: str, revision: str | None) -> str:
-    """The path to load from. Raises ConfigError for a name that is no folder, not cached and not on the hub: one request says so at
-    once, where loading would retry for half a minute."""
+def reachable(key: str, name: str, revision: str | None) -> str:
+    """The path to load from. Raises ConfigError for a run without a model, and for a name that is no folder,
+    not cached and not on the hub: one request says so at once, where loading would retry for half a minute."""
     path = resolve_model_path(name)
+    require(
+        not (Path(path) / "config.yaml").is_file() or (Path(path) / "config.json").is_file(),
+        key,
+        name,
+        "is a run that has no model yet: let it end (resume=true), or write its newest checkpoint's with "
+        f"python export.py {name}",
+    )
     try:
         if not Path(path).is_dir() and not isinstance(
             try_to_load_from_cache(path, "config.json", revision=revision), str
         ):
             HfApi().model_info(path, revision=revision, timeout=10)
     except (OSError, ValueError, HTTPError) as error:
-        raise _not_found(key, name, error) from error
+        raise not_found(key, name, error) from error
     return path
 
 
-def _not_found(key: str, value: str, error: Exception) -> ConfigError:
+def not_found(key: str, value: str, error: Exception) -> ConfigError:
     """What a user can do about a model that could not be had."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if value.startswith((".", "/", "~")) or Path(value).exists():

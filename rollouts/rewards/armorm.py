@@ -1,7 +1,8 @@
 """ArmoRM (Wang et al. 2024, arXiv 2406.12845), the paper's reward model.
 
-A Llama whose last token's hidden state is regressed on 19 objectives; a gating network weighs them by the prompt alone. The class
-is ours because the checkpoint's own code does not import on transformers 5; names of modules are the checkpoint's.
+A Llama whose last token's hidden state is regressed on 19 objectives; a gating network weighs them by the
+prompt alone. The class is ours because the checkpoint's own code does not import on transformers 5; names of
+modules are the checkpoint's.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaModel, LlamaPreTrainedModel, PreTrainedModel
+from transformers import LlamaConfig, LlamaModel, LlamaPreTrainedModel, PretrainedConfig, PreTrainedModel
 
+from common.errors import ConfigError
 from config.schema_rewards import RewardModelConfig
 from data.types import Sequence as Row
-from rollouts.rewards.models import DTYPES, Conversations, ModelReward, padded, refuse_missing
+from rollouts.rewards.models import DTYPES, ModelReward, Place, padded
 
 N_OBJECTIVES, TEMPERATURE, HIDDEN, N_HIDDEN = 19, 10.0, 1024, 3
 """The published checkpoint's, where its config does not say."""
@@ -55,7 +57,8 @@ class Gating(nn.Module):
 
 
 class ArmoRM(LlamaPreTrainedModel):
-    """The whole model. Its head is float32 in every dtype of the backbone: rewards differ in the third digit, bf16 has two."""
+    """The whole model. Its head is float32 in every dtype of the backbone: rewards differ in the third digit,
+    bf16 has two."""
 
     _keep_in_fp32_modules_strict: ClassVar[list[str]] = [
         "regression_layer",
@@ -80,8 +83,8 @@ class ArmoRM(LlamaPreTrainedModel):
         self.post_init()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, gate: Tensor, last: Tensor) -> ArmoRMOutput:
-        """``input_ids``, ``attention_mask``: [R, L], right padded. ``gate``: [R] the position of the end-of-turn token that
-        ends the prompt. ``last``: [R] the position of the row's last token."""
+        """``input_ids``, ``attention_mask``: [R, L], right padded. ``gate``: [R] the position of the
+        end-of-turn token that ends the prompt. ``last``: [R] the position of the row's last token."""
         hidden = self.model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
         rows = torch.arange(len(hidden), device=hidden.device)
         rewards = self.regression_layer(hidden[rows, last].float())
@@ -97,17 +100,25 @@ class ArmoRMHead:
         self.end_id = end_id
         """the end-of-turn token"""
 
-    def load(self, config: RewardModelConfig) -> PreTrainedModel:
+    def empty(self, found: PretrainedConfig) -> PreTrainedModel:
+        if not isinstance(found, LlamaConfig):
+            raise ConfigError(
+                "reward.armorm.name_or_path",
+                found.name_or_path,
+                f"is a {found.model_type}, not ArmoRM's Llama",
+            )
+        return ArmoRM(found)
+
+    def load(self, path: str, config: RewardModelConfig) -> tuple[PreTrainedModel, set[str]]:
         loaded: Any = ArmoRM.from_pretrained(
-            config.name_or_path,
+            path,
             revision=config.revision or "main",
             dtype=DTYPES[config.dtype],
             output_loading_info=True,
         )
         model, info = loaded
-        refuse_missing(info["missing_keys"], "reward.armorm.name_or_path", config.name_or_path)
         assert isinstance(model, ArmoRM)
-        return model.eval()
+        return model, set(info["missing_keys"])
 
     def rewards(self, model: PreTrainedModel, rows: Sequence[Row], device: torch.device) -> Tensor:
         ids, mask = padded(rows, 0, device)
@@ -120,14 +131,15 @@ class ArmoRMHead:
 def gate_position(row: Row, end_id: int) -> int:
     """Where the gate reads the prompt: its last end-of-turn token, the one before the header of the answer.
 
-    The published code looks for ``<|eot_id|>`` and the header of an assistant's turn from the end of the whole row; looking in the
-    prompt alone finds the same place, and no text of a completion can move it. A prompt without one gives its first token.
+    The published code looks for ``<|eot_id|>`` and the header of an assistant's turn from the end of the
+    whole row; looking in the prompt alone finds the same place, and no text of a completion can move it. A
+    prompt without one gives its first token.
     """
     found = (row.prompt_ids == end_id).nonzero()[0]
     return int(found[-1]) if len(found) else 0
 
 
 def armorm(config: RewardModelConfig, device: torch.device | str) -> ModelReward:
-    """The paper's reward model."""
-    conversations = Conversations(config, key="reward.armorm")
-    return ModelReward(config, conversations, ArmoRMHead(conversations.end_id), device)
+    """The paper's reward model. Raises ConfigError."""
+    place = Place(config, "reward.armorm")
+    return ModelReward(config, place, ArmoRMHead(place.conversations.end_id), device)

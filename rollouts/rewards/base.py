@@ -1,4 +1,5 @@
-"""What a reward is: numbers for completions, or no verdict. "No verdict" is never a 0, and too many of them stop the run."""
+"""What a reward is: numbers for completions, or no verdict. "No verdict" is never a 0, and too many of them
+stop the run."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _SHOWN = 120
 
 
 class RewardError(StoppedError):
-    """A reward that cannot go on: it gave too few verdicts, or nothing that it was asked could be answered."""
+    """A reward that cannot go on: it gave too few verdicts, or nothing that it was asked could be
+    answered."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,12 @@ class Reward(Protocol):
     """What a round asks for scores."""
 
     metrics: dict[str, float]
-    """Of the last ``score``: ``missing`` (share without a verdict), ``seconds``, and what the kind of reward adds."""
+    """Of the last ``score``: ``missing`` (share without a verdict), ``seconds``, and what the kind of reward
+    adds."""
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | None]:
-        """One finite reward a completion, or None for no verdict. ``prompts[i]`` is what ``completions[i]`` answers.
+        """One finite reward a completion, or None for no verdict. ``prompts[i]`` is what ``completions[i]``
+        answers.
 
         Raises RewardError.
         """
@@ -68,7 +72,8 @@ class Scorer(Protocol):
 
 
 class Checked:
-    """A Reward made of a Scorer: numbers that are not finite become missing, and more than ``max_missing`` of them an error."""
+    """A Reward made of a Scorer: numbers that are not finite become missing, and more than ``max_missing`` of
+    them an error."""
 
     def __init__(self, scorer: Scorer, max_missing: float) -> None:
         self.scorer, self.max_missing = scorer, max_missing

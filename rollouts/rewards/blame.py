@@ -1,4 +1,5 @@
-"""What an exception in somebody's code says to them: its kind, its words, and the line of theirs that it comes from."""
+"""What an exception in somebody's code says to them: its kind, its words, and the line of theirs that it
+comes from."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ _CALLERS = (
 
 
 def describe(error: Exception) -> str:
-    """``ValueError: its words (file.py:12)``, in one line. The line is the deepest one outside of libraries."""
+    """``ValueError: its words (file.py:12)``, in one line. The line is the deepest one outside of
+    libraries."""
     said = error.remedy if isinstance(error, ConfigError) else str(error)
     words = " ".join(said.split())
     kind = "" if isinstance(error, ConfigError) else type(error).__name__
@@ -41,7 +43,8 @@ def describe(error: Exception) -> str:
 
 
 def _line(error: BaseException) -> str | None:
-    """``file.py:12``, relative to the working directory where it lies there; None where only callers were at work."""
+    """``file.py:12``, relative to the working directory where it lies there; None where only callers were at
+    work."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 def make_reward(
     config: RewardConfig, device: torch.device | str = "cpu", log_dir: Path | None = None
 ) -> Reward:
-    """The reward that ``config`` describes. Models load when they are first asked, on ``device``; worker processes write what they
-    print to ``log_dir``, which is made with the first ``score``; None: nowhere.
+    """The reward that ``config`` describes. Models load when they are first asked, on ``device``; worker
+    processes write what they print to ``log_dir``, which is made with the first ``score``; None: nowhere.
 
-    Raises ConfigError: a function that cannot be imported, a tokenizer without a chat template, math-verify not installed.
+    Raises ConfigError: a function that cannot be imported, a tokenizer without a chat template, math-verify
+    not installed.
     """
     return Checked(_scorer(config, device, log_dir), config.max_missing)
 

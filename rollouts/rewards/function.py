@@ -1,4 +1,5 @@
-"""A Python function as a reward, with TRL's signature: ``f(completions, **columns) -> list[float | None]``."""
+"""A Python function as a reward, with TRL's signature: ``f(completions, **columns) -> list[float |
+None]``."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Columns = dict[str, list[Any]]
 
 
 class FunctionReward:
-    """A user's function, in processes of its own: what it raises, returns or never returns costs the verdicts of one batch."""
+    """A user's function, in processes of its own: what it raises, returns or never returns costs the verdicts
+    of one batch."""
 
     def __init__(self, config: FunctionConfig, log_dir: Path | None = None) -> None:
         """Raises ConfigError if the function cannot be imported."""
@@ -57,8 +59,8 @@ class FunctionReward:
 
 
 def columns(prompts: Sequence[Prompt], completions: Sequence[str], conversational: bool) -> Columns:
-    """What a function is called with, as TRL calls it: lists of messages, or texts. The prompt's reference answer goes by each of
-    the names that data sets give it."""
+    """What a function is called with, as TRL calls it: lists of messages, or texts. The prompt's reference
+    answer goes by each of the names that data sets give it."""
     references = [prompt.reference for prompt in prompts]
     if conversational:
         asked: list[Any] = [
@@ -99,7 +101,8 @@ def load(path: str) -> Callable[[Columns], list[float | Missing]]:
 
 
 def verdicts(returned: Any, expected: int) -> list[float | Missing]:
-    """What a function returned as verdicts. Raises TypeError or ValueError where that is no list of ``expected`` values."""
+    """What a function returned as verdicts. Raises TypeError or ValueError where that is no list of
+    ``expected`` values."""
     if isinstance(returned, (str, bytes, dict)) or not isinstance(returned, Iterable):
         raise TypeError(f"it returned a {type(returned).__name__}, not a list of rewards")
     values = list(returned)

@@ -1,4 +1,5 @@
-"""A language model as a judge, behind any OpenAI-compatible endpoint (``POST {base_url}/chat/completions``)."""
+"""A language model as a judge, behind any OpenAI-compatible endpoint (``POST
+{base_url}/chat/completions``)."""
 
 from __future__ import annotations
 
@@ -34,8 +35,9 @@ _STOP = {301, 302, 307, 308, 401, 403, 404, 405}
 
 
 class _FailedError(Exception):
-    """One call without a score. ``again``: whether another try may have one; ``wait``: seconds that the endpoint asked to wait;
-    ``endpoint``: whether it speaks against the endpoint, rather than against the one completion."""
+    """One call without a score. ``again``: whether another try may have one; ``wait``: seconds that the
+    endpoint asked to wait; ``endpoint``: whether it speaks against the endpoint, rather than against the one
+    completion."""
 
     def __init__(self, reason: str, again: bool, wait: float = 0.0, endpoint: bool | None = None) -> None:
         super().__init__(reason)
@@ -53,7 +55,8 @@ class Spent:
 
 
 class JudgeReward:
-    """Scores by a judge. An endpoint that fails now and then is asked again; one that does nothing else is given up."""
+    """Scores by a judge. An endpoint that fails now and then is asked again; one that does nothing else is
+    given up."""
 
     def __init__(self, config: JudgeConfig) -> None:
         """Raises ConfigError for an address or a key that cannot be sent."""
@@ -126,7 +129,8 @@ class JudgeReward:
     # Spending
 
     def _reserve(self, body: bytes) -> str | None:
-        """Count one call before it is made, so that calls at once cannot pass a cap together; or the reason why it is not made."""
+        """Count one call before it is made, so that calls at once cannot pass a cap together; or the reason
+        why it is not made."""
         with self._lock:
             if self._failures_in_a_row >= self._dead_after:
                 return f"the endpoint was given up after {self._dead_after} failures in a row"
@@ -175,8 +179,9 @@ class JudgeReward:
         return self._rating(text if isinstance(text, str) else "", completion)
 
     def _rating(self, text: str, completion: str) -> float:
-        """The one rating in the judge's reply ``text``. Raises _FailedError where there is none, and where it may be a quotation of the
-        answer: several different ratings, or one that the answer has too, among other words."""
+        """The one rating in the judge's reply ``text``. Raises _FailedError where there is none, and where it
+        may be a quotation of the answer: several different ratings, or one that the answer has too, among
+        other words."""
         matches = list(self._pattern.finditer(text))
         if not matches:
             raise _FailedError("no score in the judge's reply", again=True)
@@ -203,7 +208,8 @@ class JudgeReward:
         return found
 
     def _refused(self, response: httpx2.Response) -> _FailedError | RewardError:
-        """What an HTTP error means for this call, or for all of them. What the endpoint says may repeat the key: it is cut out."""
+        """What an HTTP error means for this call, or for all of them. What the endpoint says may repeat the
+        key: it is cut out."""
         code, said = response.status_code, response.content[:2000].decode(errors="replace")
         if self._key:
             said = said.replace(self._key, "***")

@@ -1,29 +1,38 @@
 """Reward models: conversations rendered by the model's own tokenizer, batched by length, right padded.
 
-A row's reward depends on the row alone, not on what shares its batch: padding is to the right of causal attention, or masked.
+A row's reward depends on the row alone, not on what shares its batch: padding is to the right of causal
+attention, or masked.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
+from accelerate import init_empty_weights
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from common.errors import ConfigError, require
 from config.schema_rewards import ClassifierConfig, RewardModelConfig
 from data.chat import Renderer, load_template
 from data.types import Completion, Prompt
 from data.types import Sequence as Row
+from models.pretrained import not_found, reachable
 from rollouts.rewards.base import Missing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -31,11 +40,26 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MARK = "humanline-probe"
 
 
+class Place:
+    """Where a reward model is, and its conversations."""
+
+    def __init__(self, config: RewardModelConfig, key: str, rendering: str = "template") -> None:
+        """``key``: the config section. ``rendering`` as for Conversations. Raises ConfigError."""
+        self.key, self.name = f"{key}.name_or_path", config.name_or_path
+        self.path = reachable(self.key, self.name, config.revision)
+        self.conversations = Conversations(config, self.path, key=key, rendering=rendering)
+
+
 class RewardHead(Protocol):
     """What makes one kind of reward model differ from another."""
 
-    def load(self, config: RewardModelConfig) -> PreTrainedModel:
-        """The model on the CPU, in eval mode. Raises ConfigError for weights that are not such a model's."""
+    def empty(self, found: PretrainedConfig) -> PreTrainedModel:
+        """A model of this architecture, to be made without weights. Raises ConfigError where there is
+        none."""
+
+    def load(self, path: str, config: RewardModelConfig) -> tuple[PreTrainedModel, set[str]]:
+        """(the model on the CPU, names of weights that its checkpoint lacks). Raises what transformers
+        raises."""
 
     def rewards(self, model: PreTrainedModel, rows: Sequence[Row], device: torch.device) -> Tensor:
         """[R] float32 rewards of R rows."""
@@ -44,10 +68,16 @@ class RewardHead(Protocol):
 class Conversations:
     """Prompts and completions as a reward model's tokenizer writes them."""
 
-    def __init__(self, config: RewardModelConfig, *, key: str, rendering: str = "template") -> None:
-        """``key``: the config section, for messages. ``rendering``: ``template`` ends a row where the chat template ends an answer,
-        ``turn`` with the end-of-turn token. Raises ConfigError."""
-        tokenizer = AutoTokenizer.from_pretrained(config.name_or_path, revision=config.revision)
+    def __init__(
+        self, config: RewardModelConfig, path: str, *, key: str, rendering: str = "template"
+    ) -> None:
+        """``path``: where the model is; ``key``: the config section, for messages. ``rendering``:
+        ``template`` ends a row where the chat template ends an answer, ``turn`` with the end-of-turn token.
+        Raises ConfigError."""
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=config.revision)
+        except Exception as error:  # tokenizers raises bare Exceptions for a file that it cannot read
+            raise not_found(f"{key}.name_or_path", config.name_or_path, error) from error
         require(
             rendering == "turn" or tokenizer.chat_template is not None,
             f"{key}.name_or_path",
@@ -66,7 +96,8 @@ class Conversations:
         self._tail = _tail(tokenizer, self.end_id) if rendering == "template" else []
 
     def rows(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Row | Missing]:
-        """The tokens that are scored. A completion whose end does not fit has no verdict: its reward would be another text's."""
+        """The tokens that are scored. A completion whose end does not fit has no verdict: its reward would be
+        another text's."""
         rendered = self._renderer.sequences(
             zip(prompts, (Completion(text=text) for text in completions), strict=True)
         )
@@ -84,18 +115,13 @@ class ModelReward:
     """A reward model, loaded at the first ``score`` and moved off its device by ``release``."""
 
     def __init__(
-        self,
-        config: RewardModelConfig,
-        conversations: Conversations,
-        head: RewardHead,
-        device: torch.device | str,
+        self, config: RewardModelConfig, place: Place, head: RewardHead, device: torch.device | str
     ) -> None:
-        self.config, self.conversations, self.head, self.device = (
-            config,
-            conversations,
-            head,
-            torch.device(device),
-        )
+        """Raises ConfigError for a model that is none of its kind, before its weights load: its architecture
+        and the names of its weights say so."""
+        self.config, self.place, self.head = config, place, head
+        self.device = torch.device(device)
+        self._check()
         self.metrics: dict[str, float] = {}
         self.log_dir: Path | None = None
         self._model: PreTrainedModel | None = None
@@ -105,7 +131,7 @@ class ModelReward:
         model = self._loaded()
         verdicts: list[float | Missing] = []
         real: list[tuple[int, Row]] = []
-        for i, row in enumerate(self.conversations.rows(prompts, completions)):
+        for i, row in enumerate(self.place.conversations.rows(prompts, completions)):
             verdicts.append(row if isinstance(row, Missing) else Missing("not scored"))
             if isinstance(row, Row):
                 real.append((i, row))
@@ -124,30 +150,57 @@ class ModelReward:
     def close(self) -> None:
         self._model = None
 
+    def _check(self) -> None:
+        """Raise ConfigError for an architecture or a checkpoint that is no such reward model's."""
+        try:
+            found = AutoConfig.from_pretrained(self.place.path, revision=self.config.revision)
+            names = tensor_names(self.place.path, self.config.revision)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise not_found(self.place.key, self.place.name, error) from error
+        with init_empty_weights():
+            model = self.head.empty(found)
+        own = [
+            name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")
+        ]
+        if names is not None and not any(name.endswith(tuple(own)) for name in names):
+            refuse_missing(own, self.place.key, self.place.name)
+        require(
+            model.config.num_labels == 1 or not isinstance(self.head, Classifier),
+            self.place.key,
+            self.place.name,
+            f"has {model.config.num_labels} labels: a reward model has one",
+        )
+
     def _loaded(self) -> PreTrainedModel:
         if self._model is None:
-            self._model = self.head.load(self.config)
+            try:
+                model, missing = self.head.load(self.place.path, self.config)
+            except (OSError, ValueError, SafetensorError) as error:
+                raise not_found(self.place.key, self.place.name, error) from error
+            refuse_missing(missing, self.place.key, self.place.name)
+            self._model = model.eval()
         return self._model.to(self.device)  # type: ignore[arg-type]
 
 
 class Classifier:
-    """Any sequence classifier with one label, as transformers computes it: pooled at the last token that is no padding."""
+    """Any sequence classifier with one label, as transformers computes it: pooled at the last token that is
+    no padding."""
 
-    def load(self, config: RewardModelConfig) -> PreTrainedModel:
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            config.name_or_path,
-            revision=config.revision,
-            dtype=DTYPES[config.dtype],
-            output_loading_info=True,
-        )
-        refuse_missing(info["missing_keys"], "reward.classifier.name_or_path", config.name_or_path)
+    def empty(self, found: PretrainedConfig) -> PreTrainedModel:
         require(
-            model.config.num_labels == 1,
+            type(found) in AutoModelForSequenceClassification._model_mapping,
             "reward.classifier.name_or_path",
-            config.name_or_path,
-            f"has {model.config.num_labels} labels: a reward model has one",
+            found.name_or_path,
+            f"is a {found.model_type}, of which transformers has no sequence classifier",
         )
-        return model.eval()
+        model: PreTrainedModel = AutoModelForSequenceClassification.from_config(found)
+        return model
+
+    def load(self, path: str, config: RewardModelConfig) -> tuple[PreTrainedModel, set[str]]:
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            path, revision=config.revision, dtype=DTYPES[config.dtype], output_loading_info=True
+        )
+        return model, set(info["missing_keys"])
 
     def rewards(self, model: PreTrainedModel, rows: Sequence[Row], device: torch.device) -> Tensor:
         settings = model.config.get_text_config()
@@ -164,13 +217,35 @@ class Classifier:
 
 
 def classifier(config: ClassifierConfig, device: torch.device | str) -> ModelReward:
-    """A sequence classifier of the hub, or a Bradley-Terry model that this project exported."""
-    return ModelReward(
-        config,
-        Conversations(config, key="reward.classifier", rendering=config.rendering),
-        Classifier(),
-        device,
+    """A sequence classifier of the hub, or a Bradley-Terry model that this project exported. Raises
+    ConfigError."""
+    return ModelReward(config, Place(config, "reward.classifier", config.rendering), Classifier(), device)
+
+
+def tensor_names(path: str, revision: str | None) -> set[str] | None:
+    """Names of the tensors in a checkpoint's safetensors files, from their index or their header; None where
+    only a download of the weights would say. Raises OSError, ValueError, SafetensorError for files that
+    cannot be read."""
+    index = cached_file(
+        path,
+        SAFE_WEIGHTS_INDEX_NAME,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
     )
+    if index is not None:
+        try:
+            return set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{SAFE_WEIGHTS_INDEX_NAME} has no weight_map") from error
+    if Path(path).is_dir():
+        file: object = str(Path(path) / SAFE_WEIGHTS_NAME)
+    else:
+        file = try_to_load_from_cache(path, SAFE_WEIGHTS_NAME, revision=revision)
+    if not isinstance(file, str) or not Path(file).is_file():
+        return None
+    with safe_open(file, framework="pt") as tensors:
+        return set(tensors.keys())
 
 
 def padded(rows: Sequence[Row], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -184,8 +259,8 @@ def padded(rows: Sequence[Row], pad: int, device: torch.device) -> tuple[Tensor,
 
 
 def by_length(rows: Sequence[tuple[int, Row]], batch_tokens: int) -> Iterator[list[tuple[int, Row]]]:
-    """Batches of rows of like length, longest first (what does not fit in memory shows at once), of at most ``batch_tokens`` tokens
-    with their padding; a row longer than that goes alone."""
+    """Batches of rows of like length, longest first (what does not fit in memory shows at once), of at most
+    ``batch_tokens`` tokens with their padding; a row longer than that goes alone."""
     batch: list[tuple[int, Row]] = []
     for i, row in sorted(rows, key=lambda item: len(item[1]), reverse=True):
         if batch and (len(batch) + 1) * len(batch[0][1]) > batch_tokens:

@@ -1,7 +1,8 @@
-"""Code that cannot be trusted to return, in worker processes that can be killed: a user's function, or a symbolic comparison.
+"""Code that cannot be trusted to return, in worker processes that can be killed: a user's function, or a
+symbolic comparison.
 
-A time limit inside the process (math-verify's ``signal.alarm``) works on the main thread alone and interrupts no C code; killing
-the process from outside always works.
+A time limit inside the process (math-verify's ``signal.alarm``) works on the main thread alone and interrupts
+no C code; killing the process from outside always works.
 """
 
 from __future__ import annotations
@@ -29,19 +30,20 @@ START_S = 180.0
 LOG_S = 30.0
 """Seconds a worker may take to change its log."""
 TRACEBACKS = 3
-"""Of one failure (the same exception at the same line) that a worker logs: the next thousand say nothing more."""
+"""Of one failure (the same exception at the same line) that a worker logs: the next thousand say nothing
+more."""
 
 
 class Pool:
     """Up to ``workers`` processes that each run ``loader(argument)``, a function of one task, on many tasks.
 
-    ``loader``: import path of ``f(argument) -> (task -> result)``, called once in every worker; its time does not count towards
-    ``timeout``, the seconds that one task may take. Argument, tasks and results are pickled. Processes start when they are first
-    needed and live until ``close``.
+    ``loader``: import path of ``f(argument) -> (task -> result)``, called once in every worker; its time does
+    not count towards ``timeout``, the seconds that one task may take. Argument, tasks and results are
+    pickled. Processes start when they are first needed and live until ``close``.
 
-    What they print, and the tracebacks of what they raise, goes to ``log_dir``: ``reward-0.log``, ``reward-1.log``, …, one for each
-    process at a time. The folder is made with the first task: until then a run may still be refused, and leaves nothing. With None
-    it goes nowhere.
+    What they print, and the tracebacks of what they raise, goes to ``log_dir``: ``reward-0.log``,
+    ``reward-1.log``, …, one for each process at a time. The folder is made with the first task: until then a
+    run may still be refused, and leaves nothing. With None it goes nowhere.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Verifiable maths: accuracy, format and tag count, weighted 8 : 1 : 1 (paper, Table 2; the definitions are Open-R1's)."""
+"""Verifiable maths: accuracy, format and tag count, weighted 8 : 1 : 1 (paper, Table 2; the definitions are
+Open-R1's)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 
 
 class VerifierReward:
-    """``8 accuracy + 1 format + 1 tag count`` (or other weights), in [0, 10]; no verdict where accuracy has none."""
+    """``8 accuracy + 1 format + 1 tag count`` (or other weights), in [0, 10]; no verdict where accuracy has
+    none."""
 
     def __init__(self, config: VerifierConfig, log_dir: Path | None = None) -> None:
         """Raises ConfigError if math-verify is not installed."""
@@ -74,7 +76,8 @@ def tag_count_reward(text: str) -> float:
 
 
 def accuracy(completions: list[str], references: list[str | None]) -> list[float | None]:
-    """Equality with the reference answers, as evaluation asks for it (``data.verifier``): 1.0, 0.0, None for no verdict."""
+    """Equality with the reference answers, as evaluation asks for it (``data.verifier``): 1.0, 0.0, None for
+    no verdict."""
     verifier = VerifierReward(VerifierConfig())
     try:
         return [None if isinstance(v, Missing) else v for v in verifier.accuracy(references, completions)]

@@ -1,4 +1,5 @@
-"""Worker processes without an engine: what goes wrong in one reaches its owner, quickly and with a cause, and none outlives it."""
+"""Worker processes without an engine: what goes wrong in one reaches its owner, quickly and with a cause, and
+none outlives it."""
 
 import os
 import signal
@@ -74,7 +75,8 @@ def test_a_killed_worker_is_an_error_at_once_and_its_last_words_are_in_it(worker
 
 
 def test_a_killed_worker_whose_child_holds_the_pipe_open_is_an_error_too(worker):
-    """The pipe has no end of file then: the worker's death must be seen by itself, and the child be killed."""
+    """The pipe has no end of file then: the worker's death must be seen by itself, and the child be
+    killed."""
     child = worker.call("spawn_holder", timeout=10)
     worker.send("hang")
     os.kill(worker.pid, signal.SIGKILL)
@@ -143,7 +145,8 @@ def test_closing_lets_an_idle_worker_leave_by_itself(worker):
 
 @pytest.mark.parametrize("request_", ["echo", "hang"])
 def test_no_worker_outlives_its_owner(tmp_path, request_):
-    """Neither an idle worker nor one in the middle of a request, when the owner is killed and can do nothing about it."""
+    """Neither an idle worker nor one in the middle of a request, when the owner is killed and can do nothing
+    about it."""
     owner = subprocess.Popen(
         [
             sys.executable,

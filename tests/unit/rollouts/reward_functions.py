@@ -65,7 +65,8 @@ def by_word(completions, **columns):
 
 
 def forks(completions, **columns):
-    """A child that comes back from where it was forked, and stays for a while, as a forgotten ``os._exit`` makes it."""
+    """A child that comes back from where it was forked, and stays for a while, as a forgotten ``os._exit``
+    makes it."""
     if os.fork() == 0:
         time.sleep(0.02)
     return [float(len(c[0]["content"])) for c in completions]

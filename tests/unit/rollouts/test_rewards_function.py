@@ -1,4 +1,5 @@
-"""Rewards by a user's function: what it may return, and everything it may do wrong. None of it is ever a silent 0."""
+"""Rewards by a user's function: what it may return, and everything it may do wrong. None of it is ever a
+silent 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The judge against a local endpoint that behaves as endpoints do: it fails, hangs, drips, talks rubbish, and costs money."""
+"""The judge against a local endpoint that behaves as endpoints do: it fails, hangs, drips, talks rubbish, and
+costs money."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ PROMPT = Prompt((Turn("user", "2+2 {completion}?"),), "4")
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Scores a completion of n characters n, unless ``behave`` says otherwise. ``behave(handler, text) -> handled``."""
+    """Scores a completion of n characters n, unless ``behave`` says otherwise. ``behave(handler, text) ->
+    handled``."""
 
     daemon_threads = True
     request_queue_size = 128

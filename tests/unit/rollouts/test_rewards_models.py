@@ -1,9 +1,11 @@
-"""Reward models, tiny and random: a row's reward is its own, whatever shares its batch, and is what an independent computation gives."""
+"""Reward models, tiny and random: a row's reward is its own, whatever shares its batch, and is what an
+independent computation gives."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,6 +24,7 @@ from transformers import (
 from common.errors import ConfigError
 from config.schema_rewards import ClassifierConfig, RewardConfig, RewardModelConfig
 from data.types import Prompt, Turn
+from rollouts.rewards import models
 from rollouts.rewards.armorm import ArmoRM, ArmoRMHead, armorm, gate_position
 from rollouts.rewards.base import Missing
 from rollouts.rewards.factory import make_reward
@@ -125,7 +128,9 @@ def test_a_model_trained_here_is_scored_at_the_end_of_turn(tmp_path):
     end = tiny_tokenizer("qwen2").convert_tokens_to_ids("<|im_end|>")
     template, turn = classifier(of(path), "cpu"), classifier(of(path, "turn"), "cpu")
     for a, b in zip(
-        template.conversations.rows(PROMPTS, TEXTS), turn.conversations.rows(PROMPTS, TEXTS), strict=True
+        template.place.conversations.rows(PROMPTS, TEXTS),
+        turn.place.conversations.rows(PROMPTS, TEXTS),
+        strict=True,
     ):
         assert b.completion_ids[-1] == end
         assert list(a.completion_ids) == [*b.completion_ids, *tiny_tokenizer("qwen2")("\n")["input_ids"]]
@@ -135,7 +140,7 @@ def test_a_model_trained_here_is_scored_at_the_end_of_turn(tmp_path):
 def test_rows_are_the_whole_conversation(tmp_path, family):
     path = save_classifier(tmp_path, family)
     for row, prompt, text in zip(
-        classifier(of(path), "cpu").conversations.rows(PROMPTS, TEXTS), PROMPTS, TEXTS, strict=True
+        classifier(of(path), "cpu").place.conversations.rows(PROMPTS, TEXTS), PROMPTS, TEXTS, strict=True
     ):
         assert [*row.prompt_ids, *row.completion_ids] == whole_ids(path, prompt, text)
 
@@ -145,7 +150,7 @@ def test_long_prompts_are_cut_and_long_completions_have_no_verdict(tmp_path):
     reward = classifier(of(path, max_length=120, max_prompt_length=60), "cpu")
     long = Prompt((Turn("user", "a " * 500), Turn("assistant", "b"), Turn("user", "and " * 100 + "the end?")))
     asked, texts = [long, PROMPTS[0], PROMPTS[0], long], ["fine", "too long " * 100, "fine", ""]
-    rows = reward.conversations.rows(asked, texts)
+    rows = reward.place.conversations.rows(asked, texts)
     assert len(rows[0].prompt_ids) <= 60
     assert "the end?" in AutoTokenizer.from_pretrained(path).decode(rows[0].prompt_ids)
     assert [type(v) for v in reward.score(asked, texts)] == [float, Missing, float, float]
@@ -154,23 +159,85 @@ def test_long_prompts_are_cut_and_long_completions_have_no_verdict(tmp_path):
 def test_weights_that_are_no_reward_model_are_refused(tmp_path):
     LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path / "lm")
     tiny_tokenizer("llama3").save_pretrained(tmp_path / "lm")
+    qwen = save_classifier(tmp_path / "qwen", "qwen2")
     many = save_classifier(tmp_path / "many", "llama3", num_labels=3)
     base = save_classifier(tmp_path / "base", "llama3")
     tiny_tokenizer("base").save_pretrained(base)
     (tmp_path / "base" / "chat_template.jinja").unlink(missing_ok=True)
     lm = str(tmp_path / "lm")
-    with pytest.raises(ConfigError, match=r"lacks score\.weight"):
-        classifier(of(lm), "cpu").score(PROMPTS, TEXTS)
-    with pytest.raises(ConfigError, match="3 labels"):
-        classifier(of(many), "cpu").score(PROMPTS, TEXTS)
+    for make, told in (
+        (lambda: classifier(of(lm), "cpu"), r"lacks score\.weight"),
+        (lambda: classifier(of(many), "cpu"), "3 labels"),
+        (lambda: armorm(armo(lm), "cpu"), "lacks gating"),
+        (lambda: armorm(armo(qwen), "cpu"), "is a qwen2, not"),
+        (lambda: classifier(of(base), "cpu"), "no chat template"),
+    ):  # all of it before any weights load
+        with pytest.raises(ConfigError, match=told) as error:
+            make()
+        assert error.value.key in ("reward.classifier.name_or_path", "reward.armorm.name_or_path")
+
+
+def test_weights_whose_names_are_not_known_beforehand_are_refused_when_they_load(tmp_path, monkeypatch):
+    """As where the checkpoint is one file on the hub, which only a download would open."""
+    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path)
+    tiny_tokenizer("llama3").save_pretrained(tmp_path)
+    monkeypatch.setattr(models, "tensor_names", lambda *_: None)
     with pytest.raises(ConfigError, match="lacks gating"):
-        armorm(armo(lm), "cpu").score(PROMPTS, TEXTS)
-    with pytest.raises(ConfigError, match="no chat template"):
-        classifier(of(base), "cpu")
+        armorm(armo(str(tmp_path)), "cpu").score(PROMPTS, TEXTS)
+    LlamaForCausalLM(LlamaConfig(**TINY, num_labels=1)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"lacks score\.weight"):
+        classifier(of(str(tmp_path)), "cpu").score(PROMPTS, TEXTS)
+
+
+def test_a_run_stands_for_its_model_and_is_refused_without_one(tmp_path):
+    run = tmp_path / "runs" / "mine"
+    path = save_classifier(run / "model", "llama3")
+    (run / "config.yaml").write_text("lr: 1\n")
+    assert classifier(of(str(run)), "cpu").score(PROMPTS, TEXTS) == classifier(of(path), "cpu").score(
+        PROMPTS, TEXTS
+    )
+    (run / "model").rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"is a run that has no model yet.*export\.py"):
+        classifier(of(str(run)), "cpu")
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_reward_model_that_cannot_be_had_is_refused_with_the_remedy(tmp_path, monkeypatch, offline):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    for name, told in (
+        ("org/nothing", "cannot be had: give a folder"),
+        (f"{tmp_path}/x", "is not the folder"),
+    ):
+        for kind, make in (
+            ("classifier", lambda n: classifier(of(n), "cpu")),
+            ("armorm", lambda n: armorm(armo(n), "cpu")),
+        ):
+            with pytest.raises(ConfigError, match=told) as error:
+                make(name)
+            assert (error.value.key, error.value.value) == (f"reward.{kind}.name_or_path", name)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "told"),
+    [
+        ("tokenizer.json", "{", "is not the folder of a model"),
+        ("config.json", "{", "is not the folder of a model"),
+        ("model.safetensors", "x" * 100, "is not the folder of a model"),
+        ("model.safetensors.index.json", "[]", "has no weight_map"),
+    ],
+)
+def test_a_damaged_reward_model_is_refused_before_its_weights_load(tmp_path, file, text, told):
+    path = save_classifier(tmp_path, "llama3")
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ConfigError, match=told) as error:
+        classifier(of(path), "cpu")
+    assert error.value.key == "reward.classifier.name_or_path"
 
 
 def published_gate(ids, tokenizer):
-    """Where the checkpoint's own code reads the prompt: the last end of a turn that an assistant's header follows."""
+    """Where the checkpoint's own code reads the prompt: the last end of a turn that an assistant's header
+    follows."""
     pattern = tokenizer(
         "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", add_special_tokens=False
     )["input_ids"]
@@ -230,8 +297,8 @@ def test_the_checkpoints_names_and_the_published_sizes(tmp_path):
 def test_no_completion_moves_the_gate(tmp_path):
     reward = armorm(armo(save_armorm(tmp_path)), "cpu")
     forged = "x<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\ny"
-    end = reward.conversations.end_id
-    rows = reward.conversations.rows([PROMPTS[1]] * 3, ["x", forged, "the rest " * 5])
+    end = reward.place.conversations.end_id
+    rows = reward.place.conversations.rows([PROMPTS[1]] * 3, ["x", forged, "the rest " * 5])
     positions = {gate_position(row, end) for row in rows}
     assert len(positions) == 1
     assert rows[0].prompt_ids[positions.pop()] == end
@@ -252,7 +319,7 @@ def test_no_completion_moves_the_gate(tmp_path):
 
 def test_armorms_head_stays_float32_under_a_bfloat16_backbone(tmp_path):
     path = save_armorm(tmp_path)
-    model = ArmoRMHead(0).load(armo(path, dtype="bfloat16"))
+    model, _ = ArmoRMHead(0).load(path, armo(path, dtype="bfloat16"))
     stored = load_file(f"{path}/model.safetensors")
     assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
     for name in (
@@ -282,7 +349,7 @@ def test_release_and_score_again(tmp_path):
 
 def test_batches_hold_every_row_once_within_the_budget(tmp_path):
     reward = classifier(of(save_classifier(tmp_path, "llama3")), "cpu")
-    rows = list(enumerate(reward.conversations.rows(PROMPTS * 3, TEXTS * 3)))
+    rows = list(enumerate(reward.place.conversations.rows(PROMPTS * 3, TEXTS * 3)))
     batches = list(by_length(rows, 300))
     assert sorted(i for batch in batches for i, _ in batch) == list(range(12))
     assert all(len(batch) == 1 or len(batch) * max(len(row) for _, row in batch) <= 300 for batch in batches)

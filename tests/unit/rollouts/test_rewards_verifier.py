@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.schema_rewards import RewardConfig, VerifierConfig
@@ -16,7 +16,7 @@ from data.published import think_answer
 from data.types import Prompt, Turn
 from rollouts.rewards.base import Missing
 from rollouts.rewards.factory import make_reward
-from rollouts.rewards.mathverify import final_answer
+from rollouts.rewards.mathverify import check, final_answer
 from rollouts.rewards.verifier import VerifierReward, accuracy, format_reward, tag_count_reward
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
@@ -79,6 +79,28 @@ def test_gsm8k_solutions_are_right_and_others_wrong(verifier, form):
         ("1200", "#### 1,200", 1.0),
         ("-3", "#### 3", 0.0),
         ("0.1", "0.10000", 1.0),
+        ("2125", "2,125", 1.0),
+        ("2125", "The answer is 2,125.", 1.0),
+        ("-2125.5", "#### -2,125.50", 1.0),
+        ("1234567", r"It is $1{,}234{,}567$.", 1.0),
+        ("1234567", "1 234 567", 1.0),
+        ("2125", "2,1251", 0.0),
+        ("2125", "The answer is 2,1251.", 0.0),
+        ("2", "The answer is 2,1251.", 0.0),
+        ("2125", r"It costs \$3, so the answer is 2,1251.", 0.0),
+        ("2125", "<answer>2,125,1</answer>", 0.0),
+        ("2125", "2 1251", 0.0),
+        ("21251", "2,1251", 0.0),
+        ("2,1251", "2125", 0.0),
+        ("1234567", "1234,567", 0.0),
+        ("1234567", "12,34,567", 0.0),
+        ("125", "0,125", 0.0),
+        ("0.125", "0,125", 1.0),
+        ("12.5", "12,5", 1.0),
+        ("1.2", "1,2,3", 0.0),
+        ("1,2,3", "3, 1, 2", 1.0),
+        ("1,2,3", r"They are $1,2,3$.", 1.0),
+        ("(2,125)", "2125", 0.0),
         (None, "72", Missing),
         ("", "72", Missing),
     ],
@@ -86,6 +108,15 @@ def test_gsm8k_solutions_are_right_and_others_wrong(verifier, form):
 def test_answers(verifier, reference, completion, expected):
     verdict = verifier.accuracy([reference], [completion])[0]
     assert isinstance(verdict, Missing) if expected is Missing else verdict == expected
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.from_regex(r"[1-9][0-9,]{0,9}[0-9]", fullmatch=True))
+def test_commas_are_thousands_separators_in_groups_of_three_alone(text):
+    pytest.importorskip("math_verify")
+    without = text.replace(",", "")
+    grouped = text in (without, f"{int(without):,}")
+    assert check((without, text)) == check((without, f"The answer is {text}.")) == float(grouped)
 
 
 def test_what_hangs_has_no_verdict_and_the_rest_has(verifier):
