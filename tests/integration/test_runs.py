@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +16,7 @@ from export import export_run
 from jobs.signals import REQUEUE
 from jobs.watch import Run
 from models.checkpoint import Checkpoints
+from tests import programs
 from tests.tiny import ROOT, make_config
 from train import train
 from trainers.basic import BasicTrainer
@@ -277,7 +274,6 @@ def test_gradients_that_are_not_finite_stop_the_run_after_n_and_leave_their_batc
 def test_a_killed_process_goes_on(tmp_path, cache, number, code):
     """The real program, killed in mid-run, started again with the same command."""
     command = [
-        sys.executable,
         "train.py",
         "loss=dpo",
         "humanline=true",
@@ -289,20 +285,13 @@ def test_a_killed_process_goes_on(tmp_path, cache, number, code):
         f"cache_dir={cache}",
         *SMALL,
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    process, metrics = programs.start(*command), tmp_path / "run" / "metrics.jsonl"
+    programs.until(
+        lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") >= 3)
     )
-    deadline = time.time() + 120
-    while time.time() < deadline and process.poll() is None:
-        if (tmp_path / "run" / "metrics.jsonl").exists() and len(
-            (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-        ) >= 3:
-            process.send_signal(number)
-            break
-        time.sleep(0.02)
-    assert process.wait(60) == code, process.stdout.read()
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    process.send_signal(number)
+    assert process.wait() == code, process.said()
+    done = programs.run(*command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed before step" in done.stdout
     train(settings(tmp_path, cache, "loss=dpo", "humanline=true", "sync_freq=2"), "whole")

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from common.errors import ConfigError
+from tests.programs import HANG
 from tests.tiny import ROOT, make_config
 from train import train
 
@@ -25,7 +26,7 @@ def program(*words: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG,
     )
 
 
