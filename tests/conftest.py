@@ -1,7 +1,62 @@
-"""One thread a process: the tests run as many processes as there are cores (pytest-xdist), and so do the programs that they start."""
+"""What all tests share: one thread a process, since there are as many processes as cores (pytest-xdist), and charts that cost nothing."""
 
 from __future__ import annotations
 
+import gc
 import os
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests import programs
+from tests.blank_charts import blank_charts
+
+UNIT = Path(__file__).parent / "unit"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def charts_of_whole_runs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A run's report takes as long to draw as the run to train. Where reports are not what is tested they have blank charts."""
+    with pytest.MonkeyPatch.context() as patch:
+        if UNIT not in request.path.parents:
+            blank_charts(patch.setattr)
+        yield
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported by now stays: no collection of garbage need look at it again."""
+    gc.collect()
+    gc.freeze()
+    if "HUMANLINE_TEST_CPU_LOG" in os.environ:
+        log_cpu("(start and collection)", cpu_seconds())
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process and of those of its programs that have ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime + programs.cpu_seconds()
+
+
+def log_cpu(name: str, seconds: float) -> None:
+    with open(os.environ["HUMANLINE_TEST_CPU_LOG"], "a") as log:
+        log.write(f"{seconds:.3f}\t{name}\n")
+
+
+if "HUMANLINE_TEST_CPU_LOG" in os.environ:
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+        """CPU seconds of each test with its fixtures, a line a test, in the file that the variable names."""
+        before = cpu_seconds()
+        result = yield
+        log_cpu(item.nodeid, cpu_seconds() - before)
+        return result

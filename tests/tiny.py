@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +23,18 @@ VOCABULARY = 61
 
 
 def make_config(*overrides: str) -> Config:
-    """What ``python train.py <overrides>`` would be given."""
+    """What ``python train.py <overrides>`` would be given. To compose takes a while, so it is done once for all that differ in their
+    folders alone."""
+    given = dict(o.split("=", 1) for o in overrides if PLACE.fullmatch(o))
+    composed = copy.deepcopy(_composed(tuple(o for o in overrides if not PLACE.fullmatch(o))))
+    return dataclasses.replace(composed, **given)
+
+
+PLACE = re.compile(r"(?:runs_dir|cache_dir)=(?!null$)[\w./-]+")
+
+
+@functools.cache
+def _composed(overrides: tuple[str, ...]) -> Config:
     with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
         return load(compose("config", overrides=list(overrides)))
 

@@ -21,6 +21,7 @@ from models.policy import Policy
 from models.pretrained import load_policy
 from models.reference import score, weights_fingerprint
 from tests.engine import engine_config, make_trainer, run, weights
+from tests.programs import HANG
 from tests.tiny import KINDS, VOCABULARY, random_groups, tiny_llama, tiny_policy
 from tests.unit.models.test_families import tiny
 
@@ -123,7 +124,7 @@ def worker(rank: int, ranks: int, replicas: int, store: str, folder: str, accumu
     """One of ``ranks`` spawned processes."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
-    timeout = timedelta(seconds=float(os.environ.get("TEST_TIMEOUT", "240")))
+    timeout = timedelta(seconds=HANG)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timeout
     )

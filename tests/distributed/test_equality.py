@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch.multiprocessing as mp
 
 from models.distributed import start
 from tests.distributed.cells import CELLS, policy_of, run_cells, worker
+from tests.programs import in_ranks
 
 
 @pytest.fixture(scope="module")
@@ -22,12 +22,7 @@ def single(tmp_path_factory):
 def several(request, tmp_path_factory):
     ranks, replicas, accumulation = request.param
     folder = tmp_path_factory.mktemp("several")
-    mp.start_processes(
-        worker,
-        (ranks, replicas, str(folder / "store"), str(folder), accumulation),
-        nprocs=ranks,
-        start_method="spawn",
-    )
+    in_ranks(worker, (ranks, replicas, str(folder / "store"), str(folder), accumulation), ranks)
     return np.load(folder / "out.npz")
 
 

@@ -10,27 +10,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.torture import ROOT, command, disturb, lines, start
+from tests.distributed.torture import ROOT, command, disturb, forked, lines
+from tests.programs import HANG
 
 STEPS, LR = 24, 1e-4  # at ten times this rate rounding grows tenfold every few steps, resumed or not
 
 
 def stopped_and_resumed(folder, name: str, before: int, after: int) -> None:
     """Start on ``before`` ranks, ask to stop in mid-run, go on with ``after``."""
-    process = start(command(folder, name, STEPS, before, LR), folder / f"{name}.log")
-    until = time.time() + 200
-    while process.poll() is None and lines(folder / name) < 7 and time.time() < until:
+    process = forked(command(folder, name, STEPS, before, LR), folder / f"{name}.log")
+    while process.poll() is None and lines(folder / name) < 7:
         time.sleep(0.005)
     disturb(process, "ask to stop", folder / name, random.Random(0))
     assert 7 <= lines(folder / name) < STEPS, (folder / f"{name}.log").read_text()[-3000:]
-    resumed = start(command(folder, name, STEPS, after, LR), folder / f"{name}.log")
-    assert resumed.wait(300) == 0, (folder / f"{name}.log").read_text()[-3000:]
+    resumed = forked(command(folder, name, STEPS, after, LR), folder / f"{name}.log")
+    assert resumed.wait(HANG) == 0, (folder / f"{name}.log").read_text()[-3000:]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    assert start(command(folder, "whole", STEPS, 1, LR), folder / "whole.log").wait(300) == 0, (
+    assert forked(command(folder, "whole", STEPS, 1, LR), folder / "whole.log").wait(HANG) == 0, (
         folder / "whole.log"
     ).read_text()[-3000:]
     return folder

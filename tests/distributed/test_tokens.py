@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from data.chat import Renderer, make_renderer
 from jobs.assembly import trainer_class
 from jobs.plan import make_plan
 from models.distributed import start
 from models.pretrained import load_tokenizer
+from tests.programs import HANG, in_ranks
 from tests.tiny import make_config
 
 
@@ -26,7 +26,7 @@ def worker(rank: int, folder: str) -> None:
         store=dist.FileStore(f"{folder}/store", 2),
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=240),
+        timeout=timedelta(seconds=HANG),
     )
     start()
     config = make_config(f"cache_dir={folder}/cache", "n_eval_examples=8")
@@ -47,7 +47,7 @@ def worker(rank: int, folder: str) -> None:
 
 
 def test_one_rank_tokenises_and_the_other_reads(tmp_path: Path) -> None:
-    mp.start_processes(worker, (str(tmp_path),), nprocs=2, start_method="spawn")
+    in_ranks(worker, (str(tmp_path),), 2)
     first, second = (np.load(tmp_path / f"{rank}.npy") for rank in (0, 1))
     assert len(first) >= 2000 and (first == second).all()
     assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 1

@@ -17,23 +17,22 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+
+from tests import programs
+from tests.programs import HANG, Program, torchrun
 
 ROOT = Path(__file__).parents[2]
 ACTIONS = ("kill everything", "kill a rank", "ask to stop", "kill and damage")
 
 
 def command(folder: Path, name: str, steps: int, ranks: int, lr: float = 1e-3) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
+    return torchrun(
+        ranks,
         "train.py",
         "loss=kto",
         "humanline=true",
@@ -51,13 +50,14 @@ def command(folder: Path, name: str, steps: int, ranks: int, lr: float = 1e-3) -
         "data.verifier=null",
         "wandb.enabled=false",
         "keep_checkpoints=3",
-    ]
+    )
 
 
-def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """``python WORDS``, imports and all."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        arguments,
+        [sys.executable, *words],
         cwd=ROOT,
         env=environment,
         stdout=log.open("ab"),
@@ -66,7 +66,15 @@ def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
+def forked(words: list[str], log: Path) -> Program:
+    """``python WORDS``, its imports done already."""
+    return programs.start(*words, log=log, new_session=True)
+
+
+Process = subprocess.Popen[bytes] | Program
+
+
+def ranks_of(process: Process) -> list[int]:
     """The process ids of the ranks that torchrun started."""
     found = subprocess.run(
         ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False
@@ -79,8 +87,8 @@ def lines(run: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def disturb(process: subprocess.Popen[bytes], action: str, run: Path, rng: random.Random) -> None:
-    """Do it, and see that everything is gone within a minute."""
+def disturb(process: Process, action: str, run: Path, rng: random.Random) -> None:
+    """Do it, and see that everything is gone."""
     while not (ranks := ranks_of(process)) and process.poll() is None:
         time.sleep(0.05)  # torchrun has not started them yet: there is nobody to ask
     if action == "ask to stop":
@@ -95,7 +103,7 @@ def disturb(process: subprocess.Popen[bytes], action: str, run: Path, rng: rando
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-    process.wait(60)
+    process.wait(HANG)
     if action == "kill and damage":
         damage(run, rng)
 
@@ -117,19 +125,26 @@ def damage(run: Path, rng: random.Random) -> None:
         path.write_bytes(content)
 
 
-def torture(folder: Path, kills: int, steps: int, seed: int, ranks: int = 2) -> Counter[str]:
+def torture(
+    folder: Path,
+    kills: int,
+    steps: int,
+    seed: int,
+    ranks: int = 2,
+    start: Callable[[list[str], Path], Process] = start,
+) -> Counter[str]:
     """Returns how often what was done. Raises AssertionError where the tortured run differs from the undisturbed one."""
     rng = random.Random(seed)
     whole = start(command(folder, "whole", steps, ranks), folder / "whole.log")
-    assert whole.wait(600) == 0, (folder / "whole.log").read_text()[-3000:]
+    assert whole.wait(HANG) == 0, (folder / "whole.log").read_text()[-3000:]
     run, done = folder / "hurt", Counter[str]()
     arguments = command(folder, "hurt", steps, ranks)
     while not (run / "summary.json").exists():
         process = start(arguments, folder / "hurt.log")
         if sum(done.values()) < kills:
             # Some are hurt while they start, most after a few steps of their own.
-            target, until = lines(run) + rng.randrange(0, max(2, steps // kills)), time.time() + 90
-            while process.poll() is None and lines(run) < target and time.time() < until:
+            target = lines(run) + rng.randrange(0, max(2, steps // kills))
+            while process.poll() is None and lines(run) < target:
                 time.sleep(0.01)
             time.sleep(rng.random() * (8 if lines(run) == 0 and rng.random() < 0.3 else 0.05))
             if process.poll() is None and not (run / "summary.json").exists():
@@ -137,7 +152,7 @@ def torture(folder: Path, kills: int, steps: int, seed: int, ranks: int = 2) -> 
                 disturb(process, action, run, rng)
                 done[action] += 1
                 print(f"{sum(done.values())}/{kills}: {action} at line {lines(run)} of {steps}", flush=True)
-        process.wait(600)
+        process.wait(HANG)
     compare(folder / "whole", run, steps)
     return done
 

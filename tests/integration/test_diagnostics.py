@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from jobs.watch import Run
 from reports.tracking import Tracker
-from tests.distributed.torture import start
+from tests import programs
 from tests.tiny import make_config
 from train import train
 
@@ -122,17 +121,11 @@ def test_ranks_and_packing_do_not_change_it(folder, how):
     if how == "packed":
         train(make_config(*overrides(folder, "lr=1e-4", "n_examples=64", "model.packing=true")), name)
     else:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "train.py",
-            *overrides(folder, "lr=1e-4", "n_examples=64", f"exp_name={name}"),
-        ]
-        assert start(command, folder / "two.log").wait(300) == 0, (folder / "two.log").read_text()[-3000:]
+        words = programs.torchrun(
+            2, "train.py", *overrides(folder, "lr=1e-4", "n_examples=64", f"exp_name={name}")
+        )
+        done = programs.run(*words)
+        assert done.returncode == 0, done.stdout + done.stderr
     if not (folder / "short").exists():
         train(make_config(*overrides(folder, "lr=1e-4", "n_examples=64")), "short")
     one, other = lines(folder / "short"), lines(folder / name)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 
+from tests.programs import HANG
 from tests.tiny import ROOT
 
 PARTS = ("config", "data", "models", "trainers", "rollouts", "tests", "assets", "train.py", "pyproject.toml")
@@ -32,7 +33,7 @@ def test_the_documented_example_is_a_loss_like_any_other(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG,
     )
     assert tests.returncode == 0, tests.stdout[-3000:]
     assert int(re.search(r"(\d+) passed", tests.stdout)[1]) >= 4
@@ -51,7 +52,7 @@ def test_the_documented_example_is_a_loss_like_any_other(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     assert len((tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()) == 3

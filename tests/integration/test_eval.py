@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from statistics import fmean
 
@@ -15,7 +13,6 @@ import pytest
 from data.adder import accuracy, rewards
 from launch.collect import read_run
 from tests.integration.test_stages import command
-from tests.tiny import ROOT
 from tests.unit.reports.test_tracking import keyed, records
 
 TRAIN = (
@@ -35,13 +32,7 @@ FEW = ("limit=40", "resamples=200")
 def folder(tmp_path_factory) -> Path:
     """A finished run ``a``, tracked by wandb offline."""
     path = tmp_path_factory.mktemp("runs")
-    done = subprocess.run(
-        [sys.executable, "train.py", "exp_name=a", f"runs_dir={path}", f"cache_dir={path}/cache", *TRAIN],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = command("train", "exp_name=a", f"runs_dir={path}", f"cache_dir={path}/cache", *TRAIN)
     assert done.returncode == 0, done.stderr
     return path
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.integration.online import SHORT, function, lines, rounds
-from tests.tiny import ROOT
+from tests.programs import Program
 
 COMMAND = (
-    sys.executable,
     "train.py",
     *SHORT,
     "rounds.contexts=96",
@@ -30,22 +28,14 @@ COMMAND = (
 )
 
 
-def start(folder: Path, slow: int = 0) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [*COMMAND, f"runs_dir={folder}", f"cache_dir={folder}/cache", "exp_name=r"],
-        cwd=ROOT,
-        env={**os.environ, "SLOW_REWARD": str(slow), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+def start(folder: Path, slow: int = 0) -> Program:
+    words = [*COMMAND, f"runs_dir={folder}", f"cache_dir={folder}/cache", "exp_name=r"]
+    return programs.start(*words, env={"SLOW_REWARD": str(slow)}, new_session=True)
 
 
-def kill_when(process: subprocess.Popen[bytes], reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+def kill_when(process: Program, reached: Callable[[], bool]) -> None:
     while not reached():
-        assert process.poll() is None, process.stderr.read().decode()[-2000:]
-        assert time.monotonic() < deadline
+        assert process.poll() is None, process.said()[-2000:]
         time.sleep(0.002)
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
@@ -54,7 +44,7 @@ def kill_when(process: subprocess.Popen[bytes], reached: Callable[[], bool]) -> 
 @pytest.mark.slow
 def test_killed_in_every_stage(tmp_path):
     whole = start(tmp_path / "whole")
-    assert whole.wait(timeout=120) == 0, whole.stderr.read().decode()[-2000:]
+    assert whole.wait() == 0, whole.said()[-2000:]
     run = tmp_path / "killed" / "r"
     second = run / "rounds" / "001"
 
@@ -69,7 +59,7 @@ def test_killed_in_every_stage(tmp_path):
     assert not (run / "rounds" / "002" / "groups.jsonl").exists(), "killed too late to be training on round 1"
 
     last = start(tmp_path / "killed")
-    assert last.wait(timeout=120) == 0, last.stderr.read().decode()[-2000:]
+    assert last.wait() == 0, last.said()[-2000:]
     assert (second / "samples.jsonl").stat().st_mtime_ns == sampled, "what was on disk was sampled again"
     undisturbed = tmp_path / "whole" / "r"
     assert (run / "model/model.safetensors").read_bytes() == (

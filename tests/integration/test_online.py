@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from common.errors import StoppedError
 from data.groups import read_groups
 from tests.integration.online import SHORT, function, lines, rounds, run_online
+from tests.programs import HANG
 from tests.tiny import ROOT
 from trainers.basic import BasicTrainer
 
@@ -203,7 +204,7 @@ def test_several_ranks_and_one_sample_and_train_alike(tmp_path):
         cwd=ROOT,
         check=True,
         capture_output=True,
-        timeout=120,
+        timeout=HANG,
     )
     for stage in ("samples", "scores", "groups"):
         assert (one / f"rounds/000/{stage}.jsonl").read_bytes() == (

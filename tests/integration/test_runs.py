@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +18,7 @@ from jobs.run_folder import LOCK
 from jobs.signals import REQUEUE
 from jobs.watch import Run
 from models.checkpoint import Checkpoints
+from tests import programs
 from tests.tiny import ROOT, make_config
 from tests.tiny_files import FILLER, everything, fill, mounted
 from train import train
@@ -318,7 +315,6 @@ def test_a_killed_process_goes_on(tmp_path, cache, number, code):
     """The real program, killed in mid-run, started again with the same command. While it runs, no other may."""
     method = ("loss=dpo", "humanline=true", "sync_freq=2")
     command = [
-        sys.executable,
         "train.py",
         *method,
         "resume=true",
@@ -328,26 +324,20 @@ def test_a_killed_process_goes_on(tmp_path, cache, number, code):
         f"cache_dir={cache}",
         *SMALL,
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    process, metrics = programs.start(*command), tmp_path / "run" / "metrics.jsonl"
+    programs.until(
+        lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") >= 3)
     )
-    deadline = time.time() + 120
-    while time.time() < deadline and process.poll() is None:
-        if (tmp_path / "run" / "metrics.jsonl").exists() and len(
-            (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-        ) >= 3:
-            process.send_signal(signal.SIGSTOP)  # it cannot end while another start tries the same run
-            try:
-                with pytest.raises(ConfigError, match=f"in use by process {process.pid} on "):
-                    train(settings(tmp_path, cache, *method, "resume=true"), "run")
-            finally:
-                process.send_signal(number)
-                process.send_signal(signal.SIGCONT)
-            break
-        time.sleep(0.02)
-    assert process.wait(60) == code, process.stdout.read()
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert process.poll() is None, process.said()
+    process.send_signal(signal.SIGSTOP)  # it cannot end while another start tries the same run
+    try:
+        with pytest.raises(ConfigError, match=f"in use by process {process.pid} on "):
+            train(settings(tmp_path, cache, *method, "resume=true"), "run")
+    finally:
+        process.send_signal(number)
+        process.send_signal(signal.SIGCONT)
+    assert process.wait() == code, process.said()
+    done = programs.run(*command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed before step" in done.stdout
     train(settings(tmp_path, cache, *method), "whole")

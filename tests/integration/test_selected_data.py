@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from jobs.watch import Run
-from tests.distributed.torture import start
+from tests import programs
 from tests.tiny import ROOT, make_config
 from train import train
 from trainers.basic import BasicTrainer
@@ -120,18 +119,9 @@ def test_a_killed_run_goes_on_with_its_groups_even_without_the_cache(folder, mon
 
 
 def test_two_ranks_keep_the_same_groups(folder):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "train.py",
-        *overrides(folder, "data.logprob_range=[0.25,0.75]", f"cache_dir={folder / 'ranks'}", "exp_name=two"),
-    ]
-    log = folder / "two.log"
-    assert start(command, log).wait(300) == 0, log.read_text()[-3000:]
+    more = ("data.logprob_range=[0.25,0.75]", f"cache_dir={folder / 'ranks'}", "exp_name=two")
+    done = programs.run(*programs.torchrun(2, "train.py", *overrides(folder, *more)))
+    assert done.returncode == 0, done.stdout + done.stderr
     assert selection(folder / "two")["kept"] == selection(folder / "whole")["kept"]
     one, two = weights(folder / "whole"), weights(folder / "two")
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-5

@@ -6,8 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,10 @@ import yaml  # type: ignore[import-untyped]
 
 from launch import sweep
 from launch.status import Statuses
+from tests.programs import HANG, until
 
 ROOT = Path(__file__).parent.parent.parent
 TOOLS = ROOT / "tools" / "slurm"
-HANG = 500
-"""Seconds that nothing takes on a machine however busy."""
 pytestmark = pytest.mark.skipif(
     shutil.which("slurmctld", path="/usr/sbin:/usr/bin:/usr/local/sbin") is None,
     reason="slurmctld is not installed: tools/slurm/install.sh, as root, installs it",
@@ -33,7 +31,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         ["bash", str(TOOLS / "up.sh"), str(folder), "2", "MaxArraySize=3"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
@@ -43,15 +41,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                 pytest.skip(f"Slurm's daemons do not run here: {up.stderr[-500:]}")
             yield folder
         finally:
-            subprocess.run(["bash", str(TOOLS / "down.sh"), str(folder)], timeout=60, check=False)
-
-
-def until(condition: Callable[[], object], what: Callable[[], str]) -> None:
-    """Wait; ``what`` there was to be seen when nothing came of it."""
-    end = time.monotonic() + HANG
-    while not condition():
-        assert time.monotonic() < end, what()
-        time.sleep(0.25)
+            subprocess.run(["bash", str(TOOLS / "down.sh"), str(folder)], timeout=HANG, check=False)
 
 
 def write(path: Path, parts: dict[str, object]) -> str:

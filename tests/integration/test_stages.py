@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from data.groups import read_groups
+from tests import programs
 from tests.integration.online import SHORT, lines, rounds, run_online
-from tests.tiny import ROOT
 
 COMMON = [s for s in SHORT if s.startswith(("data.", "rounds.samples"))]
 
 
 def command(program, *arguments):
-    return subprocess.run(
-        [sys.executable, f"{program}.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    return programs.run(f"{program}.py", *arguments)
 
 
 def test_stages_on_files_make_the_data_of_a_run(tmp_path):

@@ -11,6 +11,7 @@ import yaml
 
 from data.groups import read_groups
 from tests.integration.online import SHORT, lines, rounds, run_online
+from tests.programs import HANG
 from tests.tiny import ROOT
 
 VARIANTS = [(online, humanline) for humanline in (False, True) for online in (False, True)]
@@ -98,6 +99,7 @@ def test_the_variants_of_a_loss_are_four_different_runs(cache):
 
 @pytest.mark.parametrize(("loss", "online", "humanline"), [("grpo", False, True), ("dpo", True, True)])
 def test_from_the_command_line(tmp_path, loss, online, humanline):
+    """With all its imports and with a report that is drawn."""
     subprocess.run(
         [
             sys.executable,
@@ -110,7 +112,7 @@ def test_from_the_command_line(tmp_path, loss, online, humanline):
         ],
         cwd=ROOT,
         check=True,
-        timeout=240,
+        timeout=HANG,
         capture_output=True,
     )
     prove(tmp_path / "r", loss, online, humanline)

@@ -9,6 +9,7 @@ import pytest
 
 from common.errors import ConfigError
 from config.cli import refuse_choices
+from tests.programs import HANG
 from tests.tiny import ROOT, make_config
 from train import train
 
@@ -28,7 +29,7 @@ def program(*words: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG,
     )
 
 

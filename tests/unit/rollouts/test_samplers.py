@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from transformers import AutoTokenizer, GenerationConfig
 
 from common.errors import ConfigError, DataError
@@ -23,6 +22,7 @@ from models.distributed import World, shard, start, stop
 from models.policy import Policy, causal_lm, decoder_blocks
 from models.pretrained import load_policy
 from rollouts.samplers import Draw, EmbeddedSampler, Sample, SamplingSettings, left_padded, uniforms
+from tests.programs import HANG, in_ranks
 from tests.tiny import ROOT
 
 MODEL = ROOT / "assets" / "adder" / "model"
@@ -299,7 +299,11 @@ def sample_share(rank: int, ranks: int, store: str, out: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(minutes=2)
+        "gloo",
+        store=dist.FileStore(store, ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=HANG),
     )
     world: World = start()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -315,9 +319,7 @@ def sample_share(rank: int, ranks: int, store: str, out: str) -> None:
 
 
 def test_ranks_with_uneven_shares_finish_with_the_samples_of_one_process(policy, renderer, tmp_path):
-    mp.start_processes(
-        sample_share, (2, str(tmp_path / "store"), str(tmp_path / "out")), nprocs=2, start_method="spawn"
-    )
+    in_ranks(sample_share, (2, str(tmp_path / "store"), str(tmp_path / "out")), 2)
     alone = make(policy, renderer).sample(uneven_prompts(7), 1, SAMPLED, 0)
     assert json.loads((tmp_path / "out.0").read_text()) == [list(s.token_ids) for (s,) in alone]
     assert json.loads((tmp_path / "out.1").read_text()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ PLANNED = read_plan()
 CHOSEN = {cell: {"lr": 1e-4, "model.max_grad_norm": 1.0} for cell in PLANNED.main}
 
 
+@cache
 def config_of(cell: str):
     run = next(run for run in PLANNED.runs(FULL, CHOSEN) if run.cell == cell)
     return compose_config(run.overrides())
@@ -47,7 +49,12 @@ def test_no_cell_is_tuned_more_than_another_and_none_on_what_is_reported():
     tuning = [*PLANNED.lr_runs(), *PLANNED.norm_runs(lrs)]
     counts = {cell: sum(run.cell.startswith(f"tune-{cell}-lr") for run in tuning) for cell in PLANNED.main}
     assert set(counts.values()) == {7 * len(PLANNED.tuning_seeds)}
-    assert all(compose_config(run.overrides()).data.eval_split == "validation" for run in tuning)
+    assert {run.settings["data.eval_split"] for run in tuning} == {"validation"}
+    first = {
+        run.cell.partition("-lr")[0]: run for run in tuning
+    }  # they differ in the numbers that are tuned, and in seeds
+    assert len(first) == len(PLANNED.main)
+    assert all(compose_config(run.overrides()).data.eval_split == "validation" for run in first.values())
     final = {run.seed for run in PLANNED.runs(FULL, CHOSEN)}
     assert not final & set(PLANNED.tuning_seeds)
     assert len({run.name for run in tuning}) == len(tuning)

@@ -100,13 +100,12 @@ def test_the_optimizer_has_every_number_of_the_config(tmp_path):
     config = engine_config(
         tmp_path, "dpo", "beta1=0.8", "beta2=0.95", "eps=1e-7", "weight_decay=0.03", "lr=0.002"
     )
-    group = make_optimizer(tiny_policy(), config).param_groups[0]
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (
-        0.002,
-        (0.8, 0.95),
-        1e-7,
-        0.03,
-    )
+    policy = tiny_policy()
+    groups = make_optimizer(policy, config).param_groups
+    numbers = [(g["lr"], g["betas"], g["eps"], g["weight_decay"]) for g in groups]
+    assert set(numbers) == {(0.002, (0.8, 0.95), 1e-7, 0.03)}
+    held = [id(p) for group in groups for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in policy.parameters()), "each weight in one group"
 
 
 def test_warmup_then_constant_cosine_or_linear(tmp_path):
