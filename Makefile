@@ -27,7 +27,7 @@ test: $(INSTALLED_DEV) $(INSTALLED_VLLM) $(INSTALLED_EVAL)  ## run every test (A
 	@$(PY) -m pytest -n auto --dist loadfile -rfEs $(ARGS)
 
 torture: $(INSTALLED_DEV)  ## 50 kills, signals and damaged checkpoints over one run on two ranks (half an hour)
-	@$(PY) -m tests.distributed.torture --kills 50 --steps 400
+	@$(PY) -m tests.distributed.torture --kills 50 --steps 400 $(ARGS)
 
 check: $(INSTALLED_DEV)  ## lint and type-check, as the pre-commit hooks do
 	@$(PY) -m ruff check . && $(PY) -m mypy .

@@ -1,0 +1,304 @@
+"""What a copy of the repository needs for the commands of the docs: small models and data under the names that the docs give, a judge,
+a Slurm. ``python -m tests.docs_workspace`` writes the files into the working directory.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tests.docs import ROOT
+
+LEFT_OUT = ("docs/study/*.svg",)
+ENDS = 0.3
+"""How likely the small model ends its answer at any token: its answers are short whatever they may be."""
+MODELS = ("org/name", "Qwen/Qwen2.5-1.5B-Instruct", "meta-llama/Meta-Llama-3-8B-Instruct", "CKPT")
+ALPACA = 805
+"""Instructions of AlpacaEval."""
+ARMORM = "RLHFlow/ArmoRM-Llama3-8B-v0.1"
+Rows = list[dict[str, Any]]
+
+
+def copy_of_the_repository(to: Path) -> Path:
+    """The files that git knows or would take, in a folder of their own."""
+    words = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    named = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    for name in named:
+        source = ROOT / name
+        if source.is_file() and not any(Path(name).match(pattern) for pattern in LEFT_OUT):
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, to / name)
+    return to
+
+
+def installed(here: Path) -> None:
+    """Mark what the Makefile installs as installed: the environment is the one that runs the tests."""
+    names = re.findall(r"requirements[\w-]*\.txt", (ROOT / "Makefile").read_text())
+    for name in dict.fromkeys(names):
+        (here / ".venv" / f".installed-{name}").touch()
+
+
+def slurm(folder: Path) -> None:
+    """``sbatch`` and ``squeue`` that take any script which bash can read, and have an empty queue."""
+    (folder / "sbatch").write_text('#!/bin/bash\nbash -n "${@: -1}" && echo 4242\n')
+    (folder / "squeue").write_text("#!/bin/bash\n")
+    for name in ("sbatch", "squeue"):
+        (folder / name).chmod(0o755)
+
+
+class Endpoint(ThreadingHTTPServer):
+    """Speaks the OpenAI protocol: prefers the first of two answers a little, and rates any answer with 7."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Reply)
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class _Reply(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        top = [{"token": t, "logprob": p, "bytes": None} for t, p in (("m", -0.4), ("M", -1.1))]
+        wanted = bool(body.get("logprobs"))
+        choice = {
+            "index": 0,
+            "finish_reason": "stop",
+            "message": {"role": "assistant", "content": "m" if wanted else "Fine. [[7]]"},
+            "logprobs": {"content": [top[0] | {"top_logprobs": top}]} if wanted else None,
+        }
+        usage = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}
+        made = {"id": "1", "object": "chat.completion", "created": 1, "model": "x", "choices": [choice]}
+        text = json.dumps(made | {"usage": usage}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+# -- files, written by a process that has imported what they need ------------------------------------------------------------------
+
+
+def write_all(here: Path) -> None:
+    models(here)
+    sets(here)
+    answers(here)
+    tasks(here / "tasks")
+    (here / "my.yaml").write_text("partition: gpu\naccount: lab\ntime: '12:00:00'\n")
+    (here / "plan.yaml").write_text(json.dumps(PLAN))
+    chosen = {"lr": 1e-4, "model.max_grad_norm": 1.0}
+    (here / "chosen.yaml").write_text(
+        json.dumps({"cells": {"dpo-offline": chosen, "dpo-offline-hl": chosen}})
+    )
+
+
+def models(here: Path) -> None:
+    """The small model under every name, its weights such that answers end soon; and the paper's reward model."""
+    import math
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.unit.data.tiny_tokenizers import tiny_tokenizer
+    from tests.unit.rollouts.test_rewards_models import save_armorm
+
+    tokenizer = tiny_tokenizer("qwen2")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=8192,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    with (
+        torch.no_grad()
+    ):  # every hidden state points along the first dimension, and so does the end's row of the head
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        logit = math.log(ENDS / (1 - ENDS) * (config.vocab_size - 1))
+        model.lm_head.weight[tokenizer.eos_token_id, 0] = logit / math.sqrt(config.hidden_size)
+    for name in MODELS:
+        model.save_pretrained(here / name)
+        tokenizer.save_pretrained(here / name)
+    save_armorm(here / ARMORM)
+    about = here / ARMORM / "config.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"max_position_embeddings": 8192}))
+
+
+def sets(here: Path) -> None:
+    """Data under the names of files and hub sets: sums, right and wrong."""
+    import pyarrow
+    import pyarrow.parquet
+
+    sums = [(a, b) for a in range(10) for b in range(10)]
+    pairs = [
+        {
+            "prompt": f"What is {a} and {b}?",
+            "chosen": f"\\boxed{{{a + b}}}",
+            "rejected": "no",
+            "reference": str(a + b),
+        }
+        for a, b in sums
+    ]
+    lines(here / "pairs.jsonl", pairs)
+    table = pyarrow.Table.from_pylist(pairs)
+    for name in ("pairs.parquet", "held_out.parquet"):
+        pyarrow.parquet.write_table(table if name == "pairs.parquet" else table.slice(0, 8), here / name)
+    asked = {"prompt": "question", "chosen": "good", "rejected": "bad"}
+    faq = [{theirs: pair[ours] for ours, theirs in asked.items()} for pair in pairs]
+    (here / "faq.json").write_text(json.dumps(faq))
+    with gzip.open(here / "harmless.jsonl.gz", "wt") as file:
+        for a, b in sums:
+            said = f"\n\nHuman: {a} and {b}?\n\nAssistant: "
+            file.write(json.dumps({"chosen": f"{said}{a + b}", "rejected": f"{said}no"}) + "\n")
+    (here / "alpaca_eval.json").write_text(
+        json.dumps([{"instruction": f"Say {a}.", "output": str(a), "generator": "base"} for a in range(12)])
+    )
+    hub_set(here / "org" / "name", "default", pairs)
+    worked = [
+        {"problem": p["prompt"], "solution": p["chosen"], "answer": p["reference"], "question": p["prompt"]}
+        for p in pairs
+    ]
+    hub_set(here / "nlile" / "hendrycks-MATH-benchmark", "default", worked)
+    hub_set(
+        here / "openai" / "gsm8k", "main", [row | {"answer": f"so #### {row['answer']}"} for row in worked]
+    )
+    scored = [
+        pair | {"all_generated_responses": [pair["chosen"], pair["rejected"]], "all_rm_scores": [0.2, 0.1]}
+        for pair in pairs
+    ]
+    hub_set(here / "princeton-nlp" / "llama3-ultrafeedback-armorm", "default", scored)
+
+
+def hub_set(folder: Path, subset: str, rows: Rows) -> None:
+    """A data set as it lies on the hub, with a training and a test split; its folder may hold a model too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines(folder / "train.jsonl", rows)
+    lines(folder / "test.jsonl", rows[:8])
+    files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "test"))
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: {subset}\n  data_files:\n{files}---\n")
+
+
+def lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def answers(here: Path) -> None:
+    """Two models' answers, and a leaderboard entry's judgements with the file that its length-controlled rate needs."""
+    for name, said in (("a", "It is 4."), ("b", "no")):
+        asked = [{"role": "user", "content": "What is 2 and 2?"}]
+        lines(here / f"{name}.jsonl", [{"prompt": asked, "output": said, "reference": "4"}])
+    random, rows, gamed = (
+        Random(0),
+        [],
+        ["model,preference,index,std_delta_len,instruction_difficulty,not_gamed_baseline"],
+    )
+    for i in range(ALPACA):
+        difficulty = random.gauss(0, 1)
+        about = {
+            "instruction": f"Say {i}.",
+            "generator_1": "base",
+            "generator_2": "mine",
+            "annotator": "someone",
+        }
+        rows.append(
+            about | {"output_1": "x" * random.randint(20, 400), "output_2": "y" * random.randint(20, 400)}
+        )
+        rows[-1]["preference"] = 1 + random.random()
+        gamed += [
+            f"{name},{random.random()},{i},{random.gauss(0, 1)},{difficulty},False"
+            for name in ("concise", "verbose")
+        ]
+    (here / "annotations.json").write_text(json.dumps(rows))
+    (here / "df_gamed.csv").write_text("\n".join(gamed) + "\n")
+
+
+def tasks(folder: Path) -> None:
+    """Two tasks of the lm-eval harness, with data of their own: one is answered, one chosen."""
+    folder.mkdir()
+    lines(folder / "docs.jsonl", [{"question": f"{a} and {a}?", "answer": str(2 * a)} for a in range(4)])
+    common: dict[str, Any] = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "docs.jsonl")}},
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+    }
+    mine = common | {
+        "task": "mine",
+        "output_type": "generate_until",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["."], "do_sample": False, "max_gen_toks": 4},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+    chosen = common | {
+        "task": "chosen",
+        "output_type": "multiple_choice",
+        "doc_to_choice": ["0", "1"],
+        "doc_to_target": 0,
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    for task in (mine, chosen):
+        (folder / f"{task['task']}.yaml").write_text(json.dumps(task))
+
+
+PLAN = {
+    "base": {
+        "model": "adder",
+        "data": "adder",
+        "data.eval_split": "test",
+        "n_eval_prompts": 4,
+        "n_eval_examples": 4,
+        "log_drift": False,
+        "diagnostics": False,
+        "wandb.enabled": False,
+    },
+    "losses": {"dpo": {"loss": "dpo", "n_examples": 8, "model.batch_size": 8}},
+    "variants": {"offline": {}, "offline-hl": {"humanline": True, "sync_freq": 1}},
+    "exceptions": {},
+    "tuning": {"seeds": [100], "metric": "eval_accuracy_sampled", "lr": [1e-4], "max_grad_norm": []},
+    "seeds": {"full": {"main": 1, "other": 1}, "quick": {"main": 1, "other": 1}},
+    "experiments": {},
+}
+"""The study's plan with two cells of one step."""
+
+
+def without_pictures() -> None:
+    """Draw nothing: a run's curves take twice as long as its two steps. ``make run`` draws them."""
+    from matplotlib.figure import Figure
+
+    def nothing(self: Figure, to: Any, **_: Any) -> None:
+        if hasattr(to, "write"):
+            to.write(b"<svg/>")
+        else:
+            Path(to).write_bytes(b"<svg/>")
+
+    save: Callable[..., None] = nothing
+    Figure.savefig = save  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    write_all(Path.cwd())

@@ -1,0 +1,73 @@
+"""What README.md and docs/*.md name is there; the settings of their tables compose. Their commands: test_docs_commands.py."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from launch.state import compose_config
+from tests.docs import PAGES, ROOT, blocks, is_command, settings
+
+TABLES = {"from-halos-and-trl.md": "", "losses.md": "loss=grpo", "syncing.md": ""}
+"""Pages whose tables name settings -> what those settings are for, where they do not say it themselves."""
+NO_SETTINGS = ("num_labels=1",)
+SETTINGS = [(page, text) for page in TABLES for text in settings(page) if text not in NO_SETTINGS]
+
+
+@pytest.mark.parametrize(("page", "text"), SETTINGS)
+def test_the_settings_of_the_tables_compose(page, text):
+    own = shlex.split(text)
+    before = [] if any(word.startswith("loss=") for word in own) else TABLES[page].split()
+    compose_config([*before, *own])
+
+
+def test_there_are_settings_to_test():
+    assert len(settings("from-halos-and-trl.md")) > 40
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_is_named_is_there(page):
+    text = page.read_text()
+    named = re.findall(
+        r"`((?:config|data|models|trainers|rollouts|launch|tests|tools|docs|sweeps)/[\w./-]+)`", text
+    )
+    linked = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    missing = [n for n in named if not (ROOT / n).exists()] + [
+        n for n in linked if not (page.parent / n).exists()
+    ]
+    assert not missing
+
+
+def test_the_map_of_the_tree_is_that_of_the_tree():
+    part = (ROOT / "README.md").read_text().partition("## Map")[2].partition("## From")[0]
+    folder = ""
+    for line in part.splitlines():
+        if found := re.match(r"    (\w+)/(?: |$)", line):
+            folder = found[1]
+            assert (ROOT / folder).is_dir()
+        elif line.startswith("      "):
+            for name in re.findall(r"\b[\w/]+\.py\b", line):
+                assert (ROOT / folder / name).is_file(), name
+        else:
+            for name in re.findall(r"\b\w+\.py\b", line):
+                assert (ROOT / name).is_file(), name
+
+
+def test_the_make_targets_are_there():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {
+        name for page in PAGES for name in re.findall(r"(?:`|^    )make ([a-z-]+)", page.read_text(), re.M)
+    }
+    assert named <= targets
+
+
+def test_a_block_is_read_as_a_shell_would(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "text\n\n    python a.py x=1   # why\n    make b\n\n```\npython c.py\n```\n\n- item\n  python no.py\n"
+    )
+    found = blocks(page)
+    assert [block.lines for block in found] == [("python a.py x=1   # why", "make b"), ("python c.py",)]
+    assert is_command("make b") and not is_command("python") and not is_command("pythonic ways")

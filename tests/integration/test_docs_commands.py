@@ -1,0 +1,229 @@
+"""Every command of README.md and docs/*.md is typed into a shell, in a copy of the repository.
+
+A command keeps its words. What makes it small is added behind it, by the first rule that fits; what it names (a model of the hub, a data
+set, a run, an endpoint, a cluster, vLLM) lies in the copy under that name, or is made by the commands that the docs give for it. A command
+that no rule fits fails: whoever writes a new one into the docs says here how it is tried.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.docs import commands
+from tests.docs_workspace import Endpoint, copy_of_the_repository, installed, slurm
+from tests.quick_python import FIRST, STAND_INS, QuickPython
+
+pytestmark = pytest.mark.timeout(900)
+LONGEST = 600
+"""Seconds that a command may take: only one that hangs does."""
+NOT_RUN = {
+    "pip install hydra-submitit-launcher==1.2.0": "would change the environment of the tests, from the package index",
+}
+EVERY = "n_eval_examples=4 n_eval_prompts=2 wandb.enabled=false"
+OFFLINE, ONLINE = f"n_examples=32 {EVERY}", f"rounds.contexts=4 rounds.contexts_per_round=4 {EVERY}"
+SWEPT = f"{OFFLINE} --only '*-dpo-*-s1'"
+STUDY = "--plan plan.yaml --jobs 1"
+FEW = "limit=4 resamples=100"
+JUDGED = "alpacaeval.reference=alpaca_eval.json alpacaeval.base_url=$ENDPOINT"
+PICTURES = {FIRST: ""}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the commands that ``pattern`` fits are made small."""
+
+    pattern: str
+    added: str = ""
+    """behind the command; a setting that the command has itself is not added"""
+    swapped: dict[str, str] = field(default_factory=dict)
+    """words of the command that have to be others here"""
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+RULES = [
+    # The Makefile. What it installs is there already.
+    Rule(r"make run$", f"ARGS='{OFFLINE}'", environment=PICTURES),
+    Rule(r"make test$", "ARGS='-n 0 tests/unit/reports/test_progress.py'"),
+    Rule(r"make check$", environment={STAND_INS: "mypy=this"}),  # types of the whole tree: minutes
+    Rule(r"make torture$", "ARGS='--kills 0 --steps 2'"),
+    Rule(r"make eval-tools$"),
+    Rule(r"make study", f"ARGS='{STUDY}'"),
+    # Programs that are only named
+    Rule(r"(python label\.py|python -m launch\.results|accelerate launch)$", "--help"),
+    # Training
+    Rule(r"python train\.py --cfg job$"),
+    Rule(r"(python|torchrun|accelerate).* train\.py .*(online=true|experiment=\S+-online)", ONLINE),
+    Rule(
+        r"(python|torchrun --nproc-per-node \d|accelerate launch --num-processes \d) train\.py( |$)",
+        OFFLINE,
+        {r"(--nproc-per-node|--num-processes) \d": r"\1 2", r"\s*…": ""},
+    ),
+    Rule(r"python export\.py "),
+    # The stages of a round
+    Rule(r"python sample\.py ", "limit=4 overwrite_out=true"),
+    Rule(r"python label\.py ", "overwrite_out=true"),
+    # Evaluation
+    Rule(r"python eval\.py .*kind=alpacaeval alpacaeval\.annotations"),
+    Rule(r"python eval\.py .*kind=alpacaeval", f"limit=4 {JUDGED}"),
+    Rule(
+        r"python eval\.py .*kind=lm_eval",
+        "lm_eval.bootstrap=10 lm_eval.include_path=tasks",
+        {r"\[gsm8k,ifeval\]": "[mine,chosen]"},  # theirs come from the hub
+    ),
+    Rule(
+        r"python eval\.py .*reward=judge …",
+        FEW,
+        {"…": "reward.judge.base_url=$ENDPOINT reward.judge.model=m"},
+    ),
+    Rule(r"python eval\.py .*accuracy\.samples=64", f"{FEW} sampler.batch_size=256"),
+    Rule(r"python eval\.py ", FEW),
+    # Sweeps
+    Rule(r"python -m launch\.sweep .*--rate", "--only '*-kto-offline-s1'"),
+    Rule(r"python -m launch\.sweep .*--local 4", f"{OFFLINE} --only '*-kto-*-s1'"),
+    Rule(r"python -m launch\.sweep .*--local", SWEPT),
+    Rule(r"python -m launch\.sweep "),
+    Rule(r"python -m launch\.results "),
+    Rule(r"python -m launch\.doctor "),
+    # The study, benchmarks
+    Rule(r"python -m study full --records docs/study/runs\.jsonl$"),
+    Rule(r"python -m study ", STUDY),
+    Rule(r"python -m study\.prospect_figure ", "--prompts 4"),
+    Rule(r"python -m benchmarks\.profile", "--model tiny --batch-pairs 1 --steps 1"),
+    Rule(r"export \w+=\S+$"),
+]
+MINE = (
+    "python train.py loss=dpo model=hub model.name_or_path=org/name data=local data.path=pairs.jsonl "
+    "data.verifier=rollouts.rewards.verifier.accuracy model.batch_size=1 n_examples=81 save_every=80 exp_name=mine "
+    f"diagnostics=false log_drift=false {EVERY}"
+)
+COPIES = "for name in NAME a b mine-s1 mine-s2; do cp -r runs/mine runs/$name; done"
+MADE = {
+    r"runs/(mine|NAME|a|b)\b": ("runs/mine-s2", [MINE, COPIES]),
+    r"runs/my-reward": (
+        "runs/my-reward/summary.json",
+        [f"python train.py loss=bradley_terry exp_name=my-reward {OFFLINE}"],
+    ),
+    r"runs/adder-": (
+        "runs/adder-dpo-humanline-s1",
+        [f"python -m launch.sweep sweeps/adder.yaml --local 2 {SWEPT}"],
+    ),
+    r"in=samples\.jsonl": (
+        "samples.jsonl",
+        ["python sample.py data=adder rounds.samples=8 out=samples.jsonl limit=40"],
+    ),
+    r"data\.path=groups\.jsonl": ("groups.jsonl", ["cp assets/adder/pairs.jsonl groups.jsonl"]),
+    r"loss=hinge": ("config/loss/hinge.yaml", ["python -m tests.docs losses.md"]),
+}
+"""What a command names -> (a file or folder that says it is there, what makes it)."""
+
+
+class Workspace:
+    """A copy of the repository with everything that the docs name, and a shell in it."""
+
+    def __init__(self, folder: Path, endpoint: str) -> None:
+        self.folder = copy_of_the_repository(folder)
+        tools = folder / ".venv" / "bin"
+        self.environment = {
+            **{
+                key: value
+                for key, value in os.environ.items()
+                if not key.startswith(("RANK", "WORLD", "PYTEST_"))
+            },
+            "PATH": f"{tools}:{os.environ['PATH']}",
+            "HOME": str(folder / "home"),
+            "HF_HOME": str(folder / "hub"),
+            "HF_HUB_OFFLINE": "1",
+            "WANDB_MODE": "offline",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "ENDPOINT": endpoint,
+            "OPENAI_API_KEY": "none",
+            STAND_INS: "rollouts.vllm_worker=tests.docs_engine",
+            FIRST: "tests.docs_workspace:without_pictures",
+        }
+        (folder / "home").mkdir()
+        self.python = QuickPython(tools, folder, self.environment)
+        installed(folder)
+        slurm(tools)
+        self.do("python -m tests.docs_workspace")
+
+    def do(self, command: str, environment: dict[str, str] | None = None) -> str:
+        """What the command says. Fails unless it ends well."""
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=self.folder,
+            env=self.environment | (environment or {}),
+            capture_output=True,
+            text=True,
+            timeout=LONGEST,
+        )
+        said = f"{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0 and "Traceback" not in said, (
+            f"{command}\nexit code {done.returncode}\n{said[-4000:]}"
+        )
+        return done.stdout
+
+    def make(self, command: str) -> None:
+        """What the command names and is not there yet."""
+        for pattern, (there, makers) in MADE.items():
+            if re.search(pattern, command) and not (self.folder / there).exists():
+                for maker in makers:
+                    self.do(maker)
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
+    endpoint = Endpoint()
+    made = Workspace(tmp_path_factory.mktemp("docs"), endpoint.url)
+    yield made
+    made.python.close()
+    endpoint.shutdown()
+    endpoint.server_close()
+
+
+def rule_of(command: str) -> Rule:
+    found = next((rule for rule in RULES if re.match(rule.pattern, command)), None)
+    assert found is not None, f"no rule says how this is tried: {command}"
+    return found
+
+
+def small(command: str) -> str:
+    """The command with what its rule adds and swaps."""
+    rule = rule_of(command)
+    for words, others in rule.swapped.items():
+        command = re.sub(words, others, command)
+    keys = {word.partition("=")[0] for word in shlex.split(command, comments=False)}
+    if rule.added.startswith("ARGS="):
+        return f"{command} {rule.added}"
+    added = [word for word in rule.added.split(" ") if "=" not in word or word.partition("=")[0] not in keys]
+    return " ".join([command, *added])
+
+
+@pytest.mark.parametrize("command", commands())
+def test_the_command_does_what_the_docs_promise(command: str, workspace: Workspace) -> None:
+    if command in NOT_RUN:
+        pytest.skip(NOT_RUN[command])
+    workspace.make(command)
+    workspace.do(small(command), rule_of(command).environment)
+
+
+def test_a_loss_that_is_added_as_the_docs_say_passes_the_tests_of_every_loss(workspace: Workspace) -> None:
+    workspace.make("loss=hinge")
+    said = workspace.do("python -m pytest -n 0 -k hinge tests/unit/trainers/losses/test_every_loss.py")
+    assert int(re.search(r"(\d+) passed", said)[1]) >= 4
+
+
+def test_what_is_not_run_is_still_in_the_docs_and_every_rule_is_used() -> None:
+    given = commands()
+    assert set(NOT_RUN) <= set(given) and len(given) > 80
+    used = {rule_of(command).pattern for command in given if command not in NOT_RUN}
+    assert used == {rule.pattern for rule in RULES}

@@ -1,0 +1,292 @@
+"""A Python that has imported everything already, for tests that type commands.
+
+``QuickPython`` starts one process that imports the heavy libraries once, and writes a ``python`` (with ``torchrun`` and ``accelerate``
+beside it) that hands its arguments, environment, working directory and open files to that process, which forks and does what Python would
+have done. Signals and exit codes go through, and the end of either is the end of the other, so that launchers, worker processes and killed
+runs behave as they do with any Python. What ``STAND_INS`` names is run in place of a module.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import io
+import json
+import multiprocessing.spawn
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import types
+from pathlib import Path
+
+HEAVY = (
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "transformers.models.llama.modeling_llama",
+    "hydra",
+    "datasets",
+    "peft",
+    "scipy.stats",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_svg",
+    "reports.report",
+    "torch.distributed.run",
+    "jobs.job",
+    "jobs.stages",
+    "evals.running",
+    "evals.accuracy",
+    "evals.compare",
+)
+SCRIPTS = {
+    "torchrun": ["-m", "torch.distributed.run"],
+    "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
+}
+STAND_INS, FIRST = "QUICK_PYTHON_STAND_INS", "QUICK_PYTHON_FIRST"
+"""Environment variables: ``module=other,…``: ``python -m module`` runs the other; ``module:function``: what is called before anything."""
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SAFE = 512
+"""Descriptors from here on are this file's own while a program's are put where they belong."""
+
+CLIENT = """#!{python} -ISs
+import json, os, signal, socket, sys
+blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {forwarded})
+ask = socket.socket(socket.AF_UNIX)
+ask.connect({address!r})
+found = [int(n) for n in os.listdir("/proc/self/fd") if int(n) != ask.fileno()]
+fds = [n for n in found if os.path.exists(f"/proc/self/fd/{{n}}") and (n < 3 or os.get_inheritable(n))]
+given = {scripts}.get(os.path.basename(sys.argv[0]), []) + sys.argv[1:]
+about = json.dumps([given, dict(os.environ), os.getcwd(), os.getpid(), fds]).encode()
+socket.send_fds(ask, [len(about).to_bytes(8, "little")], fds)
+ask.sendall(about)
+answers = ask.makefile("rb")
+pid = int(answers.readline() or sys.exit("the process that python is asked of is gone"))
+for n in {forwarded}:
+    signal.signal(n, lambda number, frame: os.kill(pid, number))
+for n in fds:
+    os.close(n)
+signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+code = int(answers.readline() or -signal.SIGKILL)
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL) if code != -signal.SIGKILL else None
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+class QuickPython:
+    """The process, and ``folder`` with what asks it. To be closed, or used as a context."""
+
+    def __init__(self, folder: Path, root: Path, environment: dict[str, str]) -> None:
+        """``root``: a copy of the repository, whose modules are imported. ``environment``: what libraries read while they are imported."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.python = folder / "python"
+        address = str(folder / "ask")
+        for name in ("python", *SCRIPTS):
+            script = CLIENT.format(
+                python=sys.executable,
+                forwarded=[int(n) for n in FORWARDED],
+                address=address,
+                scripts=SCRIPTS,
+            )
+            (folder / name).write_text(script)
+            (folder / name).chmod(0o755)
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.quick_python", address, str(self.python)],
+            cwd=root,
+            env=environment | {"PYTHONPATH": str(root)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._server.stdout is not None
+        assert self._server.stdout.readline() == b"ready\n", "the imports failed: see the output above"
+
+    def close(self) -> None:
+        """End it, and everything that it runs."""
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait(60)
+
+    def __enter__(self) -> QuickPython:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+Request = tuple[list[str], dict[str, str], str, int, list[int], list[int], socket.socket]
+"""Arguments, environment, working directory, the client's process id, its descriptors, ours of the same files, the connection."""
+
+
+def main(address: str, python: str) -> int:
+    """Import, then fork for whoever asks, until the owner closes the standard input. Returns in every fork too, with its exit code."""
+    for name in HEAVY:
+        importlib.import_module(name)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(address)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wake)
+    gc.collect()
+    gc.freeze()
+    print("ready", flush=True)
+    running: dict[int, socket.socket] = {}
+    while True:
+        ready, _, _ = select.select([listener, woken, 0], [], [])
+        if 0 in ready:
+            for pid in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            return 0
+        if woken in ready:
+            os.read(woken, 4096)
+            _reap(running)
+        if listener in ready:
+            request = _received(listener)
+            if request is None:
+                continue
+            pid = os.fork()
+            if pid == 0:
+                for ours in (listener, *running.values()):
+                    ours.detach()  # or their numbers would be closed with them, whoever has them by then
+                return _child(request, python)
+            for fd in request[5]:
+                os.close(fd)
+            running[pid] = request[6]
+            with contextlib.suppress(OSError):
+                request[6].sendall(f"{pid}\n".encode())
+
+
+def _reap(running: dict[int, socket.socket]) -> None:
+    """Tell the clients of processes that have ended how they ended."""
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        with running.pop(pid) as connection, contextlib.suppress(OSError):
+            connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+
+
+def _received(listener: socket.socket) -> Request | None:
+    """What a client asks; None where it was gone before it had said."""
+    connection, _ = listener.accept()
+    size, ours, _, _ = socket.recv_fds(connection, 8, 250)
+    with connection.makefile("rb") as file:
+        text = file.read(int.from_bytes(size, "little"))
+    if not text:
+        return None
+    arguments, environment, cwd, client, theirs = json.loads(text)
+    return arguments, environment, cwd, client, theirs, ours, connection
+
+
+def _child(request: Request, python: str) -> int:
+    """Be the process that the client stands for."""
+    arguments, environment, cwd, client, theirs, ours, connection = request
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _take_files(theirs, ours, connection)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    os.getppid = lambda: _parent_of(client)
+    sys.executable = python
+    multiprocessing.spawn.set_executable(python)
+    importlib.invalidate_caches()
+    try:
+        if first := environment.get(FIRST):
+            module, _, function = first.partition(":")
+            getattr(importlib.import_module(module), function)()
+        _execute(arguments)
+        code = 0
+    except SystemExit as left:
+        if isinstance(left.code, str):
+            print(left.code, file=sys.stderr)
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    return code
+
+
+def _take_files(theirs: list[int], ours: list[int], connection: socket.socket) -> None:
+    """The client's files under its own numbers, and nothing else open but the connection, whose end is this process's too."""
+    import fcntl
+
+    safe = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _SAFE) for fd in ours]
+    line = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, _SAFE)
+    connection.detach()
+    os.closerange(0, _SAFE)
+    for number, fd in zip(theirs, safe, strict=True):
+        os.dup2(fd, number, inheritable=True)
+        os.close(fd)
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")
+    sys.stdout = sys.__stdout__ = _writer(1, "strict")
+    sys.stderr = sys.__stderr__ = _writer(2, "backslashreplace")
+
+    def watch() -> None:
+        os.read(line, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _writer(number: int, errors: str) -> io.TextIOWrapper:
+    file = io.FileIO(number, "w", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(file), "utf-8", errors, line_buffering=True)
+
+
+def _parent_of(client: int) -> int:
+    """The process that started the client; 1 where the client is gone."""
+    try:
+        return int(Path(f"/proc/{client}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError):
+        return 1
+
+
+def _execute(arguments: list[str]) -> None:
+    """What ``python <arguments>`` does."""
+    while arguments and arguments[0].startswith("-") and arguments[0] not in ("-c", "-m"):
+        arguments = arguments[2 if arguments[0] in ("-X", "-W") else 1 :]
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    own = [entry for entry in sys.path if entry.startswith((sys.prefix, sys.base_prefix))]
+    first, *rest = arguments
+    if first == "-c":
+        sys.argv, sys.path[:] = ["-c", *rest[1:]], ["", *path, *own]
+        module = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), module.__dict__)
+    elif first == "-m":
+        stand_ins = dict(pair.split("=") for pair in os.environ.get(STAND_INS, "").split(",") if pair)
+        name = stand_ins.get(rest[0], rest[0])
+        sys.argv, sys.path[:] = rest, [os.getcwd(), *path, *own]
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[:] = arguments, [os.path.dirname(os.path.realpath(first)), *path, *own]
+        runpy.run_path(first, run_name="__main__")
+
+
+def leave(code: int) -> None:
+    """End this process as Python does, but for taking apart what the libraries hold, which costs half a second."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for file in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            file.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1], sys.argv[2]))
