@@ -12,17 +12,15 @@ from typing import Any
 
 from common.errors import one_of, require
 from config.schema_data import DataConfig
-from config.schema_method import TRAINER_KEYS, BetaConfig, check_trainer_keys
+from config.schema_humanline import BetaConfig
 from config.schema_model import ModelConfig
 from config.schema_rewards import RewardConfig
 from config.schema_rounds import RoundsConfig
 from config.schema_sampler import SamplerConfig
+from config.schema_trainer import TrainerConfig, check_trainer_keys
 from config.variant import variant
 
-RESERVED_LOSS_KEYS = ("name", "_target_", "_partial_", "reference", *TRAINER_KEYS)
 PAPERS_MAX_TOKENS = 2048
-OFFLINE_ONLY = ("reward", "csft")
-"""Trainers whose model does not answer prompts as it was trained to: a reward model, and one that wants its control token."""
 
 
 @dataclass
@@ -31,12 +29,6 @@ class WandbConfig:
     project: str = "humanline"
     entity: str | None = None
     tags: list[str] = field(default_factory=list)
-
-
-@dataclass
-class TrainerConfig:
-    name: str = "???"
-    _target_: str = "???"
 
 
 @dataclass
@@ -183,9 +175,9 @@ class Config:
 
     def _check_method(self) -> None:
         """What humanline's modes, the ways to sync and the objective's own settings need of each other."""
-        check_trainer_keys(self.loss, self.trainer.name)
+        check_trainer_keys(self.loss, self.trainer)
         for key in ("frac_unique_desirable", "frac_unique_undesirable"):
-            labelled = self.trainer.name in ("unpaired", "bco", "ppo", "csft") and not self.online
+            labelled = self.trainer.labelled_examples and not self.online
             require(
                 labelled or getattr(self.data, key) == 1,
                 f"data.{key}",
@@ -193,13 +185,13 @@ class Config:
                 f"takes single examples out of pairs, which loss={self.loss['name']} {'online ' if self.online else ''}does not read",
             )
         require(
-            not self.online or self.trainer.name not in OFFLINE_ONLY,
+            not self.online or self.trainer.online,
             "online",
             True,
             f"loss={self.loss['name']} trains on a fixed data set: its samples would not be what it learns from",
         )
         require(
-            self.data.logprob_range is None or self.trainer.name != "reward",
+            self.data.logprob_range is None or self.trainer.logprob_range,
             "data.logprob_range",
             self.data.logprob_range,
             f"orders completions by what the model thinks of them; loss={self.loss['name']} trains one that only scores them",
@@ -259,14 +251,11 @@ class Config:
             self.n_examples,
             "is for offline: set rounds.contexts, or rounds.examples",
         )
-        feedback, trainer = self.rounds.feedback, self.trainer.name
-        fits = {"threshold": "unpaired", "group": "grpo"}.get(feedback, trainer)
         require(
-            trainer == fits,
+            self.rounds.feedback in self.trainer.feedback,
             "rounds.feedback",
-            feedback,
-            f"is not for loss={self.loss['name']}: use pair, or random"
-            + (", or group" if trainer == "grpo" else ""),
+            self.rounds.feedback,
+            f"is not for loss={self.loss['name']}: use {' or '.join(self.trainer.feedback)}",
         )
         require(
             self.rounds.lag == 0 or self.sampler.name == "vllm",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -138,5 +138,3 @@ class Microbatch:
     labels: torch.Tensor
     """[examples] float32: Example.label"""
     mismatched: Sequences | None = None
-    scored: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What a no-gradient pass over the whole batch left for the loss (KTO's KL)."""

@@ -11,11 +11,11 @@ import torch
 from data.batches import Segment
 from data.types import Microbatch
 from jobs.initial_scores import initial_scores
-from models.distributed import gather_objects, reshard, rounded
+from models.distributed import gather_objects, rounded
 from models.reference import Reference
 from rollouts.verify import Accuracy
 from trainers.basic import BasicTrainer
-from trainers.humanline import OFF
+from trainers.humanline import Humanline
 from trainers.losses.base import TokenScores
 from trainers.meters import Meters
 
@@ -37,6 +37,7 @@ class Evaluator:
         self.dtype = torch.float32 if dtype == getattr(torch, trainer.config.model.dtype) else dtype
         self.batches = [] if held_out is None else [held_out.batch(i) for i in range(held_out.steps)]
         self.reference = Reference()
+        self.scorer = trainer.scorer_with(self.reference, Humanline())
         self.size = max(
             1, trainer.config.model.eval_batch_size // (trainer.world.size * trainer.rows_per_example)
         )
@@ -68,13 +69,12 @@ class Evaluator:
         rewards: dict[str, tuple[float, int]] = {}
         for i, batch in enumerate(self.batches):
             micros = trainer.microbatches(batch, self.size)
-            trainer.prepare(i, micros, self.reference, OFF)
-            for micro in micros:
-                scores = trainer.score(i, micro, self.reference, OFF)
-                reshard(trainer.policy)
-                result = trainer.compute_loss(micro, scores)
+            prepared = trainer.prepare(i, micros, self.scorer)
+            for micro, item in zip(micros, prepared, strict=True):
+                scores = self.scorer.score_without_gradient(i, micro.sequences)
+                result = trainer.compute_loss(micro, scores, item)
                 meters.add(
-                    {"loss": trainer.loss_ratio(micro, result)}
+                    {"loss": trainer.mean_loss(micro, result)}
                     | ({} if trainer.config.has_reference else result.metrics)
                 )
                 rewards |= row_rewards(micro, scores)

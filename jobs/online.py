@@ -139,7 +139,7 @@ class Online:
         size = f"{rounds.contexts_per_round}{' kept' if rounds.fill else ''}"
         return (
             f"{rounds.contexts} contexts in rounds of {size}, {rounds.samples} samples each, of {len(self.contexts.prompts)} prompts: "
-            f"at most {plan.train.units} {unit}, {plan.steps} steps of {self.config.model.batch_size}"
+            f"at most {plan.train.n_examples} {unit}, {plan.steps} steps of {self.config.model.batch_size}"
         )
 
     def close(self) -> None:

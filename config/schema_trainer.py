@@ -1,0 +1,37 @@
+"""What a trainer accepts, as its yaml in config/trainer says it: nothing else in the code knows trainers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.errors import require
+
+RESERVED_LOSS_KEYS = ("name", "_target_", "_partial_", "reference")
+"""Keys of ``loss`` that neither the loss function nor its trainer takes for a number."""
+
+
+@dataclass
+class TrainerConfig:
+    """The class that trains, and which settings go with it."""
+
+    name: str = "???"
+    _target_: str = "???"
+    online: bool = True
+    feedback: list[str] = field(default_factory=lambda: ["pair", "random"])
+    labelled_examples: bool = False
+    logprob_range: bool = True
+    beta_scales_rewards: bool = True
+    loss_keys: list[str] = field(default_factory=list)
+
+
+def loss_numbers(loss: dict[str, Any], trainer_keys: Sequence[str]) -> dict[str, Any]:
+    """The settings that the loss function itself takes: those of ``loss`` without what names it and what its trainer reads."""
+    return {key: value for key, value in loss.items() if key not in (*RESERVED_LOSS_KEYS, *trainer_keys)}
+
+
+def check_trainer_keys(loss: dict[str, Any], trainer: TrainerConfig) -> None:
+    """Raise ConfigError for a setting of the loss that its trainer reads and that is missing."""
+    for key in trainer.loss_keys:
+        require(key in loss, f"loss.{key}", "???", f"loss={loss['name']} needs it")
