@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import math
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
@@ -66,6 +66,21 @@ def typed(cfg: DictConfig, schema: type[T]) -> T:
         raise ConfigError(error.full_key or "config", "?", str(error).splitlines()[0]) from error
     assert isinstance(config, schema)
     return config
+
+
+def split_settings(cfg: DictConfig, schema: type[T]) -> tuple[T, DictConfig]:
+    """(a program's own settings, typed; those of a run, with it gone from them): of a file that starts from config.yaml.
+
+    A field whose metadata has a ``key`` stands under that name in the file. Raises ConfigError as ``typed`` does.
+    """
+    rest = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
+    assert isinstance(rest, dict)
+    keys = {item.name: str(item.metadata.get("key", item.name)) for item in fields(schema)}  # type: ignore[arg-type]
+    own = {name: rest.pop(key) for name, key in keys.items()}
+    try:
+        return typed(OmegaConf.create(own), schema), OmegaConf.create(rest)
+    except ConfigError as error:
+        raise ConfigError(keys.get(error.key, error.key), error.value, error.remedy) from error
 
 
 def _infinities(tree: Any) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import one_of, require
+from config.defaults import yaml_defaults
 from config.schema_data import DataConfig
 from config.schema_humanline import BetaConfig
 from config.schema_model import ModelConfig
@@ -24,14 +25,16 @@ PAPERS_MAX_TOKENS = 2048
 
 
 @dataclass
+@yaml_defaults("config.yaml:wandb")
 class WandbConfig:
-    enabled: bool = True
-    project: str = "humanline"
-    entity: str | None = None
-    tags: list[str] = field(default_factory=list)
+    enabled: bool
+    project: str
+    entity: str | None
+    tags: list[str]
 
 
 @dataclass
+@yaml_defaults("config.yaml")
 class Config:
     """Everything a run depends on. The yaml files in this folder say what each key means."""
 
@@ -39,51 +42,51 @@ class Config:
     data: DataConfig
     loss: dict[str, Any]
     trainer: TrainerConfig
-    wandb: WandbConfig
+    seed: int
+    exp_name: str | None
+    runs_dir: str
+    cache_dir: str
+    overwrite: bool
+    resume: bool
+    dry_run: bool
+    humanline: bool
+    log_epsilon_P: float
+    log_epsilon_R: float
+    humanline_mode: str
+    sync_freq: int
+    sync_mode: str | None
+    sync_alpha: float
+    online: bool
+    reference_batch_size: int | None
+    diagnostics: bool
+    log_drift: bool
+    drift_examples: int | None
+    n_epochs: int | None
+    n_examples: int | None
+    n_eval_examples: int | None
+    n_eval_prompts: int | None
+    n_eval_samples: int
+    eval_every: int | None
+    save_every: int | None
+    keep_checkpoints: int
+    keep_best: str | None
+    optimizer: str
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    scheduler: str
+    warmup: float
+    min_lr_ratio: float
+    max_skipped_steps: int
+    replicas: int
+    watchdog_seconds: float
+    wandb: WandbConfig = field(default_factory=WandbConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     reward: RewardConfig | None = None
     rounds: RoundsConfig = field(default_factory=RoundsConfig)
-    seed: int = 1
-    exp_name: str | None = None
-    runs_dir: str = "runs"
-    cache_dir: str = ".cache"
-    overwrite: bool = False
-    resume: bool = False
-    dry_run: bool = False
-    humanline: bool = False
-    log_epsilon_P: float = -1.5
-    log_epsilon_R: float = 1.5
-    humanline_mode: str = "clip"
     humanline_sampling: BetaConfig = field(default_factory=BetaConfig)
-    sync_freq: int = 1
-    sync_mode: str | None = None
-    sync_alpha: float = 1.0
-    online: bool = False
-    reference_batch_size: int | None = None
-    diagnostics: bool = True
-    log_drift: bool = True
-    drift_examples: int | None = 1024
-    n_epochs: int | None = 1
-    n_examples: int | None = None
-    n_eval_examples: int | None = 256
-    n_eval_prompts: int | None = None
-    n_eval_samples: int = 1
-    eval_every: int | None = None
-    save_every: int | None = None
-    keep_checkpoints: int = 2
-    keep_best: str | None = None
-    optimizer: str = "AdamW"
-    lr: float = 5e-6
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-5
-    weight_decay: float = 1e-2
-    scheduler: str = "constant"
-    warmup: float = 0.1
-    min_lr_ratio: float = 0.0
-    max_skipped_steps: int = 5
-    replicas: int = 1
-    watchdog_seconds: float = 300.0
 
     def __post_init__(self) -> None:
         self._check_ranges()

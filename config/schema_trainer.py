@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from common.errors import require
+from config.defaults import yaml_defaults
 
 RESERVED_LOSS_KEYS = ("name", "_target_", "_partial_", "reference")
 """Keys of ``loss`` that neither the loss function nor its trainer takes for a number."""
 
 
 @dataclass
+@yaml_defaults("trainer/paired.yaml")
 class TrainerConfig:
     """The class that trains, and which settings go with it."""
 
+    online: bool
+    feedback: list[str]
+    labelled_examples: bool
+    logprob_range: bool
+    beta_scales_rewards: bool
+    loss_keys: list[str]
     name: str = "???"
     _target_: str = "???"
-    online: bool = True
-    feedback: list[str] = field(default_factory=lambda: ["pair", "random"])
-    labelled_examples: bool = False
-    logprob_range: bool = True
-    beta_scales_rewards: bool = True
-    loss_keys: list[str] = field(default_factory=list)
 
 
 def loss_numbers(loss: dict[str, Any], trainer_keys: Sequence[str]) -> dict[str, Any]:

@@ -43,6 +43,14 @@ GROUPS = {
 }
 
 
+PROGRAMS = {
+    "config.yaml": "A run",
+    "eval.yaml": "`eval.py`",
+    "sample.yaml": "`sample.py`",
+    "label.yaml": "`label.py`",
+}
+
+
 class Setting(NamedTuple):
     """One key of a yaml file: its dotted name, default as written, and comment."""
 
@@ -103,7 +111,7 @@ def settings_page() -> str:
         "Every setting can be given on the command line: `python train.py loss=kto lr=1e-5`. A setting that nothing reads, or that",
         "cannot be honoured, is refused before anything is loaded. `python train.py --cfg job` shows them as a run would have them.\n",
     ]
-    for file, title in (("config.yaml", "A run"), ("eval.yaml", "`eval.py`")):
+    for file, title in PROGRAMS.items():
         out.append(f"## {title}\n")
         rows: list[Setting] = []
         for section, setting in settings_of((ROOT / "config" / file).read_text()):
@@ -152,9 +160,8 @@ def map_page() -> str:
     out.append("Programs: " + ", ".join(f"`{p.name}`" for p in sorted(ROOT.glob("*.py"))) + ".\n")
     for room, what in ROOMS.items():
         out.append(f"## {room}/: {what}\n")
-        for path in sorted((ROOT / room).glob("*.py")):
-            if sentence := first_sentence(path):
-                out.append(f"- [`{path.name}`](../{room}/{path.name}): {sentence}")
+        files = [(path, first_sentence(path)) for path in sorted((ROOT / room).glob("*.py"))]
+        out += [f"- [`{p.name}`](../{room}/{p.name}): {sentence}" for p, sentence in files if sentence]
         out.append("")
     return "\n".join(out)
 
