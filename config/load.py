@@ -4,18 +4,15 @@ Everything that is refused here is refused before torch is imported, so that a w
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import math
-from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_type_hints
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from common.errors import ConfigError
 from config.schema import Config
-from config.schema_data import MixPart
+from config.typed import typed
 
 T = TypeVar("T")
 
@@ -42,32 +39,6 @@ def load(cfg: DictConfig) -> Config:
     return typed(cfg, Config)
 
 
-def typed(cfg: DictConfig, schema: type[T]) -> T:
-    """``cfg`` as the dataclass ``schema``.
-
-    Raises ConfigError: an unknown key (with the nearest known one), a wrong type, a missing value, a value out of range, an
-    impossible combination.
-    """
-    raw = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(raw, dict)
-    _refuse_unknown({str(key): value for key, value in raw.items()}, schema, "")
-    cfg = OmegaConf.create(_infinities(raw))
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
-        config = OmegaConf.to_object(merged)
-    except MissingMandatoryValue as error:
-        key = (error.full_key or "").removeprefix(f"{schema.__name__}.")
-        raise ConfigError(key, "???", "has no default; set it on the command line") from error
-    except (ValidationError, ConfigKeyError) as error:
-        key = error.full_key or "config"
-        first_line = str(error.msg or error).splitlines()[0]
-        raise ConfigError(key, OmegaConf.select(cfg, key), f"{first_line} (wrong type)") from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(error.full_key or "config", "?", str(error).splitlines()[0]) from error
-    assert isinstance(config, schema)
-    return config
-
-
 def split_settings(cfg: DictConfig, schema: type[T]) -> tuple[T, DictConfig]:
     """(a program's own settings, typed; those of a run, with it gone from them): of a file that starts from config.yaml.
 
@@ -81,37 +52,6 @@ def split_settings(cfg: DictConfig, schema: type[T]) -> tuple[T, DictConfig]:
         return typed(OmegaConf.create(own), schema), OmegaConf.create(rest)
     except ConfigError as error:
         raise ConfigError(keys.get(error.key, error.key), error.value, error.remedy) from error
-
-
-def _infinities(tree: Any) -> Any:
-    """``tree`` with yaml's words for infinity as numbers: on the command line Hydra reads ``.inf`` as a text."""
-    if isinstance(tree, dict):
-        return {key: _infinities(value) for key, value in tree.items()}
-    return (
-        {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf}.get(tree, tree)
-        if isinstance(tree, str)
-        else tree
-    )
-
-
-def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str) -> None:
-    """Raise ConfigError for a key that the schema does not have: it would be read by nobody."""
-    known = get_type_hints(schema)
-    for key, value in raw.items():
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            did_you_mean = (
-                f"; did you mean {prefix}{near[0]}?" if near else f"; known here: {', '.join(sorted(known))}"
-            )
-            raise ConfigError(
-                f"{prefix}{key}", value, f"is not a setting, nothing would read it{did_you_mean}"
-            )
-        if key == "mix" and isinstance(value, list):
-            for i, part in enumerate(value):
-                _refuse_unknown(part, MixPart, f"{prefix}mix[{i}].")
-        section = next((hint for hint in (known[key], *get_args(known[key])) if is_dataclass(hint)), None)
-        if section is not None and isinstance(value, dict):
-            _refuse_unknown(value, section, f"{prefix}{key}.")
 
 
 def load_saved(text: str) -> Config:

@@ -15,7 +15,7 @@ from config.defaults import yaml_defaults
 from config.schema_data import DataConfig
 from config.schema_humanline import BetaConfig
 from config.schema_model import ModelConfig
-from config.schema_rewards import RewardConfig
+from config.schema_rewards import RewardConfig, completed
 from config.schema_rounds import RoundsConfig
 from config.schema_sampler import SamplerConfig
 from config.schema_trainer import TrainerConfig, check_trainer_keys
@@ -84,11 +84,13 @@ class Config:
     watchdog_seconds: float
     wandb: WandbConfig = field(default_factory=WandbConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    reward: RewardConfig | None = None
+    reward: dict[str, Any] | None = None
     rounds: RoundsConfig = field(default_factory=RoundsConfig)
     humanline_sampling: BetaConfig = field(default_factory=BetaConfig)
 
     def __post_init__(self) -> None:
+        if self.reward is not None:
+            self.reward = completed(self.reward)
         self._check_ranges()
         self._check_combinations()
 
@@ -290,6 +292,12 @@ class Config:
     def has_reference(self) -> bool:
         """Whether the loss takes log-ratios against a reference; its yaml says so."""
         return bool(self.loss.get("reference", True))
+
+    @property
+    def reward_config(self) -> RewardConfig:
+        """The reward, typed. Only where ``reward`` is given."""
+        assert self.reward is not None, "asked for by whoever needs one"
+        return RewardConfig.from_tree(self.reward)
 
     @property
     def syncing(self) -> str:
