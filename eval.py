@@ -23,8 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.errors import require
 from config.cli import cli, guarded
-from config.load import typed
 from config.schema_eval import EvalStage
+from config.typed import typed
 
 
 def evaluate(cfg: DictConfig, given: list[str]) -> None:

@@ -3,25 +3,23 @@
     python label.py in=samples.jsonl reward=armorm out=feedback.jsonl
     python label.py in=samples.json reward=verifier format=binary rounds.threshold=8 out=feedback.json
 
-All settings of train.py; its own are those of config.schema_stages.LabelStage: in, out, format, overwrite_out.
+All settings of train.py, and those of config/label.yaml: python label.py --cfg job
 """
 
 from __future__ import annotations
 
-import sys
-
 import hydra
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
 from config.cli import cli, guarded, settings
-from config.schema_stages import LabelStage, plus, stage_settings
+from config.load import split_settings
+from config.schema_stages import LabelStage
 
 
 def label(cfg: DictConfig) -> None:
     """One file of feedback."""
-    with open_dict(cfg):
-        stage = stage_settings(lambda key: cfg.pop(key, None), LabelStage)
-    config, _ = settings(cfg)
+    stage, rest = split_settings(cfg, LabelStage)
+    config, _ = settings(rest)
     import torch
 
     from jobs import stages
@@ -29,11 +27,10 @@ def label(cfg: DictConfig) -> None:
     stages.label(config, stage, "cuda" if torch.cuda.is_available() else "cpu")
 
 
-@hydra.main(version_base="1.3", config_path="config", config_name="config")
+@hydra.main(version_base="1.3", config_path="config", config_name="label")
 def main(cfg: DictConfig) -> None:
     guarded(lambda: label(cfg))
 
 
 if __name__ == "__main__":
-    sys.argv = plus(sys.argv, LabelStage)
     cli(main)

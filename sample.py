@@ -4,25 +4,23 @@
     python sample.py model=hub model.name_or_path=runs/mine data=alpacaeval data.path=alpaca_eval.json data.eval_fraction=0 \\
         rounds.samples=1 format=alpacaeval out=outputs.json
 
-All settings of train.py; its own are those of config.schema_stages.SampleStage: out, format, split, limit, overwrite_out.
+All settings of train.py, and those of config/sample.yaml: python sample.py --cfg job
 """
 
 from __future__ import annotations
 
-import sys
-
 import hydra
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
 from config.cli import cli, guarded, settings
-from config.schema_stages import SampleStage, plus, stage_settings
+from config.load import split_settings
+from config.schema_stages import SampleStage
 
 
 def sample(cfg: DictConfig) -> None:
     """One file of samples."""
-    with open_dict(cfg):
-        stage = stage_settings(lambda key: cfg.pop(key, None), SampleStage)
-    config, _ = settings(cfg)
+    stage, rest = split_settings(cfg, SampleStage)
+    config, _ = settings(rest)
     config.check_room()
     from jobs import stages
     from models.distributed import start, stop
@@ -34,11 +32,10 @@ def sample(cfg: DictConfig) -> None:
         stop()
 
 
-@hydra.main(version_base="1.3", config_path="config", config_name="config")
+@hydra.main(version_base="1.3", config_path="config", config_name="sample")
 def main(cfg: DictConfig) -> None:
     guarded(lambda: sample(cfg))
 
 
 if __name__ == "__main__":
-    sys.argv = plus(sys.argv, SampleStage)
     cli(main)

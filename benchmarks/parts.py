@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -19,29 +20,28 @@ from transformers import (
     Qwen2Config,
 )
 
-from config.schema import Config, TrainerConfig, WandbConfig
+from config.files import FOLDER
+from config.schema import Config, WandbConfig
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
+from config.schema_trainer import TrainerConfig
 from data.batches import Segment
 from data.chat import Renderer
 from data.sources import load_groups
-from data.types import Completion, Example, Prompt, Sequence
+from data.types import Completion, Example, Microbatch, Prompt, Sequence
 from jobs.assembly import Offline, make_loss, trainer_class
 from models.distributed import World, shard, start
 from models.policy import Policy, decoder_blocks
-from trainers.basic import BasicTrainer, Record
+from trainers.basic import BasicTrainer, StepRecord
+from trainers.losses.base import TokenScores
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-LOSSES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "dpo": ("paired", "trainers.paired.PairedPreferenceTrainer", {"beta": 0.1}),
-    "kto": (
-        "unpaired",
-        "trainers.unpaired.UnpairedPreferenceTrainer",
-        {"beta": 0.25, "desirable_weight": 1.1, "undesirable_weight": 1.0},
-    ),
-    "grpo": ("grpo", "trainers.grpo.GRPOTrainer", {"beta": 0.01, "epsilon": 0.15}),
+LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dpo": ("paired", {"beta": 0.1}),
+    "kto": ("unpaired", {"beta": 0.25, "desirable_weight": 1.1, "undesirable_weight": 1.0}),
+    "grpo": ("grpo", {"beta": 0.01, "epsilon": 0.15}),
 }
-"""loss -> trainer's name, its class, the numbers of Table 3."""
+"""loss -> its trainer, the numbers of Table 3."""
 
 Pair = tuple[Sequence, Sequence]
 
@@ -115,7 +115,7 @@ class Settings:
     checkpointing: bool = False
 
     def config(self) -> Config:
-        name, target, numbers = LOSSES[self.loss]
+        trainer, numbers = LOSSES[self.loss]
         model = ModelConfig(
             name="random",
             name_or_path="random",
@@ -130,14 +130,13 @@ class Settings:
         loss = {
             "name": self.loss,
             "_target_": f"trainers.losses.{self.loss}.{self.loss}",
-            "_partial_": True,
             **numbers,
         }
         return Config(
             model=model,
             data=DataConfig(name="random", source="none"),
             loss=loss,
-            trainer=TrainerConfig(name, target),
+            trainer=TrainerConfig(**yaml.safe_load((FOLDER / "trainer" / f"{trainer}.yaml").read_text())),
             wandb=WandbConfig(enabled=False),
             lr=1e-5,
             warmup=0.0,
@@ -163,11 +162,13 @@ class Quiet:
     """A Watch that reads each step's numbers a step late, as a run does, and keeps the losses."""
 
     losses: list[float | None] = field(default_factory=list)
-    waiting: Record | None = None
+    waiting: StepRecord | None = None
 
     def before_step(self) -> None: ...
 
-    def after_step(self, record: Record) -> None:
+    def observe(self, micro: Microbatch, scores: TokenScores) -> None: ...
+
+    def after_step(self, record: StepRecord) -> None:
         self.done()
         self.waiting = record
 

@@ -34,7 +34,7 @@ from benchmarks.parts import (
     shape,
 )
 from data.batches import Segment
-from trainers.basic import BasicTrainer, Progress
+from trainers.basic import BasicTrainer
 
 STEP = "one step"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
@@ -129,10 +129,11 @@ def profiled(trainer: BasicTrainer, plan: Segment, steps: int) -> tuple[list[dic
     """(the parts of ``steps`` steps on the plan's first batch after two that do not count, CPU seconds of the cheapest of as many steps
     without the profiler)."""
     score_all(trainer, plan)
-    known = trainer.reference.scores
+    start = trainer.state_dict()
+    known = dict(trainer.reference.scores)
 
     def step() -> None:
-        trainer.progress, trainer.reference.scores = Progress(), known
+        trainer.load_state_dict(start, known)
         trainer.step(plan).pending.read()
 
     cheapest = min([timed(step).cpu for _ in range(2 + steps)][2:])

@@ -4,20 +4,19 @@ Everything that is refused here is refused before torch is imported, so that a w
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import math
-from dataclasses import is_dataclass
-from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+from dataclasses import fields
+from typing import Any, NamedTuple, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from common.errors import ConfigError, require
+from common.errors import ConfigError
 from common.files import check_name
+from config.older import as_today
 from config.schema import Config
-from config.schema_data import MixPart
+from config.typed import typed
 
 T = TypeVar("T")
 
@@ -46,81 +45,24 @@ def load(cfg: DictConfig) -> Config:
     return typed(cfg, Config)
 
 
-def typed(cfg: DictConfig, schema: type[T]) -> T:
-    """``cfg`` as the dataclass ``schema``.
+def split_settings(cfg: DictConfig, schema: type[T]) -> tuple[T, DictConfig]:
+    """(a program's own settings, typed; those of a run, with it gone from them): of a file that starts from config.yaml.
 
-    Raises ConfigError: an unknown key (with the nearest known one), a wrong type, a missing value, a value out of range, an
-    impossible combination.
+    A field whose metadata has a ``key`` stands under that name in the file. Raises ConfigError as ``typed`` does.
     """
-    raw = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(raw, dict)
-    _refuse_unknown({str(key): value for key, value in raw.items()}, schema, "")
-    cfg = OmegaConf.create(_infinities(raw))
+    rest = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
+    assert isinstance(rest, dict)
+    keys = {item.name: str(item.metadata.get("key", item.name)) for item in fields(schema)}  # type: ignore[arg-type]
+    own = {name: rest.pop(key) for name, key in keys.items()}
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
-        config = OmegaConf.to_object(merged)
-    except MissingMandatoryValue as error:
-        key = (error.full_key or "").removeprefix(f"{schema.__name__}.")
-        raise ConfigError(key, "???", "has no default; set it on the command line") from error
-    except (ValidationError, ConfigKeyError) as error:
-        key = error.full_key or "config"
-        first_line = str(error.msg or error).splitlines()[0]
-        raise ConfigError(key, OmegaConf.select(cfg, key), f"{first_line} (wrong type)") from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(error.full_key or "config", "?", str(error).splitlines()[0]) from error
-    assert isinstance(config, schema)
-    return config
-
-
-def _infinities(tree: Any) -> Any:
-    """``tree`` with yaml's words for infinity as numbers: on the command line Hydra reads ``.inf`` as a text."""
-    if isinstance(tree, dict):
-        return {key: _infinities(value) for key, value in tree.items()}
-    return (
-        {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf}.get(tree, tree)
-        if isinstance(tree, str)
-        else tree
-    )
-
-
-def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str) -> None:
-    """Raise ConfigError for a key that the schema does not have: it would be read by nobody."""
-    known = get_type_hints(schema)
-    for key, value in raw.items():
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            did_you_mean = (
-                f"; did you mean {prefix}{near[0]}?" if near else f"; known here: {', '.join(sorted(known))}"
-            )
-            raise ConfigError(
-                f"{prefix}{key}", value, f"is not a setting, nothing would read it{did_you_mean}"
-            )
-        if key == "mix" and isinstance(value, list):
-            for i, part in enumerate(value):
-                require(
-                    isinstance(part, dict),
-                    f"{prefix}mix[{i}]",
-                    part,
-                    "is one set, as in {name: hh, weight: 0.7}",
-                )
-                _refuse_unknown(part, MixPart, f"{prefix}mix[{i}].")
-        if known[key] == dict[str, str] | None:
-            require(
-                isinstance(value, dict | None),
-                f"{prefix}{key}",
-                value,
-                "is a mapping, as in {prompt: question}",
-            )
-        section = next((hint for hint in (known[key], *get_args(known[key])) if is_dataclass(hint)), None)
-        if section is not None and isinstance(value, dict):
-            _refuse_unknown(value, section, f"{prefix}{key}.")
+        return typed(OmegaConf.create(own), schema), OmegaConf.create(rest)
+    except ConfigError as error:
+        raise ConfigError(keys.get(error.key, error.key), error.value, error.remedy) from error
 
 
 def load_saved(text: str) -> Config:
-    """The configuration that ``dump`` wrote. Raises ConfigError."""
-    made = OmegaConf.create(text)
-    assert isinstance(made, DictConfig)
-    return load(made)
+    """The configuration that ``dump`` wrote, today or in an older version. Raises ConfigError."""
+    return load(OmegaConf.create(settings_of(text)))
 
 
 def dump(config: Config) -> str:
@@ -150,7 +92,7 @@ def settings_of(text: str) -> dict[str, Any]:
         tree = OmegaConf.to_container(made) if isinstance(made, DictConfig) else {}
     except (YAMLError, OmegaConfBaseException, AssertionError):  # it asserts that a text is no lone number
         return {}
-    return {str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}
+    return as_today({str(key): value for key, value in tree.items()}) if isinstance(tree, dict) else {}
 
 
 class Change(NamedTuple):

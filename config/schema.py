@@ -12,35 +12,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import one_of, require
+from config.defaults import yaml_defaults
 from config.schema_data import DataConfig
-from config.schema_method import TRAINER_KEYS, BetaConfig, check_trainer_keys
+from config.schema_humanline import BetaConfig
 from config.schema_model import ModelConfig
-from config.schema_rewards import RewardConfig
+from config.schema_rewards import RewardConfig, completed
 from config.schema_rounds import RoundsConfig
 from config.schema_sampler import SamplerConfig
+from config.schema_trainer import TrainerConfig, check_trainer_keys
 from config.variant import variant
 
-RESERVED_LOSS_KEYS = ("name", "_target_", "_partial_", "reference", *TRAINER_KEYS)
 PAPERS_MAX_TOKENS = 2048
-OFFLINE_ONLY = ("reward", "csft")
-"""Trainers whose model does not answer prompts as it was trained to: a reward model, and one that wants its control token."""
 
 
 @dataclass
+@yaml_defaults("config.yaml:wandb")
 class WandbConfig:
-    enabled: bool = True
-    project: str = "humanline"
-    entity: str | None = None
-    tags: list[str] = field(default_factory=list)
+    enabled: bool
+    project: str
+    entity: str | None
+    tags: list[str]
 
 
 @dataclass
-class TrainerConfig:
-    name: str = "???"
-    _target_: str = "???"
-
-
-@dataclass
+@yaml_defaults("config.yaml")
 class Config:
     """Everything a run depends on. The yaml files in this folder say what each key means."""
 
@@ -48,51 +43,51 @@ class Config:
     data: DataConfig
     loss: dict[str, Any]
     trainer: TrainerConfig
-    wandb: WandbConfig
+    seed: int
+    exp_name: str | None
+    runs_dir: str
+    cache_dir: str
+    overwrite: bool
+    resume: bool
+    dry_run: bool
+    humanline: bool
+    log_epsilon_P: float
+    log_epsilon_R: float
+    humanline_mode: str
+    sync_freq: int
+    sync_mode: str | None
+    sync_alpha: float
+    online: bool
+    reference_batch_size: int | None
+    diagnostics: bool
+    log_drift: bool
+    drift_examples: int | None
+    n_epochs: int | None
+    n_examples: int | None
+    n_eval_examples: int | None
+    n_eval_prompts: int | None
+    n_eval_samples: int
+    eval_every: int | None
+    save_every: int | None
+    keep_checkpoints: int
+    keep_best: str | None
+    optimizer: str
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    scheduler: str
+    warmup: float
+    min_lr_ratio: float
+    max_skipped_steps: int
+    replicas: int
+    watchdog_seconds: float
+    wandb: WandbConfig = field(default_factory=WandbConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    reward: RewardConfig | None = None
+    reward: dict[str, Any] | None = None
     rounds: RoundsConfig = field(default_factory=RoundsConfig)
-    seed: int = 1
-    exp_name: str | None = None
-    runs_dir: str = "runs"
-    cache_dir: str = ".cache"
-    overwrite: bool = False
-    resume: bool = False
-    dry_run: bool = False
-    humanline: bool = False
-    log_epsilon_P: float = -1.5
-    log_epsilon_R: float = 1.5
-    humanline_mode: str = "clip"
     humanline_sampling: BetaConfig = field(default_factory=BetaConfig)
-    sync_freq: int = 1
-    sync_mode: str | None = None
-    sync_alpha: float = 1.0
-    online: bool = False
-    reference_batch_size: int | None = None
-    diagnostics: bool = True
-    log_drift: bool = True
-    drift_examples: int | None = 1024
-    n_epochs: int | None = 1
-    n_examples: int | None = None
-    n_eval_examples: int | None = 256
-    n_eval_prompts: int | None = None
-    n_eval_samples: int = 1
-    eval_every: int | None = None
-    save_every: int | None = None
-    keep_checkpoints: int = 2
-    keep_best: str | None = None
-    optimizer: str = "AdamW"
-    lr: float = 5e-6
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-5
-    weight_decay: float = 1e-2
-    scheduler: str = "constant"
-    warmup: float = 0.1
-    min_lr_ratio: float = 0.0
-    max_skipped_steps: int = 5
-    replicas: int = 1
-    watchdog_seconds: float = 300.0
 
     def __post_init__(self) -> None:
         for key in ("name", "_target_"):
@@ -100,6 +95,8 @@ class Config:
             require(
                 isinstance(found, str) and found != "", f"loss.{key}", found, "must be a text; loss= sets it"
             )
+        if self.reward is not None:
+            self.reward = completed(self.reward)
         self._check_ranges()
         self._check_combinations()
 
@@ -189,9 +186,9 @@ class Config:
 
     def _check_method(self) -> None:
         """What humanline's modes, the ways to sync and the objective's own settings need of each other."""
-        check_trainer_keys(self.loss, self.trainer.name)
+        check_trainer_keys(self.loss, self.trainer)
         for key in ("frac_unique_desirable", "frac_unique_undesirable"):
-            labelled = self.trainer.name in ("unpaired", "bco", "ppo", "csft") and not self.online
+            labelled = self.trainer.labelled_examples and not self.online
             require(
                 labelled or getattr(self.data, key) == 1,
                 f"data.{key}",
@@ -199,13 +196,13 @@ class Config:
                 f"takes single examples out of pairs, which loss={self.loss['name']} {'online ' if self.online else ''}does not read",
             )
         require(
-            not self.online or self.trainer.name not in OFFLINE_ONLY,
+            not self.online or self.trainer.online,
             "online",
             True,
             f"loss={self.loss['name']} trains on a fixed data set: its samples would not be what it learns from",
         )
         require(
-            self.data.logprob_range is None or self.trainer.name != "reward",
+            self.data.logprob_range is None or self.trainer.logprob_range,
             "data.logprob_range",
             self.data.logprob_range,
             f"orders completions by what the model thinks of them; loss={self.loss['name']} trains one that only scores them",
@@ -265,14 +262,11 @@ class Config:
             self.n_examples,
             "is for offline: set rounds.contexts, or rounds.examples",
         )
-        feedback, trainer = self.rounds.feedback, self.trainer.name
-        fits = {"threshold": "unpaired", "group": "grpo"}.get(feedback, trainer)
         require(
-            trainer == fits,
+            self.rounds.feedback in self.trainer.feedback,
             "rounds.feedback",
-            feedback,
-            f"is not for loss={self.loss['name']}: use pair, or random"
-            + (", or group" if trainer == "grpo" else ""),
+            self.rounds.feedback,
+            f"is not for loss={self.loss['name']}: use {' or '.join(self.trainer.feedback)}",
         )
         require(
             self.rounds.lag == 0 or self.sampler.name == "vllm",
@@ -304,6 +298,12 @@ class Config:
     def has_reference(self) -> bool:
         """Whether the loss takes log-ratios against a reference; its yaml says so."""
         return bool(self.loss.get("reference", True))
+
+    @property
+    def reward_config(self) -> RewardConfig:
+        """The reward, typed. Only where ``reward`` is given."""
+        assert self.reward is not None, "asked for by whoever needs one"
+        return RewardConfig.from_tree(self.reward)
 
     @property
     def syncing(self) -> str:

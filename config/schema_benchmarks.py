@@ -3,28 +3,30 @@ each key means."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.errors import require
+from config.defaults import yaml_defaults
 
 
 @dataclass
+@yaml_defaults("eval.yaml:alpacaeval")
 class AlpacaEvalConfig:
     """``kind=alpacaeval``: answers to AlpacaEval's instructions, compared with a baseline's by a judge, through the alpaca_eval library."""
 
-    annotations: str | None = None
-    outputs: str | None = None
-    reference: str | None = None
-    difficulty: str | None = None
-    model: str | None = "gpt-4.1"
-    base_url: str = "https://api.openai.com/v1"
-    api_key_env: str | None = "OPENAI_API_KEY"
-    annotator: str = "weighted_alpaca_eval_gpt4_turbo"
-    concurrency: int = 16
-    timeout: float = 60.0
-    retries: int = 5
-    max_missing: float = 0.05
-    dollars_per_million_tokens: float | None = None
+    annotations: str | None
+    outputs: str | None
+    reference: str | None
+    difficulty: str | None
+    model: str | None
+    base_url: str
+    api_key_env: str | None
+    annotator: str
+    concurrency: int
+    timeout: float
+    retries: int
+    max_missing: float
+    dollars_per_million_tokens: float | None
 
     def __post_init__(self) -> None:
         require(
@@ -75,17 +77,18 @@ class AlpacaEvalConfig:
 
 
 @dataclass
+@yaml_defaults("eval.yaml:lm_eval")
 class LmEvalConfig:
     """``kind=lm_eval``: tasks of EleutherAI's harness, by the lm_eval library."""
 
-    tasks: list[str] = field(default_factory=list)
-    include_path: str | None = None
-    num_fewshot: int | None = None
-    batch_size: int = 8
-    chat_template: bool | None = None
-    system_instruction: str | None = None
-    unsafe_code: bool = False
-    bootstrap: int = 100_000
+    tasks: list[str]
+    include_path: str | None
+    num_fewshot: int | None
+    batch_size: int
+    chat_template: bool | None
+    system_instruction: str | None
+    unsafe_code: bool
+    bootstrap: int
 
     def __post_init__(self) -> None:
         require(

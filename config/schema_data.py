@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.errors import require
+from config.defaults import yaml_defaults
 
 
 @dataclass
@@ -21,29 +22,30 @@ class MixPart:
 
 
 @dataclass
+@yaml_defaults("data/_base.yaml")
 class DataConfig:
     """Where groups come from. ``source`` is the import path of ``f(config, split) -> data.sources.Loaded``."""
 
-    name: str = "???"
-    source: str = "???"
-    path: str | None = None
-    eval_path: str | None = None
-    revision: str | None = None
-    subset: str | None = None
-    data_dir: str | None = None
-    split: str = "train"
-    eval_split: str | None = None
-    eval_fraction: float = 0.05
-    format: str = "auto"
-    columns: dict[str, str] | None = None
-    system_prompt: str | None = None
-    apply_chat_template: bool = True
-    score_threshold: float = 0.0
-    verifier: str | None = None
-    frac_unique_desirable: float = 1.0
-    frac_unique_undesirable: float = 1.0
-    logprob_range: list[float] | None = None
-    mix: list[MixPart] | None = None
+    name: str
+    source: str
+    path: str | None
+    eval_path: str | None
+    revision: str | None
+    subset: str | None
+    data_dir: str | None
+    split: str
+    eval_split: str | None
+    eval_fraction: float
+    format: str
+    columns: dict[str, str] | None
+    system_prompt: str | None
+    apply_chat_template: bool
+    score_threshold: float
+    verifier: str | None
+    frac_unique_desirable: float
+    frac_unique_undesirable: float
+    logprob_range: list[float] | None
+    mix: list[MixPart] | None
 
     def __post_init__(self) -> None:
         for key in ("frac_unique_desirable", "frac_unique_undesirable"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from common.errors import one_of, require
 from common.files import check_name
+from config.defaults import yaml_defaults
 from config.schema_benchmarks import AlpacaEvalConfig, LmEvalConfig
 
 KINDS = ("accuracy", "compare", "alpacaeval", "lm_eval")
@@ -15,13 +16,14 @@ READ = ("model", "data", "sampler", "reward", "seed", "runs_dir", "cache_dir", "
 
 
 @dataclass
+@yaml_defaults("eval.yaml:accuracy")
 class AccuracyConfig:
     """``kind=accuracy``: greedy accuracy, and pass@k of several samples a prompt (Chen et al. 2021, eq. 1)."""
 
-    greedy: bool = True
-    samples: int = 8
-    k: list[int] = field(default_factory=lambda: [1, 8])
-    verifier: str | None = None
+    greedy: bool
+    samples: int
+    k: list[int]
+    verifier: str | None
 
     def __post_init__(self) -> None:
         require(
@@ -48,11 +50,12 @@ class AccuracyConfig:
 
 
 @dataclass
+@yaml_defaults("eval.yaml:compare")
 class CompareConfig:
     """``kind=compare``: two models' answers to the same prompts, by a reward."""
 
-    samples: int = 1
-    tie: float = 0.0
+    samples: int
+    tie: float
 
     def __post_init__(self) -> None:
         require(self.samples >= 1, "compare.samples", self.samples, "must be at least 1")
@@ -65,21 +68,22 @@ class CompareConfig:
 
 
 @dataclass
+@yaml_defaults("eval.yaml")
 class EvalStage:
     """``eval.py``'s own keys."""
 
-    kind: str = "accuracy"
-    run: list[str] = field(default_factory=list)
-    step: int | None = None
-    answers: str | None = None
-    against: list[str] = field(default_factory=list)
-    name: str | None = None
-    out: str | None = None
-    overwrite_out: bool = False
-    split: str = "eval"
-    limit: int | None = None
-    resamples: int = 10_000
-    confidence: float = 0.95
+    kind: str
+    run: list[str]
+    step: int | None
+    answers: str | None
+    against: list[str]
+    name: str | None
+    out: str | None
+    overwrite_out: bool
+    split: str
+    limit: int | None
+    resamples: int
+    confidence: float
     accuracy: AccuracyConfig = field(default_factory=AccuracyConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
     alpacaeval: AlpacaEvalConfig = field(default_factory=AlpacaEvalConfig)

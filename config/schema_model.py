@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import one_of, require
+from config.defaults import yaml_defaults
 
 
 @dataclass
+@yaml_defaults("model/base.yaml:peft")
 class PeftConfig:
     """LoRA (peft.LoraConfig). Dropout is not offered: the reference is scored by the policy itself, which must not be random."""
 
-    lora_r: int = 64
-    lora_alpha: int = 256
-    target_modules: Any = "all-linear"
+    lora_r: int
+    lora_alpha: int
+    target_modules: Any
 
     def __post_init__(self) -> None:
         require(self.lora_r >= 1, "model.peft.lora_r", self.lora_r, "must be at least 1")
@@ -31,32 +33,31 @@ class PeftConfig:
 
 
 @dataclass
+@yaml_defaults("model/base.yaml")
 class ModelConfig:
-    name: str = "???"
-    name_or_path: str = "???"
-    revision: str | None = None
-    tokenizer_name_or_path: str | None = None
-    chat_template: str | None = None
-    trust_remote_code: bool = False
-    attn_implementation: str = "sdpa"
-    dtype: str = "bfloat16"
-    export_dtype: str | None = None
-    from_config: bool = False
-    head: str | None = None
-    control_tokens: dict[str, str] = field(
-        default_factory=lambda: {"chosen": "<|good|>", "rejected": "<|bad|>"}
-    )
-    batch_size: int = 32
-    gradient_accumulation_steps: int = 1
-    eval_batch_size: int = 64
-    max_length: int = 2048
-    max_prompt_length: int = 1024
-    max_grad_norm: float = 1.0
-    activation_checkpointing: bool = False
-    compile: bool = False
-    packing: bool | None = None
-    router_aux_loss_coef: float | None = None
-    use_peft: bool = False
+    name: str
+    name_or_path: str
+    revision: str | None
+    tokenizer_name_or_path: str | None
+    chat_template: str | None
+    trust_remote_code: bool
+    attn_implementation: str
+    dtype: str
+    export_dtype: str | None
+    from_config: bool
+    head: str | None
+    control_tokens: dict[str, str]
+    batch_size: int
+    gradient_accumulation_steps: int
+    eval_batch_size: int
+    max_length: int
+    max_prompt_length: int
+    max_grad_norm: float
+    activation_checkpointing: bool
+    compile: bool
+    packing: bool | None
+    router_aux_loss_coef: float | None
+    use_peft: bool
     peft: PeftConfig = field(default_factory=PeftConfig)
 
     def __post_init__(self) -> None:

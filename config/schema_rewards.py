@@ -1,23 +1,30 @@
-"""The settings of a reward: one section of ``RewardConfig`` for each kind of reward, exactly one of which is given."""
+"""The settings of a reward: what its yaml says of it, and a dataclass for the section of each kind that comes with the project."""
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from common.errors import one_of, require
+from common.imports import import_function
+from config.defaults import section, yaml_defaults
+from config.typed import typed
 
 
 @dataclass
+@yaml_defaults("reward/function.yaml:function")
 class FunctionConfig:
     """A Python function with TRL's signature, run in worker processes that are killed when they take too long."""
 
-    path: str = "???"
-    batch_size: int = 64
-    workers: int = 1
-    timeout: float = 60.0
-    conversational: bool = True
+    path: str
+    batch_size: int
+    workers: int
+    timeout: float
+    conversational: bool
 
     def __post_init__(self) -> None:
         require(
@@ -36,14 +43,15 @@ class FunctionConfig:
 
 
 @dataclass
+@yaml_defaults("reward/verifier.yaml:verifier")
 class VerifierConfig:
     """Answers that can be checked: weights of the three parts (paper, Table 2) and the limits of a check."""
 
-    accuracy: float = 8.0
-    format: float = 1.0
-    tag_count: float = 1.0
-    workers: int = 4
-    timeout: float = 10.0
+    accuracy: float
+    format: float
+    tag_count: float
+    workers: int
+    timeout: float
 
     def __post_init__(self) -> None:
         for key in ("accuracy", "format", "tag_count"):
@@ -69,15 +77,16 @@ class VerifierConfig:
 
 
 @dataclass
+@yaml_defaults("reward/classifier.yaml:classifier")
 class RewardModelConfig:
     """What every reward model needs: weights, lengths in its own tokens, and how many tokens go through it at once."""
 
-    name_or_path: str = "???"
-    revision: str | None = None
-    dtype: str = "bfloat16"
-    max_length: int = 4096
-    max_prompt_length: int = 2048
-    batch_tokens: int = 32768
+    name_or_path: str
+    revision: str | None
+    dtype: str
+    max_length: int
+    max_prompt_length: int
+    batch_tokens: int
 
     def __post_init__(self) -> None:
         key = self._key()
@@ -95,10 +104,11 @@ class RewardModelConfig:
 
 
 @dataclass
+@yaml_defaults("reward/classifier.yaml:classifier")
 class ClassifierConfig(RewardModelConfig):
     """A sequence classifier with one label. ``rendering``: where the text that is scored ends."""
 
-    rendering: str = "template"
+    rendering: str
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,24 +119,25 @@ class ClassifierConfig(RewardModelConfig):
 
 
 @dataclass
+@yaml_defaults("reward/judge.yaml:judge")
 class JudgeConfig:
     """A language model behind an OpenAI-compatible endpoint that is asked for a number."""
 
-    base_url: str = "???"
-    model: str = "???"
-    prompt: str = "???"
-    api_key_env: str | None = "OPENAI_API_KEY"
-    pattern: str = r"\[\[\s*(-?\d+(?:\.\d+)?)\s*\]\]"
-    min_score: float = 1.0
-    max_score: float = 10.0
-    temperature: float = 0.0
-    max_tokens: int = 512
-    concurrency: int = 16
-    timeout: float = 60.0
-    retries: int = 5
-    backoff: float = 1.0
-    max_calls: int = 100_000
-    max_total_tokens: int = 100_000_000
+    model: str
+    api_key_env: str | None
+    pattern: str
+    min_score: float
+    max_score: float
+    temperature: float
+    max_tokens: int
+    concurrency: int
+    timeout: float
+    retries: int
+    backoff: float
+    max_calls: int
+    max_total_tokens: int
+    base_url: str
+    prompt: str
 
     def __post_init__(self) -> None:
         require(
@@ -178,30 +189,65 @@ class JudgeConfig:
         )
 
 
-@dataclass
+@dataclass(frozen=True)
 class RewardConfig:
-    """A reward. Exactly one of the sections is given, and says which kind it is."""
+    """A reward as its yaml describes it: what makes it, and the settings of its kind, typed."""
 
-    name: str = "???"
-    max_missing: float = 0.1
-    function: FunctionConfig | None = None
-    verifier: VerifierConfig | None = None
-    armorm: RewardModelConfig | None = None
-    classifier: ClassifierConfig | None = None
-    judge: JudgeConfig | None = None
+    name: str
+    max_missing: float
+    needs_reference: bool
+    target: str
+    kind: str
+    settings: Any
 
-    def __post_init__(self) -> None:
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any]) -> RewardConfig:
+        """The reward of a yaml's keys. Beside those below it has one section, whose name is its kind. Raises ConfigError."""
+        own = {key: tree.get(key) for key in OWN_KEYS}
+        for key in ("name", "_target_", "settings_type"):
+            require(
+                isinstance(own[key], str),
+                f"reward.{key}",
+                own[key],
+                "must be a text: choose a file of config/reward",
+            )
+        share = own["max_missing"]
         require(
-            0 <= self.max_missing <= 1,
+            isinstance(share, int | float) and not isinstance(share, bool) and 0 <= share <= 1,
             "reward.max_missing",
-            self.max_missing,
+            share,
             "is the share of completions that may go without a verdict: must lie in [0, 1]",
         )
-        kinds = [f.name for f in fields(self) if f.name not in ("name", "max_missing")]
-        given = [kind for kind in kinds if getattr(self, kind) is not None]
+        needs = own["needs_reference"]
+        require(isinstance(needs, bool), "reward.needs_reference", needs, "must be true or false")
+        kinds = [key for key in tree if key not in OWN_KEYS]
         require(
-            len(given) == 1, "reward", " and ".join(given) or None, f"give exactly one of {', '.join(kinds)}"
+            len(kinds) == 1 and isinstance(tree[kinds[0]], dict),
+            "reward",
+            " and ".join(map(str, kinds)) or None,
+            "has exactly one section, the settings of its kind: choose a file of config/reward",
         )
+        schema = import_function("reward.settings_type", str(own["settings_type"]))
+        require(is_dataclass(schema), "reward.settings_type", own["settings_type"], "is not a dataclass")
+        settings = typed(OmegaConf.create(tree[kinds[0]]), schema, f"reward.{kinds[0]}.")
+        return cls(str(own["name"]), float(share), needs, str(own["_target_"]), kinds[0], settings)
+
+    @classmethod
+    def of_kind(cls, kind: str, settings: Any, max_missing: float | None = None) -> RewardConfig:
+        """The reward of config/reward/<kind>.yaml with other settings, for code that has them already."""
+        tree = section(f"reward/{kind}.yaml")
+        share = float(tree["max_missing"]) if max_missing is None else max_missing
+        return cls(kind, share, bool(tree["needs_reference"]), str(tree["_target_"]), kind, settings)
+
+
+OWN_KEYS = ("name", "max_missing", "needs_reference", "_target_", "settings_type")
+"""Keys of a reward's yaml beside the section of its kind."""
+
+
+def completed(tree: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a reward's yaml, checked, with every default of its kind filled in. Raises ConfigError."""
+    config = RewardConfig.from_tree(tree)
+    return {key: tree[key] for key in OWN_KEYS} | {config.kind: asdict(config.settings)}
 
 
 def _at_least(prefix: str, section: object, **least: int) -> None:

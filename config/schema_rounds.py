@@ -5,22 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.errors import one_of, require
+from config.defaults import yaml_defaults
 
 
 @dataclass
+@yaml_defaults("config.yaml:rounds")
 class RoundsConfig:
     """How the policy is sampled and what becomes of the samples. config/config.yaml says what each key means."""
 
-    contexts: int = 12288
-    contexts_per_round: int = 1024
-    examples: int | None = None
-    samples: int = 8
-    feedback: str = "pair"
-    tau: float = 0.01
-    threshold: float = 0.0
-    zero_variance: str | None = None
-    fill: bool = False
-    lag: int = 0
+    contexts: int
+    contexts_per_round: int
+    examples: int | None
+    samples: int
+    feedback: str
+    tau: float
+    threshold: float
+    zero_variance: str | None
+    fill: bool
+    lag: int
 
     def __post_init__(self) -> None:
         for key in ("contexts", "contexts_per_round", "samples"):

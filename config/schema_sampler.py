@@ -5,26 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.errors import one_of, require
+from config.defaults import yaml_defaults
 
 
 @dataclass
+@yaml_defaults("sampler/embedded.yaml", "sampler/vllm.yaml")
 class SamplerConfig:
     """The yaml files in config/sampler say what each key means. Temperature, top-p and length are the paper's (§5)."""
 
-    name: str = "embedded"
-    temperature: float = 0.7
-    top_p: float = 0.95
-    max_tokens: int | None = None
-    batch_size: int | None = None
-    dtype: str | None = None
-    devices: list[int] | None = None
-    tensor_parallel: int = 1
-    data_parallel: int = 1
-    gpu_memory_utilization: float = 0.4
-    cpu_kv_cache_gb: int = 1
-    enforce_eager: bool = False
-    start_timeout: float = 900.0
-    timeout: float = 3600.0
+    name: str
+    temperature: float
+    top_p: float
+    max_tokens: int | None
+    batch_size: int | None
+    dtype: str | None
+    devices: list[int] | None
+    tensor_parallel: int
+    data_parallel: int
+    gpu_memory_utilization: float
+    cpu_kv_cache_gb: int
+    enforce_eager: bool
+    start_timeout: float
+    timeout: float
 
     def __post_init__(self) -> None:
         one_of("sampler.name", self.name, ("embedded", "vllm"))

@@ -6,6 +6,7 @@ sees the same global batches in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -29,22 +30,24 @@ class Segment:
 
     groups: tuple[tuple[Example, ...], ...]
     batch_size: int
-    units: int
+    n_examples: int
     """Examples trained on in all (n_epochs x the number there is, or n_examples)."""
     seed: int
     index: int = 0
     start: float = 0.0
     end: float = 1.0
     """The share of the whole plan consumed before and after this segment (the schedule's clock)."""
+    sampler_logprobs: Mapping[str, float] = field(default_factory=dict, repr=False)
+    """Row key -> log-probability of its completion as the sampler reported it, nats; empty without an external sampler."""
     _orders: dict[int, list[Example]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def steps(self) -> int:
-        return -(-self.units // self.batch_size)
+        return -(-self.n_examples // self.batch_size)
 
     def batch(self, i: int) -> list[Example]:
         """The global batch of the segment's step ``i``, in its own order (before any sorting or splitting)."""
-        first, last = i * self.batch_size, min((i + 1) * self.batch_size, self.units)
+        first, last = i * self.batch_size, min((i + 1) * self.batch_size, self.n_examples)
         out: list[Example] = []
         while first < last:
             epoch, offset = divmod(first, self.epoch_size)
@@ -55,7 +58,7 @@ class Segment:
 
     def progress(self, i: int) -> float:
         """The share of the whole plan that is consumed once step ``i`` is done, in (0, 1]."""
-        done = min((i + 1) * self.batch_size, self.units) / self.units
+        done = min((i + 1) * self.batch_size, self.n_examples) / self.n_examples
         return self.start + (self.end - self.start) * done
 
     @property

@@ -142,5 +142,3 @@ class Microbatch:
     labels: torch.Tensor
     """[examples] float32: Example.label"""
     mismatched: Sequences | None = None
-    scored: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What a no-gradient pass over the whole batch left for the loss (KTO's KL)."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from common.errors import ConfigError, StoppedError, require
 from config.schema_eval import EvalStage
-from data.types import Completion
+from data.types import Completion, Prompt
 from evals import answers, statistics
 from evals.answers import check_answering, described
 from evals.base import Evaluation, Target, fingerprints
@@ -48,20 +48,22 @@ def check(target: Target, stage: EvalStage) -> None:
     )
     assert reward is not None and target.other is not None
     sides = (target, target.other)
+    asked: list[Prompt] | None = None
     if all(side.answers is None for side in sides):
         for side in sides:
             check_answering(side)
-        answers.prompts(target, stage, check_answering(target))
+        asked, _ = answers.prompts(target, stage, check_answering(target))
     read = [answers_in(side.answers) for side in sides if side.answers is not None]
     if len(read) == 2:
         in_common(read[0], read[1])
-    require(
-        reward.name != "adder" or target.config.data.verifier == "data.adder.accuracy" or bool(read),
-        "reward",
-        "adder",
-        f"scores additions, which data={target.config.data.name} does not ask for; choose another, as in reward=armorm",
-    )
-    make_reward(reward).close()
+    if asked is not None:
+        require(
+            not target.config.reward_config.needs_reference or any(p.reference is not None for p in asked),
+            "reward",
+            reward["name"],
+            f"compares with reference answers, of which data={target.config.data.name} has none; choose another, as in reward=armorm",
+        )
+    make_reward(target.config.reward_config).close()
 
 
 def answers_in(path: Path) -> list[Sampled]:
@@ -112,8 +114,8 @@ def judge(
     """Rank 0's part: rewards, numbers."""
     assert target.other is not None and target.config.reward is not None
     pairs = in_common(ours, theirs)
-    reward = make_reward(target.config.reward, world.device, (target.run or target.out) / "logs")
-    print(f"{2 * len(pairs)} prompts' answers are scored by {target.config.reward.name}", flush=True)
+    reward = make_reward(target.config.reward_config, world.device, (target.run or target.out) / "logs")
+    print(f"{2 * len(pairs)} prompts' answers are scored by {target.config.reward_config.name}", flush=True)
     try:
         scores = score_samples(reward, [side for pair in pairs for side in pair])
     finally:
@@ -121,7 +123,9 @@ def judge(
     judged = [Judged(pair, (scores[2 * i], scores[2 * i + 1])) for i, pair in enumerate(pairs)]
     known = {one.sampled[0].prompt.id: one.means for one in judged if one.means is not None}
     if not known:
-        raise StoppedError(f"reward {target.config.reward.name} gave no verdict on any prompt's both sides")
+        raise StoppedError(
+            f"reward {target.config.reward_config.name} gave no verdict on any prompt's both sides"
+        )
     items = {
         "reward": {i: a for i, (a, _) in known.items()},
         "reward_against": {i: b for i, (_, b) in known.items()},
@@ -136,7 +140,7 @@ def judge(
         "against": target.other.name,
         "samples": stage.compare.samples,
         "tie": stage.compare.tie,
-        "reward": {k: v for k, v in asdict(target.config.reward).items() if v is not None},
+        "reward": target.config.reward,
     }
     found = {
         "ours": fingerprints(target, [pair[0].prompt for pair in pairs]),
@@ -145,7 +149,7 @@ def judge(
     return result(
         [items],
         stage,
-        f"against {target.other.name}, by {target.config.reward.name}",
+        f"against {target.other.name}, by {target.config.reward_config.name}",
         counts,
         rows=[row_of(j) for j in judged],
         settings=settings,

@@ -10,7 +10,8 @@ import torch
 
 from common.errors import ConfigError, require
 from common.imports import import_function
-from config.schema import RESERVED_LOSS_KEYS, Config
+from config.schema import Config
+from config.schema_trainer import loss_numbers
 from data.batches import Segment
 from trainers.basic import BasicTrainer
 from trainers.losses.base import LossResult, TokenScores
@@ -26,7 +27,7 @@ def make_loss(config: Config) -> Loss:
         for n, p in inspect.signature(function).parameters.items()
         if p.kind is inspect.Parameter.KEYWORD_ONLY
     }
-    numbers = {key: value for key, value in config.loss.items() if key not in RESERVED_LOSS_KEYS}
+    numbers = loss_numbers(config.loss, config.trainer.loss_keys)
     for key, value in numbers.items():
         require(
             key in takes,
@@ -40,7 +41,7 @@ def make_loss(config: Config) -> Loss:
             require(number, f"loss.{key}", value, "must be a number")
             require(value is None or value >= 0, f"loss.{key}", value, "must be 0 or more")
             scales = (
-                key in ("beta", "tau") and config.trainer.name != "grpo"
+                key in ("beta", "tau") and config.trainer.beta_scales_rewards
             )  # there beta weighs a penalty, and 0 is none
             require(
                 value is None or not scales or value > 0,
@@ -94,6 +95,7 @@ def trainer_class(config: Config) -> type[BasicTrainer]:
         config.trainer._target_,
         "is not a subclass of trainers.basic.BasicTrainer",
     )
+    cls.check_settings(config)
     return cls
 
 

@@ -18,7 +18,7 @@ from jobs.tally import EDGES, SIDES, Tally, rounded, sides
 from models.distributed import gather_objects, reshard, sum_over_ranks
 from models.reference import score
 from reports.tracking import Tracking
-from trainers.basic import BasicTrainer
+from trainers.basic import BasicTrainer, change_since
 from trainers.losses.base import TokenScores, token_sum
 
 LINES = 32
@@ -40,11 +40,10 @@ class Diagnostics:
         self.tally = Tally(config.log_epsilon_P, config.log_epsilon_R, trainer.world.device)
         self.first = 0
         """The first step of the interval under way."""
-        trainer.observe = self.observe
 
     def observe(self, micro: Microbatch, scores: TokenScores) -> None:
         """Take in a microbatch of a step. Nothing waits for the device."""
-        moved, known = self.trainer.moved(micro, scores, self.trainer.initial)
+        moved, known = change_since(micro, scores, self.trainer.initial_logprobs)
         raw = (scores.policy - scores.reference).detach()
         self.tally.add(sides(micro), raw, scores.mask, moved, known)
 

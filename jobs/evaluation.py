@@ -15,11 +15,11 @@ import torch
 from data.batches import Segment
 from data.types import Example, Microbatch
 from jobs.initial_scores import initial_scores
-from models.distributed import gather_objects, reshard, rounded
+from models.distributed import gather_objects, rounded
 from models.reference import Reference
 from rollouts.verify import Accuracy
 from trainers.basic import BasicTrainer
-from trainers.humanline import OFF
+from trainers.humanline import Humanline
 from trainers.losses.base import TokenScores
 from trainers.meters import Meters
 
@@ -42,6 +42,7 @@ class Evaluator:
         self.groups = () if held_out is None else held_out.groups
         self.batches = [] if held_out is None else arranged(trainer, held_out)
         self.reference = Reference()
+        self.scorer = trainer.scorer_with(self.reference, Humanline())
         self.size = max(
             1, trainer.config.model.eval_batch_size // (trainer.world.size * trainer.rows_per_example)
         )
@@ -74,13 +75,12 @@ class Evaluator:
         micros = [
             (i, micro) for i, batch in enumerate(self.batches) for micro in trainer.share(batch, self.size)
         ]
-        trainer.prepare(micros, self.reference, OFF)
-        for i, micro in micros:
-            scores = trainer.score(i, micro, self.reference, OFF)
-            reshard(trainer.policy)
-            result = trainer.compute_loss(micro, scores)
+        prepared = trainer.prepare(micros, self.scorer)
+        for (i, micro), item in zip(micros, prepared, strict=True):
+            scores = self.scorer.score_without_gradient(i, micro.sequences)
+            result = trainer.compute_loss(micro, scores, item)
             meters.add(
-                {"loss": trainer.loss_ratio(micro, result)}
+                {"loss": trainer.mean_loss(micro, result)}
                 | ({} if trainer.config.has_reference else result.metrics)
             )
             rewards |= row_rewards(micro, scores)

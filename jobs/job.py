@@ -79,7 +79,7 @@ class Job:
         )
         self.online = Online(config, self.plan, self.renderer, world, folder.path) if config.online else None
         if self.online is not None:
-            self.say(self.online.describe(self.plan, self.trainer_class.unit))
+            self.say(self.online.describe(self.plan, self.trainer_class.counts))
         else:
             kept = (
                 f", of which {share} will be kept (data.logprob_range)"
@@ -87,7 +87,7 @@ class Job:
                 else ""
             )
             self.say(
-                f"{self.plan.examples.count} {self.trainer_class.unit} to train on{kept}, {self.plan.train.units} in all, "
+                f"{self.plan.examples.count} {self.trainer_class.counts} to train on{kept}, {self.plan.train.n_examples} in all, "
                 f"{self.plan.steps} steps of {config.model.batch_size}"
             )
 
@@ -163,7 +163,7 @@ class Job:
         )
         self.say(
             f"{len(selection.kept)} of {selection.all.count} groups kept, by mean token log-probability in "
-            f"[{selection.lowest:.3f}, {selection.highest:.3f}] nats: {self.plan.train.units} {self.trainer_class.unit} in all, "
+            f"[{selection.lowest:.3f}, {selection.highest:.3f}] nats: {self.plan.train.n_examples} {self.trainer_class.counts} in all, "
             f"{self.plan.steps} steps"
         )
 
@@ -181,24 +181,23 @@ class Job:
         else those of one batch in n, for ``drift``."""
         config, plan = self.config, self.plan.train
         if config.has_reference and not config.online and (trainer.fixed_reference or config.log_drift):
-            reference = trainer.reference if trainer.fixed_reference else Reference(by_row=True)
+            fixed = trainer.fixed_reference
+            reference = Reference(by_row=trainer.reference.by_row or not fixed)
             size = (
                 trainer.micro_size
                 if not reference.by_row
                 else config.reference_batch_size or config.model.eval_batch_size
             )
-            every = (
-                1 if trainer.fixed_reference else max(1, plan.units // (config.drift_examples or plan.units))
-            )
+            every = 1 if fixed else max(1, plan.n_examples // (config.drift_examples or plan.n_examples))
             batches = [plan.batch(i) for i in range(0, plan.steps, every)]
-            reference.scores = initial_scores(trainer, batches, size, reference, parts, "score training rows")
+            known = initial_scores(trainer, batches, size, reference, parts, "score training rows")
             scores = {
-                row.key: reference.scores[reference.key(i, row)]
+                row.key: known[reference.key(i, row)]
                 for i, batch in enumerate(batches)
                 for example in batch
                 for row in example.rows
             }
-            trainer.initial = {key: float(values.sum()) for key, values in scores.items()}
+            trainer.use_initial_scores({key: float(v.sum()) for key, v in scores.items()}, known)
             if (
                 config.data.logprob_range is None
             ):  # else the report has them already, of every row that is kept
@@ -266,4 +265,4 @@ class Job:
                 self.config.model, self.plan.train, self.trainer_class.rows_per_example, self.world.size
             )
         )
-        return {"steps": self.plan.steps, "examples": self.plan.train.units}
+        return {"steps": self.plan.steps, "examples": self.plan.train.n_examples}

@@ -64,12 +64,11 @@ def make_online_plan(config: Config, trainer: type[BasicTrainer], renderer: Rend
 
 def _check_references(config: Config, prompts: list[Prompt]) -> None:
     """Raise ConfigError if the reward would find no reference answer on any prompt."""
-    assert config.reward is not None
-    needs = config.reward.verifier is not None or config.reward.name == "adder"
+    needs = config.reward_config.needs_reference
     require(
         not needs or any(prompt.reference is not None for prompt in prompts),
         "reward",
-        config.reward.name,
+        config.reward_config.name,
         f"compares with reference answers, of which data={config.data.name} has none; choose another, as in reward=armorm",
     )
 
@@ -109,8 +108,7 @@ class Online:
         outcome(from_main(attempt(self._make_reward) if world.is_main else None))
 
     def _make_reward(self) -> None:
-        assert self.config.reward is not None
-        self.reward = make_reward(self.config.reward, self.world.device, self.folder / "logs")
+        self.reward = make_reward(self.config.reward_config, self.world.device, self.folder / "logs")
 
     def source(self, trainer: BasicTrainer, policy: Policy, watch: RunWatch) -> OnlineSource:
         """The rounds of ``trainer``'s run, followed by ``watch``."""
@@ -138,7 +136,7 @@ class Online:
         size = f"{rounds.contexts_per_round}{' kept' if rounds.fill else ''}"
         return (
             f"{rounds.contexts} contexts in rounds of {size}, {rounds.samples} samples each, of {len(self.contexts.prompts)} prompts: "
-            f"at most {plan.train.units} {unit}, {plan.steps} steps of {self.config.model.batch_size}"
+            f"at most {plan.train.n_examples} {unit}, {plan.steps} steps of {self.config.model.batch_size}"
         )
 
     def close(self) -> None:

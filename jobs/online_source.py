@@ -159,14 +159,15 @@ class OnlineSource:
     def _enter(self, index: int, inside: bool) -> Segment:
         folder = self.round(index)
         examples = make_examples(folder.groups(), self.view, self.renderer)
-        record, believed = folder.record, engine_scores(folder)
+        record = folder.record
+        reported = engine_scores(folder)
         rows = [
             (example.prompt_id, row) for group in examples.groups for example in group for row in example.rows
         ]
-        self.trainer.engine = {
-            row.key: believed[name]
+        sampler_logprobs = {
+            row.key: reported[name]
             for prompt_id, row in rows
-            if (name := (prompt_id, tuple(row.completion_ids.tolist()))) in believed
+            if (name := (prompt_id, tuple(row.completion_ids.tolist()))) in reported
         }
         facts = {"round": index, "sampled_step": record["sampled_step"]}
         metrics = {
@@ -190,6 +191,7 @@ class OnlineSource:
             index=index,
             start=first / planned,
             end=end / planned,
+            sampler_logprobs=sampler_logprobs,
         )
 
     def _close(self, index: int) -> None:

@@ -68,7 +68,6 @@ def label(config: Config, stage: LabelStage, device: str) -> None:
         None,
         "choose a file of config/reward, as in reward=armorm or reward=verifier",
     )
-    assert config.reward is not None
     needs_pairs = stage.format == "pairwise"
     require(
         not needs_pairs or config.rounds.feedback in ("pair", "random"),
@@ -77,7 +76,7 @@ def label(config: Config, stage: LabelStage, device: str) -> None:
         "format=pairwise takes pair or random",
     )
     samples = read_samples(Path(stage.samples))
-    reward = make_reward(config.reward, device, Path(config.runs_dir) / "logs")
+    reward = make_reward(config.reward_config, device, Path(config.runs_dir) / "logs")
     try:
         scores = score_samples(reward, samples)
     except RewardError as error:

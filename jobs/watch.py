@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from common.errors import StoppedError
 from common.files import write_whole
 from config.schema import Config
-from data.types import Example
+from data.types import Example, Microbatch
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator, Metrics
 from jobs.signals import Requeue, Signals
@@ -25,7 +25,8 @@ from reports.progress import progress, status
 from reports.tracking import NullTracker, Tracking
 from rollouts.round_builder import TABLE_COLUMNS
 from rollouts.verify import Accuracy
-from trainers.basic import BasicTrainer, Progress, Record
+from trainers.basic import BasicTrainer, Progress, StepRecord
+from trainers.losses.base import TokenScores
 
 
 class Run:
@@ -57,7 +58,7 @@ class Run:
         self._round: dict[str, Any] = {}
         self._round_metrics: dict[str, Any] = {}
         self._saved: Progress | None = None
-        self._pending: tuple[Record, float] | None = None
+        self._pending: tuple[StepRecord, float] | None = None
         self._started = time.perf_counter()
 
     # -- resuming -------------------------------------------------------------------------------------------------------------------
@@ -77,14 +78,11 @@ class Run:
     def _restore(self, state: dict[str, Any], mine: dict[str, Tensor]) -> None:
         """Be where the run was when it wrote this state."""
         trainer = self.trainer
-        trainer.progress = Progress(**state["progress"])
+        trainer.load_state_dict(state, mine)
         self._saved = replace(trainer.progress)
         self.bar.initial = self.bar.n = trainer.progress.step
         self._marks, self.before, self._evaluated = state["marks"], state["before"], state["evaluated"]
         self.seconds, self.tokens_timed = state["seconds"], state["tokens_timed"]
-        if not trainer.fixed_reference:
-            trainer.reference.step = state["reference_step"]
-            trainer.reference.scores = {k: v.to(trainer.world.device) for k, v in mine.items()}
         if self.diagnostics is not None:
             self.diagnostics.restore(state["diagnostics"])
 
@@ -92,9 +90,7 @@ class Run:
         """A checkpoint before the next step."""
         self._flush()
         trainer = self.trainer
-        state = {
-            "progress": asdict(trainer.progress),
-            "reference_step": trainer.reference.step,
+        state = trainer.state_dict() | {
             "marks": self._marks,
             "before": self.before,
             "evaluated": self._evaluated,
@@ -104,14 +100,8 @@ class Run:
             "wandb_id": self.tracker.wandb_id,
             "diagnostics": None if self.diagnostics is None else self.diagnostics.state(),
         }
-        mine: dict[str, Tensor] = (
-            {}
-            if trainer.fixed_reference
-            else {k: v.cpu().contiguous() for k, v in trainer.reference.scores.items()}
-        )
-        self.checkpoints.save(
-            trainer.progress.step, trainer.policy, trainer.optimizer, state, mine, self.tracker.copy_to
-        )
+        mine = trainer.reference_scores()
+        self.checkpoints.save(trainer.progress.step, trainer.policy, trainer.optimizer, state, mine)
         self._saved = replace(trainer.progress)
 
     def _score(self) -> float | None:
@@ -187,7 +177,12 @@ class Run:
         due, self._marks[what] = mark > self._marks[what] >= 0, mark
         return due
 
-    def after_step(self, record: Record) -> None:
+    def observe(self, micro: Microbatch, scores: TokenScores) -> None:
+        """Hand a microbatch of a step to the diagnostics."""
+        if self.diagnostics is not None:
+            self.diagnostics.observe(micro, scores)
+
+    def after_step(self, record: StepRecord) -> None:
         self._flush()
         record.known |= self._evaluated | self._of_round(record.known["step"])
         self._evaluated = {}
@@ -213,9 +208,8 @@ class Run:
         self.bar.update()
         self._count_skipped(bool(skipped), record)
 
-    def _count_skipped(self, skipped: bool, record: Record) -> None:
-        at = self.trainer.progress
-        at.skipped = at.skipped + 1 if skipped else 0
+    def _count_skipped(self, skipped: bool, record: StepRecord) -> None:
+        in_a_row = self.trainer.count_skipped(skipped)
         if skipped and self.trainer.world.is_main:
             path = self.folder / "skipped" / f"step_{record.known['step']:08d}.jsonl"
             print(
@@ -223,9 +217,9 @@ class Run:
                 f"{write_batch(path, record.batch)}",
                 flush=True,
             )
-        if at.skipped >= self.config.max_skipped_steps:
+        if in_a_row >= self.config.max_skipped_steps:
             raise StoppedError(
-                f"{at.skipped} updates in a row had gradients that were not finite (max_skipped_steps); their batches are "
+                f"{in_a_row} updates in a row had gradients that were not finite (max_skipped_steps); their batches are "
                 f"in {self.folder / 'skipped'}: try a lower lr, or look at these rows"
             )
 

@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from common.markdown import literal
-from config.schema import RESERVED_LOSS_KEYS
+from config.schema_trainer import loss_numbers
 from reports.provenance import git_commit, scrub, scrub_text, variant, versions
 from reports.report import compared
 
@@ -39,7 +39,8 @@ def model_card(config: dict[str, Any], summary: dict[str, Any]) -> str:
     """The card's text: YAML front matter, provenance, what evaluation said before and after."""
     model, data, loss = config["model"], config["data"], config["loss"]
     base = str(model["name_or_path"])
-    numbers = ", ".join(f"{key} = {value}" for key, value in loss.items() if key not in RESERVED_LOSS_KEYS)
+    taken = loss_numbers(loss, config.get("trainer", {}).get("loss_keys", []))
+    numbers = ", ".join(f"{key} = {value}" for key, value in taken.items())
     front = ModelCardData(
         base_model=base if _is_hub_id(base) else None,  # the hub takes nothing else
         library_name="transformers",

@@ -16,7 +16,7 @@ import jinja2
 import yaml  # type: ignore[import-untyped]
 
 from common.files import write_whole
-from config.schema import RESERVED_LOSS_KEYS
+from config.schema_trainer import loss_numbers
 from reports.charts import charts
 from reports.diagnostic_charts import diagnostic_charts
 from reports.metrics import read_metrics
@@ -163,7 +163,7 @@ def _end(summary: dict[str, Any], records: list[dict[str, Any]]) -> list[dict[st
 def _settings(config: dict[str, Any]) -> list[tuple[str, str]]:
     """What says most about a run, first."""
     model, data = config.get("model", {}), config.get("data", {})
-    loss = {key: value for key, value in config.get("loss", {}).items() if key not in RESERVED_LOSS_KEYS}
+    loss = loss_numbers(config.get("loss", {}), config.get("trainer", {}).get("loss_keys", []))
     clipping = [f"{key} {_text(config.get(key))}" for key in ("log_epsilon_P", "log_epsilon_R", "sync_freq")]
     chosen = {
         "variant": variant(config) if config else None,

@@ -141,7 +141,6 @@ class Maker:
         return lines
 
     def _score(self, folder: RoundFolder, suffix: str, sampled: list[Sampled]) -> list[list[float | None]]:
-        assert self.config.reward is not None, "the schema asks for one"
         stage, inputs = (
             f"scores{suffix}",
             {"samples": folder.checksum(f"samples{suffix}"), "reward": reward_settings(self.config)},
@@ -188,8 +187,8 @@ class Maker:
 
 def reward_settings(config: Config) -> Facts:
     """The reward's settings that are given: what a score depends on beside the samples."""
-    assert config.reward is not None
-    return {key: value for key, value in asdict(config.reward).items() if value is not None}
+    reward = config.reward_config
+    return {"name": reward.name, "max_missing": reward.max_missing, reward.kind: asdict(reward.settings)}
 
 
 def score_samples(reward: Reward, sampled: list[Sampled]) -> list[list[float | None]]:

@@ -17,7 +17,7 @@ from jobs.initial_scores import initial_scores
 from models.distributed import World, local, shard, start
 from models.policy import Policy, decoder_blocks
 from tests.tiny import KINDS, make_config, random_groups, tiny_policy
-from trainers.basic import BasicTrainer, Record
+from trainers.basic import BasicTrainer, StepRecord
 
 
 @dataclass
@@ -30,7 +30,9 @@ class Log:
     def before_step(self) -> None:
         self.each()
 
-    def after_step(self, record: Record) -> None:
+    def observe(self, micro, scores) -> None: ...
+
+    def after_step(self, record: StepRecord) -> None:
         self.lines.append(record.known | record.pending.read())
 
     def done(self) -> None: ...
@@ -70,14 +72,10 @@ def run(
     trainer = trainer or make_trainer(config)
     if trainer.fixed_reference and config.has_reference:
         batches = [segment.batch(i) for i in range(segment.steps)]
-        trainer.reference.scores = initial_scores(
-            trainer,
-            batches,
-            config.reference_batch_size or trainer.micro_size,
-            trainer.reference,
-            {"weights": "test"},
-            "score",
-        )
+        size = config.reference_batch_size or trainer.micro_size
+        parts = {"weights": "test"}
+        scores = initial_scores(trainer, batches, size, trainer.reference, parts, "score")
+        trainer.use_initial_scores({}, scores)
     log = Log(each=each or (lambda: None))
     trainer.train(Offline(segment), log)
     return trainer, log.lines

@@ -1,6 +1,6 @@
-"""The one training loop. What the four variants share is everything; what the losses share is everything but three short methods.
+"""The one training loop. The four variants share all of it; losses differ in three short methods of a subclass.
 
-Offline or online is where ``source`` gets its segments from; plain or humanline is the numbers of ``self.humanline``. Nothing in here
+Offline or online is where ``source`` gets its segments from. Plain or humanline is the numbers of one ``Humanline``. Nothing in here
 asks which.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, cast
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +19,25 @@ from torch import Tensor, nn
 from common.errors import StoppedError
 from config.schema import Config
 from data.batches import Segment, cut, microbatch
-from data.types import Example, Microbatch, Sequences
+from data.types import Example, Microbatch
 from data.views import View
 from models.attention import packs_rows
-from models.distributed import World, any_rank, clip_grad_norm, reshard
+from models.distributed import World, any_rank, clip_grad_norm
 from models.policy import Policy, causal_lm
 from models.reference import Reference
 from models.routing import RouterBalance
-from trainers.humanline import Draw, Humanline
-from trainers.losses.base import LossResult, Ratio, TokenScores, ratio
+from trainers.humanline import Humanline
+from trainers.losses.base import LossResult, Mean, TokenScores, mean_where
 from trainers.meters import Meters, Pending
 from trainers.optimizer import lr_factor, make_optimizer, update
+from trainers.scorer import TokenScorer, rejection_key
 from trainers.syncing import SoftReference, Syncing
+
+Prepared = TypeVar("Prepared")
+"""What a trainer's ``prepare`` finds for one microbatch and hands to its ``compute_loss``."""
+
+Observe = Callable[[Microbatch, TokenScores], None]
+"""Told of every microbatch of a step. It must not make the host wait for the device."""
 
 
 class Source(Protocol):
@@ -57,7 +64,7 @@ class Progress:
 
 
 @dataclass
-class Record:
+class StepRecord:
     """A step's line of metrics: what the host knows, and what is still on its way from the device."""
 
     known: dict[str, Any]
@@ -71,26 +78,34 @@ class Watch(Protocol):
 
     def before_step(self) -> None: ...
 
-    def after_step(self, record: Record) -> None: ...
+    def observe(self, micro: Microbatch, scores: TokenScores) -> None: ...
+
+    def after_step(self, record: StepRecord) -> None: ...
 
     def done(self) -> None: ...
 
 
-class BasicTrainer(ABC):
-    """Owns the step. A subclass says how a group becomes examples (``view``), what one unit of its loss is (``units``) and how scores
-    feed the loss (``compute_loss``); KTO also needs something of the whole batch first (``arrange``, ``prepare``)."""
+class BasicTrainer(ABC, Generic[Prepared]):
+    """Owns the step.
 
-    unit: ClassVar[str] = "sequences"
+    A subclass says how a group becomes examples (``view``), what the summed loss is divided by (``loss_denominator``) and how scores
+    feed the loss (``compute_loss``). KTO and PPO also need something of the whole batch first (``arrange``, ``prepare``).
+    """
+
+    counts: ClassVar[str] = "sequences"
+    """What one example is called: sequences or pairs."""
     rows_per_example: ClassVar[int] = 1
-    scales_rewards: ClassVar[bool] = True
-    """Whether the loss's beta multiplies log-ratios (rewards are beta * s), not something else."""
     view: View
+    scorer_class: ClassVar[type[TokenScorer]] = TokenScorer
 
     def __init__(
         self, config: Config, policy: nn.Module, loss: Callable[..., LossResult], world: World
     ) -> None:
-        self.config, self.policy, self.loss, self.world = config, policy, loss, world
-        self.humanline, self.syncing = Humanline.of(config), Syncing.of(config)
+        self.config = config
+        self.policy = policy
+        self.loss = loss
+        self.world = world
+        self.syncing = Syncing.of(config)
         self.soft: SoftReference | None = None
         if self.syncing.alpha < 1:
             self.soft = SoftReference(policy)
@@ -99,50 +114,57 @@ class BasicTrainer(ABC):
         if config.model.router_aux_loss_coef is not None:
             self.balance = RouterBalance(cast(Policy, policy))
         self.reference = Reference(by_row=config.reference_batch_size is not None)
-        self.initial: dict[str, float] = {}
-        """Row key -> its completion's log-probability under the initial weights, nats (for ``drift``); rows may be missing."""
-        self.engine: dict[str, float] = {}
-        """The same as the engine believed it that sampled the row (for ``engine_gap``); empty where no engine did."""
-        self.observe: Callable[[Microbatch, TokenScores], None] = lambda micro, scores: None
-        """Told of every microbatch of a step (jobs.diagnostics). It must not make the host wait for the device."""
+        self.scorer = self.scorer_with(self.reference, Humanline.of(config))
+        self.initial_logprobs: Mapping[str, float] = {}
+        """Row key -> log-probability of its completion under the initial weights, nats (for ``drift``); rows may be missing."""
         self.optimizer = make_optimizer(policy, config)
         self.progress = Progress()
         self.packing, _ = packs_rows(config.model, causal_lm(cast(Policy, policy).model).config)
         self.micro_size = config.model.batch_size // (config.model.gradient_accumulation_steps * world.size)
 
-    # -- what a subclass supplies ---------------------------------------------------------------------------------------------------
+    # -- what a subclass supplies ----------------------------------------------------------------------
 
     @abstractmethod
-    def units(self, batch: list[Example]) -> int:
-        """The number that the summed loss of the global batch is divided by."""
+    def loss_denominator(self, batch: list[Example]) -> int:
+        """What the summed loss of the global batch is divided by: its pairs, its sequences or its completion tokens."""
 
     @abstractmethod
-    def compute_loss(self, micro: Microbatch, scores: TokenScores) -> LossResult:
-        """The loss of a microbatch, summed over its units."""
+    def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: Prepared) -> LossResult:
+        """The loss of a microbatch, summed. ``prepared``: what ``prepare`` found for it."""
+
+    def prepare(self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer) -> list[Prepared]:
+        """What the losses need of the whole global batch (or the whole held-out set), one item a microbatch.
+
+        ``batch``: this rank's microbatches of it, each with the step under which the scorer's reference has its scores.
+        """
+        return cast(list[Prepared], [None] * len(batch))
 
     def arrange(self, batch: list[Example]) -> list[Example]:
         """A last look at the global batch in its own order, before it is cut."""
         return batch
 
     @classmethod
+    def check_settings(cls, config: Config) -> None:
+        """Raise ConfigError for a setting of this trainer that cannot be honoured."""
+
+    @classmethod
     def check(cls, config: Config, segment: Segment) -> None:
         """Raise ConfigError if the loss cannot be trained on this plan."""
 
-    def prepare(
-        self, batch: list[tuple[int, Microbatch]], reference: Reference, humanline: Humanline
-    ) -> None:
-        """What needs the whole global batch (or the whole held-out set) before the first microbatch's loss. ``batch``: this rank's
-        microbatches of it, each with the step under which ``reference`` has its scores."""
-
-    def after_backward(self, metrics: list[dict[str, Ratio]]) -> None:
+    def after_backward(self, metrics: list[dict[str, Mean]]) -> None:
         """Called with the loss's metrics of each microbatch: what the objective carries to the next step (BCO's running means)."""
 
-    # -- scores ---------------------------------------------------------------------------------------------------------------------
+    # -- scores ----------------------------------------------------------------------------------------
+
+    def scorer_with(self, reference: Reference, humanline: Humanline) -> TokenScorer:
+        """A scorer of this policy against ``reference``, which a loss without one does not read."""
+        used = reference if self.config.has_reference else None
+        return self.scorer_class(self.policy, used, humanline)
 
     @property
     def reward_scale(self) -> float:
-        """What a sequence's log-ratio is multiplied with to be its reward: the loss's beta, where that is what beta does."""
-        scaled = self.scales_rewards and self.config.has_reference
+        """The factor from a sequence's log-ratio to its reward: the loss's beta, where that is what beta does."""
+        scaled = self.config.trainer.beta_scales_rewards and self.config.has_reference
         return float(self.config.loss.get("beta", 1.0)) if scaled else 1.0
 
     def microbatches(self, batch: list[Example], size: int | None = None) -> list[Microbatch]:
@@ -154,50 +176,44 @@ class BasicTrainer(ABC):
         parts = cut(arranged, self.world.rank, self.world.size, size, self.rows_per_example)
         return [microbatch(part, self.world.device, self.packing) for part in parts]
 
-    def logprobs(self, micro: Microbatch) -> Tensor:
-        """[R, T] the policy's token log-probabilities, nats, with gradient."""
-        return self.policy(micro.sequences)
-
-    def score(self, step: int, micro: Microbatch, reference: Reference, humanline: Humanline) -> TokenScores:
-        """Policy (with gradient) and reference log-probabilities of a microbatch, and their clipped difference."""
-        policy = self.logprobs(micro)
-        other = reference.lookup(step, micro.sequences) if self.config.has_reference else policy.detach()
-        return humanline.scores(policy, other, micro.sequences.mask, draw(step, micro.sequences))
-
     def upcoming(self, segment: Segment, position: int, step: int) -> Iterator[tuple[int, list[Microbatch]]]:
         """(step, microbatches) of the batches from ``position`` on that see the same reference as step ``step``: up to the next sync,
         or the segment's end."""
         last = self.syncing.last_step_before_sync(step)
         while position < segment.steps and step <= last:
             yield step, self.microbatches(segment.batch(position))
-            position, step = position + 1, step + 1
+            position += 1
+            step += 1
 
-    # -- the step -------------------------------------------------------------------------------------------------------------------
+    # -- the step --------------------------------------------------------------------------------------
 
-    def step(self, segment: Segment) -> Record:
+    def step(self, segment: Segment, observe: Observe | None = None) -> StepRecord:
         """One optimizer update on one global batch (this rank's microbatches)."""
         at = self.progress
         batch = segment.batch(at.position)
         micros = self.microbatches(batch)
-        units, meters, of_loss = self.units(batch), Meters(), []
+        denominator = self.loss_denominator(batch)
+        meters = Meters()
+        loss_metrics: list[dict[str, Mean]] = []
         reference_step = self.reference.step
-        self.prepare([(at.step, micro) for micro in micros], self.reference, self.humanline)
+        prepared = self.prepare([(at.step, micro) for micro in micros], self.scorer)
         if self.balance is not None:
             self.balance.begin([micro.sequences for micro in micros])
-        for micro in micros:
+        for micro, item in zip(micros, prepared, strict=True):
             with nullcontext() if self.balance is None else self.balance.watched():
-                scores = self.score(at.step, micro, self.reference, self.humanline)
-            result = self.compute_loss(micro, scores)
-            # The ranks' gradients are averaged; the loss is the global batch's mean. Reduced each time: holding it back keeps whole
-            # float32 gradients.
-            total = result.total * (self.world.size / units)
+                scores = self.scorer.score(at.step, micro.sequences)
+            result = self.compute_loss(micro, scores, item)
+            # Ranks' gradients are averaged and the loss is the global batch's mean, hence the factor. They are reduced at every
+            # microbatch: holding that back would keep whole float32 gradients.
+            total = result.total * (self.world.size / denominator)
             if self.balance is not None:
                 total = total + self.routers_share(self.balance.part(micro.sequences), len(micros), meters)
             total.backward()
-            meters.add(self.metrics(micro, scores, result))
-            self.observe(micro, scores)
-            of_loss.append(result.metrics)
-        self.after_backward(of_loss)
+            meters.add(self.metrics(segment, micro, scores, result))
+            if observe is not None:
+                observe(micro, scores)
+            loss_metrics.append(result.metrics)
+        self.after_backward(loss_metrics)
         norm = clip_grad_norm(self.policy.parameters(), self.config.model.max_grad_norm)
         due = self.syncing.due(at.step)
         if due and not self.syncing.after_update:
@@ -208,14 +224,16 @@ class BasicTrainer(ABC):
         update(self.optimizer, lr, skip)
         if due and self.syncing.after_update:
             self.sync(segment, at.step + 1)
-        once = torch.full_like(norm, 1.0 / self.world.size)  # filled there: a copy would make the host wait
-        meters.add({"grad_norm": Ratio(norm * once, once), "skipped": Ratio(skip * once, once)})
+        once = torch.full_like(
+            norm, 1.0 / self.world.size
+        )  # filled on the device: a copy would make the host wait
+        meters.add({"grad_norm": Mean(norm * once, once), "skipped": Mean(skip * once, once)})
         known = {
             "step": at.step,
             "lr": lr,
             "reference_step": reference_step if self.config.has_reference else None,
         }
-        return self._advance(batch, Record(known, meters.reduce(), batch, token_count(batch)))
+        return self._advance(StepRecord(known, meters.reduce(), batch, token_count(batch)))
 
     def sync(self, segment: Segment, policy_step: int) -> None:
         """Move the reference to the policy as it is now, that of ``policy_step``, and score what will be compared with it."""
@@ -228,66 +246,69 @@ class BasicTrainer(ABC):
         with self.soft.in_place_of(self.policy):
             self.reference.refresh(self.policy, policy_step, upcoming)
 
-    def _advance(self, batch: list[Example], record: Record) -> Record:
+    def _advance(self, record: StepRecord) -> StepRecord:
         at = self.progress
-        at.step, at.position = at.step + 1, at.position + 1
-        at.examples, at.tokens = at.examples + len(batch), at.tokens + token_count(batch)
+        at.step += 1
+        at.position += 1
+        at.examples += len(record.batch)
+        at.tokens += record.batch_tokens
         record.known.update(examples=at.examples, tokens=at.tokens)
         return record
+
+    def count_skipped(self, skipped: bool) -> int:
+        """Take in whether a step's update was skipped, once that is known; returns how many were in a row."""
+        self.progress.skipped = self.progress.skipped + 1 if skipped else 0
+        return self.progress.skipped
+
+    # -- metrics ---------------------------------------------------------------------------------------
 
     def routers_share(self, part: Tensor, microbatches: int, meters: Meters) -> Tensor:
         """[] what is added to a microbatch's loss for its ``part`` of the routers' auxiliary loss, which is logged."""
         share = torch.full_like(part.detach(), 1.0 / (microbatches * self.world.size))
-        meters.add({"router_aux_loss": Ratio(part.detach(), share)})
+        meters.add({"router_aux_loss": Mean(part.detach(), share)})
         return part * (self.world.size * cast(float, self.config.model.router_aux_loss_coef))
 
-    def metrics(self, micro: Microbatch, scores: TokenScores, result: LossResult) -> dict[str, Ratio]:
+    def metrics(
+        self, segment: Segment, micro: Microbatch, scores: TokenScores, result: LossResult
+    ) -> dict[str, Mean]:
         """Everything logged of a microbatch, as sums and counts: their quotient over the global batch is the exact mean."""
-        out = {"loss": self.loss_ratio(micro, result)} | result.metrics
+        out = {"loss": self.mean_loss(micro, result)} | result.metrics
         if self.config.has_reference:
-            out |= self.humanline.metrics(scores, draw(self.progress.step, micro.sequences))
-            out["drift"] = self._moved(micro, scores, self.initial)
+            key = rejection_key(self.progress.step, micro.sequences)
+            out |= self.scorer.humanline.metrics(scores, key)
+            out["drift"] = mean_log_ratio(micro, scores, self.initial_logprobs)
             if self.config.online:
-                out["engine_gap"] = self._moved(micro, scores, self.engine)
+                out["engine_gap"] = mean_log_ratio(micro, scores, segment.sampler_logprobs)
         return out
 
-    def loss_ratio(self, micro: Microbatch, result: LossResult) -> Ratio:
-        """The microbatch's summed loss over its units; rows that fill a batch up are none."""
+    def mean_loss(self, micro: Microbatch, result: LossResult) -> Mean:
+        """The microbatch's summed loss over what it is divided by; rows that fill a batch up do not count."""
         real = [example for example in micro.examples if example.prompt_id]
-        return Ratio(result.total.detach(), torch.full_like(result.total.detach(), float(self.units(real))))
+        total = result.total.detach()
+        return Mean(total, torch.full_like(total, float(self.loss_denominator(real))))
 
-    def moved(self, micro: Microbatch, scores: TokenScores, since: dict[str, float]) -> tuple[Tensor, Tensor]:
-        """([R] how much each row's log-probability has changed against ``since`` (row key -> nats), nats; [R] bool: is it known)."""
-        before = torch.tensor(
-            [since.get(row.key, math.nan) for row in micro.sequences.rows], dtype=torch.float32
-        )
-        before = before.to(scores.mask.device, non_blocking=True)
-        known = ~before.isnan() & scores.valid
-        return torch.where(scores.mask, scores.policy.detach(), 0.0).sum(dim=-1) - before, known
-
-    def _moved(self, micro: Microbatch, scores: TokenScores, since: dict[str, float]) -> Ratio:
-        """The mean token log-ratio of the policy against ``since``, over the rows that it knows."""
-        moved, known = self.moved(micro, scores, since)
-        return Ratio(ratio(moved, known).sum, torch.where(known, scores.mask.sum(dim=-1), 0).sum())
-
-    # -- the loop -------------------------------------------------------------------------------------------------------------------
+    # -- the loop --------------------------------------------------------------------------------------
 
     def train(self, source: Source, watch: Watch) -> None:
         """Train segment after segment until the source has no more. ``watch`` is told of every step and may interrupt by raising."""
         while (segment := source.segment(self.progress.segment)) is not None:
             if self.progress.position == 0 and self.config.has_reference and not self.fixed_reference:
-                if self.soft is not None:
-                    self.soft.follow(self.policy, alpha=1.0)
-                self.reference.refresh(
-                    self.policy, self.progress.step, self.upcoming(segment, 0, self.progress.step)
-                )
+                self._start_segment(segment)
             while self.progress.position < segment.steps:
                 watch.before_step()
                 if self.progress.step == 0 and self.config.has_reference:
                     self.gate(segment)
-                watch.after_step(self.step(segment))
-            self.progress.segment, self.progress.position = self.progress.segment + 1, 0
+                watch.after_step(self.step(segment, watch.observe))
+            self.progress.segment += 1
+            self.progress.position = 0
         watch.done()
+
+    def _start_segment(self, segment: Segment) -> None:
+        """The reference becomes the policy that the segment starts with (Algorithm 1, line 3)."""
+        if self.soft is not None:
+            self.soft.follow(self.policy, alpha=1.0)
+        step = self.progress.step
+        self.reference.refresh(self.policy, step, self.upcoming(segment, 0, step))
 
     @property
     def fixed_reference(self) -> bool:
@@ -298,8 +319,7 @@ class BasicTrainer(ABC):
     def gate(self, segment: Segment) -> None:
         """At step 0 policy and reference are the same weights: stop if their log-probabilities differ by more than rounding."""
         micro = self.microbatches(segment.batch(0))[0]
-        scores = self.score(0, micro, self.reference, Humanline())
-        reshard(self.policy)
+        scores = self.scorer_with(self.reference, Humanline()).score_without_gradient(0, micro.sequences)
         worst = float(torch.where(scores.mask, scores.log_ratio.abs(), 0.0).max())
         limit = 1e-3 if self.config.model.dtype == "float32" else 0.1
         if any_rank(not worst <= limit):
@@ -309,10 +329,48 @@ class BasicTrainer(ABC):
                 "and try again, or try another model.attn_implementation"
             )
 
+    # -- what a run remembers of its trainer -----------------------------------------------------------
 
-def draw(step: int, sequences: Sequences) -> Draw:
-    """What a random rejection of these rows' tokens depends on."""
-    return Draw(step, [row.key for row in sequences.rows])
+    def use_initial_scores(self, initial_logprobs: Mapping[str, float], scores: dict[str, Tensor]) -> None:
+        """Take in what the initial weights think of the training rows: ``initial_logprobs`` for ``drift`` (row key -> nats), and
+        ``scores`` (key -> [C] nats) for a reference that stays at the initial weights, read where ``fixed_reference`` says so."""
+        self.initial_logprobs = initial_logprobs
+        if self.fixed_reference:
+            self.reference.scores = scores
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the loop beside weights and optimizer, as JSON has it."""
+        return {"progress": asdict(self.progress), "reference_step": self.reference.step}
+
+    def reference_scores(self) -> dict[str, Tensor]:
+        """This rank's reference scores up to the next sync, on the CPU; none where they are made before training."""
+        if self.fixed_reference:
+            return {}
+        return {key: values.cpu().contiguous() for key, values in self.reference.scores.items()}
+
+    def load_state_dict(self, state: dict[str, Any], reference_scores: dict[str, Tensor]) -> None:
+        """Go on where ``state_dict`` and ``reference_scores`` were taken."""
+        self.progress = Progress(**state["progress"])
+        if not self.fixed_reference:
+            self.reference.step = state["reference_step"]
+            self.reference.scores = {k: v.to(self.world.device) for k, v in reference_scores.items()}
+
+
+def change_since(
+    micro: Microbatch, scores: TokenScores, before: Mapping[str, float]
+) -> tuple[Tensor, Tensor]:
+    """([R] by how much each row's log-probability has changed against ``before`` (row key -> nats), nats; [R] bool: is it known)."""
+    old = torch.tensor([before.get(row.key, math.nan) for row in micro.sequences.rows], dtype=torch.float32)
+    old = old.to(scores.mask.device, non_blocking=True)
+    known = ~old.isnan() & scores.valid
+    return torch.where(scores.mask, scores.policy.detach(), 0.0).sum(dim=-1) - old, known
+
+
+def mean_log_ratio(micro: Microbatch, scores: TokenScores, before: Mapping[str, float]) -> Mean:
+    """The mean token log-ratio of the policy against ``before`` (row key -> nats), over the rows that it knows."""
+    change, known = change_since(micro, scores, before)
+    tokens = torch.where(known, scores.mask.sum(dim=-1), 0).sum()
+    return Mean(mean_where(change, known).sum, tokens)
 
 
 def token_count(batch: list[Example]) -> int:

@@ -12,10 +12,10 @@ from data import views
 from data.types import Example, Microbatch
 from models.distributed import World, sum_over_ranks
 from trainers.basic import BasicTrainer
-from trainers.losses.base import LossResult, Ratio, TokenScores
+from trainers.losses.base import LossResult, Mean, TokenScores
 
 
-class BCOTrainer(BasicTrainer):
+class BCOTrainer(BasicTrainer[None]):
     view = staticmethod(views.labelled)
 
     def __init__(
@@ -26,10 +26,10 @@ class BCOTrainer(BasicTrainer):
         policy.register_buffer("reward_totals", torch.zeros(4, dtype=torch.float64, device=world.device))
         self.totals = policy.get_buffer("reward_totals")
 
-    def units(self, batch: list[Example]) -> int:
+    def loss_denominator(self, batch: list[Example]) -> int:
         return len(batch)
 
-    def compute_loss(self, micro: Microbatch, scores: TokenScores) -> LossResult:
+    def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: None) -> LossResult:
         return self.loss(scores, micro.labels > 0, self.shift)
 
     @property
@@ -39,7 +39,7 @@ class BCOTrainer(BasicTrainer):
         total, count = self.totals[0::2], self.totals[1::2]
         return (total / count.clamp(min=1)).mean().float()
 
-    def after_backward(self, metrics: list[dict[str, Ratio]]) -> None:
+    def after_backward(self, metrics: list[dict[str, Mean]]) -> None:
         """The batch's rewards join the running means."""
         seen = [values[name] for values in metrics for name in ("reward_chosen", "reward_rejected")]
         batch = (

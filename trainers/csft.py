@@ -30,6 +30,23 @@ class ConditionedSFTTrainer(SFTTrainer):
         self.control = control_tokens(config)
 
     @classmethod
+    def check_settings(cls, config: Config) -> None:
+        tokens = config.loss["control_tokens"]
+        named = isinstance(tokens, dict) and set(tokens) == {"chosen", "rejected"}
+        require(
+            named and all(isinstance(text, str) and text for text in tokens.values()),
+            "loss.control_tokens",
+            tokens,
+            "give two texts, as in {chosen: <|good|>, rejected: <|bad|>}",
+        )
+        require(
+            tokens["chosen"] != tokens["rejected"],
+            "loss.control_tokens",
+            tokens,
+            "must be two different texts",
+        )
+
+    @classmethod
     def check(cls, config: Config, segment: Segment) -> None:
         control_tokens(config)
 

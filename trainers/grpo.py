@@ -9,16 +9,15 @@ from trainers.basic import BasicTrainer
 from trainers.losses.base import LossResult, TokenScores
 
 
-class GRPOTrainer(BasicTrainer):
+class GRPOTrainer(BasicTrainer[None]):
     view = staticmethod(views.weighted)
-    scales_rewards = False  # its beta weighs the KL penalty, not the log-ratio
 
-    def units(self, batch: list[Example]) -> int:
+    def loss_denominator(self, batch: list[Example]) -> int:
         if self.config.loss.get("normalization", "token") != "token":
-            return len(batch)  # each sequence is a unit of its own (eq. 1's 1/|y|, Dr. GRPO)
+            return len(batch)  # every sequence counts as one (eq. 1's 1/|y|, Dr. GRPO)
         return sum(len(row.completion_ids) for example in batch for row in example.rows)
 
-    def compute_loss(self, micro: Microbatch, scores: TokenScores) -> LossResult:
+    def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: None) -> LossResult:
         return self.loss(scores, micro.labels)
 
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from config.schema import Config
-from trainers.losses.base import Ratio, TokenScores, ratio
+from trainers.losses.base import Mean, TokenScores, mean_where
 from trainers.sampling import BetaConstants, detach_rejected, log_thresholds, rejected
 
 
 @dataclass(frozen=True)
-class Draw:
+class RejectionKey:
     """What a random rejection depends on, beside the seed: the step, and what identifies each of the R rows (``Sequence.key``)."""
 
     step: int
-    keys: Sequence[str]
+    rows: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -48,31 +48,29 @@ class Humanline:
         return log_ratio.clamp(self.log_epsilon_P, self.log_epsilon_R)
 
     def scores(
-        self, policy: Tensor, reference: Tensor, mask: Tensor, draw: Draw | None = None
+        self, policy: Tensor, reference: Tensor, mask: Tensor, key: RejectionKey | None = None
     ) -> TokenScores:
-        """TokenScores of policy and reference log-probabilities, [R, T] each. ``draw`` is read, and needed, by sampling alone."""
+        """TokenScores of policy and reference log-probabilities, [R, T] each. ``key`` is read, and needed, by sampling alone."""
         raw = policy - reference
-        log_ratio = (
-            self.clip(raw) if self.sampling is None else detach_rejected(raw, self._rejects(raw, draw))
-        )
+        log_ratio = self.clip(raw) if self.sampling is None else detach_rejected(raw, self._rejects(raw, key))
         return TokenScores(policy, reference, log_ratio, mask)
 
-    def metrics(self, scores: TokenScores, draw: Draw | None = None) -> dict[str, Ratio]:
+    def metrics(self, scores: TokenScores, key: RejectionKey | None = None) -> dict[str, Mean]:
         """``kl``: the mean raw token log-ratio; ``clipped_low`` / ``clipped_high``: the share of tokens beyond each bound; with sampling
-        ``rejected`` instead of them: the share of tokens that ``draw`` rejects."""
+        ``rejected`` instead of them: the share of tokens that ``key`` rejects."""
         raw = (scores.policy - scores.reference).detach()
-        kl = {"kl": ratio(raw, scores.mask)}
+        kl = {"kl": mean_where(raw, scores.mask)}
         if self.sampling is not None:
-            return kl | {"rejected": ratio(self._rejects(raw, draw).float(), scores.mask)}
+            return kl | {"rejected": mean_where(self._rejects(raw, key).float(), scores.mask)}
         return kl | {
-            "clipped_low": ratio((raw < self.log_epsilon_P).float(), scores.mask),
-            "clipped_high": ratio((raw > self.log_epsilon_R).float(), scores.mask),
+            "clipped_low": mean_where((raw < self.log_epsilon_P).float(), scores.mask),
+            "clipped_high": mean_where((raw > self.log_epsilon_R).float(), scores.mask),
         }
 
-    def _rejects(self, raw: Tensor, draw: Draw | None) -> Tensor:
+    def _rejects(self, raw: Tensor, key: RejectionKey | None) -> Tensor:
         """[R, T] bool: a function of seed, step, row and position alone, so the same on any number of ranks and however often asked."""
-        assert self.sampling is not None and draw is not None and len(draw.keys) == len(raw)
-        return rejected(raw, log_thresholds(self.sampling, self.seed, draw.step, draw.keys, raw.shape[1]))
+        assert self.sampling is not None and key is not None and len(key.rows) == len(raw)
+        return rejected(raw, log_thresholds(self.sampling, self.seed, key.step, key.rows, raw.shape[1]))
 
 
 OFF = Humanline()

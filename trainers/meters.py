@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models.distributed import sum_over_ranks
-from trainers.losses.base import Ratio
+from trainers.losses.base import Mean
 
 
 class Pending:
@@ -38,9 +38,9 @@ class Meters:
     """One step's metrics. Every rank adds the same names in the same order."""
 
     def __init__(self) -> None:
-        self.parts: dict[str, list[Ratio]] = {}
+        self.parts: dict[str, list[Mean]] = {}
 
-    def add(self, metrics: Mapping[str, Ratio]) -> None:
+    def add(self, metrics: Mapping[str, Mean]) -> None:
         for name, value in metrics.items():
             self.parts.setdefault(name, []).append(value)
 

@@ -1,4 +1,4 @@
-"""Losses on pairs (DPO and its relatives): one unit is a pair, chosen against rejected."""
+"""Losses on pairs (DPO and its relatives): one example is a pair, chosen against rejected."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from trainers.basic import BasicTrainer
 from trainers.losses.base import LossResult, TokenScores
 
 
-class PairedPreferenceTrainer(BasicTrainer):
-    unit = "pairs"
+class PairedPreferenceTrainer(BasicTrainer[None]):
+    counts = "pairs"
     rows_per_example = 2
     view = staticmethod(views.pairs)
 
-    def units(self, batch: list[Example]) -> int:
+    def loss_denominator(self, batch: list[Example]) -> int:
         return len(batch)
 
-    def compute_loss(self, micro: Microbatch, scores: TokenScores) -> LossResult:
+    def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: None) -> LossResult:
         chosen, rejected = scores.split(len(micro.examples))
         return self.loss(chosen, rejected)

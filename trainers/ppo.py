@@ -3,51 +3,85 @@ one -1, and a value head says what was to be expected."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from common.errors import require
+from config.schema import Config
 from data import views
-from data.types import Example, Microbatch
+from data.types import Example, Microbatch, Sequences
 from models.distributed import reshard, sum_over_ranks
-from models.reference import Reference
 from trainers.basic import BasicTrainer
-from trainers.humanline import Humanline
 from trainers.losses.base import LossResult, TokenScores
 from trainers.losses.ppo import gae
+from trainers.scorer import TokenScorer, rejection_key
 
 
-class OfflinePPOTrainer(BasicTrainer):
+@dataclass(frozen=True)
+class ValueScores(TokenScores):
+    """Token scores with the value head's estimates beside them."""
+
+    values: Tensor
+    """[R, T] the value of the state before each completion token; carries the gradient"""
+
+
+class ValueScorer(TokenScorer):
+    """Scores rows under a policy with a value head: one forward gives log-probabilities and values."""
+
+    def score(self, step: int, sequences: Sequences) -> ValueScores:
+        policy, values = self.policy(sequences, values=True)
+        reference = self.reference_logprobs(step, sequences, policy)
+        key = rejection_key(step, sequences)
+        scores = self.humanline.scores(policy, reference, sequences.mask, key)
+        return ValueScores(scores.policy, scores.reference, scores.log_ratio, scores.mask, values)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a microbatch's tokens are trained towards, [R, T] each, without gradient."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+class OfflinePPOTrainer(BasicTrainer[Targets]):
     view = staticmethod(views.labelled)
-    scales_rewards = False
+    scorer_class = ValueScorer
 
-    def units(self, batch: list[Example]) -> int:
+    @classmethod
+    def check_settings(cls, config: Config) -> None:
+        for key in ("gamma", "lam"):
+            value = config.loss[key]
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            require(number and 0 <= value <= 1, f"loss.{key}", value, "must be a number in [0, 1]")
+
+    def loss_denominator(self, batch: list[Example]) -> int:
         return sum(len(row.completion_ids) for example in batch for row in example.rows)
 
     @torch.no_grad()
-    def prepare(
-        self, batch: list[tuple[int, Microbatch]], reference: Reference, humanline: Humanline
-    ) -> None:
+    def prepare(self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer) -> list[Targets]:
         """Advantages and returns of every token from the values before this step, the advantages normalised over the global batch's
         completion tokens (population variance)."""
-        loss = self.config.loss
-        for _, micro in batch:
-            values = self.policy(micro.sequences, values=True)[1]
-            reshard(self.policy)
-            advantages, returns = gae(
-                values, micro.labels, micro.sequences.mask, gamma=loss["gamma"], lam=loss["lam"]
-            )
-            micro.scored |= {"advantages": advantages, "returns": returns}
-        mean, std = moments([(micro.scored["advantages"], micro.sequences.mask) for _, micro in batch])
-        for _, micro in batch:
-            normalised = (micro.scored["advantages"] - mean) / (std + 1e-8)
-            micro.scored["advantages"] = torch.where(micro.sequences.mask, normalised, 0.0)
+        targets = [self._targets(micro) for _, micro in batch]
+        masks = [micro.sequences.mask for _, micro in batch]
+        mean, std = moments([(t.advantages, mask) for t, mask in zip(targets, masks, strict=True)])
+        return [
+            Targets(torch.where(mask, (t.advantages - mean) / (std + 1e-8), 0.0), t.returns)
+            for t, mask in zip(targets, masks, strict=True)
+        ]
 
-    def logprobs(self, micro: Microbatch) -> Tensor:
-        policy, micro.scored["values"] = self.policy(micro.sequences, values=True)
-        return policy
+    def _targets(self, micro: Microbatch) -> Targets:
+        values = self.policy(micro.sequences, values=True)[1]
+        reshard(self.policy)
+        gamma = self.config.loss["gamma"]
+        lam = self.config.loss["lam"]
+        return Targets(*gae(values, micro.labels, micro.sequences.mask, gamma=gamma, lam=lam))
 
-    def compute_loss(self, micro: Microbatch, scores: TokenScores) -> LossResult:
-        return self.loss(scores, micro.scored["values"], micro.scored["advantages"], micro.scored["returns"])
+    def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: Targets) -> LossResult:
+        assert isinstance(scores, ValueScores), "made by scorer_class"
+        return self.loss(scores, scores.values, prepared.advantages, prepared.returns)
 
 
 def moments(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

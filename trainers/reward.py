@@ -9,9 +9,7 @@ from trainers.paired import PairedPreferenceTrainer
 
 
 class RewardTrainer(PairedPreferenceTrainer):
-    scales_rewards = False
-
-    def compute_loss(self, micro: Microbatch, scores: TokenScores) -> LossResult:
+    def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: None) -> LossResult:
         chosen, rejected = scores.split(len(micro.examples))
         rewards = (token_sum(side.policy, side.mask) for side in (chosen, rejected))
         return self.loss(*rewards, chosen.valid & rejected.valid)

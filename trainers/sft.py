@@ -8,11 +8,11 @@ from trainers.basic import BasicTrainer
 from trainers.losses.base import LossResult, TokenScores
 
 
-class SFTTrainer(BasicTrainer):
+class SFTTrainer(BasicTrainer[None]):
     view = staticmethod(views.demonstrations)
 
-    def units(self, batch: list[Example]) -> int:
+    def loss_denominator(self, batch: list[Example]) -> int:
         return sum(len(row.completion_ids) for example in batch for row in example.rows)
 
-    def compute_loss(self, micro: Microbatch, scores: TokenScores) -> LossResult:
+    def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: None) -> LossResult:
         return self.loss(scores)

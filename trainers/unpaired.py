@@ -1,8 +1,9 @@
-"""Losses on single examples (KTO): one unit is a sequence, desirable or not, judged against one KL estimate a global batch."""
+"""Losses on single examples (KTO): one example is a sequence, desirable or not, judged against one KL estimate a global batch."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError
 from config.schema import Config
@@ -10,16 +11,15 @@ from data import views
 from data.batches import Segment
 from data.types import Example, Microbatch
 from models.distributed import sum_over_ranks
-from models.reference import Reference, score
-from trainers.basic import BasicTrainer, draw
-from trainers.humanline import Humanline
+from trainers.basic import BasicTrainer
 from trainers.losses.base import LossResult, TokenScores
+from trainers.scorer import TokenScorer
 
 
-class UnpairedPreferenceTrainer(BasicTrainer):
+class UnpairedPreferenceTrainer(BasicTrainer[Tensor]):
     view = staticmethod(views.labelled)
 
-    def units(self, batch: list[Example]) -> int:
+    def loss_denominator(self, batch: list[Example]) -> int:
         return len(batch)
 
     def arrange(self, batch: list[Example]) -> list[Example]:
@@ -38,23 +38,21 @@ class UnpairedPreferenceTrainer(BasicTrainer):
                     "use a larger model.batch_size, or n_examples so that the last batch has two prompts",
                 )
 
-    def prepare(
-        self, batch: list[tuple[int, Microbatch]], reference: Reference, humanline: Humanline
-    ) -> None:
-        """z0 = max(0, mean of s over the global batch's mismatched rows), clipped like any other, no gradient (eq. 7)."""
+    def prepare(self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer) -> list[Tensor]:
+        """z0 for each microbatch, the same [] tensor (eq. 7), nats: max(0, mean of s over the global batch's mismatched rows).
+
+        These rows are clipped like any other. No gradient flows through z0.
+        """
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         for step, micro in batch:
             if micro.mismatched is not None:
-                policy = score(self.policy, micro.mismatched)
-                other = reference.lookup(step, micro.mismatched)
-                scores = humanline.scores(policy, other, micro.mismatched.mask, draw(step, micro.mismatched))
+                scores = scorer.score_without_gradient(step, micro.mismatched)
                 total += torch.stack(
                     [scores.sequence_log_ratio().double().sum(), scores.valid.sum().double()]
                 )
         sum_over_ranks(total)
         z0 = (total[0] / total[1].clamp(min=1)).clamp(min=0).float()
-        for _, micro in batch:
-            micro.scored["kl"] = z0
+        return [z0] * len(batch)
 
-    def compute_loss(self, micro: Microbatch, scores: TokenScores) -> LossResult:
-        return self.loss(scores, micro.labels > 0, micro.scored["kl"])
+    def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: Tensor) -> LossResult:
+        return self.loss(scores, micro.labels > 0, prepared)

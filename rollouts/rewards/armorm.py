@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -139,7 +140,7 @@ def gate_position(row: Row, end_id: int) -> int:
     return int(found[-1]) if len(found) else 0
 
 
-def armorm(config: RewardModelConfig, device: torch.device | str) -> ModelReward:
+def make(config: RewardModelConfig, device: torch.device | str, log_dir: Path | None = None) -> ModelReward:
     """The paper's reward model. Raises ConfigError."""
     place = Place(config, "reward.armorm")
     return ModelReward(config, place, ArmoRMHead(place.conversations.end_id), device)

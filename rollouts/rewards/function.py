@@ -120,3 +120,8 @@ def _verdict(value: Any) -> float | Missing:
         return float(value)
     except (TypeError, ValueError):
         return Missing(f"the function returned a {type(value).__name__}, not a number")
+
+
+def make(settings: FunctionConfig, device: object, log_dir: Path | None) -> FunctionReward:
+    """The reward of config/reward/function.yaml and adder.yaml; no device is used."""
+    return FunctionReward(settings, log_dir)

@@ -235,3 +235,8 @@ def _seconds(text: str | None) -> float:
         return max(0.0, float(text or 0))
     except ValueError:
         return 0.0
+
+
+def make(settings: JudgeConfig, device: object, log_dir: Path | None) -> JudgeReward:
+    """The reward of config/reward/judge.yaml; neither device nor log is used."""
+    return JudgeReward(settings)

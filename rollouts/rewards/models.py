@@ -216,7 +216,7 @@ class Classifier:
             settings.pad_token_id = given
 
 
-def classifier(config: ClassifierConfig, device: torch.device | str) -> ModelReward:
+def make(config: ClassifierConfig, device: torch.device | str, log_dir: Path | None = None) -> ModelReward:
     """A sequence classifier of the hub, or a Bradley-Terry model that this project exported. Raises
     ConfigError."""
     return ModelReward(config, Place(config, "reward.classifier", config.rendering), Classifier(), device)

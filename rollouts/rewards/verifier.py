@@ -83,3 +83,8 @@ def accuracy(completions: list[str], references: list[str | None]) -> list[float
         return [None if isinstance(v, Missing) else v for v in verifier.accuracy(references, completions)]
     finally:
         verifier.close()
+
+
+def make(settings: VerifierConfig, device: object, log_dir: Path | None) -> VerifierReward:
+    """The reward of config/reward/verifier.yaml; no device is used."""
+    return VerifierReward(settings, log_dir)

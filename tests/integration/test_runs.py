@@ -290,8 +290,8 @@ def test_gradients_that_are_not_finite_stop_the_run_after_n_and_leave_their_batc
     real = BasicTrainer.compute_loss
     from trainers.paired import PairedPreferenceTrainer
 
-    def poisoned(self, micro, scores):
-        result = real_paired(self, micro, scores)
+    def poisoned(self, micro, scores, prepared):
+        result = real_paired(self, micro, scores, prepared)
         if self.progress.step in (2, 4, 5, 6):
             return type(result)(result.total * float("nan"), result.metrics)
         return result

@@ -15,7 +15,7 @@ from models.export import full_state
 from models.policy import Policy
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import tiny_policy
-from trainers.basic import BasicTrainer, Progress
+from trainers.basic import BasicTrainer
 from trainers.losses.base import TokenScores
 
 STEPS = 7
@@ -144,8 +144,8 @@ def test_resuming_changes_nothing(tmp_path, overrides):
                 4,
                 stopped.policy,
                 stopped.optimizer,
-                dict(vars(stopped.progress)),
-                dict(stopped.reference.scores),
+                stopped.state_dict(),
+                stopped.reference_scores(),
             )
             raise StopHereError
 
@@ -153,14 +153,14 @@ def test_resuming_changes_nothing(tmp_path, overrides):
         run(config, segment, stopped, save_and_stop)
     resumed = make_trainer(config, tiny_policy(seed=9))
     state, scores = kept.load(kept.path(4), resumed.policy, resumed.optimizer)
-    state.pop("fresh_optimizer")
-    resumed.progress, resumed.reference.scores = Progress(**state), scores
+    resumed.load_state_dict(state, scores)
     rest = []
     watch = type(
         "W",
         (),
         {
             "before_step": lambda s: None,
+            "observe": lambda s, micro, scores: None,
             "done": lambda s: None,
             "after_step": lambda s, record: rest.append(record.pending.read()["loss"]),
         },

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Ratio(NamedTuple):
+class Mean(NamedTuple):
     """A mean kept as its two halves: adding those up over microbatches and ranks gives the exact mean of the global batch."""
 
     sum: Tensor
@@ -53,7 +53,7 @@ class LossResult:
 
     total: Tensor
     """[] float32, carries the gradient"""
-    metrics: dict[str, Ratio] = field(default_factory=dict)
+    metrics: dict[str, Mean] = field(default_factory=dict)
     """name -> (sum, count), both [] and without gradient"""
 
 
@@ -77,13 +77,13 @@ def agreement(margin: Tensor) -> Tensor:
 def paired_result(losses: Tensor, chosen: Tensor, rejected: Tensor, valid: Tensor) -> LossResult:
     """The LossResult of n pairs: ``losses`` [n] summed over the ``valid`` ones, and the rewards [n] that the loss compared."""
     metrics = {
-        "reward_chosen": ratio(chosen, valid),
-        "reward_rejected": ratio(rejected, valid),
-        "reward_accuracy": ratio(agreement(chosen - rejected), valid),
+        "reward_chosen": mean_where(chosen, valid),
+        "reward_rejected": mean_where(rejected, valid),
+        "reward_accuracy": mean_where(agreement(chosen - rejected), valid),
     }
     return LossResult(torch.where(valid, losses, 0.0).sum(), metrics)
 
 
-def ratio(values: Tensor, where: Tensor) -> Ratio:
-    """The mean of ``values`` where ``where`` is True, as a Ratio. Both of the same shape; what lies elsewhere does not matter."""
-    return Ratio(torch.where(where, values, 0.0).sum().detach(), where.sum())
+def mean_where(values: Tensor, where: Tensor) -> Mean:
+    """The mean of ``values`` where ``where`` is True, as a Mean. Both of the same shape; what lies elsewhere does not matter."""
+    return Mean(torch.where(where, values, 0.0).sum().detach(), where.sum())

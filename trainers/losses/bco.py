@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from trainers.losses.base import LossResult, TokenScores, agreement, ratio
+from trainers.losses.base import LossResult, TokenScores, agreement, mean_where
 
 
 def bco(
@@ -24,8 +24,8 @@ def bco(
     if density_ratio is not None:
         losses = losses * torch.where(scores.valid & ~desirable, density_ratio, 1.0)
     metrics = {
-        "reward_chosen": ratio(reward, scores.valid & desirable),
-        "reward_rejected": ratio(reward, scores.valid & ~desirable),
-        "reward_accuracy": ratio(agreement(gain), scores.valid),
+        "reward_chosen": mean_where(reward, scores.valid & desirable),
+        "reward_rejected": mean_where(reward, scores.valid & ~desirable),
+        "reward_accuracy": mean_where(agreement(gain), scores.valid),
     }
     return LossResult(torch.where(scores.valid, losses, 0.0).sum(), metrics)

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from trainers.losses.base import LossResult, TokenScores, agreement, ratio, token_mean
+from trainers.losses.base import LossResult, TokenScores, agreement, mean_where, token_mean
 
 
 def grpo(
@@ -50,11 +50,11 @@ def grpo(
     losses = -surrogate + beta * kl if beta else -surrogate
     s = scores.sequence_log_ratio()
     metrics = {
-        "reward_chosen": ratio(s, scores.valid & (advantages > 0)),
-        "reward_rejected": ratio(s, scores.valid & (advantages < 0)),
-        "reward_accuracy": ratio(agreement(s * advantages.sign()), scores.valid & (advantages != 0)),
-        "ratio_clipped": ratio(clipped.to(s.dtype), mask),
-        "kl_penalty": ratio(kl, mask),
+        "reward_chosen": mean_where(s, scores.valid & (advantages > 0)),
+        "reward_rejected": mean_where(s, scores.valid & (advantages < 0)),
+        "reward_accuracy": mean_where(agreement(s * advantages.sign()), scores.valid & (advantages != 0)),
+        "ratio_clipped": mean_where(clipped.to(s.dtype), mask),
+        "kl_penalty": mean_where(kl, mask),
     }
     return LossResult(
         torch.where(mask, losses / token_divisor(mask, normalization, max_tokens), 0.0).sum(), metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainers.losses.base import LossResult, TokenScores, agreement, ratio
+from trainers.losses.base import LossResult, TokenScores, agreement, mean_where
 
 
 def kto(
@@ -28,8 +28,8 @@ def kto(
     missing = torch.sigmoid(-beta * gain)  # 1 - sigmoid(x), which would round to 0 long before this does
     losses = torch.where(desirable, desirable_weight * missing, undesirable_weight * missing)
     metrics = {
-        "reward_chosen": ratio(beta * s, scores.valid & desirable),
-        "reward_rejected": ratio(beta * s, scores.valid & ~desirable),
-        "reward_accuracy": ratio(agreement(gain), scores.valid),
+        "reward_chosen": mean_where(beta * s, scores.valid & desirable),
+        "reward_rejected": mean_where(beta * s, scores.valid & ~desirable),
+        "reward_accuracy": mean_where(agreement(gain), scores.valid),
     }
     return LossResult(torch.where(scores.valid, losses, 0.0).sum(), metrics)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainers.losses.base import LossResult, TokenScores, agreement, ratio
+from trainers.losses.base import LossResult, TokenScores, agreement, mean_where
 from trainers.losses.grpo import clipped_surrogate
 
 
@@ -23,10 +23,10 @@ def ppo(scores: TokenScores, advantages: Tensor, *, cliprange: float, KL_coef: f
     kl = torch.where(mask, scores.policy - scores.reference, 0.0)
     s, row = scores.sequence_log_ratio(), A.sum(dim=-1)
     metrics = {
-        "reward_chosen": ratio(s, row > 0),
-        "reward_rejected": ratio(s, row < 0),
-        "reward_accuracy": ratio(agreement(s * row.sign()), row != 0),
-        "ratio_clipped": ratio(clipped.to(s.dtype), mask),
+        "reward_chosen": mean_where(s, row > 0),
+        "reward_rejected": mean_where(s, row < 0),
+        "reward_accuracy": mean_where(agreement(s * row.sign()), row != 0),
+        "ratio_clipped": mean_where(clipped.to(s.dtype), mask),
     }
     return LossResult((KL_coef * kl - surrogate).sum(), metrics)  # both are 0 off the mask
 
@@ -50,7 +50,7 @@ def ppo_with_critic(
     critic = torch.where(scores.mask, values - returns, 0.0).square() / 2
     return LossResult(
         result.total + critic_coef * critic.sum(),
-        result.metrics | {"critic_loss": ratio(critic, scores.mask)},
+        result.metrics | {"critic_loss": mean_where(critic, scores.mask)},
     )
 
 

@@ -15,9 +15,9 @@ from huggingface_hub import constants
 from omegaconf import OmegaConf
 
 from common.errors import ConfigError, DataError
-from config.load import typed
 from config.schema_benchmarks import AlpacaEvalConfig, LmEvalConfig
 from config.schema_eval import EvalStage
+from config.typed import typed
 from evals import alpaca, alpaca_files
 from evals.base import Target
 from evals.running import evaluate

@@ -11,8 +11,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from common.errors import ConfigError, StoppedError
-from config.load import typed
 from config.schema_eval import EvalStage
+from config.typed import typed
 from data import adder
 from data.chat import make_renderer
 from data.types import Completion

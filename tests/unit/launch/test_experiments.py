@@ -54,8 +54,8 @@ def test_row_of_table_3(row: tuple[str, bool, bool]) -> None:
             0.95,
             2048,
         )
-        assert config.reward is not None and config.reward.armorm is not None
-        assert config.reward.armorm.name_or_path == "RLHFlow/ArmoRM-Llama3-8B-v0.1"
+        assert config.reward_config.kind == "armorm"
+        assert config.reward_config.settings.name_or_path == "RLHFlow/ArmoRM-Llama3-8B-v0.1"
     else:
         assert config.n_examples == (10_000 if row[0] == "dpo" else 20_000), "10K pairs are 20K sequences"
 
@@ -85,8 +85,8 @@ def test_maths_recipe(experiment: str, humanline: bool, contexts: int) -> None:
     assert config.rounds.contexts * config.rounds.samples == 1600 * config.model.batch_size
     assert config.rounds.contexts % config.rounds.contexts_per_round == 0, "no short round"
     assert (config.sampler.temperature, config.sampler.top_p, config.sampler.max_tokens) == (0.7, 1.0, 2048)
-    assert config.reward is not None and config.reward.verifier is not None
-    weights = config.reward.verifier
+    assert config.reward_config.kind == "verifier"
+    weights = config.reward_config.settings
     assert (weights.accuracy, weights.format, weights.tag_count) == (8, 1, 1)
     assert config.loss["beta"] == 1e-4 and config.rounds.keeps_equal
     assert not humanline or 12 <= config.sync_freq <= 24

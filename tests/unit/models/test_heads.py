@@ -16,7 +16,8 @@ from models.heads import RewardModel, ValuePolicy
 from models.loading import load_sharded
 from models.policy import Policy, causal_lm, decoder_blocks
 from models.pretrained import load_policy, load_tokenizer
-from rollouts.rewards.models import Conversations, classifier
+from rollouts.rewards.models import Conversations
+from rollouts.rewards.models import make as classifier
 from tests.tiny import make_config, random_groups, tiny_llama
 
 CPU = torch.device("cpu")

@@ -9,7 +9,6 @@ import pytest
 from common.errors import ConfigError, DataError
 from config.schema_data import DataConfig
 from config.schema_rounds import RoundsConfig
-from config.schema_stages import LabelStage, SampleStage, plus, stage_settings
 from data.sources import load_groups
 from data.types import Completion, Prompt, Turn
 from rollouts.files import read_samples, refuse_existing, write_feedback, write_samples
@@ -102,28 +101,3 @@ def test_a_file_that_is_there_stays(tmp_path):
     with pytest.raises(ConfigError, match="overwrite_out=true"):
         refuse_existing(path, overwrite=False)
     refuse_existing(path, overwrite=True)
-
-
-def test_own_settings_stand_beside_those_of_a_run():
-    assert plus(["label.py", "in=a.json", "out=b", "reward=armorm", "input=x"], LabelStage) == [
-        "label.py",
-        "+in=a.json",
-        "+out=b",
-        "reward=armorm",
-        "input=x",
-    ]
-    given = {"in": "a.json", "out": "b.jsonl"}
-    stage = stage_settings(lambda key: given.pop(key, None), LabelStage)
-    assert (stage.samples, stage.out, stage.format) == ("a.json", "b.jsonl", "groups")
-    x = {"out": "x.jsonl"}
-    for bad, key in (
-        (x | {"format": "csv"}, "format"),
-        ({}, "out"),
-        (x | {"limit": 0}, "limit"),
-        (x | {"split": "dev"}, "split"),
-        ({"out": "x.json"}, "out"),
-        (x | {"format": "halos"}, "out"),
-    ):
-        with pytest.raises(ConfigError) as error:
-            stage_settings(lambda name, bad=bad: bad.get(name), SampleStage)
-        assert error.value.key == key

@@ -12,7 +12,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from common.errors import ConfigError
+from common.imports import import_function
 from config.schema_rewards import (
+    OWN_KEYS,
     ClassifierConfig,
     FunctionConfig,
     RewardConfig,
@@ -29,13 +31,13 @@ UNSET = {"path": "tests.unit.rollouts.reward_functions.lengths", "name_or_path":
 def read(file):
     """(the file as it is, the name of its section)"""
     raw = OmegaConf.to_container(OmegaConf.load(file))
-    return raw, next(key for key in raw if key not in ("name", "max_missing"))
+    return raw, next(key for key in raw if key not in OWN_KEYS)
 
 
 def load(file):
     raw, section = read(file)
     raw[section] = {key: UNSET[key] if value == "???" else value for key, value in raw[section].items()}
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RewardConfig), raw))
+    return RewardConfig.from_tree(raw)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -44,25 +46,37 @@ def test_shipped_files(file, monkeypatch):
     config = load(file)
     assert config.name == file.stem
     raw, section = read(file)
-    assert set(raw[section]) == {f.name for f in fields(getattr(config, section))}, (
+    assert config.kind == section
+    assert set(raw[section]) == {f.name for f in fields(config.settings)}, (
         "every key is there, with its comment"
     )
+    assert callable(import_function("reward._target_", config.target))
 
 
 def test_the_weights_are_the_papers():
-    config = load(ROOT / "config" / "reward" / "verifier.yaml").verifier
+    config = load(ROOT / "config" / "reward" / "verifier.yaml").settings
     assert (config.accuracy, config.format, config.tag_count) == (8, 1, 1)
+
+
+def changed(without=None, **changes):
+    """The shipped verifier with other keys."""
+    tree = OmegaConf.to_container(OmegaConf.load(ROOT / "config" / "reward" / "verifier.yaml")) | changes
+    return RewardConfig.from_tree({key: value for key, value in tree.items() if key != without})
 
 
 @pytest.mark.parametrize(
     ("make", "key"),
     [
-        (lambda: RewardConfig(name="x"), "reward"),
-        (
-            lambda: RewardConfig(name="x", verifier=VerifierConfig(), function=FunctionConfig(path="a.b")),
-            "reward",
-        ),
-        (lambda: RewardConfig(name="x", verifier=VerifierConfig(), max_missing=1.5), "reward.max_missing"),
+        (lambda: changed(without="verifier"), "reward"),
+        (lambda: changed(function={"path": "a.b"}), "reward"),
+        (lambda: changed(max_missing=1.5), "reward.max_missing"),
+        (lambda: changed(max_missing=True), "reward.max_missing"),
+        (lambda: changed(needs_reference="yes"), "reward.needs_reference"),
+        (lambda: changed(name=None), "reward.name"),
+        (lambda: changed(settings_type="nowhere.Config"), "reward.settings_type"),
+        (lambda: changed(settings_type="json.dumps"), "reward.settings_type"),
+        (lambda: changed(verifier={"accuracy": 8, "acuracy": 1}), "reward.verifier.acuracy"),
+        (lambda: changed(verifier={"workers": "many"}), "reward.verifier.workers"),
         (lambda: FunctionConfig(path="reward"), "reward.function.path"),
         (lambda: FunctionConfig(path="a.b", workers=0), "reward.function.workers"),
         (lambda: FunctionConfig(path="a.b", timeout=0), "reward.function.timeout"),
@@ -87,7 +101,7 @@ def test_a_verifier_without_its_package_is_refused_with_the_remedy(monkeypatch, 
     (tmp_path / "math_verify.py").write_text("raise ImportError('not here')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="pip install 'math-verify"):
-        make_reward(RewardConfig(name="verifier", verifier=VerifierConfig()))
+        make_reward(RewardConfig.of_kind("verifier", VerifierConfig()))
 
 
 def test_settings_and_the_judge_need_no_torch():

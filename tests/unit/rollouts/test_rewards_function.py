@@ -20,6 +20,7 @@ from rollouts.rewards.base import Checked, Missing, RewardError
 from rollouts.rewards.factory import make_reward
 from rollouts.rewards.function import verdicts
 from rollouts.rewards.pool import Pool
+from tests.tiny import make_config
 from tests.unit.rollouts import reward_functions
 
 HERE = "tests.unit.rollouts.reward_functions"
@@ -30,9 +31,7 @@ def prompt(text="q", reference=None):
 
 
 def function(name, max_missing=0.0, **settings):
-    return RewardConfig(
-        name="f", max_missing=max_missing, function=FunctionConfig(path=f"{HERE}.{name}", **settings)
-    )
+    return RewardConfig.of_kind("function", FunctionConfig(path=f"{HERE}.{name}", **settings), max_missing)
 
 
 @pytest.fixture
@@ -133,7 +132,7 @@ def hanging(_):
 )
 def test_what_cannot_be_imported_is_refused_at_start(path, message):
     with pytest.raises(ConfigError, match=message) as error:
-        make_reward(RewardConfig(name="f", function=FunctionConfig(path=path)))
+        make_reward(RewardConfig.of_kind("function", FunctionConfig(path=path)))
     assert str(error.value).startswith("reward.function.path=")
 
 
@@ -189,16 +188,15 @@ def test_what_a_function_printed_before_it_was_killed_is_in_the_log(tmp_path):
 def test_a_module_that_fails_to_import_is_refused_with_its_line(tmp_path, monkeypatch, text, told):
     (tmp_path / "faulty.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    config = RewardConfig(name="f", function=FunctionConfig(path="faulty.f"))
+    config = RewardConfig.of_kind("function", FunctionConfig(path="faulty.f"))
     with pytest.raises(ConfigError, match=told):
         make_reward(config, log_dir=tmp_path / "logs")
     assert not (tmp_path / "logs").exists()
 
 
 def test_the_embedded_task(make):
-    config = RewardConfig(
-        name="adder", function=FunctionConfig(path="rollouts.rewards.tasks.adder", conversational=False)
-    )
+    config = make_config("online=true").reward_config
+    assert config.needs_reference
     prompts, texts = [addition(7, 8), addition(12, 9), addition(1, 2)], ["7+8=15;0+0+1=1;15", "nonsense", "3"]
     assert make(config).score(prompts, texts) == rewards(texts, [p.reference for p in prompts])
 

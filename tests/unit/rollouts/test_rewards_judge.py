@@ -335,7 +335,7 @@ def test_no_more_tokens_than_the_cap_by_the_endpoints_count(endpoint):
 def test_through_the_factory_too_many_missing_stop_the_run(endpoint):
     endpoint.behave = lambda handler, text: handler.reply("no comment") is None if len(text) > 6 else False
     section = judge(endpoint, retries=0).config
-    reward = make_reward(RewardConfig(name="judge", max_missing=0.2, judge=section))
+    reward = make_reward(RewardConfig.of_kind("judge", section, 0.2))
     with pytest.raises(RewardError, match="no score in the judge's reply"):
         reward.score([PROMPT] * 9, texts(9))
 

@@ -28,7 +28,8 @@ from rollouts.rewards import models
 from rollouts.rewards.armorm import ArmoRM, ArmoRMHead, armorm, gate_position
 from rollouts.rewards.base import Missing
 from rollouts.rewards.factory import make_reward
-from rollouts.rewards.models import by_length, classifier
+from rollouts.rewards.models import by_length
+from rollouts.rewards.models import make as classifier
 from tests.unit.data.tiny_tokenizers import tiny_tokenizer
 
 TINY = {
@@ -338,7 +339,7 @@ def test_armorms_head_stays_float32_under_a_bfloat16_backbone(tmp_path):
 def test_release_and_score_again(tmp_path):
     path = save_armorm(tmp_path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    reward = make_reward(RewardConfig(name="armorm", armorm=armo(path)), device)
+    reward = make_reward(RewardConfig.of_kind("armorm", armo(path)), device)
     reward.release()  # before anything was loaded
     before = reward.score(PROMPTS, TEXTS)
     reward.release()

@@ -140,7 +140,7 @@ def test_it_works_off_the_main_thread(verifier):
 
 def test_weights_and_parts():
     pytest.importorskip("math_verify")
-    reward = make_reward(RewardConfig(name="verifier", max_missing=0.5, verifier=VerifierConfig(workers=1)))
+    reward = make_reward(RewardConfig.of_kind("verifier", VerifierConfig(workers=1), 0.5))
     ask = [Prompt((Turn("user", "q"),), reference) for reference in ("4", "4", "4", None)]
     texts = [think_answer("2+2", "4"), think_answer("2+2", "5"), "4", think_answer("", "4")]
     assert reward.score(ask, texts) == [10.0, 2.0, 8.0, None]

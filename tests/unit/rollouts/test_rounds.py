@@ -206,6 +206,6 @@ def test_what_cannot_be_honoured_is_refused(overrides, key):
 
 
 def test_the_data_set_brings_its_reward():
-    assert make_config("online=true").reward.name == "adder"
-    assert make_config("online=true", "reward=verifier").reward.name == "verifier"
+    assert make_config("online=true").reward_config.name == "adder"
+    assert make_config("online=true", "reward=verifier").reward_config.name == "verifier"
     assert make_config("data=hub", "data.path=a/b").reward is None

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainers.humanline import OFF, Draw, Humanline
+from trainers.humanline import OFF, Humanline, RejectionKey
 from trainers.sampling import BetaConstants
 
 PAPER = Humanline(-1.5, 1.5)
@@ -74,19 +74,19 @@ SAMPLING = Humanline(sampling=BetaConstants(10.0, 10.0, 2.0, 20.0, 2.0, 20.0), s
 def rejecting(rows: int, width: int, step: int = 5, keys: list[str] | None = None):
     random = torch.Generator().manual_seed(0)
     policy = (2 * torch.randn(rows, width, generator=random)).requires_grad_()
-    mask, draw = (
+    mask, key = (
         torch.ones(rows, width, dtype=torch.bool),
-        Draw(step, keys or [f"row {r}" for r in range(rows)]),
+        RejectionKey(step, keys or [f"row {r}" for r in range(rows)]),
     )
-    return policy, SAMPLING.scores(policy, torch.zeros(rows, width), mask, draw), draw
+    return policy, SAMPLING.scores(policy, torch.zeros(rows, width), mask, key), key
 
 
 def test_rejected_tokens_keep_their_value_and_lose_their_gradient():
-    policy, scores, draw = rejecting(8, 50)
+    policy, scores, key = rejecting(8, 50)
     assert torch.equal(scores.log_ratio, policy)
     gradient = torch.autograd.grad(scores.log_ratio.sum(), policy)[0]
     assert set(gradient.unique().tolist()) == {0.0, 1.0}
-    found = SAMPLING.metrics(scores, draw)
+    found = SAMPLING.metrics(scores, key)
     assert set(found) == {"kl", "rejected"}
     assert float(found["rejected"].sum) == int((gradient == 0).sum()) and int(found["rejected"].count) == 400
 
@@ -98,12 +98,14 @@ def test_the_draw_is_the_rows_own():
     for rows, width in ([4, 1], 40), ([2], 17):
         part = policy.detach()[rows, :width].requires_grad_()
         mask = torch.ones(len(rows), width, dtype=torch.bool)
-        scores = SAMPLING.scores(part, torch.zeros_like(part), mask, Draw(5, [f"row {r}" for r in rows]))
+        scores = SAMPLING.scores(
+            part, torch.zeros_like(part), mask, RejectionKey(5, [f"row {r}" for r in rows])
+        )
         assert torch.equal(torch.autograd.grad(scores.log_ratio.sum(), part)[0] > 0, passed[rows, :width])
     again, other, _ = rejecting(6, 40, step=6)
     assert not torch.equal(torch.autograd.grad(other.log_ratio.sum(), again)[0] > 0, passed)
 
 
-def test_sampling_without_a_draw_is_a_mistake():
+def test_sampling_without_a_key_is_a_mistake():
     with pytest.raises(AssertionError):
         SAMPLING.scores(torch.zeros(1, 3), torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))

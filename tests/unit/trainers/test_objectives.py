@@ -120,8 +120,9 @@ def test_ppo_pays_at_the_last_token_and_normalises_over_the_batch(tmp_path):
     config = engine_config(tmp_path, "ppo", "model.batch_size=8", "model.gradient_accumulation_steps=4")
     trainer, segment = make_trainer(config, policy_for("ppo")), make_segment(config, pairs=4)
     micros = trainer.microbatches(segment.batch(0))
-    trainer.prepare([(0, micro) for micro in micros], trainer.reference, trainer.humanline)
-    scaled = torch.cat([m.scored["advantages"][m.sequences.mask] for m in micros]).double()
+    targets = trainer.prepare([(0, micro) for micro in micros], trainer.scorer)
+    found = zip(micros, targets, strict=True)
+    scaled = torch.cat([t.advantages[m.sequences.mask] for m, t in found]).double()
     assert float(scaled.mean()) == pytest.approx(0, abs=1e-6) and float(
         scaled.std(correction=0)
     ) == pytest.approx(1, abs=1e-5)
@@ -134,10 +135,10 @@ def test_ppo_pays_at_the_last_token_and_normalises_over_the_batch(tmp_path):
     np.testing.assert_allclose(scaled.numpy(), (raw - raw.mean()) / raw.std(), atol=1e-5)
     assert all(
         torch.equal(
-            m.scored["returns"],
+            t.returns,
             gae(torch.zeros(m.sequences.mask.shape), m.labels, m.sequences.mask, gamma=0.99, lam=0.95)[1],
         )
-        for m in micros
+        for m, t in zip(micros, targets, strict=True)
     )
 
 
@@ -155,7 +156,7 @@ def test_control_tokens_stand_between_prompt_and_completion_and_are_not_learned(
     batch = [Example("p", (Sequence(prompt, answer),), 1.0), Example("p", (Sequence(prompt, answer),), -1.0)]
     rows = [e.rows[0] for e in trainer.arrange(batch)]
     assert [r.prompt_ids.tolist() for r in rows] == [[*prompt, 16], [*prompt, 18]]
-    assert all(r.completion_ids.tolist() == [7, 7, 1] for r in rows) and trainer.units(batch) == 6
+    assert all(r.completion_ids.tolist() == [7, 7, 1] for r in rows) and trainer.loss_denominator(batch) == 6
     long = Sequence(np.arange(8, dtype=np.int32), np.full(4, 7, np.int32))
     (cut,) = trainer.arrange([Example("p", (long,), 1.0)])
     assert len(cut.rows[0]) == 12 and cut.rows[0].prompt_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 16]

@@ -66,13 +66,14 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
         segment = make_segment(config, pairs=5, longest=20)  # a short last batch too
         other = Reference()
         other.refresh(tiny_policy(seed=3), 0, trainer.upcoming(segment, 0, 0))
-        trainer.reference = other
         batch = segment.batch(0)
         micros = trainer.microbatches(batch)
-        trainer.prepare([(0, micro) for micro in micros], other, trainer.humanline)
-        for micro in micros:
-            scores = trainer.score(0, micro, other, trainer.humanline)
-            (trainer.compute_loss(micro, scores).total / trainer.units(batch)).backward()
+        scorer = trainer.scorer_with(other, trainer.scorer.humanline)
+        found = trainer.prepare([(0, micro) for micro in micros], scorer)
+        for micro, prepared in zip(micros, found, strict=True):
+            scores = scorer.score(0, micro.sequences)
+            result = trainer.compute_loss(micro, scores, prepared)
+            (result.total / trainer.loss_denominator(batch)).backward()
         gradients.append(torch.cat([local(p.grad).flatten() for p in trainer.policy.parameters()]))
         norms.append(gradients[-1].norm())
     assert norms[0] > 1e-3

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from config.schema import RESERVED_LOSS_KEYS
+from config.schema_trainer import loss_numbers
 from trainers.humanline import OFF, Humanline
 from trainers.losses.base import LossResult, TokenScores, token_sum
 
@@ -24,6 +25,7 @@ class Loss:
     name: str
     trainer: str
     reference: bool
+    numbers: dict[str, Any]
     function: Callable[..., LossResult]
 
     def __call__(self, scores: TokenScores, labels: Tensor) -> LossResult:
@@ -45,10 +47,10 @@ def load(path: Path) -> Loss:
     cfg = OmegaConf.load(path)
     trainer = next(entry["/trainer"] for entry in cfg.defaults if "/trainer" in entry)
     numbers = OmegaConf.to_container(cfg.loss, resolve=False)
-    call = OmegaConf.create(
-        {k: v for k, v in numbers.items() if k not in RESERVED_LOSS_KEYS or k in ("_target_", "_partial_")}
-    )
-    return Loss(cfg.loss.name, trainer, cfg.loss.reference, instantiate(call))
+    trainer_keys = OmegaConf.load(FILES[0].parents[1] / "trainer" / f"{trainer}.yaml").loss_keys
+    taken = loss_numbers(numbers, trainer_keys)
+    call = OmegaConf.create(taken | {"_target_": numbers["_target_"], "_partial_": True})
+    return Loss(cfg.loss.name, trainer, cfg.loss.reference, taken, instantiate(call))
 
 
 @dataclass

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from config.schema import RESERVED_LOSS_KEYS
 from tests.unit.trainers.losses.family import FILES, RANGE, Batch, load, random_batch
 from trainers.humanline import OFF
 from trainers.losses.base import TokenScores
@@ -46,14 +45,13 @@ def test_the_files_are_found():
 def test_the_yaml_names_the_file_and_numbers_that_the_function_takes(path):
     loss = OmegaConf.load(path).loss
     assert loss.name == path.stem
-    assert loss._partial_ is True
     assert isinstance(loss.reference, bool)
     numbers = {
         name
         for name, p in inspect.signature(load(path).function.func).parameters.items()
         if p.kind is inspect.Parameter.KEYWORD_ONLY
     }
-    assert set(loss) - set(RESERVED_LOSS_KEYS) == numbers
+    assert set(load(path).numbers) == numbers
 
 
 @every_loss

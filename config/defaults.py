@@ -1,0 +1,55 @@
+"""Defaults stand once, in the yaml files that people read. The dataclasses of the schema take theirs from there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import field
+from functools import cache
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+
+from config.files import FOLDER
+
+T = TypeVar("T")
+
+
+def yaml_defaults(*places: str) -> Callable[[type[T]], type[T]]:
+    """Give the fields of a class the values that they have in config/, before ``dataclass`` reads them.
+
+    ``places``: files of config/, each with an optional section, as in ``config.yaml:rounds``; the first one that has a key gives
+    its value. A field that no place has, or that has a default of its own, stays as it is.
+    """
+
+    def fill(cls: type[T]) -> type[T]:
+        for name in cls.__annotations__:
+            if name not in vars(cls) and (found := _value(places, name)) is not MISSING:
+                factory = isinstance(found, list | dict)
+                default = field(default_factory=lambda v=found: copy.deepcopy(v)) if factory else found
+                setattr(cls, name, default)
+        return cls
+
+    return fill
+
+
+MISSING: Any = object()
+
+
+def _value(places: tuple[str, ...], name: str) -> Any:
+    for place in places:
+        values = section(place)
+        if name in values:
+            return values[name]
+    return MISSING
+
+
+@cache
+def section(place: str) -> Mapping[str, Any]:
+    """What stands at ``file.yaml:dotted.section`` of config/, interpolations as they are written."""
+    file, _, dotted = place.partition(":")
+    tree: Any = OmegaConf.to_container(OmegaConf.load(FOLDER / file), resolve=False)
+    for key in filter(None, dotted.split(".")):
+        tree = tree[key]
+    assert isinstance(tree, dict), f"{place} is no section"
+    return tree

@@ -1,0 +1,36 @@
+"""Settings that an older version wrote, as today's schema names them: runs made then are read, evaluated and gone on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from config.defaults import section
+from config.files import FOLDER
+
+
+def as_today(tree: dict[str, Any]) -> dict[str, Any]:
+    """What a run's config.yaml says, with the keys that its version did not have and without those that are gone."""
+    tree = dict(tree)
+    if isinstance(loss := tree.get("loss"), dict):
+        tree["loss"] = {key: value for key, value in loss.items() if key != "_partial_"}
+    if isinstance(trainer := tree.get("trainer"), dict) and "loss_keys" not in trainer:
+        tree["trainer"] = trainer | _of_target("trainer", trainer.get("_target_"))
+    if isinstance(reward := tree.get("reward"), dict) and "_target_" not in reward:
+        given = {key: value for key, value in reward.items() if value is not None}
+        kind = next((key for key in given if key not in ("name", "max_missing")), None)
+        today = next(
+            (f for f in _files("reward") if kind in f and f["name"] in (kind, reward.get("name"))), {}
+        )
+        traits = ("needs_reference", "_target_", "settings_type")
+        tree["reward"] = given | {key: today[key] for key in traits if key in today}
+    return tree
+
+
+def _of_target(group: str, target: Any) -> dict[str, Any]:
+    """The file of a group that names this class; {} where none does."""
+    return next((file for file in _files(group) if file.get("_target_") == target), {})
+
+
+def _files(group: str) -> list[dict[str, Any]]:
+    return [dict(section(f"{group}/{path.name}")) for path in sorted(Path(FOLDER / group).glob("*.yaml"))]

@@ -1,0 +1,39 @@
+"""What a trainer accepts, as its yaml in config/trainer says it: nothing else in the code knows trainers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import require
+from config.defaults import yaml_defaults
+
+RESERVED_LOSS_KEYS = ("name", "_target_", "reference")
+"""Keys of ``loss`` that neither the loss function nor its trainer takes for a number."""
+
+
+@dataclass
+@yaml_defaults("trainer/paired.yaml")
+class TrainerConfig:
+    """The class that trains, and which settings go with it."""
+
+    online: bool
+    feedback: list[str]
+    labelled_examples: bool
+    logprob_range: bool
+    beta_scales_rewards: bool
+    loss_keys: list[str]
+    name: str = "???"
+    _target_: str = "???"
+
+
+def loss_numbers(loss: dict[str, Any], trainer_keys: Sequence[str]) -> dict[str, Any]:
+    """The settings that the loss function itself takes: those of ``loss`` without what names it and what its trainer reads."""
+    return {key: value for key, value in loss.items() if key not in (*RESERVED_LOSS_KEYS, *trainer_keys)}
+
+
+def check_trainer_keys(loss: dict[str, Any], trainer: TrainerConfig) -> None:
+    """Raise ConfigError for a setting of the loss that its trainer reads and that is missing."""
+    for key in trainer.loss_keys:
+        require(key in loss, f"loss.{key}", "???", f"loss={loss['name']} needs it")

@@ -1,0 +1,86 @@
+"""A mapping as a dataclass of settings: unknown keys, wrong types and missing values are refused by name."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import is_dataclass
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
+
+from common.errors import ConfigError, require
+
+T = TypeVar("T")
+
+
+def typed(cfg: DictConfig, schema: type[T], prefix: str = "") -> T:
+    """``cfg`` as the dataclass ``schema``. ``prefix``: where it stands among all settings, as in ``reward.judge.``, for messages.
+
+    Raises ConfigError: an unknown key (with the nearest known one), a wrong type, a missing value, a value out of range, an
+    impossible combination.
+    """
+    raw = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(raw, dict)
+    _refuse_unknown({str(key): value for key, value in raw.items()}, schema, prefix)
+    cfg = OmegaConf.create(_infinities(raw))
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
+        config = OmegaConf.to_object(merged)
+    except MissingMandatoryValue as error:
+        key = (error.full_key or "").removeprefix(f"{schema.__name__}.")
+        raise ConfigError(prefix + key, "???", "has no default; set it on the command line") from error
+    except (ValidationError, ConfigKeyError) as error:
+        key = error.full_key or "config"
+        first_line = str(error.msg or error).splitlines()[0]
+        raise ConfigError(prefix + key, OmegaConf.select(cfg, key), f"{first_line} (wrong type)") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(prefix + (error.full_key or "config"), "?", str(error).splitlines()[0]) from error
+    assert isinstance(config, schema)
+    return config
+
+
+def _infinities(tree: Any) -> Any:
+    """``tree`` with yaml's words for infinity as numbers: on the command line Hydra reads ``.inf`` as a text."""
+    if isinstance(tree, dict):
+        return {key: _infinities(value) for key, value in tree.items()}
+    return (
+        {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf}.get(tree, tree)
+        if isinstance(tree, str)
+        else tree
+    )
+
+
+def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str) -> None:
+    """Raise ConfigError for a key that the schema does not have: it would be read by nobody."""
+    known = get_type_hints(schema)
+    for key, value in raw.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            did_you_mean = (
+                f"; did you mean {prefix}{near[0]}?" if near else f"; known here: {', '.join(sorted(known))}"
+            )
+            raise ConfigError(
+                f"{prefix}{key}", value, f"is not a setting, nothing would read it{did_you_mean}"
+            )
+        if known[key] == dict[str, str] | None:
+            require(
+                isinstance(value, dict | None), prefix + key, value, "is a mapping, as in {prompt: question}"
+            )
+        section = _dataclass_in(known[key])
+        if section is None:
+            continue
+        if isinstance(value, dict):
+            _refuse_unknown(value, section, f"{prefix}{key}.")
+        for i, part in enumerate(value if isinstance(value, list) else []):
+            required = "a mapping, as in {name: hh, weight: 0.7}"
+            require(isinstance(part, dict), f"{prefix}{key}[{i}]", part, f"is one of {key}: {required}")
+            _refuse_unknown(part, section, f"{prefix}{key}[{i}].")
+
+
+def _dataclass_in(hint: Any) -> Any:
+    """The dataclass that a type is, or is a list of, or may be None instead of; None where it is no such type."""
+    if is_dataclass(hint):
+        return hint
+    return next((found for part in get_args(hint) if (found := _dataclass_in(part)) is not None), None)

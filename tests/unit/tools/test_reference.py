@@ -1,0 +1,46 @@
+"""The pages of docs/ that are made from the code: as the code is now, and without a gap."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from tools.reference import settings_of
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_made_pages_are_up_to_date():
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.reference", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def leaves(tree, prefix=""):
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key
+
+
+def test_every_key_is_there_with_its_comment():
+    text = (ROOT / "config" / "config.yaml").read_text()
+    found = {s.key: s for _, s in settings_of(text) if s is not None}
+    keys = {k for k in leaves(yaml.safe_load(text)) if not k.startswith(("defaults", "hydra"))}
+    assert keys <= set(found)
+    assert [key for key in keys if not found[key].comment] == []
+
+
+def test_comments_go_on_over_lines_and_sections_nest():
+    text = "# -- one part -----\na: 1   # first\n        # second\nb:   # of b\n  c: [x, y]  # of c\n"
+    assert [(part, s and tuple(s)) for part, s in settings_of(text)] == [
+        ("one part", None),
+        ("one part", ("a", "1", "first second")),
+        ("one part", ("b", "", "of b")),
+        ("one part", ("b.c", "[x, y]", "of c")),
+    ]

@@ -1,0 +1,188 @@
+"""Write the two pages of docs/ that are made from the code: settings.md from the yaml comments, map.md from the docstrings.
+
+python -m tools.reference            # write both
+python -m tools.reference --check    # exit 1 if either is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+MADE = "<!-- made by python -m tools.reference; do not edit -->\n"
+ROOMS = {
+    "common": "what every room needs",
+    "config": "every setting, typed and checked before torch is imported",
+    "data": "what is trained on",
+    "models": "the policy, its reference, sharding and checkpoints",
+    "trainers": "the method and nothing else",
+    "trainers/losses": "one pure function a file",
+    "rollouts": "rounds as a source of groups",
+    "rollouts/rewards": "what scores an answer",
+    "jobs": "one run from settings to exported model",
+    "reports": "what people look at",
+    "evals": "what is measured after training",
+    "launch": "many runs: sweeps, Slurm, tables",
+    "study": "the paper's comparisons in miniature",
+    "benchmarks": "what a step costs",
+    "tools": "what made the files of this repository",
+}
+GROUPS = {
+    "model": ("base", "what is trained"),
+    "data": ("_base", "what it is trained on"),
+    "loss": (None, "the objective"),
+    "trainer": (None, "what a trainer accepts; the loss chooses it"),
+    "sampler": (None, "who samples, online"),
+    "reward": (None, "what scores samples"),
+}
+
+
+PROGRAMS = {
+    "config.yaml": "A run",
+    "eval.yaml": "`eval.py`",
+    "sample.yaml": "`sample.py`",
+    "label.yaml": "`label.py`",
+}
+
+
+class Setting(NamedTuple):
+    """One key of a yaml file: its dotted name, default as written, and comment."""
+
+    key: str
+    default: str
+    comment: str
+
+
+_LINE = re.compile(
+    r"^(?P<indent> *)(?P<key>[\w-]+):(?: +(?P<value>[^#\s'\"|][^#]*?|'[^']*'|\"[^\"]*\"))?\s*(?:# ?(?P<comment>.*))?$"
+)
+
+
+def settings_of(text: str) -> Iterator[tuple[str, Setting | None]]:
+    """(section heading, setting) of a yaml file in order; a heading without setting where one begins."""
+    stack: list[tuple[int, str]] = []
+    current: list[str] | None = None
+    section = ""
+    for line in [*text.splitlines(), "end: end"]:
+        continued = re.match(r"^\s{8,}# (.*)$", line)
+        if continued and current is not None:
+            current[2] += f" {continued[1].strip()}"
+            continue
+        if current is not None:
+            yield section, Setting(*current)
+            current = None
+        if heading := re.match(r"^# -- (.+?) -+$", line):
+            section = heading[1]
+            yield section, None
+        found = _LINE.match(line)
+        if found is None or found["key"] in ("defaults", "hydra", "end"):
+            continue
+        depth = len(found["indent"])
+        stack = [(at, key) for at, key in stack if at < depth]
+        stack.append((depth, found["key"]))
+        if found["value"] is not None or found["comment"]:
+            current = [".".join(key for _, key in stack), found["value"] or "", found["comment"] or ""]
+
+
+def table(settings: list[Setting], prefix: str = "") -> list[str]:
+    """A markdown table of settings."""
+
+    def cell(text: str) -> str:
+        return text.strip().replace("|", "\\|").replace("<", "&lt;")
+
+    rows = [
+        f"| `{prefix}{s.key}` | {f'`{cell(s.default)}`' if s.default else ''} | {cell(s.comment)} |"
+        for s in settings
+    ]
+    return ["| setting | default | meaning |", "|---|---|---|", *rows, ""]
+
+
+def settings_page() -> str:
+    """docs/settings.md: every key of config/ with its default and its comment."""
+    out = [
+        MADE,
+        "# Settings\n",
+        "Every setting can be given on the command line: `python train.py loss=kto lr=1e-5`. A setting that nothing reads, or that",
+        "cannot be honoured, is refused before anything is loaded. `python train.py --cfg job` shows them as a run would have them.\n",
+    ]
+    for file, title in PROGRAMS.items():
+        out.append(f"## {title}\n")
+        rows: list[Setting] = []
+        for section, setting in settings_of((ROOT / "config" / file).read_text()):
+            if setting is None:
+                out += [*(table(rows) if rows else []), f"### {section[0].upper()}{section[1:]}\n"]
+                rows = []
+            else:
+                rows.append(setting)
+        out += table(rows)
+    for group, (base, what) in GROUPS.items():
+        out.append(f"## `{group}=`: {what}\n")
+        files = sorted(
+            (ROOT / "config" / group).glob("*.yaml"), key=lambda p: p.stem not in (base, f"_{base}")
+        )
+        for path in files:
+            out += group_file(group, path, base)
+        out.append("")
+    return "\n".join(out)
+
+
+def group_file(group: str, path: Path, base: str | None) -> Iterator[str]:
+    """The part of settings.md for one file of a group: all of its own settings, or of a file with a base only what it says it is."""
+    text = path.read_text()
+    about = " ".join(m[1] for m in re.finditer(r"^# (?!@package)(.*)$", text.split("\n\n")[0], re.MULTILINE))
+    if base is not None and path.stem not in (base, f"_{base}"):
+        if not path.stem.startswith("_"):
+            yield f"- `{group}={path.stem}`: {about}"
+        return
+    title = f"Every file of config/{group}" if base is not None else f"`{group}={path.stem}`"
+    yield f"### {title}\n\n{about}\n"
+    settings = [setting for _, setting in settings_of(text) if setting is not None]
+    inside = [s for s in settings if s.key.startswith(f"{group}.")]
+    yield from table(inside or settings, "" if inside else f"{group}.")
+
+
+def first_sentence(path: Path) -> str:
+    """The first sentence of a module's docstring, on one line; "" without one."""
+    doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+    paragraph = " ".join(doc.split("\n\n")[0].split())
+    return re.split(r"(?<=[.:])\s", paragraph)[0].rstrip(".:")
+
+
+def map_page() -> str:
+    """docs/map.md: every Python file with the first sentence of its docstring."""
+    out = [MADE, "# Map of the files\n"]
+    out.append("Programs: " + ", ".join(f"`{p.name}`" for p in sorted(ROOT.glob("*.py"))) + ".\n")
+    for room, what in ROOMS.items():
+        out.append(f"## {room}/: {what}\n")
+        files = [(path, first_sentence(path)) for path in sorted((ROOT / room).glob("*.py"))]
+        out += [f"- [`{p.name}`](../{room}/{p.name}): {sentence}" for p, sentence in files if sentence]
+        out.append("")
+    return "\n".join(out)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
+    check = parser.parse_args().check
+    stale = []
+    for name, text in (("settings.md", settings_page()), ("map.md", map_page())):
+        path = ROOT / "docs" / name
+        if not path.exists() or path.read_text() != text:
+            stale.append(name)
+            if not check:
+                path.write_text(text)
+    if check and stale:
+        print(f"out of date: {', '.join(stale)}; run python -m tools.reference", file=sys.stderr)
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""Where policy and reference meet: the token scores that every loss, every evaluation and every no-gradient pass is made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from data.types import Sequences
+from models.distributed import reshard
+from models.reference import Reference
+from trainers.humanline import Humanline, RejectionKey
+from trainers.losses.base import TokenScores
+
+
+class TokenScorer:
+    """Scores rows under the policy as it is now, beside the log-probabilities that the reference has kept for them."""
+
+    def __init__(self, policy: nn.Module, reference: Reference | None, humanline: Humanline) -> None:
+        """``reference``: None for a loss that has none; the policy's own values then stand in its place.
+        ``humanline``: what happens to the log-ratio between the two; ``Humanline()`` leaves it as it is."""
+        self.policy = policy
+        self.reference = reference
+        self.humanline = humanline
+
+    def score(self, step: int, sequences: Sequences) -> TokenScores:
+        """The scores of R rows at optimizer step ``step``, with the policy's gradient.
+
+        Raises KeyError for a row that the reference was not asked to keep for this step.
+        """
+        policy = self.policy(sequences)
+        reference = self.reference_logprobs(step, sequences, policy)
+        return self.humanline.scores(policy, reference, sequences.mask, rejection_key(step, sequences))
+
+    @torch.no_grad()
+    def score_without_gradient(self, step: int, sequences: Sequences) -> TokenScores:
+        """The same scores without gradient. The model is sharded again after the forward (``models.reference.score`` says why)."""
+        scores = self.score(step, sequences)
+        reshard(self.policy)
+        return scores
+
+    def reference_logprobs(self, step: int, sequences: Sequences, policy: torch.Tensor) -> torch.Tensor:
+        """[R, T] the reference's log-probabilities, nats; those of ``policy`` [R, T], detached, where there is no reference."""
+        return policy.detach() if self.reference is None else self.reference.lookup(step, sequences)
+
+
+def rejection_key(step: int, sequences: Sequences) -> RejectionKey:
+    """What a random rejection of these rows' tokens depends on."""
+    return RejectionKey(step, [row.key for row in sequences.rows])
