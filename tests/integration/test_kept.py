@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from jobs.job import Job
 from jobs.signals import Requeue
 from jobs.watch import Run
 from models.checkpoint_reading import CheckpointError
+from reports.metrics import FILES
 from tests.full_disk import set_limit
 from tests.tiny import ROOT, make_config
 from train import train
@@ -109,6 +112,29 @@ def check(folder: Path, name: str) -> None:
     assert not list((other / "checkpoints").glob("*.part"))
 
 
+def stopped_before_its_last_steps(folder: Path, name: str) -> Path:
+    """A copy of the undisturbed run without its last checkpoint and what it left at the end."""
+    run = folder / name
+    shutil.copytree(folder / "whole", run)
+    shutil.rmtree(run / "checkpoints" / f"step_{STEPS:08d}")
+    shutil.rmtree(run / "model")
+    (run / "summary.json").unlink()
+    return run
+
+
+def tampered(run: Path, name: str, content: bytes | None) -> None:
+    """Another file in each checkpoint (None: no such file), with a manifest that fits."""
+    for checkpoint in (run / "checkpoints").iterdir():
+        path, manifest = checkpoint / name, json.loads((checkpoint / "manifest.json").read_text())
+        if content is None:
+            path.unlink()
+            del manifest[name]
+        else:
+            path.write_bytes(content)
+            manifest[name] = [len(content), zlib.crc32(content)]
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
 # -- room --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -131,48 +157,39 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_alone(folder, monkeyp
     assert "File too large" in out and "metrics.jsonl: [Errno 27]" in out and "Traceback" not in out
 
 
-def test_killed_while_the_disk_is_full_it_goes_on_from_what_was_saved(folder):
+def test_whatever_finds_no_room_the_same_command_goes_on_when_there_is_some(folder, monkeypatch):
+    """Before it trains; killed while it trains on; at its end."""
+    finish = Job.finish
+
     def limit(step: int) -> None:
         if step == 7:
             set_limit(3_000)
         if step == 13:
             raise KilledError
 
-    with pytest.MonkeyPatch.context() as patch:
-        before_steps(patch, limit)
-        with pytest.raises(KilledError):
-            train(settings(folder), "full-killed")
-    set_limit(None)
-    train(settings(folder, "resume=true"), "full-killed")
-    check(folder, "full-killed")
-
-
-def test_a_run_that_cannot_save_at_all_does_not_start(folder, monkeypatch):
-    before_steps(monkeypatch, lambda step: set_limit(20_000))
-    with pytest.raises(StoppedError, match=r"step_00000000 could not be written"):
-        train(settings(folder), "never")
-    set_limit(None)
-    monkeypatch.undo()
-    train(settings(folder, "resume=true"), "never")
-    check(folder, "never")
-
-
-def test_a_model_that_finds_no_room_is_written_when_there_is_some(folder, monkeypatch):
-    finish = Job.finish
-
-    def without_room(self, *given):
+    def finish_without_room(self, *given):
         set_limit(20_000)
         return finish(self, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Job, "finish", without_room)
-        with pytest.raises(StoppedError, match=r"what it leaves could not be written .* resume=true"):
-            train(settings(folder), "no-model")
+        before_steps(patch, lambda step: set_limit(20_000))
+        with pytest.raises(StoppedError, match=r"step_00000000 could not be written"):
+            train(settings(folder), "short")
     set_limit(None)
-    left = {path.name for path in (folder / "no-model").iterdir()}
+    with monkeypatch.context() as patch:
+        before_steps(patch, limit)
+        with pytest.raises(KilledError):
+            train(settings(folder, "resume=true"), "short")
+    set_limit(None)
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "finish", finish_without_room)
+        with pytest.raises(StoppedError, match=r"what it leaves could not be written .* resume=true"):
+            train(settings(folder, "resume=true"), "short")
+    set_limit(None)
+    left = {path.name for path in (folder / "short").iterdir()}
     assert not left & {"model", ".model.part", "summary.json"}
-    train(settings(folder, "resume=true"), "no-model")
-    check(folder, "no-model")
+    train(settings(folder, "resume=true"), "short")
+    check(folder, "short")
 
 
 # -- going on ------------------------------------------------------------------------------------------------------------------------
@@ -188,34 +205,27 @@ def test_each_line_stands_once_after_being_asked_to_stop_resumed_and_killed(fold
     assert "is not as the run left it" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("how", ["zeroed", "garbled"])  # more ways: tests/unit/reports/test_metrics.py
-def test_files_that_something_else_changed_are_put_back_and_it_is_said(folder, capsys, how):
-    name = f"changed-{how}"
-    killed_at(folder, name, 13)
-    for file in ("metrics.jsonl", "diagnostics.jsonl"):
-        path = folder / name / file
-        path.write_bytes(b"" if how == "zeroed" else b"\0" * path.stat().st_size)
-    train(settings(folder, "resume=true"), name)
-    check(folder, name)
+def test_files_that_something_else_changed_are_put_back_and_it_is_said(folder, capsys):
+    run = stopped_before_its_last_steps(folder, "changed")
+    (run / "metrics.jsonl").write_bytes(b"")
+    path = run / "diagnostics.jsonl"
+    path.write_bytes(b"\0" * path.stat().st_size)
+    train(settings(folder, "resume=true"), "changed")
+    check(folder, "changed")
     out = capsys.readouterr().out
-    for file in ("metrics.jsonl", "diagnostics.jsonl"):
-        assert f"{folder / name / file} is not as the run left it" in out
-    assert (folder / name / "metrics.jsonl.damaged").exists() == (how == "garbled")
+    assert all(f"{run / file} is not as the run left it" in out for file in FILES)
+    assert [(run / f"{file}.damaged").exists() for file in FILES] == [False, True]
 
 
 def test_a_checkpoint_of_an_older_version_is_gone_on_from_and_missing_steps_are_named(folder, capsys):
-    killed_at(folder, "older", 13)
-    for checkpoint in (folder / "older" / "checkpoints").iterdir():
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
-        for file in ("metrics.jsonl", "diagnostics.jsonl"):
-            (checkpoint / file).unlink()
-            del manifest[file]
-        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    path = folder / "older" / "metrics.jsonl"
+    run = stopped_before_its_last_steps(folder, "older")
+    for file in FILES:
+        tampered(run, file, None)
+    path = run / "metrics.jsonl"
     path.write_text("".join(path.read_text().splitlines(True)[4:]))
     train(settings(folder, "resume=true"), "older")
-    assert lines(folder / "older") == lines(folder / "whole")[4:]
-    assert lines(folder / "older", "diagnostics") == lines(folder / "whole", "diagnostics")
+    assert lines(run) == lines(folder / "whole")[4:]
+    assert lines(run, "diagnostics") == lines(folder / "whole", "diagnostics")
     assert "the lines of steps 0 to 3 are missing" in capsys.readouterr().out
 
 
@@ -234,22 +244,14 @@ class Calls:
 
 def test_a_foreign_checkpoint_runs_nothing(folder, tmp_path):
     """With a manifest that fits: only what is in the table gives it away."""
-    killed_at(folder, "foreign", 13)
-    made = tmp_path / "made"
-    for checkpoint in (folder / "foreign" / "checkpoints").iterdir():
-        table = checkpoint / ".metadata"
-        table.write_bytes(pickle.dumps(Calls(made)))
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
-        from models.checkpoint import _checksum
-
-        manifest[".metadata"] = _checksum(table)
-        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    run, made = stopped_before_its_last_steps(folder, "foreign"), tmp_path / "made"
+    tampered(run, ".metadata", pickle.dumps(Calls(made)))
     with pytest.raises(CheckpointError, match=r"asks for posix\.mkdir"):
-        export_run(folder / "foreign", None, tmp_path / "exported")
+        export_run(run, None, tmp_path / "exported")
     with pytest.raises(CheckpointError, match=r"asks for posix\.mkdir"):
         train(settings(folder, "resume=true"), "foreign")
     done = subprocess.run(
-        [sys.executable, "export.py", str(folder / "foreign"), "--to", str(tmp_path / "exported")],
+        [sys.executable, "export.py", str(run), "--to", str(tmp_path / "exported")],
         cwd=ROOT,
         capture_output=True,
         text=True,
