@@ -5,8 +5,8 @@
     python eval.py run=runs/mine kind=compare against=runs/other reward=armorm data=alpacaeval data.path=prompts.json
     python eval.py model=hub model.name_or_path=org/name data=gsm8k out=evaluations/name
 
-Results: runs/mine/evals/<name>.json, every answer in <name>.jsonl beside it; python -m launch.results shows them. Its own keys are those
-of config/eval.yaml: python eval.py --cfg job
+Results: runs/mine/evals/<name>.json, every answer in <name>.jsonl beside it; python -m launch.results shows
+them. Its own keys are those of config/eval.yaml: python eval.py --cfg job
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from config.typed import typed
 
 
 def evaluate(cfg: DictConfig, given: list[str]) -> None:
-    """Everything that ``run`` names, by ``kind``. ``given``: the dotted keys that the command line sets. Raises ConfigError, DataError,
-    StoppedError."""
+    """Everything that ``run`` names, by ``kind``. ``given``: the dotted keys that the command line sets.
+    Raises ConfigError, DataError, StoppedError."""
     composed = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(composed, dict)
     own = {item.name: composed.pop(item.name) for item in fields(EvalStage)}
@@ -50,7 +50,8 @@ def evaluate(cfg: DictConfig, given: list[str]) -> None:
                 os.environ.get("WORLD_SIZE", "1") == "1",
                 "step",
                 step,
-                f"is read by one process: start it without a launcher, or python export.py {run} --step {step} --to DIR first",
+                f"is read by one process: start it without a launcher, or python export.py {run} --step "
+                f"{step} --to DIR first",
             )
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="eval-")))
             from export import export_run

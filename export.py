@@ -18,8 +18,8 @@ from config.load import load_saved
 def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: bool = True) -> Path:
     """Write the model of the checkpoint before ``step`` (None: of the newest sound one); returns its folder.
 
-    ``to``: where to write, None: the run's model/, which is replaced. ``trust_remote_code`` False: refuse a run whose settings
-    would run code that comes with a model. Raises ConfigError, StoppedError.
+    ``to``: where to write, None: the run's model/, which is replaced. ``trust_remote_code`` False: refuse a
+    run whose settings would run code that comes with a model. Raises ConfigError, StoppedError.
     """
     record = run / "config.yaml"
     require(record.is_file(), "run", run, "is not the folder of a run: it has no config.yaml")

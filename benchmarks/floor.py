@@ -20,7 +20,8 @@ class Forward:
     body: float
     """The blocks' matrix products: 2 per weight and token."""
     attention: float
-    """Scores and weighted values under a causal mask: 2 x layers x heads x head size x n^2 for a row of n tokens."""
+    """Scores and weighted values under a causal mask: 2 x layers x heads x head size x n^2 for a row of n
+    tokens."""
     head: float
     """Logits of the completion tokens alone: 2 x vocabulary x width each."""
 
@@ -34,12 +35,14 @@ class Forward:
 
     @property
     def training(self) -> float:
-        """Forward and backward: three units, and four of the head, whose logits are computed again instead of kept."""
+        """Forward and backward: three units, and four of the head, whose logits are computed again instead of
+        kept."""
         return 3 * (self.body + self.attention) + 4 * self.head
 
 
 def block_weights(config: PretrainedConfig) -> int:
-    """Weights of one decoder block's matrices (Llama and Qwen2: four of attention, three of the gated MLP)."""
+    """Weights of one decoder block's matrices (Llama and Qwen2: four of attention, three of the gated
+    MLP)."""
     width, size = config.hidden_size, head_size(config)
     attention = 2 * width * size * (config.num_attention_heads + config.num_key_value_heads)
     return attention + 3 * width * config.intermediate_size
@@ -68,9 +71,11 @@ class Floor:
     """Operations of one pass over the data, by what the reference is."""
 
     cached: float
-    """Offline, reference scores known: policy forward and backward (KTO: and the policy's forward over the mismatched rows)."""
+    """Offline, reference scores known: policy forward and backward (KTO: and the policy's forward over the
+    mismatched rows)."""
     scored: float
-    """The same and the reference's forward over every row that needs one: offline with its own scoring, and humanline at any k."""
+    """The same and the reference's forward over every row that needs one: offline with its own scoring, and
+    humanline at any k."""
 
     @property
     def ratio(self) -> float:

@@ -1,14 +1,17 @@
-"""Tokens/s, share of the peak, memory and host syncs of a step on one GPU, in the shapes of published models with random weights.
+"""Tokens/s, share of the peak, memory and host syncs of a step on one GPU, in the shapes of published models
+with random weights.
 
-    python3 -m benchmarks.gpu                                          # Qwen2.5-1.5B's shape, DPO, 2,048 tokens, bfloat16
-    python3 -m benchmarks.gpu --shape llama-3-8b --checkpointing --variants cached k=1 --micro-pairs 1
-    python3 -m benchmarks.gpu --losses dpo kto grpo --drawn            # lengths of a quarter of the maximum on average
-    python3 -m benchmarks.gpu --device cpu --tiny                      # the same code in seconds, without a GPU
+    python3 -m benchmarks.gpu                                          # Qwen2.5-1.5B's shape, DPO, 2,048
+    tokens, bfloat16 python3 -m benchmarks.gpu --shape llama-3-8b --checkpointing --variants cached k=1
+    --micro-pairs 1 python3 -m benchmarks.gpu --losses dpo kto grpo --drawn            # lengths of a quarter
+    of the maximum on average python3 -m benchmarks.gpu --device cpu --tiny                      # the same
+    code in seconds, without a GPU
 
-Needs torch, transformers, accelerate and peft alone: no network, no file of weights or settings. Variants: ``cached``, offline from
-reference scores that are known; ``live``, offline with a second model in memory that scores each batch as it comes, as other trainers
-do; ``k=1`` and so on, humanline. The last column says whether a step made the host wait for the device
-(torch.cuda.set_sync_debug_mode); --profile prints where time went.
+Needs torch, transformers, accelerate and peft alone: no network, no file of weights or settings. Variants:
+``cached``, offline from reference scores that are known; ``live``, offline with a second model in memory that
+scores each batch as it comes, as other trainers do; ``k=1`` and so on, humanline. The last column says
+whether a step made the host wait for the device (torch.cuda.set_sync_debug_mode); --profile prints where time
+went.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ from models.policy import Policy, checkpoint_activations, decoder_blocks
 from trainers.basic import BasicTrainer
 
 PEAK = 989e12
-"""Dense bfloat16 operations a second of an H100 or H200 by the vendor's datasheet; MFU is counted against it."""
+"""Dense bfloat16 operations a second of an H100 or H200 by the vendor's datasheet; MFU is counted against
+it."""
 WARM_UP = 2
 
 
@@ -92,7 +96,8 @@ def timed_steps(variant: str, steps: int) -> int:
 
 
 def planned_steps(variant: str, steps: int) -> int:
-    """Steps a plan must have so that each sync among the timed steps scores a whole cycle, and one step is left to look for syncs."""
+    """Steps a plan must have so that each sync among the timed steps scores a whole cycle, and one step is
+    left to look for syncs."""
     return WARM_UP + timed_steps(variant, steps) + cycle(variant) + 1
 
 
@@ -102,8 +107,9 @@ def synchronize() -> None:
 
 
 def seconds(step: Work, steps: int) -> tuple[float, Spread]:
-    """(mean, spread) of ``steps`` steps, seconds. The host runs ahead of the device, as in training: the mean is of wall time from an idle
-    device to an idle device, the spread of the device's own clock between the ends of steps (of the host's where there is no device)."""
+    """(mean, spread) of ``steps`` steps, seconds. The host runs ahead of the device, as in training: the mean
+    is of wall time from an idle device to an idle device, the spread of the device's own clock between the
+    ends of steps (of the host's where there is no device)."""
     marks: list[torch.cuda.Event] = []
     ends: list[float] = []
     synchronize()
@@ -123,7 +129,8 @@ def seconds(step: Work, steps: int) -> tuple[float, Spread]:
 
 
 def syncs(step: Work) -> str:
-    """``none``, or what made the host wait for the device within a step (after which the trainer is of no more use)."""
+    """``none``, or what made the host wait for the device within a step (after which the trainer is of no
+    more use)."""
     if not torch.cuda.is_available():
         return "no device"
     torch.cuda.synchronize()
@@ -148,7 +155,8 @@ def syncs(step: Work) -> str:
 
 
 def operations_of(variant: str, name: str, settings: Settings, plan: Segment) -> tuple[float, int]:
-    """(operations of a mean step of the plan, its real tokens): no padding, no recomputation but the head's (benchmarks.floor)."""
+    """(operations of a mean step of the plan, its real tokens): no padding, no recomputation but the head's
+    (benchmarks.floor)."""
     rows: list[Sequence] = []
     other: list[Sequence] = []
     for i in range(plan.steps):
@@ -273,7 +281,8 @@ def main() -> None:
     pairs = make_pairs(args)
     mean = sum(len(row) for pair in pairs for row in pair) / (2 * len(pairs))
     print(
-        f"{machine()}; {args.shape}, {args.dtype}, rows of {mean:.0f} tokens of {args.length}, {args.batch_pairs} pairs a step, "
+        f"{machine()}; {args.shape}, {args.dtype}, rows of {mean:.0f} tokens of {args.length}, "
+        f"{args.batch_pairs} pairs a step, "
         f"{args.micro_pairs} at once, padded {args.padded}, checkpointing {args.checkpointing}"
     )
     rows = []

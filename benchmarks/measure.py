@@ -22,12 +22,14 @@ from torch.utils.flop_counter import FlopCounterMode
 ROOT = Path(__file__).parent.parent
 Work = Callable[[], object]
 Variant = Callable[[], list[Work]]
-"""Makes everything ready (not timed) and returns what is timed, in pieces that are done one after the other."""
+"""Makes everything ready (not timed) and returns what is timed, in pieces that are done one after the
+other."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed run, seconds. CPU time is all threads' of this process: on a shared machine it says more than the wall does."""
+    """One timed run, seconds. CPU time is all threads' of this process: on a shared machine it says more than
+    the wall does."""
 
     wall: float
     cpu: float
@@ -43,9 +45,10 @@ def timed(work: Work) -> Sample:
 
 
 def alternate(variants: dict[str, Variant], rounds: int, warm_up: bool = True) -> dict[str, list[Sample]]:
-    """``rounds`` samples of each variant after one round that does not count, each the sum of its pieces. The first pieces of all
-    variants are timed in turn, then the second ones in the other order, and so on: the shorter the pieces, the more alike is what
-    the rest of the machine did meanwhile. Raises ValueError unless all variants have as many pieces."""
+    """``rounds`` samples of each variant after one round that does not count, each the sum of its pieces. The
+    first pieces of all variants are timed in turn, then the second ones in the other order, and so on: the
+    shorter the pieces, the more alike is what the rest of the machine did meanwhile. Raises ValueError unless
+    all variants have as many pieces."""
     samples: dict[str, list[Sample]] = {name: [] for name in variants}
     for i in range(rounds + warm_up):
         works = {name: variant() for name, variant in variants.items()}
@@ -83,21 +86,23 @@ class Spread:
 
 
 def ratio(a: list[Sample], b: list[Sample], clock: str = "cpu") -> Spread:
-    """How much longer a took than b, round by round: both halves of each quotient were measured within the same minute."""
+    """How much longer a took than b, round by round: both halves of each quotient were measured within the
+    same minute."""
     times = {"cpu": lambda s: s.cpu, "wall": lambda s: s.wall}[clock]
     return Spread.of(times(x) / times(y) for x, y in zip(a, b, strict=True))
 
 
 def counted_products(work: Work) -> float:
-    """Operations of the matrix products that ``work`` really does, by torch's own count. Attention is done by plain products meanwhile,
-    over whole squares, not the causal half."""
+    """Operations of the matrix products that ``work`` really does, by torch's own count. Attention is done by
+    plain products meanwhile, over whole squares, not the causal half."""
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         work()
     return float(counter.get_total_flops())
 
 
 def peak_rss() -> int:
-    """The most memory that this process has had, bytes. Not getrusage's, which remembers the parent's from before exec."""
+    """The most memory that this process has had, bytes. Not getrusage's, which remembers the parent's from
+    before exec."""
     line = next(
         line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")
     )
@@ -110,7 +115,8 @@ def rss() -> int:
 
 
 def memory_of(work: Work) -> dict[str, float]:
-    """MiB: ``peak`` of this process so far, and how much of it (``step``) was not there before ``work``. For a fresh process."""
+    """MiB: ``peak`` of this process so far, and how much of it (``step``) was not there before ``work``. For
+    a fresh process."""
     before = rss()
     work()
     return {"peak": peak_rss() / 2**20, "step": (peak_rss() - before) / 2**20}
@@ -138,7 +144,8 @@ def machine() -> str:
     )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
     return (
-        f"{device}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {torch.get_num_threads()} thread(s); Python "
+        f"{device}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {torch.get_num_threads()} "
+        "thread(s); Python "
         f"{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
     )
 

@@ -3,9 +3,9 @@
     python -m benchmarks.offline_vs_humanline                            # the preference data, or lengths drawn like theirs
     python -m benchmarks.offline_vs_humanline --data my.jsonl:preference # another file and its format (data.format)
 
-Variants: ``cached``, offline from reference scores that are known; ``scored``, offline with its own scoring before the first step;
-``k=1``, ``k=4``, ``k=16``, humanline. Humanline scores each batch once, whatever k, so it is held against ``scored`` (the same
-forwards) and, against ``cached``, to the floor (benchmarks.floor).
+Variants: ``cached``, offline from reference scores that are known; ``scored``, offline with its own scoring
+before the first step; ``k=1``, ``k=4``, ``k=16``, humanline. Humanline scores each batch once, whatever k, so
+it is held against ``scored`` (the same forwards) and, against ``cached``, to the floor (benchmarks.floor).
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ VARIANTS = ("cached", "scored", "k=1", "k=4", "k=16")
 
 
 def prepare(variant: str, settings: Settings, pairs: list[Pair], steps: int, base: Policy) -> list[Work]:
-    """The timed part of one variant, a piece a step. The first one has the scores to make before it (``cached``: they are there)."""
+    """The timed part of one variant, a piece a step. The first one has the scores to make before it
+    (``cached``: they are there)."""
     plan = segment(settings, pairs, steps)
     trainer = make_trainer(settings, fresh(base))
     step = Stepper(trainer, plan)
@@ -168,7 +169,8 @@ def main() -> None:
         print(json.dumps(memory_of(in_a_row(prepare(args.memory_of, settings, pairs, args.steps, base)))))
         return
     print(
-        f"{machine()}\n{args.steps} steps of {args.batch_pairs} pairs, {args.rounds} rounds, padded {args.padded}\n"
+        f"{machine()}\n{args.steps} steps of {args.batch_pairs} pairs, {args.rounds} rounds, padded "
+        f"{args.padded}\n"
     )
     for loss in args.losses:
         common = [

@@ -39,7 +39,8 @@ VARIANTS = ("to max", "padded", "packed")
 
 
 def collate_to(longest: int, rows: Seq[Sequence], device: torch.device, pack: bool = False) -> Sequences:
-    """``data.batches.collate`` with every row padded to ``longest`` tokens: a grid of exactly that width, on the CPU."""
+    """``data.batches.collate`` with every row padded to ``longest`` tokens: a grid of exactly that width, on
+    the CPU."""
     grid = collate(rows, device)
     width = grid.input_ids.shape[1]
     wide = torch.nn.functional.pad(grid.input_ids, (0, longest - width))
@@ -97,7 +98,8 @@ def main() -> None:
     mean = float(np.mean([len(row) for pair in pairs for row in pair]))
     samples = compare(pairs, args.longest, base, args.rounds, args.batch_pairs)
     print(
-        f"{machine()}\nmean length {mean:.0f}, {mean / args.longest:.2f} of {args.longest}; {args.rounds} rounds\n"
+        f"{machine()}\nmean length {mean:.0f}, {mean / args.longest:.2f} of {args.longest}; {args.rounds} "
+        "rounds\n"
     )
     print(
         table(

@@ -1,4 +1,5 @@
-"""What the benchmarks train: a model of random weights from a shape alone, and rows of real or drawn lengths."""
+"""What the benchmarks train: a model of random weights from a shape alone, and rows of real or drawn
+lengths."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
 Pair = tuple[Sequence, Sequence]
 
 
-# -- models --------------------------------------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 def llama(
@@ -65,7 +66,8 @@ def llama(
 
 
 def shape(name: str, vocabulary: int | None = None) -> PretrainedConfig:
-    """The architecture of that name: ``tiny`` and ``small`` (2 M weights) for a CPU, the published shapes for a GPU."""
+    """The architecture of that name: ``tiny`` and ``small`` (2 M weights) for a CPU, the published shapes for
+    a GPU."""
     shapes: dict[str, PretrainedConfig] = {
         "tiny": llama(512, 64, 2, 4, 2, 128),
         "small": llama(8192, 192, 4, 6, 3, 512),
@@ -95,7 +97,7 @@ def random_policy(config: PretrainedConfig, device: torch.device, seed: int = 0)
         )
 
 
-# -- trainers ------------------------------------------------------------------------------------------------------------------------
+# -- trainers --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -209,11 +211,12 @@ def fresh(policy: Policy) -> Policy:
     return copy.deepcopy(policy)
 
 
-# -- data ----------------------------------------------------------------------------------------------------------------------------
+# -- data ------------------------------------------------------------------------------------------
 
 
 def segment(settings: Settings, pairs: list[Pair], steps: int | None = None) -> Segment:
-    """One epoch over ``pairs``, or its first ``steps``, in the unit of the loss (a pair is two sequences for KTO and GRPO)."""
+    """One epoch over ``pairs``, or its first ``steps``, in the unit of the loss (a pair is two sequences for
+    KTO and GRPO)."""
     groups: list[tuple[Example, ...]] = []
     for i, (chosen, rejected) in enumerate(pairs):
         if settings.loss == "dpo":
@@ -242,7 +245,8 @@ def drawn_pairs(
     longest: int = 512,
     seed: int = 0,
 ) -> list[Pair]:
-    """Pairs of random tokens with log-normal lengths (medians in tokens; about those of the preference data)."""
+    """Pairs of random tokens with log-normal lengths (medians in tokens; about those of the preference
+    data)."""
     rng = np.random.default_rng(seed)
 
     def some(median: float, most: int) -> np.ndarray:
@@ -289,7 +293,8 @@ def trained_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerF
 
 
 def real_rows(path: Path, format_: str) -> list[tuple[Prompt, Completion, Completion]]:
-    """(prompt, better, worse) of a local file; a set with one answer a prompt lends each the answer of the next as the worse one."""
+    """(prompt, better, worse) of a local file; a set with one answer a prompt lends each the answer of the
+    next as the worse one."""
     config = DataConfig(
         name="file", source="data.sources.local", path=str(path), format=format_, eval_fraction=0.0
     )

@@ -3,10 +3,11 @@
     python -m benchmarks.profile                           # DPO, cached reference scores, lengths as the preference data's
     python -m benchmarks.profile --loss kto --variant k=1 --padded
 
-The same batch is trained again and again under torch.profiler, on a CPU with one thread; the fastest of these steps is told of.
-Parts: ``body products`` (the blocks' matrix products), ``head`` (models/logprobs.py, products and softmax), ``attention`` (its kernel),
-``elementwise`` (norms, rotary embedding, SiLU, residuals, copies), ``optimizer`` (AdamW and clipping), ``sharding`` (FSDP's hooks and
-copies), ``python`` (what is outside any operator). Operations are counted from the operands' shapes.
+The same batch is trained again and again under torch.profiler, on a CPU with one thread; the fastest of these
+steps is told of. Parts: ``body products`` (the blocks' matrix products), ``head`` (models/logprobs.py,
+products and softmax), ``attention`` (its kernel), ``elementwise`` (norms, rotary embedding, SiLU, residuals,
+copies), ``optimizer`` (AdamW and clipping), ``sharding`` (FSDP's hooks and copies), ``python`` (what is
+outside any operator). Operations are counted from the operands' shapes.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ def product_of(event: FunctionEvent) -> Shape | None:
 
 
 def attention_of(event: FunctionEvent) -> float:
-    """Operations of the attention kernel that an event is, under a causal mask, by its queries' shape: two products forward, four
-    backward (benchmarks.floor)."""
+    """Operations of the attention kernel that an event is, under a causal mask, by its queries' shape: two
+    products forward, four backward (benchmarks.floor)."""
     if event.name not in ATTENTION:
         return 0.0
     rows, heads, length, size = next(s for s in shapes_of(event) if len(s) == 4)
@@ -126,8 +127,8 @@ def parts(events: list[FunctionEvent]) -> list[dict[str, Part]]:
 
 
 def profiled(trainer: BasicTrainer, plan: Segment, steps: int) -> tuple[list[dict[str, Part]], float]:
-    """(the parts of ``steps`` steps on the plan's first batch after two that do not count, CPU seconds of the cheapest of as many steps
-    without the profiler)."""
+    """(the parts of ``steps`` steps on the plan's first batch after two that do not count, CPU seconds of the
+    cheapest of as many steps without the profiler)."""
     score_all(trainer, plan)
     start = trainer.state_dict()
     known = dict(trainer.reference.scores)
@@ -150,7 +151,8 @@ def peak(sizes: tuple[int, ...] = (256, 512, 1024, 2048)) -> float:
 
 
 def rate(of: Shape, work: float = 4e9, tries: int = 5) -> float:
-    """Operations a second of a product of this shape alone: the best of ``tries`` times ``work`` operations."""
+    """Operations a second of a product of this shape alone: the best of ``tries`` times ``work``
+    operations."""
     m, k, n = of
     left, right, repeats = torch.randn(m, k), torch.randn(k, n), max(int(work / tries / (2 * m * k * n)), 1)
     return (
@@ -169,8 +171,8 @@ def alone(products: Counter[Shape]) -> float:
 
 
 def report(steps: list[dict[str, Part]], cheapest: float, best: float) -> str:
-    """A row a part of the fastest step: time, share, operations and how fast they went; then where the distance to ``best`` (the peak,
-    operations a second) comes from. ``cheapest``: seconds."""
+    """A row a part of the fastest step: time, share, operations and how fast they went; then where the
+    distance to ``best`` (the peak, operations a second) comes from. ``cheapest``: seconds."""
     step = min(steps, key=lambda parts: sum(part.seconds for part in parts.values()))
     took, work = {name: step[name].seconds for name in PARTS}, {name: step[name].operations for name in PARTS}
     whole, operations = sum(took.values()), sum(work.values())
@@ -186,11 +188,13 @@ def report(steps: list[dict[str, Part]], cheapest: float, best: float) -> str:
     inside = took["body products"] + took["head"]
     rest = whole - inside
     lines = [
-        f"the fastest square product: {best / 1e9:.1f} GFLOP/s; the step's operations at that speed: {ideal * 1e3:.1f} ms",
+        f"the fastest square product: {best / 1e9:.1f} GFLOP/s; the step's operations at that speed: "
+        f"{ideal * 1e3:.1f} ms",
         f"body's and head's products one by one, in their own shapes: {single * 1e3:.1f} ms",
         f"the same within the step, the head's softmax included: {inside * 1e3:.1f} ms",
         f"everything else: {rest * 1e3:.1f} ms",
-        f"CPU time of a step without the profiler: {cheapest * 1e3:.1f} ms, {ideal / cheapest:.0%} of the fastest product's speed "
+        f"CPU time of a step without the profiler: {cheapest * 1e3:.1f} ms, {ideal / cheapest:.0%} of the "
+        "fastest product's speed "
         "(parts are wall time: where they come to much more, something else was running)",
     ]
     head = ["part", "ms a step", "share", "GFLOP", "GFLOP/s", "of the fastest product"]
@@ -225,7 +229,8 @@ def main() -> None:
     trainer = make_trainer(settings, fresh(random_policy(config, torch.device("cpu"))))
     real, padded = batch_tokens(trainer, plan)
     print(
-        f"{machine()}\n{args.loss}, {args.variant}, {args.batch_pairs} pairs, padded {args.padded}; {real:,} real tokens of "
+        f"{machine()}\n{args.loss}, {args.variant}, {args.batch_pairs} pairs, padded {args.padded}; "
+        f"{real:,} real tokens of "
         f"{padded:,} computed\n"
     )
     print(report(*profiled(trainer, plan, args.steps), peak()))

@@ -1,10 +1,11 @@
-"""A minute's guard: ratios of this machine against the committed ratios of baseline.json; exit code 1 where one has become worse by
-more than 15 %. ``make bench-quick``, or:
+"""A minute's guard: ratios of this machine against the committed ratios of baseline.json; exit code 1 where
+one has become worse by more than 15 %. ``make bench-quick``, or:
 
     python -m benchmarks.quick            # --write to make the ratios found the new baseline
 
-Every ratio is a cost (more is worse) of CPU time within one run, so that the machine cancels out: the least of a few rounds over the
-least of a few, which other work on the machine can only add to. One that fails is measured once more before it counts.
+Every ratio is a cost (more is worse) of CPU time within one run, so that the machine cancels out: the least
+of a few rounds over the least of a few, which other work on the machine can only add to. One that fails is
+measured once more before it counts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ STEPS, BATCH_PAIRS, ROUNDS = 2, 4, 3
 
 
 def humanline_cost(loss: str, base: Policy) -> dict[str, float]:
-    """Humanline at k = 1 against the same forwards offline, and offline's steps against bare matrix products of as many operations."""
+    """Humanline at k = 1 against the same forwards offline, and offline's steps against bare matrix products
+    of as many operations."""
     pairs = drawn_pairs(STEPS * BATCH_PAIRS, base.model.config.vocab_size)
     plan = segment(settings_of("cached", loss, BATCH_PAIRS), pairs, STEPS)
     products = products_alone(floor_of(loss, plan, base).cached / STEPS)
@@ -43,7 +45,8 @@ def humanline_cost(loss: str, base: Policy) -> dict[str, float]:
 
 
 def least(variants: dict[str, Variant]) -> dict[str, float]:
-    """CPU seconds of the cheapest of a few rounds of each. What is slow the first time is no cheapest: no round is for warming up."""
+    """CPU seconds of the cheapest of a few rounds of each. What is slow the first time is no cheapest: no
+    round is for warming up."""
     return {name: min(s.cpu for s in of) for name, of in alternate(variants, ROUNDS, warm_up=False).items()}
 
 

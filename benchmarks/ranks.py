@@ -1,10 +1,12 @@
-"""The same global batches on one rank and on several (gloo, sharded, a thread each): what dealing them out costs and gains.
+"""The same global batches on one rank and on several (gloo, sharded, a thread each): what dealing them out
+costs and gains.
 
     python -m benchmarks.ranks                 # 1 and 2 ranks, DPO, humanline at k = 1
     python -m benchmarks.ranks --ranks 1 2 4 --rounds 5
 
-Each measurement is a start of its own, the numbers of ranks in turn. CPU seconds are those of all ranks: what communication and
-sharding add to the same work. Wall seconds say how much sooner it is done only where every rank has a core for itself.
+Each measurement is a start of its own, the numbers of ranks in turn. CPU seconds are those of all ranks: what
+communication and sharding add to the same work. Wall seconds say how much sooner it is done only where every
+rank has a core for itself.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ WARM_UP = 2
 
 
 def measure(model: str, data: str, steps: int, batch_pairs: int, micro_pairs: int) -> Sample:
-    """``steps`` steps on this process's share of each batch: wall seconds of the slowest rank, CPU seconds of all. Every rank calls it."""
+    """``steps`` steps on this process's share of each batch: wall seconds of the slowest rank, CPU seconds of
+    all. Every rank calls it."""
     world, config = start(), shape(model)
     settings = Settings(
         "dpo", batch_pairs, micro_pairs * world.size, humanline=True
@@ -51,7 +54,8 @@ def measure(model: str, data: str, steps: int, batch_pairs: int, micro_pairs: in
 
 
 def started(ranks: int, arguments: list[str]) -> Sample:
-    """``measure`` on so many ranks in processes of their own. Raises RuntimeError with the end of what they said if they fail."""
+    """``measure`` on so many ranks in processes of their own. Raises RuntimeError with the end of what they
+    said if they fail."""
     command = [
         sys.executable,
         "-m",
@@ -106,7 +110,8 @@ def main() -> None:
             samples[n].append(started(n, arguments))
     first = samples[args.ranks[0]]
     print(
-        f"{machine()}\n{args.steps} steps of {args.batch_pairs} pairs, {args.micro_pairs} at once on a rank, {args.rounds} rounds\n"
+        f"{machine()}\n{args.steps} steps of {args.batch_pairs} pairs, {args.micro_pairs} at once on a "
+        f"rank, {args.rounds} rounds\n"
     )
     print(
         table(

@@ -1,11 +1,13 @@
-"""What a round of online training is made of: seconds of sampling, scoring, handing the weights over and training, on the embedded task.
+"""What a round of online training is made of: seconds of sampling, scoring, handing the weights over and
+training, on the embedded task.
 
     python -m benchmarks.rounds                          # embedded; and vLLM with lag 0 and 1 where it is installed
     python -m benchmarks.rounds --contexts-per-round 256 --rounds 6
 
-Each variant is a run of train.py in a process of its own; the numbers are those that it writes to ``rounds/NNN/round.json``. A row is the
-median of its rounds, without the first (whose sampling starts the engine) and, with lag 1, the last (beside which nothing is sampled).
-With lag 1 a round's sampling and scoring are those of the round after, made while this one trains.
+Each variant is a run of train.py in a process of its own; the numbers are those that it writes to
+``rounds/NNN/round.json``. A row is the median of its rounds, without the first (whose sampling starts the
+engine) and, with lag 1, the last (beside which nothing is sampled). With lag 1 a round's sampling and scoring
+are those of the round after, made while this one trains.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class Rounds:
         kept = records[1 : len(records) - lag]
         if not kept:
             raise ValueError(
-                f"{folder} has {len(records)} rounds, of which none counts: the first, and with a lag the last, are left out"
+                f"{folder} has {len(records)} rounds, of which none counts: the first, and with a lag the "
+                "last, are left out"
             )
         return cls(kept, lag, wall)
 
@@ -68,7 +71,8 @@ class Rounds:
 
     @property
     def whole(self) -> Spread:
-        """Seconds from round to round, but for the checkpoint between. With lag 1, sampling and scoring lie beside training."""
+        """Seconds from round to round, but for the checkpoint between. With lag 1, sampling and scoring lie
+        beside training."""
         before = ("publish",) if self.lag else ("sample", "score", "publish")
         return Spread.of(
             r["train_wall_seconds"] + sum(r["seconds"][stage] for stage in before) for r in self.records
@@ -111,7 +115,8 @@ def chart(found: dict[str, Rounds]) -> str:
             beside = of.lag and stage in ("sample", "score")
             bar = ("=" if beside else "#") * round(BAR * took / longest)
             lines.append(
-                f"{name if i == 0 else '':14}{'hand over' if stage == 'publish' else stage:10}{took:7.2f} s  {bar}".rstrip()
+                f"{name if i == 0 else '':14}{'hand over' if stage == 'publish' else stage:10}{took:7.2f} s "
+                f" {bar}".rstrip()
             )
     return "\n".join(lines)
 

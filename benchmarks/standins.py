@@ -1,5 +1,5 @@
-"""Import this first where omegaconf or pyarrow is not installed (a bare GPU machine): the typed configuration is built directly in the
-benchmarks and no file of data is read, so their names only have to exist."""
+"""Import this first where omegaconf or pyarrow is not installed (a bare GPU machine): the typed configuration
+is built directly in the benchmarks and no file of data is read, so their names only have to exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How long before the first step: imports, data preparation in pairs a second, and from the command to the first line of metrics.
+"""How long before the first step: imports, data preparation in pairs a second, and from the command to the
+first line of metrics.
 
 python -m benchmarks.startup                     # 60,000 pairs made of the preference data
 python -m benchmarks.startup --pairs 6000 --no-command
@@ -34,7 +35,8 @@ OVERRIDES = (
 
 
 def groups(path: Path, format_: str, count: int) -> list[Group]:
-    """``count`` pairs, each prompt another: the file's, again and again, with a number behind the last turn."""
+    """``count`` pairs, each prompt another: the file's, again and again, with a number behind the last
+    turn."""
     rows = (
         real_rows(path, format_)
         if path.exists()
@@ -53,8 +55,9 @@ def groups(path: Path, format_: str, count: int) -> list[Group]:
 
 
 def preparation(count: int, path: Path, format_: str) -> tuple[Sample, Sample, int]:
-    """(time of the first start, of the second, pairs made) of rendering and tokenising ``count`` pairs by the default template. The first
-    start writes the token ids to disk (data/token_cache.py), the second reads them."""
+    """(time of the first start, of the second, pairs made) of rendering and tokenising ``count`` pairs by the
+    default template. The first start writes the token ids to disk (data/token_cache.py), the second reads
+    them."""
     wanted = groups(path, format_, count)
     tokenizer = trained_tokenizer([c.text or "" for group in wanted[:3000] for c in group.completions], 8192)
     made: list[Examples] = []
@@ -71,8 +74,8 @@ def preparation(count: int, path: Path, format_: str) -> tuple[Sample, Sample, i
 
 
 def first_steps(starts: int = 2) -> list[float]:
-    """Seconds from the command to its first line of metrics (which is written when the second step is under way), for one start after
-    the other with the same cache_dir."""
+    """Seconds from the command to its first line of metrics (which is written when the second step is under
+    way), for one start after the other with the same cache_dir."""
     took = []
     with tempfile.TemporaryDirectory() as folder:
         command = [

@@ -3,13 +3,14 @@
 TRL is not a dependency; it goes into an environment of its own, beside what the project needs:
 
     python3 -m venv /tmp/trl-venv && /tmp/trl-venv/bin/pip install -r requirements-cpu.txt trl==1.16.0
-    /tmp/trl-venv/bin/python -m benchmarks.trl_compare                     # dpo, kto, grpo on the preference data
-    /tmp/trl-venv/bin/python -m benchmarks.trl_compare --data gsm8k --losses dpo
+    /tmp/trl-venv/bin/python -m benchmarks.trl_compare                     # dpo, kto, grpo on the preference
+    data /tmp/trl-venv/bin/python -m benchmarks.trl_compare --data gsm8k --losses dpo
 
-TRL at its best: fused head (its default), fused AdamW, cached reference scores, no gradient checkpointing, and for DPO both its
-orders, as given and grouped by length. Both get rows that are tokenised already. DPO's losses are checked to be equal, step by step;
-KTO and GRPO differ in what they define (TRL's KL is that of a device's batch, and its GRPO trains on what it has sampled, so here its
-update alone is timed on rows handed to it): there only tokens and work are equal.
+TRL at its best: fused head (its default), fused AdamW, cached reference scores, no gradient checkpointing,
+and for DPO both its orders, as given and grouped by length. Both get rows that are tokenised already. DPO's
+losses are checked to be equal, step by step; KTO and GRPO differ in what they define (TRL's KL is that of a
+device's batch, and its GRPO trains on what it has sampled, so here its update alone is timed on rows handed
+to it): there only tokens and work are equal.
 """
 
 from __future__ import annotations
@@ -190,7 +191,8 @@ def trl_trainer(
 def prepare(
     name: str, settings: Settings, pairs: list[Pair], base: Policy, tokenizer: PreTrainedTokenizerFast
 ) -> Work:
-    """The timed part, for ``ours``, ``ours padded``, ``trl`` or ``trl grouped``; it returns the losses where they are comparable."""
+    """The timed part, for ``ours``, ``ours padded``, ``trl`` or ``trl grouped``; it returns the losses where
+    they are comparable."""
     if name.startswith("trl"):
         plan = segment(settings, pairs)
         trainer = trl_trainer(
@@ -221,7 +223,8 @@ def whole(*arguments: Any) -> list[Work]:
 def equal_losses(
     settings: Settings, pairs: list[Pair], base: Policy, tokenizer: PreTrainedTokenizerFast
 ) -> float:
-    """The largest difference of a step's mean DPO loss, nats. Raises RuntimeError where it is more than rounding."""
+    """The largest difference of a step's mean DPO loss, nats. Raises RuntimeError where it is more than
+    rounding."""
     runs: list[Callable[[], Any]] = [
         prepare(name, settings, pairs, base, tokenizer) for name in ("ours", "trl")
     ]
@@ -265,7 +268,8 @@ def main() -> None:
             print(json.dumps(memory_of(prepare(args.memory_of, settings, pairs, base, tokenizer))))
             return
         print(
-            f"\n{loss}: {machine()}; {args.pairs} pairs, {args.batch_pairs} a step, {args.micro_pairs} at once; "
+            f"\n{loss}: {machine()}; {args.pairs} pairs, {args.batch_pairs} a step, {args.micro_pairs} at "
+            "once; "
             f"{real_share(pairs):.0%} of a grid as wide as the longest row is real"
         )
         if loss == "dpo":

@@ -1,4 +1,5 @@
-"""The errors that a user can mend. Each message says what is wrong and what to do; programs print it without a traceback."""
+"""The errors that a user can mend. Each message says what is wrong and what to do; programs print it without
+a traceback."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ class UserError(Exception):
 
 
 class ConfigError(UserError, ValueError):
-    """A setting that cannot be honoured. ``str()`` is the one message a user sees: key, value (unless it is a secret), remedy."""
+    """A setting that cannot be honoured. ``str()`` is the one message a user sees: key, value (unless it is a
+    secret), remedy."""
 
     def __init__(self, key: str, value: Any, remedy: str) -> None:
         super().__init__(f"{key}={REMOVED if is_secret(key, value) else value}: {remedy}")

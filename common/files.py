@@ -47,7 +47,8 @@ _LONGEST_NAME = 200
 
 
 def check_name(key: str, value: Any) -> None:
-    """Raise ConfigError unless ``value`` can be the name of one folder or file, the same on every file system."""
+    """Raise ConfigError unless ``value`` can be the name of one folder or file, the same on every file
+    system."""
     require(
         isinstance(value, str)
         and _NAME.fullmatch(value) is not None
@@ -55,7 +56,8 @@ def check_name(key: str, value: Any) -> None:
         and len(value) <= _LONGEST_NAME,
         key,
         value,
-        f"becomes the name of a folder or file: letters, digits and . _ + - = alone, at most {_LONGEST_NAME} of them, "
+        "becomes the name of a folder or file: letters, digits and . _ + - = alone, at most "
+        f"{_LONGEST_NAME} of them, "
         "and not . or ..",
     )
 
@@ -64,7 +66,8 @@ _CHUNK = 1 << 22
 
 
 def files_digest(paths: Iterable[Path]) -> str:
-    """SHA-256 of a file, 64 hex digits; of several, that of the lines which ``sha256sum`` would print of them."""
+    """SHA-256 of a file, 64 hex digits; of several, that of the lines which ``sha256sum`` would print of
+    them."""
     digests = [
         (path.name, _sha256(path, (about := path.stat()).st_size, about.st_mtime_ns)) for path in paths
     ]

@@ -1,7 +1,8 @@
 """A lock on a file: one process holds it until it ends, in whatever way, and the file says who that is.
 
-It is a POSIX record lock (``fcntl.lockf``). The kernel lets go of it when its process ends, so a dead process holds nothing, and a
-process that was forked from the holder does not hold it either. It works over NFS, and over Lustre where that is mounted with locks.
+It is a POSIX record lock (``fcntl.lockf``). The kernel lets go of it when its process ends, so a dead process
+holds nothing, and a process that was forked from the holder does not hold it either. It works over NFS, and
+over Lustre where that is mounted with locks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class LockedError(Exception):
 
 
 class FileLock:
-    """The lock on one file. The process that holds it must not open the file otherwise: closing that would let go of the lock."""
+    """The lock on one file. The process that holds it must not open the file otherwise: closing that would
+    let go of the lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,7 +51,8 @@ class FileLock:
         raise LockedError("a process that starts and ends again and again")
 
     def _take(self, stream: IO[bytes]) -> bool:
-        """Whether ``stream`` is now locked, or cannot be; False: it is no longer the file at ``path``. Raises LockedError, OSError."""
+        """Whether ``stream`` is now locked, or cannot be; False: it is no longer the file at ``path``. Raises
+        LockedError, OSError."""
         try:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

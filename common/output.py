@@ -31,7 +31,8 @@ class _Forgiving(io.FileIO):
 
 
 def forgive_output() -> None:
-    """From now on, what this program prints into a file without room is lost and the program goes on: a log is not worth a run."""
+    """From now on, what this program prints into a file without room is lost and the program goes on: a log
+    is not worth a run."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         stream.flush()

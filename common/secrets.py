@@ -10,7 +10,8 @@ REMOVED = "[removed]"
 _SECRET_NAME = re.compile(r"(^|[_.\-])(key|apikey|token|secret|passw(or)?d|credentials?)$", re.IGNORECASE)
 _SECRET_VALUE = re.compile(
     r"\bhf_[A-Za-z0-9]{16,}"  # Hugging Face
-    r"|\bwandb_v\d+_[A-Za-z0-9_\-]{16,}"  # Weights & Biases; its older keys are bare hex like a commit: known by their names alone
+    # Weights & Biases; its older keys are bare hex like a commit: known by their names alone
+    r"|\bwandb_v\d+_[A-Za-z0-9_\-]{16,}"
     r"|\bsk-[A-Za-z0-9_\-]{16,}"  # OpenAI and those who followed
     r"|\bgh[pousr]_[A-Za-z0-9]{16,}|\bgithub_pat_[A-Za-z0-9_]{16,}"
     r"|\b(?:gsk|xai)[_-][A-Za-z0-9]{16,}|\bAIza[A-Za-z0-9_\-]{30,}|\bAKIA[A-Z0-9]{16}\b"  # other providers
@@ -26,12 +27,14 @@ _SECRET_VARIABLE = re.compile(r"(key|token|secret|passw(or)?d)_env$", re.IGNOREC
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 _LONGEST_NAME = 40
 _SHORTEST_SECRET = 8
-"""Characters: a shorter environment value is more likely a word than a secret, and would be cut out of ordinary text."""
+"""Characters: a shorter environment value is more likely a word than a secret, and would be cut out of
+ordinary text."""
 
 
 def is_secret(key: str, value: Any) -> bool:
-    """Whether a setting's value is a secret by the name of its key: ``api_key``, ``token`` …, but not ``max_tokens``. ``api_key_env`` is
-    the name of an environment variable; what cannot be meant as one may be the key itself, typed in the wrong place."""
+    """Whether a setting's value is a secret by the name of its key: ``api_key``, ``token`` …, but not
+    ``max_tokens``. ``api_key_env`` is the name of an environment variable; what cannot be meant as one may be
+    the key itself, typed in the wrong place."""
     if not isinstance(value, str) or not value:
         return False
     misplaced = _SECRET_VARIABLE.search(key) and not _is_variable_name(value)
@@ -39,13 +42,14 @@ def is_secret(key: str, value: Any) -> bool:
 
 
 def _is_variable_name(text: str) -> bool:
-    """Capital words joined by underscores. Some keys have capitals, digits and underscores too, but none this form alone."""
+    """Capital words joined by underscores. Some keys have capitals, digits and underscores too, but none this
+    form alone."""
     return bool(_VARIABLE.fullmatch(text)) and len(text) <= _LONGEST_NAME and not _SECRET_VALUE.search(text)
 
 
 def scrub_text(text: str) -> str:
-    """``text`` without anything shaped like a token or assigned to the name of a secret, and without the value of any environment
-    variable named like one."""
+    """``text`` without anything shaped like a token or assigned to the name of a secret, and without the
+    value of any environment variable named like one."""
     named = (v for k, v in os.environ.items() if _SECRET_NAME.search(k) and len(v) >= _SHORTEST_SECRET)
     for value in sorted(named, key=len, reverse=True):  # longest first: one may hold another
         text = text.replace(value, REMOVED)

@@ -3,7 +3,7 @@ outlive its owner.
 
 The worker is started by ``python -m module`` and not by ``multiprocessing``: it gets its own environment,
 process group and log, and the owner's main module is not imported a second time. What goes wrong in it
-reaches the owner as one SamplerError: an exception (with the worker's traceback; the worker lives on), its
+reaches the owner as one WorkerError: an exception (with the worker's traceback; the worker lives on), its
 death and its silence (with the end of its log; what is left is killed).
 
 Every request has a number, which its reply repeats: a reply to anything else is an error. A process that code
@@ -56,7 +56,7 @@ _LOG_TO = "log to"
 """Requests that ``serve`` answers by itself; handlers have names of Python functions."""
 
 
-class SamplerError(StoppedError):
+class WorkerError(StoppedError):
     """A sampler that failed, died, kept silent too long, or samples from other weights than the trainer's."""
 
 
@@ -97,7 +97,7 @@ class WorkerProcess:
         return self._process.pid
 
     def send(self, method: str, *arguments: Any) -> None:
-        """Ask, without waiting. Raises SamplerError if the worker is gone."""
+        """Ask, without waiting. Raises WorkerError if the worker is gone."""
         self._count += 1
         try:
             self._connection.send((self._count, method, arguments))
@@ -108,13 +108,14 @@ class WorkerProcess:
     def receive(self, timeout: float) -> Any:
         """The reply to the oldest unanswered request.
 
-        Raises SamplerError: the request raised, the worker died, nothing came within ``timeout`` seconds, or
+        Raises WorkerError: the request raised, the worker died, nothing came within ``timeout`` seconds, or
         a reply to something else (the worker is then killed).
         """
         deadline = time.monotonic() + timeout
         try:
             while not self._connection.poll(min(_POLL_S, max(0.0, deadline - time.monotonic()))):
-                # Processes of the worker's own may hold its end of the pipe open: its death is not always an end of file.
+                # Processes of the worker's own may hold its end of the pipe open: its death is not always an
+                # end of file.
                 if self._process.poll() is not None and not self._connection.poll(0):
                     raise self._gone("died")
                 if time.monotonic() >= deadline:
@@ -126,7 +127,7 @@ class WorkerProcess:
         if number != expected:
             raise self._gone(f"answered request {number} in the place of {expected} and was killed", wait=0.0)
         if not succeeded:
-            raise SamplerError(f"{self.module} raised an exception:\n{value}")
+            raise WorkerError(f"{self.module} raised an exception:\n{value}")
         return value
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
@@ -136,7 +137,7 @@ class WorkerProcess:
 
     def log_to(self, log: Path, timeout: float) -> None:
         """Have what the worker prints written to the end of ``log`` from now on, after what it printed so
-        far. Raises SamplerError."""
+        far. Raises WorkerError."""
         output, since = _opened(log)
         output.write(self._read().encode())
         output.flush()
@@ -171,7 +172,7 @@ class WorkerProcess:
         start = max(self._since, size - _TAIL_BYTES)
         return os.pread(self._output.fileno(), max(0, size - start), start).decode(errors="replace")
 
-    def _gone(self, how: str, wait: float = 1.0) -> SamplerError:
+    def _gone(self, how: str, wait: float = 1.0) -> WorkerError:
         """The error to raise, once nothing is left of the worker. It may take ``wait`` seconds to have an
         exit code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -186,7 +187,7 @@ class WorkerProcess:
             else f" ({signal.Signals(-code).name})"
         )
         said = f"the end of {self.log}" if self.log is not None else "its last words"
-        return SamplerError(f"the process {self.module} {how}{status}; {said}:\n{self.last_words()}")
+        return WorkerError(f"the process {self.module} {how}{status}; {said}:\n{self.last_words()}")
 
 
 def _opened(log: Path | None) -> tuple[IO[bytes], int]:

@@ -1,6 +1,8 @@
-"""What every program of this project does with its command line: settings in, one message out when they cannot be used.
+"""What every program of this project does with its command line: settings in, one message out when they
+cannot be used.
 
-Exit codes: 0 done; 1 stopped, the message says why; 2 a setting or the data cannot be used; 75 interrupted and saved, start again.
+Exit codes: 0 done; 1 stopped, the message says why; 2 a setting or the data cannot be used; 75 interrupted
+and saved, start again.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ def say_what_is_idle(config: Config) -> None:
 
 
 def idle(config: Config) -> list[str]:
-    """What the command line sets although nothing will read it with the other settings as they are: said, not refused, so that a sweep
-    may cross such settings."""
+    """What the command line sets although nothing will read it with the other settings as they are: said, not
+    refused, so that a sweep may cross such settings."""
     inert = {
         "humanline=false": []
         if config.humanline
@@ -94,15 +96,17 @@ def cli(main: Callable[[], object]) -> None:
 
 
 def complain(message: str, code: int) -> int:
-    """Print the message once, whatever the number of ranks, without a secret that it may quote; returns ``code``."""
+    """Print the message once, whatever the number of ranks, without a secret that it may quote; returns
+    ``code``."""
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {scrub_text(message)}", file=sys.stderr, flush=True)
     return code
 
 
 def refuse_choices(arguments: list[str]) -> None:
-    """Raise ConfigError for a choice among the files of a folder (``loss=…``) that is not one: null, a number, nothing, or a reward that
-    is not there. Hydra ends with a traceback at the first two, and leaves out an optional file that is not there without a word."""
+    """Raise ConfigError for a choice among the files of a folder (``loss=…``) that is not one: null, a
+    number, nothing, or a reward that is not there. Hydra ends with a traceback at the first two, and leaves
+    out an optional file that is not there without a word."""
     folders = [CONFIG, *_folders_given(arguments)]
     for override in filter(None, map(_override, arguments)):
         key = override.key_or_group
@@ -136,7 +140,8 @@ def _override(argument: str) -> Override | None:
 
 
 def _choices(override: Override) -> list[object]:
-    """The file names of an override: one, a list of them, or those of a sweep. A mapping is no choice but settings."""
+    """The file names of an override: one, a list of them, or those of a sweep. A mapping is no choice but
+    settings."""
     if override.is_sweep_override():
         return list(override.sweep_iterator()) if override.is_choice_sweep() else []
     value = override.value()

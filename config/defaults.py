@@ -1,4 +1,5 @@
-"""Defaults stand once, in the yaml files that people read. The dataclasses of the schema take theirs from there."""
+"""Defaults stand once, in the yaml files that people read. The dataclasses of the schema take theirs from
+there."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ T = TypeVar("T")
 def yaml_defaults(*places: str) -> Callable[[type[T]], type[T]]:
     """Give the fields of a class the values that they have in config/, before ``dataclass`` reads them.
 
-    ``places``: files of config/, each with an optional section, as in ``config.yaml:rounds``; the first one that has a key gives
-    its value. A field that no place has, or that has a default of its own, stays as it is.
+    ``places``: files of config/, each with an optional section, as in ``config.yaml:rounds``; the first one
+    that has a key gives its value. A field that no place has, or that has a default of its own, stays as it
+    is.
     """
 
     def fill(cls: type[T]) -> type[T]:

@@ -1,4 +1,5 @@
-"""The settings files of this folder as plain data, for what reads one that the command line did not choose."""
+"""The settings files of this folder as plain data, for what reads one that the command line did not
+choose."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ FOLDER = Path(__file__).parent
 
 
 def data_file(key: str, name: str) -> dict[str, Any]:
-    """The settings of config/data/<name>.yaml, over those of the files it starts from. Raises ConfigError, for the setting ``key``."""
+    """The settings of config/data/<name>.yaml, over those of the files it starts from. Raises ConfigError,
+    for the setting ``key``."""
     path = FOLDER / "data" / f"{name}.yaml"
     if not path.is_file():
         names = sorted(p.stem for p in path.parent.glob("*.yaml") if not p.stem.startswith("_"))

@@ -1,6 +1,7 @@
 """Typed settings from what Hydra composed or from a run's config.yaml, and back.
 
-Everything that is refused here is refused before torch is imported, so that a wrong command line costs a second."""
+Everything that is refused here is refused before torch is imported, so that a wrong command line costs a
+second."""
 
 from __future__ import annotations
 
@@ -46,9 +47,11 @@ def load(cfg: DictConfig) -> Config:
 
 
 def split_settings(cfg: DictConfig, schema: type[T]) -> tuple[T, DictConfig]:
-    """(a program's own settings, typed; those of a run, with it gone from them): of a file that starts from config.yaml.
+    """(a program's own settings, typed; those of a run, with it gone from them): of a file that starts from
+    config.yaml.
 
-    A field whose metadata has a ``key`` stands under that name in the file. Raises ConfigError as ``typed`` does.
+    A field whose metadata has a ``key`` stands under that name in the file. Raises ConfigError as ``typed``
+    does.
     """
     rest = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
     assert isinstance(rest, dict)
@@ -71,7 +74,8 @@ def dump(config: Config) -> str:
 
 
 def run_name(config: Config, overrides: list[str]) -> str:
-    """``exp_name``, or one made of loss, model, data, variant, seed and a hash of the overrides that change what is computed.
+    """``exp_name``, or one made of loss, model, data, variant, seed and a hash of the overrides that change
+    what is computed.
 
     Raises ConfigError for what cannot be the name of a folder.
     """
@@ -86,7 +90,8 @@ def run_name(config: Config, overrides: list[str]) -> str:
 
 
 def settings_of(text: str) -> dict[str, Any]:
-    """What a run's config.yaml says, as nested plain data; {} where it says nothing, or is no yaml file of settings."""
+    """What a run's config.yaml says, as nested plain data; {} where it says nothing, or is no yaml file of
+    settings."""
     try:
         made = OmegaConf.create(text)
         tree = OmegaConf.to_container(made) if isinstance(made, DictConfig) else {}
@@ -104,8 +109,8 @@ class Change(NamedTuple):
 
 
 def changed(before: dict[str, Any], now: Config) -> Change | None:
-    """The first setting that differs between ``before`` (``settings_of``) and ``now`` and changes what is computed;
-    None if there is none."""
+    """The first setting that differs between ``before`` (``settings_of``) and ``now`` and changes what is
+    computed; None if there is none."""
     old, new = _flat(before), _flat(OmegaConf.to_container(OmegaConf.structured(now)))
     return next(
         (

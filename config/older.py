@@ -1,4 +1,5 @@
-"""Settings that an older version wrote, as today's schema names them: runs made then are read, evaluated and gone on with."""
+"""Settings that an older version wrote, as today's schema names them: runs made then are read, evaluated and
+gone on with."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from config.files import FOLDER
 
 
 def as_today(tree: dict[str, Any]) -> dict[str, Any]:
-    """What a run's config.yaml says, with the keys that its version did not have and without those that are gone."""
+    """What a run's config.yaml says, with the keys that its version did not have and without those that are
+    gone."""
     tree = dict(tree)
     if isinstance(loss := tree.get("loss"), dict):
         tree["loss"] = {key: value for key, value in loss.items() if key != "_partial_"}

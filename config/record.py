@@ -1,4 +1,5 @@
-"""What a run's folder says of its run: whether it is a run's folder, whether the run has begun, and with what settings."""
+"""What a run's folder says of its run: whether it is a run's folder, whether the run has begun, and with what
+settings."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def marked(folder: Path) -> bool:
 
 
 def unmarked_run(folder: Path) -> bool:
-    """Whether ``folder`` is that of a run of an earlier version: without a marker, but with a run's settings."""
+    """Whether ``folder`` is that of a run of an earlier version: without a marker, but with a run's
+    settings."""
     return not marked(folder) and settings_of(_record(folder)).keys() >= _SECTIONS
 
 
@@ -47,8 +49,8 @@ def started(folder: Path) -> bool:
 
 
 def change(folder: Path, config: Config) -> Change | None:
-    """The first setting that differs between those that the run in ``folder`` was started with and ``config``,
-    and changes what is computed. None if there is none, or no record of them.
+    """The first setting that differs between those that the run in ``folder`` was started with and
+    ``config``, and changes what is computed. None if there is none, or no record of them.
 
     Raises ConfigError for a record that is damaged.
     """
@@ -59,8 +61,10 @@ def change(folder: Path, config: Config) -> Change | None:
         raise ConfigError(
             "exp_name",
             folder.name,
-            f"{folder / RECORD} is damaged: settings are missing. Put it back; or delete that file, and resume=true "
-            "goes on with the settings of the command line, which must be those that the run was started with",
+            f"{folder / RECORD} is damaged: settings are missing. Put it back; or delete that file, and "
+            "resume=true "
+            "goes on with the settings of the command line, which must be those that the run was started "
+            "with",
         )
     return changed(before, config)
 

@@ -1,8 +1,10 @@
-"""The typed configuration: what may be set, of which type, within which range, and which combinations make no sense.
+"""The typed configuration: what may be set, of which type, within which range, and which combinations make no
+sense.
 
-``load`` turns what Hydra composed into a ``Config`` or raises ``ConfigError``, whose message says key, value and remedy. Nothing here
-imports torch, so that a wrong command line is refused in a second. What needs the data, the tokenizer or the number of ranks to be
-known is checked where those become known, with the same error, and still before weights are loaded.
+``load`` turns what Hydra composed into a ``Config`` or raises ``ConfigError``, whose message says key, value
+and remedy. Nothing here imports torch, so that a wrong command line is refused in a second. What needs the
+data, the tokenizer or the number of ranks to be known is checked where those become known, with the same
+error, and still before weights are loaded.
 """
 
 from __future__ import annotations
@@ -164,7 +166,8 @@ class Config:
             not (self.overwrite and self.resume),
             "overwrite",
             True,
-            "cannot go with resume=true: overwrite=true deletes the run, resume=true goes on with it; give one",
+            "cannot go with resume=true: overwrite=true deletes the run, resume=true goes on with it; give "
+            "one",
         )
         require(
             self.n_epochs is not None or self.n_examples is not None,
@@ -177,7 +180,8 @@ class Config:
                 self.has_reference,
                 "humanline",
                 True,
-                f"loss={self.loss['name']} has no reference model, so there is nothing to clip or to sync (paper §5.1); "
+                f"loss={self.loss['name']} has no reference model, so there is nothing to clip or to sync "
+                "(paper §5.1); "
                 "use a loss with one (dpo, kto, grpo) or humanline=false",
             )
         self._check_method()
@@ -193,19 +197,22 @@ class Config:
                 labelled or getattr(self.data, key) == 1,
                 f"data.{key}",
                 getattr(self.data, key),
-                f"takes single examples out of pairs, which loss={self.loss['name']} {'online ' if self.online else ''}does not read",
+                f"takes single examples out of pairs, which loss={self.loss['name']} "
+                f"{'online ' if self.online else ''}does not read",
             )
         require(
             not self.online or self.trainer.online,
             "online",
             True,
-            f"loss={self.loss['name']} trains on a fixed data set: its samples would not be what it learns from",
+            f"loss={self.loss['name']} trains on a fixed data set: its samples would not be what it learns "
+            "from",
         )
         require(
             self.data.logprob_range is None or self.trainer.logprob_range,
             "data.logprob_range",
             self.data.logprob_range,
-            f"orders completions by what the model thinks of them; loss={self.loss['name']} trains one that only scores them",
+            f"orders completions by what the model thinks of them; loss={self.loss['name']} trains one that "
+            "only scores them",
         )
         one_of("humanline_mode", self.humanline_mode, ("clip", "sample"))
         require(
@@ -241,7 +248,8 @@ class Config:
             self.reward is not None,
             "reward",
             None,
-            "online=true scores the policy's samples: choose a file of config/reward, as in reward=armorm or reward=verifier",
+            "online=true scores the policy's samples: choose a file of config/reward, as in reward=armorm "
+            "or reward=verifier",
         )
         self.check_room()
         require(
@@ -276,20 +284,22 @@ class Config:
         )
 
     def check_room(self) -> None:
-        """Raise ConfigError unless the longest sample fits behind the longest prompt: it would be trained on without its end."""
+        """Raise ConfigError unless the longest sample fits behind the longest prompt: it would be trained on
+        without its end."""
         most, model = self.max_tokens, self.model
         require(
             most + model.max_prompt_length <= model.max_length,
             "sampler.max_tokens",
             most,
-            f"samples must fit behind the prompt: {most} + model.max_prompt_length={model.max_prompt_length} is more than "
+            f"samples must fit behind the prompt: {most} + "
+            f"model.max_prompt_length={model.max_prompt_length} is more than "
             f"model.max_length={model.max_length}; sampler.max_tokens=null takes what is left",
         )
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest sample: ``sampler.max_tokens``; where that is null, the paper's 2,048 (§5), or as many as
-        ``model.max_length`` leaves behind the longest prompt if they are fewer."""
+        """Tokens of the longest sample: ``sampler.max_tokens``; where that is null, the paper's 2,048 (§5),
+        or as many as ``model.max_length`` leaves behind the longest prompt if they are fewer."""
         if self.sampler.max_tokens is not None:
             return self.sampler.max_tokens
         return min(PAPERS_MAX_TOKENS, self.model.max_length - self.model.max_prompt_length)

@@ -1,5 +1,5 @@
-"""The settings of the evaluations that other people's programs make: AlpacaEval 2 and the lm-eval harness. config/eval.yaml says what
-each key means."""
+"""The settings of the evaluations that other people's programs make: AlpacaEval 2 and the lm-eval harness.
+config/eval.yaml says what each key means."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from config.defaults import yaml_defaults
 @dataclass
 @yaml_defaults("eval.yaml:alpacaeval")
 class AlpacaEvalConfig:
-    """``kind=alpacaeval``: answers to AlpacaEval's instructions, compared with a baseline's by a judge, through the alpaca_eval library."""
+    """``kind=alpacaeval``: answers to AlpacaEval's instructions, compared with a baseline's by a judge,
+    through the alpaca_eval library."""
 
     annotations: str | None
     outputs: str | None
@@ -39,13 +40,15 @@ class AlpacaEvalConfig:
             self.model is not None or self.annotations is None,
             "alpacaeval.model",
             None,
-            "writes the answers and asks no judge; alpacaeval.annotations is judged already: leave one of them out",
+            "writes the answers and asks no judge; alpacaeval.annotations is judged already: leave one of "
+            "them out",
         )
         require(
             self.model is not None or self.outputs is None,
             "alpacaeval.model",
             None,
-            "writes the answers and asks no judge; alpacaeval.outputs is written already: leave one of them out",
+            "writes the answers and asks no judge; alpacaeval.outputs is written already: leave one of them "
+            "out",
         )
         require(
             self.base_url.startswith(("http://", "https://")),

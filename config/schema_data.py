@@ -24,7 +24,8 @@ class MixPart:
 @dataclass
 @yaml_defaults("data/_base.yaml")
 class DataConfig:
-    """Where groups come from. ``source`` is the import path of ``f(config, split) -> data.sources.Loaded``."""
+    """Where groups come from. ``source`` is the import path of ``f(config, split) ->
+    data.sources.Loaded``."""
 
     name: str
     source: str
@@ -70,7 +71,8 @@ class DataConfig:
             ends is None or (len(ends) == 2 and 0 <= ends[0] < ends[1] <= 1),
             "data.logprob_range",
             ends,
-            "give two shares of the groups, from the least likely on, as in [0.25, 1]: 0 <= low < high <= 1; null keeps all",
+            "give two shares of the groups, from the least likely on, as in [0.25, 1]: 0 <= low < high <= "
+            "1; null keeps all",
         )
         require(
             0 <= self.eval_fraction < 1,

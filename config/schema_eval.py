@@ -1,5 +1,5 @@
-"""The settings of ``eval.py``, beside those of a run: what is evaluated, how, and where the result goes. config/eval.yaml says what each
-key means."""
+"""The settings of ``eval.py``, beside those of a run: what is evaluated, how, and where the result goes.
+config/eval.yaml says what each key means."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ READ = ("model", "data", "sampler", "reward", "seed", "runs_dir", "cache_dir", "
 @dataclass
 @yaml_defaults("eval.yaml:accuracy")
 class AccuracyConfig:
-    """``kind=accuracy``: greedy accuracy, and pass@k of several samples a prompt (Chen et al. 2021, eq. 1)."""
+    """``kind=accuracy``: greedy accuracy, and pass@k of several samples a prompt (Chen et al. 2021, eq.
+    1)."""
 
     greedy: bool
     samples: int
@@ -45,7 +46,8 @@ class AccuracyConfig:
                 k <= self.samples or not self.samples,
                 "accuracy.k",
                 k,
-                f"pass@k needs at least k samples a prompt: raise accuracy.samples={self.samples}, or leave {k} out",
+                f"pass@k needs at least k samples a prompt: raise accuracy.samples={self.samples}, or leave "
+                f"{k} out",
             )
 
 
@@ -127,7 +129,8 @@ class EvalStage:
             bool(self.against) or not compares,
             "against",
             None,
-            "kind=compare needs what to compare with: a run, a model or a file of answers, as in against=runs/y",
+            "kind=compare needs what to compare with: a run, a model or a file of answers, as in "
+            "against=runs/y",
         )
         require(
             not compares or len(self.against) in (1, max(1, len(self.run))),

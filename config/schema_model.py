@@ -13,7 +13,8 @@ from config.defaults import yaml_defaults
 @dataclass
 @yaml_defaults("model/base.yaml:peft")
 class PeftConfig:
-    """LoRA (peft.LoraConfig). Dropout is not offered: the reference is scored by the policy itself, which must not be random."""
+    """LoRA (peft.LoraConfig). Dropout is not offered: the reference is scored by the policy itself, which
+    must not be random."""
 
     lora_r: int
     lora_alpha: int

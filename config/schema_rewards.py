@@ -1,4 +1,5 @@
-"""The settings of a reward: what its yaml says of it, and a dataclass for the section of each kind that comes with the project."""
+"""The settings of a reward: what its yaml says of it, and a dataclass for the section of each kind that comes
+with the project."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from config.typed import typed
 @dataclass
 @yaml_defaults("reward/function.yaml:function")
 class FunctionConfig:
-    """A Python function with TRL's signature, run in worker processes that are killed when they take too long."""
+    """A Python function with TRL's signature, run in worker processes that are killed when they take too
+    long."""
 
     path: str
     batch_size: int
@@ -79,7 +81,8 @@ class VerifierConfig:
 @dataclass
 @yaml_defaults("reward/classifier.yaml:classifier")
 class RewardModelConfig:
-    """What every reward model needs: weights, lengths in its own tokens, and how many tokens go through it at once."""
+    """What every reward model needs: weights, lengths in its own tokens, and how many tokens go through it at
+    once."""
 
     name_or_path: str
     revision: str | None
@@ -95,7 +98,8 @@ class RewardModelConfig:
             1 <= self.max_prompt_length < self.max_length,
             f"{key}.max_prompt_length",
             self.max_prompt_length,
-            f"must be at least 1 and less than {key}.max_length={self.max_length}, or no room is left for a completion",
+            f"must be at least 1 and less than {key}.max_length={self.max_length}, or no room is left for a "
+            "completion",
         )
         require(self.batch_tokens >= 1, f"{key}.batch_tokens", self.batch_tokens, "must be at least 1")
 
@@ -156,7 +160,8 @@ class JudgeConfig:
             self.api_key_env is None or self.api_key_env in os.environ,
             "reward.judge.api_key_env",
             self.api_key_env,
-            "is the name of the environment variable that holds the endpoint's key (never the key itself), and is not set; "
+            "is the name of the environment variable that holds the endpoint's key (never the key itself), "
+            "and is not set; "
             "set that variable, or give null for no key",
         )
         require(
@@ -202,7 +207,8 @@ class RewardConfig:
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> RewardConfig:
-        """The reward of a yaml's keys. Beside those below it has one section, whose name is its kind. Raises ConfigError."""
+        """The reward of a yaml's keys. Beside those below it has one section, whose name is its kind. Raises
+        ConfigError."""
         own = {key: tree.get(key) for key in OWN_KEYS}
         for key in ("name", "_target_", "settings_type"):
             require(

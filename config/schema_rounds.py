@@ -11,7 +11,8 @@ from config.defaults import yaml_defaults
 @dataclass
 @yaml_defaults("config.yaml:rounds")
 class RoundsConfig:
-    """How the policy is sampled and what becomes of the samples. config/config.yaml says what each key means."""
+    """How the policy is sampled and what becomes of the samples. config/config.yaml says what each key
+    means."""
 
     contexts: int
     contexts_per_round: int
@@ -46,7 +47,8 @@ class RoundsConfig:
             self.lag == 0 or self.examples is None,
             "rounds.examples",
             self.examples,
-            "needs rounds.lag=0: what a round gives is only known once it was sampled, and with a lag the next is then under way",
+            "needs rounds.lag=0: what a round gives is only known once it was sampled, and with a lag the "
+            "next is then under way",
         )
         require(
             self.tau >= 0, "rounds.tau", self.tau, "is the least difference of two rewards: must be 0 or more"
@@ -60,6 +62,6 @@ class RoundsConfig:
 
     @property
     def keeps_equal(self) -> bool:
-        """Whether groups of equal rewards are trained on (with advantage 0, their tokens counted): so that verifiable runs that are
-        compared take the same number of steps."""
+        """Whether groups of equal rewards are trained on (with advantage 0, their tokens counted): so that
+        verifiable runs that are compared take the same number of steps."""
         return self.feedback == "group" and self.zero_variance != "drop"

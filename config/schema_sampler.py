@@ -1,4 +1,5 @@
-"""What may be set about sampling: ``sampler=embedded`` (transformers) or ``sampler=vllm`` (engines in processes of their own)."""
+"""What may be set about sampling: ``sampler=embedded`` (transformers) or ``sampler=vllm`` (engines in
+processes of their own)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from config.defaults import yaml_defaults
 @dataclass
 @yaml_defaults("sampler/embedded.yaml", "sampler/vllm.yaml")
 class SamplerConfig:
-    """The yaml files in config/sampler say what each key means. Temperature, top-p and length are the paper's (§5)."""
+    """The yaml files in config/sampler say what each key means. Temperature, top-p and length are the paper's
+    (§5)."""
 
     name: str
     temperature: float
@@ -81,10 +83,12 @@ class SamplerConfig:
             len(set(self.devices)) == len(self.devices) == need,
             "sampler.devices",
             self.devices,
-            f"must name {need} different GPUs (tensor_parallel={self.tensor_parallel} x data_parallel={self.data_parallel})",
+            f"must name {need} different GPUs (tensor_parallel={self.tensor_parallel} x "
+            f"data_parallel={self.data_parallel})",
         )
 
     @property
     def shares_devices(self) -> bool:
-        """Whether the engine stands on the trainer's own GPUs, and so must give its memory back while the trainer trains."""
+        """Whether the engine stands on the trainer's own GPUs, and so must give its memory back while the
+        trainer trains."""
         return self.devices is None

@@ -1,5 +1,5 @@
-"""The settings of one stage of a round on its own: what ``sample.py`` and ``label.py`` read beside those of a run. Their yaml files
-say what each key means."""
+"""The settings of one stage of a round on its own: what ``sample.py`` and ``label.py`` read beside those of a
+run. Their yaml files say what each key means."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class SampleStage:
 @dataclass
 @yaml_defaults("label.yaml")
 class LabelStage:
-    """``label.py``: scores of the samples in a file, by ``reward``, and the feedback made of them, by ``rounds``."""
+    """``label.py``: scores of the samples in a file, by ``reward``, and the feedback made of them, by
+    ``rounds``."""
 
     out: str
     format: str

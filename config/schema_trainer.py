@@ -1,4 +1,5 @@
-"""What a trainer accepts, as its yaml in config/trainer says it: nothing else in the code knows trainers by name."""
+"""What a trainer accepts, as its yaml in config/trainer says it: nothing else in the code knows trainers by
+name."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class TrainerConfig:
 
 
 def loss_numbers(loss: dict[str, Any], trainer_keys: Sequence[str]) -> dict[str, Any]:
-    """The settings that the loss function itself takes: those of ``loss`` without what names it and what its trainer reads."""
+    """The settings that the loss function itself takes: those of ``loss`` without what names it and what its
+    trainer reads."""
     return {key: value for key, value in loss.items() if key not in (*RESERVED_LOSS_KEYS, *trainer_keys)}
 
 

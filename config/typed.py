@@ -16,10 +16,11 @@ T = TypeVar("T")
 
 
 def typed(cfg: DictConfig, schema: type[T], prefix: str = "") -> T:
-    """``cfg`` as the dataclass ``schema``. ``prefix``: where it stands among all settings, as in ``reward.judge.``, for messages.
+    """``cfg`` as the dataclass ``schema``. ``prefix``: where it stands among all settings, as in
+    ``reward.judge.``, for messages.
 
-    Raises ConfigError: an unknown key (with the nearest known one), a wrong type, a missing value, a value out of range, an
-    impossible combination.
+    Raises ConfigError: an unknown key (with the nearest known one), a wrong type, a missing value, a value
+    out of range, an impossible combination.
     """
     raw = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(raw, dict)
@@ -42,7 +43,8 @@ def typed(cfg: DictConfig, schema: type[T], prefix: str = "") -> T:
 
 
 def _infinities(tree: Any) -> Any:
-    """``tree`` with yaml's words for infinity as numbers: on the command line Hydra reads ``.inf`` as a text."""
+    """``tree`` with yaml's words for infinity as numbers: on the command line Hydra reads ``.inf`` as a
+    text."""
     if isinstance(tree, dict):
         return {key: _infinities(value) for key, value in tree.items()}
     return (
@@ -80,7 +82,8 @@ def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str) -> None:
 
 
 def _dataclass_in(hint: Any) -> Any:
-    """The dataclass that a type is, or is a list of, or may be None instead of; None where it is no such type."""
+    """The dataclass that a type is, or is a list of, or may be None instead of; None where it is no such
+    type."""
     if is_dataclass(hint):
         return hint
     return next((found for part in get_args(hint) if (found := _dataclass_in(part)) is not None), None)

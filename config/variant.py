@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 def variant(online: bool, humanline: bool, sync_mode: str | None) -> str:
-    """One of the paper's four, offline, online, offline+humanline, online+humanline; trust-region syncing is said beside it."""
+    """One of the paper's four, offline, online, offline+humanline, online+humanline; trust-region syncing is
+    said beside it."""
     return (
         ("online" if online else "offline")
         + "+humanline" * humanline

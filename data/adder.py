@@ -1,8 +1,9 @@
 """The embedded task: adding two two-digit numbers in short worked steps, a task whose answers can be checked.
 
-``37+58=`` is answered ``7+8=15;3+5+1=9;95``: the column of the units, the column of the tens with the carry, the sum. A model is
-fine-tuned on *noisy* demonstrations, which mostly forget the carry, so that it knows the form and is right about half the time:
-alignment has room both ways. Everything here is a pure function of its arguments.
+``37+58=`` is answered ``7+8=15;3+5+1=9;95``: the column of the units, the column of the tens with the carry,
+the sum. A model is fine-tuned on *noisy* demonstrations, which mostly forget the carry, so that it knows the
+form and is right about half the time: alignment has room both ways. Everything here is a pure function of its
+arguments.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def addition(a: int, b: int) -> Prompt:
 
 @cache
 def prompts(split: str) -> tuple[Prompt, ...]:
-    """The prompts of one split, ``train`` or ``eval``, in a fixed order that is not that of the numbers: 10,000 in all, split by
-    prompt id, so that no prompt is in both."""
+    """The prompts of one split, ``train`` or ``eval``, in a fixed order that is not that of the numbers:
+    10,000 in all, split by prompt id, so that no prompt is in both."""
     every = (addition(a, b) for a in range(100) for b in range(100))
     return tuple(
         sorted((p for p in every if (int(p.id, 16) % HELD_OUT == 0) == (split == "eval")), key=lambda p: p.id)
@@ -64,7 +65,8 @@ def operands(prompt: Prompt) -> tuple[int, int]:
 
 
 def accuracy(completions: list[str], references: list[str | None]) -> list[float | None]:
-    """1.0 where what follows the last ``;`` is the reference answer, else 0.0; None where there is no reference."""
+    """1.0 where what follows the last ``;`` is the reference answer, else 0.0; None where there is no
+    reference."""
     return [
         None if reference is None else float(text.rpartition(";")[2] == reference)
         for text, reference in zip(completions, references, strict=True)
@@ -72,9 +74,11 @@ def accuracy(completions: list[str], references: list[str | None]) -> list[float
 
 
 def rewards(completions: list[str], references: list[str | None]) -> list[float | None]:
-    """Accuracy, form and separators weighted 8 : 1 : 1 (paper, C.2), in [0, 10]; None where there is no reference.
+    """Accuracy, form and separators weighted 8 : 1 : 1 (paper, C.2), in [0, 10]; None where there is no
+    reference.
 
-    Form: two worked steps and a sum. Separators: the share of the two ``;`` that are there; 0 for more than two.
+    Form: two worked steps and a sum. Separators: the share of the two ``;`` that are there; 0 for more than
+    two.
     """
     correct = accuracy(completions, references)
     return [
@@ -132,8 +136,8 @@ def demonstration(a: int, b: int, noise: Noise, rng: random.Random) -> str:
 
 
 def demonstrations(split: str, name: str, per_prompt: int, noise: Noise) -> Iterator[Group]:
-    """``per_prompt`` noisy answers to every prompt of a split, each a group of its own. ``name`` is the seed: other names, other
-    answers."""
+    """``per_prompt`` noisy answers to every prompt of a split, each a group of its own. ``name`` is the seed:
+    other names, other answers."""
     rng = random.Random(f"{name}/{split}")
     for prompt in prompts(split):
         for _ in range(per_prompt):
@@ -144,7 +148,8 @@ def demonstrations(split: str, name: str, per_prompt: int, noise: Noise) -> Iter
 
 
 def adder_sft(config: DataConfig, split: str) -> Loaded:
-    """Noisy demonstrations, made on the fly; ``data.subset`` names the set (any name, each its own seed). Raises ConfigError."""
+    """Noisy demonstrations, made on the fly; ``data.subset`` names the set (any name, each its own seed).
+    Raises ConfigError."""
     if config.subset is None:
         raise ConfigError(
             "data.subset",
@@ -158,11 +163,13 @@ def adder_sft(config: DataConfig, split: str) -> Loaded:
 
 
 def adder_pairs(config: DataConfig, split: str) -> Loaded:
-    """The preference set sampled from another checkpoint: groups files ``data.path`` and ``data.eval_path``. ``data.eval_split``:
-    validation or test, either half of the held-out prompts (what is tuned on one is reported on the other), or null for both.
+    """The preference set sampled from another checkpoint: groups files ``data.path`` and ``data.eval_path``.
+    ``data.eval_split``: validation or test, either half of the held-out prompts (what is tuned on one is
+    reported on the other), or null for both.
 
-    Behind the held-out pairs stand the held-out prompts that have none, without completions, for accuracy: prompts with a pair are
-    those on which samples differed, which is no fair draw. Raises ConfigError, DataError."""
+    Behind the held-out pairs stand the held-out prompts that have none, without completions, for accuracy:
+    prompts with a pair are those on which samples differed, which is no fair draw. Raises ConfigError,
+    DataError."""
     key, path = ("data.path", config.path) if split == "train" else ("data.eval_path", config.eval_path)
     if path is None:
         raise ConfigError(key, None, f"give the groups file, as in {key}=assets/adder/pairs.jsonl")

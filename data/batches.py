@@ -1,7 +1,7 @@
 """Which examples make up step i, and how a global batch is cut into ranks and microbatches.
 
-Everything here is a pure function of (examples, seed, step, number of ranks): a run that resumes, or that resumes on other ranks,
-sees the same global batches in the same order.
+Everything here is a pure function of (examples, seed, step, number of ranks): a run that resumes, or that
+resumes on other ranks, sees the same global batches in the same order.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from torch import Tensor
 from data.types import Example, Microbatch, Sequence, Sequences
 
 FILL = Example(prompt_id="", rows=(Sequence(np.zeros(1, np.int32), np.zeros(0, np.int32)),))
-"""What fills a short batch up so that every rank runs as many forwards: no completion token, so it counts nowhere."""
+"""What fills a short batch up so that every rank runs as many forwards: no completion token, so it counts
+nowhere."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of training whose batches are known in advance: all of offline training, or one round of online training.
+    """A stretch of training whose batches are known in advance: all of offline training, or one round of
+    online training.
 
-    ``groups[g]`` are the examples of one group; groups are shuffled, their examples stay together (so KTO sees the same pairs in the same
-    step as DPO). Epochs follow each other without a gap: only the last batch may be short.
+    ``groups[g]`` are the examples of one group; groups are shuffled, their examples stay together (so KTO
+    sees the same pairs in the same step as DPO). Epochs follow each other without a gap: only the last batch
+    may be short.
     """
 
     groups: tuple[tuple[Example, ...], ...]
@@ -38,7 +41,8 @@ class Segment:
     end: float = 1.0
     """The share of the whole plan consumed before and after this segment (the schedule's clock)."""
     sampler_logprobs: Mapping[str, float] = field(default_factory=dict, repr=False)
-    """Row key -> log-probability of its completion as the sampler reported it, nats; empty without an external sampler."""
+    """Row key -> log-probability of its completion as the sampler reported it, nats; empty without an
+    external sampler."""
     _orders: dict[int, list[Example]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -46,7 +50,8 @@ class Segment:
         return -(-self.n_examples // self.batch_size)
 
     def batch(self, i: int) -> list[Example]:
-        """The global batch of the segment's step ``i``, in its own order (before any sorting or splitting)."""
+        """The global batch of the segment's step ``i``, in its own order (before any sorting or
+        splitting)."""
         first, last = i * self.batch_size, min((i + 1) * self.batch_size, self.n_examples)
         out: list[Example] = []
         while first < last:
@@ -76,10 +81,11 @@ class Segment:
 
 
 def cut(batch: Seq[Example], rank: int, ranks: int, size: int, rows_per_example: int) -> list[list[Example]]:
-    """This rank's microbatches of a global batch: at most ``size`` examples each, as many on every rank, filled up where short.
+    """This rank's microbatches of a global batch: at most ``size`` examples each, as many on every rank,
+    filled up where short.
 
-    Examples are sorted by length and dealt out in turn, so that what is computed together is about equally long and every rank has
-    about the same work in every turn.
+    Examples are sorted by length and dealt out in turn, so that what is computed together is about equally
+    long and every rank has about the same work in every turn.
     """
     by_length = sorted(batch, key=lambda e: -max(len(row) for row in e.rows))
     turns = -(-len(by_length) // (size * ranks))
@@ -97,7 +103,8 @@ def cut(batch: Seq[Example], rank: int, ranks: int, size: int, rows_per_example:
 
 
 def collate(rows: Seq[Sequence], device: torch.device, pack: bool = False) -> Sequences:
-    """Rows on the device: a right-padded grid as wide as the longest row, or all rows end to end with restarting positions."""
+    """Rows on the device: a right-padded grid as wide as the longest row, or all rows end to end with
+    restarting positions."""
     lengths = [max(len(row), 1) for row in rows]
     width = max(lengths)
     offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if pack else np.arange(len(rows)) * width

@@ -1,11 +1,13 @@
 """The one place where a conversation becomes token ids, for training, scoring and sampling alike.
 
-Prompt and completion are tokenised apart, at the point where sampling starts: the prompt's ids are the same whether an answer
-follows or not, and which tokens count is known from the span, never guessed from the ids (a pad token that is also the end of
-sequence hides nothing). The answer is closed as the chat template closes it, by one end-of-turn token.
+Prompt and completion are tokenised apart, at the point where sampling starts: the prompt's ids are the same
+whether an answer follows or not, and which tokens count is known from the span, never guessed from the ids (a
+pad token that is also the end of sequence hides nothing). The answer is closed as the chat template closes
+it, by one end-of-turn token.
 
-Lengths: a prompt that is too long loses its oldest turns, then the beginning of its last user turn, never its system turn; then the
-completion loses its end, and with it the end-of-turn token. ``Renderer.cuts`` counts each.
+Lengths: a prompt that is too long loses its oldest turns, then the beginning of its last user turn, never its
+system turn; then the completion loses its end, and with it the end-of-turn token. ``Renderer.cuts`` counts
+each.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ DEFAULT_TEMPLATE = Path(__file__).parent.parent / "config" / "templates" / "defa
 _MARK = "humanline-probe"
 _PADDED_MARK = f"\t\t{_MARK}\t\t"
 _DATE = "26 Jul 2024"
-"""Templates that write today's date would render differently on every day (and Llama 3's own default is this one)."""
+"""Templates that write today's date would render differently on every day (and Llama 3's own default is this
+one)."""
 
 
 def make_renderer(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: DataConfig) -> Renderer:
@@ -48,7 +51,8 @@ def make_renderer(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: 
 
 
 def load_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str:
-    """The template in the file ``path`` (model.chat_template), else the tokenizer's own, else the shipped one for base models."""
+    """The template in the file ``path`` (model.chat_template), else the tokenizer's own, else the shipped one
+    for base models."""
     if path is not None:
         if not Path(path).is_file():
             raise ConfigError(
@@ -64,13 +68,15 @@ def load_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str:
 
 
 class _RenderError(Exception):
-    """A prompt that the template refuses or that cannot be made short enough; the message is the reason to report."""
+    """A prompt that the template refuses or that cannot be made short enough; the message is the reason to
+    report."""
 
 
 class Renderer:
     """Conversations to token ids, by a chat template or, with ``template=None``, by plain concatenation.
 
-    A pure function of text, tokenizer, template and lengths (``fingerprint`` names the last three), but for the count of ``cuts``.
+    A pure function of text, tokenizer, template and lengths (``fingerprint`` names the last three), but for
+    the count of ``cuts``.
     """
 
     def __init__(
@@ -111,7 +117,8 @@ class Renderer:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end a sampled answer: the template's end of turn and the tokenizer's end of sequence."""
+        """The tokens that end a sampled answer: the template's end of turn and the tokenizer's end of
+        sequence."""
         return tuple(dict.fromkeys((self.end_id, self.tokenizer.eos_token_id)))
 
     @cached_property
@@ -122,7 +129,8 @@ class Renderer:
     # Rendering
 
     def prompt_ids(self, prompt: Prompt) -> np.ndarray:
-        """[P] int32, 1 <= P <= max_prompt_length, ending with the generation prompt: what a sampler continues.
+        """[P] int32, 1 <= P <= max_prompt_length, ending with the generation prompt: what a sampler
+        continues.
 
         Raises DataError for a prompt that the template refuses or that cannot be made short enough.
         """
@@ -132,7 +140,8 @@ class Renderer:
         return ids
 
     def sequence(self, prompt: Prompt, completion: Completion) -> Sequence | str:
-        """One row of training, or the reason why there is none: it cannot be rendered, or has no completion token."""
+        """One row of training, or the reason why there is none: it cannot be rendered, or has no completion
+        token."""
         return self.sequences([(prompt, completion)])[0]
 
     def prompts(self, prompts: Iterable[Prompt]) -> list[np.ndarray | str]:
@@ -146,7 +155,8 @@ class Renderer:
         ]
 
     def sequences(self, rows: Iterable[tuple[Prompt, Completion]]) -> list[Sequence | str]:
-        """``sequence`` of many, in their order, batch-encoded; the prompt of a pair or a group is tokenised once."""
+        """``sequence`` of many, in their order, batch-encoded; the prompt of a pair or a group is tokenised
+        once."""
         rows = list(rows)
         distinct = list(dict.fromkeys(prompt for prompt, _ in rows))
         prompts = dict(zip(distinct, self.prompts(distinct), strict=True))
@@ -170,7 +180,8 @@ class Renderer:
     # Answers
 
     def _answer_text(self, completion: Completion) -> str:
-        """The completion as the template writes it, closed once: data that bring their own end token do not get a second."""
+        """The completion as the template writes it, closed once: data that bring their own end token do not
+        get a second."""
         text = completion.text or ""
         ends = (self._end_token, str(self.tokenizer.eos_token))
         while (bare := text.rstrip()).endswith(ends):
@@ -180,7 +191,8 @@ class Renderer:
         return self._head + text + (self._end if completion.finished else "")
 
     def _sampled(self, completion: Completion) -> list[int]:
-        """Sampled ids as they are; the end token only where sampling stopped by itself and the sampler left it out."""
+        """Sampled ids as they are; the end token only where sampling stopped by itself and the sampler left
+        it out."""
         assert completion.token_ids is not None
         ids = list(completion.token_ids)
         missing = completion.finished and (not ids or ids[-1] not in self.stop_token_ids)
@@ -202,7 +214,8 @@ class Renderer:
         return np.array(ids, dtype=np.int32) if ids else "the prompt has no token"
 
     def _with_bos(self, ids: list[int]) -> list[int]:
-        """Exactly one beginning-of-sequence token where the model expects one, whoever wrote it: template, data or nobody."""
+        """Exactly one beginning-of-sequence token where the model expects one, whoever wrote it: template,
+        data or nobody."""
         bos = self.tokenizer.bos_token_id
         if bos is None or not (self._adds_bos or ids[:1] == [bos]):
             return ids
@@ -210,7 +223,8 @@ class Renderer:
         return [bos, *ids[start:]]
 
     def _shortened(self, turns: tuple[Turn, ...], ids: list[int]) -> list[int]:
-        """The prompt within max_prompt_length: without its oldest turns, then without the beginning of its last user turn."""
+        """The prompt within max_prompt_length: without its oldest turns, then without the beginning of its
+        last user turn."""
         system, rest = _split_system(turns)
         while len(ids) > self.max_prompt_length:
             later = [i for i, turn in enumerate(rest) if i > 0 and turn.role == "user"]
@@ -300,7 +314,8 @@ class Renderer:
         self._end, self.end_id = self._first_turn_token(after)
 
     def _first_turn_token(self, tail: str) -> tuple[str, int]:
-        """(text to its end, id) of the first token in ``tail`` that is no ordinary text; the end of sequence if there is none."""
+        """(text to its end, id) of the first token in ``tail`` that is no ordinary text; the end of sequence
+        if there is none."""
         for token in self._encode([tail])[0]:
             added = self.tokenizer.added_tokens_decoder.get(token)
             if added is not None and added.content.strip():  # some tokenizers add runs of newlines as tokens
@@ -319,7 +334,8 @@ class Renderer:
 def chat_fingerprint(
     tokenizer: PreTrainedTokenizerBase, template: str | None, max_length: int, max_prompt_length: int
 ) -> str:
-    """32 hex digits of everything that token ids depend on besides the text. ``template`` None: plain concatenation."""
+    """32 hex digits of everything that token ids depend on besides the text. ``template`` None: plain
+    concatenation."""
     machine = json.loads(tokenizer.backend_tokenizer.to_str())
     state = {
         key: machine[key] for key in machine if key not in ("padding", "truncation")
@@ -331,8 +347,8 @@ def chat_fingerprint(
 
 
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """16 hex digits of the token that each id stands for, added tokens included: the tokenizer that token ids belong to. A template or a
-    length has no part in it."""
+    """16 hex digits of the token that each id stands for, added tokens included: the tokenizer that token ids
+    belong to. A template or a length has no part in it."""
     return _vocabulary_fingerprint(tokenizer, len(tokenizer))
 
 

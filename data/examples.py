@@ -1,4 +1,5 @@
-"""Groups, through a view and the renderer, into tokenised examples. What cannot be trained on is counted and named."""
+"""Groups, through a view and the renderer, into tokenised examples. What cannot be trained on is counted and
+named."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ class Examples:
 def make_examples(
     groups: Iterable[Group], view: View, renderer: Renderer, cache: TokenCache | None = None
 ) -> Examples:
-    """Tokenise what ``view`` wants of each group, or read from ``cache`` what an earlier start made of the same rows. A group of which
-    any wanted row cannot be tokenised (no completion token left) is dropped whole, so that every loss drops the same groups."""
+    """Tokenise what ``view`` wants of each group, or read from ``cache`` what an earlier start made of the
+    same rows. A group of which any wanted row cannot be tokenised (no completion token left) is dropped
+    whole, so that every loss drops the same groups."""
     groups = list(groups)
     wanted = [view(group) for group in groups]
     rows = [

@@ -1,7 +1,9 @@
-"""From the rows of other people's files to groups: TRL's dataset types, HALOs' feedback files, and the helpers to add one's own.
+"""From the rows of other people's files to groups: TRL's dataset types, HALOs' feedback files, and the
+helpers to add one's own.
 
-A *format* is a function ``(rows, config) -> groups and drops``. Most formats look at one row at a time: write ``(values, config) ->
-Group``, raise ``RowError(reason)`` for a row that cannot be used, and decorate with ``each_row``. Rows are read, never changed.
+A *format* is a function ``(rows, config) -> groups and drops``. Most formats look at one row at a time: write
+``(values, config) -> Group``, raise ``RowError(reason)`` for a row that cannot be used, and decorate with
+``each_row``. Rows are read, never changed.
 """
 
 from __future__ import annotations
@@ -138,8 +140,9 @@ def demonstration(prompt: Prompt, completion: str) -> Group:
 def answered(head: tuple[Turn, ...], found: Any, column: str) -> tuple[tuple[Turn, ...], str]:
     """(conversation, answer) of a completion column.
 
-    A string answers ``head``. Messages end with the assistant's answer; what stands before it either goes on where ``head`` stops
-    or is the whole conversation again (as in the UltraFeedback sets), and then must ask what ``head`` asks.
+    A string answers ``head``. Messages end with the assistant's answer; what stands before it either goes on
+    where ``head`` stops or is the whole conversation again (as in the UltraFeedback sets), and then must ask
+    what ``head`` asks.
     """
     if isinstance(found, str):
         return head, found
@@ -161,7 +164,8 @@ def answered(head: tuple[Turn, ...], found: Any, column: str) -> tuple[tuple[Tur
 
 @each_row
 def preference(values: Values, config: DataConfig) -> Group:
-    """``prompt, chosen, rejected``, or the last two with the prompt as their common beginning; strings or messages."""
+    """``prompt, chosen, rejected``, or the last two with the prompt as their common beginning; strings or
+    messages."""
     chosen, rejected = value(values, "chosen"), value(values, "rejected")
     if "prompt" in values:
         head = turns(value(values, "prompt"), "prompt")
@@ -231,9 +235,9 @@ class _Samples:
 def feedback(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
     """HALOs' feedback JSON.
 
-    ``type`` says what a row is: ``binary_feedback`` (prompt, output, label), ``pairwise_feedback`` (prompt, output_A, output_B,
-    label: 1 when A is better) or ``scalar_feedback`` (prompt, output, reward), whose rows are gathered into one group a prompt.
-    Outputs are strings or messages.
+    ``type`` says what a row is: ``binary_feedback`` (prompt, output, label), ``pairwise_feedback`` (prompt,
+    output_A, output_B, label: 1 when A is better) or ``scalar_feedback`` (prompt, output, reward), whose rows
+    are gathered into one group a prompt. Outputs are strings or messages.
     """
     scored: dict[str, _Samples] = {}
     for row in rows:

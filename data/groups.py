@@ -1,7 +1,9 @@
-"""Groups files: one group a line, the seam between sampling and training. What is written here trains offline with ``data=local``.
+"""Groups files: one group a line, the seam between sampling and training. What is written here trains offline
+with ``data=local``.
 
-A line: ``{"id", "prompt": [{"role", "content"}], "reference", "completions": [{"text", "token_ids", "finished", "tokenizer"}],
-"rewards": [...]}``. ``tokenizer`` is the fingerprint of the vocabulary that the ids belong to; lines without it are read too.
+A line: ``{"id", "prompt": [{"role", "content"}], "reference", "completions": [{"text", "token_ids",
+"finished", "tokenizer"}], "rewards": [...]}``. ``tokenizer`` is the fingerprint of the vocabulary that the
+ids belong to; lines without it are read too.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def write_groups(path: Path, groups: Iterable[Group]) -> None:
 
 
 def read_groups(path: Path) -> list[Group]:
-    """The groups of a file that ``write_groups`` wrote. Raises DataError at the first row that is not one: none may be missing."""
+    """The groups of a file that ``write_groups`` wrote. Raises DataError at the first row that is not one:
+    none may be missing."""
     result = []
     for row in read_rows(path):
         if not isinstance(row, Row):
@@ -52,7 +55,7 @@ def to_dict(group: Group) -> dict[str, Any]:
     return {
         "id": group.prompt.id,
         "prompt": [{"role": turn.role, "content": turn.content} for turn in group.prompt.turns],
-        "reference": group.prompt.reference,
+        "reference": group.prompt.reference_answer,
         "completions": [_completion_dict(completion) for completion in group.completions],
         "rewards": list(group.rewards),
     }
@@ -103,7 +106,8 @@ def _is_id(found: Any) -> bool:
 
 
 def groups(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
-    """The format of groups files, and of any table with a list of answers and a list of their scores (by ``data.columns``)."""
+    """The format of groups files, and of any table with a list of answers and a list of their scores (by
+    ``data.columns``)."""
     for row in rows:
         try:
             yield _placed(from_dict(row.values), row)
@@ -120,8 +124,8 @@ def _placed(group: Group, row: Row) -> Group:
 def check_token_ids(groups: Iterable[Group], tokenizer: str, size: int) -> None:
     """Raise DataError for the first token ids of another tokenizer: trained on, they would be other words.
 
-    ``tokenizer``: the fingerprint (``data.chat.vocabulary_fingerprint``) of the one that the run has; ``size``: how many ids its model
-    takes. Ids of which nobody says whose they are must be below ``size``.
+    ``tokenizer``: the fingerprint (``data.chat.vocabulary_fingerprint``) of the one that the run has;
+    ``size``: how many ids its model takes. Ids of which nobody says whose they are must be below ``size``.
     """
     for group in groups:
         for completion in group.completions:
@@ -134,6 +138,7 @@ def check_token_ids(groups: Iterable[Group], tokenizer: str, size: int) -> None:
                     else f"the token id {shown(max(ids))}, and the model's vocabulary has {size}"
                 )
                 raise DataError(
-                    f"{group.place or f'prompt {group.prompt.id}'}: {why}; train the model that they were sampled from, "
+                    f"{group.place or f'prompt {group.prompt.id}'}: {why}; train the model that they were "
+                    "sampled from, "
                     "or take token_ids out of the file: then the texts are tokenised"
                 )

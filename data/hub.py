@@ -11,7 +11,8 @@ from data.rows import Dropped, Row, table_rows
 def hub_rows(
     path: str, split: str, *, subset: str | None, data_dir: str | None, revision: str | None
 ) -> Iterator[Row | Dropped]:
-    """Stream the rows of one split. Raises ConfigError when the hub has no such data set, subset or split, or cannot be reached."""
+    """Stream the rows of one split. Raises ConfigError when the hub has no such data set, subset or split, or
+    cannot be reached."""
     import datasets  # here, because it takes a second to import and local files do without it
 
     try:

@@ -14,7 +14,8 @@ from data.types import Group
 
 
 def mixed(config: DataConfig, split: str) -> Loaded:
-    """The groups of every set of ``data.mix``, as many of each as its weight asks. No prompt that any of them evaluates on is trained on.
+    """The groups of every set of ``data.mix``, as many of each as its weight asks. No prompt that any of them
+    evaluates on is trained on.
 
     Raises ConfigError for a set that is none, DataError for one of which nothing can be used.
     """
@@ -67,8 +68,9 @@ def part_config(part: MixPart) -> DataConfig:
 
 
 def by_weight(sets: Sequence[list[Group]], weights: Sequence[float]) -> list[list[Group]]:
-    """Of each set as many groups as its weight asks, none twice: the largest mix that the sets allow. Which ones, prompt ids decide, so
-    that they are the same whatever the order of the rows. An empty set has no say."""
+    """Of each set as many groups as its weight asks, none twice: the largest mix that the sets allow. Which
+    ones, prompt ids decide, so that they are the same whatever the order of the rows. An empty set has no
+    say."""
     scale = min(
         (len(groups) / weight for groups, weight in zip(sets, weights, strict=True) if groups), default=0.0
     )

@@ -1,7 +1,8 @@
-"""Published data sets whose rows are of no common format: one small function each, named by ``data.format`` in its yaml.
+"""Published data sets whose rows are of no common format: one small function each, named by ``data.format``
+in its yaml.
 
-Column names are the hub's own. Adding one: a function here (or anywhere importable) decorated with ``each_row``, and a yaml in
-config/data.
+Column names are the hub's own. Adding one: a function here (or anywhere importable) decorated with
+``each_row``, and a yaml in config/data.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from data.types import Group, Turn
 SYSTEM_PROMPTS = {
     "think_answer": (
         "You are a careful mathematician. First reason about the problem, then give the final answer alone. "
-        "Write exactly in this form:\n<think>\nyour reasoning\n</think>\n<answer>\nthe final answer\n</answer>"
+        "Write exactly in this form:\n<think>\nyour reasoning\n</think>\n<answer>\nthe final "
+        "answer\n</answer>"
     ),
 }
 """What ``data.system_prompt`` may name instead of spelling it out."""
@@ -44,7 +46,8 @@ _TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")
 
 @each_row
 def hh(values: Values, config: DataConfig) -> Group:
-    """Anthropic HH (anthropics/hh-rlhf): ``chosen`` and ``rejected`` are whole transcripts that differ in the last answer."""
+    """Anthropic HH (anthropics/hh-rlhf): ``chosen`` and ``rejected`` are whole transcripts that differ in the
+    last answer."""
     *asked, chosen = transcript(text(values, "chosen"))
     *asked_too, rejected = transcript(text(values, "rejected"))
     if asked != asked_too:
@@ -68,7 +71,8 @@ def transcript(found: str) -> list[Turn]:
 
 @each_row
 def alpacaeval(values: Values, config: DataConfig) -> Group:
-    """AlpacaEval files: judgements (``output_1, output_2, preference`` in [1, 2], 2 when output_2 wins) or outputs (``output``).
+    """AlpacaEval files: judgements (``output_1, output_2, preference`` in [1, 2], 2 when output_2 wins) or
+    outputs (``output``).
 
     A judgement becomes a pair, the winner first; a tie is no pair. An output is a demonstration.
     """
@@ -87,7 +91,8 @@ def alpacaeval(values: Values, config: DataConfig) -> Group:
 
 @each_row
 def gsm8k(values: Values, config: DataConfig) -> Group:
-    """GSM8K (openai/gsm8k): ``question``, ``answer`` whose final number follows ``####``: a checkable prompt and a solution."""
+    """GSM8K (openai/gsm8k): ``question``, ``answer`` whose final number follows ``####``: a checkable prompt
+    and a solution."""
     reasoning, mark, final = text(values, "answer").rpartition("####")
     if not mark or not final.strip():
         raise RowError("the answer has no final number after ####")
@@ -97,13 +102,15 @@ def gsm8k(values: Values, config: DataConfig) -> Group:
 
 @each_row
 def math(values: Values, config: DataConfig) -> Group:
-    """MATH and MATH-500 (nlile/hendrycks-MATH-benchmark, HuggingFaceH4/MATH-500): ``problem``, ``solution``, ``answer``."""
+    """MATH and MATH-500 (nlile/hendrycks-MATH-benchmark, HuggingFaceH4/MATH-500): ``problem``, ``solution``,
+    ``answer``."""
     solution = text(values, "solution")
     return _worked(text(values, "problem"), solution, text(values, "answer"), solution, config)
 
 
 def _worked(question: str, reasoning: str, reference: str, solution: str, config: DataConfig) -> Group:
-    """A worked problem; under the think-answer system prompt the demonstration has the form which that prompt asks for."""
+    """A worked problem; under the think-answer system prompt the demonstration has the form which that prompt
+    asks for."""
     if config.system_prompt == "think_answer":
         solution = think_answer(reasoning, reference)
     return demonstration(prompt_of((Turn("user", question),), reference), solution)
@@ -116,14 +123,16 @@ def think_answer(reasoning: str, answer: str) -> str:
 
 @each_row
 def s1k(values: Values, config: DataConfig) -> Group:
-    """s1K-1.1 (simplescaling/s1K-1.1): ``question``, R1's ``deepseek_thinking_trajectory`` and ``deepseek_attempt``."""
+    """s1K-1.1 (simplescaling/s1K-1.1): ``question``, R1's ``deepseek_thinking_trajectory`` and
+    ``deepseek_attempt``."""
     shown = think_answer(text(values, "deepseek_thinking_trajectory"), text(values, "deepseek_attempt"))
     return demonstration(prompt_of((Turn("user", text(values, "question")),)), shown)
 
 
 @each_row
 def safe_rlhf(values: Values, config: DataConfig) -> Group:
-    """PKU-SafeRLHF (PKU-Alignment/PKU-SafeRLHF-single-dimension): ``response_0``, ``response_1``, ``better_response_id``."""
+    """PKU-SafeRLHF (PKU-Alignment/PKU-SafeRLHF-single-dimension): ``response_0``, ``response_1``,
+    ``better_response_id``."""
     responses = text(values, "response_0"), text(values, "response_1")
     better, worse = responses[::-1] if truth(values, "better_response_id") else responses
     return pair(prompt_of((Turn("user", text(values, "prompt")),)), better, worse)
@@ -131,7 +140,8 @@ def safe_rlhf(values: Values, config: DataConfig) -> Group:
 
 @each_row
 def wildbench(values: Values, config: DataConfig) -> Group:
-    """WildBench (allenai/WildBench): ``conversation_input`` and, in ``references``, GPT-4's answer: evaluation prompts."""
+    """WildBench (allenai/WildBench): ``conversation_input`` and, in ``references``, GPT-4's answer:
+    evaluation prompts."""
     prompt = prompt_of(turns(value(values, "conversation_input"), "conversation_input"))
     references = values.get("references") or {}
     if not isinstance(references, Mapping):
@@ -140,9 +150,11 @@ def wildbench(values: Values, config: DataConfig) -> Group:
 
 
 def shp(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
-    """Stanford Human Preferences (stanfordnlp/SHP): ``history``, ``human_ref_A``/``_B``, scores; ``labels`` is 1 when A wins.
+    """Stanford Human Preferences (stanfordnlp/SHP): ``history``, ``human_ref_A``/``_B``, scores; ``labels``
+    is 1 when A wins.
 
-    As its authors advise: the winner's score at least twice the loser's, and no more than five pairs a prompt (the first five).
+    As its authors advise: the winner's score at least twice the loser's, and no more than five pairs a prompt
+    (the first five).
     """
     pairs: Counter[str] = Counter()
     for row in rows:
@@ -162,7 +174,8 @@ def shp(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
 
 
 def oasst(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
-    """OpenAssistant (OpenAssistant/oasst1): one message a row, trees by ``parent_id``; ``rank`` 0 is the best of its siblings.
+    """OpenAssistant (OpenAssistant/oasst1): one message a row, trees by ``parent_id``; ``rank`` 0 is the best
+    of its siblings.
 
     Each answer is paired with the next worse sibling. English only, as in HALOs.
     """

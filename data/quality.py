@@ -1,7 +1,9 @@
-"""The data report: what was read, what was left out and why, how long the rows are, and whether the data are good enough.
+"""The data report: what was read, what was left out and why, how long the rows are, and whether the data are
+good enough.
 
-The last is the paper's test (§5.2.1, Figure 6): the mean token log-probability of an offline completion under the initial reference
-predicts how well training on it will go, and the quarter of its data where that was lowest trained clearly worse.
+The last is the paper's test (§5.2.1, Figure 6): the mean token log-probability of an offline completion under
+the initial reference predicts how well training on it will go, and the quarter of its data where that was
+lowest trained clearly worse.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from data.spread import Spread
 from data.types import Group
 
 PAPER_WORST_QUARTILE = (-1.03, -0.36)
-"""Mean token log-probability (nats) of the paper's lowest quarter of offline completions, under the initial reference."""
+"""Mean token log-probability (nats) of the paper's lowest quarter of offline completions, under the initial
+reference."""
 
 _NAMED = 10
 
@@ -51,13 +54,17 @@ class DataReport:
     prompt_tokens: Spread | None
     completion_tokens: Spread | None
     logprob: dict[str, Spread] = field(default_factory=dict)
-    """"all" and each kind ("chosen", "rejected" …) -> mean token log-probability a completion, initial reference, nats"""
+    """"all" and each kind ("chosen", "rejected" …) -> mean token log-probability a completion, initial
+    reference, nats"""
     poor_share: float | None = None
-    """share of the completions whose mean token log-probability lies where the paper's lowest quarter does, or below"""
+    """share of the completions whose mean token log-probability lies where the paper's lowest quarter does,
+    or below"""
     clippable_share: float | None = None
-    """share of completion tokens that humanline can clip from above while the reference is the initial model: an upper bound"""
+    """share of completion tokens that humanline can clip from above while the reference is the initial model:
+    an upper bound"""
     selection: Selection | None = None
-    """which groups data.logprob_range kept; ``examples`` and the lengths are then theirs, the counts of rows those of all"""
+    """which groups data.logprob_range kept; ``examples`` and the lengths are then theirs, the counts of rows
+    those of all"""
 
     @classmethod
     def of(cls, loaded: Loaded, evaluation: Loaded, examples: Examples, cut: Mapping[str, int]) -> DataReport:
@@ -83,10 +90,11 @@ class DataReport:
     def with_logprobs(
         self, kinds: Mapping[str, np.ndarray], clippable_share: float | None = None
     ) -> DataReport:
-        """The report with ``kinds``: "chosen", "rejected" … -> [completions] mean token log-probability, initial reference, nats.
+        """The report with ``kinds``: "chosen", "rejected" … -> [completions] mean token log-probability,
+        initial reference, nats.
 
-        NaN stands for a completion that was not scored and is left out. ``clippable_share``: see ``can_be_clipped``; None where nothing
-        is clipped, or nothing was scored.
+        NaN stands for a completion that was not scored and is left out. ``clippable_share``: see
+        ``can_be_clipped``; None where nothing is clipped, or nothing was scored.
         """
         scored = {kind: values[~np.isnan(values)] for kind, values in kinds.items()}
         everything = np.concatenate(list(scored.values())) if scored else np.empty(0)
@@ -120,21 +128,25 @@ class DataReport:
                 else ", or data.logprob_range=[0.25,1], which leaves the least likely quarter out"
             )
             found.append(
-                f"{self.poor_share:.0%} of the completions have a mean token log-probability of {high} nats or less under the "
+                f"{self.poor_share:.0%} of the completions have a mean token log-probability of {high} nats "
+                "or less under the "
                 "initial model, which would hardly say them. So had the lowest quarter of the paper's data, "
-                f"[{low}, {high}], which trained clearly worse than the rest even with humanline (§5.2.1, Figure 6). Expect many "
+                f"[{low}, {high}], which trained clearly worse than the rest even with humanline (§5.2.1, "
+                "Figure 6). Expect many "
                 f"clipped tokens; prefer completions of this or a similar model, or online=true{leave_out}"
             )
         if self.shared_prompts:
             found.append(
-                f"{self.shared_prompts} prompts are both trained on and evaluated with; evaluation numbers will flatter"
+                f"{self.shared_prompts} prompts are both trained on and evaluated with; evaluation numbers "
+                "will flatter"
             )
         lost = sum(self.dropped.values())
         if lost > 0.1 * self.read:
             found.append(f"{lost} of {self.read} rows were dropped; the reasons stand above")
         if self.cut.get("completion end", 0) > 0.1 * max(self.examples, 1):
             found.append(
-                f"{self.cut['completion end']} completions lost their end and end-of-turn token; raise model.max_length"
+                f"{self.cut['completion end']} completions lost their end and end-of-turn token; raise "
+                "model.max_length"
             )
         return found
 
@@ -151,7 +163,8 @@ class DataReport:
             f"- Training: {literal(self.origin)}",
             f"- Evaluation: {literal(self.evaluation_origin)} ({self.evaluation_groups} groups)",
             "",
-            f"{self.read} rows read, {self.groups} groups of {self.prompts} prompts, {self.examples} examples.",
+            f"{self.read} rows read, {self.groups} groups of {self.prompts} prompts, {self.examples} "
+            "examples.",
             "",
             *_counts("Rows dropped", "rows", self.dropped),
             *(f"- {literal(row.file)}, row {row.row}: {literal(row.reason)}" for row in self.named),
@@ -172,14 +185,17 @@ class DataReport:
             )
             low, high = PAPER_WORST_QUARTILE
             parts += [
-                f"{self.poor_share:.0%} of the completions lie at {high} or below; in the paper's data the lowest quarter "
+                f"{self.poor_share:.0%} of the completions lie at {high} or below; in the paper's data the "
+                "lowest quarter "
                 f"did, [{low}, {high}] (§5.2.1, Figure 6).",
                 "",
             ]
         if self.clippable_share is not None:
             parts += [
-                f"Humanline can clip at most {self.clippable_share:.1%} of the completion tokens from above while the reference "
-                "is the initial model: those to which it gives less than exp(−log_epsilon_R). The others cannot become "
+                f"Humanline can clip at most {self.clippable_share:.1%} of the completion tokens from above "
+                "while the reference "
+                "is the initial model: those to which it gives less than exp(−log_epsilon_R). The others "
+                "cannot become "
                 "that much more likely.",
                 "",
             ]
@@ -188,12 +204,14 @@ class DataReport:
 
 
 def can_be_clipped(logprobs: np.ndarray, log_epsilon_R: float) -> np.ndarray:
-    """[tokens] bool: whose log-ratio against these reference log-probabilities (nats) can pass ``log_epsilon_R``.
+    """[tokens] bool: whose log-ratio against these reference log-probabilities (nats) can pass
+    ``log_epsilon_R``.
 
-    Before training nobody knows what will be clipped: the policy is the reference, every log-ratio is 0. But a log-probability is at
-    most 0, so a log-ratio is at most −log pi_ref: a token at −log_epsilon_R or above can never be clipped from above. The share of the
-    others is an upper bound, and the part of clipping that the data decide; from below any token can be clipped. It holds against
-    this reference alone: synced, each later reference has a bound of its own.
+    Before training nobody knows what will be clipped: the policy is the reference, every log-ratio is 0. But
+    a log-probability is at most 0, so a log-ratio is at most −log pi_ref: a token at −log_epsilon_R or above
+    can never be clipped from above. The share of the others is an upper bound, and the part of clipping that
+    the data decide; from below any token can be clipped. It holds against this reference alone: synced, each
+    later reference has a bound of its own.
     """
     return logprobs < -log_epsilon_R
 

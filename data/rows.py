@@ -1,10 +1,10 @@
 """Rows as a file holds them, and what became of them: the layer under every source.
 
-``read_rows`` streams .json (one list), .jsonl and .parquet files, the first two also gzipped. A row that cannot be read is yielded
-as ``Dropped`` with its place, never skipped in silence.
+``read_rows`` streams .json (one list), .jsonl and .parquet files, the first two also gzipped. A row that
+cannot be read is yielded as ``Dropped`` with its place, never skipped in silence.
 
-Every text of a ``Row`` is made of characters (it can be written as UTF-8), every number fits Python, and nothing is nested so deeply
-that walking it fails. Nothing after this file has to ask.
+Every text of a ``Row`` is made of characters (it can be written as UTF-8), every number fits Python, and
+nothing is nested so deeply that walking it fails. Nothing after this file has to ask.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from data.types import Group
 SUFFIXES = (".json", ".jsonl", ".parquet", ".json.gz", ".jsonl.gz")
 
 MOST_NESTED = 100
-"""Levels of lists and objects in one row: what is nested deeper is no data, and ends Python's own recursion at about ten times that."""
+"""Levels of lists and objects in one row: what is nested deeper is no data, and ends Python's own recursion
+at about ten times that."""
 
 _MARK = "\ufeff"
 _BLANK = re.compile(r"[ \t\n\r]*")
 _HALF_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
-"""Half of a surrogate pair, as JSON spells it. Two of them make a character, so that this asks for a closer look."""
+"""Half of a surrogate pair, as JSON spells it. Two of them make a character, so that this asks for a closer
+look."""
 _BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 _DECODER = json.JSONDecoder()
 
@@ -65,7 +67,8 @@ class Loaded:
 
     groups: list[Group]
     read: int
-    """Rows read, good and bad. Several rows may make one group (scored samples) or several groups one conversation tree."""
+    """Rows read, good and bad. Several rows may make one group (scored samples) or several groups one
+    conversation tree."""
     dropped: list[Dropped] = field(default_factory=list)
     origin: str = ""
     """Where the groups came from and how the split was made, in words, for the data report."""
@@ -74,8 +77,8 @@ class Loaded:
 def read_rows(path: Path, key: str = "data.path") -> Iterator[Row | Dropped]:
     """Stream the rows of a local file.
 
-    ``key`` is the setting that named the file, for messages. Raises ConfigError when the file is missing or of another kind,
-    DataError when it is damaged as a whole.
+    ``key`` is the setting that named the file, for messages. Raises ConfigError when the file is missing or
+    of another kind, DataError when it is damaged as a whole.
     """
     if not os.path.isfile(path):
         raise ConfigError(key, path, f"no such file (the working directory is {Path.cwd()})")
@@ -107,8 +110,8 @@ def _read_parquet(path: Path) -> Iterator[Row | Dropped]:
 
 
 def table_rows(name: str, parts: Iterable[pyarrow.RecordBatch | pyarrow.Table]) -> Iterator[Row | Dropped]:
-    """The rows of a table that comes in parts, numbered through. A row with a value that Python cannot hold (a text that is not
-    UTF-8, a date after the year 9999) is dropped alone."""
+    """The rows of a table that comes in parts, numbered through. A row with a value that Python cannot hold
+    (a text that is not UTF-8, a date after the year 9999) is dropped alone."""
     number = 0
     for part in parts:
         for record in _records(part):
@@ -117,7 +120,8 @@ def table_rows(name: str, parts: Iterable[pyarrow.RecordBatch | pyarrow.Table]) 
 
 
 def _records(part: pyarrow.RecordBatch | pyarrow.Table) -> list[dict[str, Any] | str]:
-    """The rows of a part; in the place of one that cannot be had, why. Only after a fault it is read row by row."""
+    """The rows of a part; in the place of one that cannot be had, why. Only after a fault it is read row by
+    row."""
     try:
         return list(part.to_pylist())
     except (ValueError, OverflowError, pyarrow.ArrowException) as error:
@@ -136,8 +140,8 @@ def _why_not_had(error: Exception) -> str:
 
 
 def _open_text(path: Path) -> IO[str]:
-    """UTF-8, with a byte-order mark or without one. A byte that is not UTF-8 becomes a lone surrogate (PEP 383), so that its row can be
-    named. Raises DataError for UTF-16 and UTF-32."""
+    """UTF-8, with a byte-order mark or without one. A byte that is not UTF-8 becomes a lone surrogate (PEP
+    383), so that its row can be named. Raises DataError for UTF-16 and UTF-32."""
     with path.open("rb") as start:
         packed = path.suffix == ".gz"
         first = gzip.GzipFile(fileobj=start).read(2) if packed else start.read(2)
@@ -176,8 +180,8 @@ def _read_json_list(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
 
 
 def _elements(path: Path, text: str) -> Iterator[tuple[int, int, Any, str | None]]:
-    """(start, end, value, fault) of each element of a JSON list, see ``_parsed``. Raises JSONDecodeError where it is no JSON any more,
-    DataError for one value that is no list."""
+    """(start, end, value, fault) of each element of a JSON list, see ``_parsed``. Raises JSONDecodeError
+    where it is no JSON any more, DataError for one value that is no list."""
     at = _next(text, 0)
     if text[at : at + 1] != "[":
         values, end, _ = _parsed(text, at)
@@ -209,7 +213,8 @@ def _next(text: str, at: int) -> int:
 
 
 def _parsed(text: str, at: int) -> tuple[Any, int, str | None]:
-    """(value, where it ends, why it cannot be used or None) of the JSON that begins at ``at``. Raises JSONDecodeError where it is none."""
+    """(value, where it ends, why it cannot be used or None) of the JSON that begins at ``at``. Raises
+    JSONDecodeError where it is none."""
     deep = f"nested more than {MOST_NESTED} levels deep"
     try:
         value, end = _DECODER.raw_decode(text, at)
@@ -231,7 +236,8 @@ def _parsed(text: str, at: int) -> tuple[Any, int, str | None]:
 
 
 def _end(text: str, at: int) -> int:
-    """Where the JSON ends that begins at ``at`` and that cannot be parsed. Raises JSONDecodeError where it does not."""
+    """Where the JSON ends that begins at ``at`` and that cannot be parsed. Raises JSONDecodeError where it
+    does not."""
     if text[at] not in "[{":
         bare = re.compile(r"[^\s,\]}]+").match(text, at)
         return bare.end() if bare else at
@@ -253,7 +259,8 @@ def _depth(text: str, at: int, end: int) -> int:
 
 
 def _is_text(text: str) -> bool:
-    """Whether it is made of characters: half a surrogate pair is none, and neither a tokenizer nor a file takes it."""
+    """Whether it is made of characters: half a surrogate pair is none, and neither a tokenizer nor a file
+    takes it."""
     try:
         text.encode()
     except UnicodeEncodeError:

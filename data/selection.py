@@ -1,4 +1,5 @@
-"""Which part of the training groups a run keeps, by how likely the initial model finds their completions (``data.logprob_range``).
+"""Which part of the training groups a run keeps, by how likely the initial model finds their completions
+(``data.logprob_range``).
 
 It is how Figure 6 of the paper is run: a range of [0, 0.25] is its lowest quartile, [0.25, 1] the rest.
 """
@@ -22,7 +23,8 @@ class Selection:
     """Which groups are trained on, and what is said of it."""
 
     range: tuple[float, float]
-    """data.logprob_range: shares of the groups in order of their mean token log-probability, 0 the least likely"""
+    """data.logprob_range: shares of the groups in order of their mean token log-probability, 0 the least
+    likely"""
     kept: tuple[int, ...]
     """Indices of the kept groups, ascending: the data keep their order"""
     below: int
@@ -47,7 +49,8 @@ class Selection:
         return [
             "### Kept by log-probability",
             "",
-            f"data.logprob_range={list(self.range)}: {len(self.kept)} of {s.count} groups were kept, those whose mean token "
+            f"data.logprob_range={list(self.range)}: {len(self.kept)} of {s.count} groups were kept, those "
+            "whose mean token "
             f"log-probability under the initial model lies in [{self.lowest:.3f}, {self.highest:.3f}] nats. "
             "What follows is about them.",
             "",
@@ -64,22 +67,24 @@ class Selection:
 
 
 def places(count: int, share: Seq[float]) -> tuple[int, int]:
-    """The slice [first, last) of ``count`` groups in ascending order that the range ``share`` means. Ranges that meet share no group
-    and leave none between them."""
+    """The slice [first, last) of ``count`` groups in ascending order that the range ``share`` means. Ranges
+    that meet share no group and leave none between them."""
     first, last = (math.floor(end * count + 0.5) for end in share)
     return first, last
 
 
 def select(values: np.ndarray, share: Seq[float]) -> Selection:
-    """The selection of groups by their ``values`` [groups]: mean token log-probability, nats. Of equal values the earlier group counts
-    as the less likely one.
+    """The selection of groups by their ``values`` [groups]: mean token log-probability, nats. Of equal values
+    the earlier group counts as the less likely one.
 
     Raises StoppedError where a value is no finite number: such a group has no place in the order.
     """
     if not np.isfinite(values).all():
         raise StoppedError(
-            f"the initial weights give {int((~np.isfinite(values)).sum())} of {len(values)} training groups no finite "
-            "log-probability, so data.logprob_range cannot order them; look at the model (model.dtype=float32?)"
+            f"the initial weights give {int((~np.isfinite(values)).sum())} of {len(values)} training groups "
+            "no finite "
+            "log-probability, so data.logprob_range cannot order them; look at the model "
+            "(model.dtype=float32?)"
         )
     first, last = places(len(values), share)
     order = np.argsort(values, kind="stable")

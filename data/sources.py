@@ -1,7 +1,8 @@
-"""Where groups come from: local files, hub data sets, or any function that a yaml names. All of them end here, in ``load_groups``.
+"""Where groups come from: local files, hub data sets, or any function that a yaml names. All of them end
+here, in ``load_groups``.
 
-Rows that cannot be used are counted and named, never swallowed. Training and evaluation never share a prompt by accident: where no
-evaluation data are named, a share of the prompts is held out by their identity.
+Rows that cannot be used are counted and named, never swallowed. Training and evaluation never share a prompt
+by accident: where no evaluation data are named, a share of the prompts is held out by their identity.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ FORMATS: dict[str, Format] = {
 def load_groups(config: DataConfig, split: Split) -> Loaded:
     """The groups of one split, prompts with their system turn.
 
-    Evaluation groups come from ``eval_path`` or ``eval_split``; where neither is given, from the prompts held out of the training
-    data (``eval_fraction``, by prompt id: the same prompts on every run, whatever the order of the rows); with ``eval_fraction`` 0
-    from the source itself, which may have none.
+    Evaluation groups come from ``eval_path`` or ``eval_split``; where neither is given, from the prompts held
+    out of the training data (``eval_fraction``, by prompt id: the same prompts on every run, whatever the
+    order of the rows); with ``eval_fraction`` 0 from the source itself, which may have none.
 
     Raises ConfigError for a setting that cannot be honoured, DataError when no row at all can be used.
     """
@@ -86,7 +87,8 @@ def _holds_out(config: DataConfig) -> bool:
 
 
 def _local_copy(config: DataConfig) -> DataConfig:
-    """A hub set whose path is a file is read from there; the split names are the hub's and do not apply to it."""
+    """A hub set whose path is a file is read from there; the split names are the hub's and do not apply to
+    it."""
     return (
         replace(config, source=LOCAL, eval_split=None)
         if config.source == HUB and _is_file(config.path)
@@ -103,8 +105,8 @@ def _load(config: DataConfig, split: str) -> Loaded:
 
 
 def _finished(config: DataConfig, loaded: Loaded) -> Loaded:
-    """``loaded`` without groups whose rewards are too close, and with the system prompt, which comes after the split so that it does
-    not change who is held out."""
+    """``loaded`` without groups whose rewards are too close, and with the system prompt, which comes after
+    the split so that it does not change who is held out."""
     if config.score_threshold > 0:
         far = [
             g
@@ -123,8 +125,8 @@ def _finished(config: DataConfig, loaded: Loaded) -> Loaded:
 
 
 def hold_out(loaded: Loaded, fraction: float, split: str) -> Loaded:
-    """The training or the evaluation part of ``loaded``: the ``fraction`` of the prompts with the smallest ids, at least one, is
-    evaluation; all groups of a prompt stay together. A single prompt is not held out.
+    """The training or the evaluation part of ``loaded``: the ``fraction`` of the prompts with the smallest
+    ids, at least one, is evaluation; all groups of a prompt stay together. A single prompt is not held out.
     """
     ids = sorted({group.prompt.id for group in loaded.groups})
     count = math.ceil(fraction * len(ids)) if len(ids) > 1 else 0
@@ -138,7 +140,7 @@ def with_system(group: Group, system: Turn) -> Group:
     """The group with a system turn before its prompt, unless it has one."""
     if group.prompt.turns[0].role == "system":
         return group
-    return replace(group, prompt=Prompt((system, *group.prompt.turns), group.prompt.reference))
+    return replace(group, prompt=Prompt((system, *group.prompt.turns), group.prompt.reference_answer))
 
 
 # Sources that a yaml may name
@@ -166,7 +168,8 @@ def local(config: DataConfig, split: str) -> Loaded:
 
 
 def hub_table(config: DataConfig, split: str) -> Loaded:
-    """A data set of the Hugging Face hub (``data.path``, ``subset``, ``data_dir``, ``revision``; ``split`` and ``eval_split``).
+    """A data set of the Hugging Face hub (``data.path``, ``subset``, ``data_dir``, ``revision``; ``split``
+    and ``eval_split``).
 
     ``data.eval_path`` is a file or another hub set, of which the whole ``eval_split`` is read.
     """

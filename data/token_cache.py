@@ -1,9 +1,10 @@
 """Token ids on disk: the second start on the same data reads what the first one made.
 
-An entry is one file, ``<cache_dir>/tokens/<key>.safetensors``: four bytes a token, twelve a row (prompts once: 51 MB for 60,000
-pairs of short chats). Its key is a digest of everything that the ids depend on: the words of every row in their order, the
-renderer's fingerprint (tokenizer, template, lengths), the code that renders and the versions of what it calls. So nothing is ever out
-of date, losses that want the same rows of the same groups (DPO and KTO) share an entry, and any of it may be deleted at any time.
+An entry is one file, ``<cache_dir>/tokens/<key>.safetensors``: four bytes a token, twelve a row (prompts
+once: 51 MB for 60,000 pairs of short chats). Its key is a digest of everything that the ids depend on: the
+words of every row in their order, the renderer's fingerprint (tokenizer, template, lengths), the code that
+renders and the versions of what it calls. So nothing is ever out of date, losses that want the same rows of
+the same groups (DPO and KTO) share an entry, and any of it may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ Rendered = list[Sequence | str]
 
 
 class TokenCache:
-    """``Renderer.sequences`` of many rows, remembered under ``root``/tokens. Any number of processes may use a folder at once: entries are
-    written beside and renamed, and two that write the same one write the same bytes."""
+    """``Renderer.sequences`` of many rows, remembered under ``root``/tokens. Any number of processes may use
+    a folder at once: entries are written beside and renamed, and two that write the same one write the same
+    bytes."""
 
     def __init__(self, root: Path, write: bool = True, worth: int = 2_000) -> None:
-        """``write`` False: read alone. ``worth``: rows from which on it is used; fewer are tokenised in about a second."""
+        """``write`` False: read alone. ``worth``: rows from which on it is used; fewer are tokenised in about
+        a second."""
         self.folder, self.write, self.worth = root / "tokens", write, worth
 
     def sequences(self, renderer: Renderer, rows: Iterable[Row]) -> Rendered:
-        """As ``renderer.sequences(rows)``, its count of cuts included, from the entry of these rows if there is a sound one."""
+        """As ``renderer.sequences(rows)``, its count of cuts included, from the entry of these rows if there
+        is a sound one."""
         rows = list(rows)
         if len(rows) < self.worth:
             return renderer.sequences(rows)
@@ -58,7 +62,8 @@ class TokenCache:
         return rendered
 
     def _read(self, path: Path, key: str, rows: int) -> tuple[Rendered, dict[str, int]] | None:
-        """(rows, cuts) of an entry; None if there is none, or one that is not what was written under this key, which is said."""
+        """(rows, cuts) of an entry; None if there is none, or one that is not what was written under this
+        key, which is said."""
         try:
             with safe_open(path, framework="numpy") as file:
                 about, digest = json.loads((file.metadata() or {}).get("entry", '["{}", ""]'))
@@ -87,7 +92,8 @@ class TokenCache:
             os.replace(part, path)
         except (SafetensorError, OSError) as error:
             print(
-                f"{path}: not written ({error}); the next start tokenises its rows again. Is cache_dir a folder to write in?",
+                f"{path}: not written ({error}); the next start tokenises its rows again. Is cache_dir a "
+                "folder to write in?",
                 flush=True,
             )
         finally:
@@ -123,7 +129,8 @@ def _digest(about: str, arrays: dict[str, np.ndarray]) -> str:
 
 
 def _packed(rendered: Rendered) -> tuple[dict[str, np.ndarray], list[str]]:
-    """(arrays, reasons) of an entry. Row r is reason ``reason[r]``, or where that is -1 the prompt ``prompt[r]`` and a completion."""
+    """(arrays, reasons) of an entry. Row r is reason ``reason[r]``, or where that is -1 the prompt
+    ``prompt[r]`` and a completion."""
     numbers: dict[int, int] = {}
     prompts: list[np.ndarray] = []
     reasons: dict[str, int] = {}

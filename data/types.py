@@ -1,11 +1,12 @@
-"""The records that everything else passes around: what a person wrote (Prompt, Completion, Group), what a tokenizer made of
-it (Sequence, Example) and what a device computes on (Sequences, Microbatch).
+"""The records that everything else passes around: what a person wrote (Prompt, Completion, Group), what a
+tokenizer made of it (Sequence, Example) and what a device computes on (Sequences, Microbatch).
 
-``Source -> Group -> Example -> Microbatch -> TokenScores -> LossResult -> step``: nothing after the source knows whether the data
-were sampled from the policy a minute ago or published last year, which is what makes the paper's comparison a controlled one.
+``Source -> Group -> Example -> Microbatch -> TokenScores -> LossResult -> step``: nothing after the source
+knows whether the data were sampled from the policy a minute ago or published last year, which is what makes
+the paper's comparison a controlled one.
 
-Shapes: R rows (sequences), T completion positions (padded to the longest completion of the microbatch), B x L the padded token grid
-(or 1 x N when rows are packed), M completion tokens in all.
+Shapes: R rows (sequences), T completion positions (padded to the longest completion of the microbatch), B x L
+the padded token grid (or 1 x N when rows are packed), M completion tokens in all.
 """
 
 from __future__ import annotations
@@ -37,31 +38,35 @@ class Prompt:
     """What a completion answers: the conversation up to and including the last user turn."""
 
     turns: tuple[Turn, ...]
-    reference: str | None = None
+    reference_answer: str | None = None
     """The reference answer that a verifier compares with, or None."""
 
     @cached_property
     def id(self) -> str:
-        """Identity by content (16 hex digits): two rows with the same turns have the same prompt, whatever file they came from."""
+        """Identity by content (16 hex digits): two rows with the same turns have the same prompt, whatever
+        file they came from."""
         text = json.dumps([[t.role, t.content] for t in self.turns], ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer. Sampled here: ``token_ids`` (trained on as they are, never decoded and encoded again); from a file: ``text``."""
+    """One answer. Sampled here: ``token_ids`` (trained on as they are, never decoded and encoded again); from
+    a file: ``text``."""
 
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     finished: bool = True
     """False when sampling was cut by its length limit: such a completion gets no end-of-sequence token."""
     tokenizer: str | None = field(default=None, compare=False)
-    """Whose ``token_ids`` they are: ``data.chat.vocabulary_fingerprint`` of the tokenizer, None where nobody says."""
+    """Whose ``token_ids`` they are: ``data.chat.vocabulary_fingerprint`` of the tokenizer, None where nobody
+    says."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt, its completions and their rewards: one line of a groups file, the one record between sources and trainers.
+    """One prompt, its completions and their rewards: one line of a groups file, the one record between
+    sources and trainers.
 
     An offline pair is a group of two with rewards (1.0, -1.0), chosen first; an unpaired example is a group of one whose reward is
     1.0 (desirable) or -1.0 (undesirable); a demonstration is a group of one with reward 1.0; a prompt alone has no completion.
@@ -71,7 +76,8 @@ class Group:
     completions: tuple[Completion, ...] = ()
     rewards: tuple[float, ...] = ()
     place: str = field(default="", compare=False)
-    """The file and the row of a group with token ids, for messages: which tokenizer will read them is known only later."""
+    """The file and the row of a group with token ids, for messages: which tokenizer will read them is known
+    only later."""
 
     def __post_init__(self) -> None:
         if len(self.completions) != len(self.rewards):
@@ -82,16 +88,19 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Sequence:
-    """One tokenised row. Every token of ``completion_ids`` is predicted and counts; no token of ``prompt_ids`` does."""
+    """One tokenised row. Every token of ``completion_ids`` is predicted and counts; no token of
+    ``prompt_ids`` does."""
 
     prompt_ids: np.ndarray
     """[P] int32, P >= 1"""
     completion_ids: np.ndarray
-    """[C] int32, C >= 1; ends with the end-of-sequence token unless sampling was cut. C = 0 only in the rows that fill a batch up."""
+    """[C] int32, C >= 1; ends with the end-of-sequence token unless sampling was cut. C = 0 only in the rows
+    that fill a batch up."""
 
     @cached_property
     def key(self) -> str:
-        """Identity by content of (prompt tokens, completion tokens), 32 hex digits: what a stored log-probability belongs to."""
+        """Identity by content of (prompt tokens, completion tokens), 32 hex digits: what a stored
+        log-probability belongs to."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(len(self.prompt_ids).to_bytes(8, "little"))
         digest.update(self.prompt_ids.tobytes())
@@ -109,14 +118,16 @@ class Example:
     prompt_id: str
     rows: tuple[Sequence, ...]
     label: float = 0.0
-    """Unpaired: +1 desirable, -1 undesirable. GRPO: the advantage, computed once when the group was made. Pairs: not read."""
+    """Unpaired: +1 desirable, -1 undesirable. GRPO: the advantage, computed once when the group was made.
+    Pairs: not read."""
     mismatched: Sequence | None = None
     """KTO: this prompt with the completion of another prompt of the same global batch (eq. 7's z0)."""
 
 
 @dataclass(eq=False)
 class Sequences:
-    """R rows as a device computes them: a right-padded grid [B, L] with B = R, or all rows packed into one, [1, N]."""
+    """R rows as a device computes them: a right-padded grid [B, L] with B = R, or all rows packed into one,
+    [1, N]."""
 
     rows: tuple[Sequence, ...]
     input_ids: torch.Tensor
@@ -135,7 +146,8 @@ class Sequences:
 
 @dataclass(eq=False)
 class Microbatch:
-    """What one rank runs forward and backward on at once. Rows of pairs stand chosen first: rows[:n], then rejected: rows[n:]."""
+    """What one rank runs forward and backward on at once. Rows of pairs stand chosen first: rows[:n], then
+    rejected: rows[n:]."""
 
     examples: tuple[Example, ...]
     sequences: Sequences

@@ -1,4 +1,5 @@
-"""How a group becomes examples: pure functions, one per way of reading feedback. Trainers choose one and add nothing to it."""
+"""How a group becomes examples: pure functions, one per way of reading feedback. Trainers choose one and add
+nothing to it."""
 
 from __future__ import annotations
 
@@ -11,43 +12,46 @@ from data.types import Example, Group, Prompt, Sequence
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ExampleSpec:
     """The completions of a group (by index) that make one example, and its label."""
 
     completions: tuple[int, ...]
     label: float = 0.0
 
 
-View = Callable[[Group], list[Wanted]]
+View = Callable[[Group], list[ExampleSpec]]
 """What a group gives: no example when its feedback says nothing (equal rewards, too few completions)."""
 
 
 def best_and_worst(group: Group, threshold: float = 0.0) -> tuple[int, int] | None:
-    """Indices of the highest- and lowest-rewarded completion, or None if they differ by less than ``threshold`` or not at all
-    (Algorithm 1, lines 8 and 9). The first of equals is taken, so a pair written chosen first stays as it is."""
+    """Indices of the highest- and lowest-rewarded completion, or None if they differ by less than
+    ``threshold`` or not at all (Algorithm 1, lines 8 and 9). The first of equals is taken, so a pair written
+    chosen first stays as it is."""
     rewards = group.rewards
     if len(rewards) < 2 or max(rewards) == min(rewards) or max(rewards) - min(rewards) < threshold:
         return None
     return rewards.index(max(rewards)), rewards.index(min(rewards))
 
 
-def pairs(group: Group) -> list[Wanted]:
+def pairs(group: Group) -> list[ExampleSpec]:
     """One (chosen, rejected) example: the best against the worst (DPO and its relatives)."""
     found = best_and_worst(group)
-    return [] if found is None else [Wanted(found)]
+    return [] if found is None else [ExampleSpec(found)]
 
 
-def labelled(group: Group) -> list[Wanted]:
-    """Desirable (+1) and undesirable (-1) examples (KTO, C.1.1): the two halves of the pair, or the one completion by its sign."""
+def labelled(group: Group) -> list[ExampleSpec]:
+    """Desirable (+1) and undesirable (-1) examples (KTO, C.1.1): the two halves of the pair, or the one
+    completion by its sign."""
     if len(group.rewards) == 1:
-        return [Wanted((0,), 1.0 if group.rewards[0] > 0 else -1.0)]
+        return [ExampleSpec((0,), 1.0 if group.rewards[0] > 0 else -1.0)]
     found = best_and_worst(group)
-    return [] if found is None else [Wanted((found[0],), 1.0), Wanted((found[1],), -1.0)]
+    return [] if found is None else [ExampleSpec((found[0],), 1.0), ExampleSpec((found[1],), -1.0)]
 
 
 def keep_shares(groups: list[Group], desirable: float, undesirable: float) -> list[Group]:
-    """The groups with these shares of their desirable and undesirable examples (see ``labelled``) left, whichever rows prompt ids
-    decide. A pair that loses one half becomes an unpaired example; what has no example stays as it is."""
+    """The groups with these shares of their desirable and undesirable examples (see ``labelled``) left,
+    whichever rows prompt ids decide. A pair that loses one half becomes an unpaired example; what has no
+    example stays as it is."""
     wanted = [
         {want.label: want.completions[0] for want in labelled(group)} if group.rewards else {}
         for group in groups
@@ -81,8 +85,8 @@ def _shuffled(group: Group, label: float) -> str:
 
 
 def advantages(rewards: Iterable[float]) -> list[float]:
-    """``(R - mean R) / std R`` within one prompt's group (eq. 1): population std in float64, no epsilon, so a group of two gives
-    exactly +-1; a group without variance gives zeros."""
+    """``(R - mean R) / std R`` within one prompt's group (eq. 1): population std in float64, no epsilon, so a
+    group of two gives exactly +-1; a group without variance gives zeros."""
     values = [float(r) for r in rewards]
     if max(values) == min(values):
         return [0.0] * len(values)
@@ -92,35 +96,36 @@ def advantages(rewards: Iterable[float]) -> list[float]:
     return [(v - mean) / std for v in values]
 
 
-def weighted(group: Group, keep_zero_variance: bool = False) -> list[Wanted]:
-    """Every completion with its advantage (GRPO, Algorithm 2). A group without variance is left out, or kept with A = 0 (spec of the
-    verifiable setting, where compared runs must take the same number of steps)."""
+def group_advantages(group: Group, keep_zero_variance: bool = False) -> list[ExampleSpec]:
+    """Every completion with its advantage (GRPO, Algorithm 2). A group without variance is left out, or kept
+    with A = 0 (spec of the verifiable setting, where compared runs must take the same number of steps)."""
     if len(group.rewards) < 2 or (max(group.rewards) == min(group.rewards) and not keep_zero_variance):
         return []
-    return [Wanted((i,), a) for i, a in enumerate(advantages(group.rewards))]
+    return [ExampleSpec((i,), a) for i, a in enumerate(advantages(group.rewards))]
 
 
-def centred(group: Group, keep_zero_variance: bool = False) -> list[Wanted]:
+def centred_advantages(group: Group, keep_zero_variance: bool = False) -> list[ExampleSpec]:
     """As ``weighted``, with the advantage ``R - mean R`` (Dr. GRPO): not divided by the group's std."""
     mean = fmean(group.rewards) if group.rewards else 0.0
     return [
-        Wanted(want.completions, group.rewards[want.completions[0]] - mean)
-        for want in weighted(group, keep_zero_variance)
+        ExampleSpec(want.completions, group.rewards[want.completions[0]] - mean)
+        for want in group_advantages(group, keep_zero_variance)
     ]
 
 
-def demonstrations(group: Group) -> list[Wanted]:
+def demonstrations(group: Group) -> list[ExampleSpec]:
     """The best completion alone (SFT)."""
-    return [Wanted((group.rewards.index(max(group.rewards)),), 1.0)] if group.rewards else []
+    return [ExampleSpec((group.rewards.index(max(group.rewards)),), 1.0)] if group.rewards else []
 
 
 def mismatched(batch: list[Example], max_length: int) -> list[Example]:
-    """The batch with, beside each example, its prompt and the completion of another prompt of the batch (KTO's z0, eq. 7).
+    """The batch with, beside each example, its prompt and the completion of another prompt of the batch
+    (KTO's z0, eq. 7).
 
-    A fixed rotation in the batch's own order, by the smallest shift under which no row meets a completion of its own prompt, so the two
-    halves of a split pair never meet. Where repeated prompts leave no such shift, each row takes the next completion of another
-    prompt. Rows are truncated to ``max_length`` tokens like any other. With one prompt only there is nothing to mismatch: the
-    examples come back as they are.
+    A fixed rotation in the batch's own order, by the smallest shift under which no row meets a completion of
+    its own prompt, so the two halves of a split pair never meet. Where repeated prompts leave no such shift,
+    each row takes the next completion of another prompt. Rows are truncated to ``max_length`` tokens like any
+    other. With one prompt only there is nothing to mismatch: the examples come back as they are.
     """
     n = len(batch)
     prompts = [example.prompt_id for example in batch]

@@ -1,4 +1,5 @@
-"""``kind=accuracy``: how often answers that can be checked are right: greedy accuracy, and pass@k of several samples."""
+"""``kind=accuracy``: how often answers that can be checked are right: greedy accuracy, and pass@k of several
+samples."""
 
 from __future__ import annotations
 
@@ -58,22 +59,25 @@ def verifier_path(data: DataConfig, stage: EvalStage) -> str:
 
 
 def check(target: Target, stage: EvalStage) -> None:
-    """Raises ConfigError, DataError: nothing checks the answers, no prompt has a reference answer, the model cannot answer."""
+    """Raises ConfigError, DataError: nothing checks the answers, no prompt has a reference answer, the model
+    cannot answer."""
     renderer = check_answering(target)
     import_function("accuracy.verifier", verifier_path(target.config.data, stage))
     require(
         target.config.sampler.temperature > 0 or stage.accuracy.samples <= 1,
         "sampler.temperature",
         0,
-        f"makes all accuracy.samples={stage.accuracy.samples} answers the same: use accuracy.samples=0, greedy accuracy alone",
+        f"makes all accuracy.samples={stage.accuracy.samples} answers the same: use accuracy.samples=0, "
+        "greedy accuracy alone",
     )
     checkable(target, stage, renderer)
 
 
 def checkable(target: Target, stage: EvalStage, renderer: Renderer) -> tuple[list[Prompt], Counter[str]]:
-    """(the prompts that have a reference answer, for what reasons how many others are left out). Raises ConfigError for none."""
+    """(the prompts that have a reference answer, for what reasons how many others are left out). Raises
+    ConfigError for none."""
     every, left_out = answers.prompts(target, replace(stage, limit=None), renderer)
-    found = [prompt for prompt in every if prompt.reference is not None]
+    found = [prompt for prompt in every if prompt.reference_answer is not None]
     if len(found) < len(every):
         left_out["no reference answer"] += len(every) - len(found)
     require(
@@ -86,8 +90,8 @@ def checkable(target: Target, stage: EvalStage, renderer: Renderer) -> tuple[lis
 
 
 def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
-    """Greedy accuracy and pass@k of one target, with bootstrap intervals over problems. Raises StoppedError for verdicts that are
-    neither 0 nor 1, and if there is no verdict at all."""
+    """Greedy accuracy and pass@k of one target, with bootstrap intervals over problems. Raises StoppedError
+    for verdicts that are neither 0 nor 1, and if there is no verdict at all."""
     renderer = check_answering(target)
     asked, left_out = checkable(target, stage, renderer)
     own, drawn = stage.accuracy, settings_of(target.config)
@@ -132,7 +136,9 @@ def verified(
     texts = [
         [sample.completion(renderer.tokenizer).text or "" for sample in samples] for samples in of_prompt
     ]
-    flat = [(text, prompt.reference) for prompt, each in zip(asked, texts, strict=True) for text in each]
+    flat = [
+        (text, prompt.reference_answer) for prompt, each in zip(asked, texts, strict=True) for text in each
+    ]
     verdicts = iter(verifier([text for text, _ in flat], [reference for _, reference in flat]))
     found = [
         Checked(prompt, samples, each, [next(verdicts) for _ in each])
@@ -147,7 +153,8 @@ def verified(
 
 
 def items_of(by_kind: Mapping[str, list[Checked]], ks: Iterable[int]) -> Items:
-    """Metric -> prompt id -> value: what is averaged over prompts. A prompt with fewer verdicts than k has no pass@k."""
+    """Metric -> prompt id -> value: what is averaged over prompts. A prompt with fewer verdicts than k has no
+    pass@k."""
     items: Items = {}
     if "greedy" in by_kind:
         items["greedy.accuracy"] = {one.prompt.id: one.known[0] for one in by_kind["greedy"] if one.known}
@@ -161,8 +168,9 @@ def items_of(by_kind: Mapping[str, list[Checked]], ks: Iterable[int]) -> Items:
 
 
 def summary(every: list[Checked]) -> dict[str, float]:
-    """``length`` (mean tokens, the stop token included), ``finished`` (share not cut by max_tokens), ``no_verdict`` (share), and where
-    there are several answers a prompt ``distinct`` (the mean share of different texts among them)."""
+    """``length`` (mean tokens, the stop token included), ``finished`` (share not cut by max_tokens),
+    ``no_verdict`` (share), and where there are several answers a prompt ``distinct`` (the mean share of
+    different texts among them)."""
     samples = [sample for one in every for sample in one.samples]
     found = {
         "length": fmean(len(s.token_ids) for s in samples),
@@ -185,7 +193,7 @@ def rows_of(by_kind: Mapping[str, list[Checked]]) -> Iterable[dict[str, Any]]:
                 yield {
                     "prompt_id": one.prompt.id,
                     "prompt": asked,
-                    "reference": one.prompt.reference,
+                    "reference": one.prompt.reference_answer,
                     "drawn": kind,
                     "sample_id": i,
                     "output": text,
@@ -195,7 +203,7 @@ def rows_of(by_kind: Mapping[str, list[Checked]]) -> Iterable[dict[str, Any]]:
                 }
 
 
-# -- one run or several ------------------------------------------------------------------------------------------------------------
+# -- one run or several ----------------------------------------------------------------------------
 
 
 def pool(parts: list[Evaluation], stage: EvalStage) -> Evaluation:
@@ -233,7 +241,8 @@ def result(
     settings: dict[str, Any],
     fingerprints: dict[str, Any],
 ) -> Evaluation:
-    """The record and the printed table of one run's items, or of several's. Raises StoppedError where nothing got a verdict."""
+    """The record and the printed table of one run's items, or of several's. Raises StoppedError where nothing
+    got a verdict."""
     tables = {metric: statistics.table_of([run[metric] for run in runs]) for metric in runs[0]}
     if not any(np.isfinite(table).any() for table in tables.values()):
         raise StoppedError(

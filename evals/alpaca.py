@@ -1,7 +1,9 @@
-"""``kind=alpacaeval``: AlpacaEval 2 (Dubois et al. 2024), the instruction-following evaluation of the paper's §5.1 and Tables 3 to 6.
+"""``kind=alpacaeval``: AlpacaEval 2 (Dubois et al. 2024), the instruction-following evaluation of the paper's
+§5.1 and Tables 3 to 6.
 
-Three stages, each usable alone: the model answers the set's instructions (``outputs.json``), a judge prefers its answer or the baseline's
-(``annotations.json``), the judgements become a win rate and a length-controlled one. Judging and both rates are the alpaca_eval library's.
+Three stages, each usable alone: the model answers the set's instructions (``outputs.json``), a judge prefers
+its answer or the baseline's (``annotations.json``), the judgements become a win rate and a length-controlled
+one. Judging and both rates are the alpaca_eval library's.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ def folder(target: Target, stage: EvalStage) -> Path:
 
 
 def check(target: Target, stage: EvalStage) -> None:
-    """Raises ConfigError, DataError: the library, a file, the key or the annotator is not there, a file is not what it should be, the
-    model cannot answer every instruction."""
+    """Raises ConfigError, DataError: the library, a file, the key or the annotator is not there, a file is
+    not what it should be, the model cannot answer every instruction."""
     require_installed()
     own = stage.alpacaeval
     difficulty_path(own.difficulty)
@@ -71,7 +73,8 @@ def check(target: Target, stage: EvalStage) -> None:
             own.api_key_env is None or bool(os.environ.get(own.api_key_env)),
             "alpacaeval.api_key_env",
             own.api_key_env,
-            "is the environment variable of the judge's key, and is not set; set it, give null for an endpoint without a key, or "
+            "is the environment variable of the judge's key, and is not set; set it, give null for an "
+            "endpoint without a key, or "
             "alpacaeval.model=null to write the answers and judge them elsewhere",
         )
         check_endpoint("alpacaeval", own.base_url, own.api_key_env, key_of(own))
@@ -81,7 +84,8 @@ def check(target: Target, stage: EvalStage) -> None:
 
 
 def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
-    """Answers, judgements and rates, as far as the settings ask. Raises StoppedError when the judge fails too often.
+    """Answers, judgements and rates, as far as the settings ask. Raises StoppedError when the judge fails too
+    often.
 
     With several ranks, all answer; judging is rank 0's, and the others are done.
     """
@@ -103,7 +107,8 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
     settings = _settings(target, stage, source)
     cache = place / CACHE
     print(
-        f"judging {len(outputs)} answers of {outputs[0]['generator']} against {reference[0].get('generator')}'s by "
+        f"judging {len(outputs)} answers of {outputs[0]['generator']} against "
+        f"{reference[0].get('generator')}'s by "
         f"{own.model or 'a model'}: {estimate(outputs, reference, own, cache)}",
         flush=True,
     )
@@ -127,11 +132,12 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
     return found
 
 
-# -- answers -----------------------------------------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 
 
 def asked_of(target: Target, stage: EvalStage) -> tuple[list[Row], Path]:
-    """(the baseline's answers to the instructions that are asked, in their order; their file). Raises ConfigError, DataError."""
+    """(the baseline's answers to the instructions that are asked, in their order; their file). Raises
+    ConfigError, DataError."""
     own = stage.alpacaeval
     path = reference_path(own.reference)
     reference = read_outputs("alpacaeval.reference", path)
@@ -182,7 +188,8 @@ def sampled(
 
 
 def _renderer(target: Target, reference: Sequence[Row]) -> Renderer:
-    """The target's renderer. Raises ConfigError where it cannot render every instruction whole: a rate would be another number."""
+    """The target's renderer. Raises ConfigError where it cannot render every instruction whole: a rate would
+    be another number."""
     renderer = check_answering(target)
     refused = {
         reason
@@ -200,16 +207,18 @@ def _renderer(target: Target, reference: Sequence[Row]) -> Renderer:
         cut == 0,
         "model.max_prompt_length",
         target.config.model.max_prompt_length,
-        f"would cut {cut} of AlpacaEval's {len(reference)} instructions: raise it, and model.max_length with it",
+        f"would cut {cut} of AlpacaEval's {len(reference)} instructions: raise it, and model.max_length "
+        "with it",
     )
     return renderer
 
 
-# -- rates -------------------------------------------------------------------------------------------------------------------------
+# -- rates -----------------------------------------------------------------------------------------
 
 
 def rated(rows: list[Row], stage: EvalStage, settings: dict[str, Any], made: dict[str, Any]) -> Evaluation:
-    """The library's rates of judgements; ``rows`` with the length-controlled preference where there is one. Rates are percent."""
+    """The library's rates of judgements; ``rows`` with the length-controlled preference where there is one.
+    Rates are percent."""
     own = stage.alpacaeval
     plain_rates = win_rate(rows)
     controlled = _controlled(rows, own.difficulty, own.reference)
@@ -293,7 +302,7 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-# -- what it was -------------------------------------------------------------------------------------------------------------------
+# -- what it was -----------------------------------------------------------------------------------
 
 
 def fingerprints_of(target: Target, stage: EvalStage, reference: Sequence[Row]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""AlpacaEval's files: answers, judgements, and the two that the alpaca_eval library takes from the hub, found without waiting for one
-that cannot be reached."""
+"""AlpacaEval's files: answers, judgements, and the two that the alpaca_eval library takes from the hub, found
+without waiting for one that cannot be reached."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from common.errors import ConfigError, DataError, require
 Row = dict[str, Any]
 REPOSITORY = "tatsu-lab/alpaca_eval"
 BASELINE, GAMED = "alpaca_eval_gpt4_baseline.json", "df_gamed.csv"
-"""The baseline's answers to the 805 instructions; the instructions' difficulties with the judgements of two models that game length."""
+"""The baseline's answers to the 805 instructions; the instructions' difficulties with the judgements of two
+models that game length."""
 REACHED_WITHIN_S = 3.0
-"""A hub that gives no sign of life within this is done without: its own client would try for half a minute."""
+"""A hub that gives no sign of life within this is done without: its own client would try for half a
+minute."""
 _NAMED = 3
 """Bad rows that an error names."""
 
@@ -29,7 +31,8 @@ _NAMED = 3
 def read_rows(key: str, path: Path, texts: Sequence[str]) -> list[Row]:
     """The objects of a JSON list (or of JSON lines), each with a text under every one of ``texts``.
 
-    Raises ConfigError for a file that is not there, DataError for one that cannot be read or has rows that are no such objects.
+    Raises ConfigError for a file that is not there, DataError for one that cannot be read or has rows that
+    are no such objects.
     """
     require(path.is_file(), key, path, "there is no such file")
     try:
@@ -59,12 +62,14 @@ def _problem(row: Any, texts: Sequence[str]) -> str | None:
 
 
 def read_outputs(key: str, path: Path) -> list[Row]:
-    """Answers in AlpacaEval's format, one an instruction, all of one generator. Raises ConfigError, DataError."""
+    """Answers in AlpacaEval's format, one an instruction, all of one generator. Raises ConfigError,
+    DataError."""
     rows = read_rows(key, path, ("instruction", "output", "generator"))
     generators = sorted({row["generator"] for row in rows})
     if len(generators) > 1:
         raise DataError(
-            f"{key}={path}: answers of one model are judged, these are of {len(generators)}: {', '.join(generators[:_NAMED])}"
+            f"{key}={path}: answers of one model are judged, these are of {len(generators)}: "
+            f"{', '.join(generators[:_NAMED])}"
         )
     seen: dict[str, int] = {}
     twice = [
@@ -74,16 +79,18 @@ def read_outputs(key: str, path: Path) -> list[Row]:
     ]
     if twice:
         raise DataError(
-            f"{key}={path}: one answer an instruction, {len(twice)} are there again: {'; '.join(twice[:_NAMED])}"
+            f"{key}={path}: one answer an instruction, {len(twice)} are there again: "
+            f"{'; '.join(twice[:_NAMED])}"
         )
     return rows
 
 
 def read_annotations(path: Path) -> list[Row]:
-    """Judgements as alpaca_eval writes them, of one model against one baseline. Raises ConfigError, DataError.
+    """Judgements as alpaca_eval writes them, of one model against one baseline. Raises ConfigError,
+    DataError.
 
-    A ``preference`` that is no number within [1, 2] (0 is an old way to write a tie) is a judgement that failed: such rows stay, the
-    library counts them out.
+    A ``preference`` that is no number within [1, 2] (0 is an old way to write a tie) is a judgement that
+    failed: such rows stay, the library counts them out.
     """
     key = "alpacaeval.annotations"
     rows = read_rows(key, path, ("instruction", "output_1", "output_2"))
@@ -91,7 +98,8 @@ def read_annotations(path: Path) -> list[Row]:
         found = sorted({str(row.get(name)) for row in rows})
         if len(found) > 1:
             raise DataError(
-                f"{key}={path}: one model against one baseline is rated; {name} is {', '.join(found[:_NAMED])}"
+                f"{key}={path}: one model against one baseline is rated; {name} is "
+                f"{', '.join(found[:_NAMED])}"
                 f"{' …' if len(found) > _NAMED else ''}"
             )
     wrong = [
@@ -118,20 +126,23 @@ def judged(row: Row) -> bool:
 
 
 def aligned(outputs: Sequence[Row], reference: Sequence[Row], key: str, value: Any) -> None:
-    """Raise ConfigError unless every answer is to an instruction of the reference, letter by letter: the library would drop it."""
+    """Raise ConfigError unless every answer is to an instruction of the reference, letter by letter: the
+    library would drop it."""
     known = {row["instruction"] for row in reference}
     strange = [row["instruction"] for row in outputs if row["instruction"] not in known]
     require(
         not strange,
         key,
         value,
-        f"{len(strange)} of {len(outputs)} instructions are none of alpacaeval.reference's, as {strange[:1]}: "
+        f"{len(strange)} of {len(outputs)} instructions are none of alpacaeval.reference's, as "
+        f"{strange[:1]}: "
         "answer its instructions as they are",
     )
 
 
 def hub_file(name: str) -> Path | str:
-    """A file of the library's data set in the hub's cache, or fetched to it; or why it cannot be had. Never waits for long."""
+    """A file of the library's data set in the hub's cache, or fetched to it; or why it cannot be had. Never
+    waits for long."""
     cached = try_to_load_from_cache(REPOSITORY, name, repo_type="dataset")
     if isinstance(cached, str):
         return Path(cached)
@@ -164,7 +175,8 @@ def reference_path(given: str | None) -> Path:
 
 
 def difficulty_path(given: str | None) -> Path | str:
-    """The file that the length-controlled rate needs, or why there is none. Raises ConfigError for a given one that is not there."""
+    """The file that the length-controlled rate needs, or why there is none. Raises ConfigError for a given
+    one that is not there."""
     if given is not None:
         require(
             Path(given).is_file(),

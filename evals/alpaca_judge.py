@@ -1,5 +1,6 @@
-"""Answers judged against a baseline's by a language model behind an endpoint, through the alpaca_eval library: its prompts, its parsing,
-its cache of judgements. Around it: failures that cost one judgement and not the run, a file that is always whole, and what it will cost."""
+"""Answers judged against a baseline's by a language model behind an endpoint, through the alpaca_eval
+library: its prompts, its parsing, its cache of judgements. Around it: failures that cost one judgement and
+not the run, a file that is always whole, and what it will cost."""
 
 from __future__ import annotations
 
@@ -109,11 +110,13 @@ def estimate(
 def judge(
     outputs: Sequence[Row], reference: Sequence[Row], own: AlpacaEvalConfig, cache: Path, shown: str
 ) -> tuple[list[Row], Spent]:
-    """(the library's annotations, in the order of ``reference``, what they took). A row that got no judgement has preference None.
+    """(the library's annotations, in the order of ``reference``, what they took). A row that got no judgement
+    has preference None.
 
-    ``cache``: the library's file of judgements; what is in it is not asked again, and it is whole whenever the process ends.
-    ``shown``: said by the progress bar. Raises StoppedError where every further call would fail too, and when more than
-    ``own.max_missing`` of the answers got no judgement; the same command then goes on with what is missing.
+    ``cache``: the library's file of judgements; what is in it is not asked again, and it is whole whenever
+    the process ends. ``shown``: said by the progress bar. Raises StoppedError where every further call would
+    fail too, and when more than ``own.max_missing`` of the answers got no judgement; the same command then
+    goes on with what is missing.
     """
     import pandas as pd
 
@@ -149,7 +152,8 @@ def judge(
 
 
 def _annotator(own: AlpacaEvalConfig, cache: Path, folder: Path) -> Any:
-    """The library's annotator with our model, which reads and writes ``cache``; its settings go through a file in ``folder``."""
+    """The library's annotator with our model, which reads and writes ``cache``; its settings go through a
+    file in ``folder``."""
     settings = annotator_settings(own.annotator)
     settings["completions_kwargs"]["model_name"] = own.model
     file = folder / "annotator" / "configs.yaml"
@@ -192,8 +196,10 @@ def _check_missing(rows: Sequence[Row], spent: Spent, own: AlpacaEvalConfig) -> 
     if missing > own.max_missing * len(rows):
         reasons = "".join(f"\n  {count} x {reason}" for reason, count in spent.failures.most_common(5))
         raise StoppedError(
-            f"{missing} of {len(rows)} answers got no judgement, more than alpacaeval.max_missing={own.max_missing:g}"
-            f"{reasons}\nthe others are kept: the same command asks for these alone. Mend the endpoint, or raise "
+            f"{missing} of {len(rows)} answers got no judgement, more than "
+            f"alpacaeval.max_missing={own.max_missing:g}"
+            f"{reasons}\nthe others are kept: the same command asks for these alone. Mend the endpoint, or "
+            "raise "
             "alpacaeval.max_missing"
         )
 
@@ -203,7 +209,8 @@ class _FailedError(Exception):
 
 
 class _Endpoint:
-    """What the annotator asks for completions: the library's own function, one prompt a call, many calls at once."""
+    """What the annotator asks for completions: the library's own function, one prompt a call, many calls at
+    once."""
 
     def __init__(self, own: AlpacaEvalConfig, done: Any) -> None:
         import openai
@@ -222,8 +229,9 @@ class _Endpoint:
         self._client.close()
 
     def complete(self, prompts: Sequence[str], **settings: Any) -> dict[str, list[Any]]:
-        """What the library's ``openai_completions`` gives for all prompts; a call that failed is an empty completion, which the library
-        takes for no judgement. Once ``stopped`` it gives only those, for the library to store what came before, and raises the next time.
+        """What the library's ``openai_completions`` gives for all prompts; a call that failed is an empty
+        completion, which the library takes for no judgement. Once ``stopped`` it gives only those, for the
+        library to store what came before, and raises the next time.
         """
         if self.stopped is not None:
             raise self.stopped
@@ -256,7 +264,8 @@ class _Endpoint:
                 self.spent.failures[failure] += 1
             if self._in_a_row >= self._dead_after and self.stopped is None:
                 self.stopped = StoppedError(
-                    f"alpacaeval.base_url={self.own.base_url} was given up after {self._in_a_row} failures in a "
+                    f"alpacaeval.base_url={self.own.base_url} was given up after {self._in_a_row} failures "
+                    "in a "
                     f"row, the last: {failure}; what is judged is kept, the same command goes on"
                 )
 
@@ -296,12 +305,14 @@ class _Endpoint:
             raise _FailedError("the endpoint's limit of calls or of length")
         if settings.get("logprobs") and not reply.get("logprobs"):
             raise _FailedError(
-                "the endpoint gives no log-probabilities, which this annotator reads (alpaca_eval_gpt4 reads text)"
+                "the endpoint gives no log-probabilities, which this annotator reads (alpaca_eval_gpt4 "
+                "reads text)"
             )
         return made
 
     def _refused(self, error: Any) -> Exception:
-        """What an HTTP error means for this call, or for all of them. What the endpoint says may repeat the key: it is cut out."""
+        """What an HTTP error means for this call, or for all of them. What the endpoint says may repeat the
+        key: it is cut out."""
         said = " ".join(str(error.message).split())
         said = (said if self._key == NO_KEY else said.replace(self._key, "***"))[:300]
         if error.status_code in _STOP:

@@ -29,7 +29,8 @@ GAMED_COLUMNS = (
 )
 _CHAT = "<|im_start|>"
 _ENDPOINT_KEYS = ("client_kwargs", "price_per_token", "requires_chatml", "num_procs", "client_config_path")
-"""Of an annotator's completions_kwargs: what says how the endpoint is reached, which is alpacaeval's to say."""
+"""Of an annotator's completions_kwargs: what says how the endpoint is reached, which is alpacaeval's to
+say."""
 
 
 def require_installed() -> None:
@@ -46,7 +47,8 @@ def require_installed() -> None:
 
 @cache
 def library() -> ModuleType:
-    """The library, with the modules that are used. Its import reads a .env file near it and sets the root logger's level: not here."""
+    """The library, with the modules that are used. Its import reads a .env file near it and sets the root
+    logger's level: not here."""
     level, before = logging.getLogger().level, os.environ.get("PYTHON_DOTENV_DISABLED")
     os.environ["PYTHON_DOTENV_DISABLED"] = "1"
     try:
@@ -68,7 +70,8 @@ def library() -> ModuleType:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the library's logging (tracebacks of every failed call, with what the endpoint said), bars and warnings."""
+    """Without the library's logging (tracebacks of every failed call, with what the endpoint said), bars and
+    warnings."""
     modules = [library().utils, library().decoders.openai]
     bars = [module.tqdm for module in modules]
     before = logging.root.manager.disable
@@ -86,8 +89,8 @@ def quiet() -> Iterator[None]:
 
 
 def annotator_settings(name: str) -> dict[str, Any]:
-    """The library's settings of an annotator, the path of its prompt made absolute. Raises ConfigError for one that does not exist or that
-    no chat endpoint can play. Does not import the library."""
+    """The library's settings of an annotator, the path of its prompt made absolute. Raises ConfigError for
+    one that does not exist or that no chat endpoint can play. Does not import the library."""
     key, spec = "alpacaeval.annotator", importlib.util.find_spec("alpaca_eval")
     assert spec is not None and spec.origin is not None, "require_installed comes first"
     folder = Path(spec.origin).parent / "evaluators_configs"
@@ -112,7 +115,8 @@ def annotator_settings(name: str) -> dict[str, Any]:
         key,
         name,
         "does not ask an OpenAI-compatible chat endpoint about one pair at a "
-        "time; use weighted_alpaca_eval_gpt4_turbo, or alpaca_eval_gpt4 for an endpoint without log-probabilities",
+        "time; use weighted_alpaca_eval_gpt4_turbo, or alpaca_eval_gpt4 for an endpoint without "
+        "log-probabilities",
     )
     settings["completions_kwargs"] = {
         k: v for k, v in settings["completions_kwargs"].items() if k not in _ENDPOINT_KEYS
@@ -121,8 +125,9 @@ def annotator_settings(name: str) -> dict[str, Any]:
 
 
 def win_rate(rows: Sequence[Row]) -> dict[str, Any]:
-    """The library's plain rates in percent, as the leaderboard's columns: win_rate, standard_error, n_wins, n_wins_base, n_draws, n_total,
-    discrete_win_rate. ``preference`` is 2 where output_2 wins, 1.5 (or 0) for a tie; rows without one are left out."""
+    """The library's plain rates in percent, as the leaderboard's columns: win_rate, standard_error, n_wins,
+    n_wins_base, n_draws, n_total, discrete_win_rate. ``preference`` is 2 where output_2 wins, 1.5 (or 0) for
+    a tie; rows without one are left out."""
     import pandas as pd
 
     frame = pd.DataFrame({"preference": [row.get("preference") for row in rows]}, dtype=float)
@@ -134,11 +139,12 @@ def win_rate(rows: Sequence[Row]) -> dict[str, Any]:
 def length_controlled(
     rows: Sequence[Row], gamed: Path, positions: Sequence[int] | None
 ) -> tuple[dict[str, float], list[float]] | str:
-    """(length_controlled_winrate and lc_standard_error in percent, each row's length-controlled preference in [0, 1]), by the library's
-    regression (Dubois et al. 2024); or why there is none.
+    """(length_controlled_winrate and lc_standard_error in percent, each row's length-controlled preference in
+    [0, 1]), by the library's regression (Dubois et al. 2024); or why there is none.
 
-    ``gamed``: df_gamed.csv, whose rows know an instruction by its number in the set. ``positions``: those numbers for ``rows``; None: they
-    are all there, in order. Raises ConfigError for a file that is no such file.
+    ``gamed``: df_gamed.csv, whose rows know an instruction by its number in the set. ``positions``: those
+    numbers for ``rows``; None: they are all there, in order. Raises ConfigError for a file that is no such
+    file.
     """
     import pandas as pd
 
@@ -162,7 +168,8 @@ def length_controlled(
 
 
 def _regression(frame: Any, gamed: Path) -> dict[str, float]:
-    """The library's, which takes its file from the hub: from ``gamed`` here. Adds ``glm_preference`` to the frame."""
+    """The library's, which takes its file from the hub: from ``gamed`` here. Adds ``glm_preference`` to the
+    frame."""
     import sklearn
 
     glm = library().metrics.glm_winrate

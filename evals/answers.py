@@ -15,14 +15,15 @@ from data.views import prompts_of
 from evals.base import Target
 from models.distributed import World
 from models.pretrained import check_model, load_tokenizer
-from rollouts.generate import Request, answers
+from rollouts.generate import Request, generate_answers
 from rollouts.rounds import usable_prompts
 from rollouts.samplers import Sample
 from rollouts.vllm_sampler import require_installed
 
 
 def check_answering(target: Target) -> Renderer:
-    """The target's renderer. Raises ConfigError for what would keep it from answering, before weights are loaded."""
+    """The target's renderer. Raises ConfigError for what would keep it from answering, before weights are
+    loaded."""
     config = target.config
     require(
         config.model.head != "reward",
@@ -38,7 +39,8 @@ def check_answering(target: Target) -> Renderer:
 
 
 def prompts(target: Target, stage: EvalStage, renderer: Renderer) -> tuple[list[Prompt], Counter[str]]:
-    """(the prompts to be answered, for what reasons how many others cannot be). Raises ConfigError, DataError; where there is none too."""
+    """(the prompts to be answered, for what reasons how many others cannot be). Raises ConfigError,
+    DataError; where there is none too."""
     data = target.config.data
     every = prompts_of(load_groups(data, "eval" if stage.split == "eval" else "train").groups)
     usable, refused = usable_prompts(every, renderer)
@@ -52,7 +54,8 @@ def prompts(target: Target, stage: EvalStage, renderer: Renderer) -> tuple[list[
 
 
 def limited(every: list[Prompt], limit: int | None) -> list[Prompt]:
-    """The ``limit`` prompts with the smallest ids, in their order: a fair draw, whatever the order of the data."""
+    """The ``limit`` prompts with the smallest ids, in their order: a fair draw, whatever the order of the
+    data."""
     if limit is None:
         return every
     chosen = set(sorted(prompt.id for prompt in every)[:limit])
@@ -62,11 +65,12 @@ def limited(every: list[Prompt], limit: int | None) -> list[Prompt]:
 def sample(
     target: Target, renderer: Renderer, asked: list[Prompt], requests: list[Request], world: World
 ) -> list[list[list[Sample]]]:
-    """[requests][prompts][n] answers, drawn with the target's seed; the same on every rank, each of which calls it.
+    """[requests][prompts][n] answers, drawn with the target's seed; the same on every rank, each of which
+    calls it.
 
-    Raises SamplerError, and ConfigError for weights that cannot be had.
+    Raises WorkerError, and ConfigError for weights that cannot be had.
     """
-    return answers(
+    return generate_answers(
         target.config, renderer, asked, requests, world, (target.run or target.out) / "logs", target.name
     )
 

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Target:
-    """A model to be evaluated: of a run, of a run's checkpoint, in a folder, on the hub; or a file of its answers."""
+    """A model to be evaluated: of a run, of a run's checkpoint, in a folder, on the hub; or a file of its
+    answers."""
 
     name: str
     """what it is called in tables and as AlpacaEval's generator: the run's name, or the model's"""
@@ -49,7 +50,8 @@ class Evaluation:
     """What one kind of evaluation found about one target."""
 
     values: dict[str, Any]
-    """numbers by name, which may be nested. ``launch.results`` shows every number; lists (confidence intervals) and ``counts`` it skips"""
+    """numbers by name, which may be nested. ``launch.results`` shows every number; lists (confidence
+    intervals) and ``counts`` it skips"""
     table: list[list[str]] = field(default_factory=list)
     """what is printed, heading first"""
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -62,8 +64,8 @@ class Evaluation:
 
 
 def fingerprints(target: Target, prompts: Sequence[Prompt] = (), **more: str) -> dict[str, Any]:
-    """Digests of what an evaluation depends on: the weights' files, the prompts with their reference answers, the code's commit, and the
-    versions of the libraries. ``more``: what else a kind wants kept."""
+    """Digests of what an evaluation depends on: the weights' files, the prompts with their reference answers,
+    the code's commit, and the versions of the libraries. ``more``: what else a kind wants kept."""
     from rollouts.generate import weights_digest
 
     found: dict[str, Any] = {}
@@ -72,5 +74,7 @@ def fingerprints(target: Target, prompts: Sequence[Prompt] = (), **more: str) ->
     else:
         found["weights"] = weights_digest(target.config)
     if prompts:
-        found["prompts"] = hashlib.sha256(repr([(p.id, p.reference) for p in prompts]).encode()).hexdigest()
+        found["prompts"] = hashlib.sha256(
+            repr([(p.id, p.reference_answer) for p in prompts]).encode()
+        ).hexdigest()
     return found | {"code": git_commit(ROOT), "versions": versions()} | more

@@ -1,4 +1,5 @@
-"""``kind=compare``: two models' answers to the same prompts, by a reward: wins, ties, losses, the mean difference, paired tests."""
+"""``kind=compare``: two models' answers to the same prompts, by a reward: wins, ties, losses, the mean
+difference, paired tests."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ from rollouts.files import read_samples
 from rollouts.generate import Request, settings_of
 from rollouts.rewards.factory import make_reward
 from rollouts.round_builder import score_samples
-from rollouts.rounds import Sampled
+from rollouts.rounds import SampledPrompt
 
 
 @dataclass(frozen=True)
 class Judged:
     """One prompt's answers by both sides with their rewards (None: no verdict), ours first."""
 
-    sampled: tuple[Sampled, Sampled]
+    sampled: tuple[SampledPrompt, SampledPrompt]
     scores: tuple[list[float | None], list[float | None]]
 
     @property
@@ -38,7 +39,8 @@ class Judged:
 
 
 def check(target: Target, stage: EvalStage) -> None:
-    """Raises ConfigError, DataError: no reward, a side that cannot answer, files of answers to other prompts."""
+    """Raises ConfigError, DataError: no reward, a side that cannot answer, files of answers to other
+    prompts."""
     reward = target.config.reward
     require(
         reward is not None,
@@ -58,17 +60,20 @@ def check(target: Target, stage: EvalStage) -> None:
         in_common(read[0], read[1])
     if asked is not None:
         require(
-            not target.config.reward_config.needs_reference or any(p.reference is not None for p in asked),
+            not target.config.reward_config.needs_reference
+            or any(p.reference_answer is not None for p in asked),
             "reward",
             reward["name"],
-            f"compares with reference answers, of which data={target.config.data.name} has none; choose another, as in reward=armorm",
+            f"compares with reference answers, of which data={target.config.data.name} has none; choose "
+            "another, as in reward=armorm",
         )
     make_reward(target.config.reward_config).close()
 
 
-def answers_in(path: Path) -> list[Sampled]:
-    """The answers in a file: of sample.py in any format, of an evaluation (.jsonl), AlpacaEval's outputs. Raises DataError, and
-    ConfigError where greedy and sampled answers lie in one file: their rewards are not to be averaged."""
+def answers_in(path: Path) -> list[SampledPrompt]:
+    """The answers in a file: of sample.py in any format, of an evaluation (.jsonl), AlpacaEval's outputs.
+    Raises DataError, and ConfigError where greedy and sampled answers lie in one file: their rewards are not
+    to be averaged."""
     if path.suffix == ".jsonl":
         drawn = {
             json.loads(line).get("drawn")
@@ -85,8 +90,11 @@ def answers_in(path: Path) -> list[Sampled]:
     return read_samples(path)
 
 
-def in_common(ours: Sequence[Sampled], theirs: Sequence[Sampled]) -> list[tuple[Sampled, Sampled]]:
-    """Both sides' answers to each prompt that both have, in the order of ours. Raises ConfigError where there is none."""
+def in_common(
+    ours: Sequence[SampledPrompt], theirs: Sequence[SampledPrompt]
+) -> list[tuple[SampledPrompt, SampledPrompt]]:
+    """Both sides' answers to each prompt that both have, in the order of ours. Raises ConfigError where there
+    is none."""
     by_id = {one.prompt.id: one for one in theirs}
     found = [(one, by_id[one.prompt.id]) for one in ours if one.prompt.id in by_id]
     require(
@@ -99,7 +107,8 @@ def in_common(ours: Sequence[Sampled], theirs: Sequence[Sampled]) -> list[tuple[
 
 
 def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
-    """Both sides' answers, scored and compared. Raises SamplerError, RewardError, and StoppedError if no prompt got two rewards."""
+    """Both sides' answers, scored and compared. Raises WorkerError, RewardError, and StoppedError if no
+    prompt got two rewards."""
     assert target.other is not None and target.config.reward is not None
     ours, theirs = _answers(target, target, stage, world), None
     if target.other.answers is None and target.answers is not None:
@@ -109,7 +118,7 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
 
 
 def judge(
-    target: Target, ours: list[Sampled], theirs: list[Sampled], stage: EvalStage, world: World
+    target: Target, ours: list[SampledPrompt], theirs: list[SampledPrompt], stage: EvalStage, world: World
 ) -> Evaluation:
     """Rank 0's part: rewards, numbers."""
     assert target.other is not None and target.config.reward is not None
@@ -158,8 +167,9 @@ def judge(
     )
 
 
-def _answers(side: Target, target: Target, stage: EvalStage, world: World) -> list[Sampled]:
-    """A side's answers: read, or sampled from the prompts of ``target``'s data or of its other side's file."""
+def _answers(side: Target, target: Target, stage: EvalStage, world: World) -> list[SampledPrompt]:
+    """A side's answers: read, or sampled from the prompts of ``target``'s data or of its other side's
+    file."""
     if side.answers is not None:
         return answers_in(side.answers)
     if target.other is not None and target.other.answers is not None:
@@ -168,7 +178,7 @@ def _answers(side: Target, target: Target, stage: EvalStage, world: World) -> li
     return _sampled(side, prompts, stage, world)
 
 
-def _sampled(side: Target, prompts: list[Any], stage: EvalStage, world: World) -> list[Sampled]:
+def _sampled(side: Target, prompts: list[Any], stage: EvalStage, world: World) -> list[SampledPrompt]:
     renderer = check_answering(side)
     usable, _ = answers.usable_prompts(answers.limited(prompts, stage.limit), renderer)
     request = Request(
@@ -176,12 +186,12 @@ def _sampled(side: Target, prompts: list[Any], stage: EvalStage, world: World) -
     )
     (made,) = answers.sample(side, renderer, usable, [request], world)
     return [
-        Sampled(prompt, tuple(s.completion(renderer.tokenizer) for s in samples))
+        SampledPrompt(prompt, tuple(s.completion(renderer.tokenizer) for s in samples))
         for prompt, samples in zip(usable, made, strict=True)
     ]
 
 
-def _length(side: Sequence[Sampled]) -> float | None:
+def _length(side: Sequence[SampledPrompt]) -> float | None:
     """Mean tokens an answer; None for answers whose tokens are not known."""
     every = [c.token_ids for one in side for c in one.completions]
     return (
@@ -196,7 +206,7 @@ def row_of(one: Judged) -> dict[str, Any]:
     return {
         "prompt_id": prompt.id,
         "prompt": [{"role": turn.role, "content": turn.content} for turn in prompt.turns],
-        "reference": prompt.reference,
+        "reference": prompt.reference_answer,
         "answers": texts[0],
         "rewards": one.scores[0],
         "answers_against": texts[1],
@@ -209,12 +219,12 @@ def _text(completion: Completion) -> str:
     return completion.text or ""
 
 
-# -- one pair or several -----------------------------------------------------------------------------------------------------------
+# -- one pair or several ---------------------------------------------------------------------------
 
 
 def pool(parts: list[Evaluation], stage: EvalStage) -> Evaluation:
-    """Several pairs of runs as one result: intervals by a bootstrap over pairs and prompts. The tests are on each prompt's mean
-    difference over the pairs: they speak of these runs, on other prompts."""
+    """Several pairs of runs as one result: intervals by a bootstrap over pairs and prompts. The tests are on
+    each prompt's mean difference over the pairs: they speak of these runs, on other prompts."""
     counts = {"runs": len(parts), "prompts": parts[0].values["counts"]["prompts"]}
     return result(
         [part.items for part in parts],

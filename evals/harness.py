@@ -1,7 +1,8 @@
-"""``kind=lm_eval``: tasks of EleutherAI's lm-eval harness, run by its own library on the target, through transformers.
+"""``kind=lm_eval``: tasks of EleutherAI's lm-eval harness, run by its own library on the target, through
+transformers.
 
-Prompts, few-shot examples, answer extraction, metrics and standard errors are the harness's; weights, dtype, tokenizer and chat template
-are those that the target's settings name.
+Prompts, few-shot examples, answer extraction, metrics and standard errors are the harness's; weights, dtype,
+tokenizer and chat template are those that the target's settings name.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ Metrics = dict[str, Any]
 
 
 def check(target: Target, stage: EvalStage) -> None:
-    """Raises ConfigError: the library is not there, a task is unknown or its data cannot be had, a task runs the model's code and
-    ``unsafe_code`` is not set, the target is no language model."""
+    """Raises ConfigError: the library is not there, a task is unknown or its data cannot be had, a task runs
+    the model's code and ``unsafe_code`` is not set, the target is no language model."""
     try:
         version("lm_eval")
     except PackageNotFoundError:
@@ -69,12 +70,14 @@ def check(target: Target, stage: EvalStage) -> None:
         own.unsafe_code or not unsafe,
         "lm_eval.unsafe_code",
         False,
-        f"{', '.join(unsafe[:_NAMED])} runs what the model wrote on this machine; set it to true where that may be",
+        f"{', '.join(unsafe[:_NAMED])} runs what the model wrote on this machine; set it to true where that "
+        "may be",
     )
 
 
 def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
-    """Every metric of every task with its standard error, and every answer. Raises ConfigError, and StoppedError where a task fails."""
+    """Every metric of every task with its standard error, and every answer. Raises ConfigError, and
+    StoppedError where a task fails."""
     require(world.size == 1, "kind", "lm_eval", "runs on one process: start eval.py without a launcher")
     import lm_eval
 
@@ -132,11 +135,12 @@ def _model(config: Config, batch_size: int, world: World) -> Any:
         return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
 
 
-# -- tasks -------------------------------------------------------------------------------------------------------------------------
+# -- tasks -----------------------------------------------------------------------------------------
 
 
 def _load(stage: EvalStage) -> dict[str, Any]:
-    """The tasks by name, with their data. Raises ConfigError for one that is unknown or whose data cannot be had."""
+    """The tasks by name, with their data. Raises ConfigError for one that is unknown or whose data cannot be
+    had."""
     own = stage.lm_eval
     manager = _manager(own.tasks, own.include_path)
     for name in own.tasks:
@@ -166,7 +170,8 @@ def _load(stage: EvalStage) -> dict[str, Any]:
 
 
 def _manager(tasks: Sequence[str], include_path: str | None) -> Any:
-    """The harness's register of tasks. Reading all of its own takes seconds: not where a folder of the user's has what is asked."""
+    """The harness's register of tasks. Reading all of its own takes seconds: not where a folder of the user's
+    has what is asked."""
     if include_path is not None:
         mine = _register(include_path, False)
         if all(name in mine.all_tasks for name in tasks):
@@ -184,7 +189,8 @@ def _register(include_path: str | None, defaults: bool) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Python's warnings, and without what the harness logs below an error: it is about its own defaults."""
+    """Without Python's warnings, and without what the harness logs below an error: it is about its own
+    defaults."""
     logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -196,7 +202,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-# -- results -----------------------------------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 def _evaluation(found: dict[str, Any], target: Target, stage: EvalStage, chat: bool) -> Evaluation:
@@ -239,7 +245,8 @@ def _evaluation(found: dict[str, Any], target: Target, stage: EvalStage, chat: b
 
 
 def metrics_of(result: dict[str, Any]) -> Metrics:
-    """The numbers of one task or group by metric; the harness's ``metric,filter`` without the filter ``none``, else ``metric_filter``."""
+    """The numbers of one task or group by metric; the harness's ``metric,filter`` without the filter
+    ``none``, else ``metric_filter``."""
     return {_name(key): value for key, value in result.items() if "," in key and isinstance(value, Real)}
 
 

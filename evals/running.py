@@ -11,7 +11,7 @@ from typing import Any
 
 from common.errors import StoppedError
 from common.files import write_whole
-from common.worker_process import SamplerError
+from common.worker_process import WorkerError
 from config.schema_eval import EvalStage
 from evals.base import Evaluation, Target
 from models.distributed import World
@@ -33,8 +33,8 @@ SHOWN = 64
 
 
 def evaluate(targets: list[Target], stage: EvalStage, world: World) -> list[Evaluation]:
-    """Evaluate every target, then all of them as one result where the kind can pool them. Raises ConfigError, DataError before anything
-    is loaded, and StoppedError where sampling or scoring cannot go on."""
+    """Evaluate every target, then all of them as one result where the kind can pool them. Raises ConfigError,
+    DataError before anything is loaded, and StoppedError where sampling or scoring cannot go on."""
     kind = importlib.import_module(KINDS[stage.kind])
     pooled = pooled_path(targets, stage) if len(targets) > 1 and hasattr(kind, "pool") else None
     if pooled is not None:
@@ -58,7 +58,7 @@ def evaluate(targets: list[Target], stage: EvalStage, world: World) -> list[Eval
 def _measured(kind: ModuleType, target: Target, stage: EvalStage, world: World) -> Evaluation:
     try:
         evaluation: Evaluation = kind.evaluate(target, stage, world)
-    except (SamplerError, RewardError) as error:
+    except (WorkerError, RewardError) as error:
         raise StoppedError(f"{target.name}: {error}") from error
     return evaluation
 
@@ -78,7 +78,8 @@ def result_path(target: Target, stage: EvalStage) -> Path:
 
 
 def pooled_path(targets: list[Target], stage: EvalStage) -> Path | None:
-    """Where the result of several runs together goes; None where ``out`` was not given: it is printed alone."""
+    """Where the result of several runs together goes; None where ``out`` was not given: it is printed
+    alone."""
     return None if stage.out is None else Path(stage.out) / f"{result_name(targets[0], stage)}-pooled.json"
 
 
@@ -102,7 +103,8 @@ def report(target: Target, stage: EvalStage, evaluation: Evaluation) -> None:
 def report_pooled(evaluation: Evaluation, targets: list[Target], stage: EvalStage) -> None:
     """Print what several runs say together; it is written where ``out`` was given."""
     print(
-        f"\n{len(targets)} runs together: {', '.join(target.name for target in targets)}\n{text_table(evaluation.table)}"
+        f"\n{len(targets)} runs together: "
+        f"{', '.join(target.name for target in targets)}\n{text_table(evaluation.table)}"
     )
     if (path := pooled_path(targets, stage)) is not None:
         write_result(path, evaluation)
@@ -110,7 +112,8 @@ def report_pooled(evaluation: Evaluation, targets: list[Target], stage: EvalStag
 
 
 def write_result(path: Path, evaluation: Evaluation) -> None:
-    """The answers first, then the numbers: a result that is there has its answers beside it. Both whole or not at all."""
+    """The answers first, then the numbers: a result that is there has its answers beside it. Both whole or
+    not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     answers = path.with_suffix(".jsonl")
     if evaluation.rows:

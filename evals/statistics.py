@@ -1,4 +1,5 @@
-"""What an evaluation says of its numbers: pass@k, bootstrap intervals over problems and seeds, paired tests."""
+"""What an evaluation says of its numbers: pass@k, bootstrap intervals over problems and seeds, paired
+tests."""
 
 from __future__ import annotations
 
@@ -17,14 +18,16 @@ _BLOCK = 500
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """The chance that of ``k`` answers at least one is right, estimated without bias from ``n`` answers of which ``correct`` are:
-    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1). ``1 <= k <= n``."""
+    """The chance that of ``k`` answers at least one is right, estimated without bias from ``n`` answers of
+    which ``correct`` are: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1). ``1 <= k <=
+    n``."""
     assert 0 <= correct <= n and 1 <= k <= n
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def table_of(runs: Sequence[Mapping[str, float]]) -> np.ndarray:
-    """[runs, problems] float64 of each run's problem -> value; nan where a run has no value for a problem that another has."""
+    """[runs, problems] float64 of each run's problem -> value; nan where a run has no value for a problem
+    that another has."""
     problems = sorted({problem for run in runs for problem in run})
     return np.array([[run.get(problem, np.nan) for problem in problems] for run in runs], np.float64).reshape(
         len(runs), len(problems)
@@ -39,8 +42,9 @@ def mean_of(values: np.ndarray) -> float | None:
 def intervals(
     metrics: Mapping[str, np.ndarray], resamples: int, confidence: float
 ) -> dict[str, Interval | None]:
-    """Percentile bootstrap of the mean of each metric's [runs, problems], nan left out. Problems are drawn with replacement, and runs
-    (seeds) too where there are several, crossed: every drawn run is judged on the same drawn problems.
+    """Percentile bootstrap of the mean of each metric's [runs, problems], nan left out. Problems are drawn
+    with replacement, and runs (seeds) too where there are several, crossed: every drawn run is judged on the
+    same drawn problems.
 
     All metrics see the same draws. None where there is no number. The draws are always the same ones.
     """
@@ -72,7 +76,8 @@ def _counts(rng: np.random.Generator, n: int, size: int) -> np.ndarray:
 
 
 def _means(values: np.ndarray, runs: np.ndarray, problems: np.ndarray) -> np.ndarray:
-    """[resamples] weighted means of [runs, problems], weights [resamples, runs] and [resamples, problems]; nan has none."""
+    """[resamples] weighted means of [runs, problems], weights [resamples, runs] and [resamples, problems];
+    nan has none."""
     known = np.isfinite(values)
     sums = np.einsum("br,br->b", runs, problems @ np.where(known, values, 0.0).T)
     totals = np.einsum("br,br->b", runs, problems @ known.astype(np.float64).T)

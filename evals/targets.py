@@ -21,7 +21,8 @@ ANSWERS = (".json", ".jsonl")
 
 
 def refuse_unread(given: Sequence[str], own: Sequence[str], runs: bool) -> None:
-    """Raise ConfigError for a key of the command line that an evaluation does not read. ``given``: dotted keys."""
+    """Raise ConfigError for a key of the command line that an evaluation does not read. ``given``: dotted
+    keys."""
     for key in given:
         top = key.split(".")[0]
         require(
@@ -53,7 +54,8 @@ def expanded(paths: Sequence[str]) -> list[Path]:
 
 
 def run_of(path: Path, step: int | None) -> tuple[Path, int | None]:
-    """(the run's folder, the checkpoint's step or None) of ``run=``, which may name a checkpoint of the run. Raises ConfigError."""
+    """(the run's folder, the checkpoint's step or None) of ``run=``, which may name a checkpoint of the run.
+    Raises ConfigError."""
     if path.parent.name == "checkpoints" and path.name.startswith("step_"):
         require(step is None, "step", step, f"run={path} already names a checkpoint")
         path, step = path.parent.parent, int(path.name.removeprefix("step_"))
@@ -80,9 +82,9 @@ def run_of(path: Path, step: int | None) -> tuple[Path, int | None]:
 
 
 def over_run(saved: Settings, composed: Settings, given: Sequence[str]) -> Settings:
-    """A run's own settings with those that the command line changes: a whole group (``data=gsm8k``) or single keys. How answers are
-    drawn (``sampler.temperature`` and ``top_p``) is the evaluation's, never the run's; how long they may be is the run's, whichever
-    sampler draws them."""
+    """A run's own settings with those that the command line changes: a whole group (``data=gsm8k``) or single
+    keys. How answers are drawn (``sampler.temperature`` and ``top_p``) is the evaluation's, never the run's;
+    how long they may be is the run's, whichever sampler draws them."""
     out: Settings = {**saved, "reward": saved.get("reward") or composed.get("reward")}
     for key in given:
         if key in READ:
@@ -111,8 +113,9 @@ def _with(section: Settings, path: Sequence[str], value: Any) -> Settings:
 def targets_of(
     stage: EvalStage, composed: Settings, given: Sequence[str], exported: Mapping[Path, Path]
 ) -> list[Target]:
-    """What is evaluated. ``composed``: a run's settings as the command line alone gives them; ``given``: the dotted keys that it sets;
-    ``exported``: run folder -> where its checkpoint was written as a model. Raises ConfigError."""
+    """What is evaluated. ``composed``: a run's settings as the command line alone gives them; ``given``: the
+    dotted keys that it sets; ``exported``: run folder -> where its checkpoint was written as a model. Raises
+    ConfigError."""
     if stage.run:
         targets = [
             _of_run(*run_of(path, stage.step), stage, composed, given, exported)
@@ -209,7 +212,8 @@ def _checked(settings: Settings) -> Config:
 
 
 def _as_exported(config: Config, path: Path) -> Config:
-    """The settings of a run for the model that it exported: adapters are merged, and tokenizer and template lie beside the weights."""
+    """The settings of a run for the model that it exported: adapters are merged, and tokenizer and template
+    lie beside the weights."""
     model = replace(
         config.model,
         name_or_path=str(path),

@@ -1,4 +1,5 @@
-"""The loss, the trainer and the source that the settings name. What they refuse is refused before weights are loaded."""
+"""The loss, the trainer and the source that the settings name. What they refuse is refused before weights are
+loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ Loss = Callable[..., LossResult]
 
 
 def make_loss(config: Config) -> Loss:
-    """The loss function with its numbers filled in. Raises ConfigError for a number it does not take or lacks."""
+    """The loss function with its numbers filled in. Raises ConfigError for a number it does not take or
+    lacks."""
     function = import_function("loss._target_", config.loss["_target_"])
     takes = {
         n: p
@@ -62,8 +64,8 @@ def make_loss(config: Config) -> Loss:
 
 
 def _try(loss: Loss, config: Config) -> None:
-    """Call the loss once on one token a row, so that what it refuses of its numbers is refused now. A loss with other inputs than
-    those known here is not tried."""
+    """Call the loss once on one token a row, so that what it refuses of its numbers is refused now. A loss
+    with other inputs than those known here is not tried."""
     zero, one = torch.zeros(1, 1), torch.ones(1)
     scores = TokenScores(zero, zero, zero, torch.ones(1, 1, dtype=torch.bool))
     known = {
@@ -109,7 +111,8 @@ def check_ranks(config: Config, ranks: int) -> None:
         config.model.batch_size % parts == 0,
         "model.batch_size",
         config.model.batch_size,
-        f"must be a multiple of ranks x model.gradient_accumulation_steps = {ranks} x {config.model.gradient_accumulation_steps}",
+        f"must be a multiple of ranks x model.gradient_accumulation_steps = {ranks} x "
+        f"{config.model.gradient_accumulation_steps}",
     )
 
 

@@ -1,8 +1,10 @@
-"""What explains a run, beside its metrics: ``diagnostics.jsonl``, figures of the report, histograms in wandb (docs/diagnostics.md).
+"""What explains a run, beside its metrics: ``diagnostics.jsonl``, figures of the report, histograms in wandb
+(docs/diagnostics.md).
 
-A run is parted into at most LINES intervals of as many steps. Of each: the distribution of the tokens' log-ratios, unclipped, against the
-reference that the loss saw; where in the completions they lie beyond the clipping range; drift; and at its end the entropy of the
-policy. At the start once: the noise of a log-ratio, below which no difference means anything.
+A run is parted into at most LINES intervals of as many steps. Of each: the distribution of the tokens'
+log-ratios, unclipped, against the reference that the loss saw; where in the completions they lie beyond the
+clipping range; drift; and at its end the entropy of the policy. At the start once: the noise of a log-ratio,
+below which no difference means anything.
 """
 
 from __future__ import annotations
@@ -24,14 +26,15 @@ from trainers.losses.base import TokenScores, token_sum
 LINES = 32
 """Intervals that a run is parted into, at most."""
 SAMPLE = 16
-"""Held-out examples whose rows the policy's entropy, and at the start the noise floor, are measured on, over all ranks."""
+"""Held-out examples whose rows the policy's entropy, and at the start the noise floor, are measured on, over
+all ranks."""
 NOISE_ROWS = 8
 """Of their rows, those that each rank scores twice for the noise floor."""
 
 
 class Diagnostics:
-    """Follows a trainer whose loss has a reference. ``examples``: of these the first are what entropy and noise are measured on (none:
-    they are not); ``steps``: those of the whole plan."""
+    """Follows a trainer whose loss has a reference. ``examples``: of these the first are what entropy and
+    noise are measured on (none: they are not); ``steps``: those of the whole plan."""
 
     def __init__(self, trainer: BasicTrainer, examples: list[Example], steps: int) -> None:
         self.trainer, self.sample = trainer, examples[:SAMPLE]
@@ -47,10 +50,11 @@ class Diagnostics:
         raw = (scores.policy - scores.reference).detach()
         self.tally.add(sides(micro), raw, scores.mask, moved, known)
 
-    # -- lines ----------------------------------------------------------------------------------------------------------------------
+    # -- lines -------------------------------------------------------------------------------------
 
     def begin(self, tracker: Tracking) -> None:
-        """The first line of the file, before step 0: what the others are read with, and what is measured once."""
+        """The first line of the file, before step 0: what the others are read with, and what is measured
+        once."""
         config = self.trainer.config
         tracker.diagnostics(
             {
@@ -93,7 +97,7 @@ class Diagnostics:
         self.tally.clear()
         self.first = at.step
 
-    # -- going on -------------------------------------------------------------------------------------------------------------------
+    # -- going on ----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """The interval under way, for a checkpoint. Every rank calls it."""
@@ -103,7 +107,7 @@ class Diagnostics:
         self.first = state["first"]
         self.tally.restore(state["total"], mine=self.trainer.world.is_main)
 
-    # -- measured on the weights as they are ------------------------------------------------------------------------------------------
+    # -- measured on the weights as they are -------------------------------------------------------
 
     @torch.no_grad()
     def entropy(self) -> float | None:
@@ -127,8 +131,9 @@ def shares(trainer: BasicTrainer, examples: list[Example]) -> list[Microbatch]:
 
 
 def noise_floor(trainer: BasicTrainer, examples: list[Example]) -> dict[str, float | None] | None:
-    """How much a log-ratio of equal weights differs from 0 by rounding alone: rows scored together and one by one, under the weights as
-    they are. ``rms`` and ``max`` over completion tokens, nats; ``tokens``: how many there were. None where no rank has two rows.
+    """How much a log-ratio of equal weights differs from 0 by rounding alone: rows scored together and one by
+    one, under the weights as they are. ``rms`` and ``max`` over completion tokens, nats; ``tokens``: how many
+    there were. None where no rank has two rows.
 
     Every rank does as many forwards: missing rows are those that fill batches up.
     """

@@ -1,5 +1,5 @@
-"""Scores under the initial weights, made once before training and kept on disk: the reference of offline training, the zero point of
-every evaluation and of ``drift``, and the data report's likelihoods."""
+"""Scores under the initial weights, made once before training and kept on disk: the reference of offline
+training, the zero point of every evaluation and of ``drift``, and the data report's likelihoods."""
 
 from __future__ import annotations
 
@@ -41,11 +41,13 @@ def initial_scores(
     what: str,
     arranged: bool = False,
 ) -> dict[str, Tensor]:
-    """Key -> [C] log-probabilities (nats, float32, CPU) of every row of ``batches`` under the policy as it is now.
+    """Key -> [C] log-probabilities (nats, float32, CPU) of every row of ``batches`` under the policy as it is
+    now.
 
-    ``reference`` decides by its keys whether scores belong to (step, row), made from the very microbatches of ``size`` examples that
-    will be trained, or to the row, made in batches of ``size`` rows. ``parts``: what the scores depend on, the cache's key. Rows that
-    the cache has are not scored again; a killed run goes on where it was. ``arranged``: the trainer has arranged the batches already.
+    ``reference`` decides by its keys whether scores belong to (step, row), made from the very microbatches of
+    ``size`` examples that will be trained, or to the row, made in batches of ``size`` rows. ``parts``: what
+    the scores depend on, the cache's key. Rows that the cache has are not scored again; a killed run goes on
+    where it was. ``arranged``: the trainer has arranged the batches already.
     """
     if not arranged:
         batches = [trainer.arrange(batch) for batch in batches]
@@ -74,14 +76,15 @@ def initial_scores(
         known = _on_every_rank(cache)
     if any(key not in known for key in wanted):
         raise StoppedError(
-            f"{cache.folder}: scores that were just written are not there; is cache_dir a folder that every rank sees?"
+            f"{cache.folder}: scores that were just written are not there; is cache_dir a folder that every "
+            "rank sees?"
         )
     return {key: known[key] for key in wanted}
 
 
 def _on_every_rank(cache: ScoreCache) -> dict[str, Tensor]:
-    """The scores that every rank can read: the same everywhere, so that all agree on what is left to do. Nobody goes on, and writes,
-    before everybody has read."""
+    """The scores that every rank can read: the same everywhere, so that all agree on what is left to do.
+    Nobody goes on, and writes, before everybody has read."""
     shards = cache.shards()
     seen = set.intersection(*map(set, gather_objects(list(shards))))
     return {key: values for name in sorted(seen) for key, values in shards[name].items()}

@@ -1,4 +1,5 @@
-"""A training job: the parts of a run put together in the order in which they can be checked, and what is left when it is done."""
+"""A training job: the parts of a run put together in the order in which they can be checked, and what is left
+when it is done."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from jobs.online import Online, make_online_plan
 from jobs.plan import make_plan, training_segment
 from jobs.run_folder import RunFolder
 from jobs.signals import Signals
-from jobs.watch import Run
+from jobs.watch import RunWatch
 from models.attention import packs_rows
 from models.distributed import World, on_main
 from models.export import export, full_state
@@ -47,7 +48,8 @@ from trainers.basic import BasicTrainer
 
 
 class Job:
-    """Builds and runs. Everything a user can get wrong is found in ``__init__``, before weights are loaded."""
+    """Builds and runs. Everything a user can get wrong is found in ``__init__``, before weights are
+    loaded."""
 
     def __init__(self, config: Config, folder: RunFolder, world: World) -> None:
         """``folder``: where the run lies; claimed, unless this is a dry run."""
@@ -87,7 +89,8 @@ class Job:
                 else ""
             )
             self.say(
-                f"{self.plan.examples.count} {self.trainer_class.counts} to train on{kept}, {self.plan.train.n_examples} in all, "
+                f"{self.plan.examples.count} {self.trainer_class.counts} to train on{kept}, "
+                f"{self.plan.train.n_examples} in all, "
                 f"{self.plan.steps} steps of {config.model.batch_size}"
             )
 
@@ -95,7 +98,7 @@ class Job:
         if self.world.is_main:
             print(text, flush=True)
 
-    # -- running --------------------------------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
     def run(self, signals: Signals) -> dict[str, Any]:
         """Train, export, report; returns the summary."""
@@ -117,7 +120,7 @@ class Job:
         if config.data.logprob_range is not None:
             self.choose_groups(trainer, parts, folder)
         self.score_training_rows(trainer, parts)
-        run = Run(
+        run = RunWatch(
             config, folder, trainer, evaluator, self.plan.steps, signals, self.make_diagnostics(trainer)
         )
         state = run.resume() if exists else None
@@ -139,14 +142,16 @@ class Job:
         return self.finish(run, folder, policy)
 
     def make_diagnostics(self, trainer: BasicTrainer) -> Diagnostics | None:
-        """What follows the trainer beside its metrics, if asked for and there is a reference to compare with."""
+        """What follows the trainer beside its metrics, if asked for and there is a reference to compare
+        with."""
         if not (self.config.diagnostics and self.config.has_reference):
             return None
         sample = self.plan.held_out or (None if self.config.online else self.plan.train)
         return Diagnostics(trainer, [] if sample is None else sample.batch(0), self.plan.steps)
 
     def choose_groups(self, trainer: BasicTrainer, parts: dict[str, str], folder: Path) -> None:
-        """Train on what ``data.logprob_range`` keeps. Raises ConfigError where the loss cannot be trained on it."""
+        """Train on what ``data.logprob_range`` keeps. Raises ConfigError where the loss cannot be trained on
+        it."""
         examples, selection, scores = choose_groups(trainer, self.plan.examples, parts, folder)
         self.plan = replace(
             self.plan, examples=examples, train=training_segment(self.config, examples.groups)
@@ -163,12 +168,14 @@ class Job:
         )
         self.say(
             f"{len(selection.kept)} of {selection.all.count} groups kept, by mean token log-probability in "
-            f"[{selection.lowest:.3f}, {selection.highest:.3f}] nats: {self.plan.train.n_examples} {self.trainer_class.counts} in all, "
+            f"[{selection.lowest:.3f}, {selection.highest:.3f}] nats: {self.plan.train.n_examples} "
+            f"{self.trainer_class.counts} in all, "
             f"{self.plan.steps} steps"
         )
 
     def report_logprobs(self, scores: Mapping[str, Tensor]) -> None:
-        """``scores``: row key -> [C] log-probabilities (nats) under the initial weights of what will be trained on."""
+        """``scores``: row key -> [C] log-probabilities (nats) under the initial weights of what will be
+        trained on."""
         config = self.config
         clips = config.humanline and config.humanline_mode == "clip"
         self.report = self.report.with_logprobs(
@@ -177,8 +184,8 @@ class Job:
         )
 
     def score_training_rows(self, trainer: BasicTrainer, parts: dict[str, str]) -> None:
-        """Training rows under the initial weights, for the data report: all of them where that is the reference for ever (offline),
-        else those of one batch in n, for ``drift``."""
+        """Training rows under the initial weights, for the data report: all of them where that is the
+        reference for ever (offline), else those of one batch in n, for ``drift``."""
         config, plan = self.config, self.plan.train
         if config.has_reference and not config.online and (trainer.fixed_reference or config.log_drift):
             fixed = trainer.fixed_reference
@@ -211,7 +218,7 @@ class Job:
         self.folder.write("data_report.json", json.dumps(self.report.to_dict(), indent=2))
         self.folder.write("data_report.md", self.report.to_markdown())
 
-    def finish(self, run: Run, folder: Path, policy: Policy) -> dict[str, Any]:
+    def finish(self, run: RunWatch, folder: Path, policy: Policy) -> dict[str, Any]:
         """Export, summary, model card, report, the table at the end."""
         state = full_state(policy)
         seconds = max(run.seconds, 1e-9)
@@ -232,9 +239,10 @@ class Job:
         return summary
 
     def leave(
-        self, run: Run, folder: Path, policy: Policy, state: dict[str, Tensor], summary: dict[str, Any]
+        self, run: RunWatch, folder: Path, policy: Policy, state: dict[str, Tensor], summary: dict[str, Any]
     ) -> None:
-        """What rank 0 writes at the end; ``state`` is the model's. Raises StoppedError where there is no room for it."""
+        """What rank 0 writes at the end; ``state`` is the model's. Raises StoppedError where there is no room
+        for it."""
         try:
             run.tracker.settle()
             export(state, policy, self.tokenizer, folder / "model", export_dtype(self.config.model))
@@ -243,7 +251,8 @@ class Job:
             write_report(folder)
         except OSError as error:
             raise StoppedError(
-                f"the run is trained, but what it leaves could not be written ({error}); make room: the same command "
+                f"the run is trained, but what it leaves could not be written ({error}); make room: the "
+                "same command "
                 "with resume=true goes on from the last checkpoint"
             ) from error
         run.tracker.summary(summary["after"])
@@ -255,7 +264,7 @@ class Job:
         if self.online is not None:
             self.online.close()
 
-    # -- dry run --------------------------------------------------------------------------------------------------------------------
+    # -- dry run -----------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
         """What the run would do; nothing is written, no weights are loaded."""

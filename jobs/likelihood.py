@@ -1,5 +1,5 @@
-"""How likely the initial weights find the training data: which part of it is kept (``data.logprob_range``), and what the data report
-says of it (paper §5.2.1, Figure 6)."""
+"""How likely the initial weights find the training data: which part of it is kept (``data.logprob_range``),
+and what the data report says of it (paper §5.2.1, Figure 6)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ Scores = Mapping[str, Tensor]
 
 
 def score_groups(trainer: BasicTrainer, groups: Groups, parts: dict[str, str]) -> Scores:
-    """The scores of every row of these groups under the policy as it is now, from the cache on disk where it has them."""
+    """The scores of every row of these groups under the policy as it is now, from the cache on disk where it
+    has them."""
     size = trainer.config.reference_batch_size or trainer.config.model.eval_batch_size
     return initial_scores(
         trainer, [list(group) for group in groups], size, Reference(by_row=True), parts, "score training data"
@@ -42,11 +43,13 @@ def score_groups(trainer: BasicTrainer, groups: Groups, parts: dict[str, str]) -
 def choose_groups(
     trainer: BasicTrainer, examples: Examples, parts: dict[str, str], folder: Path
 ) -> tuple[Examples, Selection, Scores]:
-    """What ``data.logprob_range`` keeps of ``examples``, the selection, and the scores of all rows. The same on every rank.
+    """What ``data.logprob_range`` keeps of ``examples``, the selection, and the scores of all rows. The same
+    on every rank.
 
-    A group's place is the mean log-probability of all completion tokens that it trains on: of a pair, the chosen's and the rejected's
-    together (the paper speaks of "the average token log-probability of the output" and does not say how a pair's two are joined). So
-    DPO, KTO and GRPO keep the same pairs. Raises StoppedError (``select``) and ConfigError (``kept_before``).
+    A group's place is the mean log-probability of all completion tokens that it trains on: of a pair, the
+    chosen's and the rejected's together (the paper speaks of "the average token log-probability of the
+    output" and does not say how a pair's two are joined). So DPO, KTO and GRPO keep the same pairs. Raises
+    StoppedError (``select``) and ConfigError (``kept_before``).
     """
     share = trainer.config.data.logprob_range
     assert share is not None
@@ -57,8 +60,8 @@ def choose_groups(
 
 
 def group_means(groups: Groups, scores: Scores) -> np.ndarray:
-    """[groups] the mean log-probability of a group's completion tokens, nats; float64. A row counts once, however many examples
-    it is in."""
+    """[groups] the mean log-probability of a group's completion tokens, nats; float64. A row counts once,
+    however many examples it is in."""
     out = np.empty(len(groups))
     for g, group in enumerate(groups):
         rows = {row.key: scores[row.key] for example in group for row in example.rows}.values()
@@ -67,10 +70,11 @@ def group_means(groups: Groups, scores: Scores) -> np.ndarray:
 
 
 def kept_before(path: Path, groups: Groups, fresh: Selection) -> Selection:
-    """The selection that the run of this file was started with; ``fresh``, written to the file, where there is none.
+    """The selection that the run of this file was started with; ``fresh``, written to the file, where there
+    is none.
 
-    A run that goes on trains on the groups it was started with, even where a score's last bits have changed since (other ranks,
-    another GPU). Raises ConfigError if the data are others.
+    A run that goes on trains on the groups it was started with, even where a score's last bits have changed
+    since (other ranks, another GPU). Raises ConfigError if the data are others.
     """
     digest = hashlib.sha256(
         "\n".join(row.key for group in groups for example in group for row in example.rows).encode()
@@ -84,7 +88,8 @@ def kept_before(path: Path, groups: Groups, fresh: Selection) -> Selection:
             "data.logprob_range",
             list(fresh.range),
             f"{path}: the training data are not those that this run was started "
-            "with, so it would go on with other groups; bring the old data back, or start another run (exp_name)",
+            "with, so it would go on with other groups; bring the old data back, or start another run "
+            "(exp_name)",
         )
     saved = record["selection"]
     return Selection(
@@ -94,8 +99,8 @@ def kept_before(path: Path, groups: Groups, fresh: Selection) -> Selection:
 
 
 def completion_means(groups: Groups, scores: Scores) -> dict[str, np.ndarray]:
-    """ "chosen" and "rejected" (or desirable and not) -> mean token log-probability of each completion, nats; NaN where it was not
-    scored."""
+    """ "chosen" and "rejected" (or desirable and not) -> mean token log-probability of each completion, nats;
+    NaN where it was not scored."""
     kinds: dict[str, list[float]] = {"chosen": [], "rejected": []}
     for example in (example for group in groups for example in group):
         signs = (1.0, -1.0) if len(example.rows) == 2 else (example.label,)
@@ -108,7 +113,8 @@ def completion_means(groups: Groups, scores: Scores) -> dict[str, np.ndarray]:
 
 
 def clippable_share(rows: Iterable[Tensor], log_epsilon_R: float) -> float | None:
-    """The share of these rows' tokens ([C] log-probabilities each) that can be clipped from above; None of no token."""
+    """The share of these rows' tokens ([C] log-probabilities each) that can be clipped from above; None of no
+    token."""
     counts = np.array(
         [(int(can_be_clipped(values.numpy(), log_epsilon_R).sum()), len(values)) for values in rows]
     ).reshape(-1, 2)

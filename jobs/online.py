@@ -1,4 +1,5 @@
-"""From a typed config to the parts of online training. What can be refused is refused before any weights are loaded."""
+"""From a typed config to the parts of online training. What can be refused is refused before any weights are
+loaded."""
 
 from __future__ import annotations
 
@@ -21,18 +22,20 @@ from models.policy import Policy
 from rollouts.engines import EmbeddedEngine, Engine, VllmEngine, attempt, outcome, probe_rows
 from rollouts.rewards.base import Reward
 from rollouts.rewards.factory import make_reward
-from rollouts.round_builder import Maker
-from rollouts.rounds import Contexts, usable_prompts
+from rollouts.round_builder import RoundBuilder
+from rollouts.rounds import PromptSchedule, usable_prompts
 from rollouts.samplers import EmbeddedSampler
 from rollouts.vllm_sampler import VllmSampler
 from trainers.basic import BasicTrainer
 
 
 def make_online_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -> Plan:
-    """What is known before the first round: the held-out examples, and of the training data the prompts. ``train`` stands in for the
-    rounds where they have to be counted: as many examples as they can give, each as long as it can get.
+    """What is known before the first round: the held-out examples, and of the training data the prompts.
+    ``train`` stands in for the rounds where they have to be counted: as many examples as they can give, each
+    as long as it can get.
 
-    Raises DataError, and ConfigError: no prompt can be rendered, a round has more contexts than there are prompts.
+    Raises DataError, and ConfigError: no prompt can be rendered, a round has more contexts than there are
+    prompts.
     """
     loaded, evaluation = load_data(config, renderer)
     prompts, reasons = usable_prompts(prompts_of(loaded.groups), renderer)
@@ -66,17 +69,18 @@ def _check_references(config: Config, prompts: list[Prompt]) -> None:
     """Raise ConfigError if the reward would find no reference answer on any prompt."""
     needs = config.reward_config.needs_reference
     require(
-        not needs or any(prompt.reference is not None for prompt in prompts),
+        not needs or any(prompt.reference_answer is not None for prompt in prompts),
         "reward",
         config.reward_config.name,
-        f"compares with reference answers, of which data={config.data.name} has none; choose another, as in reward=armorm",
+        f"compares with reference answers, of which data={config.data.name} has none; choose another, as in "
+        "reward=armorm",
     )
 
 
-class RunWatch(RoundWatch, Protocol):
+class OnlineWatch(RoundWatch, Protocol):
     """What a run is told by its rounds and their stages."""
 
-    def pause(self) -> None:
+    def between_stages(self) -> None:
         """Between two stages; may raise to stop the run there."""
 
 
@@ -84,10 +88,11 @@ class Online:
     """The parts that only online training has: reward, sampler, and the source made of them. To be closed."""
 
     def __init__(self, config: Config, plan: Plan, renderer: Renderer, world: World, folder: Path) -> None:
-        """``folder``: where the run will lie. Raises ConfigError: the reward's or the sampler's, on every rank."""
+        """``folder``: where the run will lie. Raises ConfigError: the reward's or the sampler's, on every
+        rank."""
         self.config, self.renderer, self.world, self.folder = config, renderer, world, folder
         prompts, _ = usable_prompts(prompts_of(plan.loaded.groups), renderer)
-        self.contexts = Contexts(prompts, config.rounds.contexts, config.seed)
+        self.contexts = PromptSchedule(prompts, config.rounds.contexts, config.seed)
         self.reward: Reward | None = None
         self.engine: Engine | None = None
         self._vllm: VllmSampler | None = None
@@ -110,14 +115,16 @@ class Online:
     def _make_reward(self) -> None:
         self.reward = make_reward(self.config.reward_config, self.world.device, self.folder / "logs")
 
-    def source(self, trainer: BasicTrainer, policy: Policy, watch: RunWatch) -> OnlineSource:
+    def source(self, trainer: BasicTrainer, policy: Policy, watch: OnlineWatch) -> OnlineSource:
         """The rounds of ``trainer``'s run, followed by ``watch``."""
         engine = self.engine = self._engine(policy)
-        maker = None
+        builder = None
         if self.reward is not None:
-            maker = Maker(self.config, self.contexts, self.renderer, engine, self.reward, watch.pause)
+            builder = RoundBuilder(
+                self.config, self.contexts, self.renderer, engine, self.reward, watch.between_stages
+            )
         return OnlineSource(
-            self.config, trainer, self.renderer, self.contexts, engine, maker, self.folder, watch
+            self.config, trainer, self.renderer, self.contexts, engine, builder, self.folder, watch
         )
 
     def _engine(self, policy: Policy) -> Engine:
@@ -135,7 +142,8 @@ class Online:
         rounds = self.config.rounds
         size = f"{rounds.contexts_per_round}{' kept' if rounds.fill else ''}"
         return (
-            f"{rounds.contexts} contexts in rounds of {size}, {rounds.samples} samples each, of {len(self.contexts.prompts)} prompts: "
+            f"{rounds.contexts} contexts in rounds of {size}, {rounds.samples} samples each, of "
+            f"{len(self.contexts.prompts)} prompts: "
             f"at most {plan.train.n_examples} {unit}, {plan.steps} steps of {self.config.model.batch_size}"
         )
 

@@ -1,7 +1,9 @@
-"""Online training as a source of segments: one round after another, each sampled from the policy as it is when the round starts.
+"""Online training as a source of segments: one round after another, each sampled from the policy as it is
+when the round starts.
 
-That is all that online training adds. The trainer pulls a round when the one before is used up; optimizer, schedule and sync phase go
-on as if nothing had happened, and the reference becomes the policy at the round's start as it does for any segment.
+That is all that online training adds. The trainer pulls a round when the one before is used up; optimizer,
+schedule and sync phase go on as if nothing had happened, and the reference becomes the policy at the round's
+start as it does for any segment.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from common.errors import StoppedError
-from common.worker_process import SamplerError
+from common.worker_process import WorkerError
 from config.schema import Config
 from data.batches import Segment
 from data.chat import Renderer
@@ -22,11 +24,11 @@ from data.views import View
 from models.distributed import local
 from models.reference import weights_fingerprint
 from reports.metrics import read_metrics
-from rollouts.engines import Ahead, Engine
+from rollouts.engines import Engine, Prefetch
 from rollouts.ledger import RoundFolder
 from rollouts.rewards.base import RewardError
-from rollouts.round_builder import Maker, engine_scores, samples_table
-from rollouts.rounds import Contexts
+from rollouts.round_builder import RoundBuilder, sampler_logprobs_of, samples_table
+from rollouts.rounds import PromptSchedule
 from trainers.basic import BasicTrainer
 
 Facts = dict[str, Any]
@@ -39,33 +41,35 @@ class RoundWatch(Protocol):
         """Save: what is sampled next comes from this checkpoint."""
 
     def entered(self, facts: Facts, metrics: Facts, table: list[list[Any]]) -> None:
-        """A round is trained on from here on. ``facts`` (``round``, ``sampled_step``) belong to each of its steps, ``metrics`` and the
-        ``table`` of samples to its first one; both are empty where training goes on inside a round."""
+        """A round is trained on from here on. ``facts`` (``round``, ``sampled_step``) belong to each of its
+        steps, ``metrics`` and the ``table`` of samples to its first one; both are empty where training goes
+        on inside a round."""
 
     def trained_seconds(self) -> float:
         """Spent in steps so far, in all processes of the run."""
 
 
 class OnlineSource:
-    """The rounds of a run (a ``trainers.basic.Source``). Every rank has one and calls it alike; rank 0's ``maker`` makes rounds."""
+    """The rounds of a run (a ``trainers.basic.Source``). Every rank has one and calls it alike; rank 0's
+    ``builder`` makes rounds."""
 
     def __init__(
         self,
         config: Config,
         trainer: BasicTrainer,
         renderer: Renderer,
-        contexts: Contexts,
+        contexts: PromptSchedule,
         engine: Engine,
-        maker: Maker | None,
+        builder: RoundBuilder | None,
         folder: Path,
         watch: RoundWatch,
     ) -> None:
-        """``maker`` is None on ranks above 0; ``folder`` is the run's."""
+        """``builder`` is None on ranks above 0; ``folder`` is the run's."""
         self.config, self.trainer, self.renderer, self.contexts = config, trainer, renderer, contexts
-        self.engine, self.maker, self.folder, self.watch = engine, maker, folder, watch
-        self.view = round_view(config, trainer.view)
+        self.engine, self.builder, self.folder, self.watch = engine, builder, folder, watch
+        self.view = view_of_rounds(config, trainer.view)
         self._entered: float | None = None
-        self._ahead: Ahead | None = None
+        self._prefetch: Prefetch | None = None
 
     def round(self, index: int) -> RoundFolder:
         return RoundFolder(self.folder / "rounds" / f"{index:03d}")
@@ -73,11 +77,12 @@ class OnlineSource:
     def segment(self, index: int) -> Segment | None:
         """The round's segment, made now or found on disk; None when all planned contexts were sampled.
 
-        Raises StoppedError when sampling or scoring cannot go on, and DataError for a round whose files are gone.
+        Raises StoppedError when sampling or scoring cannot go on, and DataError for a round whose files are
+        gone.
         """
         try:
             return self._segment(index)
-        except (SamplerError, RewardError) as error:
+        except (WorkerError, RewardError) as error:
             raise StoppedError(
                 f"round {index}: {error}\nthe same command with resume=true goes on with this round"
             ) from error
@@ -92,75 +97,81 @@ class OnlineSource:
             return None
         if not inside:
             self.watch.before_round()
-            made_ahead = lag and index > 0 and self.engine.together(lambda: self.round(index).done("groups"))
-            if not made_ahead:
+            prefetched = (
+                lag and index > 0 and self.engine.run_on_main(lambda: self.round(index).done("groups"))
+            )
+            if not prefetched:
                 weights = self._publish(index, first)
-                self.engine.together(lambda: _there(self.maker).make(self.round(index), first, weights))
+                self.engine.run_on_main(
+                    lambda: _required(self.builder).build(self.round(index), first, weights)
+                )
         if lag and self._first(index + 1) < self.contexts.planned:
-            self._start_ahead(index + 1, inside)
+            self._start_prefetch(index + 1, inside)
         self._entered = None if inside else time.monotonic()
         return self._enter(index, inside)
 
     def _first(self, index: int) -> int:
         """The round's first context, which is where the one before ended."""
-        return self.engine.together(
+        return self.engine.run_on_main(
             lambda: 0 if index == 0 else int(self.round(index - 1).record["contexts"][1])
         )
 
     def _left(self, index: int) -> int | None:
-        """Of ``rounds.examples``, how many are left to train on when the round starts; None where contexts alone end the run."""
+        """Of ``rounds.examples``, how many are left to train on when the round starts; None where contexts
+        alone end the run."""
         if self.config.rounds.examples is None:
             return None
-        trained = self.engine.together(
+        trained = self.engine.run_on_main(
             lambda: sum(int(self.round(i).record["examples"]) for i in range(index))
         )
         return max(0, self.config.rounds.examples - trained)
 
-    def _start_ahead(self, index: int, inside: bool) -> None:
-        """Sample and score a round beside the training of the one before, from the weights that that one starts with. ``inside``: it
-        has started, and they are those that were published then."""
+    def _start_prefetch(self, index: int, inside: bool) -> None:
+        """Sample and score a round beside the training of the one before, from the weights that that one
+        starts with. ``inside``: it has started, and they are those that were published then."""
         first, folder = self._first(index), self.round(index)
         weights = (
-            str(self.engine.together(lambda: folder.record["weights"]))
+            str(self.engine.run_on_main(lambda: folder.record["weights"]))
             if inside
             else self._publish(index, first)
         )
-        maker = self.maker
-        if maker is None:
+        builder = self.builder
+        if builder is None:
             return
 
         def work() -> None:
-            if inside and maker.needs_weights(folder, first, weights):
-                self.engine.again(folder.weights, index)
-            maker.make(folder, first, weights)
+            if inside and builder.needs_weights(folder, first, weights):
+                self.engine.reload_weights(folder.weights, index)
+            builder.build(folder, first, weights)
 
-        self._ahead = Ahead(work)
+        self._prefetch = Prefetch(work)
 
     def _join(self) -> None:
         """Wait for the round that is being made ahead, if one is."""
-        ahead, self._ahead = self._ahead, None
-        self.engine.together(lambda: None if ahead is None else ahead.result())
+        prefetch, self._prefetch = self._prefetch, None
+        self.engine.run_on_main(lambda: None if prefetch is None else prefetch.result())
 
     def _publish(self, index: int, first: int) -> str:
-        """Let the engine sample the round from the policy as it is now, if anything is left to sample; returns the weights' fingerprint."""
-        folder, maker, step = self.round(index), self.maker, self.trainer.progress.step
+        """Let the engine sample the round from the policy as it is now, if anything is left to sample;
+        returns the weights' fingerprint."""
+        folder, builder, step = self.round(index), self.builder, self.trainer.progress.step
         weights = weights_fingerprint(
             (name, local(p.detach())) for name, p in self.trainer.policy.named_parameters()
         )
         published: Facts = {}
-        if self.engine.together(lambda: _there(maker).needs_weights(folder, first, weights)):
+        if self.engine.run_on_main(lambda: _required(builder).needs_weights(folder, first, weights)):
             start = time.monotonic()
             published = self.engine.publish(folder.weights, index)
             published["publish_seconds"] = time.monotonic() - start
         begun = {"round": index, "weights": weights, "sampled_step": step, **published}
-        self.engine.together(lambda: folder.note(begun))
+        self.engine.run_on_main(lambda: folder.note(begun))
         return weights
 
     def _enter(self, index: int, inside: bool) -> Segment:
         folder = self.round(index)
         examples = make_examples(folder.groups(), self.view, self.renderer)
         record = folder.record
-        reported = engine_scores(folder)
+        reported = sampler_logprobs_of(folder)
         rows = [
             (example.prompt_id, row) for group in examples.groups for example in group for row in example.rows
         ]
@@ -178,7 +189,7 @@ class OnlineSource:
         noted = {"examples": examples.count, "untrainable": examples.dropped}
         if not inside:
             noted["trained_seconds"] = self.watch.trained_seconds()
-        self.engine.together(lambda: folder.note(noted))
+        self.engine.run_on_main(lambda: folder.note(noted))
         planned, units, left = self.contexts.planned, examples.count, self._left(index)
         if left is not None:
             units, planned = min(examples.count, left), int(self.config.rounds.examples or 0)
@@ -198,7 +209,7 @@ class OnlineSource:
         """Note what training on the round came to: time, KL, staleness, and what each device had to do."""
         trained, now = self.watch.trained_seconds(), time.monotonic()
         wall = None if self._entered is None else now - self._entered
-        self.engine.together(lambda: self._note_end(index, trained, wall))
+        self.engine.run_on_main(lambda: self._note_end(index, trained, wall))
 
     def _note_end(self, index: int, trained: float, wall: float | None) -> None:
         folder = self.round(index)
@@ -230,8 +241,9 @@ class OnlineSource:
 
 
 def idle_shares(config: Config, seconds: dict[str, float], wall: float | None) -> dict[str, float]:
-    """The share of the round's time for which trainer and sampler had nothing to do. The embedded sampler is the trainer. ``wall``: from
-    the first step to the next round, None where the run was interrupted between."""
+    """The share of the round's time for which trainer and sampler had nothing to do. The embedded sampler is
+    the trainer. ``wall``: from the first step to the next round, None where the run was interrupted
+    between."""
     together = seconds["publish"] + (wall or max(seconds["train"], seconds["sample"] + seconds["score"]))
     total = max(together if config.rounds.lag else sum(seconds.values()), 1e-9)
     if config.sampler.name == "embedded":
@@ -239,11 +251,11 @@ def idle_shares(config: Config, seconds: dict[str, float], wall: float | None) -
     return {"trainer": 1 - seconds["train"] / total, "sampler": 1 - seconds["sample"] / total}
 
 
-def round_view(config: Config, view: View) -> View:
+def view_of_rounds(config: Config, view: View) -> View:
     """The trainer's view, keeping groups of equal rewards where ``rounds.zero_variance`` says so."""
     return partial(view, keep_zero_variance=True) if config.rounds.keeps_equal else view  # type: ignore[call-arg]  # GRPO's takes it
 
 
-def _there(maker: Maker | None) -> Maker:
-    assert maker is not None, "rank 0 has a maker"
-    return maker
+def _required(builder: RoundBuilder | None) -> RoundBuilder:
+    assert builder is not None, "rank 0 has a builder"
+    return builder

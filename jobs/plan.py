@@ -1,4 +1,5 @@
-"""From a typed config to the parts of a run. What can be refused is refused in here, before any weights are loaded."""
+"""From a typed config to the parts of a run. What can be refused is refused in here, before any weights are
+loaded."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ class Plan:
 def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -> Plan:
     """Load, view and tokenise the data. Raises ConfigError when nothing is left to train on.
 
-    With ``data.logprob_range`` the plan trains on as many groups as will be kept; which ones only the initial weights can tell
-    (``jobs.likelihood``).
+    With ``data.logprob_range`` the plan trains on as many groups as will be kept; which ones only the initial
+    weights can tell (``jobs.likelihood``).
     """
     loaded, evaluation = load_data(config, renderer)
     examples = _tokenised(config, loaded.groups, trainer, renderer)
@@ -50,7 +51,8 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -
         examples.count > 0,
         "data.path",
         config.data.path,
-        f"gives loss={config.loss['name']} no example: {loaded.read} rows read, {examples.dropped or 'none'} dropped",
+        f"gives loss={config.loss['name']} no example: {loaded.read} rows read, "
+        f"{examples.dropped or 'none'} dropped",
     )
     expected = examples.groups
     if config.data.logprob_range is not None:
@@ -76,8 +78,8 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -
 
 
 def load_data(config: Config, renderer: Renderer) -> tuple[Loaded, Loaded]:
-    """Training and evaluation data. Raises ConfigError, and DataError for token ids that are not the model's own where they would be
-    read: online nobody reads those of the training data."""
+    """Training and evaluation data. Raises ConfigError, and DataError for token ids that are not the model's
+    own where they would be read: online nobody reads those of the training data."""
     loaded, evaluation = load_splits(config.data)
     read = [*evaluation.groups, *([] if config.online else loaded.groups)]
     sampled = [group for group in read if any(c.token_ids is not None for c in group.completions)]
@@ -98,8 +100,8 @@ def training_segment(config: Config, groups: tuple[tuple[Example, ...], ...]) ->
 def _tokenised(
     config: Config, groups: list[Group], trainer: type[BasicTrainer], renderer: Renderer
 ) -> Examples:
-    """The examples of ``groups``. Rank 0 makes them, on all of the machine's cores, and the others read what it wrote; a rank that does
-    not see its files, or a dry run, which writes none, makes its own."""
+    """The examples of ``groups``. Rank 0 makes them, on all of the machine's cores, and the others read what
+    it wrote; a rank that does not see its files, or a dry run, which writes none, makes its own."""
     cache = TokenCache(Path(config.cache_dir), write=not config.dry_run)
     made: list[Examples] = []
     on_main(lambda: made.append(make_examples(groups, trainer.view, renderer, cache)))

@@ -26,7 +26,8 @@ SELECTION = "selection.json"
 
 
 class RunFolder:
-    """The folder of one run. Rank 0 alone calls its methods, in this order: ``claim``, ``prepare``, ``write``, ``release``.
+    """The folder of one run. Rank 0 alone calls its methods, in this order: ``claim``, ``prepare``,
+    ``write``, ``release``.
 
     All of them raise ConfigError, also for what the file system refuses.
     """
@@ -38,10 +39,12 @@ class RunFolder:
         self._claimed_empty = False
 
     def claim(self) -> None:
-        """Make the folder, hold its lock until ``release``, mark it as a run's. What is there is not touched yet.
+        """Make the folder, hold its lock until ``release``, mark it as a run's. What is there is not touched
+        yet.
 
-        Raises ConfigError for a folder that is not a run's; for a run that is there already, unless overwrite or resume says
-        what to do with it; for one that was started with other settings; and for one that another process is at work in.
+        Raises ConfigError for a folder that is not a run's; for a run that is there already, unless overwrite
+        or resume says what to do with it; for one that was started with other settings; and for one that
+        another process is at work in.
         """
         check_name("exp_name", self.name)
         with self._refusals():
@@ -63,7 +66,8 @@ class RunFolder:
         self._lock.sign()
         if self._lock.problem:
             print(
-                f"{self.path}: its file system has no locks ({self._lock.problem}): see to it that no other process "
+                f"{self.path}: its file system has no locks ({self._lock.problem}): see to it that no other "
+                "process "
                 "trains in this folder",
                 flush=True,
             )
@@ -71,7 +75,8 @@ class RunFolder:
     def prepare(self) -> bool:
         """Make the folder ready to be trained in, once weights and data are loaded.
 
-        overwrite=true deletes the run in it here; then the settings are written. Returns whether there is a run to go on with.
+        overwrite=true deletes the run in it here; then the settings are written. Returns whether there is a
+        run to go on with.
         """
         with self._refusals():
             exists = started(self.path)
@@ -105,7 +110,7 @@ class RunFolder:
                 return
         self._lock.release()
 
-    # -- what is there --------------------------------------------------------------------------------------------
+    # -- what is there -----------------------------------------------------------------------------
 
     def _entries(self) -> set[str]:
         """The names of what is in the folder, but for the lock and a marker that was not finished."""
@@ -120,7 +125,8 @@ class RunFolder:
             is_run,
             "exp_name",
             self.name,
-            f"{path} is there already and is not the folder of a run (it has no {MARKER}): nothing is written or deleted "
+            f"{path} is there already and is not the folder of a run (it has no {MARKER}): nothing is "
+            "written or deleted "
             "there; exp_name=… names another",
         )
         if not started(path):
@@ -129,7 +135,8 @@ class RunFolder:
             config.resume or config.overwrite,
             "exp_name",
             self.name,
-            f"{path} is there already; resume=true goes on with it, overwrite=true deletes it, exp_name=… names another",
+            f"{path} is there already; resume=true goes on with it, overwrite=true deletes it, exp_name=… "
+            "names another",
         )
         if config.overwrite:
             self._check_deletion()
@@ -138,7 +145,8 @@ class RunFolder:
             raise ConfigError(
                 found.key,
                 found.now,
-                f"was {found.before} when the run in {path} was started, and a run goes on with its settings: "
+                f"was {found.before} when the run in {path} was started, and a run goes on with its "
+                "settings: "
                 f"{back}exp_name=… starts another run",
             )
 
@@ -167,10 +175,11 @@ class RunFolder:
             inner is None,
             "overwrite",
             True,
-            f"{path} holds another run ({inner and inner.parent}); move that elsewhere, or exp_name=… names another",
+            f"{path} holds another run ({inner and inner.parent}); move that elsewhere, or exp_name=… names "
+            "another",
         )
 
-    # -- changes --------------------------------------------------------------------------------------------------
+    # -- changes -----------------------------------------------------------------------------------
 
     def _mark(self) -> None:
         """Mark the folder as a run's, unless it is."""
@@ -213,7 +222,8 @@ class RunFolder:
             raise ConfigError(
                 "runs_dir",
                 self.config.runs_dir,
-                f"{error.filename or self.path}: {error.strerror or error}; make room there, or name a folder to write in",
+                f"{error.filename or self.path}: {error.strerror or error}; make room there, or name a "
+                "folder to write in",
             ) from error
 
 

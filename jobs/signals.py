@@ -1,4 +1,5 @@
-"""What a run does when it is asked to stop. Imports nothing heavy: it is in force before anything else is loaded."""
+"""What a run does when it is asked to stop. Imports nothing heavy: it is in force before anything else is
+loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import signal
 from types import FrameType
 
 REQUEUE = 75
-"""Exit code of a run that was asked to stop and has lost nothing (EX_TEMPFAIL): start the same command again with resume=true."""
+"""Exit code of a run that was asked to stop and has lost nothing (EX_TEMPFAIL): start the same command again
+with resume=true."""
 
 
 class Requeue(SystemExit):
@@ -18,7 +20,8 @@ class Requeue(SystemExit):
 
 
 class Signals:
-    """SIGTERM and SIGUSR1 (a cluster's warnings) ask for a stop after the step under way; a second one leaves at once.
+    """SIGTERM and SIGUSR1 (a cluster's warnings) ask for a stop after the step under way; a second one leaves
+    at once.
 
     Until ``arm`` is called there is nothing to save, and the first one leaves at once.
     """

@@ -13,15 +13,16 @@ from data.views import prompts_of
 from models.distributed import World
 from models.pretrained import check_model, load_tokenizer
 from rollouts.files import read_samples, refuse_existing, write_feedback, write_samples
-from rollouts.generate import Request, answers, settings_of
+from rollouts.generate import Request, generate_answers, settings_of
 from rollouts.rewards.base import RewardError
 from rollouts.rewards.factory import make_reward
 from rollouts.round_builder import score_samples
-from rollouts.rounds import Sampled, usable_prompts
+from rollouts.rounds import SampledPrompt, usable_prompts
 
 
 def sample(config: Config, stage: SampleStage, world: World) -> None:
-    """Sample ``rounds.samples`` answers to the data's prompts and write them to ``stage.out``. Raises ConfigError, DataError."""
+    """Sample ``rounds.samples`` answers to the data's prompts and write them to ``stage.out``. Raises
+    ConfigError, DataError."""
     out = Path(stage.out)
     refuse_existing(out, stage.overwrite_out)
     require(
@@ -42,10 +43,12 @@ def sample(config: Config, stage: SampleStage, world: World) -> None:
         f"has no prompt to sample in split={stage.split}: {dict(refused) or 'none read'}",
     )
     request = Request(f"{config.rounds.samples} samples each", config.rounds.samples, settings_of(config))
-    (drawn,) = answers(config, renderer, prompts, [request], world, Path(config.runs_dir) / "logs", out.name)
+    (drawn,) = generate_answers(
+        config, renderer, prompts, [request], world, Path(config.runs_dir) / "logs", out.name
+    )
     if world.is_main:
         made = [
-            Sampled(prompt, tuple(s.completion(renderer.tokenizer) for s in samples))
+            SampledPrompt(prompt, tuple(s.completion(renderer.tokenizer) for s in samples))
             for prompt, samples in zip(prompts, drawn, strict=True)
         ]
         write_samples(out, made, stage.format, config.model.name_or_path, f"{config.data.name}_{stage.split}")

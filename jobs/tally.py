@@ -1,5 +1,6 @@
-"""What the tokens of some steps did, added up on the device: a histogram of their log-ratios, how many lie beyond the clipping range and
-where, how far the rows have moved. Nothing here makes the host wait; no token is looped over in Python."""
+"""What the tokens of some steps did, added up on the device: a histogram of their log-ratios, how many lie
+beyond the clipping range and where, how far the rows have moved. Nothing here makes the host wait; no token
+is looped over in Python."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ from models.distributed import sum_over_ranks
 from trainers.losses.base import token_sum
 
 SIDES = ("chosen", "rejected", "neutral")
-"""Chosen rows of pairs, desirable examples, completions of positive advantage; their opposites; completions of advantage 0."""
+"""Chosen rows of pairs, desirable examples, completions of positive advantage; their opposites; completions
+of advantage 0."""
 OCTAVES = range(-20, 5)
 EDGES = tuple(sign * 2.0**o for sign, octaves in ((-1, reversed(OCTAVES)), (1, OCTAVES)) for o in octaves)
-"""What parts the bins of the histogram, nats: -16, -8 … -2^-20, 2^-20 … 8, 16. Log-ratios are of every order of magnitude: a step's
-noise is 1e-6 in float32, a clipped token 1.5. A bin has its upper edge; the outer two are open."""
+"""What parts the bins of the histogram, nats: -16, -8 … -2^-20, 2^-20 … 8, 16. Log-ratios are of every order
+of magnitude: a step's noise is 1e-6 in float32, a clipped token 1.5. A bin has its upper edge; the outer two
+are open."""
 BINS = len(EDGES) + 1
 POSITIONS = 16
 """Bin p has the completion positions 2^p to 2^(p+1) - 1, counted from 1; the last is open."""
@@ -37,7 +40,8 @@ def sides(micro: Microbatch) -> Tensor:
 
 
 class Tally:
-    """Sums over the rows and tokens seen since the last ``clear``, of this rank. ``low`` and ``high``: the clipping range, nats."""
+    """Sums over the rows and tokens seen since the last ``clear``, of this rank. ``low`` and ``high``: the
+    clipping range, nats."""
 
     def __init__(self, low: float, high: float, device: torch.device) -> None:
         self.low, self.high = low, high
@@ -54,8 +58,9 @@ class Tally:
         )
 
     def add(self, side: Tensor, raw: Tensor, mask: Tensor, moved: Tensor, known: Tensor) -> None:
-        """Take in R rows: ``side`` [R]; ``raw`` [R, T] unclipped log-ratios, nats; ``mask`` [R, T]; ``moved`` [R] the rows'
-        log-probabilities now less those under the initial weights, nats, where ``known`` [R]."""
+        """Take in R rows: ``side`` [R]; ``raw`` [R, T] unclipped log-ratios, nats; ``mask`` [R, T]; ``moved``
+        [R] the rows' log-probabilities now less those under the initial weights, nats, where ``known``
+        [R]."""
         parts = self._parts(self._all)
         counts = mask.double().flatten()
         bins = side[:, None] * BINS + torch.bucketize(raw, self._edges)

@@ -1,4 +1,5 @@
-"""What happens around the steps of a run: evaluating, logging, saving, stopping when asked to, and what is left when it is done."""
+"""What happens around the steps of a run: evaluating, logging, saving, stopping when asked to, and what is
+left when it is done."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ from trainers.basic import BasicTrainer, Progress, StepRecord
 from trainers.losses.base import TokenScores
 
 
-class Run:
-    """Follows a trainer (its ``Watch``). The line of step s in metrics.jsonl tells of the weights before update s: its loss, and the
-    evaluation made then, if one was due."""
+class OnlineWatch:
+    """Follows a trainer (its ``Watch``). The line of step s in metrics.jsonl tells of the weights before
+    update s: its loss, and the evaluation made then, if one was due."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Run:
         self._pending: tuple[StepRecord, float] | None = None
         self._started = time.perf_counter()
 
-    # -- resuming -------------------------------------------------------------------------------------------------------------------
+    # -- resuming ----------------------------------------------------------------------------------
 
     def resume(self) -> dict[str, Any] | None:
         """Go on from the newest sound checkpoint; returns its state, None where there is none."""
@@ -105,11 +106,12 @@ class Run:
         self._saved = replace(trainer.progress)
 
     def _score(self) -> float | None:
-        """What ``keep_best`` ranks the checkpoint being saved by: higher is better; None where nothing was evaluated here."""
+        """What ``keep_best`` ranks the checkpoint being saved by: higher is better; None where nothing was
+        evaluated here."""
         value = self._evaluated.get(self.config.keep_best or "")
         return value if value is None or self.config.keep_best != "eval_loss" else -value
 
-    # -- the watch ------------------------------------------------------------------------------------------------------------------
+    # -- the watch ---------------------------------------------------------------------------------
 
     def before_step(self) -> None:
         self.signals.arm()
@@ -137,7 +139,8 @@ class Run:
             self.diagnostics.write(self.tracker)
 
     def _evaluate(self, first: bool = False) -> Metrics:
-        """The evaluation of the weights as they are; a few samples go to the tracker's table, behind the line of the step before."""
+        """The evaluation of the weights as they are; a few samples go to the tracker's table, behind the line
+        of the step before."""
         self._flush()
         values = self.evaluator.evaluate(first)
         if self.evaluator.accuracy is not None:
@@ -153,14 +156,15 @@ class Run:
             )  # without room for another, the checkpoint before it is gone on from
             if self.trainer.world.is_main:
                 print(
-                    f"asked to stop before step {self.trainer.progress.step}; the same command with resume=true goes on",
+                    f"asked to stop before step {self.trainer.progress.step}; the same command with "
+                    "resume=true goes on",
                     flush=True,
                 )
             raise Requeue
 
     def _save_or_warn(self, first: bool) -> None:
-        """Nothing if this very place is saved already (a round began here). A run that cannot save does not start; one that no longer
-        can goes on with what it has saved, and says so."""
+        """Nothing if this very place is saved already (a round began here). A run that cannot save does not
+        start; one that no longer can goes on with what it has saved, and says so."""
         if self._saved == self.trainer.progress:
             return
         try:
@@ -219,23 +223,25 @@ class Run:
             )
         if in_a_row >= self.config.max_skipped_steps:
             raise StoppedError(
-                f"{in_a_row} updates in a row had gradients that were not finite (max_skipped_steps); their batches are "
+                f"{in_a_row} updates in a row had gradients that were not finite (max_skipped_steps); their "
+                "batches are "
                 f"in {self.folder / 'skipped'}: try a lower lr, or look at these rows"
             )
 
-    # -- rounds of online training (jobs.online_source.RoundWatch) -----------------------------------------------------------------------
+    # -- rounds of online training (jobs.online_source.RoundWatch) ---------------------------------
 
     def before_round(self) -> None:
         self._stop_if_asked()
         self._save_or_warn(first=self.trainer.progress.step == 0)
 
-    def pause(self) -> None:
-        """Between the stages of a round, on rank 0: leave if asked to. The round started with a checkpoint; what is done lies on disk."""
+    def between_stages(self) -> None:
+        """Between the stages of a round, on rank 0: leave if asked to. The round started with a checkpoint;
+        what is done lies on disk."""
         if self.signals.asked:
             print("asked to stop: the same command with resume=true goes on with this round", flush=True)
             raise Requeue
 
-    def entered(self, facts: dict[str, Any], metrics: dict[str, Any], table: list[list[Any]]) -> None:
+    def round_started(self, facts: dict[str, Any], metrics: dict[str, Any], table: list[list[Any]]) -> None:
         self._round, self._round_metrics = facts, {f"round_{name}": value for name, value in metrics.items()}
         if table:
             self.tracker.table("samples", TABLE_COLUMNS, table, self.trainer.progress.step)
@@ -247,7 +253,8 @@ class Run:
         return self.seconds
 
     def _of_round(self, step: int) -> dict[str, Any]:
-        """What a step's line says of its round: which, how many steps ago it was sampled, and (once) what was sampled."""
+        """What a step's line says of its round: which, how many steps ago it was sampled, and (once) what was
+        sampled."""
         if not self._round:
             return {}
         metrics, self._round_metrics = self._round_metrics, {}
@@ -273,7 +280,8 @@ def round_line(index: int, metrics: dict[str, Any]) -> str:
 
 
 def write_batch(path: Path, batch: list[Example]) -> str:
-    """The rows of a batch as token ids, one example a line, for replay; returns where they are, or why they are not."""
+    """The rows of a batch as token ids, one example a line, for replay; returns where they are, or why they
+    are not."""
     lines = [
         json.dumps(
             {

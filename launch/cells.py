@@ -49,10 +49,11 @@ class Cell:
 
 
 def cells_of(results: Sequence[Result], select: Sequence[str], validation: str) -> list[Cell]:
-    """Results by cell; of settings that differ in ``select`` alone, the one with the best mean of ``validation`` is chosen.
+    """Results by cell; of settings that differ in ``select`` alone, the one with the best mean of
+    ``validation`` is chosen.
 
-    Choosing sees the validation metric of finished runs and nothing else; a setting with fewer finished seeds than another is not
-    chosen over it.
+    Choosing sees the validation metric of finished runs and nothing else; a setting with fewer finished seeds
+    than another is not chosen over it.
     """
     by_cell: dict[tuple[str, str], dict[str, list[Result]]] = {}
     for run in results:

@@ -147,14 +147,16 @@ def computed(config: Settings) -> Settings:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl; a last line that a running or killed process left half-written is dropped; [] without the file."""
+    """metrics.jsonl; a last line that a running or killed process left half-written is dropped; [] without
+    the file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_bytes().rpartition(b"\n")[0].splitlines()]
 
 
 def numbers(tree: Any, prefix: str = "") -> dict[str, float]:
-    """Dotted key -> number of an evaluation file; what says how it was made, and lists (of items), are no results."""
+    """Dotted key -> number of an evaluation file; what says how it was made, and lists (of items), are no
+    results."""
     if isinstance(tree, dict):
         inner = (
             numbers(item, f"{prefix}.{key}".lstrip("."))

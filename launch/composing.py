@@ -1,6 +1,7 @@
 """The settings of many runs, as ``python train.py`` would have them, without asking Hydra for each anew.
 
-Hydra takes a fifth of a second to read its files; what a run sets beside its choice of files takes a hundredth.
+Hydra takes a fifth of a second to read its files; what a run sets beside its choice of files takes a
+hundredth.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def compose_config(overrides: list[str]) -> Config:
 class Composer:
     """``compose_config`` for the runs of a sweep: Hydra is asked once for each choice of files.
 
-    Settings whose form or value is out of the ordinary, and all that are refused, go through ``compose_config``
-    itself: it has the last word, and the words.
+    Settings whose form or value is out of the ordinary, and all that are refused, go through
+    ``compose_config`` itself: it has the last word, and the words.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,8 @@ class Composer:
         return config
 
     def _base(self, choices: tuple[str, ...]) -> tuple[DictConfig, set[str]]:
-        """The files of ``choices`` with the types of ``Config``, not checked yet; and which settings they have."""
+        """The files of ``choices`` with the types of ``Config``, not checked yet; and which settings they
+        have."""
         if choices not in self._bases:
             made = _composed(list(choices))
             base = OmegaConf.merge(OmegaConf.structured(Config), made)

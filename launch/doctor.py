@@ -2,8 +2,9 @@
 
     python -m launch.doctor loss=dpo humanline=true model=llama3-8b-instruct     # the settings that the run will have
 
-Checks settings, versions, GPUs and attention kernels, that ranks reach each other, data (a dry run), disk space for the checkpoints to
-come, the hub and wandb, and takes two steps. Exit codes: 0 fit; 1 something would stop the run; 2 the settings cannot be honoured.
+Checks settings, versions, GPUs and attention kernels, that ranks reach each other, data (a dry run), disk
+space for the checkpoints to come, the hub and wandb, and takes two steps. Exit codes: 0 fit; 1 something
+would stop the run; 2 the settings cannot be honoured.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ total = float(sum_over_ranks(torch.tensor(world.rank + 1.0, device=world.device)
 assert total == world.size * (world.size + 1) / 2, total
 stop()
 """
-"""Both run as processes of their own: a broken driver or a hanging collective must not take the doctor along."""
+"""Both run as processes of their own: a broken driver or a hanging collective must not take the doctor
+along."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,8 @@ def talk(ranks: int, backend: str) -> Finding:
 
 
 def data(overrides: Sequence[str]) -> tuple[Finding, float | None]:
-    """A dry run: data, tokenizer, combination of settings; and the number of parameters, where it says one."""
+    """A dry run: data, tokenizer, combination of settings; and the number of parameters, where it says
+    one."""
     code, out = run([sys.executable, "train.py", *overrides, "dry_run=true"], DRY_SECONDS)
     if code:
         return Finding("dry run", BAD, last(out), "python train.py … dry_run=true shows all of it"), None
@@ -309,7 +312,8 @@ def run(words: Sequence[str], seconds: int) -> tuple[int, str]:
 
 
 def last(out: str) -> str:
-    """The line that says most: the first error (others follow from it), else the last line with words in it."""
+    """The line that says most: the first error (others follow from it), else the last line with words in
+    it."""
     errors = re.findall(r"^(?:\[\w+\]:? ?)?(error: .*|[\w.]+(?:Error|Exception)\b.*)", out, re.MULTILINE)
     lines = [line.strip() for line in out.splitlines() if re.search(r"\w", line)]
     return errors[0] if errors else (lines or ["no output"])[-1]

@@ -1,4 +1,5 @@
-"""What a sweep will cost before it starts: from its finished runs, from what its file says, or from a dry run and a rate."""
+"""What a sweep will cost before it starts: from its finished runs, from what its file says, or from a dry run
+and a rate."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class EstimateError(RuntimeError):
 
 
 def hours_of(states: Sequence[State]) -> dict[str, float]:
-    """Run name -> expected hours, where anything is known: the mean of its cell's finished runs, else the file's ``hours``."""
+    """Run name -> expected hours, where anything is known: the mean of its cell's finished runs, else the
+    file's ``hours``."""
     measured: dict[str, list[float]] = {}
     for state in states:
         if state.kind == FINISHED:

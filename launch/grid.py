@@ -18,7 +18,8 @@ A sweep file::
     hours: 2.5                           # what one run takes, or {default: 2, rules: [{when: {online: true}, hours: 12}]}
     select: [lr]                         # grid keys to be chosen on validation, not compared (launch.results)
 
-The runs are ``cells x grid x seeds`` in that order; a run's name is made of the sweep's, its values and its seed.
+The runs are ``cells x grid x seeds`` in that order; a run's name is made of the sweep's, its values and its
+seed.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Run:
 
     sweep: str
     cell: str
-    """The sweep's name and the values of the grid: what runs that differ by their seed alone have in common."""
+    """The sweep's name and the values of the grid: what runs that differ by their seed alone have in
+    common."""
     seed: int
     settings: Settings
     hours: float | None
@@ -68,7 +70,8 @@ class Run:
         return f"{self.cell}-s{self.seed}"
 
     def overrides(self) -> list[str]:
-        """What follows ``python train.py``: one command line that serves the first start and every later one."""
+        """What follows ``python train.py``: one command line that serves the first start and every later
+        one."""
         return [override(key, value) for key, value in self.given.items()]
 
     @property
@@ -89,7 +92,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Hours:
-    """Expected wall-clock hours of a run: those of the first rule whose settings a run has, else the default."""
+    """Expected wall-clock hours of a run: those of the first rule whose settings a run has, else the
+    default."""
 
     default: float | None = None
     rules: tuple[tuple[Settings, float], ...] = ()
@@ -116,7 +120,8 @@ class Sweep:
     def runs(self) -> list[Run]:
         """Every run, in the order of the file.
 
-        Raises ConfigError where two runs would have one name, a name cannot be a folder's, or nothing is left to run.
+        Raises ConfigError where two runs would have one name, a name cannot be a folder's, or nothing is left
+        to run.
         """
         check_name("name", self.name)
         for name in self.cells:
@@ -166,7 +171,8 @@ class Sweep:
 def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> Sweep:
     """The sweep in a yaml file; ``extra`` settings win over its base.
 
-    Raises ConfigError: no such file, a key that is not known, a value of the wrong form, a setting that is given twice.
+    Raises ConfigError: no such file, a key that is not known, a value of the wrong form, a setting that is
+    given twice.
     """
     require(path.is_file(), "sweep", path, "is not a file")
     try:
@@ -208,7 +214,8 @@ def matches(rule: Settings, settings: Settings) -> bool:
 
 
 def override(key: str, value: Any) -> str:
-    """``key=value`` as Hydra's command line reads it back to the same value. (Quoting for a shell is another matter.)"""
+    """``key=value`` as Hydra's command line reads it back to the same value. (Quoting for a shell is another
+    matter.)"""
     return f"{key}={_text(value)}"
 
 
@@ -235,7 +242,8 @@ def _text(value: Any) -> str:
 
 
 def label(key: str, value: Any) -> str:
-    """loss=dpo -> dpo (config/loss has such a file); humanline=false -> no_humanline; model.max_grad_norm=4 -> max_grad_norm4."""
+    """loss=dpo -> dpo (config/loss has such a file); humanline=false -> no_humanline; model.max_grad_norm=4
+    -> max_grad_norm4."""
     last = key.rsplit(".", 1)[-1]
     if isinstance(value, bool):
         return last if value else f"no_{last}"
@@ -259,7 +267,8 @@ def _axis(keys: str, values: Any) -> tuple[Settings, ...]:
 
 
 def _range(key: str, spec: Settings) -> list[float]:
-    """``{from: 1, to: 64, times: 4}`` -> 1, 4, 16, 64; ``{from: 0, to: 1, plus: 0.5}`` -> 0, 0.5, 1: both ends are in."""
+    """``{from: 1, to: 64, times: 4}`` -> 1, 4, 16, 64; ``{from: 0, to: 1, plus: 0.5}`` -> 0, 0.5, 1: both
+    ends are in."""
     form = "must be {from: a, to: b, plus: step} or {from: a, to: b, times: factor}, step > 0, factor > 1, a > 0 with times"
     numbers = all(isinstance(value, int | float) and math.isfinite(value) for value in spec.values())
     require(

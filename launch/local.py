@@ -1,4 +1,5 @@
-"""The runs of a sweep on this machine: a number of them at a time, a live table, crashed ones started again."""
+"""The runs of a sweep on this machine: a number of them at a time, a live table, crashed ones started
+again."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from launch.state import State, last_line, tail
 
 WAITING, RUNNING, DONE, FAILED, STOPPED = "waiting", "running", "finished", "failed", "stopped"
 REFUSED, REQUEUE = 2, 75
-"""Exit codes of train.py: settings refused (trying again is no use); interrupted and saved (start the same command again)."""
+"""Exit codes of train.py: settings refused (trying again is no use); interrupted and saved (start the same
+command again)."""
 MOST_RESTARTS = 20
 """How often a run that was interrupted by someone else is started again."""
 
@@ -50,7 +52,8 @@ class Task:
 
 
 class Pool:
-    """``slots`` runs at a time, each with an equal share of ``gpus`` (indices; none: CPU) and of the cores."""
+    """``slots`` runs at a time, each with an equal share of ``gpus`` (indices; none: CPU) and of the
+    cores."""
 
     def __init__(
         self, states: Sequence[State], logs: Path, slots: int, gpus: Sequence[str] = (), retries: int = 1

@@ -82,7 +82,8 @@ def svg(figure: Figure) -> str:
 
 
 def bars(cells: Sequence[Cell], metric: str) -> Figure:
-    """Mean and standard error of each cell, every seed as a dot; cells without a finished run keep their line, empty."""
+    """Mean and standard error of each cell, every seed as a dot; cells without a finished run keep their
+    line, empty."""
     figure = Figure(figsize=(7, 0.6 + 0.32 * len(cells)))
     axes = figure.subplots()
     for row, cell in enumerate(cells):
@@ -105,7 +106,8 @@ def bars(cells: Sequence[Cell], metric: str) -> Figure:
 
 
 def curve(cell: Cell, metric: str, span: tuple[float, float] | None) -> Figure:
-    """Held-out metric over training examples beside the training loss: seeds thin (dashed: unfinished), their mean thick."""
+    """Held-out metric over training examples beside the training loss: seeds thin (dashed: unfinished), their
+    mean thick."""
     figure = Figure(figsize=(7, 2.2))
     left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.3})
     drawn = metric if span is not None else "eval_loss"
@@ -147,7 +149,8 @@ def draw(axes: Axes, runs: Sequence[Result], key: str, marked: bool) -> None:
 
 
 def points_of(run: Result, key: str) -> list[tuple[int, float]]:
-    """(examples trained on before the measurement, value). A line tells of the weights before its step, its own batch not counted."""
+    """(examples trained on before the measurement, value). A line tells of the weights before its step, its
+    own batch not counted."""
     points, before = [], 0
     for line in run.lines:
         if line.get(key) is not None:

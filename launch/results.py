@@ -3,11 +3,11 @@
     python -m launch.results sweeps/adder.yaml
     python -m launch.results runs/adder-* --select lr --baseline adder-dpo-no_humanline
 
-Per cell: mean and standard error over seeds, of the setting that was best on the validation metric (where --select
-names keys that were tried out); paired tests over seeds with Holm's correction; a learning curve. Of runs that are not
-finished it is said what became of them: not started, waiting, running, interrupted, or failed, and then what they said
-last and in which log.
-Writes results/<name>/: index.html, table.md, table.csv, tests.csv, runs.csv; prints the first two tables.
+Per cell: mean and standard error over seeds, of the setting that was best on the validation metric (where
+--select names keys that were tried out); paired tests over seeds with Holm's correction; a learning curve. Of
+runs that are not finished it is said what became of them: not started, waiting, running, interrupted, or
+failed, and then what they said last and in which log. Writes results/<name>/: index.html, table.md,
+table.csv, tests.csv, runs.csv; prints the first two tables.
 """
 
 from __future__ import annotations

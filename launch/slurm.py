@@ -1,8 +1,9 @@
-"""Slurm: what a run needs of a cluster (``Job``), the script made of it, and what the queue says of submitted runs.
+"""Slurm: what a run needs of a cluster (``Job``), the script made of it, and what the queue says of submitted
+runs.
 
-A sweep is one job array, or as many as the cluster's MaxArraySize asks for: every task is one run, one command line
-that serves the first start and every later one. The script is complete in itself (Slurm keeps a copy), so editing a
-sweep afterwards changes nothing that is queued.
+A sweep is one job array, or as many as the cluster's MaxArraySize asks for: every task is one run, one
+command line that serves the first start and every later one. The script is complete in itself (Slurm keeps a
+copy), so editing a sweep afterwards changes nothing that is queued.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ class SlurmError(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """What one run needs of the cluster. A site file and a sweep's ``slurm:`` set it; sites/example.yaml explains every key."""
+    """What one run needs of the cluster. A site file and a sweep's ``slurm:`` set it; sites/example.yaml
+    explains every key."""
 
     nodes: int = 1
     gpus_per_node: int = 1
     ranks_per_node: int | None = None
-    """Training processes a node; None: one a GPU (one in all without GPUs). Fewer than GPUs leaves the last ones to a sampler."""
+    """Training processes a node; None: one a GPU (one in all without GPUs). Fewer than GPUs leaves the last
+    ones to a sampler."""
     cpus_per_rank: int = 8
     mem: str | None = None
     time: str = "24:00:00"
@@ -53,10 +56,12 @@ class Job:
     exclude: str | None = None
     exclusive: bool = False
     signal_lead: int = 600
-    """Seconds before the time limit at which a run is told to save and make room; it then goes on in a new allocation."""
+    """Seconds before the time limit at which a run is told to save and make room; it then goes on in a new
+    allocation."""
     max_requeues: int = 100
     retries: int = 1
-    """How often a run that failed (other than by its settings) is started again at once, from its last checkpoint."""
+    """How often a run that failed (other than by its settings) is started again at once, from its last
+    checkpoint."""
     running_at_once: int | None = None
     modules: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
@@ -96,7 +101,8 @@ class Job:
             seconds(self.time) > self.signal_lead,
             "slurm.time",
             self.time,
-            f"must be longer than slurm.signal_lead={self.signal_lead} seconds, or a run is told to stop before it starts",
+            f"must be longer than slurm.signal_lead={self.signal_lead} seconds, or a run is told to stop "
+            "before it starts",
         )
         require(
             not self.gpus_per_node or self.ranks <= self.gpus_per_node,
@@ -132,7 +138,8 @@ class Job:
 
 
 def seconds(time: str) -> int:
-    """Slurm's ways to write a duration (minutes, m:s, h:m:s, d-h, d-h:m, d-h:m:s) in seconds. Raises ConfigError for any other."""
+    """Slurm's ways to write a duration (minutes, m:s, h:m:s, d-h, d-h:m, d-h:m:s) in seconds. Raises
+    ConfigError for any other."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
         raise ConfigError(
@@ -264,7 +271,8 @@ def submit(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> list[str]:
 
 
 def submitted(logs: Path) -> dict[str, str]:
-    """Task of an array, such as ``123_4`` -> the run that it was submitted for, in the order of submission."""
+    """Task of an array, such as ``123_4`` -> the run that it was submitted for, in the order of
+    submission."""
     if not (logs / RECORD).exists():
         return {}
     made = [json.loads(line) for line in (logs / RECORD).read_text().splitlines()]
@@ -272,7 +280,8 @@ def submitted(logs: Path) -> dict[str, str]:
 
 
 def queued(logs: Path) -> dict[str, str]:
-    """Run -> the job that is waiting, running or about to be requeued, as ``123_4 RUNNING``. Raises SlurmError."""
+    """Run -> the job that is waiting, running or about to be requeued, as ``123_4 RUNNING``. Raises
+    SlurmError."""
     runs = submitted(logs)
     if not runs:
         return {}

@@ -19,7 +19,8 @@ FINISHED, PARTIAL, NEW, CHANGED = "finished", "unfinished", "new", "settings cha
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands. ``kind`` is one of FINISHED (nothing to do), PARTIAL (goes on), NEW, and CHANGED (is refused)."""
+    """Where a run stands. ``kind`` is one of FINISHED (nothing to do), PARTIAL (goes on), NEW, and CHANGED
+    (is refused)."""
 
     run: Run
     config: Config
@@ -39,14 +40,17 @@ def folder_of(config: Config, run: Run) -> Path:
 
 
 def check_ranks(config: Config, run: Run, ranks: int) -> None:
-    """Raise ConfigError unless a batch divides into ranks x accumulation steps, which train.py would find only on the cluster."""
+    """Raise ConfigError unless a batch divides into ranks x accumulation steps, which train.py would find
+    only on the cluster."""
     parts = config.model.gradient_accumulation_steps * ranks
     if config.model.batch_size % parts:
         raise ConfigError(
             f"{run.name}: model.batch_size",
             config.model.batch_size,
-            f"does not divide into {ranks} ranks x {config.model.gradient_accumulation_steps} accumulation steps: use a "
-            "smaller model.gradient_accumulation_steps, or fewer nodes or GPUs (--set nodes=…, --set gpus_per_node=…)",
+            f"does not divide into {ranks} ranks x {config.model.gradient_accumulation_steps} accumulation "
+            "steps: use a "
+            "smaller model.gradient_accumulation_steps, or fewer nodes or GPUs (--set nodes=…, --set "
+            "gpus_per_node=…)",
         )
 
 

@@ -32,7 +32,8 @@ _LINES = 400
 
 @dataclass(frozen=True)
 class Status:
-    """``kind``: one of the six words above. ``detail``: of a failed run, what it said last. ``log``: where."""
+    """``kind``: one of the six words above. ``detail``: of a failed run, what it said last. ``log``:
+    where."""
 
     kind: str
     detail: str = ""
@@ -45,7 +46,8 @@ class Status:
 
 @dataclass(frozen=True)
 class Ending:
-    """What the last start in a log came to. ``code``: its exit code, None: not said. ``stopped``: by Slurm."""
+    """What the last start in a log came to. ``code``: its exit code, None: not said. ``stopped``: by
+    Slurm."""
 
     code: int | None
     said: str

@@ -5,9 +5,9 @@
     python -m launch.sweep sweeps/table3.yaml --site my.yaml --submit   # a Slurm job array
     python -m launch.sweep sweeps/adder.yaml n_examples=640       # … with settings of your own in every run
 
-The same command again does what is left: finished runs are skipped, queued ones left alone, others go on
-from their last checkpoint.
-Exit codes: 0 all is well; 1 runs failed, or Slurm refused; 2 the sweep cannot be honoured; 75 stopped, start again to go on.
+The same command again does what is left: finished runs are skipped, queued ones left alone, others go on from
+their last checkpoint. Exit codes: 0 all is well; 1 runs failed, or Slurm refused; 2 the sweep cannot be
+honoured; 75 stopped, start again to go on.
 """
 
 from __future__ import annotations
@@ -212,7 +212,8 @@ def hand_over(sweep: Sweep, todo: Sequence[State], job: Job, logs: Path) -> None
 
 
 def print_scripts(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> None:
-    """The script of every array that ``--submit`` would hand over; one array where no Slurm can say their size."""
+    """The script of every array that ``--submit`` would hand over; one array where no Slurm can say their
+    size."""
     try:
         most = largest_array()
     except SlurmError:
@@ -220,7 +221,8 @@ def print_scripts(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> None
     arrays = parts(runs, most)
     if len(arrays) > 1:
         print(
-            f"note: {len(arrays)} scripts follow: {len(runs)} runs are more than this cluster's MaxArraySize={most}; "
+            f"note: {len(arrays)} scripts follow: {len(runs)} runs are more than this cluster's "
+            f"MaxArraySize={most}; "
             "--submit hands them all over",
             file=sys.stderr,
         )

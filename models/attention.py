@@ -1,8 +1,8 @@
 """Attention over rows packed end to end, each row for itself, without a mask.
 
-transformers keeps packed rows apart too (it finds them by their positions), but with a boolean mask of [N, N] for N tokens in
-all, and it computes every pair. Here a row attends to itself alone: by the flash kernel for uneven lengths on a GPU in half
-precision, row by row elsewhere.
+transformers keeps packed rows apart too (it finds them by their positions), but with a boolean mask of [N, N]
+for N tokens in all, and it computes every pair. Here a row attends to itself alone: by the flash kernel for
+uneven lengths on a GPU in half precision, row by row elsewhere.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from config.schema_model import ModelConfig
 
 PACKED = "packed_rows"
 MODEL_TYPES = ("llama", "qwen2", "mistral", "gpt_neox", "granite", "cohere")
-"""Architectures that hand the rows' limits down to their attention, each with a test (tests/unit/models/test_families.py). In any
-other the kernel would not see where rows end, so packed rows take transformers' own way there."""
+"""Architectures that hand the rows' limits down to their attention, each with a test
+(tests/unit/models/test_families.py). In any other the kernel would not see where rows end, so packed rows
+take transformers' own way there."""
 KEPT_APART = (
     *MODEL_TYPES,
     *("cohere2", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "granitemoe", "mixtral", "olmo2", "olmo3"),
     *("olmoe", "phi", "phi3", "phimoe", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2"),
 )
-"""Architectures in which transformers itself finds packed rows by their positions, each with a test (test_families.py). Some others
-do not look (OPT, GPT-OSS, Falcon), have no positions (BLOOM, MPT), or carry a state over from row to row (Mamba): there a row would
-read its neighbours, so packing is refused."""
+"""Architectures in which transformers itself finds packed rows by their positions, each with a test
+(test_families.py). Some others do not look (OPT, GPT-OSS, Falcon), have no positions (BLOOM, MPT), or carry a
+state over from row to row (Mamba): there a row would read its neighbours, so packing is refused."""
 
 GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """torch 2.11's takes as many key heads as query heads."""
 
 
 def packable(found: PretrainedConfig, kernel: str) -> bool:
-    """Whether packed rows of this architecture may take this kernel: full attention by sdpa, in an architecture with a test."""
+    """Whether packed rows of this architecture may take this kernel: full attention by sdpa, in an
+    architecture with a test."""
     full = (
         getattr(found, "sliding_window", None) is None
         and getattr(found, "attn_logit_softcapping", None) is None
@@ -49,18 +51,21 @@ def packable(found: PretrainedConfig, kernel: str) -> bool:
 
 
 def packs_rows(config: ModelConfig, found: PretrainedConfig) -> tuple[bool, str]:
-    """(whether the rows of a microbatch are put end to end, why): model.packing where it is true or false, else what is best here.
+    """(whether the rows of a microbatch are put end to end, why): model.packing where it is true or false,
+    else what is best here.
 
-    Left open, rows are packed where each can attend to itself alone without a mask: not in an architecture that this kernel does not
-    take, not with torch.compile, which would cut every layer in two there, and on a GPU only if it has the kernel for uneven
-    lengths. ``found`` is the architecture; no weights are needed. Raises ConfigError for model.packing=true in an architecture of
-    which it is not known that packed rows are kept apart.
+    Left open, rows are packed where each can attend to itself alone without a mask: not in an architecture
+    that this kernel does not take, not with torch.compile, which would cut every layer in two there, and on a
+    GPU only if it has the kernel for uneven lengths. ``found`` is the architecture; no weights are needed.
+    Raises ConfigError for model.packing=true in an architecture of which it is not known that packed rows are
+    kept apart.
     """
     require(
         not config.packing or found.model_type in KEPT_APART,
         "model.packing",
         "true",
-        f"packed rows of this architecture ({found.model_type}) would read each other, or are not known not to; "
+        f"packed rows of this architecture ({found.model_type}) would read each other, or are not known not "
+        "to; "
         "use null or false, which pads them",
     )
     if config.packing is not None:
@@ -79,8 +84,8 @@ def packs_rows(config: ModelConfig, found: PretrainedConfig) -> tuple[bool, str]
 
 @cache
 def flash_fails() -> str | None:
-    """Why the kernel for uneven lengths cannot be used here, or None: whether it runs, forward and backward, and gives what sdpa gives
-    row by row is tried once, on two rows of bfloat16."""
+    """Why the kernel for uneven lengths cannot be used here, or None: whether it runs, forward and backward,
+    and gives what sdpa gives row by row is tried once, on two rows of bfloat16."""
     lengths, generator = [3, 6], torch.Generator().manual_seed(0)
     start = torch.randn(3, 1, 2, sum(lengths), 64, generator=generator).bfloat16().cuda()
     limits, results = row_limits(lengths, start.device)["cu_seq_lens_q"], []
@@ -101,16 +106,16 @@ def flash_fails() -> str | None:
 
 
 class RowLengths:
-    """How long each row is, tokens. An object of its own: a layer compiled by torch.compile would be compiled again for every other
-    tuple of numbers."""
+    """How long each row is, tokens. An object of its own: a layer compiled by torch.compile would be compiled
+    again for every other tuple of numbers."""
 
     def __init__(self, lengths: Seq[int]) -> None:
         self.tokens = tuple(lengths)
 
 
 def row_limits(lengths: Seq[int], device: torch.device) -> dict[str, Any]:
-    """What a model's forward hands down to ``attend`` for rows of these lengths (tokens): where each begins, the longest, and all. On the
-    device and on the host, so that neither has to wait for the other."""
+    """What a model's forward hands down to ``attend`` for rows of these lengths (tokens): where each begins,
+    the longest, and all. On the device and on the host, so that neither has to wait for the other."""
     limits = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return {
         "cu_seq_lens_q": limits.to(device, non_blocking=True),
@@ -132,8 +137,9 @@ def attend(
     row_lengths: RowLengths | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """[B, L, H, d] causal attention of query [B, H, L, d] to key and value [B, H', L, d]. With ``cu_seq_lens_q`` (row_limits) B
-    is 1 and each row attends to itself; without, it is a padded grid and transformers' sdpa. The signature is theirs."""
+    """[B, L, H, d] causal attention of query [B, H, L, d] to key and value [B, H', L, d]. With
+    ``cu_seq_lens_q`` (row_limits) B is 1 and each row attends to itself; without, it is a padded grid and
+    transformers' sdpa. The signature is theirs."""
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others

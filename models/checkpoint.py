@@ -1,8 +1,10 @@
-"""Checkpoints: everything a run needs to go on, written beside, checked, then renamed; the newest sound one is used.
+"""Checkpoints: everything a run needs to go on, written beside, checked, then renamed; the newest sound one
+is used.
 
-``checkpoints/step_00000080/`` holds torch.distributed.checkpoint's shards (weights and optimizer, readable by any number of ranks),
-``rank_0000.safetensors`` (what each rank alone knows: reference scores in flight, random state), ``state.json`` (where the run is) and
-``manifest.json`` (size and checksum of every file: what is damaged is found before it is loaded).
+``checkpoints/step_00000080/`` holds torch.distributed.checkpoint's shards (weights and optimizer, readable by
+any number of ranks), ``rank_0000.safetensors`` (what each rank alone knows: reference scores in flight,
+random state), ``state.json`` (where the run is) and ``manifest.json`` (size and checksum of every file: what
+is damaged is found before it is loaded).
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from models.distributed import World, any_rank, gather_objects
 
 T = TypeVar("T")
 FAILURES = (SafetensorError, OSError, RuntimeError, ValueError)
-"""What writing raises where it cannot. Beside them torch's CheckpointException, which is no Exception, stands for the failure of any
-rank."""
+"""What writing raises where it cannot. Beside them torch's CheckpointException, which is no Exception, stands
+for the failure of any rank."""
 _NAME = re.compile(r"step_[0-9]{8,}")
 
 FOREIGN = (TypeError, LookupError, AttributeError)
@@ -52,7 +54,8 @@ class Checkpoints:
         return self.folder / f"step_{step:08d}"
 
     def all(self) -> list[Path]:
-        """Those that were written whole (or damaged later), oldest first. A folder of another name is somebody else's."""
+        """Those that were written whole (or damaged later), oldest first. A folder of another name is
+        somebody else's."""
         return sorted(p for p in self.folder.glob("step_*") if _NAME.fullmatch(p.name) and p.is_dir())
 
     def save(
@@ -64,10 +67,11 @@ class Checkpoints:
         mine: dict[str, Tensor],
         records: Callable[[Path], None] = lambda part: None,
     ) -> None:
-        """Write the checkpoint before ``step``. ``state`` (JSON) is rank 0's; ``mine`` are this rank's own tensors; ``records``, called
-        by rank 0 with the unfinished folder, adds files to it.
+        """Write the checkpoint before ``step``. ``state`` (JSON) is rank 0's; ``mine`` are this rank's own
+        tensors; ``records``, called by rank 0 with the unfinished folder, adds files to it.
 
-        Raises CheckpointError on every rank if any could not write (a full disk); what was there before stays, and nothing else does.
+        Raises CheckpointError on every rank if any could not write (a full disk); what was there before
+        stays, and nothing else does.
         """
         part = self.folder / f"step_{step:08d}.part"
 
@@ -105,7 +109,8 @@ class Checkpoints:
         part.rename(self.path(step))
 
     def _forget(self) -> None:
-        """Remove the oldest but the best. One that cannot be removed stays, and is tried again after the next save."""
+        """Remove the oldest but the best. One that cannot be removed stays, and is tried again after the next
+        save."""
         for old in set(self.all()[: -self.keep]) - {self.best()}:
             try:
                 shutil.rmtree(old)
@@ -113,7 +118,8 @@ class Checkpoints:
                 print(f"{old}: an old checkpoint could not be removed ({error})", flush=True)
 
     def best(self) -> Path | None:
-        """The checkpoint with the highest "score" in its state; None where none has one. One whose state is damaged has none."""
+        """The checkpoint with the highest "score" in its state; None where none has one. One whose state is
+        damaged has none."""
         scored: dict[Path, float] = {}
         for path in self.all():
             try:
@@ -125,13 +131,15 @@ class Checkpoints:
         return max(scored, key=lambda path: scored[path]) if scored else None
 
     def newest_sound(self) -> Path | None:
-        """The newest checkpoint whose every file is as it was written; says which it passes over. None if there is none."""
+        """The newest checkpoint whose every file is as it was written; says which it passes over. None if
+        there is none."""
         for path in reversed(self.all()):
             problem = self.problem(path)
             if not any_rank(bool(problem)):
                 return path
             print(
-                f"rank {self.world.rank}: {path} is damaged ({problem or 'seen by another rank'}); trying the one before",
+                f"rank {self.world.rank}: {path} is damaged ({problem or 'seen by another rank'}); trying "
+                "the one before",
                 flush=True,
             )
         return None
@@ -150,8 +158,9 @@ class Checkpoints:
     def load(
         self, path: Path, policy: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Put weights and optimizer back; returns (state, this rank's own tensors). Written by other ranks than there are now: the
-        tensors of all of them together, without random state. Raises CheckpointError, on every rank."""
+        """Put weights and optimizer back; returns (state, this rank's own tensors). Written by other ranks
+        than there are now: the tensors of all of them together, without random state. Raises CheckpointError,
+        on every rank."""
         state: dict[str, Any] = everywhere(lambda: json.loads((path / "state.json").read_text()), path)
         saved = everywhere(lambda: _tensors(policy, optimizer, fresh=state["fresh_optimizer"]), path)
         _read_shards(path, saved)
@@ -184,8 +193,8 @@ class Checkpoints:
 
 
 def everywhere(work: Callable[[], T], path: Path | None = None) -> T:
-    """What ``work`` gives on this rank, once every rank has done it. Raises CheckpointError on every rank where it failed on any, with
-    what went wrong there; ``path`` is what could not be loaded."""
+    """What ``work`` gives on this rank, once every rank has done it. Raises CheckpointError on every rank
+    where it failed on any, with what went wrong there; ``path`` is what could not be loaded."""
     value, problem = None, ""
     try:
         value = work()
@@ -216,8 +225,8 @@ def _read_shards(path: Path, saved: dict[str, Any]) -> None:
 def _tensors(
     policy: nn.Module, optimizer: torch.optim.Optimizer, fresh: bool | None = None
 ) -> dict[str, Any]:
-    """What goes into the shards: the trained weights (frozen ones are the initial model's) and the optimizer. A fresh optimizer has no
-    state, and asking for it would make torch step it once: it is left out."""
+    """What goes into the shards: the trained weights (frozen ones are the initial model's) and the optimizer.
+    A fresh optimizer has no state, and asking for it would make torch step it once: it is left out."""
     fresh = not optimizer.state if fresh is None else fresh
     tensors: dict[str, Any] = {
         "model": get_model_state_dict(policy, options=StateDictOptions(ignore_frozen_params=True))

@@ -1,8 +1,9 @@
 """Shards are read as data: nothing in a checkpoint's files is run, whoever made them.
 
-torch.distributed.checkpoint keeps its table of contents (``.metadata``) as a pickle, and unpickles it and every value that is no tensor
-freely. Here the table may be made of that library's own records and of plain values alone, and other values are read by
-``torch.load(weights_only=True)``. Anything else is refused before it is built.
+torch.distributed.checkpoint keeps its table of contents (``.metadata``) as a pickle, and unpickles it and
+every value that is no tensor freely. Here the table may be made of that library's own records and of plain
+values alone, and other values are read by ``torch.load(weights_only=True)``. Anything else is refused before
+it is built.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class _Unpickler(_InPython):  # type: ignore[misc]
 
 
 def read_table(folder: Path) -> Metadata:
-    """A checkpoint's table of contents. Raises CheckpointError for one that is not made of records and plain values, is damaged, or
-    speaks of files outside ``folder``."""
+    """A checkpoint's table of contents. Raises CheckpointError for one that is not made of records and plain
+    values, is damaged, or speaks of files outside ``folder``."""
     path = folder / ".metadata"
     try:
         with path.open("rb") as stream:

@@ -1,7 +1,7 @@
 """Processes, devices, sharding, and the only collectives of the project.
 
-A process group always exists: from torchrun or accelerate launch, or of one rank where there was no launcher. So one CPU process, two
-gloo ranks and eight GPUs run the same code.
+A process group always exists: from torchrun or accelerate launch, or of one rank where there was no launcher.
+So one CPU process, two gloo ranks and eight GPUs run the same code.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ PATIENCE = timedelta(days=7)
 T = TypeVar("T")
 
 _patient: dist.ProcessGroup | None = None
-"""A gloo group for waits on the CPU: ranks may wait for hours while one samples or scores a round, or writes a checkpoint. A rank that
-dies ends them all the same; a device that hangs does not pass through here."""
+"""A gloo group for waits on the CPU: ranks may wait for hours while one samples or scores a round, or writes
+a checkpoint. A rank that dies ends them all the same; a device that hangs does not pass through here."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class World:
 
 
 def start(replicas: int = 1) -> World:
-    """Join (or make) the process group. ``replicas`` > 1: that many copies of the sharded model (HSDP), for several nodes."""
+    """Join (or make) the process group. ``replicas`` > 1: that many copies of the sharded model (HSDP), for
+    several nodes."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
@@ -85,8 +86,8 @@ def stop() -> None:
 
 
 def shard(policy: nn.Module, blocks: Iterable[nn.Module], world: World, dtype: torch.dtype) -> None:
-    """FSDP2: each decoder block a unit, the rest (embedding, norm, head) the root's. Master weights stay as loaded (float32), the
-    computation runs in ``dtype``, gradients are reduced in float32."""
+    """FSDP2: each decoder block a unit, the rest (embedding, norm, head) the root's. Master weights stay as
+    loaded (float32), the computation runs in ``dtype``, gradients are reduced in float32."""
     precision = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
     )
@@ -97,15 +98,16 @@ def shard(policy: nn.Module, blocks: Iterable[nn.Module], world: World, dtype: t
 
 
 def reshard(policy: nn.Module) -> None:
-    """Shard the root again after a forward without backward: FSDP2 leaves it whole, and stale after the next optimizer step."""
+    """Shard the root again after a forward without backward: FSDP2 leaves it whole, and stale after the next
+    optimizer step."""
     if isinstance(policy, FSDPModule):
         policy.reshard()
 
 
 def fill(policy: nn.Module, whole: dict[str, Any], device: torch.device, tie: Callable[[], object]) -> None:
-    """Give a sharded policy without weights (on the meta device) those of ``whole``, which rank 0 alone has, one tensor at a time: no
-    other rank ever holds more than its share. Buffers, which every rank has made for itself, go to ``device``.
-    ``tie`` ties the weights again that leaving the meta device has parted."""
+    """Give a sharded policy without weights (on the meta device) those of ``whole``, which rank 0 alone has,
+    one tensor at a time: no other rank ever holds more than its share. Buffers, which every rank has made for
+    itself, go to ``device``. ``tie`` ties the weights again that leaving the meta device has parted."""
     buffers = {name: buffer.to(device) for name, buffer in policy.named_buffers()}
     policy.to_empty(device=device)
     for name, buffer in policy.named_buffers():
@@ -118,7 +120,8 @@ def fill(policy: nn.Module, whole: dict[str, Any], device: torch.device, tie: Ca
 
 @contextmanager
 def rounded(policy: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """The policy with its weights as they will be exported: rounded to ``dtype`` and back, for as long as the context lasts."""
+    """The policy with its weights as they will be exported: rounded to ``dtype`` and back, for as long as the
+    context lasts."""
     params = [] if dtype == torch.float32 else [p for p in policy.parameters() if p.dtype == torch.float32]
     masters = [p.detach().clone() for p in params]
     with torch.no_grad():
@@ -138,7 +141,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale the gradients so that the norm of the whole model's is at most ``max_norm``; returns the norm before, [] on the device."""
+    """Scale the gradients so that the norm of the whole model's is at most ``max_norm``; returns the norm
+    before, [] on the device."""
     return local(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
 
 
@@ -149,7 +153,8 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """``value`` of every rank, in rank order, on every rank. Small Python objects only (goes through the CPU)."""
+    """``value`` of every rank, in rank order, on every rank. Small Python objects only (goes through the
+    CPU)."""
     out: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(out, value, group=_patient)
     return out
@@ -179,10 +184,11 @@ def on_main(work: Callable[[], T]) -> T:
 class Watchdog:
     """Says which ranks the others wait for, and which of them give no sign of life.
 
-    Every rank marks what it is about to do. A thread of each writes its mark and a growing number to the launcher's store, and
-    reads those of all; a process that is stopped writes nothing more. When no rank has marked anything new for ``seconds``, the
-    first rank that lives prints whom it waits for. A store that itself does not answer (without a launcher rank 0 holds it) is
-    told by every rank. Nothing here makes a step wait.
+    Every rank marks what it is about to do. A thread of each writes its mark and a growing number to the
+    launcher's store, and reads those of all; a process that is stopped writes nothing more. When no rank has
+    marked anything new for ``seconds``, the first rank that lives prints whom it waits for. A store that
+    itself does not answer (without a launcher rank 0 holds it) is told by every rank. Nothing here makes a
+    step wait.
     """
 
     def __init__(self, world: World, seconds: float) -> None:
@@ -210,7 +216,8 @@ class Watchdog:
                 thread.join(1.0)
 
     def _listen(self) -> None:
-        """Give signs of life and take those of the others. Each call of the store may hang for as long as its holder does."""
+        """Give signs of life and take those of the others. Each call of the store may hang for as long as its
+        holder does."""
         names, beat = [str(rank) for rank in range(self.world.size)], 0
         process = f"process {os.getpid()} on {socket.gethostname()}"
         while not self._stop.wait(self._interval):
@@ -266,13 +273,18 @@ class Sign:
 
 
 def slow_ranks(marks: list[str], seconds: float, silent: Mapping[int, Sign] | None = None) -> str:
-    """The message about ``marks``, one a rank: whoever gives no sign of life (``silent``), else whoever is not at what most are at, is
-    who they wait for."""
+    """The message about ``marks``, one a rank: whoever gives no sign of life (``silent``), else whoever is
+    not at what most are at, is who they wait for."""
     start = f"no rank has moved for {seconds:.0f} s; "
     if silent:
-        return start + "waited for: " + "; ".join(
-            f"rank {rank} ({sign.process}), which gives no sign of life: stopped, or its machine is gone; last at: {sign.mark}"
-            for rank, sign in silent.items()
+        return (
+            start
+            + "waited for: "
+            + "; ".join(
+                f"rank {rank} ({sign.process}), which gives no sign of life: stopped, or its machine is gone; "
+                f"last at: {sign.mark}"
+                for rank, sign in silent.items()
+            )
         )
     usual = max(set(marks), key=marks.count)
     others = [f"rank {rank}: {mark}" for rank, mark in enumerate(marks) if mark != usual]
@@ -288,7 +300,8 @@ def silent_store(rank: int, seconds: float) -> str:
     launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     holder = "the launcher" if launched else "rank 0"
     return (
-        f"rank {rank}: {holder} ({os.environ.get('MASTER_ADDR', 'this machine')}) has not answered for {seconds:.0f} s: "
+        f"rank {rank}: {holder} ({os.environ.get('MASTER_ADDR', 'this machine')}) has not answered for "
+        f"{seconds:.0f} s: "
         "stopped, or its machine is gone"
     )
 

@@ -1,4 +1,5 @@
-"""The trained model as transformers and vLLM load it: safetensors, config, tokenizer, chat template, generation config."""
+"""The trained model as transformers and vLLM load it: safetensors, config, tokenizer, chat template,
+generation config."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ from models.policy import Policy, causal_lm
 
 
 def full_state(policy: Policy) -> dict[str, Tensor]:
-    """Every weight whole, on the CPU, under the names transformers uses, adapters merged in float32. Called by every rank; empty on
-    all but the first. Weights are float32, but for a LoRA base that had nothing to merge. What training alone needs beside the model (a
-    value head, a slow reference, running means) is left out."""
+    """Every weight whole, on the CPU, under the names transformers uses, adapters merged in float32. Called
+    by every rank; empty on all but the first. Weights are float32, but for a LoRA base that had nothing to
+    merge. What training alone needs beside the model (a value head, a slow reference, running means) is left
+    out."""
     state = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     named = {
         name.removeprefix("model."): tensor
@@ -30,7 +32,8 @@ def full_state(policy: Policy) -> dict[str, Tensor]:
 
 
 def merge_adapters(state: dict[str, Tensor], policy: Policy) -> dict[str, Tensor]:
-    """``state`` of a model with LoRA as that of the model without: W + scaling B A, in float32 (Hu et al. 2021, eq. 3)."""
+    """``state`` of a model with LoRA as that of the model without: W + scaling B A, in float32 (Hu et al.
+    2021, eq. 3)."""
     layers = {name: module for name, module in policy.model.named_modules() if isinstance(module, LoraLayer)}
     if not layers:
         return state
@@ -56,10 +59,11 @@ def export(
     folder: Path,
     dtype: torch.dtype,
 ) -> None:
-    """Write the model to ``folder``, whole or not at all: beside it, then renamed. ``state`` is full_state's; one rank calls it.
+    """Write the model to ``folder``, whole or not at all: beside it, then renamed. ``state`` is full_state's;
+    one rank calls it.
 
-    Tied weights are written once, as transformers does. What transformers loads from here equals ``state`` cast to ``dtype``.
-    Raises OSError where it cannot be written; nothing of it is left then.
+    Tied weights are written once, as transformers does. What transformers loads from here equals ``state``
+    cast to ``dtype``. Raises OSError where it cannot be written; nothing of it is left then.
     """
     model = causal_lm(policy.model)
     part = folder.with_name(f".{folder.name}.part")
@@ -86,7 +90,8 @@ def export(
 
 
 def _system_error(error: Exception) -> int | None:
-    """The system's number of what went wrong, None where it was something else. safetensors and tokenizers tell it in words alone."""
+    """The system's number of what went wrong, None where it was something else. safetensors and tokenizers
+    tell it in words alone."""
     said = re.search(r"\(os error (\d+)\)", str(error))
     return error.errno if isinstance(error, OSError) else int(said[1]) if said else None
 
@@ -96,7 +101,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _tie(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The same tensor under every name of one parameter: gathering made copies, which would be written twice."""
+    """The same tensor under every name of one parameter: gathering made copies, which would be written
+    twice."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         name = name.replace(".base_layer.", ".")

@@ -17,7 +17,8 @@ from models.policy import Policy, causal_lm, on_grid, output_head
 class ValuePolicy(Policy):
     """A policy with a value head on the hidden states that its own head reads: offline PPO's critic.
 
-    The head starts at 0 and reads the states detached: it learns from the policy's features and leaves them alone.
+    The head starts at 0 and reads the states detached: it learns from the policy's features and leaves them
+    alone.
     """
 
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
@@ -28,7 +29,8 @@ class ValuePolicy(Policy):
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, sequences: Sequences, entropy: bool = False, values: bool = False) -> Tensor:
-        """[R, T] as a Policy's; with ``values`` [2, R, T]: beside them the values of the states before each completion token."""
+        """[R, T] as a Policy's; with ``values`` [2, R, T]: beside them the values of the states before each
+        completion token."""
         if not values:
             return super().forward(sequences, entropy)
         before = self.hidden(sequences).index_select(0, sequences.predict)
@@ -38,13 +40,16 @@ class ValuePolicy(Policy):
 
 
 class RewardModel(Policy):
-    """A sequence classifier with one label: its reward is read at the last token of a row, which is its end-of-turn token.
+    """A sequence classifier with one label: its reward is read at the last token of a row, which is its
+    end-of-turn token.
 
-    Any policy's trainer can run it: it stands where a Policy does, with rewards in place of log-probabilities.
+    Any policy's trainer can run it: it stands where a Policy does, with rewards in place of
+    log-probabilities.
     """
 
     def forward(self, sequences: Sequences, entropy: bool = False) -> Tensor:
-        """[R, T] float32: the row's reward at its last completion token, 0 elsewhere, so that a row's sum is its reward."""
+        """[R, T] float32: the row's reward at its last completion token, 0 elsewhere, so that a row's sum is
+        its reward."""
         width = sequences.input_ids.shape[1]
         lengths = torch.tensor([max(len(row), 1) for row in sequences.rows])
         packed = sequences.position_ids is not None
@@ -63,7 +68,8 @@ class RewardModel(Policy):
 
 
 def score_head(model: PreTrainedModel | PeftModel) -> nn.Linear:
-    """The head of a sequence classifier. Raises ConfigError unless it is one linear layer without bias and with one label."""
+    """The head of a sequence classifier. Raises ConfigError unless it is one linear layer without bias and
+    with one label."""
     head = getattr(causal_lm(model), "score", None)
     if not (type(head) is nn.Linear and head.bias is None and head.out_features == 1):
         raise ConfigError(

@@ -14,10 +14,11 @@ from models.reference import weights_fingerprint
 
 
 def load_sharded(config: ModelConfig, world: World, seed: int = 0) -> tuple[Policy, str]:
-    """(the policy, sharded over the ranks; the fingerprint of its weights). Raises ConfigError, on every rank, if there are none.
+    """(the policy, sharded over the ranks; the fingerprint of its weights). Raises ConfigError, on every
+    rank, if there are none.
 
-    One rank loads to its device. Of several, rank 0 alone reads the weights, on the CPU, and hands every other its share.
-    ``seed`` is that of random weights: of adapters, or of a model that has none yet.
+    One rank loads to its device. Of several, rank 0 alone reads the weights, on the CPU, and hands every
+    other its share. ``seed`` is that of random weights: of adapters, or of a model that has none yet.
     """
     dtype = getattr(torch, config.dtype)
     if world.size == 1:

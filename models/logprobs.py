@@ -1,11 +1,12 @@
 """Token log-probabilities from hidden states, without ever holding the logits of a batch.
 
-At a vocabulary of 128k the float32 logits of 16k completion tokens are 8 GB, and their gradient as much again. Here the vocabulary
-is walked in slices: the forward keeps a running maximum and sum of exponentials, the backward recomputes each slice. So memory is
-flat in M x V, a slice of the weight's gradient is one product, written once, and only [M, D] is accumulated, in float32.
+At a vocabulary of 128k the float32 logits of 16k completion tokens are 8 GB, and their gradient as much
+again. Here the vocabulary is walked in slices: the forward keeps a running maximum and sum of exponentials,
+the backward recomputes each slice. So memory is flat in M x V, a slice of the weight's gradient is one
+product, written once, and only [M, D] is accumulated, in float32.
 
-Logits have float32 *precision* whatever the model computes in: a bfloat16 product that is rounded to bfloat16 and then upcast is
-off by up to 0.05 nats at logits of 25, more than a one-step log-ratio.
+Logits have float32 *precision* whatever the model computes in: a bfloat16 product that is rounded to bfloat16
+and then upcast is off by up to 0.05 nats at logits of 25, more than a one-step log-ratio.
 
 Shapes: M completion tokens, D hidden width, V vocabulary.
 """
@@ -20,12 +21,14 @@ import torch
 from torch import Tensor
 
 BUDGET = {"cpu": 1 << 23, "cuda": 1 << 26}
-"""Logits held at once: 32 MB of float32 on a CPU, 256 MB on a GPU (a few times that while a slice is worked on)."""
+"""Logits held at once: 32 MB of float32 on a CPU, 256 MB on a GPU (a few times that while a slice is worked
+on)."""
 
 
 @dataclass(frozen=True)
 class Logits:
-    """What a model does between the head's product and its logits: ``softcap * tanh(scale * (h @ W.T + b) / softcap)``."""
+    """What a model does between the head's product and its logits: ``softcap * tanh(scale * (h @ W.T + b) /
+    softcap)``."""
 
     scale: float = 1.0
     """Cohere multiplies by logit_scale, Granite divides by logits_scaling."""
@@ -55,10 +58,12 @@ def chunked_logprobs(
     softcap: float | None = None,
     budget: int | None = None,
 ) -> Tensor:
-    """[M] float32: log softmax(logits)[targets], nats, with gradients for hidden, weight and bias where they require them.
+    """[M] float32: log softmax(logits)[targets], nats, with gradients for hidden, weight and bias where they
+    require them.
 
-    hidden [M, D] and weight [V, D] share a dtype (float32 or bfloat16; float64 gives float64); bias [V] or None; targets [M] int64.
-    ``scale`` and ``softcap``: see Logits. ``budget``: logits held at once; None chooses by device.
+    hidden [M, D] and weight [V, D] share a dtype (float32 or bfloat16; float64 gives float64); bias [V] or
+    None; targets [M] int64. ``scale`` and ``softcap``: see Logits. ``budget``: logits held at once; None
+    chooses by device.
     """
     budget = budget or BUDGET.get(hidden.device.type, BUDGET["cpu"])
     width = max(budget // max(len(hidden), 1), 64)
@@ -75,7 +80,8 @@ def chunked_entropies(
     softcap: float | None = None,
     budget: int | None = None,
 ) -> Tensor:
-    """[M] float32: the entropy of softmax(logits), nats, without gradient. Arguments as ``chunked_logprobs`` has them."""
+    """[M] float32: the entropy of softmax(logits), nats, without gradient. Arguments as ``chunked_logprobs``
+    has them."""
     budget, form = budget or BUDGET.get(hidden.device.type, BUDGET["cpu"]), Logits(scale, softcap)
     exact = torch.promote_types(hidden.dtype, torch.float32)
     highest = torch.full((len(hidden),), torch.finfo(exact).min, device=hidden.device, dtype=exact)
@@ -121,8 +127,9 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """d log p[target] / d logits = onehot(target) - softmax. Products take operands of the model's dtype (on a GPU: bfloat16,
-        as the backward of any other layer does) and accumulate in float32; a CPU multiplies in float32."""
+        """d log p[target] / d logits = onehot(target) - softmax. Products take operands of the model's dtype
+        (on a GPU: bfloat16, as the backward of any other layer does) and accumulate in float32; a CPU
+        multiplies in float32."""
         hidden, weight, bias, targets, normaliser = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = (
@@ -168,8 +175,8 @@ def _place(targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
 
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """left [A, K] @ right [B, K].T + bias [B] in float32 precision: on a GPU low-precision operands with a float32 result, on a
-    CPU, which has no such kernel, upcast operands."""
+    """left [A, K] @ right [B, K].T + bias [B] in float32 precision: on a GPU low-precision operands with a
+    float32 result, on a CPU, which has no such kernel, upcast operands."""
     if left.dtype == right.dtype and left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         out = torch.mm(left, right.T, out_dtype=torch.float32)
     else:

@@ -13,12 +13,14 @@ from models.pretrained import resolve_model_path
 
 GIB = 2.0**30
 ACTIVATION_BYTES = {True: 2, False: 34}
-"""Bytes kept for backward, per token, layer and hidden unit at two bytes a number: a block's input alone where activations are
-recomputed, else about 34 (Korthikanti et al. 2022, equation 2, without the attention matrix that fused kernels never write)."""
+"""Bytes kept for backward, per token, layer and hidden unit at two bytes a number: a block's input alone
+where activations are recomputed, else about 34 (Korthikanti et al. 2022, equation 2, without the attention
+matrix that fused kernels never write)."""
 
 
 def estimate_memory(config: ModelConfig, plan: Segment, rows_per_example: int, ranks: int) -> str:
-    """A sentence a part: parameters, weights and optimizer, activations of the widest microbatch of the first batch, GiB a rank.
+    """A sentence a part: parameters, weights and optimizer, activations of the widest microbatch of the first
+    batch, GiB a rank.
 
     An estimate: the allocator's fragments, attention workspaces and communication buffers are not in it.
     """
@@ -52,7 +54,10 @@ def estimate_memory(config: ModelConfig, plan: Segment, rows_per_example: int, r
     )
     total = states + gathered + kept + logits
     return (
-        f"{parameters / 1e6:,.1f} M parameters on {ranks} rank(s). Estimated memory a rank: {total / GIB:.2f} GiB = "
-        f"{states / GIB:.2f} weights, gradients and AdamW (float32, sharded) + {gathered / GIB:.2f} a gathered block + {kept / GIB:.2f} "
-        f"activations of {tokens:,} tokens + {logits / GIB:.2f} logits of a chunk. No second model: the reference has no weights."
+        f"{parameters / 1e6:,.1f} M parameters on {ranks} rank(s). Estimated memory a rank: "
+        f"{total / GIB:.2f} GiB = "
+        f"{states / GIB:.2f} weights, gradients and AdamW (float32, sharded) + {gathered / GIB:.2f} a "
+        f"gathered block + {kept / GIB:.2f} "
+        f"activations of {tokens:,} tokens + {logits / GIB:.2f} logits of a chunk. No second model: the "
+        "reference has no weights."
     )

@@ -1,7 +1,9 @@
-"""The policy: a causal language model whose forward is token log-probabilities, how it is loaded, and what is refused.
+"""The policy: a causal language model whose forward is token log-probabilities, how it is loaded, and what is
+refused.
 
-It stays in eval mode for ever: the reference is scored by the policy itself, which must not be random. Rows are padded on the
-right, and no attention mask is passed: under a causal mask no completion token can see the padding after it.
+It stays in eval mode for ever: the reference is scored by the policy itself, which must not be random. Rows
+are padded on the right, and no attention mask is passed: under a causal mask no completion token can see the
+padding after it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from models.logprobs import chunked_entropies, chunked_logprobs
 
 
 class Policy(nn.Module):
-    """The model that is trained: ``policy(sequences)`` is the only forward there is, for training, scoring and evaluation alike."""
+    """The model that is trained: ``policy(sequences)`` is the only forward there is, for training, scoring
+    and evaluation alike."""
 
     model: PreTrainedModel | PeftModel
 
@@ -36,7 +39,8 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         config = causal_lm(model).config.get_text_config()
-        # Between hidden state and logit: Cohere multiplies, Granite divides, Gemma-2 caps. check_head finds whatever else there is.
+        # Between hidden state and logit: Cohere multiplies, Granite divides, Gemma-2 caps. check_head finds
+        # whatever else there is.
         self.scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
         )
@@ -46,15 +50,17 @@ class Policy(nn.Module):
         self.train(False)
 
     def train(self, mode: bool = True) -> Policy:
-        """Eval mode whatever is asked for: dropout would make the policy differ from itself as its reference."""
+        """Eval mode whatever is asked for: dropout would make the policy differ from itself as its
+        reference."""
         return super().train(False)
 
     def forward(self, sequences: Sequences, entropy: bool = False) -> Tensor:
-        """[R, T] float32: log p(token | what is before it) at completion cells, nats; 0 where the mask is False. With ``entropy``
-        that of the distribution which each token is drawn from instead, nats, without gradient.
+        """[R, T] float32: log p(token | what is before it) at completion cells, nats; 0 where the mask is
+        False. With ``entropy`` that of the distribution which each token is drawn from instead, nats, without
+        gradient.
 
-        Without a completion token (rows that fill a batch up) it is zeros that still hang on every trained weight, so that a
-        sharded backward runs on every rank.
+        Without a completion token (rows that fill a batch up) it is zeros that still hang on every trained
+        weight, so that a sharded backward runs on every rank.
         """
         before = self.hidden(sequences).index_select(0, sequences.predict)
         return self.entropies(sequences, before) if entropy else self.logprobs(sequences, before)
@@ -75,8 +81,8 @@ class Policy(nn.Module):
 
     @contextmanager
     def routed(self) -> Iterator[list[tuple[Tensor, ...]]]:
-        """A list that every forward in the context adds its routers' logits to: a [B L, experts] tensor for each mixture layer, with
-        their gradient."""
+        """A list that every forward in the context adds its routers' logits to: a [B L, experts] tensor for
+        each mixture layer, with their gradient."""
         self._routed = []
         try:
             yield self._routed
@@ -84,7 +90,8 @@ class Policy(nn.Module):
             self._routed = None
 
     def logprobs(self, sequences: Sequences, before: Tensor) -> Tensor:
-        """[R, T] log-probabilities of the completion tokens from the hidden states [M, D] that predict them."""
+        """[R, T] log-probabilities of the completion tokens from the hidden states [M, D] that predict
+        them."""
         # The head's weight is read here, not in __init__: once sharded it is whole only inside this forward.
         head = output_head(self.model)
         values = chunked_logprobs(
@@ -108,8 +115,9 @@ class Policy(nn.Module):
         logits_processor: LogitsProcessorList | None = None,
         synced_gpus: bool = False,
     ) -> Tensor:
-        """[B, P + new] token ids, by transformers' generate with a KV cache. input_ids [B, P] are padded on the left;
-        attention_mask [B, P] says where. ``synced_gpus``: weights are sharded, so all ranks run as many forwards as the slowest."""
+        """[B, P + new] token ids, by transformers' generate with a KV cache. input_ids [B, P] are padded on
+        the left; attention_mask [B, P] says where. ``synced_gpus``: weights are sharded, so all ranks run as
+        many forwards as the slowest."""
         generate, config = cast(Callable[..., Tensor], self.model.generate), causal_lm(self.model).config
         if self.packs:  # that kernel knows of no cache and of no padding on the left
             config._attn_implementation = "sdpa"
@@ -127,8 +135,9 @@ class Policy(nn.Module):
                 config._attn_implementation = PACKED
 
     def use_packed_attention(self) -> None:
-        """Attention by models.attention, where this model can: a packed row attends to itself alone, and transformers does not search
-        padded ones for packed ones, for which the host would wait. Elsewhere it does, and masks packed rows."""
+        """Attention by models.attention, where this model can: a packed row attends to itself alone, and
+        transformers does not search padded ones for packed ones, for which the host would wait. Elsewhere it
+        does, and masks packed rows."""
         model = causal_lm(self.model)
         self.packs = packable(model.config, model.config._attn_implementation)
         if self.packs:
@@ -138,7 +147,8 @@ class Policy(nn.Module):
     def check_head(self) -> None:
         """Raise ConfigError if the model does more between hidden state and logits than forward knows of.
 
-        The model's own head is run on random hidden states (its body is left out) and compared. Call it before sharding.
+        The model's own head is run on random hidden states (its body is left out) and compared. Call it
+        before sharding.
         """
         model, head = causal_lm(self.model), output_head(self.model)
         weight, name = head.weight, type(model).__name__
@@ -153,7 +163,8 @@ class Policy(nn.Module):
                 raise ConfigError(
                     "model.name_or_path",
                     model.config.name_or_path or name,
-                    f"{name} cannot be asked for logits of a hidden state, so its log-probabilities cannot be checked "
+                    f"{name} cannot be asked for logits of a hidden state, so its log-probabilities cannot "
+                    "be checked "
                     f"({type(error).__name__}: {error}); use another architecture",
                 ) from error
         theirs = logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
@@ -165,13 +176,14 @@ class Policy(nn.Module):
             error <= allowed,
             "model.name_or_path",
             model.config.name_or_path or name,
-            f"{name} does something to its logits that is not known here (log-probabilities differ by {error:.2g} nats)",
+            f"{name} does something to its logits that is not known here (log-probabilities differ by "
+            f"{error:.2g} nats)",
         )
 
 
 class HiddenState:
-    """What stands for a body's output when its layers are left out: the last hidden state, and None for all else that a model's own
-    forward may ask of it (router logits, a recurrence's cache, attentions)."""
+    """What stands for a body's output when its layers are left out: the last hidden state, and None for all
+    else that a model's own forward may ask of it (router logits, a recurrence's cache, attentions)."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -185,7 +197,8 @@ class HiddenState:
 
 
 def bodies(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that a causal language model may call for hidden states: its body, or the decoder within it (OPT)."""
+    """The modules that a causal language model may call for hidden states: its body, or the decoder within it
+    (OPT)."""
     body = cast(nn.Module, model.base_model)
     inner = getattr(body, "decoder", None)
     return [body, inner] if isinstance(inner, nn.Module) else [body]
@@ -222,7 +235,8 @@ def causal_lm(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
 
 
 def output_head(model: PreTrainedModel | PeftModel) -> nn.Linear:
-    """The head that makes logits. Raises ConfigError unless it is a plain linear layer (adapters on it are not offered)."""
+    """The head that makes logits. Raises ConfigError unless it is a plain linear layer (adapters on it are
+    not offered)."""
     head = causal_lm(model).get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ConfigError(
@@ -235,7 +249,8 @@ def output_head(model: PreTrainedModel | PeftModel) -> nn.Linear:
 
 
 def decoder_blocks(model: Policy | PreTrainedModel | PeftModel) -> list[nn.Module]:
-    """The decoder layers of a model (or of a Policy), in order: the units of sharding and of activation checkpointing.
+    """The decoder layers of a model (or of a Policy), in order: the units of sharding and of activation
+    checkpointing.
 
     Raises ConfigError for a model that keeps them in no list as long as its config's num_hidden_layers.
     """
@@ -250,9 +265,11 @@ def decoder_blocks(model: Policy | PreTrainedModel | PeftModel) -> list[nn.Modul
 
 
 def checkpoint_activations(blocks: list[nn.Module]) -> None:
-    """Keep only each block's input for the backward and recompute the rest. Call it before sharding, whose hooks must lie outside.
+    """Keep only each block's input for the backward and recompute the rest. Call it before sharding, whose
+    hooks must lie outside.
 
-    transformers' own switch does nothing in eval mode; a wrapper module would change the names of the weights.
+    transformers' own switch does nothing in eval mode; a wrapper module would change the names of the
+    weights.
     """
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)

@@ -1,4 +1,5 @@
-"""A model and its tokenizer from a folder or the hub: what is refused before weights are read, and the policy that is built."""
+"""A model and its tokenizer from a folder or the hub: what is refused before weights are read, and the policy
+that is built."""
 
 from __future__ import annotations
 
@@ -56,9 +57,9 @@ def model_config(config: ModelConfig) -> PretrainedConfig:
 def check_model(config: ModelConfig) -> PretrainedConfig:
     """The architecture, once everything that can be refused without weights was not.
 
-    Raises ConfigError: a model that cannot be found, that is no causal language model, that is shorter than model.max_length, an
-    attention kernel that is not installed, that the model does not have or that would drop a feature of it, or an auxiliary loss for
-    routers that it does not have.
+    Raises ConfigError: a model that cannot be found, that is no causal language model, that is shorter than
+    model.max_length, an attention kernel that is not installed, that the model does not have or that would
+    drop a feature of it, or an auxiliary loss for routers that it does not have.
     """
     found = model_config(config)
     text, kernel = found.get_text_config(), config.attn_implementation
@@ -94,7 +95,8 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
     positions = getattr(text, "max_position_embeddings", None) or config.max_length
     if config.head == "reward":
         found.num_labels = 1
-        # A classifier pools at the last token that is not this one: were it also the end-of-turn token, it would pool before it.
+        # A classifier pools at the last token that is not this one: were it also the end-of-turn token, it
+        # would pool before it.
         text.pad_token_id = None
     require(
         config.max_length <= positions,
@@ -106,8 +108,8 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
 
 
 def check_kernel(kernel: str, found: PretrainedConfig) -> None:
-    """Raise ConfigError for an attention kernel that transformers does not offer for this architecture (an architecture of its own
-    remote code says so itself when it is built)."""
+    """Raise ConfigError for an attention kernel that transformers does not offer for this architecture (an
+    architecture of its own remote code says so itself when it is built)."""
     mapping = AutoModelForCausalLM._model_mapping
     if type(found) not in mapping:
         return
@@ -134,7 +136,8 @@ def export_dtype(config: ModelConfig) -> torch.dtype:
 
 
 def empty_policy(config: ModelConfig) -> Policy:
-    """The policy with its weights on the meta device, to be sharded and then filled (models.loading). Buffers are real."""
+    """The policy with its weights on the meta device, to be sharded and then filled (models.loading). Buffers
+    are real."""
     found = check_model(config)
     with init_empty_weights(include_buffers=False):
         model = _auto(config).from_config(found, **_how(config))
@@ -159,9 +162,11 @@ def _how(config: ModelConfig) -> dict[str, Any]:
 
 
 def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Policy:
-    """The policy on ``device``, float32 masters; with LoRA the base is frozen in model.dtype and the adapters are float32.
+    """The policy on ``device``, float32 masters; with LoRA the base is frozen in model.dtype and the adapters
+    are float32.
 
-    ``seed`` is that of random weights (of adapters, or of all with model.from_config). Raises ConfigError if weights cannot be had.
+    ``seed`` is that of random weights (of adapters, or of all with model.from_config). Raises ConfigError if
+    weights cannot be had.
     """
     found, common = check_model(config), _how(config)
     path = resolve_model_path(config.name_or_path)
@@ -212,10 +217,12 @@ def _with_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, or model.tokenizer_name_or_path's; model.chat_template (a jinja file), if given, replaces its own.
+    """The model's tokenizer, or model.tokenizer_name_or_path's; model.chat_template (a jinja file), if given,
+    replaces its own.
 
-    A tokenizer without a padding token gets its end-of-sequence token for one: padding only fills, what counts is said by masks,
-    and no embedding is resized. Raises ConfigError if it cannot be had, or has no end-of-sequence token.
+    A tokenizer without a padding token gets its end-of-sequence token for one: padding only fills, what
+    counts is said by masks, and no embedding is resized. Raises ConfigError if it cannot be had, or has no
+    end-of-sequence token.
     """
     own = config.tokenizer_name_or_path is None
     key = "model.name_or_path" if own else "model.tokenizer_name_or_path"
@@ -249,7 +256,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 def reachable(key: str, name: str, revision: str | None) -> str:
     """The path to load from. Raises ConfigError for a run without a model, and for a name that is no folder,
-    not cached and not on the hub: one request says so at once, where loading would retry for half a minute."""
+    not cached and not on the hub: one request says so at once, where loading would retry for half a
+    minute."""
     path = resolve_model_path(name)
     require(
         not (Path(path) / "config.yaml").is_file() or (Path(path) / "config.json").is_file(),

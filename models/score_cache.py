@@ -1,4 +1,5 @@
-"""Log-probabilities on disk: what was scored once under some weights is read by every later run that starts from them."""
+"""Log-probabilities on disk: what was scored once under some weights is read by every later run that starts
+from them."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ Shards = dict[str, dict[str, Tensor]]
 
 
 class ScoreCache:
-    """Shards written as they come, ``<root>/scores/<digest of parts>/*.safetensors``, each with a checksum of what it holds and of what
-    that depends on. Any number of processes may use a folder at once."""
+    """Shards written as they come, ``<root>/scores/<digest of parts>/*.safetensors``, each with a checksum of
+    what it holds and of what that depends on. Any number of processes may use a folder at once."""
 
     def __init__(self, root: Path, parts: dict[str, str], rank: int) -> None:
         """``parts``: all that a score depends on."""
@@ -29,7 +30,8 @@ class ScoreCache:
         self.parts, self.rank = parts, rank
 
     def shards(self) -> Shards:
-        """Every shard written so far, of any rank. One that is not as it was written is said, and removed: its rows are scored again."""
+        """Every shard written so far, of any rank. One that is not as it was written is said, and removed:
+        its rows are scored again."""
         found: Shards = {}
         for path in sorted(self.folder.glob("*.safetensors")):
             if path.name.startswith("."):  # one that is being written

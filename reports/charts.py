@@ -24,7 +24,8 @@ BLUE, ORANGE, GREEN, PURPLE = (
 MOST_POINTS = 800
 """Longer curves are drawn as means of as many blocks: a chart is not wider than that many pixels."""
 SMOOTH_FROM = 80
-"""Curves with at least this many points are drawn faint, with their running mean over 1/20 of the run on top of them."""
+"""Curves with at least this many points are drawn faint, with their running mean over 1/20 of the run on top
+of them."""
 FEW_POINTS = 30
 """Up to this many points are marked one by one."""
 STYLE: dict[Any, Any] = {
@@ -48,7 +49,8 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Curve:
-    """One key of metrics.jsonl. ``marked``: measured now and then, each point is shown. ``exact``: no noise, no mean is drawn."""
+    """One key of metrics.jsonl. ``marked``: measured now and then, each point is shown. ``exact``: no noise,
+    no mean is drawn."""
 
     key: str
     label: str
@@ -59,8 +61,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves that share axes. ``unit`` labels the y axis; ``share``: numbers in [0, 1], shown as percentages; ``from_zero``: the
-    axis starts at 0; ``form`` formats its ticks."""
+    """Curves that share axes. ``unit`` labels the y axis; ``share``: numbers in [0, 1], shown as percentages;
+    ``from_zero``: the axis starts at 0; ``form`` formats its ticks."""
 
     title: str
     unit: str
@@ -139,7 +141,8 @@ PANELS = (
 
 
 def points(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, values) of the lines that have ``key``; null is NaN: a gap in the curve. Both empty where no value is finite."""
+    """(steps, values) of the lines that have ``key``; null is NaN: a gap in the curve. Both empty where no
+    value is finite."""
     if key == "reference_age":
         pairs = [
             (r["step"], r["step"] - r["reference_step"])

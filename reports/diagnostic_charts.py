@@ -52,7 +52,8 @@ def diagnostic_charts(lines: Sequence[Record]) -> list[tuple[str, bytes]]:
 
 
 def flattened(line: Record) -> Record:
-    """An interval as a line of metrics: ``drift_chosen`` …, measured at its middle, but entropy at its end."""
+    """An interval as a line of metrics: ``drift_chosen`` …, measured at its middle, but entropy at its
+    end."""
     sides = {side: line[side] for side in COLORS if side in line}
     return {"step": line["step"] + 1, "entropy": line["entropy"]} | {
         f"{key}_{side}": values[key]
@@ -62,7 +63,8 @@ def flattened(line: Record) -> Record:
 
 
 def log_ratios(first: Record, intervals: Sequence[Record]) -> Figure:
-    """Heat map: over the steps, the share of an interval's tokens in each bin of log-ratios, whose width doubles away from 0."""
+    """Heat map: over the steps, the share of an interval's tokens in each bin of log-ratios, whose width
+    doubles away from 0."""
     counts = np.array(
         [
             sum(np.array(line[side]["histogram"]) for side in first["sides"] if side in line)
@@ -98,8 +100,8 @@ def log_ratios(first: Record, intervals: Sequence[Record]) -> Figure:
 
 
 def _height(edges: Sequence[float], value: float | None, shown: tuple[int, int]) -> float | None:
-    """Where ``value`` nats lies on the heat map, whose bin k is drawn from k to k + 1: within a bin by its logarithm. None where it is
-    not shown."""
+    """Where ``value`` nats lies on the heat map, whose bin k is drawn from k to k + 1: within a bin by its
+    logarithm. None where it is not shown."""
     if value is None or not edges[0] < value < edges[-1]:
         return None
     k = int(np.searchsorted(edges, value))  # edges[k - 1] < value <= edges[k]
@@ -150,7 +152,8 @@ def spread(first: Record, intervals: Sequence[Record]) -> Figure:
 
 
 def by_position(first: Record, intervals: Sequence[Record]) -> Figure:
-    """The share of the tokens at each position of their completion that lie below and above the clipping range, over the whole run."""
+    """The share of the tokens at each position of their completion that lie below and above the clipping
+    range, over the whole run."""
     title = "Beyond the clipping range, by position" + ("" if first["clips"] else " (nothing is clipped)")
     figure, axes = _axes(title, "share of the tokens there")
     longest = 0

@@ -1,7 +1,7 @@
 """A run's files of numbers, ``metrics.jsonl`` and ``diagnostics.jsonl``: a JSON object with its step a line.
 
-A checkpoint has a copy of both as they were when it was written, and a run that goes on starts from that copy. So each step stands in
-them once, whatever became of the files since.
+A checkpoint has a copy of both as they were when it was written, and a run that goes on starts from that
+copy. So each step stands in them once, whatever became of the files since.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ FILES = (METRICS, DIAGNOSTICS)
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON has it: numpy numbers become Python's, a float that is not finite becomes None (null)."""
+    """``value`` as JSON has it: numpy numbers become Python's, a float that is not finite becomes None
+    (null)."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -39,7 +40,8 @@ def plain(value: Any) -> Any:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The lines of a metrics.jsonl; [] where there is no file. A last line that a kill left half-written is dropped.
+    """The lines of a metrics.jsonl; [] where there is no file. A last line that a kill left half-written is
+    dropped.
 
     Raises DataError where another line is no JSON object with a step.
     """
@@ -105,7 +107,8 @@ def ranges(steps: Iterable[int]) -> str:
 class LineFile:
     """A file of records that one process appends to, on disk line by line.
 
-    Where there is no room for a line it waits in memory, and is written before the next one; the file always ends with a whole line.
+    Where there is no room for a line it waits in memory, and is written before the next one; the file always
+    ends with a whole line.
     """
 
     def __init__(self, path: Path, fresh: bool) -> None:
@@ -149,8 +152,9 @@ class LineFile:
         self._full = False
 
     def settle(self) -> bytes:
-        """Write what waits, and see that the file holds what was written to it; returns its content. Where something else has changed
-        it, the lines that can be read stay, and what is missing is said. Raises OSError."""
+        """Write what waits, and see that the file holds what was written to it; returns its content. Where
+        something else has changed it, the lines that can be read stay, and what is missing is said. Raises
+        OSError."""
         self._write()
         content = _content(self.path)
         if (len(content), zlib.crc32(content)) == self._sum:
@@ -179,10 +183,12 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def restore(run_dir: Path, checkpoint: Path, step: int, interval: int) -> None:
-    """Put a run's files back to what they were when ``checkpoint``, that before ``step``, was written; ``interval`` is the first step
-    that diagnostics have no line of. What is not as the run left it is said, and kept beside as ``<name>.damaged``.
+    """Put a run's files back to what they were when ``checkpoint``, that before ``step``, was written;
+    ``interval`` is the first step that diagnostics have no line of. What is not as the run left it is said,
+    and kept beside as ``<name>.damaged``.
 
-    A checkpoint without copies (of an older version): the lines of the steps before it stay, and those that are missing are named.
+    A checkpoint without copies (of an older version): the lines of the steps before it stay, and those that
+    are missing are named.
     """
     copied = (checkpoint / METRICS).exists()
     for name, before in zip(FILES, (step, interval), strict=True):
@@ -205,7 +211,8 @@ def restore(run_dir: Path, checkpoint: Path, step: int, interval: int) -> None:
 
 
 def _kept(found: bytes, before: int) -> tuple[bytes, str]:
-    """(what stays of a file's lines: those before a step; what is to be said of those that are missing, or nothing)."""
+    """(what stays of a file's lines: those before a step; what is to be said of those that are missing, or
+    nothing)."""
     lines, records = sound_lines(found)
     kept = [(line, r) for line, r in zip(lines, records, strict=True) if r["step"] < before]
     missing = set(range(before)) - steps_of(r for _, r in kept)

@@ -24,8 +24,8 @@ PAPER = "Humanline: Online Alignment as Perceptual Loss (Liu, Muennighoff, Ethay
 def write_model_card(model_dir: Path, config: dict[str, Any], summary: dict[str, Any]) -> Path:
     """Write ``model_dir/README.md`` and return its path.
 
-    ``config``: the run's, as plain data; ``summary``: as in summary.json, {} where it is not known. No secret of either gets in, and of
-    an absolute path outside the working directory and the home only the last part.
+    ``config``: the run's, as plain data; ``summary``: as in summary.json, {} where it is not known. No secret
+    of either gets in, and of an absolute path outside the working directory and the home only the last part.
     """
     path = model_dir / "README.md"
     text = scrub_text(model_card(scrub(config), scrub(summary)))

@@ -13,7 +13,8 @@ SECONDS_BETWEEN_REDRAWS = 0.2
 
 
 class _Lines:
-    """A stream for tqdm that writes each state of the bar as a line of its own, where a carriage return would not go back."""
+    """A stream for tqdm that writes each state of the bar as a line of its own, where a carriage return would
+    not go back."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -38,10 +39,12 @@ def progress(
     shown: bool = True,
     stream: TextIO | None = None,
 ) -> tqdm:
-    """A tqdm bar over ``work``, to iterate over or (for a number) to ``update()``; a context manager either way.
+    """A tqdm bar over ``work``, to iterate over or (for a number) to ``update()``; a context manager either
+    way.
 
-    ``done`` of a total were finished before (a resumed run); ``shown=False`` on ranks above 0; ``stream`` is stderr if not given.
-    What is measured goes to its end: ``bar.set_postfix_str(status(record), refresh=False)`` before ``bar.update()``.
+    ``done`` of a total were finished before (a resumed run); ``shown=False`` on ranks above 0; ``stream`` is
+    stderr if not given. What is measured goes to its end: ``bar.set_postfix_str(status(record),
+    refresh=False)`` before ``bar.update()``.
     """
     out = sys.stderr if stream is None else stream
     terminal = out.isatty()

@@ -17,7 +17,8 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "vllm")
 
 
 def scrub(config: Any) -> Any:
-    """A copy of nested plain data with secrets replaced: known by the name of their key (``*_key``, ``token`` …) or by their look.
+    """A copy of nested plain data with secrets replaced: known by the name of their key (``*_key``, ``token``
+    …) or by their look.
 
     ``tokenizer_name_or_path``, ``max_tokens`` and revisions (40 hex digits) are no secrets and stay.
     """
@@ -52,7 +53,8 @@ def versions() -> dict[str, str]:
 
 
 def git_commit(folder: Path) -> str | None:
-    """The commit of ``folder``, with ``+changes`` where tracked files differ from it; None outside a repository or without git."""
+    """The commit of ``folder``, with ``+changes`` where tracked files differ from it; None outside a
+    repository or without git."""
     try:
         describe = subprocess.run(
             ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"],

@@ -1,7 +1,8 @@
 """What a run has to show for itself: the table printed at its end, and ``report.html``.
 
-``summary.json`` (written by the trainer) has ``before`` and ``after``, the ``eval_*`` metrics at either end, and
-``tokens_per_second``, ``seconds``, ``run_dir``, ``command``. Whatever is missing is left out: a killed run can be reported too.
+``summary.json`` (written by the trainer) has ``before`` and ``after``, the ``eval_*`` metrics at either end,
+and ``tokens_per_second``, ``seconds``, ``run_dir``, ``command``. Whatever is missing is left out: a killed
+run can be reported too.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def compared(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def final_table(summary: dict[str, Any]) -> str:
-    """The plain text printed when a run ends: before and after, speed, where the run lies, how to load what it made."""
+    """The plain text printed when a run ends: before and after, speed, where the run lies, how to load what
+    it made."""
     rows = [("", "before", "after"), *compared(summary)]
     width = max(len(label) for label, _, _ in rows)
     lines = (
@@ -84,8 +86,9 @@ def duration(seconds: float) -> str:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write ``run_dir/report.html``, self-contained, from config.yaml, metrics.jsonl, diagnostics.jsonl, summary.json and data_report.json
-    as far as they are there; returns its path. Secrets in them are left out. Raises OSError."""
+    """Write ``run_dir/report.html``, self-contained, from config.yaml, metrics.jsonl, diagnostics.jsonl,
+    summary.json and data_report.json as far as they are there; returns its path. Secrets in them are left
+    out. Raises OSError."""
     config = scrub(_read(run_dir / "config.yaml"))
     summary = scrub(_read(run_dir / "summary.json"))
     data = scrub(_read(run_dir / "data_report.json"))
@@ -155,7 +158,8 @@ def _headline(config: dict[str, Any], summary: dict[str, Any], records: list[dic
 
 
 def _end(summary: dict[str, Any], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The evaluation of the trained model as a point after the last step: a line's evaluation is of the weights before its step."""
+    """The evaluation of the trained model as a point after the last step: a line's evaluation is of the
+    weights before its step."""
     last = records[-1]["step"] if records else -1
     return [summary["after"] | {"step": last + 1}] if summary.get("after") else []
 

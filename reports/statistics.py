@@ -16,7 +16,8 @@ SIGNIFICANT = 0.05
 
 @dataclass(frozen=True)
 class Mean:
-    """Mean over ``n`` seeds and its standard error (sample standard deviation / sqrt n); no error with one seed."""
+    """Mean over ``n`` seeds and its standard error (sample standard deviation / sqrt n); no error with one
+    seed."""
 
     value: float
     error: float | None
@@ -25,7 +26,8 @@ class Mean:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Cell ``b`` minus cell ``a`` over the seeds that both have. ``p_*``: two-sided; None where the test is not defined."""
+    """Cell ``b`` minus cell ``a`` over the seeds that both have. ``p_*``: two-sided; None where the test is
+    not defined."""
 
     a: str
     b: str
@@ -51,7 +53,8 @@ def mean(values: Sequence[float]) -> Mean | None:
 
 
 def compare(cells: Mapping[str, Mapping[int, float]], baseline: str | None = None) -> list[Comparison]:
-    """Every pair of cells (or each with ``baseline``) that has at least two seeds in common. ``cells``: name -> seed -> value.
+    """Every pair of cells (or each with ``baseline``) that has at least two seeds in common. ``cells``: name
+    -> seed -> value.
 
     Tests are paired by seed: runs with the same seed see the same data in the same order.
     """
@@ -85,7 +88,8 @@ def paired(a: str, b: str, differences: Sequence[float]) -> Comparison:
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """p-values adjusted by Holm (1979): the i-th smallest of m times m - i + 1, made monotone, at most 1. None stays None."""
+    """p-values adjusted by Holm (1979): the i-th smallest of m times m - i + 1, made monotone, at most 1.
+    None stays None."""
     known = sorted((p, i) for i, p in enumerate(values) if p is not None)
     adjusted: list[float | None] = [None] * len(values)
     largest = 0.0

@@ -1,7 +1,8 @@
-"""Where a run's numbers go: ``metrics.jsonl`` first, Weights & Biases second. The file is the record, wandb is its mirror.
+"""Where a run's numbers go: ``metrics.jsonl`` first, Weights & Biases second. The file is the record, wandb
+is its mirror.
 
-Rank 0 holds a ``Tracker``, every other rank a ``NullTracker``; the trainer calls both alike. wandb may fail, be slow or be absent
-without the run noticing: it is warned about once and then left alone.
+Rank 0 holds a ``Tracker``, every other rank a ``NullTracker``; the trainer calls both alike. wandb may fail,
+be slow or be absent without the run noticing: it is warned about once and then left alone.
 """
 
 from __future__ import annotations
@@ -85,9 +86,9 @@ class NullTracker:
 class Tracker:
     """The tracker of rank 0.
 
-    ``resumed``: the run goes on with the lines that its files have (reports.metrics.restore has cut them); otherwise it forgets what a
-    killed process left. ``wandb_id``: the id that this run had before it was resumed, or None; the one in use is the attribute of that
-    name, for the caller to keep in its checkpoints.
+    ``resumed``: the run goes on with the lines that its files have (reports.metrics.restore has cut them);
+    otherwise it forgets what a killed process left. ``wandb_id``: the id that this run had before it was
+    resumed, or None; the one in use is the attribute of that name, for the caller to keep in its checkpoints.
     """
 
     def __init__(
@@ -109,7 +110,8 @@ class Tracker:
         return self._wandb.id
 
     def log(self, record: Record) -> None:
-        """Append one line to metrics.jsonl and show it to wandb. ``record["step"]`` is an int above that of the line before."""
+        """Append one line to metrics.jsonl and show it to wandb. ``record["step"]`` is an int above that of
+        the line before."""
         record = plain(record)
         self._metrics.append(record)
         self._wandb.log(record, step=record["step"])
@@ -119,8 +121,8 @@ class Tracker:
         self._wandb.table(name, columns, rows, step)
 
     def diagnostics(self, record: Record, histograms: Histograms) -> None:
-        """Append one line to diagnostics.jsonl, and show ``histograms`` to wandb at ``record["step"]``, that of the last line of
-        metrics."""
+        """Append one line to diagnostics.jsonl, and show ``histograms`` to wandb at ``record["step"]``, that
+        of the last line of metrics."""
         if self._diagnostics is None:
             self._diagnostics = self._open_diagnostics()
         self._diagnostics.append(plain(record))
@@ -154,8 +156,9 @@ class Tracker:
 def mirror_evaluation(
     run_dir: Path, config: Record, wandb: WandbConfig, name: str, values: Record, rows: Sequence[Record]
 ) -> bool:
-    """Show an evaluation in the run's own wandb run: each number as ``<name>/<metric>``, after its last step and in its summary, and
-    ``rows`` as a table. Returns whether the run has one that could be told; it need not, and wandb may fail as ever."""
+    """Show an evaluation in the run's own wandb run: each number as ``<name>/<metric>``, after its last step
+    and in its summary, and ``rows`` as a table. Returns whether the run has one that could be told; it need
+    not, and wandb may fail as ever."""
     run_id = wandb_id_of(run_dir)
     if run_id is None:
         return False
@@ -175,7 +178,8 @@ def mirror_evaluation(
 
 
 def wandb_id_of(run_dir: Path) -> str | None:
-    """The wandb id of a run, from what wandb left in its folder (``wandb/[offline-]run-<time>-<id>``), the newest; None without one."""
+    """The wandb id of a run, from what wandb left in its folder (``wandb/[offline-]run-<time>-<id>``), the
+    newest; None without one."""
     found = [
         path.name.rsplit("-", 2)
         for path in (run_dir / "wandb").glob("*run-*-*")
@@ -225,7 +229,8 @@ class _Mirror:
                 raise
             warn(
                 f"{in_a_line(error)}; this run is tracked offline: "
-                f"`wandb sync {run_dir / 'wandb' / 'offline-run-*'}` uploads it, once key (`wandb login`, WANDB_API_KEY) and "
+                f"`wandb sync {run_dir / 'wandb' / 'offline-run-*'}` uploads it, once key (`wandb login`, "
+                "WANDB_API_KEY) and "
                 "server (WANDB_BASE_URL) are right"
             )
             wandb.teardown()  # the attempt still holds the id
@@ -245,7 +250,8 @@ class _Mirror:
             dir=run_dir,
             mode=mode,
             id=self.id,
-            # Offline, wandb warns that resuming is not for it; the id alone joins the pieces when they are synced.
+            # Offline, wandb warns that resuming is not for it; the id alone joins the pieces when they are
+            # synced.
             resume="allow" if mode == "online" else None,
             settings=wandb.Settings(
                 console="off",
@@ -309,12 +315,14 @@ class _Mirror:
             self._run = None
 
     def _guard(self, call: Callable[[], object]) -> None:
-        """Do ``call``; if it fails in whatever way, say so and never call wandb again: a tracker is not worth a run."""
+        """Do ``call``; if it fails in whatever way, say so and never call wandb again: a tracker is not worth
+        a run."""
         try:
             call()
         except Exception as error:
             warn(
-                f"failed ({type(error).__name__}: {in_a_line(error)}); the run goes on without it, metrics.jsonl has its numbers"
+                f"failed ({type(error).__name__}: {in_a_line(error)}); the run goes on without it, "
+                "metrics.jsonl has its numbers"
             )
             self._run = None
 
@@ -329,7 +337,8 @@ def in_a_line(error: Exception) -> str:
 
 
 def _mode(settings: Any) -> str:
-    """online, offline or disabled: as WANDB_MODE or wandb's settings file says, but online only where no login is asked for."""
+    """online, offline or disabled: as WANDB_MODE or wandb's settings file says, but online only where no
+    login is asked for."""
     if settings.mode in ("disabled", "offline", "dryrun"):
         return "disabled" if settings.mode == "disabled" else "offline"
     if settings.api_key or settings.identity_token_file or os.environ.get("WANDB_API_KEY"):

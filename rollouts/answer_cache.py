@@ -1,7 +1,9 @@
-"""Answers that were drawn for an evaluation, kept as they come: one that was killed goes on with the prompts that are left, and another
-one of the same weights with the same sampling draws nothing again; so runs that start from the same weights measure those once.
+"""Answers that were drawn for an evaluation, kept as they come: one that was killed goes on with the prompts
+that are left, and another one of the same weights with the same sampling draws nothing again; so runs that
+start from the same weights measure those once.
 
-``<cache_dir>/answers/<key>.jsonl`` has a line a prompt: which, and its samples. The key stands for all that they depend on.
+``<cache_dir>/answers/<key>.jsonl`` has a line a prompt: which, and its samples. The key stands for all that
+they depend on.
 """
 
 from __future__ import annotations
@@ -27,18 +29,19 @@ def _code() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
-class KeptAnswers:
+class AnswerCache:
     """The answers to one request by one model, by the prompts' ids. One process adds to them."""
 
     def __init__(self, cache_dir: Path, parts: Mapping[str, Any]) -> None:
-        """``parts``: all that a sample depends on beside its prompt, this code and the libraries' versions, as plain data."""
+        """``parts``: all that a sample depends on beside its prompt, this code and the libraries' versions,
+        as plain data."""
         every = {"parts": parts, "code": _code(), "versions": versions()}
         key = hashlib.sha256(json.dumps(every, sort_keys=True).encode()).hexdigest()[:32]
         self.path = cache_dir / "answers" / f"{key}.jsonl"
 
     def read(self) -> dict[str, list[Sample]]:
-        """Prompt id -> its samples. A line that is not as it was written (the last one of a process that was killed, one of a damaged
-        disk) is left out."""
+        """Prompt id -> its samples. A line that is not as it was written (the last one of a process that was
+        killed, one of a damaged disk) is left out."""
         found: dict[str, list[Sample]] = {}
         lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
         for line in lines:
@@ -55,7 +58,8 @@ class KeptAnswers:
         return found
 
     def add(self, answers: Mapping[str, list[Sample]]) -> None:
-        """Append them, down to the disk. Where they cannot be written they are said, and drawn again another time."""
+        """Append them, down to the disk. Where they cannot be written they are said, and drawn again another
+        time."""
         lines = [
             {"prompt_id": name, "samples": [asdict(sample) for sample in samples]}
             for name, samples in answers.items()

@@ -1,6 +1,8 @@
-"""Who samples in a round, whatever the number of ranks: the embedded sampler on every rank's share, or vLLM beside rank 0.
+"""Who samples in a round, whatever the number of ranks: the embedded sampler on every rank's share, or vLLM
+beside rank 0.
 
-Rank 0 makes a round alone (``rollouts.round_builder``), as plain code without collectives; the others help it to sample when it asks.
+Rank 0 makes a round alone (``rollouts.round_builder``), as plain code without collectives; the others help it
+to sample when it asks.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from common.files import write_whole
-from common.worker_process import SamplerError
+from common.worker_process import WorkerError
 from data.batches import collate
 from data.chat import Renderer
 from data.types import Prompt, Sequence
@@ -39,21 +41,23 @@ class Engine(Protocol):
     """What rounds ask of a sampler, beside samples: to take the policy's weights, and to work for rank 0."""
 
     def publish(self, folder: Path, version: int) -> Facts:
-        """Sample from the policy as it is now, from here on. Every rank calls it. ``folder``: for what has to be written; it may go
-        once the round is sampled. Returns what is worth keeping of it. Raises SamplerError."""
+        """Sample from the policy as it is now, from here on. Every rank calls it. ``folder``: for what has to
+        be written; it may go once the round is sampled. Returns what is worth keeping of it. Raises
+        WorkerError."""
 
-    def again(self, folder: Path, version: int) -> None:
+    def reload_weights(self, folder: Path, version: int) -> None:
         """Sample from what ``publish`` wrote to ``folder`` in a process that was killed. Rank 0."""
 
-    def together(self, work: Callable[[], T]) -> T:
-        """What rank 0's ``work`` gives, or raises, on every rank; ``work`` may call ``sample``. Every rank calls it."""
+    def run_on_main(self, work: Callable[[], T]) -> T:
+        """What rank 0's ``work`` gives, or raises, on every rank; ``work`` may call ``sample``. Every rank
+        calls it."""
 
     def sample(
         self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
     ) -> list[list[Sample]]:
-        """``n`` answers to each prompt, in order. Rank 0, inside ``together``."""
+        """``n`` answers to each prompt, in order. Rank 0, inside ``run_on_main``."""
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Give accelerator memory back until the next ``publish``. Rank 0."""
 
     def close(self) -> None: ...
@@ -74,11 +78,11 @@ class EmbeddedEngine:
     def publish(self, folder: Path, version: int) -> Facts:
         return {}
 
-    def again(self, folder: Path, version: int) -> None:
+    def reload_weights(self, folder: Path, version: int) -> None:
         """The embedded sampler has only the weights of now: the schema lets it not sample ahead."""
-        raise SamplerError(f"{folder} was not written by the embedded sampler")
+        raise WorkerError(f"{folder} was not written by the embedded sampler")
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run_on_main(self, work: Callable[[], T]) -> T:
         if not self.world.is_main:
             return outcome(self._help())
         done = attempt(work)
@@ -106,7 +110,7 @@ class EmbeddedEngine:
         mine = prompts[self.world.rank :: self.world.size]
         return gather_objects(self.sampler.sample(mine, n, settings, seed))
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """It has no memory of its own."""
 
     def close(self) -> None:
@@ -125,7 +129,8 @@ class VllmEngine:
         probe: list[Sequence],
         trained_in: str,
     ) -> None:
-        """``probe``: rows on which engine and trainer must agree; ``trained_in``: the trainer's compute dtype."""
+        """``probe``: rows on which engine and trainer must agree; ``trained_in``: the trainer's compute
+        dtype."""
         self.sampler, self.policy, self.renderer, self.world = sampler, policy, renderer, world
         self.probe, self.trained_in = probe, trained_in
         self._probed: Probe | None = None
@@ -137,7 +142,7 @@ class VllmEngine:
             values[: len(row.completion_ids)].tolist()
             for row, values in zip(self.probe, score(self.policy, rows), strict=True)
         ]
-        return self.together(lambda: self._load(state, trainer, folder, version))
+        return self.run_on_main(lambda: self._load(state, trainer, folder, version))
 
     def _load(
         self, state: dict[str, torch.Tensor], trainer: list[list[float]], folder: Path, version: int
@@ -146,7 +151,7 @@ class VllmEngine:
         export(state, self.policy, self.renderer.tokenizer, folder, getattr(torch, self.sampler.dtype))
         write_whole(folder / _PROBE, json.dumps(trainer))
         written = time.monotonic()
-        self.again(folder, version)
+        self.reload_weights(folder, version)
         assert self._probed is not None
         return {
             "write_seconds": written - start,
@@ -155,7 +160,7 @@ class VllmEngine:
             "probe_mean": self._probed.mean,
         }
 
-    def again(self, folder: Path, version: int) -> None:
+    def reload_weights(self, folder: Path, version: int) -> None:
         trainer = json.loads((folder / _PROBE).read_text())
         self.sampler.load(folder, version)
         dtype = max(self.trained_in, self.sampler.dtype, key=_COARSENESS.index)
@@ -163,7 +168,7 @@ class VllmEngine:
             probed = check_probe(engine, trainer, dtype, self._probed)
         self._probed = probed
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run_on_main(self, work: Callable[[], T]) -> T:
         return outcome(from_main(attempt(work) if self.world.is_main else None))
 
     def sample(
@@ -171,14 +176,14 @@ class VllmEngine:
     ) -> list[list[Sample]]:
         return self.sampler.sample(prompts, n, settings, seed)
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         self.sampler.sleep()
 
     def close(self) -> None:
         self.sampler.close()
 
 
-class Ahead:
+class Prefetch:
     """Work that goes on in a thread of its own while the round before is trained on."""
 
     def __init__(self, work: Callable[[], object]) -> None:
@@ -196,7 +201,8 @@ class Ahead:
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """(what ``work`` gives, what it raises): to be told to other ranks, which would wait for ever if rank 0 just left."""
+    """(what ``work`` gives, what it raises): to be told to other ranks, which would wait for ever if rank 0
+    just left."""
     try:
         return work(), None
     except BaseException as error:

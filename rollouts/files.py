@@ -1,4 +1,5 @@
-"""Samples and feedback as files that others read: groups files, AlpacaEval's outputs, HALOs' sample and feedback JSON."""
+"""Samples and feedback as files that others read: groups files, AlpacaEval's outputs, HALOs' sample and
+feedback JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from data.groups import write_groups
 from data.rows import Row, read_rows
 from data.types import Completion, Group, Turn
 from rollouts.ledger import sampled_line, sampled_of
-from rollouts.rounds import Sampled, feedback, with_scores
+from rollouts.rounds import SampledPrompt, feedback, with_scores
 
 Line = dict[str, Any]
 Scores = list[list[float | None]]
@@ -30,8 +31,11 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
 # Samples
 
 
-def write_samples(path: Path, samples: Sequence[Sampled], form: str, generator: str, dataset: str) -> None:
-    """Write samples as ``groups`` (JSON lines with token ids, without rewards), ``alpacaeval`` or ``halos``."""
+def write_samples(
+    path: Path, samples: Sequence[SampledPrompt], form: str, generator: str, dataset: str
+) -> None:
+    """Write samples as ``groups`` (JSON lines with token ids, without rewards), ``alpacaeval`` or
+    ``halos``."""
     if form == "groups":
         write_whole(
             path, "".join(json.dumps(sampled_line(one), ensure_ascii=False) + "\n" for one in samples)
@@ -57,9 +61,10 @@ def write_samples(path: Path, samples: Sequence[Sampled], form: str, generator: 
         )
 
 
-def read_samples(path: Path) -> list[Sampled]:
-    """The samples in a file of any of those formats, gathered by prompt, in order of first appearance. Raises DataError."""
-    found: dict[str, Sampled] = {}
+def read_samples(path: Path) -> list[SampledPrompt]:
+    """The samples in a file of any of those formats, gathered by prompt, in order of first appearance. Raises
+    DataError."""
+    found: dict[str, SampledPrompt] = {}
     for row in read_rows(path, "in"):
         if not isinstance(row, Row):
             raise DataError(f"{path}, row {row.row}: {row.reason}")
@@ -67,21 +72,22 @@ def read_samples(path: Path) -> list[Sampled]:
             one = sampled_of(dict(row.values)) if "completions" in row.values else _one_sample(row.values)
         except RowError as error:
             raise DataError(
-                f"{path}, row {row.number}: {error}; in= takes the files that sample.py writes, and HALOs' samples"
+                f"{path}, row {row.number}: {error}; in= takes the files that sample.py writes, and HALOs' "
+                "samples"
             ) from error
-        before = found.get(one.prompt.id, Sampled(one.prompt, ()))
-        found[one.prompt.id] = Sampled(before.prompt, before.completions + one.completions)
+        before = found.get(one.prompt.id, SampledPrompt(one.prompt, ()))
+        found[one.prompt.id] = SampledPrompt(before.prompt, before.completions + one.completions)
     return list(found.values())
 
 
-def _one_sample(values: Any) -> Sampled:
+def _one_sample(values: Any) -> SampledPrompt:
     """A row of AlpacaEval's outputs or of HALOs' samples."""
     asked = (
         (Turn("user", text(values, "instruction")),)
         if "prompt" not in values
         else turns(value(values, "prompt"), "prompt")
     )
-    return Sampled(
+    return SampledPrompt(
         prompt_of(asked, values.get("reference")),
         (Completion(answered((), value(values, "output"), "output")[1]),),
     )
@@ -91,17 +97,18 @@ def _one_sample(values: Any) -> Sampled:
 
 
 def write_feedback(
-    path: Path, samples: Sequence[Sampled], scores: Scores, form: str, config: RoundsConfig, seed: int
+    path: Path, samples: Sequence[SampledPrompt], scores: Scores, form: str, config: RoundsConfig, seed: int
 ) -> int:
-    """Write what the scores say, as ``groups`` or as HALOs' ``binary``, ``pairwise`` or ``scalar`` feedback; returns the number of
-    entries. Which samples are compared, and when they differ enough, is ``rounds``' (rollouts.rounds.feedback)."""
+    """Write what the scores say, as ``groups`` or as HALOs' ``binary``, ``pairwise`` or ``scalar`` feedback;
+    returns the number of entries. Which samples are compared, and when they differ enough, is ``rounds``'
+    (rollouts.rounds.feedback)."""
     if form == "groups":
         groups = [
             g for one, values in zip(samples, scores, strict=True) for g in _made(one, values, config, seed)
         ]
         write_groups(path, groups)
         return len(groups)
-    write: Callable[[int, Sampled, list[float | None], RoundsConfig, int], list[Line]]
+    write: Callable[[int, SampledPrompt, list[float | None], RoundsConfig, int], list[Line]]
     write = {"binary": _binary, "pairwise": _pairwise, "scalar": _scalar}[form]
     entries = [
         entry
@@ -112,13 +119,13 @@ def write_feedback(
     return len(entries)
 
 
-def _made(one: Sampled, values: Sequence[float | None], config: RoundsConfig, seed: int) -> list[Group]:
+def _made(one: SampledPrompt, values: Sequence[float | None], config: RoundsConfig, seed: int) -> list[Group]:
     made = feedback(one, values, config, seed)
     return [] if isinstance(made, str) else made
 
 
 def _binary(
-    i: int, one: Sampled, values: Sequence[float | None], config: RoundsConfig, seed: int
+    i: int, one: SampledPrompt, values: Sequence[float | None], config: RoundsConfig, seed: int
 ) -> list[Line]:
     group = with_scores(one, values)
     return [
@@ -134,7 +141,7 @@ def _binary(
 
 
 def _pairwise(
-    i: int, one: Sampled, values: Sequence[float | None], config: RoundsConfig, seed: int
+    i: int, one: SampledPrompt, values: Sequence[float | None], config: RoundsConfig, seed: int
 ) -> list[Line]:
     """The better one is A."""
     return [
@@ -153,7 +160,7 @@ def _pairwise(
 
 
 def _scalar(
-    i: int, one: Sampled, values: Sequence[float | None], config: RoundsConfig, seed: int
+    i: int, one: SampledPrompt, values: Sequence[float | None], config: RoundsConfig, seed: int
 ) -> list[Line]:
     group = with_scores(one, values)
     return [
@@ -162,12 +169,12 @@ def _scalar(
     ]
 
 
-def _prompt(i: int, one: Sampled) -> Line:
+def _prompt(i: int, one: SampledPrompt) -> Line:
     line: Line = {
         "prompt_id": i,
         "prompt": [{"role": turn.role, "content": turn.content} for turn in one.prompt.turns],
     }
-    return line if one.prompt.reference is None else line | {"reference": one.prompt.reference}
+    return line if one.prompt.reference_answer is None else line | {"reference": one.prompt.reference_answer}
 
 
 def _messages(completion: Completion) -> list[dict[str, str]]:

@@ -1,4 +1,5 @@
-"""Answers of a model to many prompts, outside of a run's rounds: for the stages and for evaluation. What is drawn is kept as it comes."""
+"""Answers of a model to many prompts, outside of a run's rounds: for the stages and for evaluation. What is
+drawn is kept as it comes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from models.distributed import World, on_main
 from models.loading import load_sharded
 from models.pretrained import resolve_model_path
 from reports.progress import progress
-from rollouts.answer_cache import KeptAnswers
+from rollouts.answer_cache import AnswerCache
 from rollouts.engines import EmbeddedEngine
 from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
 from rollouts.vllm_sampler import VllmSampler
@@ -29,7 +30,8 @@ from rollouts.vllm_sampler import VllmSampler
 T = TypeVar("T")
 
 _VLLM_PARTS, _VLLM_IN_FLIGHT = 20, 512
-"""vLLM is asked in so many parts, so that there is something to show and to keep, but for at least so many samples at once."""
+"""vLLM is asked in so many parts, so that there is something to show and to keep, but for at least so many
+samples at once."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,10 @@ class Request:
     settings: SamplingSettings
 
 
-class Drawer(Protocol):
-    """A sampler with its weights. ``together`` and ``sample`` as of ``rollouts.engines.Engine``."""
+class OpenSampler(Protocol):
+    """A sampler with its weights. ``run_on_main`` and ``sample`` as of ``rollouts.engines.Engine``."""
 
-    def together(self, work: Callable[[], T]) -> T: ...
+    def run_on_main(self, work: Callable[[], T]) -> T: ...
 
     def sample(
         self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
@@ -58,7 +60,7 @@ class _OneProcess:
     def __init__(self, sampler: VllmSampler) -> None:
         self.sample = sampler.sample
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run_on_main(self, work: Callable[[], T]) -> T:
         return work()
 
 
@@ -68,8 +70,9 @@ def settings_of(config: Config) -> SamplingSettings:
 
 
 @contextmanager
-def opened(config: Config, renderer: Renderer, world: World, log_dir: Path) -> Iterator[Drawer]:
-    """The sampler that the settings name, with the weights of ``model``; every rank opens it. Raises ConfigError."""
+def open_sampler(config: Config, renderer: Renderer, world: World, log_dir: Path) -> Iterator[OpenSampler]:
+    """The sampler that the settings name, with the weights of ``model``; every rank opens it. Raises
+    ConfigError."""
     if config.sampler.name == "vllm":
         require(
             world.size == 1,
@@ -113,7 +116,7 @@ def weights_digest(config: Config) -> str:
     return files_digest(sorted(model_folder(config).glob("*.safetensors")))
 
 
-def answers(
+def generate_answers(
     config: Config,
     renderer: Renderer,
     asked: list[Prompt],
@@ -122,18 +125,19 @@ def answers(
     log_dir: Path,
     name: str,
 ) -> list[list[list[Sample]]]:
-    """[requests][prompts][n] answers, drawn with ``config.seed``; the same on every rank, each of which calls it. Those that are kept from
-    earlier are not drawn; where all are, no weights are loaded. ``name``: whose they are, for the progress bar.
+    """[requests][prompts][n] answers, drawn with ``config.seed``; the same on every rank, each of which calls
+    it. Those that are kept from earlier are not drawn; where all are, no weights are loaded. ``name``: whose
+    they are, for the progress bar.
 
-    Raises SamplerError, and ConfigError for weights that cannot be had.
+    Raises WorkerError, and ConfigError for weights that cannot be had.
     """
     kept, known = on_main(lambda: _kept(config, renderer, requests))
     if all(prompt.id in found for found in known for prompt in asked):
         return [[found[prompt.id] for prompt in asked] for found in known]
-    with opened(config, renderer, world, log_dir) as drawer:
+    with open_sampler(config, renderer, world, log_dir) as drawer:
 
         def draw(
-            request: Request, keeper: KeptAnswers, found: Mapping[str, list[Sample]]
+            request: Request, keeper: AnswerCache, found: Mapping[str, list[Sample]]
         ) -> list[list[Sample]]:
             every = dict(found)
             left = list({prompt.id: prompt for prompt in asked if prompt.id not in every}.values())
@@ -156,7 +160,7 @@ def answers(
                     bar.update(len(part))
             return [every[prompt.id] for prompt in asked]
 
-        made: list[list[list[Sample]]] = drawer.together(
+        made: list[list[list[Sample]]] = drawer.run_on_main(
             lambda: [draw(*one) for one in zip(requests, kept, known, strict=True)]
         )
     if world.device.type == "cuda":
@@ -166,8 +170,9 @@ def answers(
 
 def _kept(
     config: Config, renderer: Renderer, requests: list[Request]
-) -> tuple[list[KeptAnswers], list[dict[str, list[Sample]]]]:
-    """Where each request's answers are kept, and those that are there, by prompt id (the digest of its turns)."""
+) -> tuple[list[AnswerCache], list[dict[str, list[Sample]]]]:
+    """Where each request's answers are kept, and those that are there, by prompt id (the digest of its
+    turns)."""
     model, sampler = config.model, config.sampler
     shared = {
         "weights": weights_digest(config),
@@ -177,7 +182,7 @@ def _kept(
         "sampler": [sampler.name, sampler.dtype],
     }
     kept = [
-        KeptAnswers(Path(config.cache_dir), shared | {"n": request.n, "settings": asdict(request.settings)})
+        AnswerCache(Path(config.cache_dir), shared | {"n": request.n, "settings": asdict(request.settings)})
         for request in requests
     ]
     return kept, [one.read() for one in kept]

@@ -1,8 +1,10 @@
-"""What a round leaves on disk: ``rounds/003/samples.jsonl``, ``scores.jsonl``, ``groups.jsonl`` and ``round.json``.
+"""What a round leaves on disk: ``rounds/003/samples.jsonl``, ``scores.jsonl``, ``groups.jsonl`` and
+``round.json``.
 
-Each file is written whole, then renamed; before that, ``round.json`` says of it what it was made from, how, how many lines, and its
-checksum. So a stage is done exactly if its file is the one that ``round.json`` promises for the inputs at hand, and a round that was
-killed goes on with the first stage that is not. ``groups.jsonl`` is an ordinary groups file: ``data=local data.path=…`` trains on it.
+Each file is written whole, then renamed; before that, ``round.json`` says of it what it was made from, how,
+how many lines, and its checksum. So a stage is done exactly if its file is the one that ``round.json``
+promises for the inputs at hand, and a round that was killed goes on with the first stage that is not.
+``groups.jsonl`` is an ordinary groups file: ``data=local data.path=…`` trains on it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from common.errors import DataError
 from common.files import write_whole
 from data.groups import from_dict, to_dict
 from data.types import Group
-from rollouts.rounds import Sampled
+from rollouts.rounds import SampledPrompt
 
 Facts = dict[str, Any]
 Line = dict[str, Any]
@@ -52,7 +54,8 @@ class RoundFolder:
         return str(self.record["stages"][stage]["sha256"])
 
     def done(self, stage: str, inputs: Facts | None = None) -> bool:
-        """Whether the stage's file is the one that was promised, made from ``inputs`` (None: from whatever)."""
+        """Whether the stage's file is the one that was promised, made from ``inputs`` (None: from
+        whatever)."""
         said, path = self.record.get("stages", {}).get(stage), self.file(stage)
         if (
             said is None
@@ -63,7 +66,8 @@ class RoundFolder:
         return bool(said["sha256"] == _sha256(path.read_bytes()))
 
     def write(self, stage: str, lines: Iterable[Line], inputs: Facts, facts: Facts) -> None:
-        """The stage's file, and what is said of it: what it was made from (settings included), and ``facts`` (counts, seconds)."""
+        """The stage's file, and what is said of it: what it was made from (settings included), and ``facts``
+        (counts, seconds)."""
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         said = {"inputs": inputs, "lines": text.count("\n"), **facts, "sha256": _sha256(text.encode())}
         self.note({"stages": self.record.get("stages", {}) | {stage: said}})
@@ -73,7 +77,8 @@ class RoundFolder:
         """The lines of a stage that is done. Raises DataError if it is not."""
         if not self.done(stage):
             raise DataError(
-                f"{self.file(stage)} is not as it was written; delete {self.path} and resume from a checkpoint before it, "
+                f"{self.file(stage)} is not as it was written; delete {self.path} and resume from a "
+                "checkpoint before it, "
                 "or start the run afresh with overwrite=true"
             )
         return [json.loads(line) for line in self.file(stage).read_text(encoding="utf-8").split("\n") if line]
@@ -83,16 +88,16 @@ class RoundFolder:
         return [from_dict(line) for line in self.read("groups")]
 
 
-def sampled_line(sampled: Sampled) -> Line:
+def sampled_line(sampled: SampledPrompt) -> Line:
     """A line of a samples file: a groups file's, without rewards."""
     blank = Group(sampled.prompt, sampled.completions, (0.0,) * len(sampled.completions))
     return {key: value for key, value in to_dict(blank).items() if key != "rewards"}
 
 
-def sampled_of(line: Line) -> Sampled:
+def sampled_of(line: Line) -> SampledPrompt:
     """What ``sampled_line`` wrote. Raises RowError."""
     group = from_dict(line | {"rewards": [0.0] * len(line["completions"])})
-    return Sampled(group.prompt, group.completions)
+    return SampledPrompt(group.prompt, group.completions)
 
 
 def _sha256(content: bytes) -> str:

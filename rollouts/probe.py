@@ -1,7 +1,8 @@
 """Whether an engine samples from the trainer's weights: the same rows scored by both, compared.
 
-Hashes cannot tell: engines fuse, cast and shard weights. Log-probabilities can: wrong weights show as nats of difference (an old
-output head: 3 and more), right ones as rounding. Two things are asked, because wrong weights can pass either alone:
+Hashes cannot tell: engines fuse, cast and shard weights. Log-probabilities can: wrong weights show as nats of
+difference (an old output head: 3 and more), right ones as rounding. Two things are asked, because wrong
+weights can pass either alone:
 
 - the difference lies within the dtype's noise (``NOISE``). That catches a load that went wrong;
 - the engine moved when the trainer moved. A round at a small learning rate can move log-probabilities by less than bfloat16's
@@ -14,13 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.worker_process import SamplerError
+from common.worker_process import WorkerError
 
 NOISE = {"float32": (1e-3, 1e-4), "bfloat16": (1.0, 0.05), "float16": (0.2, 0.01)}
 """dtype -> (largest, mean) absolute difference of token log-probabilities that rounding explains, nats.
 
-float32: some 1e-6 on a CPU; TF32 would show as 1e-3, and is not wanted. bfloat16 keeps 8 bits: a logit of 20 is rounded by up to
-0.06, an unlikely token's by more, so the mean is the criterion and the largest a stop for gross errors. float16 keeps 11.
+float32: some 1e-6 on a CPU; TF32 would show as 1e-3, and is not wanted. bfloat16 keeps 8 bits: a logit of 20
+is rounded by up to 0.06, an unlikely token's by more, so the mean is the criterion and the largest a stop for
+gross errors. float16 keeps 11.
 """
 
 _MOVED = 1e-5
@@ -50,21 +52,24 @@ class Probe:
 def check_probe(
     engine: list[list[float]], trainer: list[list[float]], dtype: str, previous: Probe | None = None
 ) -> Probe:
-    """Compare one row of log-probabilities per sequence (nats); ``previous`` is the same rows' probe before the last load.
+    """Compare one row of log-probabilities per sequence (nats); ``previous`` is the same rows' probe before
+    the last load.
 
-    Returns the probe, to be given as ``previous`` next time. Raises SamplerError with the measured difference: above the noise of
-    ``dtype`` (the coarser of the engine's and the trainer's), not finite, or the engine stood still while the trainer moved.
+    Returns the probe, to be given as ``previous`` next time. Raises WorkerError with the measured difference:
+    above the noise of ``dtype`` (the coarser of the engine's and the trainer's), not finite, or the engine
+    stood still while the trainer moved.
     """
     if [len(row) for row in engine] != [len(row) for row in trainer] or not any(engine):
-        raise SamplerError("the probe's rows differ in length between engine and trainer, or have no token")
+        raise WorkerError("the probe's rows differ in length between engine and trainer, or have no token")
     now = Probe(
         np.concatenate([np.asarray(row, np.float64) for row in engine]),
         np.concatenate([np.asarray(row, np.float64) for row in trainer]),
     )
     largest, mean = NOISE[dtype]
     if not (now.largest <= largest and now.mean <= mean):  # also when not a number
-        raise SamplerError(
-            f"the engine does not have the trainer's weights: token log-probabilities differ by {now.largest:.3g} "
+        raise WorkerError(
+            "the engine does not have the trainer's weights: token log-probabilities differ by "
+            f"{now.largest:.3g} "
             f"nats at most and {now.mean:.3g} in the mean, where {dtype} explains {largest:g} and {mean:g}"
         )
     if previous is not None and len(previous.engine) == len(now.engine):
@@ -73,8 +78,9 @@ def check_probe(
             float(np.abs(now.engine - previous.engine).mean()),
         )
         if moved > _MOVED and followed < _STALE_SHARE * moved:
-            raise SamplerError(
-                f"the engine still has older weights: since the last load the trainer's log-probabilities moved by "
+            raise WorkerError(
+                "the engine still has older weights: since the last load the trainer's log-probabilities "
+                "moved by "
                 f"{moved:.3g} nats in the mean, the engine's by {followed:.3g}"
             )
     return now

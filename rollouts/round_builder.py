@@ -1,4 +1,5 @@
-"""How a round is made: sample, score, keep or drop, each stage on disk before the next begins (paper, Algorithm 1, lines 4 to 12).
+"""How a round is made: sample, score, keep or drop, each stage on disk before the next begins (paper,
+Algorithm 1, lines 4 to 12).
 
 Rank 0 alone does this. What is already on disk, made from the same inputs, is not made again.
 """
@@ -21,20 +22,20 @@ from data.types import Group, Prompt
 from rollouts.engines import Engine
 from rollouts.ledger import Line, RoundFolder, sampled_line, sampled_of
 from rollouts.rewards.base import Reward
-from rollouts.rounds import Contexts, Sampled, feedback
+from rollouts.rounds import PromptSchedule, SampledPrompt, feedback
 from rollouts.samplers import SamplingSettings
 
 Facts = dict[str, Any]
 _SHOWN_CONTEXTS = 8
 
 
-class Maker:
+class RoundBuilder:
     """Makes the rounds of one run."""
 
     def __init__(
         self,
         config: Config,
-        contexts: Contexts,
+        contexts: PromptSchedule,
         renderer: Renderer,
         engine: Engine,
         reward: Reward,
@@ -51,8 +52,9 @@ class Maker:
         whole = folder.done("samples", self._sampling_inputs(first, end, weights))
         return not (whole and (not self.config.rounds.fill or folder.done("groups")))
 
-    def make(self, folder: RoundFolder, first: int, weights: str) -> None:
-        """The round of the contexts from ``first`` on, sampled from ``weights`` (their fingerprint): up to ``groups.jsonl``."""
+    def build(self, folder: RoundFolder, first: int, weights: str) -> None:
+        """The round of the contexts from ``first`` on, sampled from ``weights`` (their fingerprint): up to
+        ``groups.jsonl``."""
         wanted, end = self.config.rounds.contexts_per_round, first
         groups: list[list[Group]] = []
         dropped: Counter[str] = Counter()
@@ -97,9 +99,9 @@ class Maker:
     def _sampled(self, folder: RoundFolder) -> None:
         """All samples of the round are on disk: the weights that they came from need not be."""
         shutil.rmtree(folder.weights, ignore_errors=True)
-        self.engine.rest()
+        self.engine.sleep()
 
-    # -- stages -----------------------------------------------------------------------------------------------------------------------
+    # -- stages ------------------------------------------------------------------------------------
 
     def _sampling_inputs(self, first: int, end: int, weights: str) -> Facts:
         prompts = [(seed, [p.id for p in prompts]) for seed, prompts in self.contexts.take(first, end)]
@@ -112,7 +114,9 @@ class Maker:
             **asdict(self.settings),
         }
 
-    def _sample(self, folder: RoundFolder, stage: str, first: int, end: int, weights: str) -> list[Sampled]:
+    def _sample(
+        self, folder: RoundFolder, stage: str, first: int, end: int, weights: str
+    ) -> list[SampledPrompt]:
         inputs = self._sampling_inputs(first, end, weights)
         if not folder.done(stage, inputs):
             start, lines = time.monotonic(), []
@@ -133,14 +137,16 @@ class Maker:
         lines = []
         for prompt, samples in zip(prompts, answers, strict=True):
             line = sampled_line(
-                Sampled(prompt, tuple(s.completion(self.renderer.tokenizer) for s in samples))
+                SampledPrompt(prompt, tuple(s.completion(self.renderer.tokenizer) for s in samples))
             ) | {"sampling": how}
             if any(s.logprobs for s in samples):
                 line["engine_logprobs"] = [list(s.logprobs) for s in samples]
             lines.append(line)
         return lines
 
-    def _score(self, folder: RoundFolder, suffix: str, sampled: list[Sampled]) -> list[list[float | None]]:
+    def _score(
+        self, folder: RoundFolder, suffix: str, sampled: list[SampledPrompt]
+    ) -> list[list[float | None]]:
         stage, inputs = (
             f"scores{suffix}",
             {"samples": folder.checksum(f"samples{suffix}"), "reward": reward_settings(self.config)},
@@ -191,8 +197,9 @@ def reward_settings(config: Config) -> Facts:
     return {"name": reward.name, "max_missing": reward.max_missing, reward.kind: asdict(reward.settings)}
 
 
-def score_samples(reward: Reward, sampled: list[Sampled]) -> list[list[float | None]]:
-    """Every sample's reward, None for no verdict; the reward model's memory is given back. Raises RewardError."""
+def score_samples(reward: Reward, sampled: list[SampledPrompt]) -> list[list[float | None]]:
+    """Every sample's reward, None for no verdict; the reward model's memory is given back. Raises
+    RewardError."""
     pairs = [(one.prompt, c.text or "") for one in sampled for c in one.completions]
     try:
         flat = iter(reward.score([prompt for prompt, _ in pairs], [text for _, text in pairs]))
@@ -201,8 +208,9 @@ def score_samples(reward: Reward, sampled: list[Sampled]) -> list[list[float | N
     return [[next(flat) for _ in one.completions] for one in sampled]
 
 
-def engine_scores(folder: RoundFolder) -> dict[tuple[str, tuple[int, ...]], float]:
-    """(prompt id, sampled token ids) -> what the engine believed their log-probability to be, nats; {} where it did not say."""
+def sampler_logprobs_of(folder: RoundFolder) -> dict[tuple[str, tuple[int, ...]], float]:
+    """(prompt id, sampled token ids) -> what the engine believed their log-probability to be, nats; {} where
+    it did not say."""
     found = {}
     for part in folder.record["parts"]:
         for line in folder.read(f"samples{part}"):
@@ -215,7 +223,8 @@ def engine_scores(folder: RoundFolder) -> dict[tuple[str, tuple[int, ...]], floa
 
 
 def samples_table(folder: RoundFolder) -> list[list[Any]]:
-    """Rows of (prompt, completion, reward, tokens, finished) of the round's first contexts, for the tracker."""
+    """Rows of (prompt, completion, reward, tokens, finished) of the round's first contexts, for the
+    tracker."""
     rows: list[list[Any]] = []
     for line, scored in zip(folder.read("samples")[:_SHOWN_CONTEXTS], folder.read("scores"), strict=False):
         for completion, value in zip(line["completions"], scored["scores"], strict=True):

@@ -1,4 +1,5 @@
-"""What a round is made of, as pure functions: which prompts come when, and what becomes of their scored samples (paper, Algorithm 1)."""
+"""What a round is made of, as pure functions: which prompts come when, and what becomes of their scored
+samples (paper, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ EQUAL, SILENT = "all scores are equal", "no sample has a score"
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledPrompt:
     """A prompt with its samples."""
 
     prompt: Prompt
@@ -30,17 +31,20 @@ class Sampled:
 # Which prompts come when
 
 
-class Contexts:
-    """The contexts of a run, counted from 0: all prompts in an order that is a function of the seed alone, then all again in another."""
+class PromptSchedule:
+    """The contexts of a run, counted from 0: all prompts in an order that is a function of the seed alone,
+    then all again in another."""
 
     def __init__(self, prompts: Sequence[Prompt], planned: int, seed: int) -> None:
         """``prompts``: distinct, at least one. ``planned``: contexts of the whole run."""
         self.prompts, self.planned, self.seed = prompts, planned, seed
 
     def take(self, first: int, end: int) -> list[tuple[int, list[Prompt]]]:
-        """Contexts ``first`` to ``end`` (without it), as (sampling seed, prompts) of each pass over the prompts that they belong to.
+        """Contexts ``first`` to ``end`` (without it), as (sampling seed, prompts) of each pass over the
+        prompts that they belong to.
 
-        A prompt comes once in a pass, and each pass has its own sampling seed: no two contexts of a run share their random numbers.
+        A prompt comes once in a pass, and each pass has its own sampling seed: no two contexts of a run share
+        their random numbers.
         """
         size, parts = len(self.prompts), []
         while first < end:
@@ -61,14 +65,15 @@ def derived_seed(seed: int, what: str) -> int:
 
 
 def feedback(
-    sampled: Sampled, scores: Sequence[float | None], config: RoundsConfig, seed: int
+    sampled: SampledPrompt, scores: Sequence[float | None], config: RoundsConfig, seed: int
 ) -> list[Group] | str:
-    """The groups to train on that a context gives, or the reason why it is dropped. A sample without a score is left out of
-    everything: no verdict is not a bad one.
+    """The groups to train on that a context gives, or the reason why it is dropped. A sample without a score
+    is left out of everything: no verdict is not a bad one.
 
-    ``pair``: the best and the worst, if they differ by at least tau (Algorithm 1, lines 8 to 10), best first, with their scores.
-    ``random``: two that differ by at least tau, drawn by the seed and the prompt. ``threshold``: each sample alone, 1.0 where its
-    score is at least the threshold, else -1.0. ``group``: all of them with their scores.
+    ``pair``: the best and the worst, if they differ by at least tau (Algorithm 1, lines 8 to 10), best first,
+    with their scores. ``random``: two that differ by at least tau, drawn by the seed and the prompt.
+    ``threshold``: each sample alone, 1.0 where its score is at least the threshold, else -1.0. ``group``: all
+    of them with their scores.
     """
     group = with_scores(sampled, scores)
     if config.feedback == "threshold":
@@ -90,14 +95,15 @@ def feedback(
     return TOO_EQUAL if two is None else [_only(group, two)]
 
 
-def with_scores(sampled: Sampled, scores: Sequence[float | None]) -> Group:
+def with_scores(sampled: SampledPrompt, scores: Sequence[float | None]) -> Group:
     """The samples that have a score, with it."""
     kept = [(c, float(s)) for c, s in zip(sampled.completions, scores, strict=True) if s is not None]
     return Group(sampled.prompt, tuple(c for c, _ in kept), tuple(s for _, s in kept))
 
 
 def _random_pair(group: Group, tau: float, seed: int) -> tuple[int, int] | None:
-    """Two completions whose rewards differ, by ``tau`` or more, each such pair as likely; the better one first."""
+    """Two completions whose rewards differ, by ``tau`` or more, each such pair as likely; the better one
+    first."""
     rewards = group.rewards
     far = [
         (i, j)

@@ -1,7 +1,8 @@
 """Sampling answers from the policy: the protocol, and the embedded sampler on transformers' own generation.
 
-Prompts are rendered by the function that renders them for training, every sampling field is explicit, and samples are token ids.
-Their log-probabilities are not kept: top-p truncates the distribution that they are drawn from, so the trainer scores them itself.
+Prompts are rendered by the function that renders them for training, every sampling field is explicit, and
+samples are token ids. Their log-probabilities are not kept: top-p truncates the distribution that they are
+drawn from, so the trainer scores them itself.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from models.policy import Policy, causal_lm
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How tokens are drawn. Nothing else decides it: a model's generation_config.json is not read. Raises ConfigError."""
+    """How tokens are drawn. Nothing else decides it: a model's generation_config.json is not read. Raises
+    ConfigError."""
 
     temperature: float
     """0: greedy"""
@@ -57,11 +59,12 @@ class Sample:
     finished: bool
     """False when it was cut by max_tokens: it has no stop token then"""
     logprobs: tuple[float, ...] = ()
-    """What an engine believed of it: nats, one a token, at temperature 1 and without top-p. To be compared with the trainer's, never
-    trained on; the embedded sampler, which is the trainer, has none."""
+    """What an engine believed of it: nats, one a token, at temperature 1 and without top-p. To be compared
+    with the trainer's, never trained on; the embedded sampler, which is the trainer, has none."""
 
     def completion(self, tokenizer: PreTrainedTokenizerBase) -> Completion:
-        """As the record of a groups file: the ids, which are trained on as they are, and the text, for verifiers and readers."""
+        """As the record of a groups file: the ids, which are trained on as they are, and the text, for
+        verifiers and readers."""
         return Completion(
             str(tokenizer.decode(list(self.token_ids), skip_special_tokens=True)),
             self.token_ids,
@@ -71,7 +74,8 @@ class Sample:
 
 
 class Sampler(Protocol):
-    """What rounds and evaluation ask for answers. The same weights, prompts, settings and seed give the same answers."""
+    """What rounds and evaluation ask for answers. The same weights, prompts, settings and seed give the same
+    answers."""
 
     def sample(
         self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
@@ -93,15 +97,17 @@ class _Row:
 class EmbeddedSampler:
     """The policy itself, by transformers' generate with a KV cache.
 
-    A sample depends on the weights, its prompt, its index, the settings and the seed alone (to rounding): not on the batch in which
-    it is computed, the number of ranks, or the state of any random number generator. So equal prompts get equal samples.
+    A sample depends on the weights, its prompt, its index, the settings and the seed alone (to rounding): not
+    on the batch in which it is computed, the number of ranks, or the state of any random number generator. So
+    equal prompts get equal samples.
     """
 
     def __init__(
         self, policy: Policy, renderer: Renderer, device: torch.device, *, batch_size: int, synced: bool
     ) -> None:
-        """``batch_size``: rows generated at once. ``synced``: the policy is sharded over several ranks, each of which samples
-        a share of its own: every rank runs as many forwards as the slowest, and must call ``sample`` even if its share is empty."""
+        """``batch_size``: rows generated at once. ``synced``: the policy is sharded over several ranks, each
+        of which samples a share of its own: every rank runs as many forwards as the slowest, and must call
+        ``sample`` even if its share is empty."""
         self.policy, self.renderer, self.device = policy, renderer, device
         self.batch_size, self.synced = batch_size, synced
 
@@ -134,7 +140,7 @@ class EmbeddedSampler:
             if settings.temperature == 0
             else [uniforms(seed, row.prompt_id, row.index, settings.max_tokens) for row in rows]
         )
-        with own_settings_off(self.policy):
+        with without_generation_defaults(self.policy):
             tokens = self.policy.generate(
                 input_ids.to(self.device),
                 attention_mask.to(self.device),
@@ -147,8 +153,8 @@ class EmbeddedSampler:
 
 
 def left_padded(rows: list[np.ndarray], pad: int) -> tuple[Tensor, Tensor]:
-    """([B, P] int64 token ids, [B, P] int64 mask) with every row at the right edge, where generation goes on. Transformers counts
-    positions from the mask, so a row's positions begin at its own first token."""
+    """([B, P] int64 token ids, [B, P] int64 mask) with every row at the right edge, where generation goes on.
+    Transformers counts positions from the mask, so a row's positions begin at its own first token."""
     width = max(len(row) for row in rows)
     ids = np.full((len(rows), width), pad, np.int64)
     mask = np.zeros((len(rows), width), np.int64)
@@ -166,19 +172,21 @@ def uniforms(seed: int, prompt_id: str, index: int, n: int) -> np.ndarray:
 def processors(
     settings: SamplingSettings, draws: list[np.ndarray], width: int, device: torch.device
 ) -> LogitsProcessorList:
-    """What turns logits into scores of which generate takes the highest: if greedy nothing, else temperature, top-p, draw."""
+    """What turns logits into scores of which generate takes the highest: if greedy nothing, else temperature,
+    top-p, draw."""
     if settings.temperature == 0:
         return LogitsProcessorList()
     steps = LogitsProcessorList([TemperatureLogitsWarper(settings.temperature)])
     if settings.top_p < 1:
         steps.append(TopPLogitsWarper(settings.top_p))
-    steps.append(Draw(torch.from_numpy(np.stack(draws)).to(device), width))
+    steps.append(InverseCdfProcessor(torch.from_numpy(np.stack(draws)).to(device), width))
     return steps
 
 
-class Draw(LogitsProcessor):
-    """Draws each row's next token by inverting its distribution function at the row's own random number, and leaves only that token
-    possible. (generate's own sampling draws from the global generator, so that a row's tokens depend on its neighbours.)"""
+class InverseCdfProcessor(LogitsProcessor):
+    """Draws each row's next token by inverting its distribution function at the row's own random number, and
+    leaves only that token possible. (generate's own sampling draws from the global generator, so that a row's
+    tokens depend on its neighbours.)"""
 
     def __init__(self, uniforms: Tensor, width: int) -> None:
         """uniforms: [B, max_tokens] in [0, 1); width: the prompts' padded length."""
@@ -186,7 +194,8 @@ class Draw(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """[B, V] scores -> [B, V], 0 at the token drawn and -inf elsewhere."""
-        # float64: a running sum in float32 is off by what an unlikely token is worth, and on a GPU it need not even rise steadily.
+        # float64: a running sum in float32 is off by what an unlikely token is worth, and on a GPU it need
+        # not even rise steadily.
         cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
         step = input_ids.shape[1] - self.width
         token = torch.searchsorted(cumulative, self.uniforms[:, step, None] * cumulative[:, -1:], right=True)
@@ -194,9 +203,9 @@ class Draw(LogitsProcessor):
 
 
 @contextmanager
-def own_settings_off(policy: Policy) -> Iterator[None]:
-    """The policy without the generation settings it was published with: transformers fills every unset field from them without a
-    word (a repetition penalty, a top-k)."""
+def without_generation_defaults(policy: Policy) -> Iterator[None]:
+    """The policy without the generation settings it was published with: transformers fills every unset field
+    from them without a word (a repetition penalty, a top-k)."""
     model = causal_lm(policy.model)
     own = model.generation_config
     model.generation_config = GenerationConfig()

@@ -1,4 +1,5 @@
-"""What the vLLM sampler and its worker process say to each other: plain records, without torch and without vLLM."""
+"""What the vLLM sampler and its worker process say to each other: plain records, without torch and without
+vLLM."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ class EngineOptions:
 
 
 @dataclass(frozen=True)
-class DrawRequest:
-    """One sample to be drawn. All that decides it is here: nothing comes from the model's config or generation_config.json."""
+class GenerateRequest:
+    """One sample to be drawn. All that decides it is here: nothing comes from the model's config or
+    generation_config.json."""
 
     prompt: TokenRow
     temperature: float
@@ -36,7 +38,7 @@ class DrawRequest:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Generated:
     """One sample as the engine drew it."""
 
     token_ids: tuple[int, ...]

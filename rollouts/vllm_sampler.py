@@ -1,11 +1,13 @@
-"""The vLLM sampler: engines in processes of their own that live across rounds and take each round's weights in place.
+"""The vLLM sampler: engines in processes of their own that live across rounds and take each round's weights
+in place.
 
-Weights go over as a Hugging Face folder of safetensors with a version number, prompts and samples as token ids. The trainer
-compares log-probabilities after every load (``rollouts.probe``) and recomputes those of the samples: the engine's are a diagnostic.
+Weights go over as a Hugging Face folder of safetensors with a version number, prompts and samples as token
+ids. The trainer compares log-probabilities after every load (``rollouts.probe``) and recomputes those of the
+samples: the engine's are a diagnostic.
 
-On GPUs the engine shares the trainer's devices (``sleep`` gives the memory back until the next ``load``) or has its own
-(``sampler.devices``); several copies (``sampler.data_parallel``) share the work. The tests run the CPU engine: sleep, tensor
-parallelism and own devices follow vLLM's documented interface.
+On GPUs the engine shares the trainer's devices (``sleep`` gives the memory back until the next ``load``) or
+has its own (``sampler.devices``); several copies (``sampler.data_parallel``) share the work. The tests run
+the CPU engine: sleep, tensor parallelism and own devices follow vLLM's documented interface.
 """
 
 from __future__ import annotations
@@ -20,28 +22,31 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.worker_process import SamplerError, WorkerProcess
+from common.worker_process import WorkerError, WorkerProcess
 from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt, Sequence
 from rollouts.samplers import Sample, SamplingSettings
-from rollouts.vllm_messages import Drawn, DrawRequest, EngineOptions, TokenRow
+from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow
 
 WORKER = "rollouts.vllm_worker"
 
 
 class VllmSampler:
-    """One engine, or ``data_parallel`` of them. Started by the first ``load``; to be closed, or used as a context.
+    """One engine, or ``data_parallel`` of them. Started by the first ``load``; to be closed, or used as a
+    context.
 
-    A sample's random numbers belong to its prompt, its index and the seed, so equal calls to one engine give equal samples.
-    Rounding may depend on what else is in flight, so that another batch, or another engine, may part from it at a near tie.
+    A sample's random numbers belong to its prompt, its index and the seed, so equal calls to one engine give
+    equal samples. Rounding may depend on what else is in flight, so that another batch, or another engine,
+    may part from it at a near tie.
     """
 
     def __init__(
         self, config: SamplerConfig, renderer: Renderer, *, max_length: int, dtype: str, log_dir: Path
     ) -> None:
-        """``max_length``: longest prompt and completion together (model.max_length); ``dtype``: the trainer's compute dtype, which
-        sampler.dtype overrides; ``log_dir``: for the engines' output. Raises ConfigError if vLLM is not installed."""
+        """``max_length``: longest prompt and completion together (model.max_length); ``dtype``: the trainer's
+        compute dtype, which sampler.dtype overrides; ``log_dir``: for the engines' output. Raises ConfigError
+        if vLLM is not installed."""
         require_installed()
         self.config, self.renderer, self.log_dir = config, renderer, log_dir
         self.version: int | None = None
@@ -63,9 +68,11 @@ class VllmSampler:
         return self._options.dtype
 
     def load(self, folder: Path, version: int) -> None:
-        """Take the weights of a Hugging Face folder (config.json, *.safetensors): in place, waking up first if asleep.
+        """Take the weights of a Hugging Face folder (config.json, *.safetensors): in place, waking up first
+        if asleep.
 
-        The first call, and the first after a failure, starts the engines. Raises SamplerError; no engine is left then.
+        The first call, and the first after a failure, starts the engines. Raises WorkerError; no engine is
+        left then.
         """
         path, self.version = str(folder.resolve()), version
         if self._workers:
@@ -81,12 +88,12 @@ class VllmSampler:
     def sample(
         self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
     ) -> list[list[Sample]]:
-        """``n`` answers to each prompt, with what the engine believed of them. Raises DataError if one cannot be
-        rendered, and SamplerError."""
+        """``n`` answers to each prompt, with what the engine believed of them. Raises DataError if one cannot
+        be rendered, and WorkerError."""
         stops = self.renderer.stop_token_ids
         rows = [(prompt.id, self.renderer.prompt_ids(prompt).tolist()) for prompt in prompts]
         requests = [
-            DrawRequest(
+            GenerateRequest(
                 row,
                 settings.temperature,
                 settings.top_p,
@@ -102,15 +109,16 @@ class VllmSampler:
             len(prompts) * k // self.config.data_parallel * n for k in range(self.config.data_parallel + 1)
         ]
         self._require_weights()
-        answers = self._ask("draw", [(requests[i:j],) for i, j in pairwise(bounds)], self.config.timeout)
-        drawn: list[Drawn] = [each for answer in answers for each in answer]
+        answers = self._ask("generate", [(requests[i:j],) for i, j in pairwise(bounds)], self.config.timeout)
+        drawn: list[Generated] = [each for answer in answers for each in answer]
         samples: list[Sample] = [Sample(each.token_ids, each.finished, each.logprobs) for each in drawn]
         return [samples[i : i + n] for i in range(0, len(samples), n)]
 
     def logprobs(self, rows: list[Sequence]) -> list[list[list[float]]]:
         """Log-probabilities of each row's completion tokens, nats, by every engine: [engines][rows][tokens].
 
-        Rows must be shorter than max_length (an engine has to have room for one token more). Raises SamplerError.
+        Rows must be shorter than max_length (an engine has to have room for one token more). Raises
+        WorkerError.
         """
         tokens: list[TokenRow] = [[*row.prompt_ids.tolist(), *row.completion_ids.tolist()] for row in rows]
         self._require_weights()
@@ -121,7 +129,8 @@ class VllmSampler:
         ]
 
     def sleep(self) -> None:
-        """Give the GPU's memory back until the next load where it is shared with the trainer; else nothing. Raises SamplerError."""
+        """Give the GPU's memory back until the next load where it is shared with the trainer; else nothing.
+        Raises WorkerError."""
         if self._workers and self.config.shares_devices:
             self.version = None
             self._ask("sleep", [()] * len(self._workers), self.config.timeout)
@@ -140,8 +149,9 @@ class VllmSampler:
 
     def _require_weights(self) -> None:
         if self.version is None:
-            raise SamplerError(
-                "the vLLM sampler has no weights (never loaded, asleep, or closed by a failure): call load first"
+            raise WorkerError(
+                "the vLLM sampler has no weights (never loaded, asleep, or closed by a failure): call load "
+                "first"
             )
 
     def _start(self, replica: int) -> WorkerProcess:
@@ -149,21 +159,23 @@ class VllmSampler:
         return WorkerProcess(WORKER, log=self.log_dir / f"vllm-{replica}.log", env=environment)
 
     def _ask(self, method: str, arguments: list[tuple[Any, ...]], timeout: float) -> list[Any]:
-        """One request to each engine, all at work at once; the answers in order, all from the weights of ``self.version``."""
+        """One request to each engine, all at work at once; the answers in order, all from the weights of
+        ``self.version``."""
         with self._closed_on_failure():
             for worker, each in zip(self._workers, arguments, strict=True):
                 worker.send(method, *each)
             replies = [worker.receive(timeout) for worker in self._workers]
             versions = [version for version, _ in replies]
             if any(version != self.version for version in versions):
-                raise SamplerError(
+                raise WorkerError(
                     f"the engines answered from weights of version {versions}, not {self.version}"
                 )
             return [value for _, value in replies]
 
     @contextmanager
     def _closed_on_failure(self) -> Iterator[None]:
-        """After an error no answer may be left in a pipe to be taken for that of a later request: end the engines."""
+        """After an error no answer may be left in a pipe to be taken for that of a later request: end the
+        engines."""
         try:
             yield
         except BaseException:
@@ -188,7 +200,8 @@ def require_installed() -> None:
 
 
 def sample_seed(seed: int, prompt_id: str, index: int) -> int:
-    """63 bits: the random numbers of one sample belong to its prompt and index, not to its place in a batch."""
+    """63 bits: the random numbers of one sample belong to its prompt and index, not to its place in a
+    batch."""
     return (
         int.from_bytes(hashlib.blake2b(f"{seed}/{prompt_id}/{index}".encode(), digest_size=8).digest()) >> 1
     )
@@ -210,7 +223,8 @@ def engine_environment(config: SamplerConfig, replica: int, environment: Mapping
         )
     return {
         "CUDA_VISIBLE_DEVICES": ",".join(visible[d] if visible else str(d) for d in devices),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in the worker itself: it ends with it, and starts faster
+        # the engine core in the worker itself: it ends with it, and starts faster
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gb),
         "VLLM_NO_USAGE_STATS": "1",

@@ -1,7 +1,8 @@
-"""The worker process that holds a vLLM engine: ``python -m rollouts.vllm_worker``. The only module that imports vllm.
+"""The worker process that holds a vLLM engine: ``python -m rollouts.vllm_worker``. The only module that
+imports vllm.
 
-The engine core runs in this very process (VLLM_ENABLE_V1_MULTIPROCESSING=0, set by the owner), so that it ends with it; with
-tensor_parallel above 1 the engine starts processes of its own, of this process's group.
+The engine core runs in this very process (VLLM_ENABLE_V1_MULTIPROCESSING=0, set by the owner), so that it
+ends with it; with tensor_parallel above 1 the engine starts processes of its own, of this process's group.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
 from common.worker_process import serve
-from rollouts.vllm_messages import Drawn, DrawRequest, EngineOptions, TokenRow
+from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,8 @@ HEAD = "lm_head.weight"
 
 
 class Engine:
-    """vLLM behind the few requests that rounds need. Every answer is (version of the weights it comes from, value)."""
+    """vLLM behind the few requests that rounds need. Every answer is (version of the weights it comes from,
+    value)."""
 
     def __init__(self) -> None:
         self._llm: LLM | None = None
@@ -73,12 +75,13 @@ class Engine:
         return version, None
 
     def sleep(self) -> tuple[None, None]:
-        """Give back weights and KV cache (level 2): the next weights come from a file anyway. No effect on a CPU."""
+        """Give back weights and KV cache (level 2): the next weights come from a file anyway. No effect on a
+        CPU."""
         self._started().sleep(level=2)
         self._asleep, self._version = True, None
         return None, None
 
-    def draw(self, requests: list[DrawRequest]) -> tuple[int, list[Drawn]]:
+    def generate(self, requests: list[GenerateRequest]) -> tuple[int, list[Generated]]:
         """One sample a request, in order."""
         outputs = self._awake().generate(
             [{"prompt_token_ids": request.prompt} for request in requests],
@@ -92,12 +95,13 @@ class Engine:
             values = tuple(
                 step[token].logprob for token, step in zip(sample.token_ids, sample.logprobs, strict=True)
             )
-            drawn.append(Drawn(tuple(sample.token_ids), sample.finish_reason == "stop", values))
+            drawn.append(Generated(tuple(sample.token_ids), sample.finish_reason == "stop", values))
         assert self._version is not None
         return self._version, drawn
 
     def logprobs(self, rows: list[TokenRow]) -> tuple[int, list[list[float]]]:
-        """log p(token | what is before it) of every token but the first, nats. Rows must be shorter than max_length."""
+        """log p(token | what is before it) of every token but the first, nats. Rows must be shorter than
+        max_length."""
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         outputs = self._awake().generate([{"prompt_token_ids": row} for row in rows], params, use_tqdm=False)
         assert self._version is not None
@@ -119,9 +123,9 @@ class Engine:
         return self._started()
 
 
-def _sampling_params(request: DrawRequest) -> SamplingParams:
-    """Every field that could change a sample, said outright. ``ignore_eos``: only our stop tokens end a sample, not the end token that
-    the model's config names, which the engine would add to them."""
+def _sampling_params(request: GenerateRequest) -> SamplingParams:
+    """Every field that could change a sample, said outright. ``ignore_eos``: only our stop tokens end a
+    sample, not the end token that the model's config names, which the engine would add to them."""
     return SamplingParams(
         n=1,
         temperature=request.temperature,
@@ -148,10 +152,12 @@ def _sampling_params(request: DrawRequest) -> SamplingParams:
 
 
 class WeightReader:
-    """Mixed into each of the engine's own workers (vLLM's worker_extension_cls), which so read the files themselves."""
+    """Mixed into each of the engine's own workers (vLLM's worker_extension_cls), which so read the files
+    themselves."""
 
     def read_weights(self, folder: str) -> None:
-        """Take the safetensors files of a Hugging Face folder in place. Raises FileNotFoundError if there are none."""
+        """Take the safetensors files of a Hugging Face folder in place. Raises FileNotFoundError if there are
+        none."""
         model = self.get_model()  # type: ignore[attr-defined]
         tied = self.model_config.hf_text_config.tie_word_embeddings  # type: ignore[attr-defined]
         has_head = any(
@@ -162,10 +168,11 @@ class WeightReader:
 
 
 def checkpoint_tensors(folder: Path, add_head: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of all in the folder's safetensors files; ``add_head``: with the embeddings as the output head if it is not there.
+    """(name, tensor) of all in the folder's safetensors files; ``add_head``: with the embeddings as the
+    output head if it is not there.
 
-    A tied checkpoint is saved without its head, and an engine whose model has a head of its own (as vLLM's Llama and Qwen do on a
-    CPU) would go on with the old one and report success.
+    A tied checkpoint is saved without its head, and an engine whose model has a head of its own (as vLLM's
+    Llama and Qwen do on a CPU) would go on with the old one and report success.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -190,7 +197,7 @@ def main() -> None:
             "start": engine.start,
             "load": engine.load,
             "sleep": engine.sleep,
-            "draw": engine.draw,
+            "generate": engine.generate,
             "logprobs": engine.logprobs,
         }
     )

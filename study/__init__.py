@@ -1,1 +1,2 @@
-"""The paper's comparisons in miniature, on the embedded task, from one command: plan, runs, statistics, claims, report."""
+"""The paper's comparisons in miniature, on the embedded task, from one command: plan, runs, statistics,
+claims, report."""

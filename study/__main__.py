@@ -96,8 +96,8 @@ def act(options: argparse.Namespace) -> None:
 
 
 def tune(plan: Plan, runs_dir: Path, options: argparse.Namespace) -> tuple[dict[str, Settings], list[Run]]:
-    """What the twelve cells are run with, by the plan's rule, and the runs that it was chosen by. ``report`` runs nothing: it takes the
-    file of an earlier tuning where the runs are not there."""
+    """What the twelve cells are run with, by the plan's rule, and the runs that it was chosen by. ``report``
+    runs nothing: it takes the file of an earlier tuning where the runs are not there."""
     halves: list[Run] = []
     values: dict[str, dict[float, float]] = {}
     lrs: dict[str, float] = {}
@@ -147,7 +147,8 @@ def do(runs: Sequence[Run], runs_dir: Path, options: argparse.Namespace) -> None
 def write_chosen(plan: Plan, chosen: dict[str, Settings], path: Path) -> None:
     """The file that ``quick`` reads."""
     rule = (
-        f"# Written by `python -m study full`: per cell the learning rate, then the gradient norm, with the best mean "
+        "# Written by `python -m study full`: per cell the learning rate, then the gradient norm, with the "
+        "best mean "
         f"{plan.metric} on validation\n# (of lr {list(plan.lrs)} at norm {DEFAULT_NORM}, then norms "
         f"{sorted({DEFAULT_NORM, *plan.norms})} at that lr; seeds {list(plan.tuning_seeds)}).\n"
     )

@@ -1,4 +1,5 @@
-"""The paper's claims held against the runs: what was compared, how large the difference is, and one word for it."""
+"""The paper's claims held against the runs: what was compared, how large the difference is, and one word for
+it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ FEWEST_SEEDS = 3
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim and the pairs of cells (b, a) that answer it; ``claims.yaml`` says what each kind of claim asks."""
+    """A claim and the pairs of cells (b, a) that answer it; ``claims.yaml`` says what each kind of claim
+    asks."""
 
     title: str
     source: str
@@ -36,7 +38,8 @@ class Claim:
 
 @dataclass(frozen=True)
 class Answer:
-    """One pair's answer. ``difference``: of the metric, b - a over the seeds that both have; ``interval``: its 95 % t-interval."""
+    """One pair's answer. ``difference``: of the metric, b - a over the seeds that both have; ``interval``:
+    its 95 % t-interval."""
 
     claim: Claim
     b: str
@@ -79,7 +82,8 @@ def answers(
     margin: float,
     greedy: Mapping[str, Mapping[int, float]],
 ) -> list[Answer]:
-    """An answer to each pair of each claim. Holm's correction is over every test of a ``greater`` claim that could be made."""
+    """An answer to each pair of each claim. Holm's correction is over every test of a ``greater`` claim that
+    could be made."""
     tested: list[tuple[Claim, str, str, Comparison | None]] = []
     for claim in claims:
         for b, a in claim.pairs:
@@ -102,7 +106,8 @@ def _p(comparison: Comparison | None) -> float | None:
 
 
 def differences(values: Mapping[str, Mapping[int, float]], b: str, a: str) -> list[float]:
-    """b - a, seed by seed: runs of a seed see the same data in the same order and are evaluated with the same random numbers."""
+    """b - a, seed by seed: runs of a seed see the same data in the same order and are evaluated with the same
+    random numbers."""
     seeds = sorted(values.get(b, {}).keys() & values.get(a, {}).keys())
     return [values[b][seed] - values[a][seed] for seed in seeds]
 
@@ -136,8 +141,8 @@ def _answer(
 def verdict(
     kind: str, difference: float, interval: tuple[float, float], p_holm: float | None, margin: float
 ) -> str:
-    """One word. ``greater``: by the corrected test. ``match`` and ``same``: by the interval against the margin; reversed where the
-    interval lies beyond it altogether."""
+    """One word. ``greater``: by the corrected test. ``match`` and ``same``: by the interval against the
+    margin; reversed where the interval lies beyond it altogether."""
     low, high = interval
     if kind == GREATER:
         if p_holm is None or p_holm >= SIGNIFICANT:

@@ -1,4 +1,5 @@
-"""The report's figures, drawn like the paper's: means with 95 % confidence intervals over seeds, every seed a dot."""
+"""The report's figures, drawn like the paper's: means with 95 % confidence intervals over seeds, every seed a
+dot."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def of_the_paper(
     """The figures that are the paper's own. ``base``: the sampled accuracy that all runs start from."""
     return {
         "figure1": (
-            "Figure 1: the four variants of each loss, at equal numbers of examples. Above sampled accuracy (temperature 0.7), "
+            "Figure 1: the four variants of each loss, at equal numbers of examples. Above sampled accuracy "
+            "(temperature 0.7), "
             "below greedy. Dashed: the model that all start from.",
             twelve(sampled, greedy, base),
         ),
@@ -56,7 +58,8 @@ def of_the_paper(
             side_by_side(sampled, base, {"parts": parts_alone, "clipping or sampling": clipping_or_sampling}),
         ),
         "figure6": (
-            "Figure 6: offline+humanline on quarters of the data, by mean token log-probability under the initial weights, lowest "
+            "Figure 6: offline+humanline on quarters of the data, by mean token log-probability under the "
+            "initial weights, lowest "
             "first (80 steps each).",
             quarters(sampled, base),
         ),
@@ -306,8 +309,8 @@ def times(records: Sequence[Record]) -> Figure | None:
 
 
 def part_seconds(record: Record) -> dict[str, float]:
-    """A run's CPU seconds by what they went to. Steps and sampling are timed by the clock: where runs shared cores, their clock time is
-    scaled to the CPU time that the run got."""
+    """A run's CPU seconds by what they went to. Steps and sampling are timed by the clock: where runs shared
+    cores, their clock time is scaled to the CPU time that the run got."""
     share = min(1.0, record.seconds["cpu"] / record.seconds["wall"])
     train, sample = record.seconds["train"] * share, record.seconds["sample"] * share
     return {

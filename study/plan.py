@@ -1,6 +1,7 @@
 """What the study runs: ``plan.yaml`` read, checked, and turned into runs (``launch.grid.Run``).
 
-Tuning has the same runs in each of the twelve cells. Everything else inherits the tuned settings of the cell that it is ``like``.
+Tuning has the same runs in each of the twelve cells. Everything else inherits the tuned settings of the cell
+that it is ``like``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Plan:
     """Tried beside ``DEFAULT_NORM``."""
     seeds: dict[str, dict[str, int]]
 
-    # -- runs ------------------------------------------------------------------------------------------------------------------------
+    # -- runs --------------------------------------------------------------------------------------
 
     def lr_runs(self) -> list[Run]:
         """Tuning, first half: every learning rate at the default norm, in every one of the twelve cells."""
@@ -66,7 +67,8 @@ class Plan:
         ]
 
     def tuning_runs(self, cell: str, lr: float | None = None) -> list[Run]:
-        """A cell's runs of either half: those of all learning rates, or with ``lr`` those of all norms at it."""
+        """A cell's runs of either half: those of all learning rates, or with ``lr`` those of all norms at
+        it."""
         tried = (
             [(one, DEFAULT_NORM) for one in self.lrs]
             if lr is None
@@ -77,10 +79,11 @@ class Plan:
     def runs(
         self, mode: str, chosen: Mapping[str, Settings], seeds: Sequence[int] | None = None
     ) -> list[Run]:
-        """The runs of ``full`` or ``quick`` with the settings that tuning chose (``cell -> {lr, model.max_grad_norm}``).
+        """The runs of ``full`` or ``quick`` with the settings that tuning chose (``cell -> {lr,
+        model.max_grad_norm}``).
 
-        A first three seeds of everything come first, then the rest, so that what is there early covers every question.
-        ``seeds``: these instead of 1, 2, … (as many as there are)."""
+        A first three seeds of everything come first, then the rest, so that what is there early covers every
+        question. ``seeds``: these instead of 1, 2, … (as many as there are)."""
         found: list[tuple[int, int, Run]] = []
         for order, (name, cells) in enumerate(self.cells(mode).items()):
             count = self.seeds[mode]["main" if name == MAIN else "other"]
@@ -112,8 +115,8 @@ class Plan:
 
 
 def read_plan(path: Path = PLAN) -> Plan:
-    """Raises ConfigError for what is not a plan: a part that is missing, unknown or of another kind, an experiment's cell that is like
-    none of the twelve, or is named twice."""
+    """Raises ConfigError for what is not a plan: a part that is missing, unknown or of another kind, an
+    experiment's cell that is like none of the twelve, or is named twice."""
     raw = read_yaml("--plan", path, "is not a file")
     parts(
         f"{path}",
@@ -172,12 +175,14 @@ def _experiment(name: str, part: dict[str, Any], main: Mapping[str, Settings]) -
 
 
 def best(values: Mapping[float, float]) -> float:
-    """The tried value with the highest mean of the metric; of equals the smallest. Raises ValueError of nothing."""
+    """The tried value with the highest mean of the metric; of equals the smallest. Raises ValueError of
+    nothing."""
     return min(values, key=lambda tried: (-values[tried], tried))
 
 
 def read_chosen(path: Path, cells: Collection[str]) -> dict[str, Settings]:
-    """What tuning chose for ``cells``, from its file. Raises ConfigError where it was not run, or not for all of them."""
+    """What tuning chose for ``cells``, from its file. Raises ConfigError where it was not run, or not for all
+    of them."""
     raw = read_yaml("chosen", path, "is not there: run `python -m study full`, which tunes first")
     parts(f"{path}", raw, {"cells": dict})
     parts(f"{path}: cells", raw["cells"], dict.fromkeys(cells, dict))

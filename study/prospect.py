@@ -1,6 +1,8 @@
-"""Prospect theory (Tversky and Kahneman 1992): how people value outcomes and weigh their chances. Equations 2 to 4 of the paper.
+"""Prospect theory (Tversky and Kahneman 1992): how people value outcomes and weigh their chances. Equations 2
+to 4 of the paper.
 
-An outcome may be money, or the surprisal of a completion in nats (section 3). Everything here is a pure function of float64 arrays.
+An outcome may be money, or the surprisal of a completion in nats (section 3). Everything here is a pure
+function of float64 arrays.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ def value(z: ArrayLike, lam: float = LAMBDA, alpha: float = ALPHA, z0: float = 0
 
 
 def capacity(a: ArrayLike, gamma: float) -> Array:
-    """``a^gamma / (a^gamma + (1 - a)^gamma)^(1 / gamma)`` (equation 3). ``a``: cumulative probabilities in [0, 1], any shape.
+    """``a^gamma / (a^gamma + (1 - a)^gamma)^(1 / gamma)`` (equation 3). ``a``: cumulative probabilities in
+    [0, 1], any shape.
 
-    ``gamma``: 1 gives the objective probabilities; below it, the inverted S of most people. Raises ValueError unless above 0.
+    ``gamma``: 1 gives the objective probabilities; below it, the inverted S of most people. Raises ValueError
+    unless above 0.
     """
     if gamma <= 0:
         raise ValueError(f"gamma={gamma}: must be above 0")
@@ -50,10 +54,11 @@ def decision_weights(
 ) -> Array:
     """[n] the weight of each outcome, in the order given (equation 4).
 
-    ``outcomes``: [n], in any order. ``probabilities``: [n], of sum 1. A gain (``>= z0``) weighs the capacity of doing as well or
-    better, less that of doing better; a loss the capacity of doing as badly or worse, less that of doing worse, each side by its
-    own capacity function. Equal outcomes are one outcome: they share its weight in proportion to their probabilities. The weights
-    of a prospect with both gains and losses need not add up to 1. Raises ValueError for probabilities that are none.
+    ``outcomes``: [n], in any order. ``probabilities``: [n], of sum 1. A gain (``>= z0``) weighs the capacity
+    of doing as well or better, less that of doing better; a loss the capacity of doing as badly or worse,
+    less that of doing worse, each side by its own capacity function. Equal outcomes are one outcome: they
+    share its weight in proportion to their probabilities. The weights of a prospect with both gains and
+    losses need not add up to 1. Raises ValueError for probabilities that are none.
     """
     z, p = np.asarray(outcomes, dtype=np.float64), np.asarray(probabilities, dtype=np.float64)
     if z.shape != p.shape or z.ndim != 1 or (p < 0).any() or not np.isclose(p.sum(), 1.0):
@@ -67,7 +72,8 @@ def decision_weights(
 
 
 def _differences(mass: Array, perceived: Capacity) -> Array:
-    """The capacity of each cumulative probability less that of the one before, from the most extreme outcome inwards."""
+    """The capacity of each cumulative probability less that of the one before, from the most extreme outcome
+    inwards."""
     cumulative = np.concatenate([[0.0], np.cumsum(mass)])
     # Capacity is infinitely steep at 1: there a sum's rounding error of 1e-16 would become 1e-6 of weight.
     return np.diff(perceived(np.where(cumulative > 1 - 1e-12, 1.0, cumulative)))

@@ -1,11 +1,13 @@
-"""Figure 2 of the paper from a run: how people would perceive what its policy can produce, and how near to that its training data come.
+"""Figure 2 of the paper from a run: how people would perceive what its policy can produce, and how near to
+that its training data come.
 
     python -m study.prospect_figure runs/NAME                # to runs/NAME/figure2.png
     python -m study.prospect_figure runs/NAME --prompts 512 --to figure.pdf
 
-An outcome is the surprisal of a token, log pi_theta - log pi_ref in nats, under the run's exported model and its initial one. The
-horizontal axis is the share of the policy's own tokens of at most some surprisal, the vertical one the share of tokens from elsewhere of at
-most the same. So the policy's own samples are the diagonal, and human perception (equation 4 on those samples) is an inverted S.
+An outcome is the surprisal of a token, log pi_theta - log pi_ref in nats, under the run's exported model and
+its initial one. The horizontal axis is the share of the policy's own tokens of at most some surprisal, the
+vertical one the share of tokens from elsewhere of at most the same. So the policy's own samples are the
+diagonal, and human perception (equation 4 on those samples) is an inverted S.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ def cumulative(values: Array, at: Array) -> Array:
 
 
 def perceived(values: Array, at: Array) -> Array:
-    """[m] the same share as people perceive it: by the decision weights (equation 4, medians of Tversky and Kahneman) of the [n]
-    ``values``, equally likely each, over their sum."""
+    """[m] the same share as people perceive it: by the decision weights (equation 4, medians of Tversky and
+    Kahneman) of the [n] ``values``, equally likely each, over their sum."""
     distinct, counts = np.unique(values, return_counts=True)
     weights = decision_weights(distinct, counts / counts.sum())
     shares = np.concatenate([[0.0], np.cumsum(weights) / weights.sum()])
@@ -58,8 +60,9 @@ def perceived(values: Array, at: Array) -> Array:
 
 
 def draw(on_policy: Array, offline: dict[str, Array], bounds: tuple[float, float]) -> Figure:
-    """The figure from token surprisals, nats: of the policy's own samples, and of the training data (``better`` and ``worse``
-    completions). ``bounds``: the range in which humanline clipping leaves a token its gradient."""
+    """The figure from token surprisals, nats: of the policy's own samples, and of the training data
+    (``better`` and ``worse`` completions). ``bounds``: the range in which humanline clipping leaves a token
+    its gradient."""
     at = np.unique(on_policy)
     across = cumulative(on_policy, at)
     everything = np.concatenate(list(offline.values()))
@@ -121,7 +124,8 @@ def sampled(
 
 
 def of_run(run: Path, prompts: int) -> Figure:
-    """The figure of a finished run, from the completions of ``prompts`` of its prompts. Raises ConfigError, DataError."""
+    """The figure of a finished run, from the completions of ``prompts`` of its prompts. Raises ConfigError,
+    DataError."""
     record, exported = run / "config.yaml", run / "model" / "config.json"
     require(
         record.is_file() and exported.is_file(),

@@ -1,6 +1,8 @@
-"""What is left of each run: one line with its settings, its results and where they came from. The report is made of these alone.
+"""What is left of each run: one line with its settings, its results and where they came from. The report is
+made of these alone.
 
-``runs.jsonl`` beside a report holds the lines of its runs; each is read from the run's own folder while that is there.
+``runs.jsonl`` beside a report holds the lines of its runs; each is read from the run's own folder while that
+is there.
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ class Record:
     steps: int
     examples: int
     seconds: dict[str, float]
-    """``train``: in steps; ``sample``: sampling and scoring; ``cpu``, ``wall``: of the whole run, evaluations included."""
+    """``train``: in steps; ``sample``: sampling and scoring; ``cpu``, ``wall``: of the whole run, evaluations
+    included."""
     traces: dict[str, float] = field(default_factory=dict)
-    """Means over the last tenth of the steps of what a step logs: ``clipped_low``, ``grad_norm`` … ``entropy`` …"""
+    """Means over the last tenth of the steps of what a step logs: ``clipped_low``, ``grad_norm`` …
+    ``entropy`` …"""
     curve: list[tuple[int, float]] = field(default_factory=list)
     """(examples trained on, sampled accuracy) of the evaluations during training, the first before it."""
     clipped: float | None = None
@@ -110,7 +114,8 @@ def numbers(values: dict[str, Any]) -> dict[str, float]:
 
 
 def collect(runs: Sequence[Run], runs_dir: Path, earlier: Path | None = None) -> list[Record]:
-    """The records of those of ``runs`` that are finished: from their folders, or else from the file ``earlier``.
+    """The records of those of ``runs`` that are finished: from their folders, or else from the file
+    ``earlier``.
 
     Raises ConfigError where ``earlier`` has a run of this name with other settings."""
     known = {record.name: record for record in read_records(earlier)} if earlier is not None else {}

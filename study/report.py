@@ -1,4 +1,5 @@
-"""The study's report: markdown and HTML from the same parts, the figures as files, and the runs that every number comes from.
+"""The study's report: markdown and HTML from the same parts, the figures as files, and the runs that every
+number comes from.
 
 ``<out>/report.md``, ``report.html`` (self-contained), ``figure*.svg``, ``runs.jsonl``.
 """
@@ -28,7 +29,8 @@ Table = list[list[str]]
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with text (markdown paragraphs), then a table, then a figure's stem and caption; any may be missing."""
+    """A heading with text (markdown paragraphs), then a table, then a figure's stem and caption; any may be
+    missing."""
 
     title: str
     text: tuple[str, ...] = ()
@@ -74,7 +76,7 @@ def write_report(
     return f"{markdown(claims_table(found))}\n\n{told}; {len(records)} of {planned} runs. {where}"
 
 
-# -- sections ------------------------------------------------------------------------------------------------------------------------
+# -- sections --------------------------------------------------------------------------------------
 
 
 def opening(plan: Plan, mode: str, records: Sequence[Record], planned: int, command: str) -> list[Section]:
@@ -90,17 +92,26 @@ def opening(plan: Plan, mode: str, records: Sequence[Record], planned: int, comm
         Section(
             "What this is",
             (
-                f"Two-digit additions by a Llama of 0.6 million parameters that mostly forgets to carry (where every run starts: {begun}). "
-                "Offline pairs were sampled from another checkpoint than the one that is trained. Every run, unless its settings say "
-                "otherwise, trains on 1,280 pairs (2,560 sequences) in 160 steps, offline or online in rounds of 32 steps; humanline clips at "
-                "±1.5 nats and syncs every 16 steps. What is reported was measured on held-out prompts that tuning did not see, four samples "
+                "Two-digit additions by a Llama of 0.6 million parameters that mostly forgets to carry "
+                f"(where every run starts: {begun}). "
+                "Offline pairs were sampled from another checkpoint than the one that is trained. Every "
+                "run, unless its settings say "
+                "otherwise, trains on 1,280 pairs (2,560 sequences) in 160 steps, offline or online in "
+                "rounds of 32 steps; humanline clips at "
+                "±1.5 nats and syncs every 16 steps. What is reported was measured on held-out prompts that "
+                "tuning did not see, four samples "
                 "each at temperature 0.7.",
-                f"Made by `{command}`: {len(records)} of {planned} planned runs ({mode}) are in it, {cpu:.1f} CPU hours. Each line of "
+                f"Made by `{command}`: {len(records)} of {planned} planned runs ({mode}) are in it, "
+                f"{cpu:.1f} CPU hours. Each line of "
                 f"`runs.jsonl` is a run: `python train.py` with its `command` repeats it. {made_at(records)}",
-                "**Read it with care.** One task, one tiny model, one answer per prompt that is right: what is seen here shows that the "
-                "implementation does what it says and that an effect exists at this scale; what is not seen here says nothing about 8 billion "
-                "parameters. Seeds change the order of the data, which half of the pairs is trained on, and what is sampled; all runs start from "
-                "the same weights, so intervals understate what another model or data set would give. Settings of the further experiments were "
+                "**Read it with care.** One task, one tiny model, one answer per prompt that is right: what "
+                "is seen here shows that the "
+                "implementation does what it says and that an effect exists at this scale; what is not seen "
+                "here says nothing about 8 billion "
+                "parameters. Seeds change the order of the data, which half of the pairs is trained on, and "
+                "what is sampled; all runs start from "
+                "the same weights, so intervals understate what another model or data set would give. "
+                "Settings of the further experiments were "
                 "not tuned: they have those of the cell that they change.",
             ),
         )
@@ -120,10 +131,14 @@ def made_at(records: Sequence[Record]) -> str:
 def claim_sections(found: Sequence[Answer], margin: float) -> list[Section]:
     tests = sum(a.claim.kind == GREATER and a.verdict != NOT_RUN for a in found)
     text = (
-        f"Differences are in points of sampled accuracy, with 95 % intervals over seeds, paired by seed. *Better* is decided by a "
-        f"paired t-test, two-sided, Holm–Bonferroni over all {tests} of them; *not worse* by the interval's lower end against −"
-        f"{100 * margin:.0f} points, *the same* by the whole interval within ±{100 * margin:.0f}. Greedy: the same difference of "
-        f"greedy accuracy, not tested. With fewer than {FEWEST_SEEDS} seeds in common a claim counts as not run.",
+        "Differences are in points of sampled accuracy, with 95 % intervals over seeds, paired by seed. "
+        "*Better* is decided by a "
+        f"paired t-test, two-sided, Holm–Bonferroni over all {tests} of them; *not worse* by the interval's "
+        "lower end against −"
+        f"{100 * margin:.0f} points, *the same* by the whole interval within ±{100 * margin:.0f}. Greedy: "
+        "the same difference of "
+        f"greedy accuracy, not tested. With fewer than {FEWEST_SEEDS} seeds in common a claim counts as not "
+        "run.",
     )
     why = [f"- *{a.claim.title}* ({a.b}, {a.a}; {a.verdict}): {a.claim.why}." for a in first_of_claim(found)]
     guesses = ("Guesses, not findings.", "\n".join(why))
@@ -280,8 +295,10 @@ def tuning_sections(plan: Plan, chosen: Mapping[str, Settings], records: Sequenc
     several = len(plan.tuning_seeds) > 1
     shown = f"seed{'s' * several} {', '.join(map(str, plan.tuning_seeds))}{': mean ± standard deviation' * several}"
     text = (
-        f"The same runs for each cell: the learning rate at max_grad_norm {DEFAULT_NORM:g}, then the norm at the best learning "
-        f"rate; the best mean of {plan.metric} on validation prompts is taken, of equals the smaller value ({shown}; per cent). "
+        f"The same runs for each cell: the learning rate at max_grad_norm {DEFAULT_NORM:g}, then the norm "
+        "at the best learning "
+        f"rate; the best mean of {plan.metric} on validation prompts is taken, of equals the smaller value "
+        f"({shown}; per cent). "
         "Further experiments were not tuned. Where seeds lie far apart, others might have chosen otherwise.",
     )
     return [Section("Tuning", text, rows)]
@@ -313,7 +330,7 @@ def origins(final: Sequence[Record]) -> Section:
     return Section("Where the numbers come from", text, rows)
 
 
-# -- forms ---------------------------------------------------------------------------------------------------------------------------
+# -- forms -----------------------------------------------------------------------------------------
 
 
 def as_markdown(title: str, sections: Sequence[Section]) -> str:

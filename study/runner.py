@@ -1,7 +1,8 @@
-"""The study's runs on this machine: a few processes, each of which does one run after another without importing anything again.
+"""The study's runs on this machine: a few processes, each of which does one run after another without
+importing anything again.
 
-A run is exactly what ``python train.py`` with its settings does, in its own folder; killed at any instant, the same study goes on with
-it. What is kept of a finished run: all of its folder but the checkpoints.
+A run is exactly what ``python train.py`` with its settings does, in its own folder; killed at any instant,
+the same study goes on with it. What is kept of a finished run: all of its folder but the checkpoints.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Outcome:
 
 
 def run_all(runs: Sequence[Run], runs_dir: Path, jobs: int) -> None:
-    """Do what is left of ``runs``, ``jobs`` at a time. Raises StoppedError, once the others are done, if any failed."""
+    """Do what is left of ``runs``, ``jobs`` at a time. Raises StoppedError, once the others are done, if any
+    failed."""
     todo = [run for run in runs if not finished(runs_dir / run.name)]
     cost = {run.name: ONLINE_COST if run.settings.get("online") else 1.0 for run in runs}
     if not todo:
@@ -67,13 +69,15 @@ def run_all(runs: Sequence[Run], runs_dir: Path, jobs: int) -> None:
                     print(f"{outcome.name}: {outcome.error}", file=sys.stderr, flush=True)
     if failed:
         raise StoppedError(
-            f"{len(failed)} of {len(todo)} runs failed: {', '.join(o.name for o in failed)}; their logs are in "
+            f"{len(failed)} of {len(todo)} runs failed: {', '.join(o.name for o in failed)}; their logs are "
+            "in "
             f"{runs_dir / 'logs'}. The same command tries them again"
         )
 
 
 def finish(runs: Sequence[Run], runs_dir: Path, jobs: int) -> Iterator[Outcome]:
-    """The outcomes of ``runs``, as they come, from processes of their own. Raises StoppedError where they cannot go on."""
+    """The outcomes of ``runs``, as they come, from processes of their own. Raises StoppedError where they
+    cannot go on."""
     with ProcessPoolExecutor(jobs, get_context("spawn"), live_with, (os.getpid(),)) as pool:
         try:
             for future in as_completed([pool.submit(one, run, runs_dir) for run in runs]):
@@ -88,7 +92,8 @@ def finish(runs: Sequence[Run], runs_dir: Path, jobs: int) -> Iterator[Outcome]:
 
 
 def live_with(study: int) -> None:
-    """End this process when the study's is gone: it would go on with the runs that it was given, beside those of the next study."""
+    """End this process when the study's is gone: it would go on with the runs that it was given, beside those
+    of the next study."""
     live_while(study, lambda: os._exit(1))
 
 

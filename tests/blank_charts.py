@@ -1,4 +1,5 @@
-"""Charts without their drawing: the figures are made of a run's own numbers as ever, and saved as a blank picture."""
+"""Charts without their drawing: the figures are made of a run's own numbers as ever, and saved as a blank
+picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What all tests share: one thread a process, since there are as many processes as cores (pytest-xdist), and charts that cost nothing."""
+"""What all tests share: one thread a process, since there are as many processes as cores (pytest-xdist), and
+charts that cost nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def charts_of_whole_runs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A run's report takes as long to draw as the run to train. Where reports are not what is tested they have blank charts."""
+    """A run's report takes as long to draw as the run to train. Where reports are not what is tested they
+    have blank charts."""
     with pytest.MonkeyPatch.context() as patch:
         if UNIT not in request.path.parents:
             blank_charts(patch.setattr)

@@ -23,7 +23,8 @@ PROGRAMS = (
     "hf",
     "wandb",
 )
-"""First words of what is typed: in a block, all its lines are then commands; in a sentence, the code in backquotes is one."""
+"""First words of what is typed: in a block, all its lines are then commands; in a sentence, the code in
+backquotes is one."""
 NO_COMMANDS = {
     "README.md": ("before      after", "train.py                 the training program"),
     "data.md": ('{"id": "…"',),
@@ -78,7 +79,8 @@ def is_command(text: str) -> bool:
 
 
 def in_blocks(page: Path) -> list[str]:
-    """The lines of blocks that are typed. Raises ValueError for a block of which nobody has said what it is."""
+    """The lines of blocks that are typed. Raises ValueError for a block of which nobody has said what it
+    is."""
     found = []
     for block in blocks(page):
         lines = [line for line in joined(block.lines) if line.strip() and not line.lstrip().startswith("#")]
@@ -132,7 +134,8 @@ def commands() -> dict[str, str]:
 
 
 def settings(page: str) -> list[str]:
-    """The settings that a page's tables name in code, such as ``loss=kto lr=1e-5``. Where something is left open (…), nothing."""
+    """The settings that a page's tables name in code, such as ``loss=kto lr=1e-5``. Where something is left
+    open (…), nothing."""
     rows = "\n".join(line for line in sentences(ROOT / "docs" / page) if line.startswith("|"))
     spans = [span for span in re.findall(r"`([^`]+)`", rows) if _SETTING.match(span) and "…" not in span]
     return list(dict.fromkeys(spans))

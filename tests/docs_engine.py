@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from common.worker_process import serve
-from rollouts.vllm_messages import Drawn, DrawRequest
+from rollouts.vllm_messages import Generated, GenerateRequest
 from tests.unit.rollouts.fake_engine import FakeEngine
 
 
 class ShortEngine(FakeEngine):
-    def draw(self, requests: list[DrawRequest]) -> tuple[int | None, list[Drawn]]:
+    def generate(self, requests: list[GenerateRequest]) -> tuple[int | None, list[Generated]]:
         return self.version, [
-            Drawn((each.prompt[-1], each.stop_token_ids[0]), True, (-0.5, -0.5)) for each in requests
+            Generated((each.prompt[-1], each.stop_token_ids[0]), True, (-0.5, -0.5)) for each in requests
         ]
 
 
@@ -21,7 +21,7 @@ if __name__ == "__main__":
             "start": engine.start,
             "load": engine.load,
             "sleep": engine.sleep,
-            "draw": engine.draw,
+            "generate": engine.generate,
             "logprobs": engine.logprobs,
         }
     )

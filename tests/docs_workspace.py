@@ -1,5 +1,6 @@
-"""What a copy of the repository needs for the commands of the docs: small models and data under the names that the docs give, a judge,
-a Slurm. ``python -m tests.docs_workspace`` writes the files into the working directory.
+"""What a copy of the repository needs for the commands of the docs: small models and data under the names
+that the docs give, a judge, a Slurm. ``python -m tests.docs_workspace`` writes the files into the working
+directory.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class _Reply(BaseHTTPRequestHandler):
         """Nothing."""
 
 
-# -- files, written by a process that has imported what they need ------------------------------------------------------------------
+# -- files, written by a process that has imported what they need ----------------------------------
 
 
 def write_all(here: Path) -> None:
@@ -112,7 +113,8 @@ def write_all(here: Path) -> None:
 
 
 def models(here: Path) -> None:
-    """The small model under every name, its weights such that answers end soon; and the paper's reward model."""
+    """The small model under every name, its weights such that answers end soon; and the paper's reward
+    model."""
     import math
 
     import torch
@@ -208,7 +210,8 @@ def lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def answers(here: Path) -> None:
-    """Two models' answers, and a leaderboard entry's judgements with the file that its length-controlled rate needs."""
+    """Two models' answers, and a leaderboard entry's judgements with the file that its length-controlled rate
+    needs."""
     for name, said in (("a", "It is 4."), ("b", "no")):
         asked = [{"role": "user", "content": "What is 2 and 2?"}]
         lines(here / f"{name}.jsonl", [{"prompt": asked, "output": said, "reference": "4"}])

@@ -1,4 +1,5 @@
-"""A trainer on random examples, without files: what the tests of the step, the reference and the ranks share."""
+"""A trainer on random examples, without files: what the tests of the step, the reference and the ranks
+share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the process that programs are forked from (tests.programs) imports beforehand; nothing here may start a thread."""
+"""What the process that programs are forked from (tests.programs) imports beforehand; nothing here may start
+a thread."""
 
 from __future__ import annotations
 

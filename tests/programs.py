@@ -1,8 +1,9 @@
 """Programs in processes of their own, forked from one that has imported what they import.
 
-A Python that imports torch and transformers costs seconds of a core, and many tests need one: to be killed, or to be one of several
-ranks. ``start`` gives them a real process (its own id, signals, exit code, environment and folder) a moment after it was asked for.
-What must be seen from the first import on is started with ``subprocess``.
+A Python that imports torch and transformers costs seconds of a core, and many tests need one: to be killed,
+or to be one of several ranks. ``start`` gives them a real process (its own id, signals, exit code,
+environment and folder) a moment after it was asked for. What must be seen from the first import on is started
+with ``subprocess``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 class Program:
-    """A started program; what it prints is in ``stdout`` and ``stderr`` (one file where a log was asked for)."""
+    """A started program; what it prints is in ``stdout`` and ``stderr`` (one file where a log was asked
+    for)."""
 
     def __init__(
         self,
@@ -85,8 +87,9 @@ def start(
     log: Path | None = None,
     new_session: bool = False,
 ) -> Program:
-    """``python WORDS``: a script, ``-m`` and a module, or ``-c`` and code. ``env`` goes over this process's environment. ``log`` gets,
-    at its end, both streams; without one they are in files that nobody else knows."""
+    """``python WORDS``: a script, ``-m`` and a module, or ``-c`` and code. ``env`` goes over this process's
+    environment. ``log`` gets, at its end, both streams; without one they are in files that nobody else
+    knows."""
     stdout, stderr = (log, log) if log is not None else (_scratch(".out"), _scratch(".err"))
     return Program([str(w) for w in words], cwd, os.environ | (env or {}), stdout, stderr, new_session)
 
@@ -145,7 +148,8 @@ def _scratch(suffix: str) -> Path:
 
 
 def context() -> BaseContext:
-    """How multiprocessing starts processes that are forked from the one that has imported everything, which runs from now on."""
+    """How multiprocessing starts processes that are forked from the one that has imported everything, which
+    runs from now on."""
     _CONTEXT.set_forkserver_preload([_PRELOAD])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -161,7 +165,7 @@ def context() -> BaseContext:
     return _CONTEXT
 
 
-# -- in the new process ---------------------------------------------------------------------------------------------------------------
+# -- in the new process ----------------------------------------------------------------------------
 
 
 def _begin(

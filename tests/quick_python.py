@@ -1,9 +1,10 @@
 """A Python that has imported everything already, for tests that type commands.
 
-``QuickPython`` starts one process that imports the heavy libraries once, and writes a ``python`` (with ``torchrun`` and ``accelerate``
-beside it) that hands its arguments, environment, working directory and open files to that process, which forks and does what Python would
-have done. Signals and exit codes go through, and the end of either is the end of the other, so that launchers, worker processes and killed
-runs behave as they do with any Python. What ``STAND_INS`` names is run in place of a module.
+``QuickPython`` starts one process that imports the heavy libraries once, and writes a ``python`` (with
+``torchrun`` and ``accelerate`` beside it) that hands its arguments, environment, working directory and open
+files to that process, which forks and does what Python would have done. Signals and exit codes go through,
+and the end of either is the end of the other, so that launchers, worker processes and killed runs behave as
+they do with any Python. What ``STAND_INS`` names is run in place of a module.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ SCRIPTS = {
     "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
 }
 STAND_INS, FIRST = "QUICK_PYTHON_STAND_INS", "QUICK_PYTHON_FIRST"
-"""Environment variables: ``module=other,…``: ``python -m module`` runs the other; ``module:function``: what is called before anything."""
+"""Environment variables: ``module=other,…``: ``python -m module`` runs the other; ``module:function``: what
+is called before anything."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _SAFE = 512
 """Descriptors from here on are this file's own while a program's are put where they belong."""
@@ -85,7 +87,8 @@ class QuickPython:
     """The process, and ``folder`` with what asks it. To be closed, or used as a context."""
 
     def __init__(self, folder: Path, root: Path, environment: dict[str, str]) -> None:
-        """``root``: a copy of the repository, whose modules are imported. ``environment``: what libraries read while they are imported."""
+        """``root``: a copy of the repository, whose modules are imported. ``environment``: what libraries
+        read while they are imported."""
         folder.mkdir(parents=True, exist_ok=True)
         self.python = folder / "python"
         address = str(folder / "ask")
@@ -123,11 +126,13 @@ class QuickPython:
 
 
 Request = tuple[list[str], dict[str, str], str, int, list[int], list[int], socket.socket]
-"""Arguments, environment, working directory, the client's process id, its descriptors, ours of the same files, the connection."""
+"""Arguments, environment, working directory, the client's process id, its descriptors, ours of the same
+files, the connection."""
 
 
 def main(address: str, python: str) -> int:
-    """Import, then fork for whoever asks, until the owner closes the standard input. Returns in every fork too, with its exit code."""
+    """Import, then fork for whoever asks, until the owner closes the standard input. Returns in every fork
+    too, with its exit code."""
     for name in HEAVY:
         importlib.import_module(name)
     with contextlib.suppress(FileNotFoundError):
@@ -223,7 +228,8 @@ def _child(request: Request, python: str) -> int:
 
 
 def _take_files(theirs: list[int], ours: list[int], connection: socket.socket) -> None:
-    """The client's files under its own numbers, and nothing else open but the connection, whose end is this process's too."""
+    """The client's files under its own numbers, and nothing else open but the connection, whose end is this
+    process's too."""
     import fcntl
 
     safe = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _SAFE) for fd in ours]
@@ -279,7 +285,8 @@ def _execute(arguments: list[str]) -> None:
 
 
 def leave(code: int) -> None:
-    """End this process as Python does, but for taking apart what the libraries hold, which costs half a second."""
+    """End this process as Python does, but for taking apart what the libraries hold, which costs half a
+    second."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for file in (sys.stdout, sys.stderr):

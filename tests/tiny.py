@@ -1,4 +1,5 @@
-"""Small things that many tests need: a tiny model, random examples, a config made as the command line makes it."""
+"""Small things that many tests need: a tiny model, random examples, a config made as the command line makes
+it."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ VOCABULARY = 61
 
 
 def make_config(*overrides: str) -> Config:
-    """What ``python train.py <overrides>`` would be given. To compose takes a while, so it is done once for all that differ in their
-    folders alone."""
+    """What ``python train.py <overrides>`` would be given. To compose takes a while, so it is done once for
+    all that differ in their folders alone."""
     given = dict(o.split("=", 1) for o in overrides if PLACE.fullmatch(o))
     composed = copy.deepcopy(_composed(tuple(o for o in overrides if not PLACE.fullmatch(o))))
     return dataclasses.replace(composed, **given)
@@ -66,7 +67,8 @@ def random_row(rng: np.random.Generator, prompt: np.ndarray, longest: int = 12) 
 def random_groups(
     n: int, seed: int = 0, kind: str = "pairs", longest: int = 12
 ) -> tuple[tuple[Example, ...], ...]:
-    """``n`` groups as a trainer's examples: ``pairs``, ``labelled`` (the two halves of a pair) or ``weighted`` (groups of two)."""
+    """``n`` groups as a trainer's examples: ``pairs``, ``labelled`` (the two halves of a pair) or
+    ``weighted`` (groups of two)."""
     rng = np.random.default_rng(seed)
     groups = []
     for g in range(n):

@@ -15,7 +15,8 @@ ROOT = Path(__file__).parent.parent
 
 @contextmanager
 def limited(size: int) -> Iterator[None]:
-    """No file of this process may grow beyond ``size`` bytes: writing more fails with an OSError, as on a full disk."""
+    """No file of this process may grow beyond ``size`` bytes: writing more fails with an OSError, as on a
+    full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -45,7 +46,8 @@ def fill(folder: Path) -> None:
 
 @contextmanager
 def mounted(folder: Path, size: str) -> Iterator[Path]:
-    """``folder`` as a disk of its own, of ``size`` (``16m``). Skips the test where this user may mount none."""
+    """``folder`` as a disk of its own, of ``size`` (``16m``). Skips the test where this user may mount
+    none."""
     folder.mkdir()
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, text=True

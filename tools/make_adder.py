@@ -68,8 +68,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def architecture(tokens: PreTrainedTokenizerFast) -> LlamaConfig:
-    """A Llama of 0.6 million parameters. Heads of 32, the smallest that vLLM's CPU attention takes; the head is not tied to the
-    embedding, so that a checkpoint holds every weight by name."""
+    """A Llama of 0.6 million parameters. Heads of 32, the smallest that vLLM's CPU attention takes; the head
+    is not tied to the embedding, so that a checkpoint holds every weight by name."""
     return LlamaConfig(
         vocab_size=len(tokens),
         hidden_size=128,
@@ -104,7 +104,8 @@ CONTEXTS_AT_ONCE = 512
 
 
 def pairs(run: str, folder: Path) -> None:
-    """Write the pairs of both splits. Prompts come in the order of their ids, which says nothing about the numbers."""
+    """Write the pairs of both splits. Prompts come in the order of their ids, which says nothing about the
+    numbers."""
     config = ModelConfig(
         name="sampler", name_or_path=run, dtype="float32", max_length=64, max_prompt_length=16
     )
@@ -125,7 +126,8 @@ def pairs(run: str, folder: Path) -> None:
 def sampled_pairs(
     sampler: Sampler, renderer: Renderer, prompts: tuple[Prompt, ...], wanted: int
 ) -> list[Group]:
-    """The first ``wanted`` pairs of as many prompts as it takes; a prompt whose samples differ by less than 0.01 has none."""
+    """The first ``wanted`` pairs of as many prompts as it takes; a prompt whose samples differ by less than
+    0.01 has none."""
     found: list[Group] = []
     left = iter(prompts)
     while len(found) < wanted and (contexts := list(islice(left, CONTEXTS_AT_ONCE))):
@@ -135,15 +137,15 @@ def sampled_pairs(
 
 
 def _pair(renderer: Renderer, prompt: Prompt, samples: list[Sample]) -> list[Group]:
-    """The group of two that the samples give, best first, or nothing. They are stored as text, which any model can be trained on:
-    a sample that is not its text's tokens is left out."""
+    """The group of two that the samples give, best first, or nothing. They are stored as text, which any
+    model can be trained on: a sample that is not its text's tokens is left out."""
     made = [(sample, sample.completion(renderer.tokenizer)) for sample in samples]
     texts = [
         Completion(text=c.text, finished=c.finished)
         for sample, c in made
         if _is_text(renderer, prompt, sample, c)
     ]
-    rewards = adder.rewards([c.text or "" for c in texts], [prompt.reference] * len(texts))
+    rewards = adder.rewards([c.text or "" for c in texts], [prompt.reference_answer] * len(texts))
     scored = Group(prompt, tuple(texts), tuple(r for r in rewards if r is not None))
     ends = best_and_worst(scored, THRESHOLD)
     return (

@@ -1,4 +1,5 @@
-"""Write the two pages of docs/ that are made from the code: settings.md from the yaml comments, map.md from the docstrings.
+"""Write the two pages of docs/ that are made from the code: settings.md from the yaml comments, map.md from
+the docstrings.
 
 python -m tools.reference            # write both
 python -m tools.reference --check    # exit 1 if either is out of date
@@ -60,7 +61,8 @@ class Setting(NamedTuple):
 
 
 _LINE = re.compile(
-    r"^(?P<indent> *)(?P<key>[\w-]+):(?: +(?P<value>[^#\s'\"|][^#]*?|'[^']*'|\"[^\"]*\"))?\s*(?:# ?(?P<comment>.*))?$"
+    r"^(?P<indent> *)(?P<key>[\w-]+):(?: +(?P<value>[^#\s'\"|][^#]*?|'[^']*'|\"[^\"]*\"))?\s*(?:# "
+    r"?(?P<comment>.*))?$"
 )
 
 
@@ -108,8 +110,10 @@ def settings_page() -> str:
     out = [
         MADE,
         "# Settings\n",
-        "Every setting can be given on the command line: `python train.py loss=kto lr=1e-5`. A setting that nothing reads, or that",
-        "cannot be honoured, is refused before anything is loaded. `python train.py --cfg job` shows them as a run would have them.\n",
+        "Every setting can be given on the command line: `python train.py loss=kto lr=1e-5`. A setting that "
+        "nothing reads, or that",
+        "cannot be honoured, is refused before anything is loaded. `python train.py --cfg job` shows them "
+        "as a run would have them.\n",
     ]
     for file, title in PROGRAMS.items():
         out.append(f"## {title}\n")
@@ -133,7 +137,8 @@ def settings_page() -> str:
 
 
 def group_file(group: str, path: Path, base: str | None) -> Iterator[str]:
-    """The part of settings.md for one file of a group: all of its own settings, or of a file with a base only what it says it is."""
+    """The part of settings.md for one file of a group: all of its own settings, or of a file with a base only
+    what it says it is."""
     text = path.read_text()
     about = " ".join(m[1] for m in re.finditer(r"^# (?!@package)(.*)$", text.split("\n\n")[0], re.MULTILINE))
     if base is not None and path.stem not in (base, f"_{base}"):

@@ -1,7 +1,8 @@
-"""The one training loop. The four variants share all of it; losses differ in three short methods of a subclass.
+"""The one training loop. The four variants share all of it; losses differ in three short methods of a
+subclass.
 
-Offline or online is where ``source`` gets its segments from. Plain or humanline is the numbers of one ``Humanline``. Nothing in here
-asks which.
+Offline or online is where ``source`` gets its segments from. Plain or humanline is the numbers of one
+``Humanline``. Nothing in here asks which.
 """
 
 from __future__ import annotations
@@ -88,8 +89,9 @@ class Watch(Protocol):
 class BasicTrainer(ABC, Generic[Prepared]):
     """Owns the step.
 
-    A subclass says how a group becomes examples (``view``), what the summed loss is divided by (``loss_denominator``) and how scores
-    feed the loss (``compute_loss``). KTO and PPO also need something of the whole batch first (``arrange``, ``prepare``).
+    A subclass says how a group becomes examples (``view``), what the summed loss is divided by
+    (``loss_denominator``) and how scores feed the loss (``compute_loss``). KTO and PPO also need something of
+    the whole batch first (``arrange``, ``prepare``).
     """
 
     counts: ClassVar[str] = "sequences"
@@ -105,7 +107,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
         self.policy = policy
         self.loss = loss
         self.world = world
-        self.syncing = Syncing.of(config)
+        self.syncing = Syncing.from_config(config)
         self.soft: SoftReference | None = None
         if self.syncing.alpha < 1:
             self.soft = SoftReference(policy)
@@ -114,9 +116,10 @@ class BasicTrainer(ABC, Generic[Prepared]):
         if config.model.router_aux_loss_coef is not None:
             self.balance = RouterBalance(cast(Policy, policy))
         self.reference = Reference(by_row=config.reference_batch_size is not None)
-        self.scorer = self.scorer_with(self.reference, Humanline.of(config))
+        self.scorer = self.scorer_with(self.reference, Humanline.from_config(config))
         self.initial_logprobs: Mapping[str, float] = {}
-        """Row key -> log-probability of its completion under the initial weights, nats (for ``drift``); rows may be missing."""
+        """Row key -> log-probability of its completion under the initial weights, nats (for ``drift``); rows
+        may be missing."""
         self.optimizer = make_optimizer(policy, config)
         self.progress = Progress()
         self.packing, _ = packs_rows(config.model, causal_lm(cast(Policy, policy).model).config)
@@ -126,7 +129,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
 
     @abstractmethod
     def loss_denominator(self, batch: list[Example]) -> int:
-        """What the summed loss of the global batch is divided by: its pairs, its sequences or its completion tokens."""
+        """What the summed loss of the global batch is divided by: its pairs, its sequences or its completion
+        tokens."""
 
     @abstractmethod
     def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: Prepared) -> LossResult:
@@ -135,7 +139,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
     def prepare(self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer) -> list[Prepared]:
         """What the losses need of the whole global batch (or the whole held-out set), one item a microbatch.
 
-        ``batch``: this rank's microbatches of it, each with the step under which the scorer's reference has its scores.
+        ``batch``: this rank's microbatches of it, each with the step under which the scorer's reference has
+        its scores.
         """
         return cast(list[Prepared], [None] * len(batch))
 
@@ -152,7 +157,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
         """Raise ConfigError if the loss cannot be trained on this plan."""
 
     def after_backward(self, metrics: list[dict[str, Mean]]) -> None:
-        """Called with the loss's metrics of each microbatch: what the objective carries to the next step (BCO's running means)."""
+        """Called with the loss's metrics of each microbatch: what the objective carries to the next step
+        (BCO's running means)."""
 
     # -- scores ----------------------------------------------------------------------------------------
 
@@ -163,7 +169,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
 
     @property
     def reward_scale(self) -> float:
-        """The factor from a sequence's log-ratio to its reward: the loss's beta, where that is what beta does."""
+        """The factor from a sequence's log-ratio to its reward: the loss's beta, where that is what beta
+        does."""
         scaled = self.config.trainer.beta_scales_rewards and self.config.has_reference
         return float(self.config.loss.get("beta", 1.0)) if scaled else 1.0
 
@@ -172,13 +179,14 @@ class BasicTrainer(ABC, Generic[Prepared]):
         return self.share(self.arrange(batch), size or self.micro_size)
 
     def share(self, arranged: list[Example], size: int) -> list[Microbatch]:
-        """This rank's share of examples that ``arrange`` has seen, in microbatches of at most ``size``, on the device."""
+        """This rank's share of examples that ``arrange`` has seen, in microbatches of at most ``size``, on
+        the device."""
         parts = cut(arranged, self.world.rank, self.world.size, size, self.rows_per_example)
         return [microbatch(part, self.world.device, self.packing) for part in parts]
 
     def upcoming(self, segment: Segment, position: int, step: int) -> Iterator[tuple[int, list[Microbatch]]]:
-        """(step, microbatches) of the batches from ``position`` on that see the same reference as step ``step``: up to the next sync,
-        or the segment's end."""
+        """(step, microbatches) of the batches from ``position`` on that see the same reference as step
+        ``step``: up to the next sync, or the segment's end."""
         last = self.syncing.last_step_before_sync(step)
         while position < segment.steps and step <= last:
             yield step, self.microbatches(segment.batch(position))
@@ -203,8 +211,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
             with nullcontext() if self.balance is None else self.balance.watched():
                 scores = self.scorer.score(at.step, micro.sequences)
             result = self.compute_loss(micro, scores, item)
-            # Ranks' gradients are averaged and the loss is the global batch's mean, hence the factor. They are reduced at every
-            # microbatch: holding that back would keep whole float32 gradients.
+            # Ranks' gradients are averaged and the loss is the global batch's mean, hence the factor. They
+            # are reduced at every microbatch: holding that back would keep whole float32 gradients.
             total = result.total * (self.world.size / denominator)
             if self.balance is not None:
                 total = total + self.routers_share(self.balance.part(micro.sequences), len(micros), meters)
@@ -217,7 +225,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
         norm = clip_grad_norm(self.policy.parameters(), self.config.model.max_grad_norm)
         due = self.syncing.due(at.step)
         if due and not self.syncing.after_update:
-            # After backward, before the update: the reference becomes the policy *before* this step (paper C.2.1, listing line 10).
+            # After backward, before the update: the reference becomes the policy *before* this step (paper
+            # C.2.1, listing line 10).
             self.sync(segment, at.step)
         lr = self.config.lr * lr_factor(segment.progress(at.position), self.config)
         skip = (~torch.isfinite(norm)).float()
@@ -236,7 +245,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
         return self._advance(StepRecord(known, meters.reduce(), batch, token_count(batch)))
 
     def sync(self, segment: Segment, policy_step: int) -> None:
-        """Move the reference to the policy as it is now, that of ``policy_step``, and score what will be compared with it."""
+        """Move the reference to the policy as it is now, that of ``policy_step``, and score what will be
+        compared with it."""
         at = self.progress
         upcoming = self.upcoming(segment, at.position + 1, at.step + 1)
         if self.soft is None:
@@ -263,7 +273,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
     # -- metrics ---------------------------------------------------------------------------------------
 
     def routers_share(self, part: Tensor, microbatches: int, meters: Meters) -> Tensor:
-        """[] what is added to a microbatch's loss for its ``part`` of the routers' auxiliary loss, which is logged."""
+        """[] what is added to a microbatch's loss for its ``part`` of the routers' auxiliary loss, which is
+        logged."""
         share = torch.full_like(part.detach(), 1.0 / (microbatches * self.world.size))
         meters.add({"router_aux_loss": Mean(part.detach(), share)})
         return part * (self.world.size * cast(float, self.config.model.router_aux_loss_coef))
@@ -271,7 +282,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
     def metrics(
         self, segment: Segment, micro: Microbatch, scores: TokenScores, result: LossResult
     ) -> dict[str, Mean]:
-        """Everything logged of a microbatch, as sums and counts: their quotient over the global batch is the exact mean."""
+        """Everything logged of a microbatch, as sums and counts: their quotient over the global batch is the
+        exact mean."""
         out = {"loss": self.mean_loss(micro, result)} | result.metrics
         if self.config.has_reference:
             key = rejection_key(self.progress.step, micro.sequences)
@@ -290,7 +302,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
     # -- the loop --------------------------------------------------------------------------------------
 
     def train(self, source: Source, watch: Watch) -> None:
-        """Train segment after segment until the source has no more. ``watch`` is told of every step and may interrupt by raising."""
+        """Train segment after segment until the source has no more. ``watch`` is told of every step and may
+        interrupt by raising."""
         while (segment := source.segment(self.progress.segment)) is not None:
             if self.progress.position == 0 and self.config.has_reference and not self.fixed_reference:
                 self._start_segment(segment)
@@ -312,28 +325,33 @@ class BasicTrainer(ABC, Generic[Prepared]):
 
     @property
     def fixed_reference(self) -> bool:
-        """Whether the reference is the initial weights for ever (offline without syncing): scored once, before training."""
+        """Whether the reference is the initial weights for ever (offline without syncing): scored once,
+        before training."""
         return not self.config.online and self.config.syncing == "never"
 
     @torch.no_grad()
     def gate(self, segment: Segment) -> None:
-        """At step 0 policy and reference are the same weights: stop if their log-probabilities differ by more than rounding."""
+        """At step 0 policy and reference are the same weights: stop if their log-probabilities differ by more
+        than rounding."""
         micro = self.microbatches(segment.batch(0))[0]
         scores = self.scorer_with(self.reference, Humanline()).score_without_gradient(0, micro.sequences)
         worst = float(torch.where(scores.mask, scores.log_ratio.abs(), 0.0).max())
         limit = 1e-3 if self.config.model.dtype == "float32" else 0.1
         if any_rank(not worst <= limit):
             raise StoppedError(
-                f"policy and reference are the same weights before step 0, yet a token's log-probability differs by {worst:.3g} nats "
-                f"(limit {limit}): a stale score cache, or an attention kernel that depends on the batch. Delete {self.config.cache_dir} "
+                "policy and reference are the same weights before step 0, yet a token's log-probability "
+                f"differs by {worst:.3g} nats "
+                f"(limit {limit}): a stale score cache, or an attention kernel that depends on the batch. "
+                f"Delete {self.config.cache_dir} "
                 "and try again, or try another model.attn_implementation"
             )
 
     # -- what a run remembers of its trainer -----------------------------------------------------------
 
     def use_initial_scores(self, initial_logprobs: Mapping[str, float], scores: dict[str, Tensor]) -> None:
-        """Take in what the initial weights think of the training rows: ``initial_logprobs`` for ``drift`` (row key -> nats), and
-        ``scores`` (key -> [C] nats) for a reference that stays at the initial weights, read where ``fixed_reference`` says so."""
+        """Take in what the initial weights think of the training rows: ``initial_logprobs`` for ``drift``
+        (row key -> nats), and ``scores`` (key -> [C] nats) for a reference that stays at the initial weights,
+        read where ``fixed_reference`` says so."""
         self.initial_logprobs = initial_logprobs
         if self.fixed_reference:
             self.reference.scores = scores
@@ -343,7 +361,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
         return {"progress": asdict(self.progress), "reference_step": self.reference.step}
 
     def reference_scores(self) -> dict[str, Tensor]:
-        """This rank's reference scores up to the next sync, on the CPU; none where they are made before training."""
+        """This rank's reference scores up to the next sync, on the CPU; none where they are made before
+        training."""
         if self.fixed_reference:
             return {}
         return {key: values.cpu().contiguous() for key, values in self.reference.scores.items()}
@@ -359,7 +378,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
 def change_since(
     micro: Microbatch, scores: TokenScores, before: Mapping[str, float]
 ) -> tuple[Tensor, Tensor]:
-    """([R] by how much each row's log-probability has changed against ``before`` (row key -> nats), nats; [R] bool: is it known)."""
+    """([R] by how much each row's log-probability has changed against ``before`` (row key -> nats), nats; [R]
+    bool: is it known)."""
     old = torch.tensor([before.get(row.key, math.nan) for row in micro.sequences.rows], dtype=torch.float32)
     old = old.to(scores.mask.device, non_blocking=True)
     known = ~old.isnan() & scores.valid
@@ -367,7 +387,8 @@ def change_since(
 
 
 def mean_log_ratio(micro: Microbatch, scores: TokenScores, before: Mapping[str, float]) -> Mean:
-    """The mean token log-ratio of the policy against ``before`` (row key -> nats), over the rows that it knows."""
+    """The mean token log-ratio of the policy against ``before`` (row key -> nats), over the rows that it
+    knows."""
     change, known = change_since(micro, scores, before)
     tokens = torch.where(known, scores.mask.sum(dim=-1), 0).sum()
     return Mean(mean_where(change, known).sum, tokens)

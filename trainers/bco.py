@@ -1,4 +1,5 @@
-"""BCO: a classifier of desirable and undesirable completions, whose threshold is a running mean of the rewards."""
+"""BCO: a classifier of desirable and undesirable completions, whose threshold is a running mean of the
+rewards."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class BCOTrainer(BasicTrainer[None]):
         self, config: Config, policy: nn.Module, loss: Callable[..., LossResult], world: World
     ) -> None:
         super().__init__(config, policy, loss, world)
-        # Sum and count of the desirable rewards so far, then of the others: a part of the policy's module, so that checkpoints have it.
+        # Sum and count of the desirable rewards so far, then of the others: a part of the policy's module, so
+        # that checkpoints have it.
         policy.register_buffer("reward_totals", torch.zeros(4, dtype=torch.float64, device=world.device))
         self.totals = policy.get_buffer("reward_totals")
 
@@ -34,8 +36,9 @@ class BCOTrainer(BasicTrainer[None]):
 
     @property
     def shift(self) -> Tensor:
-        """[] delta: the average of the desirable and the undesirable mean reward over all batches before this one, so that no batch has
-        to be run twice; 0 at the first step, where every reward is 0. While only one kind was seen, half its mean."""
+        """[] delta: the average of the desirable and the undesirable mean reward over all batches before this
+        one, so that no batch has to be run twice; 0 at the first step, where every reward is 0. While only
+        one kind was seen, half its mean."""
         total, count = self.totals[0::2], self.totals[1::2]
         return (total / count.clamp(min=1)).mean().float()
 

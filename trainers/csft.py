@@ -1,5 +1,5 @@
-"""Token-conditioned fine-tuning (Korbak et al. 2023, arXiv 2302.08582): good and bad completions are learned alike, each behind a text
-that says which it is. To sample a good one, put the good text behind the prompt."""
+"""Token-conditioned fine-tuning (Korbak et al. 2023, arXiv 2302.08582): good and bad completions are learned
+alike, each behind a text that says which it is. To sample a good one, put the good text behind the prompt."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class ConditionedSFTTrainer(SFTTrainer):
         control_tokens(config)
 
     def arrange(self, batch: list[Example]) -> list[Example]:
-        """Every row with its control tokens as the last of its prompt, so that they are read and not learned."""
+        """Every row with its control tokens as the last of its prompt, so that they are read and not
+        learned."""
         chosen, rejected = self.control
         return [
             replace(
@@ -67,7 +68,8 @@ class ConditionedSFTTrainer(SFTTrainer):
 
 
 def control_tokens(config: Config) -> tuple[np.ndarray, np.ndarray]:
-    """The token ids of loss.control_tokens, chosen and rejected. Raises ConfigError for a text that the tokenizer does not know."""
+    """The token ids of loss.control_tokens, chosen and rejected. Raises ConfigError for a text that the
+    tokenizer does not know."""
     tokenizer = load_tokenizer(config.model)
     found = []
     for kind in ("chosen", "rejected"):

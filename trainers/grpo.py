@@ -1,5 +1,5 @@
-"""GRPO: every completion with its group's advantage; by default the loss is a mean over the global batch's completion tokens
-(DAPO, C.1.4)."""
+"""GRPO: every completion with its group's advantage; by default the loss is a mean over the global batch's
+completion tokens (DAPO, C.1.4)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainers.losses.base import LossResult, TokenScores
 
 
 class GRPOTrainer(BasicTrainer[None]):
-    view = staticmethod(views.weighted)
+    view = staticmethod(views.group_advantages)
 
     def loss_denominator(self, batch: list[Example]) -> int:
         if self.config.loss.get("normalization", "token") != "token":
@@ -22,6 +22,7 @@ class GRPOTrainer(BasicTrainer[None]):
 
 
 class CentredGRPOTrainer(GRPOTrainer):
-    """Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): a std would weigh prompts whose answers differ little as much as any."""
+    """Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): a std would weigh prompts whose answers differ little as
+    much as any."""
 
-    view = staticmethod(views.centred)
+    view = staticmethod(views.centred_advantages)

@@ -1,7 +1,9 @@
-"""Humanline (paper §5.1): clip every token log-ratio upstream of the loss; or, in its general form (Definition 4.2), reject tokens at
-random, of which clipping is the limit. The reference that follows the policy one step behind is ``trainers.syncing``'s.
+"""Humanline (paper §5.1): clip every token log-ratio upstream of the loss; or, in its general form
+(Definition 4.2), reject tokens at random, of which clipping is the limit. The reference that follows the
+policy one step behind is ``trainers.syncing``'s.
 
-This is the only place where log-ratios are made. With humanline off the bounds are infinite: the same code, exact, without a branch.
+This is the only place where log-ratios are made. With humanline off the bounds are infinite: the same code,
+exact, without a branch.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from trainers.sampling import BetaConstants, detach_rejected, log_thresholds, re
 
 @dataclass(frozen=True)
 class RejectionKey:
-    """What a random rejection depends on, beside the seed: the step, and what identifies each of the R rows (``Sequence.key``)."""
+    """What a random rejection depends on, beside the seed: the step, and what identifies each of the R rows
+    (``Sequence.key``)."""
 
     step: int
     rows: Sequence[str]
@@ -27,7 +30,8 @@ class RejectionKey:
 
 @dataclass(frozen=True)
 class Humanline:
-    """``log_epsilon_P`` and ``log_epsilon_R`` in nats; ``sampling``: reject at random instead, by these constants and ``seed``."""
+    """``log_epsilon_P`` and ``log_epsilon_R`` in nats; ``sampling``: reject at random instead, by these
+    constants and ``seed``."""
 
     log_epsilon_P: float = -math.inf
     log_epsilon_R: float = math.inf
@@ -35,7 +39,7 @@ class Humanline:
     seed: int = 0
 
     @classmethod
-    def of(cls, config: Config) -> Humanline:
+    def from_config(cls, config: Config) -> Humanline:
         """What ``humanline``, ``humanline_mode`` and their numbers ask for."""
         if not config.humanline:
             return cls()
@@ -44,20 +48,23 @@ class Humanline:
         return cls(config.log_epsilon_P, config.log_epsilon_R)
 
     def clip(self, log_ratio: Tensor) -> Tensor:
-        """Clamp [R, T] log-ratios (nats) to [log eps_P, log eps_R]; the gradient is 0 outside (paper §5.1, listing C.2)."""
+        """Clamp [R, T] log-ratios (nats) to [log eps_P, log eps_R]; the gradient is 0 outside (paper §5.1,
+        listing C.2)."""
         return log_ratio.clamp(self.log_epsilon_P, self.log_epsilon_R)
 
     def scores(
         self, policy: Tensor, reference: Tensor, mask: Tensor, key: RejectionKey | None = None
     ) -> TokenScores:
-        """TokenScores of policy and reference log-probabilities, [R, T] each. ``key`` is read, and needed, by sampling alone."""
+        """TokenScores of policy and reference log-probabilities, [R, T] each. ``key`` is read, and needed, by
+        sampling alone."""
         raw = policy - reference
         log_ratio = self.clip(raw) if self.sampling is None else detach_rejected(raw, self._rejects(raw, key))
         return TokenScores(policy, reference, log_ratio, mask)
 
     def metrics(self, scores: TokenScores, key: RejectionKey | None = None) -> dict[str, Mean]:
-        """``kl``: the mean raw token log-ratio; ``clipped_low`` / ``clipped_high``: the share of tokens beyond each bound; with sampling
-        ``rejected`` instead of them: the share of tokens that ``key`` rejects."""
+        """``kl``: the mean raw token log-ratio; ``clipped_low`` / ``clipped_high``: the share of tokens
+        beyond each bound; with sampling ``rejected`` instead of them: the share of tokens that ``key``
+        rejects."""
         raw = (scores.policy - scores.reference).detach()
         kl = {"kl": mean_where(raw, scores.mask)}
         if self.sampling is not None:
@@ -68,7 +75,8 @@ class Humanline:
         }
 
     def _rejects(self, raw: Tensor, key: RejectionKey | None) -> Tensor:
-        """[R, T] bool: a function of seed, step, row and position alone, so the same on any number of ranks and however often asked."""
+        """[R, T] bool: a function of seed, step, row and position alone, so the same on any number of ranks
+        and however often asked."""
         assert self.sampling is not None and key is not None and len(key.rows) == len(raw)
         return rejected(raw, log_thresholds(self.sampling, self.seed, key.step, key.rows, raw.shape[1]))
 

@@ -1,7 +1,8 @@
-"""Metrics as sums and counts, added up over microbatches, reduced over ranks in one collective, and read a step late.
+"""Metrics as sums and counts, added up over microbatches, reduced over ranks in one collective, and read a
+step late.
 
-Reading a device tensor makes the host wait for the device; a step never does. ``Meters.reduce`` starts the copy, ``Pending.read`` is
-called when the next step is already under way.
+Reading a device tensor makes the host wait for the device; a step never does. ``Meters.reduce`` starts the
+copy, ``Pending.read`` is called when the next step is already under way.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from config.schema import Config
 
 
 def make_optimizer(policy: nn.Module, config: Config) -> torch.optim.AdamW:
-    """Fused AdamW over the trainable weights, which must be float32: updates of 5e-6 round away in bfloat16."""
+    """Fused AdamW over the trainable weights, which must be float32: updates of 5e-6 round away in
+    bfloat16."""
     params = [p for p in policy.parameters() if p.requires_grad]
     narrow = {p.dtype for p in params} - {torch.float32}
     assert not narrow, f"master weights must be float32, found {narrow}"
@@ -26,9 +27,11 @@ def make_optimizer(policy: nn.Module, config: Config) -> torch.optim.AdamW:
 
 
 def lr_factor(progress: float, config: Config) -> float:
-    """What the learning rate is multiplied with in the step after which ``progress`` (in (0, 1]) of the plan is consumed.
+    """What the learning rate is multiplied with in the step after which ``progress`` (in (0, 1]) of the plan
+    is consumed.
 
-    Linear warm-up over the first ``warmup`` of the plan, then constant, or cosine or linear down to ``min_lr_ratio``.
+    Linear warm-up over the first ``warmup`` of the plan, then constant, or cosine or linear down to
+    ``min_lr_ratio``.
     """
     if progress < config.warmup:
         return progress / config.warmup
@@ -40,9 +43,11 @@ def lr_factor(progress: float, config: Config) -> float:
 
 
 def update(optimizer: torch.optim.AdamW, lr: float, skip: Tensor) -> None:
-    """One optimizer step at ``lr``, or none at all where ``skip`` ([] float32 on the device) is 1: decided there, without the host.
+    """One optimizer step at ``lr``, or none at all where ``skip`` ([] float32 on the device) is 1: decided
+    there, without the host.
 
-    AdamW's fused kernel takes the flag as mixed-precision training's "found inf"; weights, moments and step count stay as they are.
+    AdamW's fused kernel takes the flag as mixed-precision training's "found inf"; weights, moments and step
+    count stay as they are.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -1,5 +1,5 @@
-"""Offline, one-step PPO (Ethayarajh et al. 2024, arXiv 2402.01306): a desirable completion is paid 1 at its last token, an undesirable
-one -1, and a value head says what was to be expected."""
+"""Offline, one-step PPO (Ethayarajh et al. 2024, arXiv 2402.01306): a desirable completion is paid 1 at its
+last token, an undesirable one -1, and a value head says what was to be expected."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class OfflinePPOTrainer(BasicTrainer[Targets]):
 
     @torch.no_grad()
     def prepare(self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer) -> list[Targets]:
-        """Advantages and returns of every token from the values before this step, the advantages normalised over the global batch's
-        completion tokens (population variance)."""
+        """Advantages and returns of every token from the values before this step, the advantages normalised
+        over the global batch's completion tokens (population variance)."""
         targets = [self._targets(micro) for _, micro in batch]
         masks = [micro.sequences.mask for _, micro in batch]
         mean, std = moments([(t.advantages, mask) for t, mask in zip(targets, masks, strict=True)])

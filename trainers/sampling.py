@@ -1,7 +1,9 @@
-"""Humanline sampling (Definition 4.2): the random rejection of tokens that humanline clipping is the limit of (Theorem 4.3).
+"""Humanline sampling (Definition 4.2): the random rejection of tokens that humanline clipping is the limit of
+(Theorem 4.3).
 
-A token is rejected where ``r < M_P B_P`` or ``1 / r < M_R B_R``, with r the likelihood ratio of policy to reference and B two
-independent Beta variables. A rejected token keeps its value, unclamped, and loses its gradient.
+A token is rejected where ``r < M_P B_P`` or ``1 / r < M_R B_R``, with r the likelihood ratio of policy to
+reference and B two independent Beta variables. A rejected token keeps its value, unclamped, and loses its
+gradient.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BetaConstants:
-    """The constants of Definition 4.2: ``B_P ~ Beta(gamma_P, beta_P)``, ``B_R ~ Beta(gamma_R, beta_R)``, and the bounds ``M_P`` of
-    policy over reference and ``M_R`` of reference over policy. Raises ValueError unless all are above 0."""
+    """The constants of Definition 4.2: ``B_P ~ Beta(gamma_P, beta_P)``, ``B_R ~ Beta(gamma_R, beta_R)``, and
+    the bounds ``M_P`` of policy over reference and ``M_R`` of reference over policy. Raises ValueError unless
+    all are above 0."""
 
     M_P: float
     M_R: float
@@ -37,13 +40,15 @@ class BetaConstants:
     def towards_clipping(
         cls, k: float, *, epsilon_P: float, epsilon_R: float, M_P: float, M_R: float
     ) -> BetaConstants:
-        """Theorem 4.3's construction: as k grows, M_P B_P tends to ``epsilon_P`` and M_R B_R to ``1 / epsilon_R``.
+        """Theorem 4.3's construction: as k grows, M_P B_P tends to ``epsilon_P`` and M_R B_R to ``1 /
+        epsilon_R``.
 
         Raises ValueError unless ``epsilon_P < M_P`` and ``epsilon_R > 1 / M_R``.
         """
         if not (epsilon_P < M_P and epsilon_R > 1 / M_R):
             raise ValueError(
-                f"epsilon_P={epsilon_P} must be below M_P={M_P}, and epsilon_R={epsilon_R} above 1 / M_R={1 / M_R}"
+                f"epsilon_P={epsilon_P} must be below M_P={M_P}, and epsilon_R={epsilon_R} above 1 / "
+                f"M_R={1 / M_R}"
             )
         mean_P, mean_R = epsilon_P / M_P, 1 / (epsilon_R * M_R)
         return cls(M_P, M_R, k * mean_P, k * (1 - mean_P), k * mean_R, k * (1 - mean_R))
@@ -52,9 +57,9 @@ class BetaConstants:
 def log_thresholds(constants: BetaConstants, seed: int, step: int, keys: Sequence[str], width: int) -> Tensor:
     """[2, R, T] ``log(M_P B_P)`` and ``log(M_R B_R)``, float64, on the CPU.
 
-    ``keys``: what identifies each of the R rows (``data.types.Sequence.key``). ``width``: T. A draw is a function of seed, step,
-    key and position alone, so it is the same whatever else is in the batch, however wide it is padded, and on any number of ranks.
-    Two rows of the same key in one step get the same draws.
+    ``keys``: what identifies each of the R rows (``data.types.Sequence.key``). ``width``: T. A draw is a
+    function of seed, step, key and position alone, so it is the same whatever else is in the batch, however
+    wide it is padded, and on any number of ranks. Two rows of the same key in one step get the same draws.
     """
     bounds = (
         ("P", constants.M_P, constants.gamma_P, constants.beta_P),
@@ -64,7 +69,8 @@ def log_thresholds(constants: BetaConstants, seed: int, step: int, keys: Sequenc
     for i, (side, bound, gamma, beta) in enumerate(bounds):
         for row, key in enumerate(keys):
             digest = hashlib.blake2b(f"{seed}/{step}/{key}/{side}".encode(), digest_size=16).digest()
-            # A counter-based generator per row: numpy fills a row from its first position on, so a longer row only adds to it.
+            # A counter-based generator per row: numpy fills a row from its first position on, so a longer row
+            # only adds to it.
             generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
             with np.errstate(divide="ignore"):  # a draw that underflows to 0 rejects nothing: log 0 = -inf
                 drawn[i, row] = math.log(bound) + np.log(generator.beta(gamma, beta, size=width))
@@ -72,7 +78,8 @@ def log_thresholds(constants: BetaConstants, seed: int, step: int, keys: Sequenc
 
 
 def rejected(log_ratio: Tensor, thresholds: Tensor) -> Tensor:
-    """[R, T] bool: the tokens that Definition 4.2 rejects. ``thresholds``: [2, R, T], of ``log_thresholds``."""
+    """[R, T] bool: the tokens that Definition 4.2 rejects. ``thresholds``: [2, R, T], of
+    ``log_thresholds``."""
     log_P, log_R = thresholds.to(log_ratio.device, non_blocking=True)
     value = log_ratio.detach().double()
     return (value < log_P) | (-value < log_R)

@@ -1,4 +1,5 @@
-"""Where policy and reference meet: the token scores that every loss, every evaluation and every no-gradient pass is made of."""
+"""Where policy and reference meet: the token scores that every loss, every evaluation and every no-gradient
+pass is made of."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from trainers.losses.base import TokenScores
 
 
 class TokenScorer:
-    """Scores rows under the policy as it is now, beside the log-probabilities that the reference has kept for them."""
+    """Scores rows under the policy as it is now, beside the log-probabilities that the reference has kept for
+    them."""
 
     def __init__(self, policy: nn.Module, reference: Reference | None, humanline: Humanline) -> None:
         """``reference``: None for a loss that has none; the policy's own values then stand in its place.
@@ -33,13 +35,15 @@ class TokenScorer:
 
     @torch.no_grad()
     def score_without_gradient(self, step: int, sequences: Sequences) -> TokenScores:
-        """The same scores without gradient. The model is sharded again after the forward (``models.reference.score`` says why)."""
+        """The same scores without gradient. The model is sharded again after the forward
+        (``models.reference.score`` says why)."""
         scores = self.score(step, sequences)
         reshard(self.policy)
         return scores
 
     def reference_logprobs(self, step: int, sequences: Sequences, policy: torch.Tensor) -> torch.Tensor:
-        """[R, T] the reference's log-probabilities, nats; those of ``policy`` [R, T], detached, where there is no reference."""
+        """[R, T] the reference's log-probabilities, nats; those of ``policy`` [R, T], detached, where there
+        is no reference."""
         return policy.detach() if self.reference is None else self.reference.lookup(step, sequences)
 
 

@@ -1,4 +1,5 @@
-"""Supervised fine-tuning: the best completion alone, no reference; the loss is a mean over the global batch's completion tokens."""
+"""Supervised fine-tuning: the best completion alone, no reference; the loss is a mean over the global batch's
+completion tokens."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@
 
 The trust region's is Gorbatovski et al. 2024, arXiv 2404.09656.
 
-A reference that *is* the policy of some step needs no weights of its own (models.reference). One that only moves towards it, by
-``sync_alpha`` < 1, does: ``SoftReference`` is the one place that holds them.
+A reference that *is* the policy of some step needs no weights of its own (models.reference). One that only
+moves towards it, by ``sync_alpha`` < 1, does: ``SoftReference`` is the one place that holds them.
 """
 
 from __future__ import annotations
@@ -27,33 +27,36 @@ from config.schema import Config
 
 @dataclass(frozen=True)
 class Syncing:
-    """``every``: k, in steps, None for never. ``after_update``: at the end of a step, when its update has been made, or just before
-    it. ``alpha``: how far the reference moves towards the policy, in (0, 1]."""
+    """``every``: k, in steps, None for never. ``after_update``: at the end of a step, when its update has
+    been made, or just before it. ``alpha``: how far the reference moves towards the policy, in (0, 1]."""
 
     every: int | None = None
     after_update: bool = False
     alpha: float = 1.0
 
     @classmethod
-    def of(cls, config: Config) -> Syncing:
+    def from_config(cls, config: Config) -> Syncing:
         if config.syncing == "never" or not config.has_reference:
             return cls()
         return cls(config.sync_freq, config.syncing == "trust_region", config.sync_alpha)
 
     def due(self, step: int) -> bool:
-        """Whether the reference moves at the end of ``step``: at steps 0, k, 2k … before the update, k - 1, 2k - 1 … after it."""
+        """Whether the reference moves at the end of ``step``: at steps 0, k, 2k … before the update, k - 1,
+        2k - 1 … after it."""
         return self.every is not None and (step + self.after_update) % self.every == 0
 
     def last_step_before_sync(self, step: int) -> float:
-        """The last step that still sees the reference of ``step``: the next one, from ``step`` on, at whose end a sync is due."""
+        """The last step that still sees the reference of ``step``: the next one, from ``step`` on, at whose
+        end a sync is due."""
         if self.every is None:
             return math.inf
         return math.ceil((step + self.after_update) / self.every) * self.every - self.after_update
 
 
 class SoftReference(nn.Module):
-    """The weights of a reference that follows the policy slowly: a copy of what is trained (with LoRA, of the adapters), sharded like
-    it. A part of the policy's module, so that checkpoints have it; no part of the exported model."""
+    """The weights of a reference that follows the policy slowly: a copy of what is trained (with LoRA, of the
+    adapters), sharded like it. A part of the policy's module, so that checkpoints have it; no part of the
+    exported model."""
 
     def __init__(self, policy: nn.Module) -> None:
         super().__init__()
@@ -69,8 +72,8 @@ class SoftReference(nn.Module):
 
     @contextmanager
     def in_place_of(self, policy: nn.Module) -> Iterator[None]:
-        """The policy with these weights for as long as the context lasts, bit for bit its own again after it. Weights change places one
-        tensor at a time, so that no third copy is ever held."""
+        """The policy with these weights for as long as the context lasts, bit for bit its own again after it.
+        Weights change places one tensor at a time, so that no third copy is ever held."""
         self._swap(policy)
         try:
             yield

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 def make_reward(
     config: RewardConfig, device: torch.device | str = "cpu", log_dir: Path | None = None
 ) -> Reward:
-    """The reward that ``config`` describes. Models load when they are first asked, on ``device``. Worker processes write what
-    they print to ``log_dir``, which is made with the first ``score``; None: nowhere.
+    """The reward that ``config`` describes. Models load when they are first asked, on ``device``. Worker
+    processes write what they print to ``log_dir``, which is made with the first ``score``; None: nowhere.
 
-    Its module is imported here and not before: a verifier needs no torch, and a judge no transformers. Raises ConfigError: a
-    function that cannot be imported, a tokenizer without a chat template, math-verify not installed.
+    Its module is imported here and not before: a verifier needs no torch, and a judge no transformers. Raises
+    ConfigError: a function that cannot be imported, a tokenizer without a chat template, math-verify not
+    installed.
     """
     make = import_function("reward._target_", config.target)
     return Checked(make(config.settings, device, log_dir), config.max_missing)

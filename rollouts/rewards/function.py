@@ -61,7 +61,7 @@ class FunctionReward:
 def columns(prompts: Sequence[Prompt], completions: Sequence[str], conversational: bool) -> Columns:
     """What a function is called with, as TRL calls it: lists of messages, or texts. The prompt's reference
     answer goes by each of the names that data sets give it."""
-    references = [prompt.reference for prompt in prompts]
+    references = [prompt.reference_answer for prompt in prompts]
     if conversational:
         asked: list[Any] = [
             [{"role": t.role, "content": t.content} for t in prompt.turns] for prompt in prompts

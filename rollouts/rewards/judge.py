@@ -113,7 +113,7 @@ class JudgeReward:
             if len(prompt.turns) == 1
             else "\n\n".join(f"{t.role}: {t.content}" for t in prompt.turns)
         )
-        parts = {"{prompt}": shown, "{completion}": completion, "{reference}": prompt.reference or ""}
+        parts = {"{prompt}": shown, "{completion}": completion, "{reference}": prompt.reference_answer or ""}
         filled = re.sub(
             "|".join(map(re.escape, parts)), lambda match: parts[match.group()], self.config.prompt
         )  # in one pass

@@ -91,7 +91,8 @@ def _parsed(text: str) -> list[Any]:
     return words
 
 
-# Outside of LaTeX math-verify takes the longest beginning of such a run that it can read as a number: 2125 of 2,1251, and 1.2 of 1,2,3.
+# Outside of LaTeX math-verify takes the longest beginning of such a run that it can read as a number: 2125 of
+# 2,1251, and 1.2 of 1,2,3.
 
 
 def _one_number(run: re.Match[str]) -> str:

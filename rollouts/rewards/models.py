@@ -82,7 +82,8 @@ class Conversations:
             rendering == "turn" or tokenizer.chat_template is not None,
             f"{key}.name_or_path",
             config.name_or_path,
-            "its tokenizer has no chat template; use a reward model with one, or reward=bradley_terry for one trained here",
+            "its tokenizer has no chat template; use a reward model with one, or reward=bradley_terry for "
+            "one trained here",
         )
         self.max_length = config.max_length
         self._renderer = Renderer(

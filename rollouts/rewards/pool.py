@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common.imports import import_function
-from common.worker_process import SamplerError, WorkerProcess, serve
+from common.worker_process import WorkerError, WorkerProcess, serve
 from rollouts.rewards.base import LOG_NAME, Missing, RewardError
 from rollouts.rewards.blame import describe
 
@@ -77,7 +77,7 @@ class Pool:
         start = time.monotonic()
         try:
             succeeded, result = worker.call("run", task, timeout=self.timeout)
-        except SamplerError:  # it is dead, killed or not: the next task gets a new one
+        except WorkerError:  # it is dead, killed or not: the next task gets a new one
             late = time.monotonic() - start >= self.timeout
             self._discard(worker)
             if late:
@@ -132,7 +132,7 @@ class Pool:
     def _refused(self) -> Iterator[None]:
         try:
             yield
-        except SamplerError as reason:
+        except WorkerError as reason:
             raise RewardError(
                 f"the worker process of {self.argument or self.loader} did not start: {reason}"
             ) from reason

@@ -40,7 +40,7 @@ class VerifierReward:
             raise ConfigError("reward", "verifier", remedy) from error
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
-        correct = self.accuracy([prompt.reference for prompt in prompts], completions)
+        correct = self.accuracy([prompt.reference_answer for prompt in prompts], completions)
         parts = {
             "accuracy": [v for v in correct if not isinstance(v, Missing)],
             "format": [format_reward(text) for text in completions],

@@ -1,4 +1,5 @@
-"""What every rank runs: each loss, plain and humanline, on data as uneven as can be; rank 0 writes what came out."""
+"""What every rank runs: each loss, plain and humanline, on data as uneven as can be; rank 0 writes what came
+out."""
 
 from __future__ import annotations
 
@@ -36,8 +37,9 @@ def policy_of(cell: str) -> Policy:
 
 
 def uneven_groups(kind: str) -> tuple[tuple[Example, ...], ...]:
-    """Pairs whose desirable halves are long and whose undesirable ones are short (so that, dealt by length, some rank has no
-    desirable example), many of one token, one prompt very long; 31 pairs: the last batch fills no four ranks."""
+    """Pairs whose desirable halves are long and whose undesirable ones are short (so that, dealt by length,
+    some rank has no desirable example), many of one token, one prompt very long; 31 pairs: the last batch
+    fills no four ranks."""
     rng = np.random.default_rng(5)
     groups = []
     for g in range(31):
@@ -54,7 +56,8 @@ def uneven_groups(kind: str) -> tuple[tuple[Example, ...], ...]:
 
 
 def run_cells(cache: Path, out: Path, accumulation: int, world: World | None = None) -> None:
-    """Train every cell for 8 steps of 4 pairs (the last of 3); rank 0 writes losses, gradient norms and final weights."""
+    """Train every cell for 8 steps of 4 pairs (the last of 3); rank 0 writes losses, gradient norms and final
+    weights."""
     results: dict[str, np.ndarray] = {}
     for cell, k in CELLS:
         loss = cell.split()[0]
@@ -93,7 +96,8 @@ def run_cells(cache: Path, out: Path, accumulation: int, world: World | None = N
 
 
 def check_loading(folder: Path, world: World) -> None:
-    """Weights that rank 0 alone read are those of a whole model, tied or not, with and without adapters, and can be trained."""
+    """Weights that rank 0 alone read are those of a whole model, tied or not, with and without adapters, and
+    can be trained."""
     for tied in (True, False):
         path = folder / f"tied-{tied}"
         if world.is_main:

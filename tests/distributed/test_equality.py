@@ -1,4 +1,5 @@
-"""Any number of ranks, any number of microbatches: the same losses, gradient norms and weights as one process."""
+"""Any number of ranks, any number of microbatches: the same losses, gradient norms and weights as one
+process."""
 
 from __future__ import annotations
 

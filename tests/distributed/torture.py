@@ -1,4 +1,5 @@
-"""Torture: one run on two ranks, killed, asked to stop and damaged at random moments, must end like the undisturbed one.
+"""Torture: one run on two ranks, killed, asked to stop and damaged at random moments, must end like the
+undisturbed one.
 
     python -m tests.distributed.torture --kills 50      # make torture
 
@@ -133,7 +134,8 @@ def torture(
     ranks: int = 2,
     start: Callable[[list[str], Path], Process] = start,
 ) -> Counter[str]:
-    """Returns how often what was done. Raises AssertionError where the tortured run differs from the undisturbed one."""
+    """Returns how often what was done. Raises AssertionError where the tortured run differs from the
+    undisturbed one."""
     rng = random.Random(seed)
     whole = start(command(folder, "whole", steps, ranks), folder / "whole.log")
     assert whole.wait(HANG) == 0, (folder / "whole.log").read_text()[-3000:]

@@ -1,7 +1,8 @@
-"""Every objective once more, from its paper: float64, row by row, gradients derived by hand. Nothing of the project is called.
+"""Every objective once more, from its paper: float64, row by row, gradients derived by hand. Nothing of the
+project is called.
 
-A function takes rows (or chosen and rejected rows) and numbers and returns the sum over the units and its gradient with respect to
-every policy log-probability, [R, T]. Rows without a token are no unit.
+A function takes rows (or chosen and rejected rows) and numbers and returns the sum over the units and its
+gradient with respect to every policy log-probability, [R, T]. Rows without a token are no unit.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def sigmoid(x):
 
 
 def _pairs(w, loser, one, through_ratio):
-    """Sum ``one(i) -> (loss, dloss/d(sum of w's tokens), dloss/d(sum of l's tokens))`` over the real pairs."""
+    """Sum ``one(i) -> (loss, dloss/d(sum of w's tokens), dloss/d(sum of l's tokens))`` over the real
+    pairs."""
     total, grad_w, grad_l = 0.0, np.zeros(w.policy.shape), np.zeros(loser.policy.shape)
     for i in range(len(w.n)):
         if w.n[i] and loser.n[i]:

@@ -44,7 +44,8 @@ def cases(test):
 
 
 def make(lengths, scenario, clip, seed):
-    """Rows on a grid of 1/256 nats, so that float32 holds every log-probability and every difference of two exactly."""
+    """Rows on a grid of 1/256 nats, so that float32 holds every log-probability and every difference of two
+    exactly."""
     rng = np.random.default_rng(seed)
     shape = (len(lengths), T)
     policy = -rng.integers(8, 900, shape) / 256

@@ -1,4 +1,5 @@
-"""Reward functions that rounds are tested with. They live in a process of their own, whose module state they may use."""
+"""Reward functions that rounds are tested with. They live in a process of their own, whose module state they
+may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""diagnostics.jsonl of whole runs: it agrees with metrics.jsonl, and is the same after a restart, on two ranks and packed."""
+"""diagnostics.jsonl of whole runs: it agrees with metrics.jsonl, and is the same after a restart, on two
+ranks and packed."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.watch import Run
+from jobs.watch import RunWatch
 from reports.tracking import Tracker
 from tests import programs
 from tests.tiny import make_config
@@ -96,7 +97,7 @@ def test_the_file_agrees_with_the_metrics(folder, loss):
 def test_a_killed_run_leaves_the_same_file(folder, monkeypatch):
     class CrashError(Exception): ...
 
-    real = Run.before_step
+    real = RunWatch.before_step
 
     def before_step(self):
         if self.trainer.progress.step == 29:
@@ -105,7 +106,7 @@ def test_a_killed_run_leaves_the_same_file(folder, monkeypatch):
 
     settings = overrides(folder, "save_every=72")  # every 9 steps; an interval has 2
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "before_step", before_step)
+        patch.setattr(RunWatch, "before_step", before_step)
         with pytest.raises(CrashError):
             train(make_config(*settings), "parts")
     assert (

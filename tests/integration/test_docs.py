@@ -1,4 +1,5 @@
-"""What README.md and docs/*.md name is there; the settings of their tables compose. Their commands: test_docs_commands.py."""
+"""What README.md and docs/*.md name is there; the settings of their tables compose. Their commands:
+test_docs_commands.py."""
 
 from __future__ import annotations
 

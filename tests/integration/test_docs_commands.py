@@ -1,8 +1,9 @@
 """Every command of README.md and docs/*.md is typed into a shell, in a copy of the repository.
 
-A command keeps its words. What makes it small is added behind it, by the first rule that fits; what it names (a model of the hub, a data
-set, a run, an endpoint, a cluster, vLLM) lies in the copy under that name, or is made by the commands that the docs give for it. A command
-that no rule fits fails: whoever writes a new one into the docs says here how it is tried.
+A command keeps its words. What makes it small is added behind it, by the first rule that fits; what it names
+(a model of the hub, a data set, a run, an endpoint, a cluster, vLLM) lies in the copy under that name, or is
+made by the commands that the docs give for it. A command that no rule fits fails: whoever writes a new one
+into the docs says here how it is tried.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ pytestmark = pytest.mark.timeout(900)
 LONGEST = 600
 """Seconds that a command may take: only one that hangs does."""
 NOT_RUN = {
-    "pip install hydra-submitit-launcher==1.2.0": "would change the environment of the tests, from the package index",
+    "pip install "
+    "hydra-submitit-launcher==1.2.0": "would change the environment of the tests, from the package index",
 }
 EVERY = "n_eval_examples=4 n_eval_prompts=2 wandb.enabled=false"
 OFFLINE, ONLINE = f"n_examples=32 {EVERY}", f"rounds.contexts=4 rounds.contexts_per_round=4 {EVERY}"
@@ -101,7 +103,8 @@ RULES = [
 ]
 MINE = (
     "python train.py loss=dpo model=hub model.name_or_path=org/name data=local data.path=pairs.jsonl "
-    "data.verifier=rollouts.rewards.verifier.accuracy model.batch_size=1 n_examples=81 save_every=80 exp_name=mine "
+    "data.verifier=rollouts.rewards.verifier.accuracy model.batch_size=1 n_examples=81 save_every=80 "
+    "exp_name=mine "
     f"diagnostics=false log_drift=false {EVERY}"
 )
 COPIES = "for name in NAME a b mine-s1 mine-s2; do cp -r runs/mine runs/$name; done"

@@ -1,5 +1,5 @@
-"""A run, its checkpoint and its answers evaluated by the commands: the numbers can be made again from the answers by hand, the table of
-runs shows them, and the run's own wandb run has them."""
+"""A run, its checkpoint and its answers evaluated by the commands: the numbers can be made again from the
+answers by hand, the table of runs shows them, and the run's own wandb run has them."""
 
 from __future__ import annotations
 

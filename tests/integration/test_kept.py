@@ -20,7 +20,7 @@ from common.errors import StoppedError
 from export import export_run
 from jobs.job import Job
 from jobs.signals import Requeue
-from jobs.watch import Run
+from jobs.watch import RunWatch
 from models.checkpoint_reading import CheckpointError
 from reports.metrics import FILES
 from tests.full_disk import set_limit
@@ -66,13 +66,13 @@ def settings(folder: Path, *more: str):
 
 def before_steps(monkeypatch, what) -> None:
     """Have ``what`` called with each step's number before the step."""
-    real = Run.before_step
+    real = RunWatch.before_step
 
     def before_step(self):
         what(self.trainer.progress.step)
         real(self)
 
-    monkeypatch.setattr(Run, "before_step", before_step)
+    monkeypatch.setattr(RunWatch, "before_step", before_step)
 
 
 def killed_at(folder: Path, name: str, step: int, *more: str) -> None:
@@ -135,11 +135,12 @@ def tampered(run: Path, name: str, content: bytes | None) -> None:
         (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
-# -- room --------------------------------------------------------------------------------------------------------------------------
+# -- room ------------------------------------------------------------------------------------------
 
 
 def test_a_disk_that_is_full_for_a_while_costs_checkpoints_alone(folder, monkeypatch, capsys):
-    """From step 3 no file may grow beyond 20,000 bytes (no checkpoint fits), from 7 beyond 3,000 (no line does)."""
+    """From step 3 no file may grow beyond 20,000 bytes (no checkpoint fits), from 7 beyond 3,000 (no line
+    does)."""
     limits = {3: 20_000, 7: 3_000, 13: None}
 
     def limit(step: int) -> None:
@@ -192,11 +193,12 @@ def test_whatever_finds_no_room_the_same_command_goes_on_when_there_is_some(fold
     check(folder, "short")
 
 
-# -- going on ------------------------------------------------------------------------------------------------------------------------
+# -- going on --------------------------------------------------------------------------------------
 
 
 def test_each_line_stands_once_after_being_asked_to_stop_resumed_and_killed(folder, capsys):
-    """The checkpoint before step 12 is older than the line of diagnostics that the run writes there when it goes on."""
+    """The checkpoint before step 12 is older than the line of diagnostics that the run writes there when it
+    goes on."""
     asked_at(folder, "often", 12)
     killed_at(folder, "often", 14, "resume=true")
     assert lines(folder / "often", "diagnostics")[-1]["step"] == 12, "it will be written again"
@@ -229,7 +231,7 @@ def test_a_checkpoint_of_an_older_version_is_gone_on_from_and_missing_steps_are_
     assert "the lines of steps 0 to 3 are missing" in capsys.readouterr().out
 
 
-# -- what others made ----------------------------------------------------------------------------------------------------------------
+# -- what others made ------------------------------------------------------------------------------
 
 
 class Calls:

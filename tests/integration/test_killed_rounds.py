@@ -1,4 +1,5 @@
-"""A run that is killed while sampling, while scoring and while training, and resumed each time, ends with the very same weights."""
+"""A run that is killed while sampling, while scoring and while training, and resumed each time, ends with the
+very same weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""rounds.lag=1: the next round is sampled from the weights that a round starts with while that round trains, also after an interruption.
+"""rounds.lag=1: the next round is sampled from the weights that a round starts with while that round trains,
+also after an interruption.
 
 vLLM's place is taken by a second model, which is what an engine of its own is.
 """
@@ -16,7 +17,7 @@ from models.export import full_state
 from models.pretrained import load_policy
 from rollouts.engines import VllmEngine, attempt, outcome
 from rollouts.ledger import RoundFolder
-from rollouts.round_builder import Maker
+from rollouts.round_builder import RoundBuilder
 from rollouts.samplers import EmbeddedSampler
 from tests.integration.online import lines, rounds, run_online
 from tests.tiny import make_config
@@ -49,20 +50,20 @@ class Second:
     def publish(self, folder, version):
         folder.mkdir(parents=True)
         torch.save(full_state(self.policy), folder / "weights.pt")
-        self.again(folder, version)
+        self.reload_weights(folder, version)
         return {}
 
-    def again(self, folder, version):
+    def reload_weights(self, folder, version):
         self.other.model.load_state_dict(torch.load(folder / "weights.pt"))
 
-    def together(self, work):
+    def run_on_main(self, work):
         return outcome(attempt(work))
 
     def sample(self, prompts, n, settings, seed):
         self.threads.add(threading.current_thread().name)
         return self.sampler.sample(prompts, n, settings, seed)
 
-    def rest(self): ...
+    def sleep(self): ...
 
     def close(self): ...
 
@@ -90,7 +91,8 @@ def test_a_round_is_sampled_from_where_the_one_before_started(tmp_path):
 
 
 def test_interrupted_inside_a_round(tmp_path, monkeypatch):
-    """The round ahead had not been sampled (its files are taken away): the weights that it was to come from are still there."""
+    """The round ahead had not been sampled (its files are taken away): the weights that it was to come from
+    are still there."""
     whole = run_online(tmp_path, "whole", *LAGGING)
     at = next(line["step"] for line in lines(whole) if line["round"] == 1) + 1
     step = BasicTrainer.step
@@ -103,7 +105,7 @@ def test_interrupted_inside_a_round(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(BasicTrainer, "step", interrupted)
         patch.setattr(
-            Maker, "_sampled", lambda self, folder: None
+            RoundBuilder, "_sampled", lambda self, folder: None
         )  # the weights stay, as where nothing was sampled yet
         with pytest.raises(KeyboardInterrupt):
             run_online(tmp_path, "r", *LAGGING)
@@ -120,7 +122,8 @@ def test_interrupted_inside_a_round(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fill", ["true", "false"])
 def test_killed_before_the_groups_of_a_round_ahead_are_written(tmp_path, monkeypatch, fill):
-    """Whether more must be sampled for a round is known from its groups alone: until then its weights stay."""
+    """Whether more must be sampled for a round is known from its groups alone: until then its weights
+    stay."""
     whole = run_online(tmp_path, "whole", *LAGGING, f"rounds.fill={fill}")
     write = RoundFolder.write
 

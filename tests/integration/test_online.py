@@ -1,4 +1,5 @@
-"""Rounds from end to end on the embedded task: what is sampled is what is trained, the schedule's clock, drops, failures."""
+"""Rounds from end to end on the embedded task: what is sampled is what is trained, the schedule's clock,
+drops, failures."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def test_the_tokens_that_were_sampled_are_the_tokens_that_are_trained(tmp_path, 
 
 
 def test_a_round_replayed_offline_trains_the_same(tmp_path):
-    """The files are the seam: the first round's groups as a data set give the first round's losses and gradients, to the bit."""
+    """The files are the seam: the first round's groups as a data set give the first round's losses and
+    gradients, to the bit."""
     run = run_online(tmp_path, "r", "online=true", "loss=kto")
     first = [line for line in lines(run) if line["round"] == 0]
     replayed = run_online(
@@ -182,7 +184,8 @@ def test_thresholds_make_single_examples(tmp_path, batches):
 
 
 def test_several_ranks_and_one_sample_and_train_alike(tmp_path):
-    """Two gloo ranks share sampling; the files of the first round are the same to the byte, the weights to rounding."""
+    """Two gloo ranks share sampling; the files of the first round are the same to the byte, the weights to
+    rounding."""
     one = run_online(tmp_path, "one", "online=true", "humanline=true", "loss=kto", "model.batch_size=16")
     subprocess.run(
         [
@@ -219,7 +222,8 @@ def test_several_ranks_and_one_sample_and_train_alike(tmp_path):
 
 
 def test_a_run_may_be_as_long_as_an_offline_one_of_so_many_examples(tmp_path, batches):
-    """``rounds.examples``: as many examples as offline, on the same schedule, whatever share of contexts is dropped."""
+    """``rounds.examples``: as many examples as offline, on the same schedule, whatever share of contexts is
+    dropped."""
     run = run_online(
         tmp_path,
         "r",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.worker_process import SamplerError
+from common.worker_process import WorkerError
 from tests.integration.online import lines, rounds, run_online
 
 pytest.importorskip(
@@ -16,10 +16,11 @@ VLLM = ("online=true", "humanline=true", "sampler=vllm", "sampler.enforce_eager=
 
 @pytest.mark.slow
 def test_two_rounds_with_a_kill_between_sampling_and_scoring(tmp_path, monkeypatch):
-    """The engine takes each round's weights and agrees with the trainer on the probe; what was sampled is not sampled again."""
-    from rollouts.round_builder import Maker
+    """The engine takes each round's weights and agrees with the trainer on the probe; what was sampled is not
+    sampled again."""
+    from rollouts.round_builder import RoundBuilder
 
-    score = Maker._score
+    score = RoundBuilder._score
 
     def killed(self, folder, suffix, sampled):
         if folder.path.name == "001":
@@ -27,7 +28,7 @@ def test_two_rounds_with_a_kill_between_sampling_and_scoring(tmp_path, monkeypat
         return score(self, folder, suffix, sampled)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Maker, "_score", killed)
+        patch.setattr(RoundBuilder, "_score", killed)
         with pytest.raises(KeyboardInterrupt):
             run_online(tmp_path, "r", "loss=kto", *VLLM)
     samples = (tmp_path / "r/rounds/001/samples.jsonl").read_bytes()
@@ -58,6 +59,6 @@ def test_old_weights_stop_the_run(tmp_path, monkeypatch):
             self.version = 0
 
     monkeypatch.setattr(VllmSampler, "load", stale)
-    with pytest.raises((StoppedError, SamplerError)):
+    with pytest.raises((StoppedError, WorkerError)):
         run_online(tmp_path, "r", "loss=dpo", "lr=1e-2", *VLLM, "sampler.devices=null", "rounds.fill=false")
     assert not (tmp_path / "r/rounds/001/samples.jsonl").exists()

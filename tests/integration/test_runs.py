@@ -1,4 +1,5 @@
-"""Runs as a whole, on the embedded task: what they leave, and that they go on after anything as if nothing had been."""
+"""Runs as a whole, on the embedded task: what they leave, and that they go on after anything as if nothing
+had been."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from common.errors import ConfigError, StoppedError
 from export import export_run
 from jobs.run_folder import LOCK
 from jobs.signals import REQUEUE
-from jobs.watch import Run
+from jobs.watch import RunWatch
 from models.checkpoint import Checkpoints
 from tests import programs
 from tests.tiny import ROOT, make_config
@@ -55,14 +56,14 @@ def settings(folder: Path, cache: Path, *more: str):
 
 def crash_before(monkeypatch, step: int) -> None:
     """Leave the loop, without any farewell, before this step."""
-    real = Run.before_step
+    real = RunWatch.before_step
 
     def before_step(self):
         if self.trainer.progress.step == step:
             raise CrashError
         real(self)
 
-    monkeypatch.setattr(Run, "before_step", before_step)
+    monkeypatch.setattr(RunWatch, "before_step", before_step)
 
 
 def lines(run: Path) -> list[dict]:
@@ -312,7 +313,8 @@ def test_gradients_that_are_not_finite_stop_the_run_after_n_and_leave_their_batc
     ("number", "code"), [(signal.SIGTERM, REQUEUE), (signal.SIGKILL, -9)], ids=["SIGTERM", "SIGKILL"]
 )
 def test_a_killed_process_goes_on(tmp_path, cache, number, code):
-    """The real program, killed in mid-run, started again with the same command. While it runs, no other may."""
+    """The real program, killed in mid-run, started again with the same command. While it runs, no other
+    may."""
     method = ("loss=dpo", "humanline=true", "sync_freq=2")
     command = [
         "train.py",

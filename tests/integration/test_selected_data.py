@@ -1,4 +1,5 @@
-"""data.logprob_range from the command line to the trained model: which groups, and that neither ranks nor a restart change that."""
+"""data.logprob_range from the command line to the trained model: which groups, and that neither ranks nor a
+restart change that."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from jobs.watch import Run
+from jobs.watch import RunWatch
 from tests import programs
 from tests.tiny import ROOT, make_config
 from train import train
@@ -95,7 +96,7 @@ def test_every_loss_keeps_the_same_pairs(folder, loss):
 def test_a_killed_run_goes_on_with_its_groups_even_without_the_cache(folder, monkeypatch):
     class CrashError(Exception): ...
 
-    real = Run.before_step
+    real = RunWatch.before_step
 
     def before_step(self):
         if self.trainer.progress.step == 3:
@@ -103,7 +104,7 @@ def test_a_killed_run_goes_on_with_its_groups_even_without_the_cache(folder, mon
         real(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "before_step", before_step)
+        patch.setattr(RunWatch, "before_step", before_step)
         with pytest.raises(CrashError):
             train(
                 settings(folder, "data.logprob_range=[0.25,0.75]", f"cache_dir={folder / 'other'}"), "parts"

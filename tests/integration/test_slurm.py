@@ -1,4 +1,5 @@
-"""A sweep through a real Slurm: two nodes of one machine, brought up by tools/slurm/up.sh. Skips where its daemons cannot run."""
+"""A sweep through a real Slurm: two nodes of one machine, brought up by tools/slurm/up.sh. Skips where its
+daemons cannot run."""
 
 from __future__ import annotations
 
@@ -69,9 +70,11 @@ def set_limit(job: str, minutes: int) -> None:
 
 
 def test_ranks_find_each_other_and_exit_codes_are_understood(tmp_path: Path) -> None:
-    """With a stand-in for python that notes what each rank is given, and leaves with the codes that train.py has.
+    """With a stand-in for python that notes what each rank is given, and leaves with the codes that train.py
+    has.
 
-    It is in a container alone, which an option of srun makes; and the runs are one more than an array may have.
+    It is in a container alone, which an option of srun makes; and the runs are one more than an array may
+    have.
     """
     fake = tmp_path / "python"
     notes = tmp_path / "notes"
@@ -161,8 +164,8 @@ def test_what_fails_before_training_ends_the_job_with_its_message(
 
 @pytest.mark.timeout(4 * HANG)
 def test_cancelled_requeued_and_timed_out_runs_all_finish(tmp_path: Path) -> None:
-    """The embedded task: one run is cancelled and submitted again, one requeued by hand, the long one meets its time limit (it is held
-    up until then, so that it does so on any machine)."""
+    """The embedded task: one run is cancelled and submitted again, one requeued by hand, the long one meets
+    its time limit (it is held up until then, so that it does so on any machine)."""
     runs, logs = tmp_path / "runs", tmp_path / "logs"
     base = {
         "runs_dir": str(runs),

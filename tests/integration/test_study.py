@@ -1,4 +1,5 @@
-"""The study end to end on a plan of its own: tunes, runs, goes on after a kill, reports; quick then takes what full chose."""
+"""The study end to end on a plan of its own: tunes, runs, goes on after a kill, reports; quick then takes
+what full chose."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def study(tmp_path_factory):
 
 
 def forked(patch: pytest.MonkeyPatch) -> None:
-    """The study's processes have done their imports; they are not its children then, so none can tell by that whether it lives."""
+    """The study's processes have done their imports; they are not its children then, so none can tell by that
+    whether it lives."""
     patch.setattr("study.runner.get_context", lambda how: programs.context())
     patch.setattr("study.runner.live_with", int)
 

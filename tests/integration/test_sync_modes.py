@@ -1,4 +1,5 @@
-"""Syncing modes against a live second model, bit for bit; the trust region's contrast; the ablations of Figure 5; resuming in each."""
+"""Syncing modes against a live second model, bit for bit; the trust region's contrast; the ablations of
+Figure 5; resuming in each."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def config_of(folder, *overrides):
 def live(
     trainer: BasicTrainer, policy: Policy, segment, k: int, alpha: float, low: float, high: float
 ) -> list[float]:
-    """Plain training with a second model that moves after the optimizer step. ``trainer`` only cuts the batches."""
+    """Plain training with a second model that moves after the optimizer step. ``trainer`` only cuts the
+    batches."""
     config, loss = trainer.config, make_loss(trainer.config)
     reference = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(
@@ -132,7 +134,8 @@ class StopHereError(Exception):
     ids=["humanline", "hard", "soft", "never", "sample"],
 )
 def test_resuming_changes_nothing(tmp_path, overrides):
-    """Stopped before step 4, inside a horizon, and gone on with from the checkpoint by a trainer that starts from other weights."""
+    """Stopped before step 4, inside a horizon, and gone on with from the checkpoint by a trainer that starts
+    from other weights."""
     config = config_of(tmp_path, *overrides)
     segment = make_segment(config, pairs=4 * STEPS)
     whole, lines = run(config, segment)

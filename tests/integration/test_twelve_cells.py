@@ -1,4 +1,5 @@
-"""{DPO, KTO, GRPO} x {offline, online, offline+humanline, online+humanline}: each trains, and its own log proves what it was."""
+"""{DPO, KTO, GRPO} x {offline, online, offline+humanline, online+humanline}: each trains, and its own log
+proves what it was."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def settings(loss: str, online: bool, humanline: bool) -> list[str]:
 
 
 def expected_reference(step: int, first_of_round: int, humanline: bool) -> int:
-    """The step whose weights the reference has at ``step``: k = 2 syncs in steps 0, 2, 4 …, before their update, so that the next
-    step sees it; a round starts with a reference of its own."""
+    """The step whose weights the reference has at ``step``: k = 2 syncs in steps 0, 2, 4 …, before their
+    update, so that the next step sees it; a round starts with a reference of its own."""
     return (
         max([first_of_round, *(t for t in range(first_of_round, step) if t % 2 == 0)])
         if humanline

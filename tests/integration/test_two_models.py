@@ -1,7 +1,8 @@
 """The reference without weights, against the plain thing: a second model, synced by copying.
 
-Losses of every step and the final weights are bit-identical, for every loss, with and without humanline, with and without LoRA. The
-bounds are tight and not symmetric, so that each of them clips, the scores that make KTO's z0 among them.
+Losses of every step and the final weights are bit-identical, for every loss, with and without humanline, with
+and without LoRA. The bounds are tight and not symmetric, so that each of them clips, the scores that make
+KTO's z0 among them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def two_models(
     bounds: tuple[float, float] = INFINITE,
     flaw: str = "",
 ) -> tuple[list[float], list[float]]:
-    """Plain training with a live second model, in the order of the paper's listing (C.2.1). ``trainer`` only cuts the batches.
+    """Plain training with a live second model, in the order of the paper's listing (C.2.1). ``trainer`` only
+    cuts the batches.
 
     Returns each step's loss and z0 (0.0 but for KTO). ``flaw`` is something to do wrong.
     """

@@ -1,4 +1,5 @@
-"""The vLLM sampler with the real engine, on a CPU: its numbers and greedy tokens are those of transformers, round after round."""
+"""The vLLM sampler with the real engine, on a CPU: its numbers and greedy tokens are those of transformers,
+round after round."""
 
 import os
 import signal
@@ -13,7 +14,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from common.worker_process import ROOT, SamplerError
+from common.worker_process import ROOT, WorkerError
 from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt, Sequence, Turn
@@ -39,7 +40,8 @@ PROMPTS = [
 
 
 def make_model(seed: int) -> LlamaForCausalLM:
-    """Tied embeddings, as small models have them, and settings of its own that no sampler may follow: end token, top-k, penalty."""
+    """Tied embeddings, as small models have them, and settings of its own that no sampler may follow: end
+    token, top-k, penalty."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -120,7 +122,7 @@ def world(tmp_path_factory) -> World:
 OWNER = """
 import sys
 from pathlib import Path
-from rollouts.vllm_messages import DrawRequest, EngineOptions
+from rollouts.vllm_messages import GenerateRequest, EngineOptions
 from rollouts.vllm_sampler import WORKER, engine_environment
 from common.worker_process import WorkerProcess
 from config.schema_sampler import SamplerConfig
@@ -129,7 +131,7 @@ folder = Path(sys.argv[1])
 worker = WorkerProcess(WORKER, log=folder / "owned.log", env=engine_environment(SamplerConfig(name="vllm"), 0, {}))
 options = EngineOptions("float32", 512, 1, 0.4, None, True, True)
 worker.call("start", options, str(folder / "weights-0"), 0, timeout=240)
-worker.send("draw", [DrawRequest([1, 2, 3], 1.0, 1.0, 500, (), seed) for seed in range(2000)])  # minutes of work
+worker.send("generate", [GenerateRequest([1, 2, 3], 1.0, 1.0, 500, (), seed) for seed in range(2000)])  # minutes of work
 print(worker.pid, flush=True)
 worker.receive(600)
 """
@@ -171,7 +173,8 @@ def test_an_engine_at_work_does_not_outlive_its_owner(owner, sampler):
 
 
 def test_greedy_tokens_and_log_probabilities_are_transformers_own_in_every_round(sampler, world):
-    """Three rounds of weights, loaded in place into tied embeddings. The long prompt fills cached blocks, not to be used again."""
+    """Three rounds of weights, loaded in place into tied embeddings. The long prompt fills cached blocks, not
+    to be used again."""
     previous, worker = None, sampler._workers[0].pid
     for _ in range(3):
         (engine,) = sampler.logprobs(ROWS)
@@ -191,7 +194,7 @@ def test_older_weights_under_a_new_version_are_caught(sampler, world):
     old = world.written()
     world.publish(50)
     sampler.load(old, world.version)
-    with pytest.raises(SamplerError, match="does not have the trainer's weights"):
+    with pytest.raises(WorkerError, match="does not have the trainer's weights"):
         check_probe(sampler.logprobs(rows)[0], world.logprobs(rows), "bfloat16")
     sampler.load(world.written(), world.version)
     now = check_probe(sampler.logprobs(rows)[0], world.logprobs(rows), "float32", before)
@@ -200,7 +203,7 @@ def test_older_weights_under_a_new_version_are_caught(sampler, world):
         world.model.get_input_embeddings().weight.mul_(1.0005)
     world.version += 1
     sampler.load(world.folder / f"weights-{world.version - 1}", world.version)
-    with pytest.raises(SamplerError, match="older weights"):
+    with pytest.raises(WorkerError, match="older weights"):
         check_probe(sampler.logprobs(rows)[0], world.logprobs(rows), "bfloat16", now)
     sampler.load(world.written(), world.version)
     check_probe(sampler.logprobs(rows)[0], world.logprobs(rows), "bfloat16", now)
@@ -229,7 +232,8 @@ def test_the_engines_log_probabilities_are_at_temperature_1_without_top_p(sample
 
 
 def test_tokens_are_drawn_from_the_nucleus_at_the_temperature_asked_for(sampler, world):
-    """First tokens, against the distribution computed here: none outside the nucleus, frequencies within five standard errors."""
+    """First tokens, against the distribution computed here: none outside the nucleus, frequencies within five
+    standard errors."""
     n, prompt = 2000, PROMPTS[1]
     settings = SamplingSettings(temperature=0.7, top_p=0.95, max_tokens=1)
     drawn = [sample.token_ids[0] for sample in sampler.sample([prompt], n, settings, seed=5)[0]]
@@ -263,8 +267,8 @@ def test_a_killed_engine_is_an_error_and_not_a_hang(sampler):
     """The last test of this engine."""
     os.kill(sampler._workers[0].pid, signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(SamplerError, match="died"):
+    with pytest.raises(WorkerError, match="died"):
         sampler.sample(PROMPTS, 1, GREEDY, seed=0)
     assert time.monotonic() - began < 5
-    with pytest.raises(SamplerError, match="call load first"):
+    with pytest.raises(WorkerError, match="call load first"):
         sampler.sample(PROMPTS, 1, GREEDY, seed=0)

@@ -1,4 +1,5 @@
-"""The design rules of the repository, held by reading its files: who may import whom, how long things get, what never gets in."""
+"""The design rules of the repository, held by reading its files: who may import whom, how long things get,
+what never gets in."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Who may import which of our own packages. Imports point one way: down this list. A module obeys its longest prefix.
+# Who may import which of our own packages. Imports point one way: down this list. A module obeys its longest
+# prefix.
 LAYERS = {
     "common": {"common"},
     "config": {"common", "config"},
@@ -84,7 +86,8 @@ def module_name(path: Path) -> str:
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """(dotted name, line) of everything that a file imports, wherever in the file. ``from a import b`` gives a.b."""
+    """(dotted name, line) of everything that a file imports, wherever in the file. ``from a import b`` gives
+    a.b."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -119,7 +122,7 @@ def breaches(module: str, tree: ast.Module) -> list[str]:
     return found
 
 
-# -- imports -----------------------------------------------------------------------------------------------------------------------
+# -- imports ---------------------------------------------------------------------------------------
 
 
 def test_every_package_has_its_layer():
@@ -147,7 +150,8 @@ def arrows(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
 
 
 def folder_arrows(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
-    """Folder -> the other folders that its own files import from; a folder within another is a folder of its own."""
+    """Folder -> the other folders that its own files import from; a folder within another is a folder of its
+    own."""
     packages = {module.rpartition(".")[0] for module in trees}
     home = {module: module if module in packages else module.rpartition(".")[0] for module in trees}
     found: dict[str, set[str]] = {folder: set() for folder in home.values()}
@@ -238,7 +242,8 @@ def test_third_parties_stay_in_their_place(package):
 
 
 def test_collectives_live_in_one_module():
-    """torch.distributed stays in models; beside models.distributed only what shards and saves, which calls its own collectives."""
+    """torch.distributed stays in models; beside models.distributed only what shards and saves, which calls
+    its own collectives."""
     harmless = tuple(f"torch.distributed.{part}" for part in ("checkpoint", "fsdp", "tensor", "device_mesh"))
     found = []
     for module, tree in sources().items():
@@ -266,7 +271,7 @@ def test_a_wrong_command_line_is_refused_before_torch_is_loaded(module):
     assert done.stdout.strip() == "[]"
 
 
-# -- size and habits ---------------------------------------------------------------------------------------------------------------
+# -- size and habits -------------------------------------------------------------------------------
 
 
 def test_no_file_is_too_long_to_read():
@@ -331,14 +336,14 @@ def test_nothing_is_left_for_later():
     assert [f"{m}: {found[0]}" for m in sources() if (found := later.search(path_of(m).read_text()))] == []
 
 
-# -- settings ----------------------------------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 SCALAR = re.compile(r"^\s*(?P<key>[A-Za-z]\w*):\s*(?P<value>[^#\s].*)$")
 
 
 def uncommented(text: str) -> list[str]:
-    """The keys with a value whose line has no comment, and that have none above their block of lines. Hydra's own settings are
-    Hydra's to explain."""
+    """The keys with a value whose line has no comment, and that have none above their block of lines. Hydra's
+    own settings are Hydra's to explain."""
     found, explained = [], False
     for line in text.partition("\nhydra:")[0].splitlines():
         if line.lstrip().startswith("#"):
@@ -369,7 +374,7 @@ def test_the_rule_sees_an_unexplained_setting():
     assert uncommented("# why\na: 1\n\nb: 2\nc: 3  # because\nd:\n  e: x\nhydra:\n  job: 1\n") == ["b", "e"]
 
 
-# -- what never gets in ------------------------------------------------------------------------------------------------------------
+# -- what never gets in ----------------------------------------------------------------------------
 
 NEVER = {
     "a secret": re.compile(

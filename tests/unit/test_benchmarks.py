@@ -49,7 +49,8 @@ def base():
 
 
 def test_the_floor_is_what_the_model_multiplies():
-    """Against torch's own count of a forward's products over a row without padding (its plain attention is the whole square)."""
+    """Against torch's own count of a forward's products over a row without padding (its plain attention is
+    the whole square)."""
     config = shape("tiny")
     policy = random_policy(config, torch.device("cpu"))
     row = fixed_pairs(1, 512, length=40, completion=40 - 1)[0][0]
@@ -67,7 +68,8 @@ def whole_squares(of: Forward) -> Forward:
 @pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
 @pytest.mark.parametrize("variant", ["cached", "k=1"])
 def test_the_floor_of_a_step_is_what_a_real_step_multiplies(base, loss, variant, padded):
-    """Policy forward and backward, the reference of the next batch, mismatched rows, the head's second product: to the last product."""
+    """Policy forward and backward, the reference of the next batch, mismatched rows, the head's second
+    product: to the last product."""
     settings, config = settings_of(variant, loss, 2, padded), base.model.config
     plan, trainer = segment(settings, fixed_pairs(6, 512, 40, 25), 3), make_trainer(settings, fresh(base))
     score_all(trainer, plan)
@@ -107,7 +109,8 @@ def test_the_profile_finds_every_operation_of_the_floor_and_all_of_the_time(base
 
 
 def test_recomputed_activations_cost_a_unit_less_the_last_product(base):
-    """torch stops recomputing a block once it has all that the backward reads: its last product, down, is read by nobody."""
+    """torch stops recomputing a block once it has all that the backward reads: its last product, down, is
+    read by nobody."""
     policy, settings = fresh(base), Settings("dpo", 2, 2, checkpointing=True)
     checkpoint_activations(decoder_blocks(policy))
     plan, trainer = segment(settings, fixed_pairs(2, 512, 40, 25)), make_trainer(settings, policy)

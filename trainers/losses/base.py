@@ -1,4 +1,5 @@
-"""What goes into a loss and what comes out of it. A loss is a pure function of these and of numbers from its yaml."""
+"""What goes into a loss and what comes out of it. A loss is a pure function of these and of numbers from its
+yaml."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from torch import Tensor
 
 
 class Mean(NamedTuple):
-    """A mean kept as its two halves: adding those up over microbatches and ranks gives the exact mean of the global batch."""
+    """A mean kept as its two halves: adding those up over microbatches and ranks gives the exact mean of the
+    global batch."""
 
     sum: Tensor
     count: Tensor  # type: ignore[assignment]  # also a method of tuple, which nobody calls here
@@ -20,7 +22,8 @@ class Mean(NamedTuple):
 class TokenScores:
     """Token log-probabilities of R rows at T completion positions, in nats, float32.
 
-    A row whose mask is False throughout fills a batch up: losses give it neither a value nor a gradient nor a count.
+    A row whose mask is False throughout fills a batch up: losses give it neither a value nor a gradient nor a
+    count.
     """
 
     policy: Tensor
@@ -58,24 +61,26 @@ class LossResult:
 
 
 def token_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """[R] the sum of [R, T] ``values`` over the tokens that count. What lies elsewhere, inf and nan included, has no effect and
-    gets no gradient; a row without a token gives 0."""
+    """[R] the sum of [R, T] ``values`` over the tokens that count. What lies elsewhere, inf and nan included,
+    has no effect and gets no gradient; a row without a token gives 0."""
     return torch.where(mask, values, 0.0).sum(dim=-1)
 
 
 def token_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """[R] the mean of [R, T] ``values`` over the tokens that count (the mask's, never those that differ from 0); 0 without one."""
+    """[R] the mean of [R, T] ``values`` over the tokens that count (the mask's, never those that differ from
+    0); 0 without one."""
     return token_sum(values, mask) / mask.sum(dim=-1).clamp(min=1)
 
 
 def agreement(margin: Tensor) -> Tensor:
-    """1 where the margin is positive, 0 where it is negative, 1/2 where it is 0: an accuracy that a policy equal to its reference
-    leaves at one half."""
+    """1 where the margin is positive, 0 where it is negative, 1/2 where it is 0: an accuracy that a policy
+    equal to its reference leaves at one half."""
     return (torch.sign(margin.detach()) + 1) / 2
 
 
 def paired_result(losses: Tensor, chosen: Tensor, rejected: Tensor, valid: Tensor) -> LossResult:
-    """The LossResult of n pairs: ``losses`` [n] summed over the ``valid`` ones, and the rewards [n] that the loss compared."""
+    """The LossResult of n pairs: ``losses`` [n] summed over the ``valid`` ones, and the rewards [n] that the
+    loss compared."""
     metrics = {
         "reward_chosen": mean_where(chosen, valid),
         "reward_rejected": mean_where(rejected, valid),
@@ -85,5 +90,6 @@ def paired_result(losses: Tensor, chosen: Tensor, rejected: Tensor, valid: Tenso
 
 
 def mean_where(values: Tensor, where: Tensor) -> Mean:
-    """The mean of ``values`` where ``where`` is True, as a Mean. Both of the same shape; what lies elsewhere does not matter."""
+    """The mean of ``values`` where ``where`` is True, as a Mean. Both of the same shape; what lies elsewhere
+    does not matter."""
     return Mean(torch.where(where, values, 0.0).sum().detach(), where.sum())

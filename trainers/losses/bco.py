@@ -1,4 +1,5 @@
-"""BCO (Jung et al. 2024, arXiv 2404.04656): a classifier of desirable and undesirable whose logit is the reward."""
+"""BCO (Jung et al. 2024, arXiv 2404.04656): a classifier of desirable and undesirable whose logit is the
+reward."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ from trainers.losses.base import LossResult, TokenScores, agreement, mean_where
 def bco(
     scores: TokenScores, desirable: Tensor, shift: Tensor, density_ratio: Tensor | None = None, *, beta: float
 ) -> LossResult:
-    """``-log sigmoid(beta s - delta)`` of desirable rows, ``-w log sigmoid(delta - beta s)`` of the others, summed over the rows.
+    """``-log sigmoid(beta s - delta)`` of desirable rows, ``-w log sigmoid(delta - beta s)`` of the others,
+    summed over the rows.
 
-    ``desirable``: [R] bool. ``shift``: [] delta, the running mean of the rewards (the average of the desirable and the
-    undesirable mean), the same on every rank, without gradient. ``density_ratio``: [R] w, how likely the row's prompt is among
-    desirable against undesirable data, read of undesirable rows only; None where both come from the same prompts.
+    ``desirable``: [R] bool. ``shift``: [] delta, the running mean of the rewards (the average of the
+    desirable and the undesirable mean), the same on every rank, without gradient. ``density_ratio``: [R] w,
+    how likely the row's prompt is among desirable against undesirable data, read of undesirable rows only;
+    None where both come from the same prompts.
     """
     reward = beta * scores.sequence_log_ratio()
     gain = torch.where(desirable, reward - shift, shift - reward)

@@ -8,10 +8,11 @@ from trainers.losses.base import LossResult, TokenScores, paired_result
 
 
 def cdpo(chosen: TokenScores, rejected: TokenScores, *, beta: float, epsilon: float) -> LossResult:
-    """``-(1 - eps) log sigmoid(m) - eps log sigmoid(-m)`` with ``m = beta s_w - beta s_l``, summed over the pairs.
+    """``-(1 - eps) log sigmoid(m) - eps log sigmoid(-m)`` with ``m = beta s_w - beta s_l``, summed over the
+    pairs.
 
-    ``epsilon``: the share of pairs whose label is the wrong way round, in [0, 0.5); 0 is DPO. The loss is least at
-    ``m = log((1 - eps) / eps)``, not at infinity.
+    ``epsilon``: the share of pairs whose label is the wrong way round, in [0, 0.5); 0 is DPO. The loss is
+    least at ``m = log((1 - eps) / eps)``, not at infinity.
     """
     reward_w, reward_l = beta * chosen.sequence_log_ratio(), beta * rejected.sequence_log_ratio()
     margin = reward_w - reward_l

@@ -10,8 +10,8 @@ from trainers.losses.base import LossResult, TokenScores, paired_result
 def dpo(chosen: TokenScores, rejected: TokenScores, *, beta: float) -> LossResult:
     """``-log sigmoid(beta s_w - beta s_l)``, summed over the pairs.
 
-    ``chosen`` and ``rejected``: the same n pairs, row by row. ``beta``: how much a nat of log-ratio is worth; a smaller one lets
-    the policy go further from the reference.
+    ``chosen`` and ``rejected``: the same n pairs, row by row. ``beta``: how much a nat of log-ratio is worth;
+    a smaller one lets the policy go further from the reference.
     """
     reward_w, reward_l = beta * chosen.sequence_log_ratio(), beta * rejected.sequence_log_ratio()
     return paired_result(-logsigmoid(reward_w - reward_l), reward_w, reward_l, chosen.valid & rejected.valid)

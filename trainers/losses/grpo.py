@@ -1,4 +1,5 @@
-"""GRPO (Shao et al. 2024, arXiv 2402.03300), equation 1 of the paper, and its relatives, which differ from it by a number.
+"""GRPO (Shao et al. 2024, arXiv 2402.03300), equation 1 of the paper, and its relatives, which differ from it
+by a number.
 
 | relative | what to set |
 |---|---|
@@ -29,15 +30,17 @@ def grpo(
     normalization: str = "token",
     max_tokens: int | None = None,
 ) -> LossResult:
-    """``-min(r A, clip(r, 1 - eps, 1 + eps) A) + beta (e^d - d - 1)`` per token, ``d = log pi_0 - log pi_theta``, summed.
+    """``-min(r A, clip(r, 1 - eps, 1 + eps) A) + beta (e^d - d - 1)`` per token, ``d = log pi_0 - log
+    pi_theta``, summed.
 
-    r is exp(``scores.log_ratio``): with humanline it is clipped already, so twice. The KL term reads the raw log-probabilities; its
-    baseline pi_0 is the reference (C.1.4).
+    r is exp(``scores.log_ratio``): with humanline it is clipped already, so twice. The KL term reads the raw
+    log-probabilities; its baseline pi_0 is the reference (C.1.4).
 
-    ``advantages``: [R], one for all tokens of a row. ``epsilon``, ``epsilon_high``: r is clipped to
-    [1 - epsilon, 1 + epsilon_high]; None: the same on both sides. ``importance``: "token", or "sequence" for one ratio a row,
-    exp(mean token log-ratio). ``normalization``: "token": every token weighs 1 and the unit is the completion token (DAPO);
-    "sequence": 1 / |y|, and "constant": 1 / ``max_tokens``, where the unit is the sequence. Raises ValueError for any other.
+    ``advantages``: [R], one for all tokens of a row. ``epsilon``, ``epsilon_high``: r is clipped to [1 -
+    epsilon, 1 + epsilon_high]; None: the same on both sides. ``importance``: "token", or "sequence" for one
+    ratio a row, exp(mean token log-ratio). ``normalization``: "token": every token weighs 1 and the unit is
+    the completion token (DAPO); "sequence": 1 / |y|, and "constant": 1 / ``max_tokens``, where the unit is
+    the sequence. Raises ValueError for any other.
     """
     mask = scores.mask
     log_r = importance_log_ratio(scores, importance)
@@ -62,10 +65,12 @@ def grpo(
 
 
 def clipped_surrogate(log_r: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """``min(r A, clip(r, 1 - low, 1 + high) A)`` and where the minimum is the clipped branch, both of ``log_r``'s shape.
+    """``min(r A, clip(r, 1 - low, 1 + high) A)`` and where the minimum is the clipped branch, both of
+    ``log_r``'s shape.
 
-    For A > 0 the minimum is A min(r, 1 + high), for A < 0 it is A max(r, 1 - low). Written so, the ratio is clipped before the
-    exponential is taken: a log-ratio of any size gives an exact 0 gradient where the clipped branch wins, not 0 * inf.
+    For A > 0 the minimum is A min(r, 1 + high), for A < 0 it is A max(r, 1 - low). Written so, the ratio is
+    clipped before the exponential is taken: a log-ratio of any size gives an exact 0 gradient where the
+    clipped branch wins, not 0 * inf.
     """
     ceiling, floor = math.log1p(high), math.log1p(-low) if low < 1 else -math.inf
     bounded = torch.where(advantages >= 0, log_r.clamp(max=ceiling), log_r.clamp(min=floor))
@@ -92,5 +97,6 @@ def token_divisor(mask: Tensor, normalization: str, max_tokens: int | None) -> T
     if normalization == "constant" and max_tokens:
         return torch.full_like(lengths, max_tokens)
     raise ValueError(
-        f"normalization={normalization}: use token, sequence, or constant with max_tokens={max_tokens} above 0"
+        f"normalization={normalization}: use token, sequence, or constant with max_tokens={max_tokens} "
+        "above 0"
     )

@@ -8,8 +8,8 @@ from trainers.losses.base import LossResult, TokenScores, paired_result, token_m
 def ipo(chosen: TokenScores, rejected: TokenScores, *, tau: float) -> LossResult:
     """``(h - 1 / (2 tau))^2`` with h the difference of the *mean* token log-ratios, summed over the pairs.
 
-    The means are over the tokens of the mask; dividing by the number of log-ratios that are not 0 would divide by nothing at
-    policy = reference. ``tau``: a larger one keeps the policy closer to the reference.
+    The means are over the tokens of the mask; dividing by the number of log-ratios that are not 0 would
+    divide by nothing at policy = reference. ``tau``: a larger one keeps the policy closer to the reference.
     """
     reward_w, reward_l = (
         token_mean(chosen.log_ratio, chosen.mask),

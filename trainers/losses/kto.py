@@ -17,11 +17,12 @@ def kto(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> LossResult:
-    """``lambda_D (1 - sigmoid(beta (s - z0)))`` of desirable rows, ``lambda_U (1 - sigmoid(beta (z0 - s)))`` of the others, summed.
+    """``lambda_D (1 - sigmoid(beta (s - z0)))`` of desirable rows, ``lambda_U (1 - sigmoid(beta (z0 - s)))``
+    of the others, summed.
 
-    ``desirable``: [R] bool; all True and all False are fine. ``kl``: [] z0 >= 0, nats, one for the whole global batch, without
-    gradient (it places the saturation, and nothing is learned through it). ``desirable_weight``, ``undesirable_weight``: lambda_D,
-    lambda_U.
+    ``desirable``: [R] bool; all True and all False are fine. ``kl``: [] z0 >= 0, nats, one for the whole
+    global batch, without gradient (it places the saturation, and nothing is learned through it).
+    ``desirable_weight``, ``undesirable_weight``: lambda_D, lambda_U.
     """
     s = scores.sequence_log_ratio()
     gain = torch.where(desirable, s - kl, kl - s)  # nats to the right side of the reference point

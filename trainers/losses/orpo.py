@@ -10,8 +10,8 @@ from trainers.losses.base import LossResult, TokenScores, paired_result, token_m
 
 
 def log_odds(mean_log_prob: Tensor) -> Tensor:
-    """``log(p / (1 - p))`` of ``p = exp(mean token log-probability)``. A completion that is certain to the last bit keeps finite
-    odds (about 16 nats in float32)."""
+    """``log(p / (1 - p))`` of ``p = exp(mean token log-probability)``. A completion that is certain to the
+    last bit keeps finite odds (about 16 nats in float32)."""
     below_one = mean_log_prob.clamp(max=-torch.finfo(mean_log_prob.dtype).eps)
     return below_one - torch.log(-torch.expm1(below_one))
 
@@ -19,8 +19,8 @@ def log_odds(mean_log_prob: Tensor) -> Tensor:
 def orpo(chosen: TokenScores, rejected: TokenScores, *, lambda_coef: float) -> LossResult:
     """``-m_w - lambda log sigmoid(log odds(y_w) - log odds(y_l))``, summed over the pairs.
 
-    m is the mean token log-probability, and a completion's p is exp(m). ``lambda_coef``: the weight of the odds ratio beside plain
-    fine-tuning on the chosen.
+    m is the mean token log-probability, and a completion's p is exp(m). ``lambda_coef``: the weight of the
+    odds ratio beside plain fine-tuning on the chosen.
     """
     mean_w, mean_l = token_mean(chosen.policy, chosen.mask), token_mean(rejected.policy, rejected.mask)
     odds_w, odds_l = log_odds(mean_w), log_odds(mean_l)

@@ -1,4 +1,5 @@
-"""Offline PPO (Schulman et al. 2017, arXiv 1707.06347; offline and in one step as in Ethayarajh et al. 2024, arXiv 2402.01306)."""
+"""Offline PPO (Schulman et al. 2017, arXiv 1707.06347; offline and in one step as in Ethayarajh et al. 2024,
+arXiv 2402.01306)."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ from trainers.losses.grpo import clipped_surrogate
 
 
 def ppo(scores: TokenScores, advantages: Tensor, *, cliprange: float, KL_coef: float) -> LossResult:
-    """``-min(r A, clip(r, 1 - c, 1 + c) A) + KL_coef (log pi_theta - log pi_ref)``, summed over the completion tokens.
+    """``-min(r A, clip(r, 1 - c, 1 + c) A) + KL_coef (log pi_theta - log pi_ref)``, summed over the
+    completion tokens.
 
-    r is exp(``scores.log_ratio``), clipped already with humanline; the KL term reads the raw log-probabilities.
-    ``advantages``: [R], one for all tokens of a row (no critic: its score against the group's mean), or [R, T], as ``gae`` gives
-    them, without gradient.
+    r is exp(``scores.log_ratio``), clipped already with humanline; the KL term reads the raw
+    log-probabilities. ``advantages``: [R], one for all tokens of a row (no critic: its score against the
+    group's mean), or [R, T], as ``gae`` gives them, without gradient.
     """
     mask = scores.mask
     per_token = advantages if advantages.dim() == 2 else advantages.unsqueeze(-1).expand_as(mask)
@@ -43,8 +45,9 @@ def ppo_with_critic(
 ) -> LossResult:
     """``ppo`` plus ``critic_coef (V - return)^2 / 2``, summed over the completion tokens.
 
-    ``values``: [R, T] the value head's estimate before each completion token, with gradient. ``advantages``, ``returns``: [R, T],
-    without gradient, from ``gae`` of the values before the step (the advantages normalised over the global batch).
+    ``values``: [R, T] the value head's estimate before each completion token, with gradient. ``advantages``,
+    ``returns``: [R, T], without gradient, from ``gae`` of the values before the step (the advantages
+    normalised over the global batch).
     """
     result = ppo(scores, advantages, cliprange=cliprange, KL_coef=KL_coef)
     critic = torch.where(scores.mask, values - returns, 0.0).square() / 2
@@ -55,10 +58,12 @@ def ppo_with_critic(
 
 
 def gae(values: Tensor, rewards: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), [R, T] each, without gradient (Schulman et al. 2016, arXiv 1506.02438, equation 16).
+    """(advantages, returns), [R, T] each, without gradient (Schulman et al. 2016, arXiv 1506.02438, equation
+    16).
 
-    ``values``: [R, T] of the state before each completion token. ``rewards``: [R] of the completion, paid at its last token.
-    ``mask``: [R, T], True on the first tokens of each row. A return is the discounted sum of the rewards from this token on.
+    ``values``: [R, T] of the state before each completion token. ``rewards``: [R] of the completion, paid at
+    its last token. ``mask``: [R, T], True on the first tokens of each row. A return is the discounted sum of
+    the rewards from this token on.
     """
     last = torch.arange(mask.shape[1], device=mask.device) == mask.sum(dim=-1, keepdim=True) - 1
     paid = torch.where(last, rewards.unsqueeze(-1), 0.0)

@@ -6,10 +6,11 @@ from trainers.losses.base import LossResult, TokenScores, paired_result, token_s
 
 
 def slic(chosen: TokenScores, rejected: TokenScores, *, beta: float, lambda_coef: float) -> LossResult:
-    """``max(0, beta - log p(y_w) + log p(y_l)) - lambda log p(y_w)``, summed over the pairs; log p is a sum over tokens.
+    """``max(0, beta - log p(y_w) + log p(y_l)) - lambda log p(y_w)``, summed over the pairs; log p is a sum
+    over tokens.
 
-    ``beta``: the margin asked for, nats (delta in the paper). ``lambda_coef``: the weight of the second term, which keeps the
-    chosen completions likely.
+    ``beta``: the margin asked for, nats (delta in the paper). ``lambda_coef``: the weight of the second term,
+    which keeps the chosen completions likely.
     """
     log_w, log_l = token_sum(chosen.policy, chosen.mask), token_sum(rejected.policy, rejected.mask)
     losses = (beta - log_w + log_l).clamp(min=0) - lambda_coef * log_w

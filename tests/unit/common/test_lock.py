@@ -33,7 +33,8 @@ time.sleep(600)
 
 @pytest.fixture
 def holder():
-    """Start a process that holds the lock on a file; returns it once it does. What is left of it is killed."""
+    """Start a process that holds the lock on a file; returns it once it does. What is left of it is
+    killed."""
     started = []
 
     def start(path: Path, *how: str, **environment: str) -> subprocess.Popen[str]:
@@ -90,7 +91,8 @@ def test_a_lock_that_was_let_go_is_free_and_its_file_may_go_with_it(tmp_path):
 
 
 def test_a_lock_on_a_file_that_was_removed_meanwhile_is_none(tmp_path):
-    """Whoever opened the file before it was removed must not think that it holds the lock: another may have a new one."""
+    """Whoever opened the file before it was removed must not think that it holds the lock: another may have a
+    new one."""
     lock, path = FileLock(tmp_path / "lock"), tmp_path / "lock"
     with path.open("a+b") as opened:
         path.unlink()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.worker_process import ROOT, SamplerError, WorkerProcess
+from common.worker_process import ROOT, WorkerError, WorkerProcess
 
 ECHO = "tests.unit.common.echo_worker"
 
@@ -57,7 +57,7 @@ def test_its_environment_is_the_owners_with_ours_over_it_and_without_the_launche
 
 
 def test_an_exception_brings_the_workers_traceback_and_the_worker_lives_on(worker):
-    with pytest.raises(SamplerError, match=r"(?s)Traceback.*in fail.*KeyError: 'no such thing'"):
+    with pytest.raises(WorkerError, match=r"(?s)Traceback.*in fail.*KeyError: 'no such thing'"):
         worker.call("fail", "no such thing", timeout=10)
     assert worker.call("echo", 1, timeout=10) == 1
 
@@ -67,10 +67,10 @@ def test_a_killed_worker_is_an_error_at_once_and_its_last_words_are_in_it(worker
     worker.send("hang")
     os.kill(worker.pid, signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(SamplerError, match=r"(?s)died.*SIGKILL.*about to go"):
+    with pytest.raises(WorkerError, match=r"(?s)died.*SIGKILL.*about to go"):
         worker.receive(timeout=60)
     assert time.monotonic() - began < 5
-    with pytest.raises(SamplerError, match="died"):
+    with pytest.raises(WorkerError, match="died"):
         worker.send("echo", 1)
 
 
@@ -80,7 +80,7 @@ def test_a_killed_worker_whose_child_holds_the_pipe_open_is_an_error_too(worker)
     child = worker.call("spawn_holder", timeout=10)
     worker.send("hang")
     os.kill(worker.pid, signal.SIGKILL)
-    with pytest.raises(SamplerError, match="died"):
+    with pytest.raises(WorkerError, match="died"):
         worker.receive(timeout=60)
     assert wait_until(lambda: not alive(child))
 
@@ -95,13 +95,13 @@ def test_a_child_that_returns_from_its_fork_replies_to_nothing(worker):
 
 def test_a_reply_to_another_request_is_an_error_and_the_end_of_the_worker(worker):
     worker.send("forge", 7)
-    with pytest.raises(SamplerError, match="answered request 7 in the place of 1 and was killed"):
+    with pytest.raises(WorkerError, match="answered request 7 in the place of 1 and was killed"):
         worker.receive(timeout=10)
     assert wait_until(lambda: not alive(worker.pid))
 
 
 def test_what_cannot_be_sent_back_is_an_exception_of_its_request(worker):
-    with pytest.raises(SamplerError, match=r"(?s)Traceback.*pickle"):
+    with pytest.raises(WorkerError, match=r"(?s)Traceback.*pickle"):
         worker.call("unsendable", timeout=10)
     assert worker.call("echo", 1, timeout=10) == 1
 
@@ -117,7 +117,7 @@ def test_output_without_a_log_is_kept_and_goes_on_in_the_log_that_is_named_later
     worker.call("say", "two", timeout=10)
     assert (worker.last_words(), log.read_text()) == ("one\ntwo", "another's\none\ntwo\n")
     os.kill(worker.pid, signal.SIGKILL)
-    with pytest.raises(SamplerError, match=r"(?s)SIGKILL.*the end of .*echo.log:\none\ntwo$"):
+    with pytest.raises(WorkerError, match=r"(?s)SIGKILL.*the end of .*echo.log:\none\ntwo$"):
         worker.call("echo", 1, timeout=10)
 
 
@@ -125,7 +125,7 @@ def test_silence_ends_at_the_time_limit_and_nothing_is_left(worker):
     child = worker.call("spawn", timeout=10)
     worker.send("hang")
     began = time.monotonic()
-    with pytest.raises(SamplerError, match=r"did not answer within 0\.7 s and was killed"):
+    with pytest.raises(WorkerError, match=r"did not answer within 0\.7 s and was killed"):
         worker.receive(timeout=0.7)
     assert time.monotonic() - began < 5
     assert wait_until(lambda: not alive(worker.pid) and not alive(child))
@@ -133,7 +133,7 @@ def test_silence_ends_at_the_time_limit_and_nothing_is_left(worker):
 
 def test_a_module_that_cannot_start_is_an_error_with_its_output(tmp_path):
     worker = WorkerProcess("tests.unit.rollouts.no_such_module", log=tmp_path / "log", env={})
-    with pytest.raises(SamplerError, match=r"(?s)died \(exit code 1\).*No module named"):
+    with pytest.raises(WorkerError, match=r"(?s)died \(exit code 1\).*No module named"):
         worker.receive(timeout=30)
 
 

@@ -1,4 +1,5 @@
-"""How long samples may be: defaults that fit each other for every model file, and the numbers that were accepted before."""
+"""How long samples may be: defaults that fit each other for every model file, and the numbers that were
+accepted before."""
 
 from __future__ import annotations
 

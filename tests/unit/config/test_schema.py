@@ -63,7 +63,8 @@ def test_the_groups_of_settings_have_the_keys_of_their_schema(group):
 
 
 def test_no_default_of_the_yaml_files_stands_in_the_schema_too():
-    """A field whose default is in a yaml file is declared without one: only sections and keys of other files have their own."""
+    """A field whose default is in a yaml file is declared without one: only sections and keys of other files
+    have their own."""
     import ast
 
     twice = []

@@ -62,7 +62,7 @@ def test_prompts_are_not_in_the_order_of_the_numbers() -> None:
 def test_a_prompt_holds_its_numbers_and_the_sum(a: int, b: int) -> None:
     prompt = addition(a, b)
     assert adder.operands(prompt) == (a, b)
-    assert prompt.reference == str(a + b)
+    assert prompt.reference_answer == str(a + b)
     assert len(prompt.turns[0].content) == 6
 
 
@@ -115,7 +115,8 @@ def test_every_demonstration_is_in_form_and_short(a: int, b: int, seed: int) -> 
 
 
 def test_noise_leaves_room_both_ways() -> None:
-    """Measured against the probabilities: right if the carry is and nothing slips, or if one of the two slips makes up for it."""
+    """Measured against the probabilities: right if the carry is and nothing slips, or if one of the two slips
+    makes up for it."""
     right: dict[bool, list[float]] = {True: [], False: []}
     for group in adder.demonstrations("train", "test", 2, Noise()):
         a, b = adder.operands(group.prompt)
@@ -193,10 +194,10 @@ def test_shipped_pairs_are_of_their_split_and_scored_as_the_task_scores(
     assert len(groups) == len({g.prompt.id for g in groups}) == count
     own = {p.id: p for p in adder.prompts(split)}
     for group in groups:
-        assert group.prompt.reference == own[group.prompt.id].reference
-        assert adder.rewards([c.text or "" for c in group.completions], [group.prompt.reference] * 2) == list(
-            group.rewards
-        )
+        assert group.prompt.reference_answer == own[group.prompt.id].reference_answer
+        assert adder.rewards(
+            [c.text or "" for c in group.completions], [group.prompt.reference_answer] * 2
+        ) == list(group.rewards)
         assert group.rewards[0] - group.rewards[1] >= 0.01
 
 
@@ -205,7 +206,7 @@ def test_evaluation_has_every_held_out_prompt_once_pairs_first() -> None:
     assert sorted(g.prompt.id for g in groups) == sorted(p.id for p in adder.prompts("eval"))
     assert all(g.completions for g in groups[:256])
     assert not any(g.completions for g in groups[256:])
-    assert all(g.prompt.reference is not None for g in groups)
+    assert all(g.prompt.reference_answer is not None for g in groups)
 
 
 def test_the_shipped_tokenizer_and_architecture_are_what_the_code_makes(tmp_path: Path) -> None:

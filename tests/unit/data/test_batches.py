@@ -75,7 +75,8 @@ def test_a_cut_loses_nothing_and_gives_every_rank_as_many_microbatches(n, ranks,
 
 
 def test_what_fills_a_rank_up_has_as_many_forwards_as_the_others():
-    """A rank with nothing but filling must still run the mismatched forward, or the others wait for it for ever."""
+    """A rank with nothing but filling must still run the mismatched forward, or the others wait for it for
+    ever."""
     batch = [Example(str(i), (row(1, 2),), mismatched=row(1, 3)) for i in range(3)]
     micros = [microbatch(part, CPU) for rank in range(2) for part in cut(batch, rank, 2, 1, 1)]
     assert len(micros) == 4 and all(m.mismatched is not None for m in micros)

@@ -1,4 +1,5 @@
-"""The render function: the same ids in training and sampling, one BOS, one end token, and what is cut when it is too long."""
+"""The render function: the same ids in training and sampling, one BOS, one end token, and what is cut when it
+is too long."""
 
 from __future__ import annotations
 
@@ -157,7 +158,8 @@ def test_a_template_without_a_system_role_gets_it_in_the_first_user_turn() -> No
     folded = make.prompt_ids(conversation("hello", "hi", "and?", system="be brief"))
     assert np.array_equal(folded, make.prompt_ids(conversation("be brief\n\nhello", "hi", "and?")))
     silent = (
-        "{% for m in messages %}{% if m['role'] != 'system' %}{{ '<start_of_turn>' + m['content'] + '<end_of_turn>' }}"
+        "{% for m in messages %}{% if m['role'] != 'system' %}{{ '<start_of_turn>' + m['content'] + "
+        "'<end_of_turn>' }}"
         "{% endif %}{% endfor %}"
     )
     make = Renderer(tokenizer, max_length=99, max_prompt_length=60, template=silent)

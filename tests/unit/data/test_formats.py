@@ -1,4 +1,5 @@
-"""Every dataset type that users bring, as strings and as messages, and the rows that must be refused with a reason."""
+"""Every dataset type that users bring, as strings and as messages, and the rows that must be refused with a
+reason."""
 
 from __future__ import annotations
 
@@ -121,7 +122,7 @@ def test_completions_prompts_and_labels() -> None:
         {"prompt": user("What colour is the sky?"), "completion": said("Blue."), "label": False}
     ).rewards == (-1.0,)
     assert one({"prompt": "What colour is the sky?"}) == Group(ASKED)
-    assert one({"prompt": user("What colour is the sky?"), "reference": 7}).prompt.reference == "7"
+    assert one({"prompt": user("What colour is the sky?"), "reference": 7}).prompt.reference_answer == "7"
 
 
 def test_halos_feedback() -> None:

@@ -1,4 +1,5 @@
-"""Groups files know whose token ids they hold; the ids of another tokenizer are refused by file and row, and what is no id is dropped."""
+"""Groups files know whose token ids they hold; the ids of another tokenizer are refused by file and row, and
+what is no id is dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The published sets: small rows of the hub's own schema, and the real files where they lie beside the repository."""
+"""The published sets: small rows of the hub's own schema, and the real files where they lie beside the
+repository."""
 
 from __future__ import annotations
 
@@ -150,7 +151,7 @@ def test_checkable_maths_has_its_reference_and_the_asked_form() -> None:
         load("gsm8k", grade, {"question": "q", "answer": "no mark"}),
         load("gsm8k", grade, system_prompt="think_answer"),
     )
-    assert plain.groups[0].prompt.reference == "1000"
+    assert plain.groups[0].prompt.reference_answer == "1000"
     assert plain.groups[0].completions[0].text == grade["answer"]
     assert "####" in plain.dropped[0].reason
     assert asked.groups[0].completions[0].text == (
@@ -167,7 +168,7 @@ def test_checkable_maths_has_its_reference_and_the_asked_form() -> None:
             "unique_id": "test/algebra/1.json",
         },
     )
-    assert hard.groups[0].prompt.reference == r"\frac{1}{2}"
+    assert hard.groups[0].prompt.reference_answer == r"\frac{1}{2}"
     assert (
         hard.groups[0].completions[0].text
         == "<think>\nso $\\boxed{\\frac{1}{2}}$.\n</think>\n<answer>\n\\frac{1}{2}\n</answer>"
@@ -317,6 +318,7 @@ def test_the_real_gsm8k_files() -> None:
     train, test = load_groups(config, "train"), load_groups(config, "eval")
     assert (len(train.groups), len(test.groups), train.dropped) == (7473, 1319, [])
     assert all(
-        g.prompt.reference and float(g.prompt.reference) == float(g.prompt.reference) for g in train.groups
+        g.prompt.reference_answer and float(g.prompt.reference_answer) == float(g.prompt.reference_answer)
+        for g in train.groups
     )
     assert all(g.prompt.turns[0].role == "system" for g in test.groups)

@@ -1,5 +1,5 @@
-"""Damaged files, each made for real and read as a run reads it: what can be saved is, the rest is counted and named, and nothing but
-the errors of this project comes out."""
+"""Damaged files, each made for real and read as a run reads it: what can be saved is, the rest is counted and
+named, and nothing but the errors of this project comes out."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def load(path: Path, form: str = "auto") -> tuple[Loaded, Loaded]:
 
 
 def refusal(path: Path, form: str = "auto") -> str | None:
-    """The message that the file ends in; None where something of it can be used, and each of the other rows has a place and a reason."""
+    """The message that the file ends in; None where something of it can be used, and each of the other rows
+    has a place and a reason."""
     try:
         train, _ = load(path, form)
     except UserError as error:
@@ -261,7 +262,8 @@ def replaced(found: object, rng: random.Random) -> object:
 
 @pytest.mark.parametrize("form", SOUND)
 def test_no_value_of_a_row_ends_in_a_traceback(tmp_path, form):
-    """Thirty rows with one wrong value each, alone and among sound ones; each is used, or dropped for a reason of a sensible length."""
+    """Thirty rows with one wrong value each, alone and among sound ones; each is used, or dropped for a
+    reason of a sensible length."""
     rng, sound = random.Random(form), SOUND[form]
     company = [json.dumps(other).encode() for other in COMPANY.get(form, [])]
     damaged = []
@@ -340,7 +342,8 @@ def test_no_damaged_file_ends_in_a_traceback(tmp_path, kind):
 
 
 def test_a_stream_that_zlib_refuses_is_refused_by_name(tmp_path):
-    """Bits in the middle of a gzip file end in zlib's own error at most places, and in a wrong checksum at others."""
+    """Bits in the middle of a gzip file end in zlib's own error at most places, and in a wrong checksum at
+    others."""
     path = write(
         tmp_path / "pairs.jsonl.gz", [json.dumps(random.Random(i).random()).encode() for i in range(3000)]
     )

@@ -1,4 +1,5 @@
-"""Which groups data.logprob_range keeps: a slice of their order by likelihood, and ranges that meet part the data."""
+"""Which groups data.logprob_range keeps: a slice of their order by likelihood, and ranges that meet part the
+data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Files, hub tables and their splits: what is read, what is refused, and that training and evaluation share no prompt."""
+"""Files, hub tables and their splits: what is read, what is refused, and that training and evaluation share
+no prompt."""
 
 from __future__ import annotations
 

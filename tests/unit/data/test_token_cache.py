@@ -1,4 +1,5 @@
-"""Token ids on disk: a second start makes the same examples and the same report without the tokenizer, and nothing stale is read."""
+"""Token ids on disk: a second start makes the same examples and the same report without the tokenizer, and
+nothing stale is read."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def renderer(name: str = "llama3", template: str | None = None, **lengths: int) 
 
 
 def groups(n: int = 30) -> list[Group]:
-    """Pairs of which some lose turns, the beginning of a turn or an end, some cannot be tokenised, and some were sampled."""
+    """Pairs of which some lose turns, the beginning of a turn or an end, some cannot be tokenised, and some
+    were sampled."""
     made = []
     for i in range(n):
         turns = [

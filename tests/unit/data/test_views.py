@@ -51,7 +51,7 @@ def test_a_pair_gives_the_same_rows_to_every_loss():
     pair = group(1.0, -1.0)
     assert [w.completions for w in views.pairs(pair)] == [(0, 1)]
     assert [(w.completions, w.label) for w in views.labelled(pair)] == [((0,), 1.0), ((1,), -1.0)]
-    assert [(w.completions, w.label) for w in views.weighted(pair)] == [((0,), 1.0), ((1,), -1.0)]
+    assert [(w.completions, w.label) for w in views.group_advantages(pair)] == [((0,), 1.0), ((1,), -1.0)]
     assert [w.completions for w in views.demonstrations(pair)] == [(0,)]
 
 
@@ -74,14 +74,16 @@ def test_groups_of_two_give_exactly_one_and_minus_one(a, b):
 
 
 def test_groups_without_variance_are_dropped_or_kept_with_zero():
-    assert views.weighted(group(2.0, 2.0, 2.0)) == []
-    assert [w.label for w in views.weighted(group(2.0, 2.0, 2.0), keep_zero_variance=True)] == [0.0] * 3
+    assert views.group_advantages(group(2.0, 2.0, 2.0)) == []
+    assert [w.label for w in views.group_advantages(group(2.0, 2.0, 2.0), keep_zero_variance=True)] == [
+        0.0
+    ] * 3
 
 
 def test_a_single_labelled_completion():
     assert [w.label for w in views.labelled(group(1.0))] == [1.0]
     assert [w.label for w in views.labelled(group(-1.0))] == [-1.0]
-    assert views.pairs(group(1.0)) == [] and views.weighted(group(1.0)) == []
+    assert views.pairs(group(1.0)) == [] and views.group_advantages(group(1.0)) == []
 
 
 @given(st.lists(st.sampled_from("abcde"), min_size=2, max_size=12))

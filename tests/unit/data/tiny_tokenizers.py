@@ -1,4 +1,5 @@
-"""Tokenizers made in the test, with the special tokens and the chat templates of the families that people train."""
+"""Tokenizers made in the test, with the special tokens and the chat templates of the families that people
+train."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 LLAMA3 = (
     "{% for message in messages %}"
-    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + "
+    "message['content'] | trim"
     " + '<|eot_id|>' %}"
     "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
@@ -19,16 +21,19 @@ QWEN2 = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 GEMMA2 = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') "
+    "}}{% endif %}"
     "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-    "{% if message['role'] == 'assistant' %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}"
+    "{% if message['role'] == 'assistant' %}{% set role = 'model' %}{% else %}{% set role = message['role'] "
+    "%}{% endif %}"
     "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 LLAMA2 = (
     "{% for message in messages %}{% if message['role'] == 'user' %}"
-    "{{ bos_token + '[INST] ' + message['content'].strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
+    "{{ bos_token + '[INST] ' + message['content'].strip() + ' [/INST]' }}{% elif message['role'] == "
+    "'assistant' %}"
     "{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 
@@ -69,7 +74,8 @@ END_OF_TURN = {
 
 
 def tiny_tokenizer(family: str) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer (llama2: one that puts a space before a text, as SentencePiece models do) of the family."""
+    """A byte-level tokenizer (llama2: one that puts a space before a text, as SentencePiece models do) of the
+    family."""
     bos, eos, pad, template, adds_bos = FAMILIES[family]
     machine = _spaced() if family == "llama2" else _byte_level()
     machine.add_special_tokens(SPECIALS[family])

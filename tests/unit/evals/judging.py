@@ -1,5 +1,6 @@
-"""A judge on this machine that speaks the OpenAI protocol, and AlpacaEval files to judge. The texts are ``score=1.25``: the judge prefers
-the higher one with the probability sigmoid(difference), whichever it is shown first, and says so in log-probabilities of m and M."""
+"""A judge on this machine that speaks the OpenAI protocol, and AlpacaEval files to judge. The texts are
+``score=1.25``: the judge prefers the higher one with the probability sigmoid(difference), whichever it is
+shown first, and says so in log-probabilities of m and M."""
 
 from __future__ import annotations
 

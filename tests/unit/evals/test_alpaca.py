@@ -1,4 +1,5 @@
-"""AlpacaEval: the library's rates of judgements against independent ones, files that cannot be used, and all stages in one run."""
+"""AlpacaEval: the library's rates of judgements against independent ones, files that cannot be used, and all
+stages in one run."""
 
 from __future__ import annotations
 
@@ -75,11 +76,12 @@ def row(i, preference, output_1="abc", output_2="abcd"):
     }
 
 
-# -- the plain rate ----------------------------------------------------------------------------------------------------------------
+# -- the plain rate --------------------------------------------------------------------------------
 
 
 def test_the_plain_rate_by_hand(tmp_path):
-    """0 is an old way to write a tie; null, nan and -1 are judgements that failed, which are counted and left out."""
+    """0 is an old way to write a tie; null, nan and -1 are judgements that failed, which are counted and left
+    out."""
     rng = np.random.default_rng(1)
     preferences = [*(1 + rng.random(200)).tolist(), *[1.5] * 3, *[0] * 4, *[1, 2, 2]]
     bad = [None, float("nan"), -1]
@@ -116,12 +118,12 @@ def test_the_leaderboards_numbers_from_its_judgements(tmp_path):
     assert (found["n_total"], found["avg_length"]) == (805, 827)
 
 
-# -- the length-controlled rate ----------------------------------------------------------------------------------------------------
+# -- the length-controlled rate --------------------------------------------------------------------
 
 
 class World:
-    """Judgements by a known law: log-odds = length * tanh(length difference in its standard deviations) + slope * difficulty + skill.
-    Without the length they are what the length-controlled rate estimates."""
+    """Judgements by a known law: log-odds = length * tanh(length difference in its standard deviations) +
+    slope * difficulty + skill. Without the length they are what the length-controlled rate estimates."""
 
     def __init__(self, length, slope=0.6, skill=-0.7):
         rng = np.random.default_rng(2)
@@ -219,7 +221,7 @@ def test_the_library_leaves_the_process_as_it_was(tmp_path):
     assert library().metrics.glm_winrate.hf_hub_download.__module__.startswith("huggingface_hub")
 
 
-# -- the hub -----------------------------------------------------------------------------------------------------------------------
+# -- the hub ---------------------------------------------------------------------------------------
 
 
 def test_a_file_in_the_hubs_cache_is_used(tmp_path):
@@ -249,7 +251,7 @@ def test_a_hub_that_cannot_be_reached_is_not_waited_for(monkeypatch, how):
     assert time.monotonic() - begun < 3
 
 
-# -- what cannot be used -----------------------------------------------------------------------------------------------------------
+# -- what cannot be used ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -320,7 +322,7 @@ def test_the_yaml_and_the_schema_have_the_same_defaults():
     assert settings["lm_eval"] == asdict(LmEvalConfig())
 
 
-# -- all stages --------------------------------------------------------------------------------------------------------------------
+# -- all stages ------------------------------------------------------------------------------------
 
 QUESTIONS = [f"{a:02d}+{b:02d}=" for a, b in [(37, 58), (12, 30), (99, 1), (45, 45), (7, 8), (61, 27)]]
 

@@ -1,4 +1,5 @@
-"""kind=lm_eval: the harness's own library on local task files and the embedded model, against the project's own forward and verifier."""
+"""kind=lm_eval: the harness's own library on local task files and the embedded model, against the project's
+own forward and verifier."""
 
 from __future__ import annotations
 
@@ -35,11 +36,16 @@ def here_alone(monkeypatch, tmp_path):
 
 @pytest.fixture
 def tasks(tmp_path):
-    """A folder with two tasks: generate the answer and extract the sum; choose between the sum with and without its carry."""
+    """A folder with two tasks: generate the answer and extract the sum; choose between the sum with and
+    without its carry."""
     folder = tmp_path / "tasks"
     folder.mkdir()
     docs = [
-        {"question": p.turns[0].content, "answer": p.reference, "wrong": str(int(p.reference) + 10)}
+        {
+            "question": p.turns[0].content,
+            "answer": p.reference_answer,
+            "wrong": str(int(p.reference_answer) + 10),
+        }
         for p in PROMPTS
     ]
     (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
@@ -90,7 +96,8 @@ def renderer_of(one):
 
 
 def test_the_harness_counts_what_our_sampler_and_verifier_count(tmp_path, tasks):
-    """Greedy answers by another generate, another prompt builder and another metric: the same accuracy, answer by answer."""
+    """Greedy answers by another generate, another prompt builder and another metric: the same accuracy,
+    answer by answer."""
     one = target(tmp_path)
     [found] = evaluate([one], stage(tasks), start())
     renderer = renderer_of(one)
@@ -103,7 +110,7 @@ def test_the_harness_counts_what_our_sampler_and_verifier_count(tmp_path, tasks)
     )
     drawn = sampler.sample(list(PROMPTS), 1, SamplingSettings(0.0, 1.0, 40), 0)
     texts = [sample.completion(renderer.tokenizer).text for [sample] in drawn]
-    right = adder.accuracy(texts, [p.reference for p in PROMPTS])
+    right = adder.accuracy(texts, [p.reference_answer for p in PROMPTS])
     assert 0 < sum(right) < len(right)
     assert found.values["sums"]["exact_match_sum"] == pytest.approx(sum(right) / len(right))
     assert [row["responses"][0][0] for row in found.rows] == texts
@@ -117,20 +124,21 @@ def test_the_harness_counts_what_our_sampler_and_verifier_count(tmp_path, tasks)
 
 
 def test_the_harness_prefers_what_our_forward_prefers(tmp_path, tasks):
-    """A choice is by the summed log-probability of its tokens: a plain forward over our rendering says the same of each."""
+    """A choice is by the summed log-probability of its tokens: a plain forward over our rendering says the
+    same of each."""
     one = target(tmp_path)
     found = harness.evaluate(one, stage(tasks, tasks=["carry"]), start())
     policy, renderer = harness.load_policy(one.config.model, torch.device("cpu")), renderer_of(one)
     model = policy.model
     for prompt, row in zip(PROMPTS, found.rows, strict=True):
         sums = []
-        for text in (prompt.reference, str(int(prompt.reference) + 10)):
+        for text in (prompt.reference_answer, str(int(prompt.reference_answer) + 10)):
             made = renderer.sequence(prompt, Completion(text=text, finished=False))
             before, tokens = made.prompt_ids.tolist(), made.completion_ids.tolist()
             with torch.no_grad():
                 logs = model(torch.tensor([before + tokens])).logits[0].double().log_softmax(-1)
             sums.append(sum(logs[len(before) - 1 + i, token].item() for i, token in enumerate(tokens)))
-        assert row["choices"] == [prompt.reference, str(int(prompt.reference) + 10)]
+        assert row["choices"] == [prompt.reference_answer, str(int(prompt.reference_answer) + 10)]
         theirs = [float(response[0][0]) for response in row["responses"]]
         assert theirs == pytest.approx(sums, abs=1e-3)
         assert row["metrics"]["acc"] == float(sums[0] > sums[1])

@@ -65,7 +65,8 @@ def accuracy_of(data: str):
 
 
 def _digits(renderer: Renderer):
-    """The renderer with a tokenizer that decodes whatever it is given as the texts of the test above, in order."""
+    """The renderer with a tokenizer that decodes whatever it is given as the texts of the test above, in
+    order."""
     texts = iter(["12", "0.5", "1200", "1201"])
 
     class Tokenizer:

@@ -1,4 +1,5 @@
-"""pass@k against its definition, the bootstrap against the formulas that it stands in for, the tests against sums done by hand."""
+"""pass@k against its definition, the bootstrap against the formulas that it stands in for, the tests against
+sums done by hand."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def test_over_problems_alone_it_is_the_standard_error_of_the_mean():
 
 
 def test_over_runs_it_also_has_their_spread():
-    """Crossed: problems that are all alike leave the variance of runs, runs that are all alike that of problems."""
+    """Crossed: problems that are all alike leave the variance of runs, runs that are all alike that of
+    problems."""
     by_run = np.repeat(np.random.default_rng(2).random((30, 1)), 50, axis=1)
     low, high = interval(by_run)
     assert (high - low) / 2 == pytest.approx(1.96 * by_run[:, 0].std() / math.sqrt(30), rel=0.1)

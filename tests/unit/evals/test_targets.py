@@ -1,4 +1,5 @@
-"""From the command line to targets: what a run says, what the command line changes, and what is refused with key, value and remedy."""
+"""From the command line to targets: what a run says, what the command line changes, and what is refused with
+key, value and remedy."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ REFUSED = {
     "out=x +accuracy.sampels=4": "did you mean accuracy.samples?",
     "out=x data.verifier=null": "accuracy.verifier=None: data=adder names nothing that checks answers",
     "out=x accuracy.verifier=data.adder.nope": "accuracy.verifier=data.adder.nope: cannot be imported",
-    "out=x data=local data.path=nowhere.jsonl data.eval_fraction=0.5 accuracy.verifier=data.adder.accuracy": "nowhere.jsonl",
+    "out=x data=local data.path=nowhere.jsonl data.eval_fraction=0.5 "
+    "accuracy.verifier=data.adder.accuracy": "nowhere.jsonl",
     "out=x sampler.temperature=0": "sampler.temperature=0",
     "out=x sampler.max_tokens=60": "sampler.max_tokens=60",
     "out=x lr=1": "lr=…: is not read by an evaluation",
@@ -145,7 +147,8 @@ def test_a_runs_settings_are_its_own_but_for_what_the_command_line_changes():
 
 
 def test_another_sampler_leaves_a_run_its_longest_answer(tmp_path):
-    """The command line's own model is the embedded one, whose answers are short: a run of another is not cut by that."""
+    """The command line's own model is the embedded one, whose answers are short: a run of another is not cut
+    by that."""
     run = make_run(tmp_path / "a", "model=hub", f"model.name_or_path={MODEL}")
     words = [f"run={run}", "sampler=vllm", "model.max_length=4096"]
     with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):

@@ -1,4 +1,5 @@
-"""What the initial weights think of the data: a group's place, what is remembered of a selection, what can be clipped."""
+"""What the initial weights think of the data: a group's place, what is remembered of a selection, what can be
+clipped."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def test_a_run_that_goes_on_keeps_its_groups(tmp_path):
 
 
 def test_a_token_can_be_clipped_from_above_only_if_its_ratio_to_certainty_is():
-    """Whatever a policy learns, log pi <= 0: no log-ratio of the others passes the bound, and one of these can."""
+    """Whatever a policy learns, log pi <= 0: no log-ratio of the others passes the bound, and one of these
+    can."""
     reference = torch.log(torch.tensor([0.9, 0.5, 0.23, 0.22, 0.1, 1e-6]))
     share = clippable_share([reference[:3], reference[3:]], log_epsilon_R=1.5)
     assert share == pytest.approx(float((0.0 - reference > 1.5).float().mean())) == pytest.approx(0.5)

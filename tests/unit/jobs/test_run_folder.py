@@ -38,7 +38,8 @@ def at(tmp_path, plain):
 
 
 def begin(config: Config, name: str = "a", steps: int = 3) -> Path:
-    """A run as it lies there when it was killed after so many steps; 0: one that was refused while it loaded."""
+    """A run as it lies there when it was killed after so many steps; 0: one that was refused while it
+    loaded."""
     folder = RunFolder(config, name)
     folder.claim()
     if steps:
@@ -70,7 +71,7 @@ def overwritten(config: Config, name: str = "a") -> bool:
         folder.release()
 
 
-# -- what may be deleted ---------------------------------------------------------------------------------------------
+# -- what may be deleted ---------------------------------------------------------------------------
 
 
 def test_a_run_is_deleted_only_once_it_is_prepared(at, tmp_path):
@@ -143,7 +144,8 @@ def test_a_run_that_the_new_one_starts_from_is_not_deleted(at, plain):
 
 
 def test_a_deletion_that_was_killed_leaves_a_run(at):
-    """In whatever order the file system gives the entries: the settings stay until the checkpoints are gone."""
+    """In whatever order the file system gives the entries: the settings stay until the checkpoints are
+    gone."""
     path = begin(at())
     (path / "aaa").mkdir()
     (path / "aaa" / "file").write_text("x")
@@ -162,7 +164,7 @@ def test_a_deletion_that_was_killed_leaves_a_run(at):
     assert (RECORD, False, True) in seen and all(mark for *_, mark in seen)
 
 
-# -- starting and going on -------------------------------------------------------------------------------------------
+# -- starting and going on -------------------------------------------------------------------------
 
 
 def test_a_refused_start_leaves_nothing(at, tmp_path):
@@ -171,7 +173,8 @@ def test_a_refused_start_leaves_nothing(at, tmp_path):
 
 
 def test_a_start_that_came_to_nothing_does_not_stand_in_the_way(at):
-    """Refused after it had chosen its groups and written its settings, or killed there: others may be given without a word."""
+    """Refused after it had chosen its groups and written its settings, or killed there: others may be given
+    without a word."""
     for lr in (0.1, 0.2):
         folder = RunFolder(at(lr=lr), "a")
         folder.claim()
@@ -209,7 +212,7 @@ def test_settings_that_are_damaged_are_said_to_be(at, content):
     assert overwritten(at(resume=True)), "the remedy helps"
 
 
-# -- a full disk -----------------------------------------------------------------------------------------------------
+# -- a full disk -----------------------------------------------------------------------------------
 
 
 def test_going_on_writes_nothing_that_stands_there_already(at):
@@ -241,7 +244,7 @@ def test_a_full_disk_refuses_a_new_run_in_a_sentence(at):
     assert begin(at(), "a").exists() and begin(at(), "b").exists()
 
 
-# -- one process at a time -------------------------------------------------------------------------------------------
+# -- one process at a time -------------------------------------------------------------------------
 
 HOLD = """
 import sys, time

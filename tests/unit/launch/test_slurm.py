@@ -1,4 +1,5 @@
-"""Jobs and the script made of them. That the script does what it says is tests/integration/test_slurm.py's."""
+"""Jobs and the script made of them. That the script does what it says is
+tests/integration/test_slurm.py's."""
 
 from __future__ import annotations
 
@@ -203,7 +204,8 @@ def test_submissions_are_remembered_and_the_queue_is_told_by_run(
 
 
 def fake(folder: Path, name: str, code: str) -> None:
-    """A command of Slurm's in ``folder``, for what the real one (tests/integration/test_slurm.py) cannot be made to do."""
+    """A command of Slurm's in ``folder``, for what the real one (tests/integration/test_slurm.py) cannot be
+    made to do."""
     (folder / name).write_text(f"#!/bin/sh\n{code}\n")
     (folder / name).chmod(0o755)
 

@@ -93,7 +93,8 @@ def test_words_of_several_ranks(lines: list[str], word: str) -> None:
 
 
 def test_what_slurm_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The queue before the logs, accounting for those that left no word of their end; neither where it is not there."""
+    """The queue before the logs, accounting for those that left no word of their end; neither where it is not
+    there."""
     names = ["waits", "runs", "starved", "cancelled", "no-node", "done", "unknown", "refused"]
     (tmp_path / "slurm").mkdir()
     (tmp_path / RECORD).write_text(json.dumps({"array": "7", "runs": names}) + "\n")

@@ -63,7 +63,7 @@ def fresh(trainer: BasicTrainer) -> BasicTrainer:
     return make_trainer(trainer.config, tiny_policy(seed=9))
 
 
-# -- room --------------------------------------------------------------------------------------------------------------------------
+# -- room ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("room", [100, 20_000, 200_000, 365_000], ids=lambda n: f"{n} bytes")
@@ -89,7 +89,7 @@ def test_a_folder_that_cannot_be_made_is_said(trainer, tmp_path):
         kept.save(1, trainer.policy, trainer.optimizer, STATE, {})
 
 
-# -- what is read ------------------------------------------------------------------------------------------------------------------
+# -- what is read ----------------------------------------------------------------------------------
 
 
 def test_what_is_saved_is_loaded_to_the_bit(trainer, sound):

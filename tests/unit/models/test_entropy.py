@@ -1,4 +1,5 @@
-"""The policy's entropy: against float64 softmax of whole logits, whatever slices the vocabulary is walked in."""
+"""The policy's entropy: against float64 softmax of whole logits, whatever slices the vocabulary is walked
+in."""
 
 from __future__ import annotations
 

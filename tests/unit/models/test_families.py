@@ -1,5 +1,5 @@
-"""Every architecture that a shipped model file names, and those with features between hidden state and logit: a tiny random model
-of each, against its own logits."""
+"""Every architecture that a shipped model file names, and those with features between hidden state and logit:
+a tiny random model of each, against its own logits."""
 
 import copy
 from dataclasses import replace
@@ -157,7 +157,8 @@ def rows(n: int = 4, seed: int = 0) -> list:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_log_softmax_of_the_models_own_logits(family):
-    """Each row alone, unpadded, through the model's own forward: also what padding and positions must not change."""
+    """Each row alone, unpadded, through the model's own forward: also what padding and positions must not
+    change."""
     policy = tiny(family)
     batch = rows()
     sequences = collate(batch, CPU)
@@ -208,7 +209,8 @@ def test_packed_rows_equal_padded_ones(family):
 
 
 def of_type(model_type: str) -> Policy:
-    """A tiny random model of any architecture that transformers has under this name, by the settings that most of them share."""
+    """A tiny random model of any architecture that transformers has under this name, by the settings that
+    most of them share."""
     torch.manual_seed(0)
     widths = (
         SIZES | GROUPED | {"num_experts_per_tok": 2} | ({} if model_type == "falcon" else {"head_dim": 8})
@@ -285,7 +287,8 @@ def test_sharded_gradients_are_those_of_the_whole_model(family):
 
 @pytest.mark.parametrize("family", [*MIXTURES, "opt", "mamba2"])
 def test_it_trains_and_what_is_written_is_what_was_trained(family, tmp_path):
-    """A few sharded steps with syncing, whose step 0 finds policy and reference equal to the bit; then the exported files."""
+    """A few sharded steps with syncing, whose step 0 finds policy and reference equal to the bit; then the
+    exported files."""
     kernel = f"model.attn_implementation={FAMILIES[family]._attn_implementation or 'sdpa'}"
     config = engine_config(
         tmp_path, "dpo", "humanline=true", "model.batch_size=4", "n_epochs=3", "lr=0.001", kernel
@@ -321,7 +324,8 @@ def test_a_packed_row_does_not_see_its_neighbours(family):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_packed_rows_on_a_gpu(family):
-    """The flash kernel for uneven lengths, in bfloat16: close to padded rows in float32, and blind to the neighbours to the bit."""
+    """The flash kernel for uneven lengths, in bfloat16: close to padded rows in float32, and blind to the
+    neighbours to the bit."""
     gpu, policy, batch = torch.device("cuda"), tiny(family).cuda(), rows(3)
     want = policy(collate(batch, gpu))
     policy.bfloat16().use_packed_attention()

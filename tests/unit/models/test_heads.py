@@ -1,4 +1,5 @@
-"""Value head and reward head: where they read, what they leave alone, and what a stock loader finds of them."""
+"""Value head and reward head: where they read, what they leave alone, and what a stock loader finds of
+them."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def batch(n: int = 3, pack: bool = False):
     )
 
 
-# -- the forward ---------------------------------------------------------------------------------------------------------------------
+# -- the forward -----------------------------------------------------------------------------------
 
 
 def test_rows_that_fill_a_batch_up_give_zeros_and_a_zero_gradient_to_every_weight():
@@ -143,7 +143,7 @@ def test_compiled_layers_agree_with_plain_ones(run):
         torch.testing.assert_close(compiled(batch(n)), plain(batch(n)), rtol=1e-5, atol=1e-5)
 
 
-# -- loading -------------------------------------------------------------------------------------------------------------------------
+# -- loading ---------------------------------------------------------------------------------------
 
 
 def test_masters_are_float32_whatever_the_file_and_the_computation_are(run):
@@ -223,7 +223,7 @@ def test_the_tokenizer(run, tmp_path):
         load_tokenizer(settings(run, tokenizer_name_or_path=str(tmp_path / "endless")))
 
 
-# -- export --------------------------------------------------------------------------------------------------------------------------
+# -- export ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -247,7 +247,7 @@ def test_what_transformers_loads_is_the_policy_in_the_export_dtype(tmp_path, tie
     assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer().chat_template
 
 
-# -- the shipped files ---------------------------------------------------------------------------------------------------------------
+# -- the shipped files -----------------------------------------------------------------------------
 
 
 def shipped() -> list[str]:

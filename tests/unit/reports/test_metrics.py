@@ -51,7 +51,7 @@ def test_ranges_name_every_step_once(chosen):
     assert found == sorted(chosen)
 
 
-# -- room --------------------------------------------------------------------------------------------------------------------------
+# -- room ------------------------------------------------------------------------------------------
 
 
 @given(room=st.integers(0, 300), count=st.integers(1, 12))
@@ -81,7 +81,7 @@ def test_a_full_disk_is_said_once_and_no_checkpoint_takes_a_file_that_lacks_line
     assert steps(tmp_path / "part" / METRICS) == steps(tmp_path / METRICS) == list(range(6))
 
 
-# -- changed while it is written -----------------------------------------------------------------------------------------------------
+# -- changed while it is written -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_file_that_something_else_changes_is_repaired_and_what_is_missing_said
     assert capsys.readouterr().out == "" and file._steps == set(steps(tmp_path / METRICS)) >= {7}
 
 
-# -- going on ------------------------------------------------------------------------------------------------------------------------
+# -- going on --------------------------------------------------------------------------------------
 
 
 @given(
@@ -153,7 +153,8 @@ def test_a_run_that_goes_on_has_the_lines_of_its_checkpoint_whatever_became_of_i
 
 
 def test_an_unfinished_interval_has_no_line_after_going_on(tmp_path):
-    """Diagnostics, asked to stop before step 4, gone on with, and killed once the interval's line was written."""
+    """Diagnostics, asked to stop before step 4, gone on with, and killed once the interval's line was
+    written."""
     file = LineFile(tmp_path / DIAGNOSTICS, fresh=True)
     file.append({"step": -1})
     file.append({"step": 1, "first_step": 0})

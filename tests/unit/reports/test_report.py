@@ -90,7 +90,8 @@ def make_run(run_dir: Path, lines: list[dict], **files: dict) -> Path:
 
 
 class Page(HTMLParser):
-    """What a reader of the page meets: its text, the charts (title -> SVG) and whatever it would have to fetch."""
+    """What a reader of the page meets: its text, the charts (title -> SVG) and whatever it would have to
+    fetch."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

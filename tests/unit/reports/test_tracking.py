@@ -40,7 +40,7 @@ def steps(run_dir: Path) -> list[int]:
     return [record["step"] for record in read_metrics(run_dir / "metrics.jsonl")]
 
 
-# -- metrics.jsonl ---------------------------------------------------------------------------------------------------------------
+# -- metrics.jsonl ---------------------------------------------------------------------------------
 
 
 def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
@@ -97,7 +97,7 @@ def test_the_null_tracker_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-# -- wandb -----------------------------------------------------------------------------------------------------------------------
+# -- wandb -----------------------------------------------------------------------------------------
 
 TRAIN = """
     import sys
@@ -121,7 +121,8 @@ TRAIN = """
 
 
 def train(run_dir: Path, first: int, last: int, run_id: str, before: str = "", **env: str) -> tuple[str, str]:
-    """(wandb id, everything the process said) of a logged-out run in a process of its own, that cannot answer a prompt."""
+    """(wandb id, everything the process said) of a logged-out run in a process of its own, that cannot answer
+    a prompt."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     done = subprocess.run(
         [sys.executable, "-c", before + textwrap.dedent(TRAIN), str(run_dir), str(first), str(last), run_id],
@@ -138,7 +139,8 @@ def train(run_dir: Path, first: int, last: int, run_id: str, before: str = "", *
 
 
 def records(path: Path) -> Iterator:
-    """The records of a .wandb file: a LevelDB log (blocks of 32 KiB, chunks with a header of 7 bytes) after a header of 7 bytes."""
+    """The records of a .wandb file: a LevelDB log (blocks of 32 KiB, chunks with a header of 7 bytes) after a
+    header of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     raw, at, whole = path.read_bytes(), 7, b""

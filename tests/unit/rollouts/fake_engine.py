@@ -1,9 +1,10 @@
-"""Speaks the vLLM worker's protocol without vLLM. A sample is (the prompt's tokens, the seed's last digits, the version, the process)."""
+"""Speaks the vLLM worker's protocol without vLLM. A sample is (the prompt's tokens, the seed's last digits,
+the version, the process)."""
 
 import os
 
 from common.worker_process import serve
-from rollouts.vllm_messages import Drawn, DrawRequest, EngineOptions, TokenRow
+from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow
 
 
 class FakeEngine:
@@ -23,9 +24,9 @@ class FakeEngine:
         self.version = None
         return None, None
 
-    def draw(self, requests: list[DrawRequest]) -> tuple[int | None, list[Drawn]]:
+    def generate(self, requests: list[GenerateRequest]) -> tuple[int | None, list[Generated]]:
         return self.version, [
-            Drawn((*each.prompt, each.seed % 1000, os.getpid()), True, (-0.5,)) for each in requests
+            Generated((*each.prompt, each.seed % 1000, os.getpid()), True, (-0.5,)) for each in requests
         ]
 
     def logprobs(self, rows: list[TokenRow]) -> tuple[int | None, list[list[float]]]:
@@ -39,7 +40,7 @@ if __name__ == "__main__":
             "start": engine.start,
             "load": engine.load,
             "sleep": engine.sleep,
-            "draw": engine.draw,
+            "generate": engine.generate,
             "logprobs": engine.logprobs,
         }
     )

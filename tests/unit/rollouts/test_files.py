@@ -1,4 +1,5 @@
-"""Samples and feedback as other people's files: what is written is read back, by this project's own readers of those formats too."""
+"""Samples and feedback as other people's files: what is written is read back, by this project's own readers
+of those formats too."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from config.schema_rounds import RoundsConfig
 from data.sources import load_groups
 from data.types import Completion, Prompt, Turn
 from rollouts.files import read_samples, refuse_existing, write_feedback, write_samples
-from rollouts.rounds import Sampled
+from rollouts.rounds import SampledPrompt
 
 SAMPLES = [
-    Sampled(
+    SampledPrompt(
         Prompt((Turn("user", f"{i} ünd?"),), reference=str(i)),
         tuple(Completion(f"answer {i} {k}", (i, k), k < 3) for k in range(4)),
     )
@@ -68,7 +69,7 @@ def test_feedback_is_read_as_data(tmp_path, form, entries):
     if form in ("groups", "pairwise"):
         best = [[c.text for c in group.completions] for group in groups]
         assert best == [["answer 0 1", "answer 0 0"], ["answer 2 0", "answer 2 1"]]
-        assert all(group.prompt.reference is not None for group in groups)
+        assert all(group.prompt.reference_answer is not None for group in groups)
     elif form == "binary":
         assert [group.rewards[0] for group in groups] == [
             -1.0,

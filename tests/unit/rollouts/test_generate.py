@@ -1,4 +1,5 @@
-"""Answers that were drawn are kept as they come: what a killed process had, the next one goes on from; and only from the same."""
+"""Answers that were drawn are kept as they come: what a killed process had, the next one goes on from; and
+only from the same."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from data.chat import make_renderer
 from data.types import Prompt
 from models.distributed import start
 from models.pretrained import load_tokenizer
-from rollouts import generate as drawing
-from rollouts.answer_cache import KeptAnswers
+from rollouts import generate
+from rollouts.answer_cache import AnswerCache
 from rollouts.generate import Request
 from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
 from tests.tiny import make_config
@@ -39,14 +40,16 @@ def asked(monkeypatch) -> list[Prompt]:
 def drawn(cache, prompts=PROMPTS, requests=REQUESTS, *overrides):
     config = make_config("sampler.max_tokens=24", "sampler.batch_size=6", f"cache_dir={cache}", *overrides)
     renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
-    return drawing.answers(config, renderer, prompts, list(requests), start(), cache / "logs", "mine")
+    return generate.generate_answers(
+        config, renderer, prompts, list(requests), start(), cache / "logs", "mine"
+    )
 
 
 def test_what_a_killed_process_had_is_not_drawn_again(tmp_path, asked, monkeypatch):
     whole = drawn(tmp_path / "whole")
     assert len(asked) == 24
     asked.clear()
-    add = KeptAnswers.add
+    add = AnswerCache.add
 
     def killed(self, new):
         if len(asked) > 12:
@@ -54,7 +57,7 @@ def test_what_a_killed_process_had_is_not_drawn_again(tmp_path, asked, monkeypat
         add(self, new)
 
     with monkeypatch.context() as patch:
-        patch.setattr(KeptAnswers, "add", killed)
+        patch.setattr(AnswerCache, "add", killed)
         with pytest.raises(KeyboardInterrupt):
             drawn(tmp_path / "cut")
     assert len(asked) == 14, "the greedy answers, and a first part of the samples that was not kept"
@@ -65,7 +68,7 @@ def test_what_a_killed_process_had_is_not_drawn_again(tmp_path, asked, monkeypat
 
 def test_all_of_it_there_no_weights_are_loaded(tmp_path, asked, monkeypatch):
     whole = drawn(tmp_path)
-    monkeypatch.setattr(drawing, "opened", None)
+    monkeypatch.setattr(generate, "opened", None)
     assert drawn(tmp_path) == whole
     assert drawn(tmp_path, PROMPTS[3:7]) == [of_request[3:7] for of_request in whole]
 
@@ -78,12 +81,12 @@ def test_other_settings_are_other_answers(tmp_path, asked, override):
 
 
 def test_a_line_that_a_killed_process_left_unfinished_costs_that_line_alone(tmp_path):
-    kept = KeptAnswers(tmp_path, {"a": 1})
+    kept = AnswerCache(tmp_path, {"a": 1})
     one, other = [Sample((1, 2), True, (-0.5, -0.25))], [Sample((3,), False)]
     kept.add({"x": one})
     with kept.path.open("ab") as stream:
         stream.write(b'{"prompt_id": "y", "samp')
     assert kept.read() == {"x": one}
     kept.add({"y": other})
-    assert KeptAnswers(tmp_path, {"a": 1}).read() == {"x": one, "y": other}
-    assert KeptAnswers(tmp_path, {"a": 2}).read() == {}
+    assert AnswerCache(tmp_path, {"a": 1}).read() == {"x": one, "y": other}
+    assert AnswerCache(tmp_path, {"a": 2}).read() == {}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from common.worker_process import SamplerError
+from common.worker_process import WorkerError
 from rollouts.probe import NOISE, check_probe
 
 RNG = np.random.default_rng(0)
@@ -22,7 +22,7 @@ def test_rounding_passes_and_more_does_not(dtype):
     probe = check_probe(shifted(TRAINER, 0.9 * mean), TRAINER, dtype)
     assert probe.mean == pytest.approx(0.9 * mean)
     assert probe.largest == pytest.approx(0.9 * mean)
-    with pytest.raises(SamplerError, match=rf"differ by {1.1 * mean:.3g} nats"):
+    with pytest.raises(WorkerError, match=rf"differ by {1.1 * mean:.3g} nats"):
         check_probe(shifted(TRAINER, 1.1 * mean), TRAINER, dtype)
 
 
@@ -30,30 +30,31 @@ def test_rounding_passes_and_more_does_not(dtype):
 def test_one_token_far_off_does_not_pass(dtype):
     engine = [list(row) for row in TRAINER]
     engine[1][5] += 1.1 * NOISE[dtype][0]
-    with pytest.raises(SamplerError, match="at most"):
+    with pytest.raises(WorkerError, match="at most"):
         check_probe(engine, TRAINER, dtype)
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_a_value_that_is_no_number_does_not_pass(bad):
-    with pytest.raises(SamplerError):
+    with pytest.raises(WorkerError):
         check_probe([[bad, *TRAINER[0][1:]], *TRAINER[1:]], TRAINER, "bfloat16")
 
 
 def test_other_rows_than_asked_for_do_not_pass():
-    with pytest.raises(SamplerError, match="length"):
+    with pytest.raises(WorkerError, match="length"):
         check_probe(TRAINER[:2], TRAINER, "float32")
-    with pytest.raises(SamplerError, match="no token"):
+    with pytest.raises(WorkerError, match="no token"):
         check_probe([[], []], [[], []], "float32")
 
 
 def test_an_engine_that_stood_still_is_caught_even_when_the_move_is_within_the_noise():
-    """One round at a small learning rate: the trainer moved by 0.01 nats a token, a fifth of what bfloat16's noise allows."""
+    """One round at a small learning rate: the trainer moved by 0.01 nats a token, a fifth of what bfloat16's
+    noise allows."""
     noisy = shifted(TRAINER, 0.005, seed=1)
     before = check_probe(noisy, TRAINER, "bfloat16")
     after = shifted(TRAINER, 0.01, seed=2)
     check_probe(noisy, after, "bfloat16")  # by the difference alone it passes
-    with pytest.raises(SamplerError, match="older weights"):
+    with pytest.raises(WorkerError, match="older weights"):
         check_probe(noisy, after, "bfloat16", before)
 
 

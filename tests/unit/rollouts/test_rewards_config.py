@@ -106,7 +106,8 @@ def test_a_verifier_without_its_package_is_refused_with_the_remedy(monkeypatch, 
 
 def test_settings_and_the_judge_need_no_torch():
     code = (
-        "import sys; import config.schema_rewards, rollouts.rewards.factory, rollouts.rewards.judge, rollouts.rewards.verifier; "
+        "import sys; import config.schema_rewards, rollouts.rewards.factory, rollouts.rewards.judge, "
+        "rollouts.rewards.verifier; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ, check=False).returncode == 0

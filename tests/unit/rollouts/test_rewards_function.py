@@ -198,7 +198,7 @@ def test_the_embedded_task(make):
     config = make_config("online=true").reward_config
     assert config.needs_reference
     prompts, texts = [addition(7, 8), addition(12, 9), addition(1, 2)], ["7+8=15;0+0+1=1;15", "nonsense", "3"]
-    assert make(config).score(prompts, texts) == rewards(texts, [p.reference for p in prompts])
+    assert make(config).score(prompts, texts) == rewards(texts, [p.reference_answer for p in prompts])
 
 
 class Fixed:

@@ -1,4 +1,5 @@
-"""The verifier: right answers get 1, wrong ones 0, and what cannot be told gets no verdict; format and tags are Open-R1's."""
+"""The verifier: right answers get 1, wrong ones 0, and what cannot be told gets no verdict; format and tags
+are Open-R1's."""
 
 from __future__ import annotations
 
@@ -173,7 +174,8 @@ GOOD = "<think>\na\nb\n</think>\n<answer>\nc\n</answer>"
     ],
 )
 def test_format_and_tags(text, form, tags):
-    """Open-R1's, whose ``$`` is the end of a line: text after the last one costs nothing, a tag that comes twice costs its quarter."""
+    """Open-R1's, whose ``$`` is the end of a line: text after the last one costs nothing, a tag that comes
+    twice costs its quarter."""
     assert (format_reward(text), tag_count_reward(text)) == (form, tags)
 
 

@@ -1,4 +1,5 @@
-"""Which prompts a round takes, what becomes of scored samples, and which stages a killed round has behind it."""
+"""Which prompts a round takes, what becomes of scored samples, and which stages a killed round has behind
+it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from data.groups import to_dict
 from data.sources import load_groups
 from data.types import Completion, Prompt, Turn
 from rollouts.ledger import RoundFolder, sampled_line, sampled_of
-from rollouts.rounds import EQUAL, SILENT, TOO_EQUAL, TOO_FEW, Contexts, Sampled, feedback
+from rollouts.rounds import EQUAL, SILENT, TOO_EQUAL, TOO_FEW, PromptSchedule, SampledPrompt, feedback
 from tests.tiny import make_config
 
 
@@ -25,19 +26,21 @@ def prompt(i: int) -> Prompt:
     return Prompt((Turn("user", f"question {i}"),), reference=str(i))
 
 
-def sampled(n: int) -> Sampled:
-    return Sampled(prompt(0), tuple(Completion(f"answer {i}", (i, 1), finished=i % 2 == 0) for i in range(n)))
+def sampled(n: int) -> SampledPrompt:
+    return SampledPrompt(
+        prompt(0), tuple(Completion(f"answer {i}", (i, 1), finished=i % 2 == 0) for i in range(n))
+    )
 
 
 scores = st.lists(st.one_of(st.none(), st.integers(-3, 3).map(float)), min_size=1, max_size=8)
 
 
-# -- contexts ----------------------------------------------------------------------------------------------------------------------
+# -- contexts --------------------------------------------------------------------------------------
 
 
 @given(n=st.integers(1, 30), planned=st.integers(1, 90), size=st.integers(1, 40), seed=st.integers(0, 5))
 def test_no_context_comes_again_before_all_have_come(n, planned, size, seed):
-    contexts = Contexts([prompt(i) for i in range(n)], planned, seed)
+    contexts = PromptSchedule([prompt(i) for i in range(n)], planned, seed)
     taken = [
         p.id
         for first in range(0, planned, size)
@@ -51,22 +54,22 @@ def test_no_context_comes_again_before_all_have_come(n, planned, size, seed):
 
 def test_the_order_is_the_seeds_and_not_the_rounds():
     prompts = [prompt(i) for i in range(20)]
-    whole = Contexts(prompts, 50, 1).take(0, 50)
+    whole = PromptSchedule(prompts, 50, 1).take(0, 50)
     flat = [(seed, p.id) for seed, part in whole for p in part]
-    pieces = [Contexts(prompts, 50, 1).take(i, i + 5) for i in range(0, 50, 5)]
+    pieces = [PromptSchedule(prompts, 50, 1).take(i, i + 5) for i in range(0, 50, 5)]
     assert [(seed, p.id) for piece in pieces for seed, part in piece for p in part] == flat
-    assert [p.id for _, part in Contexts(prompts, 50, 2).take(0, 50) for p in part] != [
+    assert [p.id for _, part in PromptSchedule(prompts, 50, 2).take(0, 50) for p in part] != [
         name for _, name in flat
     ]
     assert flat[:20] != flat[20:40]
 
 
 def test_a_prompt_that_comes_again_is_sampled_with_other_random_numbers():
-    parts = Contexts([prompt(0), prompt(1)], 6, 1).take(0, 6)
+    parts = PromptSchedule([prompt(0), prompt(1)], 6, 1).take(0, 6)
     assert len({seed for seed, _ in parts}) == len(parts) == 3
 
 
-# -- feedback ----------------------------------------------------------------------------------------------------------------------
+# -- feedback --------------------------------------------------------------------------------------
 
 
 @given(scores, st.sampled_from([0.0, 0.01, 1.0, 2.5]))
@@ -128,7 +131,7 @@ def test_equal_groups_are_kept_or_dropped():
     assert feedback(sampled(3), [1.0, 1.0, 1.0], config, 0)[0].rewards == (1.0, 1.0, 1.0)
 
 
-# -- the ledger --------------------------------------------------------------------------------------------------------------------
+# -- the ledger ------------------------------------------------------------------------------------
 
 
 def test_a_stage_is_done_for_the_inputs_it_was_made_from(tmp_path):
@@ -177,7 +180,7 @@ def test_a_rounds_groups_file_trains_offline(tmp_path):
     assert load_groups(config, "train").groups == made == folder.groups()
 
 
-# -- settings ----------------------------------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

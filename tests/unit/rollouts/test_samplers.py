@@ -1,4 +1,5 @@
-"""The embedded sampler: what a sample depends on, what it does not, and that it is drawn from the policy's own distribution."""
+"""The embedded sampler: what a sample depends on, what it does not, and that it is drawn from the policy's
+own distribution."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ from data.types import Prompt, Turn
 from models.distributed import World, shard, start, stop
 from models.policy import Policy, causal_lm, decoder_blocks
 from models.pretrained import load_policy
-from rollouts.samplers import Draw, EmbeddedSampler, Sample, SamplingSettings, left_padded, uniforms
+from rollouts.samplers import (
+    EmbeddedSampler,
+    InverseCdfProcessor,
+    Sample,
+    SamplingSettings,
+    left_padded,
+    uniforms,
+)
 from tests.programs import HANG, in_ranks
 from tests.tiny import ROOT
 
@@ -157,10 +165,12 @@ def test_untrained_adapters_change_nothing(policy, renderer):
 
 
 def test_a_sharded_policy_samples_from_its_newest_weights(renderer):
-    """FSDP2 leaves its root whole after a forward without backward: without a reshard the embeddings would be those of the last round."""
+    """FSDP2 leaves its root whole after a forward without backward: without a reshard the embeddings would be
+    those of the last round."""
     sharded, plain, prompts = shipped(), shipped(), uneven_prompts(8)
     shard(sharded, decoder_blocks(sharded.model), start(), torch.float32)
-    # Taken before sampling, as an optimizer has: what named_parameters gives depends on whether the root is whole.
+    # Taken before sampling, as an optimizer has: what named_parameters gives depends on whether the root is
+    # whole.
     embeddings = [
         next(p for name, p in policy.named_parameters() if "embed_tokens" in name)
         for policy in (sharded, plain)
@@ -229,7 +239,7 @@ def test_settings_out_of_range_are_refused(wrong):
 def draw(logits: list[float], numbers: np.ndarray) -> np.ndarray:
     """The token drawn from ``logits`` at each of the random numbers."""
     scores = torch.tensor(logits).expand(len(numbers), -1)
-    drawn = Draw(torch.from_numpy(numbers)[:, None], width=4)(
+    drawn = InverseCdfProcessor(torch.from_numpy(numbers)[:, None], width=4)(
         torch.zeros(len(numbers), 4, dtype=torch.int64), scores
     )
     assert (drawn.isfinite().sum(-1) == 1).all()
@@ -255,7 +265,9 @@ def test_the_last_of_a_large_vocabulary_is_as_likely_as_the_first():
     size = 128_256
     numbers = np.array([0.5 / size, (size / 2 + 0.5) / size, 1 - 0.5 / size])
     scores = torch.zeros(3, size)
-    drawn = Draw(torch.from_numpy(numbers)[:, None], width=1)(torch.zeros(3, 1, dtype=torch.int64), scores)
+    drawn = InverseCdfProcessor(torch.from_numpy(numbers)[:, None], width=1)(
+        torch.zeros(3, 1, dtype=torch.int64), scores
+    )
     assert drawn.argmax(-1).tolist() == [0, size // 2, size - 1]
 
 

@@ -27,7 +27,8 @@ SETTINGS = SamplingSettings(0.7, 1.0, 24)
 
 @dataclass
 class Scripted:
-    """A sampler that answers every prompt with its reference, or with 0 where the prompt is in ``wrong``; it remembers its calls."""
+    """A sampler that answers every prompt with its reference, or with 0 where the prompt is in ``wrong``; it
+    remembers its calls."""
 
     renderer: Renderer
     wrong: set[str] = field(default_factory=set)
@@ -37,7 +38,7 @@ class Scripted:
         self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
     ) -> list[list[Sample]]:
         self.calls.append((prompts, n, settings, seed))
-        texts = ["0" if prompt.id in self.wrong else str(prompt.reference) for prompt in prompts]
+        texts = ["0" if prompt.id in self.wrong else str(prompt.reference_answer) for prompt in prompts]
         ids = [self.renderer.tokenizer(text)["input_ids"] for text in texts]
         return [[Sample((*row, self.renderer.end_id), True)] * n for row in ids]
 
@@ -96,7 +97,7 @@ def test_evaluation_samples_once_as_the_policy_would_and_once_greedily(renderer,
 def test_the_initial_weights_answer_once_for_all_runs_that_start_from_them(renderer, world, tmp_path):
     def measured(sampler, weights, initial=True, samples=2, prompts=PROMPTS):
         accuracy = Accuracy(sampler, prompts, adder.accuracy, renderer, world, 24, samples=samples)
-        accuracy.keep_initial(tmp_path, {"weights": weights})
+        accuracy.use_cache(tmp_path, {"weights": weights})
         return accuracy(initial)
 
     first, again = Scripted(renderer, wrong={prompt.id for prompt in PROMPTS[:3]}), Scripted(renderer)

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from common.errors import ConfigError
-from common.worker_process import ROOT, SamplerError
+from common.worker_process import ROOT, WorkerError
 from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt, Sequence, Turn
@@ -76,17 +76,17 @@ def test_log_probabilities_are_those_of_the_completions_tokens(sampler, tmp_path
 def test_an_engine_that_kept_an_older_version_is_an_error(sampler, tmp_path):
     sampler.load(tmp_path, 0)
     sampler.load(tmp_path / "ignored", 1)
-    with pytest.raises(SamplerError, match=r"version \[0\], not 1"):
+    with pytest.raises(WorkerError, match=r"version \[0\], not 1"):
         sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
 
 
 def test_there_is_nothing_to_sample_from_before_a_load_and_while_asleep(sampler, tmp_path):
-    with pytest.raises(SamplerError, match="call load first"):
+    with pytest.raises(WorkerError, match="call load first"):
         sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
     sampler.load(tmp_path, 0)
     sampler.sleep()
     assert sampler.version is None
-    with pytest.raises(SamplerError, match="call load first"):
+    with pytest.raises(WorkerError, match="call load first"):
         sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
     sampler.load(tmp_path, 1)
     assert sampler.version == 1
@@ -103,10 +103,10 @@ def test_engines_with_gpus_of_their_own_do_not_sleep(tmp_path):
 def test_after_a_failure_no_engine_is_left_and_the_next_load_starts_new_ones(sampler, tmp_path):
     sampler.load(tmp_path, 0)
     first = sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
-    with pytest.raises(SamplerError, match=r"(?s)Traceback.*FileNotFoundError"):
+    with pytest.raises(WorkerError, match=r"(?s)Traceback.*FileNotFoundError"):
         sampler.load(tmp_path / "broken", 1)
     assert sampler.version is None
-    with pytest.raises(SamplerError, match="call load first"):
+    with pytest.raises(WorkerError, match="call load first"):
         sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
     sampler.load(tmp_path, 1)
     again = sampler.sample(PROMPTS, 1, SETTINGS, seed=1)

@@ -1,4 +1,5 @@
-"""Verdicts: decided by the numbers alone, in either direction, corrected for how many there are, and never made of too few seeds."""
+"""Verdicts: decided by the numbers alone, in either direction, corrected for how many there are, and never
+made of too few seeds."""
 
 from __future__ import annotations
 

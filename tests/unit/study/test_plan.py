@@ -1,4 +1,5 @@
-"""The study's plan: equal examples, equal tuning, every setting one that a run accepts, and an order in which early runs cover all."""
+"""The study's plan: equal examples, equal tuning, every setting one that a run accepts, and an order in which
+early runs cover all."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ def prospects(draw, low=-100.0, high=100.0):
 
 
 def test_the_papers_example():
-    """+50 with 60 %, +100 with 20 %, -100 with 20 %: perceived 0.8 and 0.3, so weights of 0.5 and 0.3 (section 3)."""
+    """+50 with 60 %, +100 with 20 %, -100 with 20 %: perceived 0.8 and 0.3, so weights of 0.5 and 0.3
+    (section 3)."""
 
     def stipulated(a):
         return np.interp(a, [0.0, 0.2, 0.8, 1.0], [0.0, 0.3, 0.8, 1.0])
@@ -88,7 +89,8 @@ def test_each_side_has_its_own_gamma():
 
 
 def test_extremes_are_overweighted_and_the_typical_underweighted():
-    """The inverted S (Figure 2): evenly likely outcomes, the best and the worst weigh more than the middle ones."""
+    """The inverted S (Figure 2): evenly likely outcomes, the best and the worst weigh more than the middle
+    ones."""
     weights = decision_weights(np.arange(1, 12), np.full(11, 1 / 11))
     assert weights[-1] > 1 / 11
     assert weights[0] > weights[5]

@@ -28,7 +28,8 @@ def test_the_policys_own_tokens_are_the_diagonal_and_perception_an_inverted_s():
 
 
 def test_perception_of_gains_alone_is_the_capacity_function():
-    """Of doing as well or better (equation 4): what is left above a surprisal is the capacity of its objective share."""
+    """Of doing as well or better (equation 4): what is left above a surprisal is the capacity of its
+    objective share."""
     gains = np.abs(OWN)
     at = np.sort(gains)[:-1]
     np.testing.assert_allclose(1 - perceived(gains, at), GAINS(1 - cumulative(gains, at)), atol=1e-9)

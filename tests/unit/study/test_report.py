@@ -1,4 +1,5 @@
-"""The report: every number in it comes from a record, records read back as they were written, and what was not run is said."""
+"""The report: every number in it comes from a record, records read back as they were written, and what was
+not run is said."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A step never makes the host wait for the device. Found without a device: what would make it wait is caught as it is called."""
+"""A step never makes the host wait for the device. Found without a device: what would make it wait is caught
+as it is called."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ COPIES = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.copy_, torch.tensor, 
 
 
 class Operations(TorchDispatchMode):
-    """Notes operations that read a value, wherever they were called from: backward, FSDP and the optimizer too."""
+    """Notes operations that read a value, wherever they were called from: backward, FSDP and the optimizer
+    too."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__()
@@ -60,7 +62,8 @@ class Operations(TorchDispatchMode):
 
 
 class Calls(TorchFunctionMode):
-    """Notes methods that read a tensor, and copies between host and device, of our own code, that wait for their end."""
+    """Notes methods that read a tensor, and copies between host and device, of our own code, that wait for
+    their end."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__()
@@ -74,7 +77,8 @@ class Calls(TorchFunctionMode):
 
 
 def waits(func: Callable[..., object], args: tuple, kwargs: dict) -> bool:
-    """Whether this call copies to a named device (copy_: from wherever its source lies), and not in the background."""
+    """Whether this call copies to a named device (copy_: from wherever its source lies), and not in the
+    background."""
     if kwargs.get("non_blocking"):
         return False
     devices = [*args[1:], kwargs.get("device")]
@@ -84,8 +88,8 @@ def waits(func: Callable[..., object], args: tuple, kwargs: dict) -> bool:
 
 
 def ours(direct: bool = False) -> str:
-    """file:line of the innermost frame that is the project's own, outside this file; "" if there is none, or (``direct``) if a library's
-    lies within it."""
+    """file:line of the innermost frame that is the project's own, outside this file; "" if there is none, or
+    (``direct``) if a library's lies within it."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

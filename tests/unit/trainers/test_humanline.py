@@ -1,4 +1,5 @@
-"""Humanline: the clip and its gradient, exactness when off, the fractions logged; random rejection in its place."""
+"""Humanline: the clip and its gradient, exactness when off, the fractions logged; random rejection in its
+place."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from transformers import LlamaForSequenceClassification
 from common.errors import ConfigError
 from data.batches import Segment
 from data.types import Completion, Example, Group, Prompt, Sequence, Turn
-from data.views import centred, weighted
+from data.views import centred_advantages, group_advantages
 from models.checkpoint import Checkpoints
 from models.distributed import local, start
 from models.heads import RewardModel, ValuePolicy
@@ -188,7 +188,12 @@ def test_dr_grpo_keeps_the_size_of_a_reward():
     group = Group(
         Prompt((Turn("user", "x"),)), tuple(Completion(str(i)) for i in range(4)), (1.0, 0.0, 0.0, 0.5)
     )
-    assert [w.label for w in centred(group)] == [0.625, -0.375, -0.375, 0.125]
-    assert [w.completions for w in centred(group)] == [w.completions for w in weighted(group)]
+    assert [w.label for w in centred_advantages(group)] == [0.625, -0.375, -0.375, 0.125]
+    assert [w.completions for w in centred_advantages(group)] == [
+        w.completions for w in group_advantages(group)
+    ]
     equal = Group(group.prompt, group.completions, (0.5,) * 4)
-    assert centred(equal) == [] and [w.label for w in centred(equal, keep_zero_variance=True)] == [0.0] * 4
+    assert (
+        centred_advantages(equal) == []
+        and [w.label for w in centred_advantages(equal, keep_zero_variance=True)] == [0.0] * 4
+    )

@@ -1,4 +1,5 @@
-"""Humanline sampling: its rates, its limit (Theorem 4.3), and draws that depend on nothing but seed, step, row and position."""
+"""Humanline sampling: its rates, its limit (Theorem 4.3), and draws that depend on nothing but seed, step,
+row and position."""
 
 from __future__ import annotations
 

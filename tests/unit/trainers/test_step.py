@@ -26,7 +26,8 @@ def test_which_weights_the_reference_has_at_which_step(tmp_path, k):
     snapshots, found = [], []
 
     def before_each_step():
-        """Which earlier weights give exactly the log-probabilities that the reference holds for this step's batch?"""
+        """Which earlier weights give exactly the log-probabilities that the reference holds for this step's
+        batch?"""
         snapshots.append({n: local(p.detach()).clone() for n, p in trainer.policy.named_parameters()})
         sequences = trainer.microbatches(segment.batch(trainer.progress.position))[0].sequences
         held = trainer.reference.lookup(trainer.progress.step, sequences)
@@ -150,7 +151,8 @@ def test_more_than_99_percent_of_the_weights_move_in_a_few_steps_at_5e_6(tmp_pat
 
 
 def test_no_stale_root_after_a_no_grad_forward():
-    """FSDP2 leaves the root whole after a no-grad forward; without resharding, the forward after an update uses stale weights."""
+    """FSDP2 leaves the root whole after a no-grad forward; without resharding, the forward after an update
+    uses stale weights."""
     policy, world = tiny_policy(), start()
     plain = copy.deepcopy(policy)
     from models.distributed import shard

@@ -1,4 +1,5 @@
-"""When the reference moves, in every mode: whose weights each step's loss sees, and how far the scores made at a sync last."""
+"""When the reference moves, in every mode: whose weights each step's loss sees, and how far the scores made
+at a sync last."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ BEFORE = {
     4: [0, 0, 0, 0, 0, 4, 4, 4, 4],
     None: [0] * 9,
 }
-"""sync_freq -> the step whose policy is the reference in the loss of steps 0, 1, 2, …: the table of paper C.2.1's listing."""
+"""sync_freq -> the step whose policy is the reference in the loss of steps 0, 1, 2, …: the table of paper
+C.2.1's listing."""
 AFTER = {
     1: [0, 1, 2, 3, 4, 5, 6, 7, 8],
     2: [0, 0, 2, 2, 4, 4, 6, 6, 8],
@@ -45,7 +47,8 @@ def test_the_reference_of_every_step(k, after, table):
 
 @pytest.mark.parametrize(("k", "after", "table"), TABLES)
 def test_the_horizon_is_every_step_with_the_same_reference(k, after, table):
-    """last_step_before_sync(t) is the last step whose reference is that of step t, so scores made at a sync last to the next."""
+    """last_step_before_sync(t) is the last step whose reference is that of step t, so scores made at a sync
+    last to the next."""
     syncing, seen = Syncing(k, after), references(Syncing(k, after), 60)
     for step in range(1, 30):
         last = syncing.last_step_before_sync(step)
@@ -70,7 +73,7 @@ def test_the_horizon_is_every_step_with_the_same_reference(k, after, table):
     ],
 )
 def test_what_the_command_line_asks_for(overrides, expected):
-    assert Syncing.of(make_config(*overrides)) == expected
+    assert Syncing.from_config(make_config(*overrides)) == expected
 
 
 @pytest.mark.parametrize(

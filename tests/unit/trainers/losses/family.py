@@ -76,7 +76,8 @@ class Batch:
 
 
 def random_batch(pairs: int = 4, width: int = 6, spread: float = 3.0, seed: int = 0) -> Batch:
-    """Rows of 1 to ``width`` tokens; log-ratios within ``spread`` nats; labels +1 for the first half, -1 for the second."""
+    """Rows of 1 to ``width`` tokens; log-ratios within ``spread`` nats; labels +1 for the first half, -1 for
+    the second."""
     random = torch.Generator().manual_seed(seed)
     shape = (2 * pairs, width)
     policy = -3 * torch.rand(shape, generator=random, dtype=torch.float64) - 0.01

@@ -1,4 +1,5 @@
-"""What must hold for every loss, whichever it is: each yaml of config/loss is found and put through the same tests."""
+"""What must hold for every loss, whichever it is: each yaml of config/loss is found and put through the same
+tests."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def test_finite_where_policy_and_reference_are_equal(loss, humanline):
 @pytest.mark.parametrize("humanline", CUTS, ids=["off", "on"])
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_padding_changes_nothing(loss, humanline, garbage):
-    """More masked columns and more rows without a token, whatever lies in them: labels and log-probabilities alike."""
+    """More masked columns and more rows without a token, whatever lies in them: labels and log-probabilities
+    alike."""
     batch, bad = random_batch(), float(garbage)
     half, width = len(batch.labels) // 2, batch.mask.shape[1]
 

@@ -1,4 +1,5 @@
-"""What the losses log: rewards as the loss sees them, ties counted one half, everything over the mask only."""
+"""What the losses log: rewards as the loss sees them, ties counted one half, everything over the mask
+only."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ def test_grpo():
     assert got["reward_chosen"] == 0.0
     assert got["reward_rejected"] == 0.0
     assert got["reward_accuracy"] == 0.5  # of the four with an advantage, two have the right sign
-    # The first token of each row holds its whole log-ratio; the clipped branch wins for (+2, A > 0) and (-2, A < 0).
+    # The first token of each row holds its whole log-ratio; the clipped branch wins for (+2, A > 0) and (-2,
+    # A < 0).
     assert float(found.metrics["ratio_clipped"].sum) == 2.0
     assert int(found.metrics["ratio_clipped"].count) == 10
     kl = 2 * (math.exp(-2) + 1) + 2 * (math.exp(2) - 3) + math.exp(-9) + 8
