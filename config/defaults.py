@@ -6,8 +6,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import field
-from functools import cache
-from typing import Any, TypeVar
+from functools import cache, partial
+from typing import Any, TypeVar, cast
 
 from omegaconf import OmegaConf
 
@@ -27,12 +27,20 @@ def yaml_defaults(*places: str) -> Callable[[type[T]], type[T]]:
     def fill(cls: type[T]) -> type[T]:
         for name in cls.__annotations__:
             if name not in vars(cls) and (found := _value(places, name)) is not MISSING:
-                factory = isinstance(found, list | dict)
-                default = field(default_factory=lambda v=found: copy.deepcopy(v)) if factory else found
-                setattr(cls, name, default)
+                setattr(cls, name, _copied(found) if isinstance(found, list | dict) else found)
         return cls
 
     return fill
+
+
+def nested(section: type[T]) -> T:
+    """The default of a field that is a section of its own: all of that section's defaults."""
+    return cast(T, field(default_factory=section))
+
+
+def _copied(value: Any) -> Any:
+    """The default of a field whose value could be changed in place."""
+    return field(default_factory=partial(copy.deepcopy, value))
 
 
 MISSING: Any = object()

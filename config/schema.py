@@ -10,11 +10,11 @@ error, and still before weights are loaded.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from common.errors import one_of, require
-from config.defaults import yaml_defaults
+from config.defaults import nested, yaml_defaults
 from config.schema_data import DataConfig
 from config.schema_humanline import BetaConfig
 from config.schema_model import ModelConfig
@@ -85,11 +85,11 @@ class Config:
     max_skipped_steps: int
     replicas: int
     watchdog_seconds: float
-    wandb: WandbConfig = field(default_factory=WandbConfig)
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    wandb: WandbConfig = nested(WandbConfig)
+    sampler: SamplerConfig = nested(SamplerConfig)
     reward: dict[str, Any] | None = None
-    rounds: RoundsConfig = field(default_factory=RoundsConfig)
-    humanline_sampling: BetaConfig = field(default_factory=BetaConfig)
+    rounds: RoundsConfig = nested(RoundsConfig)
+    humanline_sampling: BetaConfig = nested(BetaConfig)
 
     def __post_init__(self) -> None:
         for key in ("name", "_target_"):

@@ -3,11 +3,11 @@ config/eval.yaml says what each key means."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.errors import one_of, require
 from common.files import check_name
-from config.defaults import yaml_defaults
+from config.defaults import nested, yaml_defaults
 from config.schema_benchmarks import AlpacaEvalConfig, LmEvalConfig
 
 KINDS = ("accuracy", "compare", "alpacaeval", "lm_eval")
@@ -86,10 +86,10 @@ class EvalStage:
     limit: int | None
     resamples: int
     confidence: float
-    accuracy: AccuracyConfig = field(default_factory=AccuracyConfig)
-    compare: CompareConfig = field(default_factory=CompareConfig)
-    alpacaeval: AlpacaEvalConfig = field(default_factory=AlpacaEvalConfig)
-    lm_eval: LmEvalConfig = field(default_factory=LmEvalConfig)
+    accuracy: AccuracyConfig = nested(AccuracyConfig)
+    compare: CompareConfig = nested(CompareConfig)
+    alpacaeval: AlpacaEvalConfig = nested(AlpacaEvalConfig)
+    lm_eval: LmEvalConfig = nested(LmEvalConfig)
 
     def __post_init__(self) -> None:
         one_of("kind", self.kind, KINDS)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from common.errors import one_of, require
-from config.defaults import yaml_defaults
+from config.defaults import nested, yaml_defaults
 
 
 @dataclass
@@ -59,7 +59,7 @@ class ModelConfig:
     packing: bool | None
     router_aux_loss_coef: float | None
     use_peft: bool
-    peft: PeftConfig = field(default_factory=PeftConfig)
+    peft: PeftConfig = nested(PeftConfig)
 
     def __post_init__(self) -> None:
         for key in (

@@ -236,7 +236,8 @@ class RewardConfig:
         schema = import_function("reward.settings_type", str(own["settings_type"]))
         require(is_dataclass(schema), "reward.settings_type", own["settings_type"], "is not a dataclass")
         settings = typed(OmegaConf.create(tree[kinds[0]]), schema, f"reward.{kinds[0]}.")
-        return cls(str(own["name"]), float(share), needs, str(own["_target_"]), kinds[0], settings)
+        share, needs = float(str(share)), bool(needs)
+        return cls(str(own["name"]), share, needs, str(own["_target_"]), kinds[0], settings)
 
     @classmethod
     def of_kind(cls, kind: str, settings: Any, max_missing: float | None = None) -> RewardConfig:

@@ -38,7 +38,7 @@ _WORKED = re.compile(rf"{_STEP};{_STEP};\d+")
 
 def addition(a: int, b: int) -> Prompt:
     """The prompt that asks for ``a + b`` (0 to 99 each), and its answer as the reference."""
-    return Prompt((Turn("user", f"{a:02d}+{b:02d}="),), reference=str(a + b))
+    return Prompt((Turn("user", f"{a:02d}+{b:02d}="),), reference_answer=str(a + b))
 
 
 @cache

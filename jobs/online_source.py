@@ -40,7 +40,7 @@ class RoundWatch(Protocol):
     def before_round(self) -> None:
         """Save: what is sampled next comes from this checkpoint."""
 
-    def entered(self, facts: Facts, metrics: Facts, table: list[list[Any]]) -> None:
+    def round_started(self, facts: Facts, metrics: Facts, table: list[list[Any]]) -> None:
         """A round is trained on from here on. ``facts`` (``round``, ``sampled_step``) belong to each of its
         steps, ``metrics`` and the ``table`` of samples to its first one; both are empty where training goes
         on inside a round."""
@@ -184,7 +184,7 @@ class OnlineSource:
         metrics = {
             key: record[key] for key in ("publish_seconds", "probe_largest", "probe_mean") if key in record
         } | record["metrics"]
-        self.watch.entered(facts, {} if inside else metrics, [] if inside else samples_table(folder))
+        self.watch.round_started(facts, {} if inside else metrics, [] if inside else samples_table(folder))
         first, end = record["contexts"]
         noted = {"examples": examples.count, "untrainable": examples.dropped}
         if not inside:

@@ -30,7 +30,7 @@ from trainers.basic import BasicTrainer, Progress, StepRecord
 from trainers.losses.base import TokenScores
 
 
-class OnlineWatch:
+class RunWatch:
     """Follows a trainer (its ``Watch``). The line of step s in metrics.jsonl tells of the weights before
     update s: its loss, and the evaluation made then, if one was due."""
 

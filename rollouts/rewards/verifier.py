@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from common.errors import ConfigError
+from config.defaults import section
 from config.schema_rewards import VerifierConfig
 from data.types import Prompt
 from rollouts.rewards.base import Missing, RewardError
@@ -78,7 +79,7 @@ def tag_count_reward(text: str) -> float:
 def accuracy(completions: list[str], references: list[str | None]) -> list[float | None]:
     """Equality with the reference answers, as evaluation asks for it (``data.verifier``): 1.0, 0.0, None for
     no verdict."""
-    verifier = VerifierReward(VerifierConfig())
+    verifier = VerifierReward(VerifierConfig(**section("reward/verifier.yaml:verifier")))
     try:
         return [None if isinstance(v, Missing) else v for v in verifier.accuracy(references, completions)]
     finally:

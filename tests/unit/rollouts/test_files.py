@@ -17,7 +17,7 @@ from rollouts.rounds import SampledPrompt
 
 SAMPLES = [
     SampledPrompt(
-        Prompt((Turn("user", f"{i} ünd?"),), reference=str(i)),
+        Prompt((Turn("user", f"{i} ünd?"),), reference_answer=str(i)),
         tuple(Completion(f"answer {i} {k}", (i, k), k < 3) for k in range(4)),
     )
     for i in range(3)

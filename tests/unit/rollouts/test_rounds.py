@@ -23,7 +23,7 @@ from tests.tiny import make_config
 
 
 def prompt(i: int) -> Prompt:
-    return Prompt((Turn("user", f"question {i}"),), reference=str(i))
+    return Prompt((Turn("user", f"question {i}"),), reference_answer=str(i))
 
 
 def sampled(n: int) -> SampledPrompt:
