@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.errors import ConfigError
+from launch.composing import compose_config
 from launch.grid import CONFIG_DIR
-from launch.state import compose_config
 
 MODELS = sorted(
     path.stem for path in (CONFIG_DIR / "model").glob("*.yaml") if path.stem not in ("base", "hub")
