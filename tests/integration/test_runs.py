@@ -20,8 +20,9 @@ from jobs.signals import REQUEUE
 from jobs.watch import RunWatch
 from models.checkpoint import Checkpoints
 from tests import programs
+from tests.full_disk import FILLER, fill, mounted
 from tests.tiny import ROOT, make_config
-from tests.tiny_files import FILLER, everything, fill, mounted
+from tests.tiny_files import everything
 from train import train
 from trainers.basic import BasicTrainer
 

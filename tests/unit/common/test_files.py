@@ -6,14 +6,15 @@ import pytest
 
 from common.errors import ConfigError
 from common.files import check_name, write_if_changed, write_whole
-from tests.tiny_files import everything, limited
+from tests.full_disk import full_disk
+from tests.tiny_files import everything
 
 
 def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path):
     path = tmp_path / "config.yaml"
     write_whole(path, "old\n")
     before = everything(tmp_path)
-    with limited(100), pytest.raises(OSError, match="too large"):
+    with full_disk(100), pytest.raises(OSError, match="too large"):
         write_whole(path, "new\n" * 100)
     assert everything(tmp_path) == before, "nothing is changed, and nothing is left beside it"
 
@@ -22,7 +23,7 @@ def test_a_file_is_not_touched_where_it_says_the_same(tmp_path):
     path = tmp_path / "a" / "config.yaml"
     write_if_changed(path, "ä\n")
     before = everything(tmp_path)
-    with limited(0):
+    with full_disk(0):
         write_if_changed(path, "ä\n")
     assert everything(tmp_path) == before
     write_if_changed(path, "b\n")

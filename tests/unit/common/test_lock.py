@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from common.lock import FileLock, LockedError
-from tests.tiny_files import ROOT, limited
+from tests.full_disk import full_disk
+from tests.tiny_files import ROOT
 
 HOLD = """
 import os, sys, time
@@ -102,7 +103,7 @@ def test_a_lock_on_a_file_that_was_removed_meanwhile_is_none(tmp_path):
 def test_a_full_disk_does_not_take_the_lock_away(tmp_path, holder):
     lock = FileLock(tmp_path / "lock")
     lock.acquire()
-    with limited(0):
+    with full_disk(0):
         lock.sign()
         lock.release()
     holder(tmp_path / "lock")

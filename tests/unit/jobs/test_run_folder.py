@@ -18,7 +18,8 @@ from config.load import dump, load
 from config.record import MARKER, RECORD, marked, started
 from config.schema import Config
 from jobs.run_folder import LOCK, SELECTION, RunFolder
-from tests.tiny_files import ROOT, everything, limited
+from tests.full_disk import full_disk
+from tests.tiny_files import ROOT, everything
 
 
 @pytest.fixture(scope="module")
@@ -218,24 +219,24 @@ def test_settings_that_are_damaged_are_said_to_be(at, content):
 def test_going_on_writes_nothing_that_stands_there_already(at):
     path = begin(at(resume=True))
     before = {name: value for name, value in everything(path).items() if name != LOCK}
-    with limited(0):
+    with full_disk(0):
         assert overwritten(at(resume=True))
     assert {name: value for name, value in everything(path).items() if name != LOCK} == before
 
 
 def test_a_full_disk_leaves_the_settings_whole(at, capsys):
     path = begin(at())
-    with limited(100):
+    with full_disk(100):
         assert overwritten(at(resume=True, save_every=7))
     assert (path / RECORD).read_text() == dump(at()), "the older record serves, and the run goes on"
     assert "keeps the settings" in capsys.readouterr().out
 
 
 def test_a_full_disk_refuses_a_new_run_in_a_sentence(at):
-    with limited(10), pytest.raises(ConfigError, match="make room") as error:
+    with full_disk(10), pytest.raises(ConfigError, match="make room") as error:
         RunFolder(at(), "a").claim()
     assert error.value.key == "runs_dir"
-    with limited(1000):
+    with full_disk(1000):
         folder = RunFolder(at(), "b")
         folder.claim()
         with pytest.raises(ConfigError, match="make room"):

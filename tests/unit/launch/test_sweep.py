@@ -130,7 +130,7 @@ def test_states_of_runs(tmp_path: Path) -> None:
         "changed": CHANGED,
     }
     assert states["partial"].detail == "step 3", "a half-written line is no line"
-    assert states["changed"].detail == "lr"
+    assert states["changed"].detail == "lr: 0.001 there, 0.0001 here"
     hours = hours_of(
         [*states.values(), State(Run("s", "finished", 2, settings, 1.0), states["new"].config, NEW)]
     )

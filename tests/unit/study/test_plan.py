@@ -11,6 +11,7 @@ import yaml
 
 from common.errors import ConfigError
 from launch.composing import compose_config
+from study.__main__ import main
 from study.plan import CHOSEN as FILE_OF_CHOSEN
 from study.plan import FULL, MAIN, PLAN, QUICK, best, read_chosen, read_plan
 
@@ -162,3 +163,9 @@ def test_what_is_not_chosen_for_every_cell_is_refused(text, tmp_path):
 
 def test_plans_are_plain_values():
     assert replace(PLANNED) == read_plan()
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "..", "a b", "$(id)"])
+def test_the_study_s_name_is_no_path(name, capsys):
+    assert main([QUICK, "--name", name]) == 2
+    assert f"--name={name}: becomes the name of a folder" in capsys.readouterr().err
