@@ -27,6 +27,7 @@ from pathlib import Path
 from common.errors import ConfigError
 from config.schema import Config
 from launch.composing import compose_config
+from launch.hub import sources
 from launch.slurm import ROOT
 
 OK, NOTE, BAD = "ok", "note", "BAD"
@@ -171,28 +172,7 @@ def look(config: Config) -> Devices:
 
 def network(config: Config) -> Iterator[Finding]:
     """The hub and wandb, as far as the settings need them."""
-    offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
-    remote = [
-        name for name in (config.model.name_or_path, config.data.path) if name and not (ROOT / name).exists()
-    ]
-    if not remote:
-        yield Finding("hub", OK, "model and data are files of this machine")
-    elif offline:
-        yield Finding(
-            "hub",
-            NOTE,
-            "HF_HUB_OFFLINE is set: what is in the cache is all there is",
-            f"have been fetched: {', '.join(remote)}",
-        )
-    elif problem := reach(os.environ.get("HF_ENDPOINT", "https://huggingface.co")):
-        yield Finding(
-            "hub",
-            BAD,
-            f"{problem}; needed for {', '.join(remote)}",
-            "fetch them where there is a network (hf download …), then HF_HOME=… HF_HUB_OFFLINE=1",
-        )
-    else:
-        yield Finding("hub", OK, "reached")
+    yield from hub(config)
     if not config.wandb.enabled or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
         yield Finding("wandb", OK, "not used online")
     elif problem := reach(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")):
@@ -204,6 +184,48 @@ def network(config: Config) -> Iterator[Finding]:
         )
     else:
         yield Finding("wandb", OK, "reached")
+
+
+def hub(config: Config) -> Iterator[Finding]:
+    """Whether what the settings name can be had: models, a reward model and data, each a file of this machine, in
+    the cache, or on the hub."""
+    remote = [source for source in sources(config) if not (ROOT / source.name).exists()]
+    wanted = [source for source in remote if not source.cached()]
+    names = ", ".join(source.name for source in wanted)
+    if not remote:
+        yield Finding("hub", OK, "models and data are files of this machine")
+    elif not wanted:
+        yield Finding("hub", OK, f"{', '.join(source.name for source in remote)}: in the cache")
+    elif os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
+        for source in wanted:
+            yield Finding(
+                "hub",
+                NOTE
+                if source.kind == "dataset"
+                else BAD,  # of data the cache is another, which is not asked here
+                f"HF_HUB_OFFLINE is set: what is in the cache is all there is, and {source} is not seen there",
+                "fetch it where there is a network (hf download …), then HF_HOME=…",
+            )
+    elif problem := reach(endpoint := os.environ.get("HF_ENDPOINT", "https://huggingface.co")):
+        yield Finding(
+            "hub",
+            BAD,
+            f"{problem}; needed for {names}",
+            "fetch them where there is a network (hf download …), then HF_HOME=… HF_HUB_OFFLINE=1",
+        )
+    else:
+        problems = [
+            (source, problem) for source in wanted if (problem := source.problem(endpoint, NETWORK_SECONDS))
+        ]
+        for source, problem in problems:
+            yield Finding(
+                "hub",
+                BAD,
+                f"{source} cannot be had: {problem}",
+                "give a folder that exists, or a name on the hub (check the spelling; gated: hf auth login)",
+            )
+        if not problems:
+            yield Finding("hub", OK, f"reached, and has {names}")
 
 
 def reach(url: str) -> str | None:

@@ -1,0 +1,63 @@
+"""What the settings of a run name that may lie on the Hugging Face hub, and whether it can be had from
+there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, HTTPError
+
+from config.schema import Config
+from config.schema_model import ModelConfig
+from config.schema_rewards import RewardModelConfig
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a setting names that may lie on the hub."""
+
+    key: str
+    name: str
+    revision: str | None
+    kind: str = "model"
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.name}"
+
+    def cached(self) -> bool:
+        """Whether its newest fetched files are in the hub's cache."""
+        try:
+            found = try_to_load_from_cache(
+                self.name, "config.json", revision=self.revision, repo_type=self.kind
+            )
+        except HFValidationError:
+            return False
+        return isinstance(found, str)
+
+    def problem(self, endpoint: str, seconds: float) -> str | None:
+        """What the hub there says against it; None where it has it."""
+        api = HfApi(endpoint=endpoint)
+        try:
+            api.repo_info(self.name, revision=self.revision, repo_type=self.kind, timeout=seconds)
+        except (OSError, ValueError, HTTPError) as error:
+            return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return None
+
+
+def sources(config: Config) -> list[Source]:
+    """Models, reward model and data of the settings."""
+    model, data, reward = config.model, config.data, config.reward
+    models: dict[str, ModelConfig | RewardModelConfig | None] = {"model": model}
+    if reward is not None:
+        models |= {"reward.armorm": reward.armorm, "reward.classifier": reward.classifier}
+    found = [
+        Source(f"{key}.name_or_path", own.name_or_path, own.revision)
+        for key, own in models.items()
+        if own is not None
+    ]
+    if model.tokenizer_name_or_path is not None:
+        found.append(Source("model.tokenizer_name_or_path", model.tokenizer_name_or_path, None))
+    if data.path is not None:
+        found.append(Source("data.path", data.path, data.revision, "dataset"))
+    return found
