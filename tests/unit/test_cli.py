@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from common.errors import ConfigError
-from config.cli import refuse_choices
+from config.cli import REFUSED, complain, refuse_choices
 from tests.programs import HANG
 from tests.tiny import ROOT, make_config
 from train import train
@@ -18,7 +18,6 @@ WRONG = {
     "loss=nope": "there is no such file in config/loss",
     "model.name_or_path=./nope": "model.name_or_path=./nope",
     "loss=null": "loss=null: choose a file of config/loss: bco, ",
-    "reward=judge +reward.judge.api_key=hidden-words": "reward.judge.api_key=[removed]: is not a setting",
     "loss=sft data=adder-sft data.subset=policy humanline=true": "loss=sft has no reference",
 }
 
@@ -41,6 +40,12 @@ def test_a_wrong_command_line_gives_one_message_and_code_2(line):
     errors = [text for text in done.stderr.splitlines() if text.startswith("error: ")]
     assert len(errors) == 1
     assert WRONG[line] in errors[0]
+
+
+def test_a_message_is_printed_without_the_secrets_that_it_quotes(capsys):
+    key = "sk-" + "proj-abcdefghijklmnop1234"
+    assert complain(f"cannot parse a={key} b.api_key=plain", REFUSED) == 2
+    assert capsys.readouterr().err == "error: cannot parse a=[removed] b.api_key=[removed]\n"
 
 
 @pytest.mark.parametrize(

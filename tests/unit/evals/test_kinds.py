@@ -73,6 +73,12 @@ def _digits(renderer: Renderer):
         def decode(self, *_: object, **__: object) -> str:
             return next(texts)
 
+        def get_vocab(self) -> dict[str, int]:
+            return {}
+
+        def __len__(self) -> int:
+            return 0
+
     class Given:
         tokenizer = Tokenizer()
 
