@@ -6,10 +6,13 @@ gloo ranks and eight GPUs run the same code.
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -174,50 +177,119 @@ def on_main(work: Callable[[], T]) -> T:
 
 
 class Watchdog:
-    """Says which ranks the others wait for. Every rank marks what it is about to do; rank 0 reads the marks in a thread of its own and
-    prints them when no rank has marked anything new for ``seconds``."""
+    """Says which ranks the others wait for, and which of them give no sign of life.
+
+    Every rank marks what it is about to do. A thread of each writes its mark and a growing number to the launcher's store, and
+    reads those of all; a process that is stopped writes nothing more. When no rank has marked anything new for ``seconds``, the
+    first rank that lives prints whom it waits for. A store that itself does not answer (without a launcher rank 0 holds it) is
+    told by every rank. Nothing here makes a step wait.
+    """
 
     def __init__(self, world: World, seconds: float) -> None:
         self.world, self.seconds = world, seconds
+        self._interval = min(seconds / 4, 10.0)
         self._store = dist.PrefixStore("watchdog", dist.distributed_c10d._get_default_store())
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        if world.is_main and world.size > 1:
-            self._thread.start()
+        self._mark = "has begun"
+        self._signs = [Sign() for _ in range(world.size)]
+        self._heard = time.monotonic()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._listen, self._watch)]
+        if world.size > 1:
+            atexit.register(self.close)  # a thread inside the store would end the interpreter by a signal
+            for thread in self._threads:
+                thread.start()
 
     def mark(self, doing: str) -> None:
         """What this rank does from now on: a step's number and a word."""
-        if self.world.size > 1:
-            self._store.set(str(self.world.rank), doing)
+        self._mark = doing
 
     def close(self) -> None:
         self._stop.set()
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(1.0)
+
+    def _listen(self) -> None:
+        """Give signs of life and take those of the others. Each call of the store may hang for as long as its holder does."""
+        names, beat = [str(rank) for rank in range(self.world.size)], 0
+        process = f"process {os.getpid()} on {socket.gethostname()}"
+        while not self._stop.wait(self._interval):
+            beat += 1
+            try:
+                self._store.set(names[self.world.rank], json.dumps([beat, process, self._mark]))
+                begun = names if self._store.check(names) else [n for n in names if self._store.check([n])]
+                found = self._store.multi_get(begun)
+            except RuntimeError:  # the store went with the ranks, or its holder has been silent for too long
+                continue
+            self._heard = time.monotonic()
+            for name, text in zip(begun, found, strict=True):
+                self._signs[int(name)].take(*json.loads(text))
 
     def _watch(self) -> None:
-        last, since = [""], time.monotonic()
-        while not self._stop.wait(min(self.seconds / 4, 10.0)):
-            try:
-                names = [str(rank) for rank in range(self.world.size)]
-                marks = [
-                    self._store.get(n).decode() if self._store.check([n]) else "has not begun" for n in names
-                ]
-            except RuntimeError:  # the store went with the ranks
-                return
-            if marks != last:
-                last, since = marks, time.monotonic()
-            elif time.monotonic() - since > self.seconds:
-                print(slow_ranks(marks, self.seconds), flush=True)
-                since = time.monotonic()
+        tick = since = told = time.monotonic()
+        last: list[str] = []
+        while not self._stop.wait(self._interval):
+            now, marks = time.monotonic(), [sign.mark for sign in self._signs]
+            if now - tick > 3 * self._interval:  # this process was the one that was stopped: begin anew
+                self._heard = now
+            deaf = now - self._heard
+            if marks != last or now - tick > 3 * self._interval or deaf > 2 * self._interval:
+                last, since = marks, now
+            if deaf > self.seconds and now - told > self.seconds:
+                print(silent_store(self.world.rank, deaf), flush=True)
+                told = now
+            elif min(now - since, now - told) > self.seconds:
+                silent = {r: sign for r, sign in enumerate(self._signs) if sign.age(now) > 3 * self._interval}
+                if min(set(range(self.world.size)) - set(silent), default=0) == self.world.rank:
+                    print(slow_ranks(marks, now - since, silent), flush=True)
+                told = now
+            tick = now
 
 
-def slow_ranks(marks: list[str], seconds: float) -> str:
-    """The message about ``marks``, one a rank: whoever is not at what most are at is who they wait for."""
+@dataclass
+class Sign:
+    """What is known of a rank."""
+
+    beat: int = -1
+    process: str = "has not begun"
+    mark: str = "has not begun"
+    changed: float | None = None
+    """When its last sign of life was seen here, on this process's clock, seconds; None: never."""
+
+    def take(self, beat: int, process: str, mark: str) -> None:
+        if beat != self.beat:
+            self.beat, self.process, self.mark, self.changed = beat, process, mark, time.monotonic()
+
+    def age(self, now: float) -> float:
+        """Seconds without a sign of life; 0 of a rank that has not begun."""
+        return 0.0 if self.changed is None else now - self.changed
+
+
+def slow_ranks(marks: list[str], seconds: float, silent: Mapping[int, Sign] | None = None) -> str:
+    """The message about ``marks``, one a rank: whoever gives no sign of life (``silent``), else whoever is not at what most are at, is
+    who they wait for."""
+    start = f"no rank has moved for {seconds:.0f} s; "
+    if silent:
+        return start + "waited for: " + "; ".join(
+            f"rank {rank} ({sign.process}), which gives no sign of life: stopped, or its machine is gone; last at: {sign.mark}"
+            for rank, sign in silent.items()
+        )
     usual = max(set(marks), key=marks.count)
     others = [f"rank {rank}: {mark}" for rank, mark in enumerate(marks) if mark != usual]
-    return f"no rank has moved for {seconds:g} s; " + (
+    return start + (
         f"most are at: {usual}; waited for: {'; '.join(others)}"
         if others
         else f"all are at: {usual} (a collective hangs, or a device does)"
+    )
+
+
+def silent_store(rank: int, seconds: float) -> str:
+    """The message of ``rank`` about a store that has not answered for so many seconds."""
+    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    holder = "the launcher" if launched else "rank 0"
+    return (
+        f"rank {rank}: {holder} ({os.environ.get('MASTER_ADDR', 'this machine')}) has not answered for {seconds:.0f} s: "
+        "stopped, or its machine is gone"
     )
 
 

@@ -1,8 +1,22 @@
-"""The watchdog names who is waited for."""
+"""The watchdog names who is waited for, also when that is a stopped process."""
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
 from models.distributed import slow_ranks
+from tests.tiny import ROOT
+
+SECONDS, PATIENCE = 2.0, 300.0
 
 
 def test_the_rank_that_is_not_where_the_others_are_is_named():
@@ -15,3 +29,82 @@ def test_the_rank_that_is_not_where_the_others_are_is_named():
 
 def test_a_hang_of_all_is_said_to_be_one():
     assert "all are at: step 7, under way" in slow_ranks(["step 7, under way"] * 4, 300)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+HOLDER = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), None, True, wait_for_workers=False)
+time.sleep(100000)
+"""
+
+
+class Ranks:
+    """Two gloo ranks that step together, and what stands for their launcher: a process that holds their store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.until, self.logs = folder / "stop", [folder / f"{rank}.log" for rank in (0, 1)]
+        port = str(free_port())
+        self.holder = subprocess.Popen([sys.executable, "-c", HOLDER, port])
+        launched = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.distributed.stepping", str(SECONDS), str(self.until)],
+                cwd=ROOT,
+                env=os.environ
+                | launched
+                | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+                stdout=log.open("wb"),
+                stderr=subprocess.STDOUT,
+            )
+            for rank, log in enumerate(self.logs)
+        ]
+
+    def wait_for(self, rank: int, text: str) -> str:
+        """What ``rank`` has said, once ``text`` is in it."""
+        until = time.monotonic() + PATIENCE
+        while text not in (said := self.logs[rank].read_text()):
+            assert time.monotonic() < until and self.processes[rank].poll() is None, said
+            time.sleep(0.1)
+        return said
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> Iterator[Ranks]:
+    made = Ranks(tmp_path_factory.mktemp("ranks"))
+    try:
+        for rank in (0, 1):
+            made.wait_for(rank, "started")
+        time.sleep(2 * SECONDS)  # they have seen each other
+        yield made
+    finally:
+        for process in (*made.processes, made.holder):
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+            process.wait()
+
+
+def test_a_stopped_rank_is_named_and_when_it_goes_on_all_is_well(ranks):
+    """Rank 1, rank 0, and the launcher, each in turn; all go on afterwards and end."""
+    assert "no rank has moved" not in "".join(log.read_text() for log in ranks.logs)
+    for stopped, other in ((1, 0), (0, 1)):
+        process = ranks.processes[stopped]
+        process.send_signal(signal.SIGSTOP)
+        who = f"waited for: rank {stopped} (process {process.pid} on {socket.gethostname()})"
+        said = ranks.wait_for(other, who)
+        line = next(line for line in said.splitlines() if "no rank has moved" in line and who in line)
+        assert "gives no sign of life" in line and "under way" in line and f"rank {other}" not in line
+        process.send_signal(signal.SIGCONT)
+        time.sleep(2 * SECONDS)
+    ranks.holder.send_signal(signal.SIGSTOP)
+    for rank in (0, 1):
+        ranks.wait_for(rank, f"rank {rank}: the launcher (127.0.0.1) has not answered for")
+    ranks.holder.send_signal(signal.SIGCONT)
+    ranks.until.touch()
+    assert [process.wait(PATIENCE) for process in ranks.processes] == [0, 0]

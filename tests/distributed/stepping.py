@@ -1,0 +1,28 @@
+"""A rank that marks and waits for the others, step after step, until a file says stop. Without a launcher rank 0 holds the store.
+
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29511 python -m tests.distributed.stepping SECONDS STOP
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from models.distributed import Watchdog, any_rank, start, stop
+
+
+def main(seconds: float, until: Path) -> None:
+    world, step = start(), 0
+    watchdog = Watchdog(world, seconds)
+    print("started", flush=True)
+    while not any_rank(until.exists()):
+        step += 1
+        watchdog.mark(f"step {step}, under way")
+        time.sleep(0.01)
+    watchdog.close()
+    stop()
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), Path(sys.argv[2]))
