@@ -270,9 +270,13 @@ def slow_ranks(marks: list[str], seconds: float, silent: Mapping[int, Sign] | No
     who they wait for."""
     start = f"no rank has moved for {seconds:.0f} s; "
     if silent:
-        return start + "waited for: " + "; ".join(
-            f"rank {rank} ({sign.process}), which gives no sign of life: stopped, or its machine is gone; last at: {sign.mark}"
-            for rank, sign in silent.items()
+        return (
+            start
+            + "waited for: "
+            + "; ".join(
+                f"rank {rank} ({sign.process}), which gives no sign of life: stopped, or its machine is gone; last at: {sign.mark}"
+                for rank, sign in silent.items()
+            )
         )
     usual = max(set(marks), key=marks.count)
     others = [f"rank {rank}: {mark}" for rank, mark in enumerate(marks) if mark != usual]
