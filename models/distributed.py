@@ -281,8 +281,8 @@ def slow_ranks(marks: list[str], seconds: float, silent: Mapping[int, Sign] | No
             start
             + "waited for: "
             + "; ".join(
-                f"rank {rank} ({sign.process}), which gives no sign of life: stopped, or its machine is gone; "
-                f"last at: {sign.mark}"
+                f"rank {rank} ({sign.process}), which gives no sign of life: stopped, or its machine is "
+                f"gone; last at: {sign.mark}"
                 for rank, sign in silent.items()
             )
         )

@@ -3,6 +3,7 @@ that is built."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from accelerate import init_empty_weights
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HTTPError
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -181,11 +184,57 @@ def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Pol
                 )
             except (OSError, ValueError) as error:
                 raise not_found("model.name_or_path", config.name_or_path, error) from error
+            check_finite(model, config)
         if config.use_peft:
             model = _with_lora(model, config)
     policy = WRAPPERS[config.head](model.to(device))
     policy.check_head()
     return _finished(policy, config)
+
+
+def check_finite(model: nn.Module, config: ModelConfig) -> None:
+    """Raise ConfigError for weights that are not finite numbers: it names a tensor, and the file that has
+    it."""
+    name = next((name for name, p in model.named_parameters() if not _finite(p.detach())), None)
+    if name is None:
+        return
+    found = next(
+        (
+            f"{tensor} in {file}"
+            for file in _weight_files(config)
+            for tensor, values in _tensors(file)
+            if not _finite(values)
+        ),
+        f"{name}, once loaded in {config.dtype}",
+    )
+    raise ConfigError(
+        "model.name_or_path",
+        config.name_or_path,
+        f"has weights that are not finite numbers (NaN or infinity): {found}; fetch the model again, or "
+        "take an earlier checkpoint",
+    )
+
+
+def _finite(values: torch.Tensor) -> bool:
+    return values.element_size() < 2 or not values.is_floating_point() or bool(values.isfinite().all())
+
+
+def _weight_files(config: ModelConfig) -> list[Path]:
+    """The files that the weights were read from, in a folder or in the hub's cache."""
+    path = Path(resolve_model_path(config.name_or_path))
+    if not path.is_dir():
+        cached = try_to_load_from_cache(config.name_or_path, "config.json", revision=config.revision)
+        if not isinstance(cached, str):
+            return []
+        path = Path(cached).parent
+    return sorted(path.glob("*.safetensors"))
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, values) of a safetensors file, one at a time."""
+    with safe_open(file, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118  (not a dict)
+            yield name, opened.get_tensor(name)
 
 
 def _finished(policy: Policy, config: ModelConfig) -> Policy:

@@ -23,7 +23,7 @@ from data.batches import Segment, cut, microbatch
 from data.types import Example, Microbatch
 from data.views import View
 from models.attention import packs_rows
-from models.distributed import World, any_rank, clip_grad_norm
+from models.distributed import World, clip_grad_norm, gather_objects
 from models.policy import Policy, causal_lm
 from models.reference import Reference
 from models.routing import RouterBalance
@@ -332,12 +332,22 @@ class BasicTrainer(ABC, Generic[Prepared]):
     @torch.no_grad()
     def gate(self, segment: Segment) -> None:
         """At step 0 policy and reference are the same weights: stop if their log-probabilities differ by more
-        than rounding."""
+        than rounding, or are no numbers. Raises StoppedError, on every rank."""
         micro = self.microbatches(segment.batch(0))[0]
         scores = self.scorer_with(self.reference, Humanline()).score_without_gradient(0, micro.sequences)
-        worst = float(torch.where(scores.mask, scores.log_ratio.abs(), 0.0).max())
-        limit = 1e-3 if self.config.model.dtype == "float32" else 0.1
-        if any_rank(not worst <= limit):
+        policy, reference = (torch.where(scores.mask, x, 0.0) for x in (scores.policy, scores.reference))
+        mine = (bool(policy.isfinite().all()), float((policy - reference).abs().nan_to_num(math.inf).max()))
+        found = gather_objects(mine)
+        if not all(finite for finite, _ in found):
+            raise StoppedError(
+                "the model's log-probabilities of the first batch are not finite (NaN or infinity) before "
+                "step 0, though its weights "
+                f"are: its forward overflows with model.dtype={self.config.model.dtype} and "
+                f"model.attn_implementation={self.config.model.attn_implementation}; try others, or another "
+                "model"
+            )
+        worst, limit = max(worst for _, worst in found), 1e-3 if self.config.model.dtype == "float32" else 0.1
+        if worst > limit:
             raise StoppedError(
                 "policy and reference are the same weights before step 0, yet a token's log-probability "
                 f"differs by {worst:.3g} nats "

@@ -195,6 +195,20 @@ def test_wrong_models_are_refused_with_key_value_and_remedy(run, tmp_path, monke
         load_policy(settings(tmp_path / "bare"), CPU)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_no_numbers_are_refused_with_tensor_and_file(tmp_path, value):
+    """Of several files; in the precision that they are written in."""
+    model = tiny_llama().bfloat16()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 4] = value
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    name = "model.layers.1.mlp.down_proj.weight"
+    files = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(files.values())) > 1
+    with pytest.raises(ConfigError, match=rf"not finite .*: {name} in {tmp_path}/{files[name]}; fetch"):
+        load_policy(settings(tmp_path), CPU)
+
+
 def test_a_name_that_the_hub_does_not_have_is_refused_at_once():
     """Offline or online, within a request: the hub client's own retries take half a minute."""
     with pytest.raises(
