@@ -39,3 +39,15 @@ def check_trainer_keys(loss: dict[str, Any], trainer: TrainerConfig) -> None:
     """Raise ConfigError for a setting of the loss that its trainer reads and that is missing."""
     for key in trainer.loss_keys:
         require(key in loss, f"loss.{key}", "???", f"loss={loss['name']} needs it")
+
+
+def check_two_texts(key: str, texts: Any) -> None:
+    """Raise ConfigError unless ``texts`` has two different texts, for chosen and for rejected completions."""
+    named = isinstance(texts, dict) and set(texts) == {"chosen", "rejected"}
+    require(
+        named and all(isinstance(text, str) and text for text in texts.values()),
+        key,
+        texts,
+        "give two texts, as in {chosen: <|good|>, rejected: <|bad|>}",
+    )
+    require(texts["chosen"] != texts["rejected"], key, texts, "must be two different texts")

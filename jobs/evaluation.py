@@ -13,6 +13,7 @@ from statistics import fmean
 
 import torch
 
+from config.schema import Config
 from data.batches import Segment
 from data.types import Example, Microbatch
 from jobs.initial_scores import initial_scores
@@ -100,7 +101,7 @@ class Evaluator:
         over what ``_compared`` says: of a pair the share that has the chosen above the rejected, a tie
         counting one half. Without anything to compare the margin is the difference of the two means, and
         there is no accuracy."""
-        scale = self.trainer.reward_scale
+        scale = reward_scale(self.trainer.config)
         chosen: list[float] = []
         rejected: list[float] = []
         margins: list[float] = []
@@ -151,6 +152,12 @@ def arranged(trainer: BasicTrainer, held_out: Segment) -> list[list[Example]]:
     examples = [example for group in held_out.groups for example in group]
     made = dict(zip(examples, trainer.arrange(examples), strict=True))
     return [[made[example] for example in held_out.batch(i)] for i in range(held_out.steps)]
+
+
+def reward_scale(config: Config) -> float:
+    """The factor from a sequence's log-ratio to its reward: the loss's beta, where that is what beta does."""
+    scaled = config.trainer.beta_scales_rewards and config.has_reference
+    return float(config.loss.get("beta", 1.0)) if scaled else 1.0
 
 
 def row_rewards(micro: Microbatch, scores: TokenScores) -> dict[str, tuple[float, int]]:

@@ -14,9 +14,11 @@ from torch import Tensor
 from common.errors import StoppedError
 from common.files import write_whole
 from config.schema import Config
+from data.batches import Segment
 from data.types import Example, Microbatch
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator, Metrics
+from jobs.gate import check_first_scores
 from jobs.signals import Requeue, Signals
 from models.checkpoint import Checkpoints, everywhere
 from models.checkpoint_reading import CheckpointError
@@ -180,6 +182,9 @@ class RunWatch:
         mark = 0 if every is None else self.trainer.progress.examples // every
         due, self._marks[what] = mark > self._marks[what] >= 0, mark
         return due
+
+    def before_first_step(self, segment: Segment) -> None:
+        check_first_scores(self.trainer, segment)
 
     def observe(self, micro: Microbatch, scores: TokenScores) -> None:
         """Hand a microbatch of a step to the diagnostics."""

@@ -31,6 +31,8 @@ class Log:
     def before_step(self) -> None:
         self.each()
 
+    def before_first_step(self, segment) -> None: ...
+
     def observe(self, micro, scores) -> None: ...
 
     def after_step(self, record: StepRecord) -> None:

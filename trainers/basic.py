@@ -17,22 +17,22 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from common.errors import StoppedError
 from config.schema import Config
 from data.batches import Segment, cut, microbatch
 from data.types import Example, Microbatch
 from data.views import View
 from models.attention import packs_rows
-from models.distributed import World, clip_grad_norm, gather_objects
+from models.distributed import World, clip_grad_norm
 from models.policy import Policy, causal_lm
 from models.reference import Reference
 from models.routing import RouterBalance
+from models.soft_reference import SoftReference
 from trainers.humanline import Humanline
 from trainers.losses.base import LossResult, Mean, TokenScores, mean_where
 from trainers.meters import Meters, Pending
 from trainers.optimizer import lr_factor, make_optimizer, update
 from trainers.scorer import TokenScorer, rejection_key
-from trainers.syncing import SoftReference, Syncing
+from trainers.syncing import Syncing
 
 Prepared = TypeVar("Prepared")
 """What a trainer's ``prepare`` finds for one microbatch and hands to its ``compute_loss``."""
@@ -78,6 +78,9 @@ class Watch(Protocol):
     """Who follows a run: evaluates, logs, saves, stops."""
 
     def before_step(self) -> None: ...
+
+    def before_first_step(self, segment: Segment) -> None:
+        """Before step 0 of a loss with a reference, whose scores are made by now."""
 
     def observe(self, micro: Microbatch, scores: TokenScores) -> None: ...
 
@@ -166,13 +169,6 @@ class BasicTrainer(ABC, Generic[Prepared]):
         """A scorer of this policy against ``reference``, which a loss without one does not read."""
         used = reference if self.config.has_reference else None
         return self.scorer_class(self.policy, used, humanline)
-
-    @property
-    def reward_scale(self) -> float:
-        """The factor from a sequence's log-ratio to its reward: the loss's beta, where that is what beta
-        does."""
-        scaled = self.config.trainer.beta_scales_rewards and self.config.has_reference
-        return float(self.config.loss.get("beta", 1.0)) if scaled else 1.0
 
     def microbatches(self, batch: list[Example], size: int | None = None) -> list[Microbatch]:
         """This rank's share of a global batch, on the device."""
@@ -310,7 +306,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
             while self.progress.position < segment.steps:
                 watch.before_step()
                 if self.progress.step == 0 and self.config.has_reference:
-                    self.gate(segment)
+                    watch.before_first_step(segment)
                 watch.after_step(self.step(segment, watch.observe))
             self.progress.segment += 1
             self.progress.position = 0
@@ -328,33 +324,6 @@ class BasicTrainer(ABC, Generic[Prepared]):
         """Whether the reference is the initial weights for ever (offline without syncing): scored once,
         before training."""
         return not self.config.online and self.config.syncing == "never"
-
-    @torch.no_grad()
-    def gate(self, segment: Segment) -> None:
-        """At step 0 policy and reference are the same weights: stop if their log-probabilities differ by more
-        than rounding, or are no numbers. Raises StoppedError, on every rank."""
-        micro = self.microbatches(segment.batch(0))[0]
-        scores = self.scorer_with(self.reference, Humanline()).score_without_gradient(0, micro.sequences)
-        policy, reference = (torch.where(scores.mask, x, 0.0) for x in (scores.policy, scores.reference))
-        mine = (bool(policy.isfinite().all()), float((policy - reference).abs().nan_to_num(math.inf).max()))
-        found = gather_objects(mine)
-        if not all(finite for finite, _ in found):
-            raise StoppedError(
-                "the model's log-probabilities of the first batch are not finite (NaN or infinity) before "
-                "step 0, though its weights "
-                f"are: its forward overflows with model.dtype={self.config.model.dtype} and "
-                f"model.attn_implementation={self.config.model.attn_implementation}; try others, or another "
-                "model"
-            )
-        worst, limit = max(worst for _, worst in found), 1e-3 if self.config.model.dtype == "float32" else 0.1
-        if worst > limit:
-            raise StoppedError(
-                "policy and reference are the same weights before step 0, yet a token's log-probability "
-                f"differs by {worst:.3g} nats "
-                f"(limit {limit}): a stale score cache, or an attention kernel that depends on the batch. "
-                f"Delete {self.config.cache_dir} "
-                "and try again, or try another model.attn_implementation"
-            )
 
     # -- what a run remembers of its trainer -----------------------------------------------------------
 

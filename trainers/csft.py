@@ -11,6 +11,7 @@ from torch import nn
 
 from common.errors import require
 from config.schema import Config
+from config.schema_trainer import check_two_texts
 from data import views
 from data.batches import Segment
 from data.types import Example, Sequence
@@ -31,20 +32,7 @@ class ConditionedSFTTrainer(SFTTrainer):
 
     @classmethod
     def check_settings(cls, config: Config) -> None:
-        tokens = config.loss["control_tokens"]
-        named = isinstance(tokens, dict) and set(tokens) == {"chosen", "rejected"}
-        require(
-            named and all(isinstance(text, str) and text for text in tokens.values()),
-            "loss.control_tokens",
-            tokens,
-            "give two texts, as in {chosen: <|good|>, rejected: <|bad|>}",
-        )
-        require(
-            tokens["chosen"] != tokens["rejected"],
-            "loss.control_tokens",
-            tokens,
-            "must be two different texts",
-        )
+        check_two_texts("loss.control_tokens", config.loss["control_tokens"])
 
     @classmethod
     def check(cls, config: Config, segment: Segment) -> None:

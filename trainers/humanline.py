@@ -79,6 +79,3 @@ class Humanline:
         and however often asked."""
         assert self.sampling is not None and key is not None and len(key.rows) == len(raw)
         return rejected(raw, log_thresholds(self.sampling, self.seed, key.step, key.rows, raw.shape[1]))
-
-
-OFF = Humanline()

@@ -12,7 +12,7 @@ from common.errors import require
 from config.schema import Config
 from data import views
 from data.types import Example, Microbatch, Sequences
-from models.distributed import reshard, sum_over_ranks
+from models.distributed import moments, reshard
 from trainers.basic import BasicTrainer
 from trainers.losses.base import LossResult, TokenScores
 from trainers.losses.ppo import gae
@@ -82,11 +82,3 @@ class OfflinePPOTrainer(BasicTrainer[Targets]):
     def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: Targets) -> LossResult:
         assert isinstance(scores, ValueScores), "made by scorer_class"
         return self.loss(scores, scores.values, prepared.advantages, prepared.returns)
-
-
-def moments(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """([] mean, [] std) over all ranks of the values at the masked places of (values, mask) pairs."""
-    chosen = torch.cat([values[mask] for values, mask in parts]).double()
-    count, total = sum_over_ranks(torch.stack([torch.full_like(chosen.sum(), len(chosen)), chosen.sum()]))
-    mean = total / count
-    return mean.float(), (sum_over_ranks((chosen - mean).square().sum()) / count).sqrt().float()

@@ -15,12 +15,7 @@ moves towards it, by ``sync_alpha`` < 1, does: ``SoftReference`` is the one plac
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor, nn
 
 from config.schema import Config
 
@@ -51,47 +46,3 @@ class Syncing:
         if self.every is None:
             return math.inf
         return math.ceil((step + self.after_update) / self.every) * self.every - self.after_update
-
-
-class SoftReference(nn.Module):
-    """The weights of a reference that follows the policy slowly: a copy of what is trained (with LoRA, of the
-    adapters), sharded like it. A part of the policy's module, so that checkpoints have it; no part of the
-    exported model."""
-
-    def __init__(self, policy: nn.Module) -> None:
-        super().__init__()
-        for name, parameter in policy.named_parameters():
-            if parameter.requires_grad:
-                self.register_buffer(_flat(name), parameter.detach().clone())
-
-    @torch.no_grad()
-    def follow(self, policy: nn.Module, alpha: float) -> None:
-        """reference <- alpha policy + (1 - alpha) reference; exactly the policy at ``alpha`` 1."""
-        for mine, parameter in self._pairs(policy):
-            mine.lerp_(parameter, alpha)
-
-    @contextmanager
-    def in_place_of(self, policy: nn.Module) -> Iterator[None]:
-        """The policy with these weights for as long as the context lasts, bit for bit its own again after it.
-        Weights change places one tensor at a time, so that no third copy is ever held."""
-        self._swap(policy)
-        try:
-            yield
-        finally:
-            self._swap(policy)
-
-    @torch.no_grad()
-    def _swap(self, policy: nn.Module) -> None:
-        for mine, parameter in self._pairs(policy):
-            held = parameter.detach().clone()
-            parameter.copy_(mine)
-            mine.copy_(held)
-
-    def _pairs(self, policy: nn.Module) -> Iterator[tuple[Tensor, nn.Parameter]]:
-        buffers = dict(self.named_buffers())
-        return ((buffers[_flat(name)], p) for name, p in policy.named_parameters() if p.requires_grad)
-
-
-def _flat(name: str) -> str:
-    """A buffer's name has no dots."""
-    return name.replace(".", "/")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainers.humanline import OFF, Humanline, RejectionKey
+from trainers.humanline import Humanline, RejectionKey
 from trainers.sampling import BetaConstants
 
 PAPER = Humanline(-1.5, 1.5)
@@ -40,7 +40,7 @@ def test_the_two_bounds_are_not_one():
 def test_off_is_the_plain_difference_bit_for_bit(values):
     policy, reference = (torch.tensor([[v[i] for v in values]]) for i in (0, 1))
     policy.requires_grad_()
-    scores = OFF.scores(policy, reference, torch.ones(1, len(values), dtype=torch.bool))
+    scores = Humanline().scores(policy, reference, torch.ones(1, len(values), dtype=torch.bool))
     assert torch.equal(scores.log_ratio, policy - reference)
     assert torch.equal(torch.autograd.grad(scores.log_ratio.sum(), policy)[0], torch.ones_like(policy))
 
@@ -64,8 +64,8 @@ def test_the_fractions_are_over_the_mask_and_of_the_raw_log_ratios():
 
 
 def test_off_clips_nothing():
-    _, scores = scored([-99.0, 99.0], OFF)
-    found = OFF.metrics(scores)
+    _, scores = scored([-99.0, 99.0], Humanline())
+    found = Humanline().metrics(scores)
     assert float(found["clipped_low"].sum) == float(found["clipped_high"].sum) == 0.0
 
 

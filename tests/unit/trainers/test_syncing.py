@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from common.errors import ConfigError
+from models.soft_reference import SoftReference
 from tests.tiny import make_config, tiny_policy
-from trainers.syncing import SoftReference, Syncing
+from trainers.syncing import Syncing
 
 BEFORE = {
     1: [0, 0, 1, 2, 3, 4, 5, 6, 7],

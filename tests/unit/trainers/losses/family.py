@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from config.schema_trainer import loss_numbers
-from trainers.humanline import OFF, Humanline
+from trainers.humanline import Humanline
 from trainers.losses.base import LossResult, TokenScores, token_sum
 
 FILES = sorted((Path(__file__).parents[4] / "config" / "loss").glob("*.yaml"))
@@ -62,7 +62,7 @@ class Batch:
     mask: Tensor
     labels: Tensor
 
-    def run(self, loss: Loss, humanline: Humanline = OFF) -> tuple[LossResult, Tensor]:
+    def run(self, loss: Loss, humanline: Humanline = Humanline()) -> tuple[LossResult, Tensor]:
         """The result and its gradient with respect to the policy log-probabilities."""
         leaf = self.policy.clone().requires_grad_()
         result = loss(humanline.scores(leaf, self.reference, self.mask), self.labels)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from tests.unit.trainers.losses.family import FILES, RANGE, Batch, load, random_batch
-from trainers.humanline import OFF
+from trainers.humanline import Humanline
 from trainers.losses.base import TokenScores
 
 LOSSES = [load(path) for path in FILES]
@@ -23,7 +23,7 @@ with_reference = pytest.mark.parametrize(
     "loss", [x for x in LOSSES if x.reference], ids=lambda loss: loss.name
 )
 GARBAGE = (math.inf, -math.inf, math.nan, 1e30, -1e30)
-CUTS = [OFF, RANGE]
+CUTS = [Humanline(), RANGE]
 
 
 def same(a, b, tolerance=1e-9):

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from trainers.humanline import OFF
+from trainers.humanline import Humanline
 from trainers.losses.base import agreement
 from trainers.losses.dpo import dpo
 from trainers.losses.grpo import grpo
@@ -22,7 +22,7 @@ def rows(*sums):
     """One row of two tokens per number, which is its sequence log-ratio; None is a row without a token."""
     policy = torch.tensor([[-1.0 if s is None else s - 1.0, -1.0] for s in sums])
     mask = torch.tensor([[s is not None] * 2 for s in sums])
-    return OFF.scores(policy, torch.full_like(policy, -1.0), mask)
+    return Humanline().scores(policy, torch.full_like(policy, -1.0), mask)
 
 
 def means(result):
@@ -116,7 +116,7 @@ def test_grpo():
 def test_a_ratio_that_overflows_has_no_gradient_where_it_is_clipped():
     """exp(100) is inf in float32: 0 * inf in the backward of min(r A, clip(r) A) would be nan."""
     policy = torch.tensor([[-1.0], [-101.0]], requires_grad=True)
-    scores = OFF.scores(policy, torch.tensor([[-101.0], [-1.0]]), torch.ones(2, 1, dtype=torch.bool))
+    scores = Humanline().scores(policy, torch.tensor([[-101.0], [-1.0]]), torch.ones(2, 1, dtype=torch.bool))
     result = grpo(scores, torch.tensor([1.0, -1.0]), beta=0.0, epsilon=0.2)
     result.total.backward()
     assert float(result.total.detach()) == pytest.approx(-1.2 + 0.8)
@@ -126,7 +126,7 @@ def test_a_ratio_that_overflows_has_no_gradient_where_it_is_clipped():
 
 def test_orpo_of_a_certain_completion_is_finite():
     policy = torch.zeros(1, 2, requires_grad=True)
-    certain = OFF.scores(policy, policy.detach(), torch.ones(1, 2, dtype=torch.bool))
+    certain = Humanline().scores(policy, policy.detach(), torch.ones(1, 2, dtype=torch.bool))
     result = orpo(certain, rows(-1.0), lambda_coef=0.25)
     assert torch.isfinite(result.total)
     assert torch.isfinite(torch.autograd.grad(result.total, policy)[0]).all()

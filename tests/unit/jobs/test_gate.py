@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from common.errors import StoppedError
+from jobs.gate import check_first_scores
 from jobs.initial_scores import initial_scores
 from tests.engine import engine_config, make_segment, make_trainer
 from tests.tiny import tiny_policy
@@ -23,7 +24,7 @@ def gated(folder, policy=None, spoil=None):
     )
     if spoil is not None:
         trainer.reference.scores[trainer.reference.key(0, batches[0][1].rows[0])][0] = spoil
-    trainer.gate(segment)
+    check_first_scores(trainer, segment)
 
 
 def test_equal_weights_pass(tmp_path):

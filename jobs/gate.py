@@ -1,0 +1,46 @@
+"""What is checked once policy and reference have scored the first batch, before the first update."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from common.errors import StoppedError
+from data.batches import Segment
+from models.distributed import gather_objects
+from trainers.basic import BasicTrainer
+from trainers.humanline import Humanline
+
+LIMIT = {"float32": 1e-3, "bfloat16": 0.1}
+"""Nats by which rounding may part the two log-probabilities of a token, by model.dtype."""
+
+
+def check_first_scores(trainer: BasicTrainer, segment: Segment) -> None:
+    """Policy and reference are the same weights before step 0: their log-probabilities differ by rounding at
+    most, and are numbers.
+
+    Raises StoppedError, on every rank.
+    """
+    config = trainer.config
+    micro = trainer.microbatches(segment.batch(0))[0]
+    scores = trainer.scorer_with(trainer.reference, Humanline()).score_without_gradient(0, micro.sequences)
+    policy, reference = (torch.where(scores.mask, x, 0.0) for x in (scores.policy, scores.reference))
+    mine = (bool(policy.isfinite().all()), float((policy - reference).abs().nan_to_num(math.inf).max()))
+    found = gather_objects(mine)
+    if not all(finite for finite, _ in found):
+        raise StoppedError(
+            "the model's log-probabilities of the first batch are not finite (NaN or infinity) before step "
+            "0, though its weights "
+            f"are: its forward overflows with model.dtype={config.model.dtype} and "
+            f"model.attn_implementation={config.model.attn_implementation}; try others, or another model"
+        )
+    worst, limit = max(worst for _, worst in found), LIMIT[config.model.dtype]
+    if worst > limit:
+        raise StoppedError(
+            "policy and reference are the same weights before step 0, yet a token's log-probability differs "
+            "by "
+            f"{worst:.3g} nats (limit {limit}): a stale score cache, or an attention kernel that depends on "
+            "the batch. "
+            f"Delete {config.cache_dir} and try again, or try another model.attn_implementation"
+        )
