@@ -143,12 +143,13 @@ def test_a_child_that_returns_from_its_fork_answers_nothing(make, workers):
         assert reward.score([prompt()] * 6, ["x" * n for n in range(6)]) == list(range(6))
 
 
-def temporary_folders():
-    return set(Path(tempfile.gettempdir()).glob("*reward*"))
-
-
-def test_what_a_function_raises_names_its_line_and_is_in_the_log_whole_with_what_it_printed(tmp_path):
-    logs, before = tmp_path / "run" / "logs", temporary_folders()
+def test_what_a_function_raises_names_its_line_and_is_in_the_log_whole_with_what_it_printed(
+    tmp_path, monkeypatch
+):
+    logs, temporary = tmp_path / "run" / "logs", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     reward = make_reward(function("talks", batch_size=1), log_dir=logs)
     assert not logs.exists()  # a run that is refused leaves nothing
     assert reward.score([prompt()] * 2, ["[1]", "[1, 2]"]) == [1, 2]
@@ -165,7 +166,7 @@ def test_what_a_function_raises_names_its_line_and_is_in_the_log_whole_with_what
     assert said.count("scoring 1") == 7
     assert said.count("Traceback") == 3  # of one failure no more
     assert f'reward_functions.py", line {number}, in talks' in said
-    assert temporary_folders() <= before
+    assert tempfile.gettempdir() == str(temporary) and not list(temporary.iterdir())
 
 
 def test_what_a_function_printed_before_it_was_killed_is_in_the_log(tmp_path):
