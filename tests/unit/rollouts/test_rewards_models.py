@@ -29,7 +29,7 @@ from rollouts.rewards.armorm import ArmoRM, ArmoRMHead, armorm, gate_position
 from rollouts.rewards.base import Missing
 from rollouts.rewards.factory import make_reward
 from rollouts.rewards.models import by_length, classifier
-from tests.unit.data.tiny_tokenizers import tiny_tokenizer
+from tests.tiny_tokenizers import tiny_tokenizer
 
 TINY = {
     "vocab_size": 320,
