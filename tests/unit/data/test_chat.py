@@ -15,7 +15,7 @@ from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
 from data.chat import DEFAULT_TEMPLATE, Renderer, chat_fingerprint, load_template, make_renderer
 from data.types import Completion, Prompt, Sequence, Turn
-from tests.unit.data.tiny_tokenizers import END_OF_TURN, FAMILIES, tiny_tokenizer
+from tests.tiny_tokenizers import END_OF_TURN, FAMILIES, tiny_tokenizer
 
 TOKENIZERS = {family: tiny_tokenizer(family) for family in FAMILIES}
 CHATS = ["llama3", "qwen2", "gemma2"]

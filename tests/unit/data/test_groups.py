@@ -15,7 +15,7 @@ from data.groups import check_token_ids, read_groups, write_groups
 from data.sources import load_groups
 from data.types import Completion, Group, Prompt, Turn
 from data.views import keep_shares
-from tests.unit.data.tiny_tokenizers import tiny_tokenizer
+from tests.tiny_tokenizers import tiny_tokenizer
 
 OURS = "0123456789abcdef"
 

@@ -17,7 +17,7 @@ from data.published import transcript
 from data.rows import Loaded, Row
 from data.sources import FORMATS, convert, load_groups
 from data.types import Sequence
-from tests.unit.data.tiny_tokenizers import tiny_tokenizer
+from tests.tiny_tokenizers import tiny_tokenizer
 
 CONFIG = Path(__file__).parents[3] / "config"
 REAL = Path(__file__).parents[4] / "shared" / "data"

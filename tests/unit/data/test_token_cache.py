@@ -19,7 +19,7 @@ from data.quality import DataReport
 from data.rows import Loaded
 from data.token_cache import TokenCache, content_key
 from data.types import Completion, Group, Prompt, Turn
-from tests.unit.data.tiny_tokenizers import tiny_tokenizer
+from tests.tiny_tokenizers import tiny_tokenizer
 
 TOKENIZERS = {name: tiny_tokenizer("llama3") for name in ("llama3", "one token more")}
 TOKENIZERS["one token more"].add_tokens("question")

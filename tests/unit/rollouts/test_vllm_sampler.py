@@ -16,7 +16,7 @@ from data.types import Prompt, Sequence, Turn
 from rollouts import vllm_sampler
 from rollouts.samplers import SamplingSettings
 from rollouts.vllm_sampler import VllmSampler, engine_environment, sample_seed
-from tests.unit.data.tiny_tokenizers import tiny_tokenizer
+from tests.tiny_tokenizers import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer("llama3")
 RENDERER = Renderer(TOKENIZER, max_length=64, max_prompt_length=48, template=TOKENIZER.chat_template)

@@ -18,6 +18,7 @@ from trainers.losses.base import LossResult, TokenScores, token_sum
 
 FILES = sorted((Path(__file__).parents[4] / "config" / "loss").glob("*.yaml"))
 RANGE = Humanline(-1.5, 1.5)
+PLAIN = Humanline()
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Batch:
     mask: Tensor
     labels: Tensor
 
-    def run(self, loss: Loss, humanline: Humanline = Humanline()) -> tuple[LossResult, Tensor]:
+    def run(self, loss: Loss, humanline: Humanline = PLAIN) -> tuple[LossResult, Tensor]:
         """The result and its gradient with respect to the policy log-probabilities."""
         leaf = self.policy.clone().requires_grad_()
         result = loss(humanline.scores(leaf, self.reference, self.mask), self.labels)
