@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.worker_process import serve
 from rollouts.vllm_messages import Generated, GenerateRequest
-from tests.unit.rollouts.fake_engine import FakeEngine
+from tests.fake_engine import FakeEngine
 
 
 class ShortEngine(FakeEngine):

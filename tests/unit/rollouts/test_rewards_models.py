@@ -25,12 +25,13 @@ from common.errors import ConfigError
 from config.schema_rewards import ClassifierConfig, RewardConfig, RewardModelConfig
 from data.types import Prompt, Turn
 from rollouts.rewards import models
-from rollouts.rewards.armorm import ArmoRM, ArmoRMHead, armorm, gate_position
+from rollouts.rewards.armorm import ArmoRM, ArmoRMHead, gate_position
+from rollouts.rewards.armorm import make as armorm
 from rollouts.rewards.base import Missing
 from rollouts.rewards.factory import make_reward
 from rollouts.rewards.models import by_length
 from rollouts.rewards.models import make as classifier
-from tests.unit.data.tiny_tokenizers import tiny_tokenizer
+from tests.tiny_tokenizers import tiny_tokenizer
 
 TINY = {
     "vocab_size": 320,

@@ -26,7 +26,7 @@ SETTINGS = SamplingSettings(temperature=0.7, top_p=0.95, max_tokens=8)
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch):
-    monkeypatch.setattr(vllm_sampler, "WORKER", "tests.unit.rollouts.fake_engine")
+    monkeypatch.setattr(vllm_sampler, "WORKER", "tests.fake_engine")
     monkeypatch.setattr(vllm_sampler, "installed", lambda: True)
 
 
