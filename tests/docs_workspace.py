@@ -120,8 +120,8 @@ def models(here: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from tests.tiny_armorm import save_armorm
     from tests.tiny_tokenizers import tiny_tokenizer
-    from tests.unit.rollouts.test_rewards_models import save_armorm
 
     tokenizer = tiny_tokenizer("qwen2")
     torch.manual_seed(0)

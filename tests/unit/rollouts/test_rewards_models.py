@@ -31,18 +31,9 @@ from rollouts.rewards.base import Missing
 from rollouts.rewards.factory import make_reward
 from rollouts.rewards.models import by_length
 from rollouts.rewards.models import make as classifier
+from tests.tiny_armorm import TINY, save_armorm
 from tests.tiny_tokenizers import tiny_tokenizer
 
-TINY = {
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,
-}
 FAMILIES = {
     "llama3": (LlamaConfig, LlamaForSequenceClassification),
     "qwen2": (Qwen2Config, Qwen2ForSequenceClassification),
@@ -78,19 +69,6 @@ def save_classifier(path, family, **settings):
     made = model(config(**TINY, **extra, **({"num_labels": 1} | settings)))
     made.save_pretrained(path)
     tiny_tokenizer(family).save_pretrained(path)
-    return str(path)
-
-
-def save_armorm(path, **settings):
-    torch.manual_seed(0)
-    model = ArmoRM(LlamaConfig(**TINY, num_objectives=5, gating_hidden_dim=16, gating_n_hidden=2, **settings))
-    with torch.no_grad():
-        model.reward_transform_matrix += 0.3 * torch.randn(5, 5)
-        model.gating.logit_scale.fill_(1.7)
-        for parameter in [model.regression_layer.weight, *model.gating.layers.parameters()]:
-            parameter.copy_(torch.randn_like(parameter))
-    model.save_pretrained(path)
-    tiny_tokenizer("llama3").save_pretrained(path)
     return str(path)
 
 

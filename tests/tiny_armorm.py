@@ -1,0 +1,33 @@
+"""ArmoRM, the paper's reward model, with a few random weights."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig
+
+from rollouts.rewards.armorm import ArmoRM
+from tests.tiny_tokenizers import tiny_tokenizer
+
+TINY = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+}
+
+
+def save_armorm(path, **settings):
+    torch.manual_seed(0)
+    model = ArmoRM(LlamaConfig(**TINY, num_objectives=5, gating_hidden_dim=16, gating_n_hidden=2, **settings))
+    with torch.no_grad():
+        model.reward_transform_matrix += 0.3 * torch.randn(5, 5)
+        model.gating.logit_scale.fill_(1.7)
+        for parameter in [model.regression_layer.weight, *model.gating.layers.parameters()]:
+            parameter.copy_(torch.randn_like(parameter))
+    model.save_pretrained(path)
+    tiny_tokenizer("llama3").save_pretrained(path)
+    return str(path)
