@@ -32,6 +32,7 @@ OPERATIONAL = (
     "keep_checkpoints",
     "keep_best",
     "save_every",
+    "trackers",
     "wandb",
     "replicas",
     "watchdog_seconds",

@@ -85,6 +85,7 @@ class Config:
     max_skipped_steps: int
     replicas: int
     watchdog_seconds: float
+    trackers: dict[str, Any]
     wandb: WandbConfig = nested(WandbConfig)
     sampler: SamplerConfig = nested(SamplerConfig)
     reward: dict[str, Any] | None = None

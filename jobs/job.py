@@ -42,6 +42,7 @@ from models.routing import routing_notice
 from reports.model_card import write_model_card
 from reports.provenance import scrub_text
 from reports.report import final_table, write_report
+from reports.trackers import check_trackers
 from reports.tracking import Tracker
 from rollouts.verify import make_accuracy
 from trainers.basic import BasicTrainer
@@ -56,6 +57,7 @@ class Job:
         self.config, self.folder, self.world = config, folder, world
         disable_progress_bar()  # transformers draws one for every file; the run has its own
         self.say(f"{folder.name}: {config.variant} {config.loss['name']}, {world.size} x {world.device.type}")
+        check_trackers(config.trackers)
         check_ranks(config, world.size)
         self.loss, self.trainer_class = make_loss(config), trainer_class(config)
         found = check_model(config.model)

@@ -22,6 +22,7 @@ import numpy as np
 from config.schema import WandbConfig
 from reports.metrics import DIAGNOSTICS, METRICS, LineFile, Record, plain, read_metrics
 from reports.provenance import scrub, variant
+from reports.trackers import open_trackers
 
 if TYPE_CHECKING:
     import wandb
@@ -103,6 +104,7 @@ class Tracker:
         self._open_diagnostics = lambda: LineFile(run_dir / DIAGNOSTICS, fresh=not resumed)
         self._diagnostics: LineFile | None = None
         self._wandb = _Mirror(run_dir, config, wandb, wandb_id)
+        self._others = open_trackers(run_dir, config)
 
     @property
     def wandb_id(self) -> str | None:
@@ -115,10 +117,16 @@ class Tracker:
         record = plain(record)
         self._metrics.append(record)
         self._wandb.log(record, step=record["step"])
+        self._tell("log", record, record["step"])
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         """A wandb table (of samples); ``step`` is that of the last line or of the next one."""
         self._wandb.table(name, columns, rows, step)
+        self._tell("table", name, columns, rows, step)
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        for tracker in self._others:
+            tracker.tell(method, *arguments)
 
     def diagnostics(self, record: Record, histograms: Histograms) -> None:
         """Append one line to diagnostics.jsonl, and show ``histograms`` to wandb at ``record["step"]``, that
@@ -128,10 +136,12 @@ class Tracker:
         self._diagnostics.append(plain(record))
         for name, (counts, edges) in histograms.items():
             self._wandb.histogram(name, counts, edges, record["step"])
+            self._tell("histogram", name, counts, edges, record["step"])
 
     def summary(self, values: Record) -> None:
         """The numbers that stand for the whole run, in wandb's list of runs."""
         self._wandb.summary(plain(values))
+        self._tell("summary", plain(values))
 
     def _files(self) -> list[LineFile]:
         return [self._metrics, *([] if self._diagnostics is None else [self._diagnostics])]
@@ -151,6 +161,7 @@ class Tracker:
         for file in self._files():
             file.close()
         self._wandb.finish()
+        self._tell("finish")
 
 
 def mirror_evaluation(

@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 
-from launch.state import compose_config
+from launch.composing import compose_config
 from tests.docs import PAGES, ROOT, blocks, is_command, settings
 
 TABLES = {"from-halos-and-trl.md": "", "losses.md": "loss=grpo", "syncing.md": ""}

@@ -8,6 +8,7 @@ into the docs says here how it is tried.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -123,7 +124,10 @@ MADE = {
         ["python sample.py data=adder rounds.samples=8 out=samples.jsonl limit=40"],
     ),
     r"data\.path=groups\.jsonl": ("groups.jsonl", ["cp assets/adder/pairs.jsonl groups.jsonl"]),
-    r"loss=hinge": ("config/loss/hinge.yaml", ["python -m tests.docs losses.md"]),
+    r"loss=hinge|trainer=sequence_sft|reward=length|data=questions|trackers=\[csv\]": (
+        "config/loss/hinge.yaml",
+        ["python -m tests.docs extend.md"],
+    ),
 }
 """What a command names -> (a file or folder that says it is there, what makes it)."""
 
@@ -223,6 +227,17 @@ def test_a_loss_that_is_added_as_the_docs_say_passes_the_tests_of_every_loss(wor
     workspace.make("loss=hinge")
     said = workspace.do("python -m pytest -n 0 -k hinge tests/unit/trainers/losses/test_every_loss.py")
     assert int(re.search(r"(\d+) passed", said)[1]) >= 4
+
+
+def test_what_is_added_as_the_docs_say_does_its_work(workspace: Workspace) -> None:
+    workspace.make("trackers=[csv]")
+    workspace.do(f"python train.py loss=dpo trackers=[csv] exp_name=tracked {OFFLINE}")
+    lines = (workspace.folder / "runs" / "tracked" / "steps.csv").read_text().splitlines()
+    metrics = (workspace.folder / "runs" / "tracked" / "metrics.jsonl").read_text().splitlines()
+    assert lines[0] == "step,loss,margin" and len(lines) == len(metrics) + 1
+    assert float(lines[1].split(",")[1]) == json.loads(metrics[0])["loss"]
+    refused = workspace.do("! python train.py loss=dpo trackers=[csv] +trackers.csv.fil=x 2>&1")
+    assert "trackers.csv.fil=x" in refused and "it takes file" in refused
 
 
 def test_what_is_not_run_is_still_in_the_docs_and_every_rule_is_used() -> None:
