@@ -26,6 +26,11 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
         )
         traits = ("needs_reference", "_target_", "settings_type")
         tree["reward"] = given | {key: today[key] for key in traits if key in today}
+    if isinstance(sampler := tree.get("sampler"), dict) and "_target_" not in sampler:
+        today = next((f for f in _files("sampler") if f["name"] == sampler.get("name")), {})
+        tree["sampler"] = sampler | {
+            key: today[key] for key in ("_target_", "separate", "options") if key in today
+        }
     return tree
 
 

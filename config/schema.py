@@ -278,7 +278,7 @@ class Config:
             f"is not for loss={self.loss['name']}: use {' or '.join(self.trainer.feedback)}",
         )
         require(
-            self.rounds.lag == 0 or self.sampler.name == "vllm",
+            self.rounds.lag == 0 or self.sampler.separate,
             "rounds.lag",
             self.rounds.lag,
             "samples while it trains, which needs sampler=vllm; the embedded sampler is the policy itself",

@@ -4,6 +4,7 @@ processes of their own)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from common.errors import one_of, require
 from config.defaults import yaml_defaults
@@ -16,6 +17,8 @@ class SamplerConfig:
     (§5)."""
 
     name: str
+    _target_: str
+    separate: bool
     temperature: float
     top_p: float
     max_tokens: int | None
@@ -29,9 +32,9 @@ class SamplerConfig:
     enforce_eager: bool
     start_timeout: float
     timeout: float
+    options: dict[str, Any]
 
     def __post_init__(self) -> None:
-        one_of("sampler.name", self.name, ("embedded", "vllm"))
         require(self.temperature >= 0, "sampler.temperature", self.temperature, "must be 0 (greedy) or more")
         require(0 < self.top_p <= 1, "sampler.top_p", self.top_p, "must lie in (0, 1]; 1 keeps every token")
         require(
@@ -66,7 +69,7 @@ class SamplerConfig:
     def _check_devices(self) -> None:
         if self.devices is None:
             require(
-                self.data_parallel == 1 or self.name == "vllm",
+                self.data_parallel == 1 or self.separate,
                 "sampler.data_parallel",
                 self.data_parallel,
                 "needs sampler=vllm; the embedded sampler already uses every rank",
@@ -74,7 +77,7 @@ class SamplerConfig:
             return
         need = self.tensor_parallel * self.data_parallel
         require(
-            self.name == "vllm",
+            self.separate,
             "sampler.devices",
             self.devices,
             "needs sampler=vllm; embedded uses the trainer's own",

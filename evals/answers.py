@@ -18,7 +18,7 @@ from models.pretrained import check_model, load_tokenizer
 from rollouts.generate import Request, generate_answers
 from rollouts.rounds import usable_prompts
 from rollouts.samplers import Sample
-from rollouts.vllm_sampler import require_installed
+from rollouts.sampling import sampling_class
 
 
 def check_answering(target: Target) -> Renderer:
@@ -31,8 +31,7 @@ def check_answering(target: Target) -> Renderer:
         target.run or target.name,
         "is a reward model: it answers nothing",
     )
-    if config.sampler.name == "vllm":
-        require_installed()
+    sampling_class(config)
     config.check_room()
     check_model(config.model)
     return make_renderer(load_tokenizer(config.model), config.model, config.data)

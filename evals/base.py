@@ -66,7 +66,7 @@ class Evaluation:
 def fingerprints(target: Target, prompts: Sequence[Prompt] = (), **more: str) -> dict[str, Any]:
     """Digests of what an evaluation depends on: the weights' files, the prompts with their reference answers,
     the code's commit, and the versions of the libraries. ``more``: what else a kind wants kept."""
-    from rollouts.generate import weights_digest
+    from rollouts.weights import weights_digest
 
     found: dict[str, Any] = {}
     if target.answers is not None:

@@ -19,13 +19,12 @@ from jobs.online_source import OnlineSource, RoundWatch
 from jobs.plan import Plan, load_data
 from models.distributed import World, from_main
 from models.policy import Policy
-from rollouts.engines import EmbeddedEngine, Engine, VllmEngine, attempt, outcome, probe_rows
+from rollouts.engines import Engine, attempt, outcome
 from rollouts.rewards.base import Reward
 from rollouts.rewards.factory import make_reward
 from rollouts.round_builder import RoundBuilder
 from rollouts.rounds import PromptSchedule, usable_prompts
-from rollouts.samplers import EmbeddedSampler
-from rollouts.vllm_sampler import VllmSampler
+from rollouts.sampling import make_sampling
 from trainers.basic import BasicTrainer
 
 
@@ -95,21 +94,13 @@ class Online:
         self.contexts = PromptSchedule(prompts, config.rounds.contexts, config.seed)
         self.reward: Reward | None = None
         self.engine: Engine | None = None
-        self._vllm: VllmSampler | None = None
         require(
             config.rounds.lag == 0 or world.device.type == "cpu" or config.sampler.devices is not None,
             "rounds.lag",
             config.rounds.lag,
             "samples while the trainer trains, so vLLM needs GPUs of its own: name them in sampler.devices",
         )
-        if config.sampler.name == "vllm":
-            self._vllm = VllmSampler(
-                config.sampler,
-                renderer,
-                max_length=config.model.max_length,
-                dtype=config.model.dtype,
-                log_dir=folder / "logs",
-            )
+        self.sampling = make_sampling(config, renderer, world, folder / "logs")
         outcome(from_main(attempt(self._make_reward) if world.is_main else None))
 
     def _make_reward(self) -> None:
@@ -117,7 +108,7 @@ class Online:
 
     def source(self, trainer: BasicTrainer, policy: Policy, watch: OnlineWatch) -> OnlineSource:
         """The rounds of ``trainer``'s run, followed by ``watch``."""
-        engine = self.engine = self._engine(policy)
+        engine = self.engine = self.sampling.engine(policy, list(self.contexts.prompts))
         builder = None
         if self.reward is not None:
             builder = RoundBuilder(
@@ -126,16 +117,6 @@ class Online:
         return OnlineSource(
             self.config, trainer, self.renderer, self.contexts, engine, builder, self.folder, watch
         )
-
-    def _engine(self, policy: Policy) -> Engine:
-        if self._vllm is not None:
-            probe = probe_rows(list(self.contexts.prompts), self.renderer)
-            return VllmEngine(self._vllm, policy, self.renderer, self.world, probe, self.config.model.dtype)
-        rows = self.config.sampler.batch_size or self.config.model.eval_batch_size
-        sampler = EmbeddedSampler(
-            policy, self.renderer, self.world.device, batch_size=rows, synced=self.world.size > 1
-        )
-        return EmbeddedEngine(sampler, self.world)
 
     def describe(self, plan: Plan, unit: str) -> str:
         """What is planned, in a sentence."""

@@ -246,7 +246,7 @@ def idle_shares(config: Config, seconds: dict[str, float], wall: float | None) -
     between."""
     together = seconds["publish"] + (wall or max(seconds["train"], seconds["sample"] + seconds["score"]))
     total = max(together if config.rounds.lag else sum(seconds.values()), 1e-9)
-    if config.sampler.name == "embedded":
+    if not config.sampler.separate:
         return {"trainer": 1 - (seconds["train"] + seconds["sample"]) / total}
     return {"trainer": 1 - seconds["train"] / total, "sampler": 1 - seconds["sample"] / total}
 

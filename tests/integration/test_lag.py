@@ -7,6 +7,7 @@ vLLM's place is taken by a second model, which is what an engine of its own is.
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,8 +71,10 @@ class Second:
 
 @pytest.fixture(autouse=True)
 def second(monkeypatch):
-    monkeypatch.setattr(jobs.online, "VllmSampler", lambda *_, **__: None)
-    monkeypatch.setattr(jobs.online.Online, "_engine", lambda self, policy: Second(policy, self.renderer))
+    def second(config, renderer, world, log_dir):
+        return SimpleNamespace(engine=lambda policy, prompts: Second(policy, renderer))
+
+    monkeypatch.setattr(jobs.online, "make_sampling", second)
     monkeypatch.setattr(Second, "threads", set())
 
 

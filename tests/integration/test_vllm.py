@@ -128,7 +128,7 @@ from common.worker_process import WorkerProcess
 from config.schema_sampler import SamplerConfig
 
 folder = Path(sys.argv[1])
-worker = WorkerProcess(WORKER, log=folder / "owned.log", env=engine_environment(SamplerConfig(name="vllm"), 0, {}))
+worker = WorkerProcess(WORKER, log=folder / "owned.log", env=engine_environment(SamplerConfig(name="vllm", separate=True), 0, {}))
 options = EngineOptions("float32", 512, 1, 0.4, None, True, True)
 worker.call("start", options, str(folder / "weights-0"), 0, timeout=240)
 worker.send("generate", [GenerateRequest([1, 2, 3], 1.0, 1.0, 500, (), seed) for seed in range(2000)])  # minutes of work
@@ -151,7 +151,7 @@ def owner(world: World) -> Iterator[subprocess.Popen]:
 
 @pytest.fixture(scope="module")
 def sampler(world: World, owner: subprocess.Popen) -> Iterator[VllmSampler]:
-    config = SamplerConfig(name="vllm", cpu_kv_cache_gb=1, start_timeout=240, timeout=120)
+    config = SamplerConfig(name="vllm", separate=True, cpu_kv_cache_gb=1, start_timeout=240, timeout=120)
     with VllmSampler(
         config, RENDERER, max_length=MAX_LENGTH, dtype="float32", log_dir=world.folder
     ) as sampler:

@@ -68,7 +68,7 @@ def test_what_a_killed_process_had_is_not_drawn_again(tmp_path, asked, monkeypat
 
 def test_all_of_it_there_no_weights_are_loaded(tmp_path, asked, monkeypatch):
     whole = drawn(tmp_path)
-    monkeypatch.setattr(generate, "opened", None)
+    monkeypatch.setattr(generate, "make_sampling", None)
     assert drawn(tmp_path) == whole
     assert drawn(tmp_path, PROMPTS[3:7]) == [of_request[3:7] for of_request in whole]
 

@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from common.errors import ConfigError
+from common.imports import import_function
 from common.worker_process import ROOT, WorkerError
 from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
@@ -37,7 +38,7 @@ def sampler(tmp_path: Path) -> Iterator[VllmSampler]:
 
 
 def make(folder: Path, **settings) -> VllmSampler:
-    config = SamplerConfig(name="vllm", start_timeout=30, timeout=30, **settings)
+    config = SamplerConfig(name="vllm", separate=True, start_timeout=30, timeout=30, **settings)
     return VllmSampler(config, RENDERER, max_length=64, dtype="float32", log_dir=folder)
 
 
@@ -123,14 +124,16 @@ def test_seeds_differ_by_seed_prompt_and_index_and_fit_into_63_bits():
 
 
 def test_engines_share_no_gpu_and_count_within_those_that_the_run_sees():
-    config = SamplerConfig(name="vllm", tensor_parallel=2, data_parallel=2, devices=[2, 3, 5, 4])
+    config = SamplerConfig(
+        name="vllm", separate=True, tensor_parallel=2, data_parallel=2, devices=[2, 3, 5, 4]
+    )
     assert [engine_environment(config, k, {})["CUDA_VISIBLE_DEVICES"] for k in range(2)] == ["2,3", "5,4"]
     visible = {"CUDA_VISIBLE_DEVICES": "7,6,5,4,3,GPU-a"}
     assert [engine_environment(config, k, visible)["CUDA_VISIBLE_DEVICES"] for k in range(2)] == [
         "5,4",
         "GPU-a,3",
     ]
-    shared = SamplerConfig(name="vllm", tensor_parallel=2, data_parallel=2)
+    shared = SamplerConfig(name="vllm", separate=True, tensor_parallel=2, data_parallel=2)
     assert [engine_environment(shared, k, {})["CUDA_VISIBLE_DEVICES"] for k in range(2)] == ["0,1", "2,3"]
     with pytest.raises(ConfigError, match=r"sampler\.devices"):
         engine_environment(config, 0, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
@@ -151,7 +154,6 @@ def test_without_vllm_the_message_says_what_to_install(tmp_path, monkeypatch):
         ("max_tokens", 0),
         ("batch_size", 0),
         ("dtype", "int8"),
-        ("name", "tgi"),
         ("gpu_memory_utilization", 0.0),
         ("tensor_parallel", 0),
         ("data_parallel", 0),
@@ -161,7 +163,7 @@ def test_without_vllm_the_message_says_what_to_install(tmp_path, monkeypatch):
 )
 def test_values_out_of_range_are_refused_by_their_key(key, value):
     with pytest.raises(ConfigError, match=rf"^sampler\.{key}="):
-        SamplerConfig(**{"name": "vllm", key: value})
+        SamplerConfig(**{"name": "vllm", "separate": True, key: value})
 
 
 @pytest.mark.parametrize(("key", "value"), [("devices", [0]), ("data_parallel", 2)])
@@ -174,7 +176,9 @@ def test_the_embedded_sampler_has_no_engines(key, value):
 def test_the_shipped_settings_are_the_schemas_with_a_comment_on_every_key(name):
     path = ROOT / "config" / "sampler" / f"{name}.yaml"
     merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SamplerConfig), OmegaConf.load(path)))
-    assert merged == SamplerConfig(name=name)
+    target = f"rollouts.{name}_sampling.{name.capitalize()}Sampling"
+    assert merged == SamplerConfig(name=name, _target_=target, separate=name == "vllm")
+    assert callable(import_function("sampler._target_", target))
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     assert lines[0] == f"name: {name}"
     assert all("  # " in line or " # " in line for line in lines[1:])

@@ -1,0 +1,77 @@
+"""``sampler=vllm``: engines in processes of their own, beside rank 0."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from common.errors import require
+from config.schema import Config
+from data.chat import Renderer
+from data.types import Prompt
+from models.distributed import World
+from models.policy import Policy
+from rollouts.engines import VllmEngine, probe_rows
+from rollouts.sampling import refuse_options
+from rollouts.vllm_sampler import VllmSampler, require_installed
+from rollouts.weights import model_folder
+
+T = TypeVar("T")
+
+PARTS, IN_FLIGHT = 20, 512
+"""vLLM is asked in so many parts, so that there is something to show and to keep, but for at least so many samples at once."""
+
+
+class VllmSampling:
+    """vLLM."""
+
+    @classmethod
+    def check(cls) -> None:
+        require_installed()
+
+    def __init__(self, config: Config, renderer: Renderer, world: World, log_dir: Path) -> None:
+        refuse_options(config)
+        self.config, self.renderer, self.world, self.log_dir = config, renderer, world, log_dir
+
+    def sampler(self) -> VllmSampler:
+        """The engines, not started yet."""
+        model = self.config.model
+        return VllmSampler(
+            self.config.sampler,
+            self.renderer,
+            max_length=model.max_length,
+            dtype=model.dtype,
+            log_dir=self.log_dir,
+        )
+
+    def engine(self, policy: Policy, prompts: list[Prompt]) -> VllmEngine:
+        probe = probe_rows(prompts, self.renderer)
+        return VllmEngine(self.sampler(), policy, self.renderer, self.world, probe, self.config.model.dtype)
+
+    @contextmanager
+    def opened(self) -> Iterator[OneProcess]:
+        require(
+            self.world.size == 1,
+            "sampler",
+            self.config.sampler.name,
+            "has processes of its own (sampler.data_parallel): start it without a launcher",
+        )
+        with self.sampler() as vllm:
+            vllm.load(model_folder(self.config), 0)
+            yield OneProcess(vllm)
+
+    def part(self, prompts: int, n: int) -> int:
+        return max(math.ceil(prompts / PARTS), math.ceil(IN_FLIGHT / n))
+
+
+class OneProcess:
+    """vLLM outside of rounds: its processes are its own, and there is no other rank to help."""
+
+    def __init__(self, sampler: VllmSampler) -> None:
+        self.sample = sampler.sample
+
+    def run_on_main(self, work: Callable[[], T]) -> T:
+        return work()

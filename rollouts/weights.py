@@ -1,0 +1,30 @@
+"""The files of a model's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from common.files import files_digest
+from config.schema import Config
+from models.pretrained import resolve_model_path
+
+
+def model_folder(config: Config) -> Path:
+    """The model's own files, from a run's folder, any folder or the hub."""
+    path = Path(resolve_model_path(config.model.name_or_path))
+    if path.is_dir():
+        return path
+    return Path(
+        snapshot_download(
+            config.model.name_or_path,
+            revision=config.model.revision,
+            allow_patterns=["*.json", "*.safetensors"],
+        )
+    )
+
+
+def weights_digest(config: Config) -> str:
+    """The digest of the model's weight files. Raises ConfigError where they cannot be had."""
+    return files_digest(sorted(model_folder(config).glob("*.safetensors")))
