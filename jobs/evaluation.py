@@ -1,8 +1,9 @@
-"""Evaluation: rewards unclipped and against the initial weights in every variant, so that variants can be compared, and sampled accuracy
-beside them wherever answers can be checked.
+"""Evaluation: rewards unclipped and against the initial weights in every variant, so that variants can be
+compared, and sampled accuracy beside them wherever answers can be checked.
 
-The whole held-out set stands for one global batch: what a loss needs of a batch (KTO's z0, PPO's normalised advantages) is estimated
-once on all of it. So no number depends on model.eval_batch_size or on the number of ranks, but for rounding.
+The whole held-out set stands for one global batch: what a loss needs of a batch (KTO's z0, PPO's normalised
+advantages) is estimated once on all of it. So no number depends on model.eval_batch_size or on the number of
+ranks, but for rounding.
 """
 
 from __future__ import annotations
@@ -92,9 +93,10 @@ class Evaluator:
         return out
 
     def _rewards(self, rewards: dict[str, tuple[float, int]]) -> Metrics:
-        """The mean reward of the chosen (or desirable) rows and of the rejected; mean margin and accuracy over what ``_compared`` says:
-        of a pair the share that has the chosen above the rejected, a tie counting one half. Without anything to compare the margin is the
-        difference of the two means, and there is no accuracy."""
+        """The mean reward of the chosen (or desirable) rows and of the rejected; mean margin and accuracy
+        over what ``_compared`` says: of a pair the share that has the chosen above the rejected, a tie
+        counting one half. Without anything to compare the margin is the difference of the two means, and
+        there is no accuracy."""
         scale = self.trainer.reward_scale
         chosen: list[float] = []
         rejected: list[float] = []
@@ -119,9 +121,10 @@ class Evaluator:
         }
 
     def _compared(self) -> list[list[tuple[str, float]]]:
-        """(row key, +1 better or -1 worse) of the held-out rows, those together that are compared: the two of a pair, whether it is one
-        example or split in two; the completions of a larger group (the mean of the better against that of the worse). An example that
-        stands alone in the data is compared with the others of its prompt that do."""
+        """(row key, +1 better or -1 worse) of the held-out rows, those together that are compared: the two of
+        a pair, whether it is one example or split in two; the completions of a larger group (the mean of the
+        better against that of the worse). An example that stands alone in the data is compared with the
+        others of its prompt that do."""
         groups: list[list[tuple[str, float]]] = []
         alone: dict[str, list[tuple[str, float]]] = {}
         for group in self.groups:
@@ -140,7 +143,8 @@ class Evaluator:
 
 
 def arranged(trainer: BasicTrainer, held_out: Segment) -> list[list[Example]]:
-    """The batches of ``held_out``, whose examples the trainer has arranged as one global batch in the data's own order."""
+    """The batches of ``held_out``, whose examples the trainer has arranged as one global batch in the data's
+    own order."""
     examples = [example for group in held_out.groups for example in group]
     made = dict(zip(examples, trainer.arrange(examples), strict=True))
     return [[made[example] for example in held_out.batch(i)] for i in range(held_out.steps)]

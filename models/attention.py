@@ -31,9 +31,9 @@ KEPT_APART = (
     *("cohere2", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "granitemoe", "mixtral", "olmo2", "olmo3"),
     *("olmoe", "phi", "phi3", "phimoe", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2"),
 )
-"""Architectures in which transformers itself finds packed rows by their positions, each with a test (test_families.py). Some others
-do not look (OPT, GPT-OSS, Falcon), have no positions (BLOOM, MPT), or carry a state over from row to row (Mamba): there a row would
-read its neighbours, so packing is refused."""
+"""Architectures in which transformers itself finds packed rows by their positions, each with a test
+(test_families.py). Some others do not look (OPT, GPT-OSS, Falcon), have no positions (BLOOM, MPT), or carry a
+state over from row to row (Mamba): there a row would read its neighbours, so packing is refused."""
 
 GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """torch 2.11's takes as many key heads as query heads."""
@@ -51,17 +51,18 @@ def packable(found: PretrainedConfig, kernel: str) -> bool:
 def packs_rows(config: ModelConfig, found: PretrainedConfig) -> tuple[bool, str]:
     """(whether the rows of a microbatch are put end to end, why): model.packing where it is true or false, else what is best here.
 
-    Left open, rows are packed where each can attend to itself alone without a mask: not in an architecture that this kernel does not
-    take, not with torch.compile, which would cut every layer in two there, and on a GPU only if it has the kernel for uneven
-    lengths. ``found`` is the architecture; no weights are needed. Raises ConfigError for model.packing=true in an architecture of
-    which it is not known that packed rows are kept apart.
+    Left open, rows are packed where each can attend to itself alone without a mask: not in an architecture
+    that this kernel does not take, not with torch.compile, which would cut every layer in two there, and on a
+    GPU only if it has the kernel for uneven lengths. ``found`` is the architecture; no weights are needed.
+    Raises ConfigError for model.packing=true in an architecture of which it is not known that packed rows are
+    kept apart.
     """
     require(
         not config.packing or found.model_type in KEPT_APART,
         "model.packing",
         "true",
-        f"packed rows of this architecture ({found.model_type}) would read each other, or are not known not to; "
-        "use null or false, which pads them",
+        f"packed rows of this architecture ({found.model_type}) would read each other, or are not known not "
+        "to; use null or false, which pads them",
     )
     if config.packing is not None:
         return config.packing, f"model.packing={str(config.packing).lower()}"

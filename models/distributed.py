@@ -179,10 +179,11 @@ def on_main(work: Callable[[], T]) -> T:
 class Watchdog:
     """Says which ranks the others wait for, and which of them give no sign of life.
 
-    Every rank marks what it is about to do. A thread of each writes its mark and a growing number to the launcher's store, and
-    reads those of all; a process that is stopped writes nothing more. When no rank has marked anything new for ``seconds``, the
-    first rank that lives prints whom it waits for. A store that itself does not answer (without a launcher rank 0 holds it) is
-    told by every rank. Nothing here makes a step wait.
+    Every rank marks what it is about to do. A thread of each writes its mark and a growing number to the
+    launcher's store, and reads those of all; a process that is stopped writes nothing more. When no rank has
+    marked anything new for ``seconds``, the first rank that lives prints whom it waits for. A store that
+    itself does not answer (without a launcher rank 0 holds it) is told by every rank. Nothing here makes a
+    step wait.
     """
 
     def __init__(self, world: World, seconds: float) -> None:
@@ -210,7 +211,8 @@ class Watchdog:
                 thread.join(1.0)
 
     def _listen(self) -> None:
-        """Give signs of life and take those of the others. Each call of the store may hang for as long as its holder does."""
+        """Give signs of life and take those of the others. Each call of the store may hang for as long as its
+        holder does."""
         names, beat = [str(rank) for rank in range(self.world.size)], 0
         process = f"process {os.getpid()} on {socket.gethostname()}"
         while not self._stop.wait(self._interval):
@@ -266,15 +268,16 @@ class Sign:
 
 
 def slow_ranks(marks: list[str], seconds: float, silent: Mapping[int, Sign] | None = None) -> str:
-    """The message about ``marks``, one a rank: whoever gives no sign of life (``silent``), else whoever is not at what most are at, is
-    who they wait for."""
+    """The message about ``marks``, one a rank: whoever gives no sign of life (``silent``), else whoever is
+    not at what most are at, is who they wait for."""
     start = f"no rank has moved for {seconds:.0f} s; "
     if silent:
         return (
             start
             + "waited for: "
             + "; ".join(
-                f"rank {rank} ({sign.process}), which gives no sign of life: stopped, or its machine is gone; last at: {sign.mark}"
+                f"rank {rank} ({sign.process}), which gives no sign of life: stopped, or its machine is "
+                f"gone; last at: {sign.mark}"
                 for rank, sign in silent.items()
             )
         )
@@ -290,11 +293,8 @@ def slow_ranks(marks: list[str], seconds: float, silent: Mapping[int, Sign] | No
 def silent_store(rank: int, seconds: float) -> str:
     """The message of ``rank`` about a store that has not answered for so many seconds."""
     launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    holder = "the launcher" if launched else "rank 0"
-    return (
-        f"rank {rank}: {holder} ({os.environ.get('MASTER_ADDR', 'this machine')}) has not answered for {seconds:.0f} s: "
-        "stopped, or its machine is gone"
-    )
+    holder = f"{'the launcher' if launched else 'rank 0'} ({os.environ.get('MASTER_ADDR', 'this machine')})"
+    return f"rank {rank}: {holder} has not answered for {seconds:.0f} s: stopped, or its machine is gone"
 
 
 def barrier() -> None:

@@ -75,8 +75,8 @@ class Policy(nn.Module):
 
     @contextmanager
     def routed(self) -> Iterator[list[tuple[Tensor, ...]]]:
-        """A list that every forward in the context adds its routers' logits to: a [B L, experts] tensor for each mixture layer, with
-        their gradient."""
+        """A list that every forward in the context adds its routers' logits to: a [B L, experts] tensor for
+        each mixture layer, with their gradient."""
         self._routed = []
         try:
             yield self._routed
@@ -153,8 +153,8 @@ class Policy(nn.Module):
                 raise ConfigError(
                     "model.name_or_path",
                     model.config.name_or_path or name,
-                    f"{name} cannot be asked for logits of a hidden state, so its log-probabilities cannot be checked "
-                    f"({type(error).__name__}: {error}); use another architecture",
+                    f"{name} cannot be asked for logits of a hidden state, so its log-probabilities cannot "
+                    f"be checked ({type(error).__name__}: {error}); use another architecture",
                 ) from error
         theirs = logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
         ours = chunked_logprobs(hidden[0], weight, head.bias, targets, scale=self.scale, softcap=self.softcap)
@@ -170,8 +170,8 @@ class Policy(nn.Module):
 
 
 class HiddenState:
-    """What stands for a body's output when its layers are left out: the last hidden state, and None for all else that a model's own
-    forward may ask of it (router logits, a recurrence's cache, attentions)."""
+    """What stands for a body's output when its layers are left out: the last hidden state, and None for all
+    else that a model's own forward may ask of it (router logits, a recurrence's cache, attentions)."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -185,7 +185,8 @@ class HiddenState:
 
 
 def bodies(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that a causal language model may call for hidden states: its body, or the decoder within it (OPT)."""
+    """The modules that a causal language model may call for hidden states: its body, or the decoder within it
+    (OPT)."""
     body = cast(nn.Module, model.base_model)
     inner = getattr(body, "decoder", None)
     return [body, inner] if isinstance(inner, nn.Module) else [body]

@@ -59,9 +59,9 @@ def model_config(config: ModelConfig) -> PretrainedConfig:
 def check_model(config: ModelConfig) -> PretrainedConfig:
     """The architecture, once everything that can be refused without weights was not.
 
-    Raises ConfigError: a model that cannot be found, that is no causal language model, that is shorter than model.max_length, an
-    attention kernel that is not installed, that the model does not have or that would drop a feature of it, or an auxiliary loss for
-    routers that it does not have.
+    Raises ConfigError: a model that cannot be found, that is no causal language model, that is shorter than
+    model.max_length, an attention kernel that is not installed, that the model does not have or that would
+    drop a feature of it, or an auxiliary loss for routers that it does not have.
     """
     found = model_config(config)
     text, kernel = found.get_text_config(), config.attn_implementation
@@ -109,8 +109,8 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
 
 
 def check_kernel(kernel: str, found: PretrainedConfig) -> None:
-    """Raise ConfigError for an attention kernel that transformers does not offer for this architecture (an architecture of its own
-    remote code says so itself when it is built)."""
+    """Raise ConfigError for an attention kernel that transformers does not offer for this architecture (an
+    architecture of its own remote code says so itself when it is built)."""
     mapping = AutoModelForCausalLM._model_mapping
     if type(found) not in mapping:
         return
@@ -188,7 +188,8 @@ def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Pol
 
 
 def check_finite(model: nn.Module, config: ModelConfig) -> None:
-    """Raise ConfigError for weights that are not finite numbers: it names a tensor, and the file that has it."""
+    """Raise ConfigError for weights that are not finite numbers: it names a tensor, and the file that has
+    it."""
     name = next((name for name, p in model.named_parameters() if not _finite(p.detach())), None)
     if name is None:
         return
@@ -204,7 +205,8 @@ def check_finite(model: nn.Module, config: ModelConfig) -> None:
     raise ConfigError(
         "model.name_or_path",
         config.name_or_path,
-        f"has weights that are not finite numbers (NaN or infinity): {found}; fetch the model again, or take an earlier checkpoint",
+        f"has weights that are not finite numbers (NaN or infinity): {found}; fetch the model again, or take "
+        "an earlier checkpoint",
     )
 
 
@@ -296,7 +298,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 def reachable(key: str, name: str, revision: str | None) -> str:
     """The path to load from. Raises ConfigError for a run without a model, and for a name that is no folder,
-    not cached and not on the hub: one request says so at once, where loading would retry for half a minute."""
+    not cached and not on the hub: one request says so at once, where loading would retry for half a
+    minute."""
     path = resolve_model_path(name)
     require(
         not (Path(path) / "config.yaml").is_file() or (Path(path) / "config.json").is_file(),

@@ -1,14 +1,17 @@
-"""The auxiliary loss that keeps the experts of a mixture in use (Fedus et al. 2021, Switch Transformer, arXiv 2101.03961, equations
-4 to 6; as transformers computes it: all layers together, and k choices a token), over the global batch.
+"""The auxiliary loss that keeps the experts of a mixture in use (Fedus et al. 2021, Switch Transformer, arXiv
+2101.03961, equations 4 to 6; as transformers computes it: all layers together, and k choices a token), over
+the global batch.
 
-``L = E sum_e f_e P_e``. E: the experts of a layer. f_e: how often a token chooses expert e (0 to 1; over all e they add up to k). P_e:
-the probability that a token's router gives to expert e. Both are means over every layer and token: prompts and completions of the rows
-that the loss is computed on, neither padding nor rows that fill a batch up. L is k where all experts are chosen alike.
+``L = E sum_e f_e P_e``. E: the experts of a layer. f_e: how often a token chooses expert e (0 to 1; over all
+e they add up to k). P_e: the probability that a token's router gives to expert e. Both are means over every
+layer and token: prompts and completions of the rows that the loss is computed on, neither padding nor rows
+that fill a batch up. L is k where all experts are chosen alike.
 
-L is a product of two means, so the sum of a microbatch's L over microbatches would be another loss. But f counts choices, which have no
-gradient; once the f of the global batch is known, what is left is a sum over tokens. So f is counted first, over all microbatches of
-all ranks, and every microbatch adds its tokens' share: value and gradient are the global batch's, however it is cut. A rank that runs
-one microbatch a step counts in that forward; with several (model.gradient_accumulation_steps) it takes one more forward without
+L is a product of two means, so the sum of a microbatch's L over microbatches would be another loss. But f
+counts choices, which have no gradient; once the f of the global batch is known, what is left is a sum over
+tokens. So f is counted first, over all microbatches of all ranks, and every microbatch adds its tokens'
+share: value and gradient are the global batch's, however it is cut. A rank that runs one microbatch a step
+counts in that forward; with several (model.gradient_accumulation_steps) it takes one more forward without
 gradient, of the whole batch.
 """
 
@@ -33,7 +36,8 @@ Routed = list[tuple[Tensor, ...]]
 
 
 def is_mixture(found: PretrainedConfig) -> bool:
-    """Whether this architecture is a mixture of experts with an auxiliary loss of its own, and transformers can say how it routes."""
+    """Whether this architecture is a mixture of experts with an auxiliary loss of its own, and transformers
+    can say how it routes."""
     mapping = AutoModelForCausalLM._model_mapping
     records = (
         getattr(mapping[type(found)], "_can_record_outputs", None) or {} if type(found) in mapping else {}
@@ -68,11 +72,15 @@ def routing_notice(config: ModelConfig, found: PretrainedConfig) -> str | None:
             "a mixture of experts, trained without an auxiliary loss: nothing keeps its experts in use "
             f"(model.router_aux_loss_coef; its own config says {own:g})"
         )
-    return f"a mixture of experts, its router's auxiliary loss times {config.router_aux_loss_coef:g} (its own config says {own:g})"
+    return (
+        f"a mixture of experts, its routers' auxiliary loss times {config.router_aux_loss_coef:g} "
+        f"(its own config says {own:g})"
+    )
 
 
 class RouterBalance:
-    """The auxiliary loss of a policy's routers. For each step ``begin``, then for each microbatch a ``watched`` forward and ``part``."""
+    """The auxiliary loss of a policy's routers. For each step ``begin``, then for each microbatch a
+    ``watched`` forward and ``part``."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -82,7 +90,8 @@ class RouterBalance:
 
     @torch.no_grad()
     def begin(self, batch: list[Sequences]) -> None:
-        """Count the choices of this rank's microbatches of a global batch. Every rank calls it, with as many."""
+        """Count the choices of this rank's microbatches of a global batch. Every rank calls it, with as
+        many."""
         self._counts = None
         if len(batch) == 1:
             return
@@ -100,8 +109,8 @@ class RouterBalance:
             yield
 
     def part(self, sequences: Sequences) -> Tensor:
-        """[] float32: the share of L that the microbatch of the last watched forward has, with gradient: over all microbatches and ranks
-        they add up to L."""
+        """[] float32: the share of L that the microbatch of the last watched forward has, with gradient: over
+        all microbatches and ranks they add up to L."""
         (layers,), real = self._routed, own_tokens(sequences)
         counts = self._counts
         if counts is None:

@@ -225,8 +225,8 @@ class _Mirror:
                 raise
             warn(
                 f"{in_a_line(error)}; this run is tracked offline: "
-                f"`wandb sync {run_dir / 'wandb' / 'offline-run-*'}` uploads it, once key (`wandb login`, WANDB_API_KEY) and "
-                "server (WANDB_BASE_URL) are right"
+                f"`wandb sync {run_dir / 'wandb' / 'offline-run-*'}` uploads it, once key (`wandb login`, "
+                "WANDB_API_KEY) and server (WANDB_BASE_URL) are right"
             )
             wandb.teardown()  # the attempt still holds the id
             self._init("offline", run_dir, config, settings)
@@ -314,7 +314,8 @@ class _Mirror:
             call()
         except Exception as error:
             warn(
-                f"failed ({type(error).__name__}: {in_a_line(error)}); the run goes on without it, metrics.jsonl has its numbers"
+                f"failed ({type(error).__name__}: {in_a_line(error)}); the run goes on without it, "
+                "metrics.jsonl has its numbers"
             )
             self._run = None
 

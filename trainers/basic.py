@@ -131,8 +131,9 @@ class BasicTrainer(ABC):
     def prepare(
         self, batch: list[tuple[int, Microbatch]], reference: Reference, humanline: Humanline
     ) -> None:
-        """What needs the whole global batch (or the whole held-out set) before the first microbatch's loss. ``batch``: this rank's
-        microbatches of it, each with the step under which ``reference`` has its scores."""
+        """What needs the whole global batch (or the whole held-out set) before the first microbatch's loss.
+        ``batch``: this rank's microbatches of it, each with the step under which ``reference`` has its
+        scores."""
 
     def after_backward(self, metrics: list[dict[str, Ratio]]) -> None:
         """Called with the loss's metrics of each microbatch: what the objective carries to the next step (BCO's running means)."""
@@ -150,7 +151,8 @@ class BasicTrainer(ABC):
         return self.share(self.arrange(batch), size or self.micro_size)
 
     def share(self, arranged: list[Example], size: int) -> list[Microbatch]:
-        """This rank's share of examples that ``arrange`` has seen, in microbatches of at most ``size``, on the device."""
+        """This rank's share of examples that ``arrange`` has seen, in microbatches of at most ``size``, on
+        the device."""
         parts = cut(arranged, self.world.rank, self.world.size, size, self.rows_per_example)
         return [microbatch(part, self.world.device, self.packing) for part in parts]
 
@@ -236,7 +238,8 @@ class BasicTrainer(ABC):
         return record
 
     def routers_share(self, part: Tensor, microbatches: int, meters: Meters) -> Tensor:
-        """[] what is added to a microbatch's loss for its ``part`` of the routers' auxiliary loss, which is logged."""
+        """[] what is added to a microbatch's loss for its ``part`` of the routers' auxiliary loss, which is
+        logged."""
         share = torch.full_like(part.detach(), 1.0 / (microbatches * self.world.size))
         meters.add({"router_aux_loss": Ratio(part.detach(), share)})
         return part * (self.world.size * cast(float, self.config.model.router_aux_loss_coef))
@@ -296,8 +299,8 @@ class BasicTrainer(ABC):
 
     @torch.no_grad()
     def gate(self, segment: Segment) -> None:
-        """At step 0 policy and reference are the same weights: stop if their log-probabilities differ by more than rounding, or are no
-        numbers. Raises StoppedError, on every rank."""
+        """At step 0 policy and reference are the same weights: stop if their log-probabilities differ by more
+        than rounding, or are no numbers. Raises StoppedError, on every rank."""
         micro = self.microbatches(segment.batch(0))[0]
         scores = self.score(0, micro, self.reference, Humanline())
         reshard(self.policy)
@@ -305,10 +308,11 @@ class BasicTrainer(ABC):
         mine = (bool(policy.isfinite().all()), float((policy - reference).abs().nan_to_num(math.inf).max()))
         found = gather_objects(mine)
         if not all(finite for finite, _ in found):
+            dtype, kernel = self.config.model.dtype, self.config.model.attn_implementation
             raise StoppedError(
-                "the model's log-probabilities of the first batch are not finite (NaN or infinity) before step 0, though its weights "
-                f"are: its forward overflows with model.dtype={self.config.model.dtype} and "
-                f"model.attn_implementation={self.config.model.attn_implementation}; try others, or another model"
+                "the model's log-probabilities of the first batch are not finite (NaN or infinity) before "
+                f"step 0, though its weights are: its forward overflows with model.dtype={dtype} and "
+                f"model.attn_implementation={kernel}; try others, or another model"
             )
         worst, limit = max(worst for _, worst in found), 1e-3 if self.config.model.dtype == "float32" else 0.1
         if worst > limit:

@@ -46,7 +46,8 @@ time.sleep(100000)
 
 
 class Ranks:
-    """Two gloo ranks that step together, and what stands for their launcher: a process that holds their store."""
+    """Two gloo ranks that step together, and what stands for their launcher: a process that holds their
+    store."""
 
     def __init__(self, folder: Path) -> None:
         self.until, self.logs = folder / "stop", [folder / f"{rank}.log" for rank in (0, 1)]

@@ -37,7 +37,8 @@ def evaluated(folder, loss: str, groups, eval_batch_size: int = 4) -> dict[str, 
 
 
 def move(policy: Policy) -> None:
-    """Other weights, each by itself, so that a shard moves like the whole: smaller ones, to which random tokens are likelier (z0 > 0)."""
+    """Other weights, each by itself, so that a shard moves like the whole: smaller ones, to which random
+    tokens are likelier (z0 > 0)."""
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if "value_head" not in name:
@@ -91,7 +92,8 @@ def test_two_pairs_of_one_prompt_that_disagree_are_half_right(tmp_path):
 
 
 def test_examples_that_stand_alone_are_compared_within_their_prompt(tmp_path):
-    """Desirable and undesirable rows that no pair joins: by prompt; a prompt with one kind alone has no margin."""
+    """Desirable and undesirable rows that no pair joins: by prompt; a prompt with one kind alone has no
+    margin."""
     halves = [e for group in random_groups(4, seed=5, kind="labelled") for e in group]
     groups = tuple((e,) for e in halves[:-1])
     s = sums(groups)

@@ -208,7 +208,8 @@ def test_packed_rows_equal_padded_ones(family):
 
 
 def of_type(model_type: str) -> Policy:
-    """A tiny random model of any architecture that transformers has under this name, by the settings that most of them share."""
+    """A tiny random model of any architecture that transformers has under this name, by the settings that
+    most of them share."""
     torch.manual_seed(0)
     widths = (
         SIZES | GROUPED | {"num_experts_per_tok": 2} | ({} if model_type == "falcon" else {"head_dim": 8})
@@ -285,7 +286,8 @@ def test_sharded_gradients_are_those_of_the_whole_model(family):
 
 @pytest.mark.parametrize("family", [*MIXTURES, "opt", "mamba2"])
 def test_it_trains_and_what_is_written_is_what_was_trained(family, tmp_path):
-    """A few sharded steps with syncing, whose step 0 finds policy and reference equal to the bit; then the exported files."""
+    """A few sharded steps with syncing, whose step 0 finds policy and reference equal to the bit; then the
+    exported files."""
     kernel = f"model.attn_implementation={FAMILIES[family]._attn_implementation or 'sdpa'}"
     config = engine_config(
         tmp_path, "dpo", "humanline=true", "model.batch_size=4", "n_epochs=3", "lr=0.001", kernel

@@ -1,4 +1,5 @@
-"""Before step 0 policy and reference are the same weights: what the gate says where their log-probabilities are not the same."""
+"""Before step 0 policy and reference are the same weights: what the gate says where their log-probabilities
+are not the same."""
 
 from __future__ import annotations
 
