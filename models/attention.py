@@ -65,8 +65,7 @@ def packs_rows(config: ModelConfig, found: PretrainedConfig) -> tuple[bool, str]
         "model.packing",
         "true",
         f"packed rows of this architecture ({found.model_type}) would read each other, or are not known not "
-        "to; "
-        "use null or false, which pads them",
+        "to; use null or false, which pads them",
     )
     if config.packing is not None:
         return config.packing, f"model.packing={str(config.packing).lower()}"

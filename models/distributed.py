@@ -298,12 +298,8 @@ def slow_ranks(marks: list[str], seconds: float, silent: Mapping[int, Sign] | No
 def silent_store(rank: int, seconds: float) -> str:
     """The message of ``rank`` about a store that has not answered for so many seconds."""
     launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    holder = "the launcher" if launched else "rank 0"
-    return (
-        f"rank {rank}: {holder} ({os.environ.get('MASTER_ADDR', 'this machine')}) has not answered for "
-        f"{seconds:.0f} s: "
-        "stopped, or its machine is gone"
-    )
+    holder = f"{'the launcher' if launched else 'rank 0'} ({os.environ.get('MASTER_ADDR', 'this machine')})"
+    return f"rank {rank}: {holder} has not answered for {seconds:.0f} s: stopped, or its machine is gone"
 
 
 def barrier() -> None:

@@ -164,8 +164,7 @@ class Policy(nn.Module):
                     "model.name_or_path",
                     model.config.name_or_path or name,
                     f"{name} cannot be asked for logits of a hidden state, so its log-probabilities cannot "
-                    "be checked "
-                    f"({type(error).__name__}: {error}); use another architecture",
+                    f"be checked ({type(error).__name__}: {error}); use another architecture",
                 ) from error
         theirs = logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
         ours = chunked_logprobs(hidden[0], weight, head.bias, targets, scale=self.scale, softcap=self.softcap)

@@ -210,8 +210,8 @@ def check_finite(model: nn.Module, config: ModelConfig) -> None:
     raise ConfigError(
         "model.name_or_path",
         config.name_or_path,
-        f"has weights that are not finite numbers (NaN or infinity): {found}; fetch the model again, or "
-        "take an earlier checkpoint",
+        f"has weights that are not finite numbers (NaN or infinity): {found}; fetch the model again, or take "
+        "an earlier checkpoint",
     )
 
 

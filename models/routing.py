@@ -72,7 +72,10 @@ def routing_notice(config: ModelConfig, found: PretrainedConfig) -> str | None:
             "a mixture of experts, trained without an auxiliary loss: nothing keeps its experts in use "
             f"(model.router_aux_loss_coef; its own config says {own:g})"
         )
-    return f"a mixture of experts, its router's auxiliary loss times {config.router_aux_loss_coef:g} (its own config says {own:g})"
+    return (
+        f"a mixture of experts, its routers' auxiliary loss times {config.router_aux_loss_coef:g} "
+        f"(its own config says {own:g})"
+    )
 
 
 class RouterBalance:

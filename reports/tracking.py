@@ -241,8 +241,7 @@ class _Mirror:
             warn(
                 f"{in_a_line(error)}; this run is tracked offline: "
                 f"`wandb sync {run_dir / 'wandb' / 'offline-run-*'}` uploads it, once key (`wandb login`, "
-                "WANDB_API_KEY) and "
-                "server (WANDB_BASE_URL) are right"
+                "WANDB_API_KEY) and server (WANDB_BASE_URL) are right"
             )
             wandb.teardown()  # the attempt still holds the id
             self._init("offline", run_dir, config, settings)

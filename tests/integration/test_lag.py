@@ -100,10 +100,10 @@ def test_interrupted_inside_a_round(tmp_path, monkeypatch):
     at = next(line["step"] for line in lines(whole) if line["round"] == 1) + 1
     step = BasicTrainer.step
 
-    def interrupted(self, segment):
+    def interrupted(self, segment, observe=None):
         if self.progress.step == at:
             raise KeyboardInterrupt
-        return step(self, segment)
+        return step(self, segment, observe)
 
     with monkeypatch.context() as patch:
         patch.setattr(BasicTrainer, "step", interrupted)

@@ -25,9 +25,9 @@ def batches(monkeypatch):
     seen = []
     step = BasicTrainer.step
 
-    def watched(self, segment):
+    def watched(self, segment, observe=None):
         seen.append(segment.batch(self.progress.position))
-        return step(self, segment)
+        return step(self, segment, observe)
 
     monkeypatch.setattr(BasicTrainer, "step", watched)
     return seen

@@ -134,9 +134,9 @@ def test_parts_that_meet_train_on_every_pair_once(folder, monkeypatch):
     for name, share in (("low", "[0,0.25]"), ("high", "[0.25,1]")):
         seen[name] = set()
 
-        def step(self, segment, keys=seen[name]):
+        def step(self, segment, observe=None, keys=seen[name]):
             keys.update(row.key for example in segment.batch(self.progress.position) for row in example.rows)
-            return real(self, segment)
+            return real(self, segment, observe)
 
         monkeypatch.setattr(BasicTrainer, "step", step)
         train(settings(folder, f"data.logprob_range={share}"), name)
