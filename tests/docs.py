@@ -26,7 +26,7 @@ PROGRAMS = (
 """First words of what is typed: in a block, all its lines are then commands; in a sentence, the code in
 backquotes is one."""
 NO_COMMANDS = {
-    "README.md": ("before      after", "train.py                 the training program"),
+    "README.md": ("before      after", "config/      every setting"),
     "data.md": ('{"id": "…"',),
     "distributed.md": ("runs/NAME/",),
 }
