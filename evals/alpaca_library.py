@@ -41,7 +41,7 @@ def require_installed() -> None:
         raise ConfigError(
             "kind",
             "alpacaeval",
-            "needs the alpaca_eval library: make eval-tools, or pip install -r requirements-eval.txt",
+            "needs the alpaca_eval library: make eval-tools, or pip install -r requirements/eval.txt",
         ) from None
 
 

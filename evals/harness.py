@@ -46,7 +46,7 @@ def check(target: Target, stage: EvalStage) -> None:
         raise ConfigError(
             "kind",
             "lm_eval",
-            "needs the lm_eval library: make eval-tools, or pip install -r requirements-eval.txt",
+            "needs the lm_eval library: make eval-tools, or pip install -r requirements/eval.txt",
         ) from None
     own = stage.lm_eval
     require(

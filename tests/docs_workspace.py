@@ -43,7 +43,10 @@ def copy_of_the_repository(to: Path) -> Path:
 
 def installed(here: Path) -> None:
     """Mark what the Makefile installs as installed: the environment is the one that runs the tests."""
-    names = re.findall(r"requirements[\w-]*\.txt", (ROOT / "Makefile").read_text())
+    names = [
+        name.replace("/", "-")
+        for name in re.findall(r"requirements[\w/-]*\.txt", (ROOT / "Makefile").read_text())
+    ]
     for name in dict.fromkeys(names):
         (here / ".venv" / f".installed-{name}").touch()
 

