@@ -18,8 +18,8 @@ from reports.provenance import scrub
 
 
 class ExternalTracker(Protocol):
-    """What a tracker is told. It is made as ``cls(run_dir, config, **numbers)``: the run's folder, all settings as plain data
-    without secrets, and the keys of its yaml. Only rank 0 has one."""
+    """What a tracker is told. It is made as ``cls(run_dir, config, **numbers)``: the run's folder, all
+    settings as plain data without secrets, and the keys of its yaml. Only rank 0 has one."""
 
     def log(self, record: Record, step: int) -> None:
         """A line of metrics.jsonl; what is not known at this step is None."""
@@ -38,7 +38,8 @@ class ExternalTracker(Protocol):
 
 
 class Fused:
-    """A tracker behind a fuse: its first failure is told, and nothing is asked of it again. A tracker is not worth a run."""
+    """A tracker behind a fuse: its first failure is told, and nothing is asked of it again. A tracker is not
+    worth a run."""
 
     def __init__(self, name: str, make: Callable[[], ExternalTracker]) -> None:
         self.name = name
@@ -56,7 +57,8 @@ class Fused:
         except Exception as error:
             text = " ".join(str(error).split()) or type(error).__name__
             print(
-                f"warning: trackers.{self.name}: failed ({type(error).__name__}: {text}); the run goes on without it, "
+                f"warning: trackers.{self.name}: failed ({type(error).__name__}: {text}); the run goes on "
+                "without it, "
                 "metrics.jsonl has its numbers",
                 file=sys.stderr,
                 flush=True,
@@ -65,7 +67,8 @@ class Fused:
 
 
 def check_trackers(trackers: dict[str, Any]) -> None:
-    """Raise ConfigError for a tracker that cannot be made from its yaml: no class, a key that it does not take or lacks."""
+    """Raise ConfigError for a tracker that cannot be made from its yaml: no class, a key that it does not
+    take or lacks."""
     for name, tree in trackers.items():
         require(
             isinstance(tree, dict) and "_target_" in tree,

@@ -1,4 +1,5 @@
-"""``sampler=embedded``: transformers' own generation in the trainer's processes, every rank a share of the prompts."""
+"""``sampler=embedded``: transformers' own generation in the trainer's processes, every rank a share of the
+prompts."""
 
 from __future__ import annotations
 

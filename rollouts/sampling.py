@@ -1,4 +1,5 @@
-"""A kind of sampler, as its yaml names it (``sampler._target_``): nothing else in the code knows samplers by name."""
+"""A kind of sampler, as its yaml names it (``sampler._target_``): nothing else in the code knows samplers by
+name."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class Sampling(Protocol):
 
 
 def make_sampling(config: Config, renderer: Renderer, world: World, log_dir: Path) -> Sampling:
-    """The sampler that the settings name. What its processes print goes to ``log_dir``. Raises ConfigError."""
+    """The sampler that the settings name. What its processes print goes to ``log_dir``. Raises
+    ConfigError."""
     made: Sampling = sampling_class(config)(config, renderer, world, log_dir)
     return made
 
@@ -63,7 +65,8 @@ def refuse_options(config: Config) -> None:
 
 
 def sampling_class(config: Config) -> Any:
-    """The class that ``sampler._target_`` names. Raises ConfigError if it cannot be had, or cannot run here."""
+    """The class that ``sampler._target_`` names. Raises ConfigError if it cannot be had, or cannot run
+    here."""
     found = import_function("sampler._target_", config.sampler._target_)
     found.check()
     return found

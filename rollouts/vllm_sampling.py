@@ -22,7 +22,8 @@ from rollouts.weights import model_folder
 T = TypeVar("T")
 
 PARTS, IN_FLIGHT = 20, 512
-"""vLLM is asked in so many parts, so that there is something to show and to keep, but for at least so many samples at once."""
+"""vLLM is asked in so many parts, so that there is something to show and to keep, but for at least so many
+samples at once."""
 
 
 class VllmSampling:

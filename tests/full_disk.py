@@ -1,4 +1,5 @@
-"""A disk without room: files of this process that may not grow beyond a size, and a small disk that is full."""
+"""A disk without room: files of this process that may not grow beyond a size, and a small disk that is
+full."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def fill(folder: Path) -> None:
 
 @contextmanager
 def mounted(folder: Path, size: str) -> Iterator[Path]:
-    """``folder`` as a disk of its own, of ``size`` (``16m``). Skips the test where this user may mount none."""
+    """``folder`` as a disk of its own, of ``size`` (``16m``). Skips the test where this user may mount
+    none."""
     folder.mkdir()
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, text=True
