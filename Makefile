@@ -18,7 +18,7 @@ help:            ## this list
 venv: $(INSTALLED)  ## make .venv with everything that training needs (PYTHON=... chooses the Python)
 
 run: venv        ## train: python train.py loss=dpo humanline=true, on the embedded model and data
-	@$(PY) train.py loss=dpo humanline=true overwrite=true $(ARGS)
+	@$(PY) train.py loss=dpo humanline=true exp_name=make-run overwrite=true $(ARGS)
 
 eval-tools: $(INSTALLED_EVAL)  ## add to .venv what eval.py kind=alpacaeval and kind=lm_eval run
 

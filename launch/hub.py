@@ -9,7 +9,6 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, HTTPError
 
 from config.schema import Config
-from config.schema_model import ModelConfig
 from config.schema_rewards import RewardModelConfig
 
 
@@ -47,15 +46,12 @@ class Source:
 
 def sources(config: Config) -> list[Source]:
     """Models, reward model and data of the settings."""
-    model, data, reward = config.model, config.data, config.reward
-    models: dict[str, ModelConfig | RewardModelConfig | None] = {"model": model}
-    if reward is not None:
-        models |= {"reward.armorm": reward.armorm, "reward.classifier": reward.classifier}
-    found = [
-        Source(f"{key}.name_or_path", own.name_or_path, own.revision)
-        for key, own in models.items()
-        if own is not None
-    ]
+    model, data = config.model, config.data
+    found = [Source("model.name_or_path", model.name_or_path, model.revision)]
+    if config.reward is not None:
+        reward = config.reward_config
+        if isinstance(own := reward.settings, RewardModelConfig):
+            found.append(Source(f"reward.{reward.kind}.name_or_path", own.name_or_path, own.revision))
     if model.tokenizer_name_or_path is not None:
         found.append(Source("model.tokenizer_name_or_path", model.tokenizer_name_or_path, None))
     if data.path is not None:
