@@ -372,7 +372,7 @@ def test_answers_judgements_and_rates_in_one_run_that_goes_on_where_it_stopped(
         o["output"].count(";") == 2 for o in outputs
     )  # the embedded model's form, without special tokens
     endpoint.behave, endpoint.asked = Judge.behave, type(endpoint.asked)()
-    monkeypatch.setattr("rollouts.generate.opened", None)  # what was answered is not sampled again
+    monkeypatch.setattr("rollouts.generate.make_sampling", None)  # what was answered is not sampled again
     [found] = evaluate([target(out)], stage(**own), start())
     assert endpoint.asked == {QUESTIONS[2]: 1}
     assert (
