@@ -46,7 +46,7 @@ def test_stages_on_files_make_the_data_of_a_run(tmp_path):
 @pytest.mark.parametrize(
     ("program", "arguments", "says"),
     [
-        ("sample", [], "out=None"),
+        ("sample", [], "out=???"),
         ("sample", ["out=x.jsonl", "format=csv"], "format=csv"),
         ("sample", ["out=x.jsonl", "sampler.max_tokens=60"], "sampler.max_tokens=60"),
         ("label", ["in=nowhere.json", "out=x.jsonl"], "nowhere.json"),
