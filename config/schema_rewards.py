@@ -8,12 +8,9 @@ import re
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from common.errors import one_of, require
 from common.imports import import_function
 from config.defaults import section, yaml_defaults
-from config.typed import typed
 
 
 @dataclass
@@ -209,6 +206,10 @@ class RewardConfig:
     def from_tree(cls, tree: dict[str, Any]) -> RewardConfig:
         """The reward of a yaml's keys. Beside those below it has one section, whose name is its kind. Raises
         ConfigError."""
+        from omegaconf import OmegaConf  # a run without a reward needs neither
+
+        from config.typed import typed
+
         own = {key: tree.get(key) for key in OWN_KEYS}
         for key in ("name", "_target_", "settings_type"):
             require(

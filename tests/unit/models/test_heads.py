@@ -17,7 +17,7 @@ from models.heads import RewardModel, ValuePolicy
 from models.loading import load_sharded
 from models.policy import Policy, causal_lm, decoder_blocks
 from models.pretrained import load_policy, load_tokenizer
-from rollouts.rewards.models import Conversations
+from rollouts.rewards.models import Place
 from rollouts.rewards.models import make as classifier
 from tests.tiny import make_config, random_groups, tiny_llama
 
@@ -68,7 +68,7 @@ def test_the_exported_reward_model_is_a_stock_classifier_that_rounds_score_with(
     prompts = [Prompt((Turn("user", f"{a}+{b}="),)) for a, b in ((12, 34), (5, 67), (80, 9))]
     answers = ["2+4=6;1+3=4;46", "12", "0+9=9;8;89"]
     scores = classifier(settings, CPU).score(prompts, answers)
-    rows = Conversations(settings, key="reward.classifier", rendering="turn").rows(prompts, answers)
+    rows = Place(settings, "reward.classifier", "turn").conversations.rows(prompts, answers)
     with torch.no_grad():
         mine = reward_model(microbatch([Example("p", (row,)) for row in rows], CPU).sequences).sum(dim=1)
     reward_model.reshard()
