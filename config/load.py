@@ -6,12 +6,13 @@ second."""
 from __future__ import annotations
 
 import hashlib
-from dataclasses import fields
-from typing import Any, NamedTuple, TypeVar
+import re
+from dataclasses import asdict, fields
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
+import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
+from yaml import YAMLError
 
 from common.errors import ConfigError
 from common.files import check_name
@@ -90,13 +91,35 @@ def run_name(config: Config, overrides: list[str]) -> str:
     return name
 
 
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Reads yaml as OmegaConf does, ten times faster: 1e-5 is a number, a date is a text."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, rule) for tag, rule in rules if tag != "tag:yaml.org,2002:timestamp"]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if len(set(map(str, keys))) < len(keys):
+            raise YAMLError("a key stands twice")
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?\d+(?:_\d+)*(?:\.[\d_]*)?[eE][-+]?\d+$", re.ASCII),
+    list("-+0123456789"),
+)
+
+
 def settings_of(text: str) -> dict[str, Any]:
     """What a run's config.yaml says, as nested plain data; {} where it says nothing, or is no yaml file of
     settings."""
     try:
-        made = OmegaConf.create(text)
-        tree = OmegaConf.to_container(made) if isinstance(made, DictConfig) else {}
-    except (YAMLError, OmegaConfBaseException, AssertionError):  # it asserts that a text is no lone number
+        tree = yaml.load(text, _Loader)
+    except (YAMLError, ValueError, TypeError):  # the latter two: a number or a key that is none
         return {}
     return as_today({str(key): value for key, value in tree.items()}) if isinstance(tree, dict) else {}
 
@@ -112,7 +135,7 @@ class Change(NamedTuple):
 def changed(before: dict[str, Any], now: Config) -> Change | None:
     """The first setting that differs between ``before`` (``settings_of``) and ``now`` and changes what is
     computed; None if there is none."""
-    old, new = _flat(before), _flat(OmegaConf.to_container(OmegaConf.structured(now)))
+    old, new = _flat(before), _flat(asdict(now))
     return next(
         (
             Change(key, old.get(key, ABSENT), new.get(key, ABSENT))

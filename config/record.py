@@ -14,6 +14,8 @@ MARKER = "run.json"
 """Makes a folder a run's; written before anything else."""
 RECORD = "config.yaml"
 """The settings of the run; written once weights and data are loaded."""
+LOCK = "run.lock"
+"""Held by the process that is at work in the folder (common.lock)."""
 KIND = "humanline run"
 _SECTIONS = {"model", "data", "loss", "trainer", "runs_dir"}
 

@@ -15,10 +15,9 @@ from common.errors import ConfigError, require
 from common.files import check_name, part_of, write_if_changed, write_whole
 from common.lock import FileLock, LockedError
 from config.load import ABSENT, dump
-from config.record import KIND, MARKER, RECORD, change, marked, started, unmarked_run
+from config.record import KIND, LOCK, MARKER, RECORD, change, marked, started, unmarked_run
 from config.schema import Config
 
-LOCK = "run.lock"
 LOGS = "logs"
 """What the processes of a run say; they may be at it when an older run is deleted, so it stays."""
 SELECTION = "selection.json"

@@ -13,10 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from common.errors import require
-from config.load import OPERATIONAL
+from common.errors import DataError, require
+from config.load import OPERATIONAL, settings_of
+from config.record import RECORD
 from launch.composing import Composer
 from launch.grid import Run, Settings
 from launch.slurm import ROOT
@@ -67,7 +66,7 @@ def of_sweep(runs: Iterable[Run], logs: Path) -> list[Result]:
     for run in runs:
         made = composer.config(run)
         folder = folder_of(made, run)
-        if (folder / "config.yaml").exists():
+        if (folder / RECORD).exists():
             result = read_run(folder, run.cell)
         else:
             config = flat(asdict(made))
@@ -85,9 +84,7 @@ def of_folders(paths: Iterable[Path], logs: Path = ROOT / "logs") -> list[Result
     found = []
     of = cache(lambda sweep: Statuses(logs / sweep))
     for path in paths:
-        records = (
-            [path / "config.yaml"] if (path / "config.yaml").exists() else sorted(path.glob("*/config.yaml"))
-        )
+        records = [path / RECORD] if (path / RECORD).exists() else sorted(path.glob("*/config.yaml"))
         require(bool(records), "runs", path, "is no run folder and holds none")
         for record in records:
             run = read_run(record.parent)
@@ -102,8 +99,9 @@ def read_run(folder: Path, cell: str | None = None) -> Result:
 
     Without ``cell`` it is what the run's sweep called it (its second tag), or its name without the seed.
     """
-    config = flat(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")))
-    seed = int(config["seed"])
+    config = flat(settings_of((folder / RECORD).read_text(encoding="utf-8", errors="replace")))
+    if not isinstance(seed := config.get("seed"), int):
+        raise DataError(f"{folder / RECORD} is damaged: it has no seed. Put it back, or leave {folder} out")
     tags = tuple(config.get("wandb.tags") or ())
     own = (
         tags[1]
@@ -117,7 +115,7 @@ def read_run(folder: Path, cell: str | None = None) -> Result:
     values: dict[str, float] = {}
     done = (folder / "summary.json").exists()
     if done:
-        summary = json.loads((folder / "summary.json").read_text())
+        summary = read_json(folder / "summary.json")
         after = {key: value for key, value in (summary.get("after") or {}).items() if value is not None}
         values = after | {
             key: summary[key] for key in ("tokens_per_second", "seconds") if summary.get(key) is not None
@@ -125,9 +123,7 @@ def read_run(folder: Path, cell: str | None = None) -> Result:
         last = lines[-1] if lines else last_line(folder)
         lines = [*lines, after | {"step": last.get("step", -1) + 1, "examples": summary.get("examples", 0)}]
     for path in sorted((folder / "evals").glob("*.json")):
-        values |= {
-            f"{path.stem}/{key}": value for key, value in numbers(json.loads(path.read_text())).items()
-        }
+        values |= {f"{path.stem}/{key}": value for key, value in numbers(read_json(path)).items()}
     return Result(
         folder.name,
         cell or own,
@@ -146,12 +142,27 @@ def computed(config: Settings) -> Settings:
     return {key: value for key, value in config.items() if key.split(".")[0] not in (*OPERATIONAL, "seed")}
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that is one JSON object. Raises DataError."""
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}. Put it back, or make it again") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is damaged: it is no JSON object. Put it back, or make it again")
+    return found
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl; a last line that a running or killed process left half-written is dropped; [] without
-    the file."""
+    """metrics.jsonl without a last line that is half-written; [] without the file. Raises DataError."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_bytes().rpartition(b"\n")[0].splitlines()]
+    lines = path.read_bytes().rpartition(b"\n")[0].splitlines()
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        remedy = f"delete it, and {path.parent.name} has no learning curve"
+        raise DataError(f"{path} is damaged: {error}. Put it back; or {remedy}") from error
 
 
 def numbers(tree: Any, prefix: str = "") -> dict[str, float]:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from common.errors import ConfigError, require
+from common.errors import UserError, require
 from launch.cells import Cell, cells_of
 from launch.collect import FINISHED, Result, of_folders, of_sweep
 from launch.grid import read_sweep
@@ -175,7 +175,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = about.parse_intermixed_args(words)
     try:
         print(report(options))
-    except ConfigError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -81,7 +81,10 @@ def last_line(folder: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 65536))
         whole = file.read().rpartition(b"\n")[0].splitlines()
-    return json.loads(whole[-1]) if whole else {}
+    try:
+        return json.loads(whole[-1]) if whole else {}
+    except ValueError:  # damaged: the run itself will say so when it goes on
+        return {}
 
 
 def tail(path: Path, lines: int = 15) -> list[str]:

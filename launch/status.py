@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.lock import holder
+from config.record import LOCK, started
 from launch.slurm import SlurmError, ask, queued, submitted
 from launch.state import tail
 
@@ -73,7 +75,9 @@ class Statuses:
         if name in self.queue:
             job, state = self.queue[name].split(maxsplit=1)
             return Status(RUNNING if state in _IN_THE_WORKS else WAITING, f"job {job} {state}")
-        begun = (folder / "config.yaml").exists()
+        if (process := holder(folder / LOCK)) is not None:
+            return Status(RUNNING, process)
+        begun = started(folder)
         log = self.newest.get(name)
         ending = ending_of(log) if log is not None else None
         if ending is not None and ending.code is not None:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.errors import ConfigError, StoppedError
+from config.record import LOCK
 from export import export_run
-from jobs.run_folder import LOCK
 from jobs.signals import REQUEUE
 from jobs.watch import RunWatch
 from models.checkpoint import Checkpoints

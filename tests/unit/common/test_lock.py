@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from common import lock
 from common.lock import FileLock, LockedError
 from tests.full_disk import full_disk
 from tests.tiny_files import ROOT
@@ -56,6 +57,18 @@ def holder():
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def test_asking_who_holds_a_lock_takes_none(tmp_path, holder):
+    path = tmp_path / "run.lock"
+    assert lock.holder(path) is None
+    process = holder(path)
+    assert f"process {process.pid} on {socket.gethostname()}" in (lock.holder(path) or "")
+    assert f"process {process.pid}" in (lock.holder(path) or ""), "asking does not let go of it"
+    process.kill()
+    process.wait()
+    assert path.exists() and lock.holder(path) is None, "a dead process holds nothing"
+    holder(path)
 
 
 def test_a_second_process_is_refused_and_told_who_has_it(tmp_path, holder):

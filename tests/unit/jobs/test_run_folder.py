@@ -15,9 +15,9 @@ from hydra import compose, initialize_config_dir
 
 from common.errors import ConfigError
 from config.load import dump, load
-from config.record import MARKER, RECORD, marked, started
+from config.record import LOCK, MARKER, RECORD, marked, started
 from config.schema import Config
-from jobs.run_folder import LOCK, SELECTION, RunFolder
+from jobs.run_folder import SELECTION, RunFolder
 from tests.full_disk import full_disk
 from tests.tiny_files import ROOT, everything
 

@@ -180,6 +180,19 @@ def test_runs_of_one_name_but_other_settings_are_not_averaged(tmp_path: Path) ->
     assert len(cells) == 2 and all(cell.name.startswith("s (") for cell in cells)
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "summary.json", "metrics.jsonl", "evals/test.json"])
+@pytest.mark.parametrize("content", [b"", b"\0" * 40 + b"\n", b'{"a": \xff}\n'])
+def test_a_damaged_file_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes
+) -> None:
+    folder = finish(tmp_path / "runs", "s-s1", 0.5, "seed=1", test=0.5)
+    (folder / name).write_bytes(content)
+    whole = name == "metrics.jsonl" and content == b""  # a run that ended before its first step
+    given = [str(tmp_path / "runs"), "--out", str(tmp_path / "o")]
+    assert results.main(given) == (0 if whole else 2)
+    assert whole or f"{folder / name} is damaged" in capsys.readouterr().err
+
+
 def test_reading_a_run(tmp_path: Path) -> None:
     run = read_run(finish(tmp_path, "a-s1", 0.6, "humanline=true", test=0.25))
     assert run.values == {METRIC: 0.6, "seconds": 60.0, "test/pass@1": 0.25}

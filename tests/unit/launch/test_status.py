@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from launch.slurm import RECORD
+from config.record import LOCK
+from launch.slurm import RECORD, ROOT
 from launch.status import Statuses, last_words, newest_logs
 
 
@@ -66,6 +69,20 @@ def test_what_a_log_says(tmp_path: Path, lines: list[str], kind: str, detail: st
     (tmp_path / "s-a-s1.7.out").write_text(log_of(*lines))
     found = Statuses(tmp_path).of("s-a-s1", tmp_path / "s-a-s1")
     assert found.kind == kind and found.detail.endswith(detail) and found.log == tmp_path / "s-a-s1.7.out"
+
+
+def test_a_run_whose_process_is_at_work_is_running(tmp_path: Path) -> None:
+    """Whatever its logs say: it may have been started by hand."""
+    (tmp_path / "s-a-s1.7.out").write_text(log_of(">on n1", "boom", ">exit code 1"))
+    code = "import sys; from pathlib import Path; from common.lock import FileLock; lock = FileLock(Path(sys.argv[1]))"
+    code += "; lock.acquire(); lock.sign(); print(flush=True); sys.stdin.read()"
+    words = [sys.executable, "-c", code, str(tmp_path / "s-a-s1" / LOCK)]
+    with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        status = Statuses(tmp_path).of("s-a-s1", tmp_path / "s-a-s1")
+        assert status.kind == "running" and f"process {process.pid} on" in status.detail
+        process.kill()
+    assert Statuses(tmp_path).of("s-a-s1", tmp_path / "s-a-s1").kind == "failed"
 
 
 def test_the_log_that_was_written_to_last_counts(tmp_path: Path) -> None:

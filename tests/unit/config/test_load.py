@@ -1,0 +1,57 @@
+"""A run's record, read back."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from config.load import changed, dump, settings_of
+from launch.composing import compose_config
+
+EXPERIMENTS = sorted(
+    path.stem
+    for path in (Path(__file__).parents[3] / "config" / "experiment").glob("*.yaml")
+    if not path.stem.startswith("_")
+)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"experiment={EXPERIMENTS[0]}", "log_epsilon_P=-.inf", "cache_dir='2024-01-01'"],
+        [f"experiment={EXPERIMENTS[-1]}", "wandb.tags=['1e-5','on','a: b','#1','- x','.inf','\n']"],
+        ["data=mix", "data.mix=[{name: adder, weight: 2}]", "seed=7"],
+        ["loss=csft", "model.control_tokens.chosen='- x'", "lr=1"],
+    ],
+)
+def test_a_record_says_what_the_settings_were(overrides: list[str]) -> None:
+    config = compose_config(overrides)
+    text = dump(config)
+    assert settings_of(text) == OmegaConf.to_container(OmegaConf.create(text))
+    assert changed(settings_of(text), config) is None
+    other = compose_config([*overrides, "warmup=0.25"])
+    found = changed(settings_of(text), other)
+    assert found is not None and (found.key, found.before, found.now) == ("warmup", config.warmup, 0.25)
+
+
+def test_a_record_written_by_hand_is_read_as_hydra_reads_its_files() -> None:
+    text = """
+a: [1e-5, 5E6, .5e3, 1., 1_000, 0x10, 010, 12:30:00]
+b: [.inf, -.INF, +.inf]
+c: [2024-01-01, '1e-5', 1e, e5, "${d}"]
+d: [yes, off, ~, null, True]
+e: {f: {1: 2}, g: [{h: -1.5e+3}]}
+"""
+    assert settings_of(text) == OmegaConf.to_container(OmegaConf.create(text))
+    assert math.isnan(settings_of("a: .nan")["a"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "3", "[1]", "a: [", "a: 1\na: 2", "a: {b: 1, b: 2}", "a: !!python/object:os.system x", "\0\0"],
+)
+def test_what_is_no_record_says_nothing(text: str) -> None:
+    assert settings_of(text) == {}
