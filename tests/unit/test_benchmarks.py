@@ -355,6 +355,7 @@ def test_lengths_are_drawn_about_a_quarter_of_the_maximum(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_python")
 def test_two_ranks_measure_what_one_does():
     """In processes of their own; the CPU time is that of both."""
     two = ranks.started(2, ["--model", "tiny", "--data", "drawn", "--steps", "1", "--batch-pairs", "4"])
