@@ -41,6 +41,30 @@ def charts_of_whole_runs(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+LONG = (
+    "test_docs_commands",
+    "test_slurm",
+    "test_runs",
+    "test_study",
+    "test_vllm",
+    "test_torture",
+    "test_equality",
+)
+"""Files that take longest, which begin first: what ends last shall be short."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several processes share the tests, long files come first, then whole runs, then the rest."""
+
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        name = item.path.stem
+        return LONG.index(name) if name in LONG else len(LONG), UNIT in item.path.parents
+
+    if hasattr(config, "workerinput"):
+        items.sort(key=place)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What is imported by now stays: no collection of garbage need look at it again."""
     gc.collect()
