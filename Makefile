@@ -24,7 +24,7 @@ eval-tools: $(INSTALLED_EVAL)  ## add to .venv what eval.py kind=alpacaeval and 
 
 test: $(INSTALLED_DEV) $(INSTALLED_VLLM) $(INSTALLED_EVAL)  ## run every test (ARGS='-k tracking' for some of them)
 	@tools/slurm/install.sh
-	@$(PY) -m pytest -n auto --dist loadfile -rfEs $(ARGS)
+	@$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder -rfEs $(ARGS)
 
 torture: $(INSTALLED_DEV)  ## 50 kills, signals and damaged checkpoints over one run on two ranks (half an hour)
 	@$(PY) -m tests.distributed.torture --kills 50 --steps 400 $(ARGS)

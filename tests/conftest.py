@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +20,15 @@ UNIT = Path(__file__).parent / "unit"
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     gc.unfreeze()
+    programs.end_all()
+
+
+@pytest.fixture(scope="module")
+def quick_python() -> Iterator[None]:
+    """Whatever starts the Python of the tests gets one whose imports are done."""
+    with pytest.MonkeyPatch.context() as patch:
+        programs.use_quick_python(patch)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,18 +41,36 @@ def charts_of_whole_runs(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+LONG = (
+    "test_docs_commands",
+    "test_slurm",
+    "test_runs",
+    "test_study",
+    "test_vllm",
+    "test_torture",
+    "test_equality",
+)
+"""Files that take longest, which begin first: what ends last shall be short."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several processes share the tests, long files come first, then whole runs, then the rest."""
+
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        name = item.path.stem
+        return LONG.index(name) if name in LONG else len(LONG), UNIT in item.path.parents
+
+    if hasattr(config, "workerinput"):
+        items.sort(key=place)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What is imported by now stays: no collection of garbage need look at it again."""
     gc.collect()
     gc.freeze()
     if "HUMANLINE_TEST_CPU_LOG" in os.environ:
-        log_cpu("(start and collection)", cpu_seconds())
-
-
-def cpu_seconds() -> float:
-    """CPU seconds of this process and of those of its programs that have ended."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime + programs.cpu_seconds()
+        log_cpu("(start and collection)", programs.cpu_seconds())
 
 
 def log_cpu(name: str, seconds: float) -> None:
@@ -58,7 +83,7 @@ if "HUMANLINE_TEST_CPU_LOG" in os.environ:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         """CPU seconds of each test with its fixtures, a line a test, in the file that the variable names."""
-        before = cpu_seconds()
+        before = programs.cpu_seconds()
         result = yield
-        log_cpu(item.nodeid, cpu_seconds() - before)
+        log_cpu(item.nodeid, programs.cpu_seconds() - before)
         return result

@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from random import Random
@@ -290,20 +290,6 @@ PLAN = {
     "experiments": {},
 }
 """The study's plan with two cells of one step."""
-
-
-def without_pictures() -> None:
-    """Draw nothing: a run's curves take twice as long as its two steps. ``make run`` draws them."""
-    from matplotlib.figure import Figure
-
-    def nothing(self: Figure, to: Any, **_: Any) -> None:
-        if hasattr(to, "write"):
-            to.write(b"<svg/>")
-        else:
-            Path(to).write_bytes(b"<svg/>")
-
-    save: Callable[..., None] = nothing
-    Figure.savefig = save  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -29,12 +29,16 @@ import types
 from pathlib import Path
 
 HEAVY = (
+    "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
+    "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
-    "hydra",
+    "hydra.core.plugins",
     "datasets",
     "peft",
+    "wandb",
     "scipy.stats",
     "matplotlib.figure",
     "matplotlib.backends.backend_svg",
@@ -90,19 +94,18 @@ class QuickPython:
         """``root``: a copy of the repository, whose modules are imported. ``environment``: what libraries
         read while they are imported."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.python = folder / "python"
-        address = str(folder / "ask")
+        self.python, self.address = folder / "python", folder / "ask"
         for name in ("python", *SCRIPTS):
             script = CLIENT.format(
                 python=sys.executable,
                 forwarded=[int(n) for n in FORWARDED],
-                address=address,
+                address=str(self.address),
                 scripts=SCRIPTS,
             )
             (folder / name).write_text(script)
             (folder / name).chmod(0o755)
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.quick_python", address, str(self.python)],
+            [sys.executable, "-m", "tests.quick_python", str(self.address), str(self.python)],
             cwd=root,
             env=environment | {"PYTHONPATH": str(root)},
             stdin=subprocess.PIPE,
@@ -117,6 +120,11 @@ class QuickPython:
         assert self._server.stdin is not None
         self._server.stdin.close()
         self._server.wait(60)
+
+    def cpu_seconds(self) -> float:
+        """CPU seconds of the process and of those of its programs that have ended."""
+        status = Path(f"/proc/{self._server.pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, status[11:15])) / os.sysconf("SC_CLK_TCK")
 
     def __enter__(self) -> QuickPython:
         return self
@@ -148,20 +156,22 @@ def main(address: str, python: str) -> int:
     gc.freeze()
     print("ready", flush=True)
     running: dict[int, socket.socket] = {}
+    gone: set[int] = set()
     while True:
-        ready, _, _ = select.select([listener, woken, 0], [], [])
+        listening = {pid: connection for pid, connection in running.items() if pid not in gone}
+        ready, _, _ = select.select([listener, woken, 0, *listening.values()], [], [])
         if 0 in ready:
             for pid in running:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+                _kill(pid)
             return 0
         if woken in ready:
             os.read(woken, 4096)
             _reap(running)
-        if listener in ready:
-            request = _received(listener)
-            if request is None:
-                continue
+        left = {pid for pid, connection in listening.items() if connection in ready and pid in running}
+        for pid in left:  # all that a client says is that it is gone
+            _kill(pid)
+        gone |= left
+        if listener in ready and (request := _received(listener)) is not None:
             pid = os.fork()
             if pid == 0:
                 for ours in (listener, *running.values()):
@@ -170,8 +180,16 @@ def main(address: str, python: str) -> int:
             for fd in request[5]:
                 os.close(fd)
             running[pid] = request[6]
+            gone.discard(pid)
             with contextlib.suppress(OSError):
                 request[6].sendall(f"{pid}\n".encode())
+
+
+def _kill(pid: int) -> None:
+    """Kill a process and what else is in its session, which it may not have begun yet."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
 
 
 def _reap(running: dict[int, socket.socket]) -> None:
@@ -207,7 +225,10 @@ def _child(request: Request, python: str) -> int:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    os.getppid = lambda: _parent_of(client)
+    me, real = os.getpid(), os.getppid
+    os.getppid = (
+        lambda: _parent_of(client) if os.getpid() == me else real()
+    )  # what is forked from this has its own
     sys.executable = python
     multiprocessing.spawn.set_executable(python)
     importlib.invalidate_caches()
@@ -228,12 +249,10 @@ def _child(request: Request, python: str) -> int:
 
 
 def _take_files(theirs: list[int], ours: list[int], connection: socket.socket) -> None:
-    """The client's files under its own numbers, and nothing else open but the connection, whose end is this
-    process's too."""
+    """The client's files under its own numbers, and nothing else open."""
     import fcntl
 
     safe = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _SAFE) for fd in ours]
-    line = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, _SAFE)
     connection.detach()
     os.closerange(0, _SAFE)
     for number, fd in zip(theirs, safe, strict=True):
@@ -242,12 +261,6 @@ def _take_files(theirs: list[int], ours: list[int], connection: socket.socket) -
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")
     sys.stdout = sys.__stdout__ = _writer(1, "strict")
     sys.stderr = sys.__stderr__ = _writer(2, "backslashreplace")
-
-    def watch() -> None:
-        os.read(line, 1)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _writer(number: int, errors: str) -> io.TextIOWrapper:

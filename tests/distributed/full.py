@@ -14,6 +14,7 @@ from models.checkpoint_reading import CheckpointError
 from models.distributed import local, start
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.full_disk import full_disk
+from tests.programs import HANG
 from tests.tiny import tiny_policy
 
 
@@ -25,7 +26,7 @@ def worker(rank: int, ranks: int, store: str, folder: str) -> None:
         store=dist.FileStore(store, ranks),
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(seconds=240),
+        timeout=timedelta(seconds=HANG),
     )
     world = start()
     config = engine_config(Path(folder) / "cache", "kto", "model.batch_size=8")

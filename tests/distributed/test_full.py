@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch.multiprocessing as mp
-
 from tests.distributed.full import worker
+from tests.programs import in_ranks
 
 
 def test_a_rank_without_room_stops_no_other(tmp_path):
-    mp.start_processes(worker, (2, str(tmp_path / "store"), str(tmp_path)), nprocs=2, start_method="spawn")
+    in_ranks(worker, (2, str(tmp_path / "store"), str(tmp_path)), 2)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]

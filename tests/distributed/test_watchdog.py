@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from models.distributed import slow_ranks
-from tests.tiny import ROOT
+from tests import programs
 
-SECONDS, PATIENCE = 2.0, 300.0
+SECONDS = 2.0
 
 
 def test_the_rank_that_is_not_where_the_others_are_is_named():
@@ -52,28 +49,24 @@ class Ranks:
     def __init__(self, folder: Path) -> None:
         self.until, self.logs = folder / "stop", [folder / f"{rank}.log" for rank in (0, 1)]
         port = str(free_port())
-        self.holder = subprocess.Popen([sys.executable, "-c", HOLDER, port])
+        self.holder = programs.start("-c", HOLDER, port)
         launched = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.distributed.stepping", str(SECONDS), str(self.until)],
-                cwd=ROOT,
-                env=os.environ
-                | launched
+            programs.start(
+                *("-m", "tests.distributed.stepping", str(SECONDS), self.until),
+                env=launched
                 | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-                stdout=log.open("wb"),
-                stderr=subprocess.STDOUT,
+                log=log,
             )
             for rank, log in enumerate(self.logs)
         ]
 
     def wait_for(self, rank: int, text: str) -> str:
         """What ``rank`` has said, once ``text`` is in it."""
-        until = time.monotonic() + PATIENCE
-        while text not in (said := self.logs[rank].read_text()):
-            assert time.monotonic() < until and self.processes[rank].poll() is None, said
-            time.sleep(0.1)
-        return said
+        process = self.processes[rank]
+        programs.until(lambda: text in process.said() or process.poll() is not None, process.said)
+        assert text in process.said(), process.said()
+        return process.said()
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +81,6 @@ def ranks(tmp_path_factory) -> Iterator[Ranks]:
         for process in (*made.processes, made.holder):
             process.send_signal(signal.SIGCONT)
             process.kill()
-            process.wait()
 
 
 def test_a_stopped_rank_is_named_and_when_it_goes_on_all_is_well(ranks):
@@ -108,4 +100,4 @@ def test_a_stopped_rank_is_named_and_when_it_goes_on_all_is_well(ranks):
         ranks.wait_for(rank, f"rank {rank}: the launcher (127.0.0.1) has not answered for")
     ranks.holder.send_signal(signal.SIGCONT)
     ranks.until.touch()
-    assert [process.wait(PATIENCE) for process in ranks.processes] == [0, 0]
+    assert [process.wait() for process in ranks.processes] == [0, 0]

@@ -69,7 +69,7 @@ def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 def forked(words: list[str], log: Path) -> Program:
     """``python WORDS``, its imports done already."""
-    return programs.start(*words, log=log, new_session=True)
+    return programs.start(*words, log=log)
 
 
 Process = subprocess.Popen[bytes] | Program

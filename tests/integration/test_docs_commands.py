@@ -21,11 +21,9 @@ import pytest
 
 from tests.docs import commands
 from tests.docs_workspace import Endpoint, copy_of_the_repository, installed, slurm
+from tests.programs import HANG
 from tests.quick_python import FIRST, STAND_INS, QuickPython
 
-pytestmark = pytest.mark.timeout(900)
-LONGEST = 600
-"""Seconds that a command may take: only one that hangs does."""
 NOT_RUN = {
     "pip install "
     "hydra-submitit-launcher==1.2.0": "would change the environment of the tests, from the package index",
@@ -155,7 +153,7 @@ class Workspace:
             "ENDPOINT": endpoint,
             "OPENAI_API_KEY": "none",
             STAND_INS: "rollouts.vllm_worker=tests.docs_engine",
-            FIRST: "tests.docs_workspace:without_pictures",
+            FIRST: "tests.blank_charts:blank_charts",
         }
         (folder / "home").mkdir()
         self.python = QuickPython(tools, folder, self.environment)
@@ -171,7 +169,7 @@ class Workspace:
             env=self.environment | (environment or {}),
             capture_output=True,
             text=True,
-            timeout=LONGEST,
+            timeout=HANG,
         )
         said = f"{done.stdout}\n{done.stderr}"
         assert done.returncode == 0 and "Traceback" not in said, (

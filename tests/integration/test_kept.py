@@ -7,8 +7,6 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
@@ -23,8 +21,9 @@ from jobs.signals import Requeue
 from jobs.watch import RunWatch
 from models.checkpoint_reading import CheckpointError
 from reports.metrics import FILES
+from tests import programs
 from tests.full_disk import set_limit
-from tests.tiny import ROOT, make_config
+from tests.tiny import make_config
 from train import train
 
 SETTINGS = (
@@ -252,13 +251,7 @@ def test_a_foreign_checkpoint_runs_nothing(folder, tmp_path):
         export_run(run, None, tmp_path / "exported")
     with pytest.raises(CheckpointError, match=r"asks for posix\.mkdir"):
         train(settings(folder, "resume=true"), "foreign")
-    done = subprocess.run(
-        [sys.executable, "export.py", str(run), "--to", str(tmp_path / "exported")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = programs.run("export.py", run, "--to", tmp_path / "exported")
     assert done.returncode == 1 and "Traceback" not in done.stderr and "nothing of it was run" in done.stderr
     assert not made.exists() and not (tmp_path / "exported").exists()
 
@@ -269,7 +262,5 @@ def test_a_models_own_code_runs_on_export_only_if_it_is_let(folder, tmp_path):
     text = (folder / "whole" / "config.yaml").read_text()
     assert "trust_remote_code: false" in text
     (run / "config.yaml").write_text(text.replace("trust_remote_code: false", "trust_remote_code: true"))
-    done = subprocess.run(
-        [sys.executable, "export.py", str(run)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = programs.run("export.py", run)
     assert done.returncode == 2 and "--trust-remote-code" in done.stderr

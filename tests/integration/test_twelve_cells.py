@@ -4,16 +4,14 @@ proves what it was."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import yaml
 
 from data.groups import read_groups
+from tests import programs
 from tests.integration.online import SHORT, lines, rounds, run_online
-from tests.programs import HANG
-from tests.tiny import ROOT
+from tests.quick_python import FIRST
 
 VARIANTS = [(online, humanline) for humanline in (False, True) for online in (False, True)]
 BOUNDS = ("log_epsilon_P=-0.02", "log_epsilon_R=0.02")
@@ -100,22 +98,10 @@ def test_the_variants_of_a_loss_are_four_different_runs(cache):
 
 @pytest.mark.parametrize(("loss", "online", "humanline"), [("grpo", False, True), ("dpo", True, True)])
 def test_from_the_command_line(tmp_path, loss, online, humanline):
-    """With all its imports and with a report that is drawn."""
-    subprocess.run(
-        [
-            sys.executable,
-            "train.py",
-            *SHORT,
-            *settings(loss, online, humanline),
-            f"runs_dir={tmp_path}",
-            "exp_name=r",
-            f"cache_dir={tmp_path}/cache",
-        ],
-        cwd=ROOT,
-        check=True,
-        timeout=HANG,
-        capture_output=True,
-    )
+    """With a report that is drawn."""
+    words = (*SHORT, *settings(loss, online, humanline), f"runs_dir={tmp_path}", "exp_name=r")
+    done = programs.run("train.py", *words, f"cache_dir={tmp_path}/cache", env={FIRST: ""})
+    assert done.returncode == 0, done.stderr
     prove(tmp_path / "r", loss, online, humanline)
     assert json.loads((tmp_path / "r" / "summary.json").read_text())["steps"] == len(lines(tmp_path / "r"))
     assert online is False or read_groups(tmp_path / "r/rounds/000/groups.jsonl")

@@ -21,6 +21,7 @@ from data.types import Prompt, Sequence, Turn
 from rollouts.probe import check_probe
 from rollouts.samplers import SamplingSettings
 from rollouts.vllm_sampler import VllmSampler, installed
+from tests.programs import until
 from tests.tiny_tokenizers import tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(
@@ -130,7 +131,7 @@ from config.schema_sampler import SamplerConfig
 folder = Path(sys.argv[1])
 worker = WorkerProcess(WORKER, log=folder / "owned.log", env=engine_environment(SamplerConfig(name="vllm", separate=True), 0, {}))
 options = EngineOptions("float32", 512, 1, 0.4, None, True, True)
-worker.call("start", options, str(folder / "weights-0"), 0, timeout=240)
+worker.call("start", options, str(folder / "weights-0"), 0, timeout=900)
 worker.send("generate", [GenerateRequest([1, 2, 3], 1.0, 1.0, 500, (), seed) for seed in range(2000)])  # minutes of work
 print(worker.pid, flush=True)
 worker.receive(600)
@@ -151,7 +152,7 @@ def owner(world: World) -> Iterator[subprocess.Popen]:
 
 @pytest.fixture(scope="module")
 def sampler(world: World, owner: subprocess.Popen) -> Iterator[VllmSampler]:
-    config = SamplerConfig(name="vllm", separate=True, cpu_kv_cache_gb=1, start_timeout=240, timeout=120)
+    config = SamplerConfig(name="vllm", separate=True, cpu_kv_cache_gb=1, start_timeout=900, timeout=900)
     with VllmSampler(
         config, RENDERER, max_length=MAX_LENGTH, dtype="float32", log_dir=world.folder
     ) as sampler:
@@ -164,12 +165,9 @@ def test_an_engine_at_work_does_not_outlive_its_owner(owner, sampler):
     status = Path(f"/proc/{int(owner.stdout.readline())}/stat")
     assert status.exists()
     owner.kill()
-    deadline = time.monotonic() + 10
-    while (
-        running := status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
-    ) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not running
+    until(
+        lambda: not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z", seconds=60
+    )  # less than its work takes
 
 
 def test_greedy_tokens_and_log_probabilities_are_transformers_own_in_every_round(sampler, world):
@@ -269,6 +267,8 @@ def test_a_killed_engine_is_an_error_and_not_a_hang(sampler):
     began = time.monotonic()
     with pytest.raises(WorkerError, match="died"):
         sampler.sample(PROMPTS, 1, GREEDY, seed=0)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 120, (
+        "as long as a machine may be busy, not as long as an answer may take"
+    )
     with pytest.raises(WorkerError, match="call load first"):
         sampler.sample(PROMPTS, 1, GREEDY, seed=0)

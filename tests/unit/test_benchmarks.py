@@ -253,6 +253,7 @@ def test_the_guard_s_exit_code(monkeypatch, tmp_path, capsys, slower):
 
 
 def test_the_baseline_has_what_the_guard_measures(base, monkeypatch):
+    monkeypatch.setattr(quick, "ROUNDS", 1)
     monkeypatch.setattr(quick, "shape", lambda name, vocabulary=None: shape("tiny", vocabulary))
     assert set(quick.measure()) == set(json.loads(quick.BASELINE.read_text()))
 
@@ -355,6 +356,7 @@ def test_lengths_are_drawn_about_a_quarter_of_the_maximum(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_python")
 def test_two_ranks_measure_what_one_does():
     """In processes of their own; the CPU time is that of both."""
     two = ranks.started(2, ["--model", "tiny", "--data", "drawn", "--steps", "1", "--batch-pairs", "4"])

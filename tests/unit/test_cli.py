@@ -13,6 +13,7 @@ from tests.programs import HANG
 from tests.tiny import ROOT, make_config
 from train import train
 
+pytestmark = pytest.mark.usefixtures("quick_python")
 WRONG = {
     "model.batchsize=8": "did you mean model.batch_size?",
     "loss=nope": "there is no such file in config/loss",

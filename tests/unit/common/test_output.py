@@ -31,7 +31,7 @@ print("the last line")
 def test_a_log_that_is_full_ends_no_program(tmp_path, kind):
     with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
         done = subprocess.run(
-            [sys.executable, "-c", PRINTS, kind], cwd=ROOT, stdout=out, stderr=err, check=False, timeout=60
+            [sys.executable, "-c", PRINTS, kind], cwd=ROOT, stdout=out, stderr=err, check=False, timeout=900
         )
     lines = (tmp_path / "out").read_text().splitlines()
     assert lines[0] == "line 0 of a log that is full"

@@ -48,7 +48,7 @@ def test_its_environment_is_the_owners_with_ours_over_it_and_without_the_launche
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("KEPT", "yes")
     worker = WorkerProcess(ECHO, log=tmp_path / "echo.log", env={"COLOUR": "blue"})
-    assert [worker.call("environment", key, timeout=10) for key in ("RANK", "KEPT", "COLOUR")] == [
+    assert [worker.call("environment", key, timeout=900) for key in ("RANK", "KEPT", "COLOUR")] == [
         None,
         "yes",
         "blue",
@@ -58,17 +58,17 @@ def test_its_environment_is_the_owners_with_ours_over_it_and_without_the_launche
 
 def test_an_exception_brings_the_workers_traceback_and_the_worker_lives_on(worker):
     with pytest.raises(WorkerError, match=r"(?s)Traceback.*in fail.*KeyError: 'no such thing'"):
-        worker.call("fail", "no such thing", timeout=10)
-    assert worker.call("echo", 1, timeout=10) == 1
+        worker.call("fail", "no such thing", timeout=900)
+    assert worker.call("echo", 1, timeout=900) == 1
 
 
 def test_a_killed_worker_is_an_error_at_once_and_its_last_words_are_in_it(worker):
-    worker.call("say", "about to go", timeout=10)
+    worker.call("say", "about to go", timeout=900)
     worker.send("hang")
     os.kill(worker.pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(WorkerError, match=r"(?s)died.*SIGKILL.*about to go"):
-        worker.receive(timeout=60)
+        worker.receive(timeout=900)
     assert time.monotonic() - began < 5
     with pytest.raises(WorkerError, match="died"):
         worker.send("echo", 1)
@@ -77,52 +77,52 @@ def test_a_killed_worker_is_an_error_at_once_and_its_last_words_are_in_it(worker
 def test_a_killed_worker_whose_child_holds_the_pipe_open_is_an_error_too(worker):
     """The pipe has no end of file then: the worker's death must be seen by itself, and the child be
     killed."""
-    child = worker.call("spawn_holder", timeout=10)
+    child = worker.call("spawn_holder", timeout=900)
     worker.send("hang")
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match="died"):
-        worker.receive(timeout=60)
+        worker.receive(timeout=900)
     assert wait_until(lambda: not alive(child))
 
 
 def test_a_child_that_returns_from_its_fork_replies_to_nothing(worker):
     """Nor does it take a request from the pipe; and it is gone. ``libc``: a fork that Python does not see."""
     for how in ("fork_and_return", "libc_fork_and_return"):
-        children = [worker.call(how, timeout=10) for _ in range(3)]
-        assert [worker.call("echo", n, timeout=10) for n in range(5)] == list(range(5))
+        children = [worker.call(how, timeout=900) for _ in range(3)]
+        assert [worker.call("echo", n, timeout=900) for n in range(5)] == list(range(5))
         assert wait_until(lambda: not any(alive(pid) for pid in children))  # noqa: B023
 
 
 def test_a_reply_to_another_request_is_an_error_and_the_end_of_the_worker(worker):
     worker.send("forge", 7)
     with pytest.raises(WorkerError, match="answered request 7 in the place of 1 and was killed"):
-        worker.receive(timeout=10)
+        worker.receive(timeout=900)
     assert wait_until(lambda: not alive(worker.pid))
 
 
 def test_what_cannot_be_sent_back_is_an_exception_of_its_request(worker):
     with pytest.raises(WorkerError, match=r"(?s)Traceback.*pickle"):
-        worker.call("unsendable", timeout=10)
-    assert worker.call("echo", 1, timeout=10) == 1
+        worker.call("unsendable", timeout=900)
+    assert worker.call("echo", 1, timeout=900) == 1
 
 
 def test_output_without_a_log_is_kept_and_goes_on_in_the_log_that_is_named_later(tmp_path):
     worker = WorkerProcess(ECHO, log=None, env={})
-    worker.call("say", "one", timeout=10)
+    worker.call("say", "one", timeout=900)
     assert worker.last_words() == "one"
     log = tmp_path / "new" / "echo.log"
     log.parent.mkdir()
     log.write_text("another's\n")
-    worker.log_to(log, timeout=10)
-    worker.call("say", "two", timeout=10)
+    worker.log_to(log, timeout=900)
+    worker.call("say", "two", timeout=900)
     assert (worker.last_words(), log.read_text()) == ("one\ntwo", "another's\none\ntwo\n")
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"(?s)SIGKILL.*the end of .*echo.log:\none\ntwo$"):
-        worker.call("echo", 1, timeout=10)
+        worker.call("echo", 1, timeout=900)
 
 
 def test_silence_ends_at_the_time_limit_and_nothing_is_left(worker):
-    child = worker.call("spawn", timeout=10)
+    child = worker.call("spawn", timeout=900)
     worker.send("hang")
     began = time.monotonic()
     with pytest.raises(WorkerError, match=r"did not answer within 0\.7 s and was killed"):
@@ -134,11 +134,11 @@ def test_silence_ends_at_the_time_limit_and_nothing_is_left(worker):
 def test_a_module_that_cannot_start_is_an_error_with_its_output(tmp_path):
     worker = WorkerProcess("tests.unit.rollouts.no_such_module", log=tmp_path / "log", env={})
     with pytest.raises(WorkerError, match=r"(?s)died \(exit code 1\).*No module named"):
-        worker.receive(timeout=30)
+        worker.receive(timeout=900)
 
 
 def test_closing_lets_an_idle_worker_leave_by_itself(worker):
-    worker.call("echo", 1, timeout=10)
+    worker.call("echo", 1, timeout=900)
     worker.close(grace=20)
     assert worker.log.read_text().endswith("left\n")
 
@@ -156,7 +156,7 @@ import time
 from pathlib import Path
 from common.worker_process import WorkerProcess
 worker = WorkerProcess({ECHO!r}, log=Path({str(tmp_path / "log")!r}), env={{}})
-child = worker.call("spawn", timeout=10)
+child = worker.call("spawn", timeout=900)
 worker.send({request_!r}, *([1] if {request_!r} == "echo" else []))
 print(worker.pid, child, flush=True)
 time.sleep(60)

@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from models.distributed import start
 from tests.tiny import ROOT, make_config
 from tests.unit.evals.judging import Judge
 
-pytest.importorskip("alpaca_eval", reason="make eval-tools installs it")
+pytestmark = pytest.mark.skipif(find_spec("alpaca_eval") is None, reason="make eval-tools installs it")
 REAL = ROOT.parent / "shared" / "data" / "alpacaeval_annotations_gpt35_turbo_0301.json"
 N = 805
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from evals import alpaca_judge
 from evals.alpaca_judge import estimate, judge
 from tests.unit.evals.judging import Judge, answers
 
-pytest.importorskip("alpaca_eval", reason="make eval-tools installs it")
+pytestmark = pytest.mark.skipif(find_spec("alpaca_eval") is None, reason="make eval-tools installs it")
 KEY = "sk-very-" + "secret-key"
 RNG = np.random.default_rng(0)
 MINE, THEIRS = RNG.normal(size=40).round(2), RNG.normal(size=40).round(2)

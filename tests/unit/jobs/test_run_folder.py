@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +14,7 @@ from config.load import dump, load
 from config.record import LOCK, MARKER, RECORD, marked, started
 from config.schema import Config
 from jobs.run_folder import SELECTION, RunFolder
+from tests import programs
 from tests.full_disk import full_disk
 from tests.tiny_files import ROOT, everything
 
@@ -262,20 +259,16 @@ time.sleep(600)
 
 def test_a_second_process_is_refused_until_the_first_is_gone(at):
     path = begin(at(resume=True))
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(path / RECORD)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = programs.start("-c", HOLD, path / RECORD)
     try:
-        assert process.stdout is not None and process.stdout.readline() == "holds\n"
+        programs.until(lambda: process.said() == "holds\n" or process.poll() is not None, process.said)
+        assert process.poll() is None, process.said()
         for flags in ({"resume": True}, {"overwrite": True}):
             error = refused(at(**flags))
             assert f"in use by process {process.pid} on {socket.gethostname()}, since" in error.remedy
         begin(at(), "b")  # another run is another run
     finally:
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
     assert overwritten(at(resume=True))
     assert started(path)

@@ -13,6 +13,8 @@ from launch import doctor
 from launch.composing import compose_config
 from launch.doctor import BAD, NOTE, OK, Finding, disk, last, look, network, reach, run, talk, versions
 
+pytestmark = pytest.mark.usefixtures("quick_python")
+
 
 def test_ranks_reach_each_other() -> None:
     finding = talk(2, "gloo")

@@ -207,6 +207,7 @@ def test_a_finished_sweep_has_nothing_to_do(tmp_path: Path, capsys: pytest.Captu
     assert "nothing to do" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_a_dry_run_counts_what_will_be_trained_on(tmp_path: Path) -> None:
     config = compose_config([])
     offline = State(

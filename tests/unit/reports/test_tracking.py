@@ -24,6 +24,7 @@ from reports import tracking
 from reports.metrics import read_metrics
 from reports.tracking import NullTracker, Tracker
 
+pytestmark = pytest.mark.usefixtures("quick_python")
 ROOT = Path(__file__).parents[3]
 OFF = WandbConfig(enabled=False)
 CONFIG = {"seed": 3, "humanline": True, "loss": {"name": "dpo", "beta": 0.1}}
@@ -131,7 +132,7 @@ def train(run_dir: Path, first: int, last: int, run_id: str, before: str = "", *
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tools.reference import settings_of
@@ -13,6 +14,7 @@ from tools.reference import settings_of
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_the_made_pages_are_up_to_date():
     done = subprocess.run(
         [sys.executable, "-m", "tools.reference", "--check"], cwd=ROOT, capture_output=True, text=True
