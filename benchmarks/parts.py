@@ -21,6 +21,7 @@ from transformers import (
     Qwen2Config,
 )
 
+from config.defaults import with_defaults
 from config.files import FOLDER
 from config.schema import Config, WandbConfig
 from config.schema_data import DataConfig
@@ -118,7 +119,8 @@ class Settings:
 
     def config(self) -> Config:
         trainer, numbers = LOSSES[self.loss]
-        model = ModelConfig(
+        model = with_defaults(
+            ModelConfig,
             name="random",
             name_or_path="random",
             dtype=self.dtype,
@@ -134,12 +136,13 @@ class Settings:
             "_target_": f"trainers.losses.{self.loss}.{self.loss}",
             **numbers,
         }
-        return Config(
+        return with_defaults(
+            Config,
             model=model,
-            data=DataConfig(name="random", source="none"),
+            data=with_defaults(DataConfig, name="random", source="none"),
             loss=loss,
             trainer=TrainerConfig(**yaml.safe_load((FOLDER / "trainer" / f"{trainer}.yaml").read_text())),
-            wandb=WandbConfig(enabled=False),
+            wandb=with_defaults(WandbConfig, enabled=False),
             lr=1e-5,
             warmup=0.0,
             humanline=self.humanline,
@@ -297,8 +300,13 @@ def trained_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerF
 def real_rows(path: Path, format_: str) -> list[tuple[Prompt, Completion, Completion]]:
     """(prompt, better, worse) of a local file; a set with one answer a prompt lends each the answer of the
     next as the worse one."""
-    config = DataConfig(
-        name="file", source="data.sources.local", path=str(path), format=format_, eval_fraction=0.0
+    config = with_defaults(
+        DataConfig,
+        name="file",
+        source="data.sources.local",
+        path=str(path),
+        format=format_,
+        eval_fraction=0.0,
     )
     groups = load_groups(config, "train").groups
     return [

@@ -4,27 +4,14 @@ there."""
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from functools import cache, partial
 from typing import Any, TypeVar, cast
 
-import yaml  # type: ignore[import-untyped]
-
-from config.files import FOLDER
+from config.files import FOLDER, parsed
 
 T = TypeVar("T")
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML as Hydra reads it: 5e-6 is a number, not a text."""
-
-
-_FLOAT = re.compile(
-    r"[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?$|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$|[-+]?\.(?:inf|Inf|INF)$"
-)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
 def yaml_defaults(*places: str) -> Callable[[type[T]], type[T]]:
@@ -42,6 +29,11 @@ def yaml_defaults(*places: str) -> Callable[[type[T]], type[T]]:
         return cls
 
     return fill
+
+
+def with_defaults(section: type[T], **values: Any) -> T:
+    """A section whose other fields have their defaults, which a type checker cannot see."""
+    return section(**values)
 
 
 def nested(section: type[T]) -> T:
@@ -69,7 +61,7 @@ def _value(places: tuple[str, ...], name: str) -> Any:
 def section(place: str) -> Mapping[str, Any]:
     """What stands at ``file.yaml:dotted.section`` of config/, interpolations as they are written."""
     file, _, dotted = place.partition(":")
-    tree: Any = yaml.load((FOLDER / file).read_text(encoding="utf-8"), _Loader)
+    tree: Any = parsed((FOLDER / file).read_text(encoding="utf-8"))
     for key in filter(None, dotted.split(".")):
         tree = tree[key]
     assert isinstance(tree, dict), f"{place} is no section"

@@ -3,14 +3,44 @@ choose."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml  # type: ignore[import-untyped]
 
 from common.errors import ConfigError
 
 FOLDER = Path(__file__).parent
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """YAML as OmegaConf reads it, ten times faster: 1e-5 is a number, a date is a text, no key stands twice."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, rule) for tag, rule in rules if tag != "tag:yaml.org,2002:timestamp"]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if len(set(map(str, keys))) < len(keys):
+            raise yaml.YAMLError("a key stands twice")
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?\d+(?:_\d+)*(?:\.[\d_]*)?[eE][-+]?\d+$", re.ASCII),
+    list("-+0123456789"),
+)
+
+
+def parsed(text: str) -> Any:
+    """What a yaml text says, as plain data. Raises YAMLError, and ValueError or TypeError for a number or a key
+    that is none."""
+    return yaml.load(text, _Loader)
 
 
 def data_file(key: str, name: str) -> dict[str, Any]:
@@ -20,7 +50,7 @@ def data_file(key: str, name: str) -> dict[str, Any]:
     if not path.is_file():
         names = sorted(p.stem for p in path.parent.glob("*.yaml") if not p.stem.startswith("_"))
         raise ConfigError(key, name, f"there is no such file in config/data; there are {', '.join(names)}")
-    found: dict[str, Any] = yaml.safe_load(path.read_text())
+    found: dict[str, Any] = parsed(path.read_text(encoding="utf-8"))
     settings: dict[str, Any] = {}
     for base in found.pop("defaults", []):
         if base != "_self_":

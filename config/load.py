@@ -6,16 +6,15 @@ second."""
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import asdict, fields
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
-from yaml import YAMLError
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError
 from common.files import check_name
+from config.files import parsed
 from config.older import as_today
 from config.schema import Config
 from config.typed import typed
@@ -91,34 +90,11 @@ def run_name(config: Config, overrides: list[str]) -> str:
     return name
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Reads yaml as OmegaConf does, ten times faster: 1e-5 is a number, a date is a text."""
-
-    yaml_implicit_resolvers: ClassVar = {
-        first: [(tag, rule) for tag, rule in rules if tag != "tag:yaml.org,2002:timestamp"]
-        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        if len(set(map(str, keys))) < len(keys):
-            raise YAMLError("a key stands twice")
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        return found
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?\d+(?:_\d+)*(?:\.[\d_]*)?[eE][-+]?\d+$", re.ASCII),
-    list("-+0123456789"),
-)
-
-
 def settings_of(text: str) -> dict[str, Any]:
     """What a run's config.yaml says, as nested plain data; {} where it says nothing, or is no yaml file of
     settings."""
     try:
-        tree = yaml.load(text, _Loader)
+        tree = parsed(text)
     except (YAMLError, ValueError, TypeError):  # the latter two: a number or a key that is none
         return {}
     return as_today({str(key): value for key, value in tree.items()}) if isinstance(tree, dict) else {}

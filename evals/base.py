@@ -38,9 +38,9 @@ class Target:
 
     def model_folder(self) -> Path:
         """The model's own files on disk; a hub model is downloaded. Raises ConfigError."""
-        from rollouts.generate import (
-            model_folder,
-        )  # torch takes seconds that a wrong command line need not wait
+        from rollouts.weights import (
+            model_folder,  # torch takes seconds that a wrong command line need not wait
+        )
 
         return model_folder(self.config)
 

@@ -170,13 +170,13 @@ class Policy(nn.Module):
         ours = chunked_logprobs(hidden[0], weight, head.bias, targets, scale=self.scale, softcap=self.softcap)
         # Their logits are rounded to the model's dtype; ours are not.
         allowed = 4 * torch.finfo(weight.dtype).eps * (1 + logits.abs().max().item()) + 1e-4
-        error = (theirs - ours).abs().max().item()
+        difference = (theirs - ours).abs().max().item()
         require(
-            error <= allowed,
+            difference <= allowed,
             "model.name_or_path",
             model.config.name_or_path or name,
             f"{name} does something to its logits that is not known here (log-probabilities differ by "
-            f"{error:.2g} nats)",
+            f"{difference:.2g} nats)",
         )
 
 

@@ -116,7 +116,7 @@ def check_kernel(kernel: str, found: PretrainedConfig) -> None:
     mapping = AutoModelForCausalLM._model_mapping
     if type(found) not in mapping:
         return
-    model = mapping[type(found)]
+    model: Any = mapping[type(found)]
     offered = {
         "sdpa": model._supports_sdpa,
         "flex_attention": model._supports_flex_attn,

@@ -14,6 +14,7 @@ from statistics import fmean
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
+from config.defaults import with_defaults
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
 from data import adder
@@ -106,12 +107,14 @@ CONTEXTS_AT_ONCE = 512
 def pairs(run: str, folder: Path) -> None:
     """Write the pairs of both splits. Prompts come in the order of their ids, which says nothing about the
     numbers."""
-    config = ModelConfig(
-        name="sampler", name_or_path=run, dtype="float32", max_length=64, max_prompt_length=16
+    config = with_defaults(
+        ModelConfig, name="sampler", name_or_path=run, dtype="float32", max_length=64, max_prompt_length=16
     )
     world = start()
     renderer = make_renderer(
-        load_tokenizer(config), config, DataConfig(name="adder", source="data.adder.adder_pairs")
+        load_tokenizer(config),
+        config,
+        with_defaults(DataConfig, name="adder", source="data.adder.adder_pairs"),
     )
     sampler = EmbeddedSampler(
         load_policy(config, world.device), renderer, world.device, batch_size=1024, synced=False

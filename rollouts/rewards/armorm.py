@@ -61,11 +61,11 @@ class ArmoRM(LlamaPreTrainedModel):
     """The whole model. Its head is float32 in every dtype of the backbone: rewards differ in the third digit,
     bf16 has two."""
 
-    _keep_in_fp32_modules_strict: ClassVar[list[str]] = [
+    _keep_in_fp32_modules_strict: ClassVar[list[str]] = [  # type: ignore[misc]
         "regression_layer",
         "gating",
         "reward_transform_matrix",
-    ]  # type: ignore[misc]
+    ]
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
