@@ -104,7 +104,8 @@ class RunWatch:
             "diagnostics": None if self.diagnostics is None else self.diagnostics.state(),
         }
         mine = trainer.reference_scores()
-        self.checkpoints.save(trainer.progress.step, trainer.policy, trainer.optimizer, state, mine)
+        step, records = trainer.progress.step, self.tracker.copy_to
+        self.checkpoints.save(step, trainer.policy, trainer.optimizer, state, mine, records)
         self._saved = replace(trainer.progress)
 
     def _score(self) -> float | None:

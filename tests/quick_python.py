@@ -26,6 +26,7 @@ import sys
 import threading
 import traceback
 import types
+import weakref
 from pathlib import Path
 
 HEAVY = (
@@ -218,6 +219,7 @@ def _child(request: Request, python: str) -> int:
     """Be the process that the client stands for."""
     arguments, environment, cwd, client, theirs, ours, connection = request
     os.setsid()
+    _leave_folders_of_the_imports()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -246,6 +248,14 @@ def _child(request: Request, python: str) -> int:
         traceback.print_exc()
         code = 1
     return code
+
+
+def _leave_folders_of_the_imports() -> None:
+    """Temporary folders that were made while libraries were imported are the first process's to remove."""
+    from wandb.sdk.data_types._private import MEDIA_TMP
+
+    atexit.unregister(MEDIA_TMP.cleanup)
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
 
 
 def _take_files(theirs: list[int], ours: list[int], connection: socket.socket) -> None:

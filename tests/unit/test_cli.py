@@ -116,7 +116,7 @@ def test_a_folder_of_ones_own_settings_may_have_the_reward(tmp_path):
         "loss.name=null": "loss.name=None: must be a text",
         "loss._target_=null": "loss._target_=None: must be a text",
         "loss.beta=null": "loss.beta=None: must be a number",
-        "data=mix data.mix=[3]": "data.mix[0]=3: is one set, as in",
+        "data=mix data.mix=[3]": "data.mix[0]=3: is one of mix: a mapping, as in {name: hh",
         "data.columns=[a]": "data.columns=['a']: is a mapping",
         "model.peft.target_modules=null": "model.peft.target_modules=None: name modules",
         "model.peft.target_modules=[]": "model.peft.target_modules=[]: name modules",
