@@ -52,10 +52,11 @@ def installed(here: Path) -> None:
 
 
 def slurm(folder: Path) -> None:
-    """``sbatch`` and ``squeue`` that take any script which bash can read, and have an empty queue."""
+    """A cluster that takes any script which bash can read, and has an empty queue."""
     (folder / "sbatch").write_text('#!/bin/bash\nbash -n "${@: -1}" && echo 4242\n')
     (folder / "squeue").write_text("#!/bin/bash\n")
-    for name in ("sbatch", "squeue"):
+    (folder / "scontrol").write_text("#!/bin/bash\necho 'MaxArraySize = 1001'\n")
+    for name in ("sbatch", "squeue", "scontrol"):
         (folder / name).chmod(0o755)
 
 
