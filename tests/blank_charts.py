@@ -3,6 +3,7 @@ picture."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ def blank_charts(setattr: Callable[[Any, str, Any], None] = setattr) -> None:
     """From now on, figures are saved blank."""
 
     def blank(self: Figure, to: Any, **_: Any) -> None:
-        if hasattr(to, "write"):
+        if isinstance(to, io.TextIOBase):
+            to.write(BLANK.decode())
+        elif hasattr(to, "write"):
             to.write(BLANK)
         else:
             Path(to).write_bytes(BLANK)
