@@ -73,7 +73,7 @@ def settings_of(variant: str, loss: str, batch_pairs: int, padded: bool = False)
     return Settings(
         loss,
         sequences,
-        sequences // 2,
+        -(-sequences // 2),
         humanline=k is not None,
         sync_freq=k or 1,
         packing=False if padded else None,

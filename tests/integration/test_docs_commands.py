@@ -27,6 +27,7 @@ from tests.quick_python import FIRST, STAND_INS, QuickPython
 NOT_RUN = {
     "pip install "
     "hydra-submitit-launcher==1.2.0": "would change the environment of the tests, from the package index",
+    "hf auth login": "would ask the hub for a token",
 }
 EVERY = "n_eval_examples=4 n_eval_prompts=2 wandb.enabled=false"
 OFFLINE, ONLINE = f"n_examples=32 {EVERY}", f"rounds.contexts=4 rounds.contexts_per_round=4 {EVERY}"
@@ -62,6 +63,11 @@ RULES = [
     # Training
     Rule(r"python train\.py --cfg job$"),
     Rule(r"(python|torchrun|accelerate).* train\.py .*(online=true|experiment=\S+-online)", ONLINE),
+    Rule(  # all of them are the same run here
+        r"(python|torchrun --nproc-per-node \d|accelerate launch --num-processes \d) train\.py( …)?$",
+        f"{OFFLINE} overwrite=true",
+        {r"(--nproc-per-node|--num-processes) \d": r"\1 2", r"\s*…": ""},
+    ),
     Rule(
         r"(python|torchrun --nproc-per-node \d|accelerate launch --num-processes \d) train\.py( |$)",
         OFFLINE,
@@ -94,7 +100,7 @@ RULES = [
     Rule(r"python -m launch\.results "),
     Rule(r"python -m launch\.doctor "),
     # The study, benchmarks
-    Rule(r"python -m study full --records docs/study/runs\.jsonl$"),
+    Rule(r"python -m study full --records docs/study/runs\.jsonl$", "--name published"),
     Rule(r"python -m study ", STUDY),
     Rule(r"python -m study\.prospect_figure ", "--prompts 4"),
     Rule(r"python -m benchmarks\.profile", "--model tiny --batch-pairs 1 --steps 1"),
@@ -122,7 +128,7 @@ MADE = {
         ["python sample.py data=adder rounds.samples=8 out=samples.jsonl limit=40"],
     ),
     r"data\.path=groups\.jsonl": ("groups.jsonl", ["cp assets/adder/pairs.jsonl groups.jsonl"]),
-    r"loss=hinge|trainer=sequence_sft|reward=length|data=questions|trackers=\[csv\]": (
+    r"loss=hinge|trainer=sequence_sft|reward=length|sampler=fixed|data=questions|trackers=\[csv\]": (
         "config/loss/hinge.yaml",
         ["python -m tests.docs extend.md"],
     ),
