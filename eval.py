@@ -7,7 +7,7 @@
 
 Results: runs/mine/evals/<name>.json, every answer in <name>.jsonl beside it; python -m launch.results shows
 them. Its own keys are those of config/eval.yaml: python eval.py --cfg job
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
         rounds.samples=1 format=alpacaeval out=outputs.json
 
 All settings of train.py, and those of config/sample.yaml: python sample.py --cfg job
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

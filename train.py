@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 train.py model=llama3-8b-instruct data=ultrafeedback_armorm loss=kto humanline=true
 
 Exit codes are those of config.cli.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 Variants: ``cached``, offline from reference scores that are known; ``scored``, offline with its own scoring
 before the first step; ``k=1``, ``k=4``, ``k=16``, humanline. Humanline scores each batch once, whatever k, so
 it is held against ``scored`` (the same forwards) and, against ``cached``, to the floor (benchmarks.floor).
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

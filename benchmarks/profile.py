@@ -8,7 +8,7 @@ steps is told of. Parts: ``body products`` (the blocks' matrix products), ``head
 products and softmax), ``attention`` (its kernel), ``elementwise`` (norms, rotary embedding, SiLU, residuals,
 copies), ``optimizer`` (AdamW and clipping), ``sharding`` (FSDP's hooks and copies), ``python`` (what is
 outside any operator). Operations are counted from the operands' shapes.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ Each variant is a run of train.py in a process of its own; the numbers are those
 ``rounds/NNN/round.json``. A row is the median of its rounds, without the first (whose sampling starts the
 engine) and, with lag 1, the last (beside which nothing is sampled). With lag 1 a round's sampling and scoring
 are those of the round after, made while this one trains.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -100,7 +100,8 @@ class FileLock:
 def holder(path: Path) -> str | None:
     """Who holds the lock on the file ``path``, in words; None if nobody does, or the system cannot be asked.
 
-    It takes no lock, so it is in nobody's way. It does not see a lock of this process, and ends it: see ``FileLock``.
+    It takes no lock, so it is in nobody's way. It does not see a lock of this process, and ends it: see
+    ``FileLock``.
     """
     if sys.platform != "linux":  # the form of the question is the system's own
         return None

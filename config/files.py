@@ -15,7 +15,8 @@ FOLDER = Path(__file__).parent
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """YAML as OmegaConf reads it, ten times faster: 1e-5 is a number, a date is a text, no key stands twice."""
+    """YAML as OmegaConf reads it, ten times faster: 1e-5 is a number, a date is a text, no key stands
+    twice."""
 
     yaml_implicit_resolvers: ClassVar = {
         first: [(tag, rule) for tag, rule in rules if tag != "tag:yaml.org,2002:timestamp"]
@@ -38,8 +39,8 @@ _Loader.add_implicit_resolver(
 
 
 def parsed(text: str) -> Any:
-    """What a yaml text says, as plain data. Raises YAMLError, and ValueError or TypeError for a number or a key
-    that is none."""
+    """What a yaml text says, as plain data. Raises YAMLError, and ValueError or TypeError for a number or a
+    key that is none."""
     return yaml.load(text, _Loader)
 
 

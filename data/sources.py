@@ -132,7 +132,7 @@ def hold_out(loaded: Loaded, fraction: float, split: str) -> Loaded:
     count = math.ceil(fraction * len(ids)) if len(ids) > 1 else 0
     evaluation = set(ids[:count])
     kept = [group for group in loaded.groups if (group.prompt.id in evaluation) == (split == "eval")]
-    how = f"{count} of {len(ids)} prompts held out for evaluation by prompt id (data.eval_fraction={fraction:g})"
+    how = f"{count} of {len(ids)} prompts held out for evaluation by prompt id (data.eval_fraction={fraction:g})"  # noqa: E501
     return replace(loaded, groups=kept, origin=f"{loaded.origin}; {how}")
 
 

@@ -68,8 +68,9 @@ class Group:
     """One prompt, its completions and their rewards: one line of a groups file, the one record between
     sources and trainers.
 
-    An offline pair is a group of two with rewards (1.0, -1.0), chosen first; an unpaired example is a group of one whose reward is
-    1.0 (desirable) or -1.0 (undesirable); a demonstration is a group of one with reward 1.0; a prompt alone has no completion.
+    An offline pair is a group of two with rewards (1.0, -1.0), chosen first. An unpaired example is a group
+    of one whose reward is 1.0 (desirable) or -1.0 (undesirable). A demonstration is a group of one with
+    reward 1.0. A prompt alone has no completion.
     """
 
     prompt: Prompt

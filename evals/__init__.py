@@ -1,11 +1,11 @@
 """Evaluation of what was trained: ``python eval.py run=runs/x kind=accuracy``.
 
-A *kind* is a module of this package that ``evals.running.KINDS`` names, imported when it is asked for. It has
+A *kind* is a module of this package, imported when ``kind`` names it (``config.schema_eval.KINDS``). It has
 two functions:
 
     def check(target: Target, stage: EvalStage) -> None
-        Raises ConfigError for whatever of the kind's settings, files and packages cannot be honoured. Called for every target before
-        anything is loaded, sampled or paid for.
+        Raises ConfigError for whatever of the kind's settings, files and packages cannot be honoured.
+        Called for every target before anything is loaded, sampled or paid for.
 
     def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation
         Measures one target. Every rank calls it; what rank 0 returns is written and printed.

@@ -161,7 +161,7 @@ def hub_file(name: str) -> Path | str:
         return Path(hf_hub_download(REPOSITORY, name, repo_type="dataset", etag_timeout=REACHED_WITHIN_S))
     except (OSError, HfHubHTTPError) as error:  # URLError and HTTPError are OSErrors
         reason = getattr(error, "reason", None) or error
-        return f"{name} of {REPOSITORY} is not in the hub's cache, and {constants.ENDPOINT} does not give it ({reason})"
+        return f"{name} of {REPOSITORY} is not in the hub's cache, and {constants.ENDPOINT} does not give it ({reason})"  # noqa: E501
 
 
 def reference_path(given: str | None) -> Path:

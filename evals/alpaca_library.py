@@ -160,7 +160,7 @@ def length_controlled(
     except (
         Exception
     ) as error:  # whatever the regression makes of rows that it cannot fit: the plain rate is still right
-        return f"the library's regression failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+        return f"the library's regression failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"  # noqa: E501
     by_position = frame["glm_preference"].to_dict()
     order = range(len(rows)) if positions is None else positions
     rates = {name: float(metrics[name]) for name in ("length_controlled_winrate", "lc_standard_error")}

@@ -21,13 +21,6 @@ from reports.tracking import mirror_evaluation
 from rollouts.files import refuse_existing
 from rollouts.rewards.base import RewardError
 
-KINDS = {
-    "accuracy": "evals.accuracy",
-    "compare": "evals.compare",
-    "alpacaeval": "evals.alpaca",
-    "lm_eval": "evals.harness",
-}
-"""What ``kind`` may be -> the module that does it (its contract: the docstring of this package)."""
 SHOWN = 64
 """Answers that are shown in wandb."""
 
@@ -35,7 +28,7 @@ SHOWN = 64
 def evaluate(targets: list[Target], stage: EvalStage, world: World) -> list[Evaluation]:
     """Evaluate every target, then all of them as one result where the kind can pool them. Raises ConfigError,
     DataError before anything is loaded, and StoppedError where sampling or scoring cannot go on."""
-    kind = importlib.import_module(KINDS[stage.kind])
+    kind = importlib.import_module(f"evals.{stage.kind}")
     pooled = pooled_path(targets, stage) if len(targets) > 1 and hasattr(kind, "pool") else None
     if pooled is not None:
         refuse_existing(pooled, stage.overwrite_out)

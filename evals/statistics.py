@@ -94,8 +94,9 @@ class Paired:
 
 
 def paired_tests(differences: Sequence[float], tie: float = 0.0) -> Paired:
-    """Tests on one difference a prompt: t and Wilcoxon's signed ranks on the differences, the sign test on wins against losses (ties,
-    |difference| <= ``tie``, left out). Differences that are all 0 have p = 1."""
+    """Tests on one difference a prompt: t and Wilcoxon's signed ranks on the differences, the sign test on
+    wins against losses. Ties, |difference| <= ``tie``, are left out of it. Differences that are all 0 have
+    p = 1."""
     wins, losses = sum(d > tie for d in differences), sum(d < -tie for d in differences)
     sign = float(stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
     if len(differences) < 2:

@@ -5,7 +5,7 @@
 Checks settings, versions, GPUs and attention kernels, that ranks reach each other, data (a dry run), disk
 space for the checkpoints to come, the hub and wandb, and takes two steps. Exit codes: 0 fit; 1 something
 would stop the run; 2 the settings cannot be honoured.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print(json.dumps({
     "torch": torch.__version__, "cuda": torch.version.cuda, "gpus": [[p.name, p.total_memory, f] for p, f in zip(gpus, free)],
     "bf16": not gpus or torch.cuda.is_bf16_supported(), "flash_attn": importlib.util.find_spec("flash_attn") is not None,
     "kernels": [k for k in ("flash", "mem_efficient", "cudnn", "math") if getattr(torch.backends.cuda, f"{k}_sdp_enabled")()]}))
-"""
+"""  # noqa: E501
 RANKS = """
 import torch
 from models.distributed import start, stop, sum_over_ranks
@@ -187,8 +187,8 @@ def network(config: Config) -> Iterator[Finding]:
 
 
 def hub(config: Config) -> Iterator[Finding]:
-    """Whether what the settings name can be had: models, a reward model and data, each a file of this machine, in
-    the cache, or on the hub."""
+    """Whether what the settings name can be had: models, a reward model and data. Each is a file of this
+    machine, in the cache, or on the hub."""
     remote = [source for source in sources(config) if not (ROOT / source.name).exists()]
     wanted = [source for source in remote if not source.cached()]
     names = ", ".join(source.name for source in wanted)
@@ -203,7 +203,7 @@ def hub(config: Config) -> Iterator[Finding]:
                 NOTE
                 if source.kind == "dataset"
                 else BAD,  # of data the cache is another, which is not asked here
-                f"HF_HUB_OFFLINE is set: what is in the cache is all there is, and {source} is not seen there",
+                f"HF_HUB_OFFLINE is set: what is in the cache is all there is, and {source} is not seen there",  # noqa: E501
                 "fetch it where there is a network (hf download …), then HF_HOME=…",
             )
     elif problem := reach(endpoint := os.environ.get("HF_ENDPOINT", "https://huggingface.co")):

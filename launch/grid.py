@@ -20,7 +20,7 @@ A sweep file::
 
 The runs are ``cells x grid x seeds`` in that order; a run's name is made of the sweep's, its values and its
 seed.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def _axis(keys: str, values: Any) -> tuple[Settings, ...]:
 def _range(key: str, spec: Settings) -> list[float]:
     """``{from: 1, to: 64, times: 4}`` -> 1, 4, 16, 64; ``{from: 0, to: 1, plus: 0.5}`` -> 0, 0.5, 1: both
     ends are in."""
-    form = "must be {from: a, to: b, plus: step} or {from: a, to: b, times: factor}, step > 0, factor > 1, a > 0 with times"
+    form = "must be {from: a, to: b, plus: step} or {from: a, to: b, times: factor}, step > 0, factor > 1, a > 0 with times"  # noqa: E501
     numbers = all(isinstance(value, int | float) and math.isfinite(value) for value in spec.values())
     require(
         numbers and set(spec) in ({"from", "to", "plus"}, {"from", "to", "times"}), f"grid.{key}", spec, form

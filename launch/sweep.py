@@ -8,7 +8,7 @@
 The same command again does what is left: finished runs are skipped, queued ones left alone, others go on from
 their last checkpoint. Exit codes: 0 all is well; 1 runs failed, or Slurm refused; 2 the sweep cannot be
 honoured; 75 stopped, start again to go on.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def final_table(summary: dict[str, Any]) -> str:
         facts.append(
             (
                 "load it",
-                f'{summary.get("loads_as", "AutoModelForCausalLM")}.from_pretrained("{Path(run_dir) / "model"}")',
+                f'{summary.get("loads_as", "AutoModelForCausalLM")}.from_pretrained("{Path(run_dir) / "model"}")',  # noqa: E501
             )
         )
     return "\n".join(

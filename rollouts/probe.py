@@ -5,8 +5,9 @@ difference (an old output head: 3 and more), right ones as rounding. Two things 
 weights can pass either alone:
 
 - the difference lies within the dtype's noise (``NOISE``). That catches a load that went wrong;
-- the engine moved when the trainer moved. A round at a small learning rate can move log-probabilities by less than bfloat16's
-  noise, so that an engine which skipped the load passes the first question; but its numbers for the same rows stay the same.
+- the engine moved when the trainer moved. A round at a small learning rate can move log-probabilities by
+  less than bfloat16's noise, so that an engine which skipped the load passes the first question. But its
+  numbers for the same rows stay the same.
 """
 
 from __future__ import annotations

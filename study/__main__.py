@@ -6,7 +6,7 @@
     python -m study quick --seeds 11,12,13 --name other-seeds
 
 Runs lie in runs/<name>/, the report in results/<name>/ (report.html, report.md, figures, runs.jsonl).
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

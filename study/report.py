@@ -293,7 +293,7 @@ def tuning_sections(plan: Plan, chosen: Mapping[str, Settings], records: Sequenc
         picked = ", ".join(f"{key.rpartition('.')[2]} {chosen[cell][key]:g}" for key in TUNED)
         rows.append([cell, *(told(found) for found in values), picked])
     several = len(plan.tuning_seeds) > 1
-    shown = f"seed{'s' * several} {', '.join(map(str, plan.tuning_seeds))}{': mean ± standard deviation' * several}"
+    shown = f"seed{'s' * several} {', '.join(map(str, plan.tuning_seeds))}{': mean ± standard deviation' * several}"  # noqa: E501
     text = (
         f"The same runs for each cell: the learning rate at max_grad_norm {DEFAULT_NORM:g}, then the norm "
         "at the best learning "

@@ -1,9 +1,9 @@
 """Programs in processes of their own whose imports are done.
 
-A Python that imports torch and transformers costs seconds of a core, and many tests need one: to be killed, or to
-be one of several ranks. ``start`` gives them a process a moment after it was asked for; the fixture
-``quick_python`` does so for whatever a test starts itself. What must be seen from the first import on is started
-without either.
+A Python that imports torch and transformers costs seconds of a core, and many tests need one: to be killed,
+or to be one of several ranks. ``start`` gives them a process a moment after it was asked for; the fixture
+``quick_python`` does so for whatever a test starts itself. What must be seen from the first import on is
+started without either.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def start(
 ) -> Program:
     """``python WORDS``: a script, ``-m`` and a module, or ``-c`` and code, in a session of its own.
 
-    ``env`` goes over this process's environment. ``log`` gets, at its end, both streams; without one they are in
-    files that nobody else knows.
+    ``env`` goes over this process's environment. ``log`` gets, at its end, both streams; without one they are
+    in files that nobody else knows.
     """
     stdout, stderr = (log, log) if log is not None else (_scratch(".out"), _scratch(".err"))
     given = os.environ | NOTHING_DRAWN | (env or {})
@@ -114,8 +114,9 @@ def torchrun(ranks: int, *words: str | Path) -> list[str]:
 
 
 def in_ranks(worker: Callable[..., None], arguments: tuple[str | int, ...], ranks: int) -> None:
-    """Call ``worker(rank, *arguments)`` in ``ranks`` processes; where one fails, end the others and say why."""
-    code = f"import sys; from {worker.__module__} import {worker.__name__} as f; f(int(sys.argv[1]), *{arguments!r})"
+    """Call ``worker(rank, *arguments)`` in ``ranks`` processes; where one fails, end the others and say
+    why."""
+    code = f"import sys; from {worker.__module__} import {worker.__name__} as f; f(int(sys.argv[1]), *{arguments!r})"  # noqa: E501
     programs = [start("-c", code, str(rank)) for rank in range(ranks)]
     until(lambda: all(p.poll() == 0 for p in programs) or any(p.poll() for p in programs))
     failed = [program for program in programs if program.poll()]

@@ -2,7 +2,7 @@
 
 python -m tools.make_adder blank FOLDER        # architecture, tokenizer and chat template of the embedded model, no weights
 python -m tools.make_adder pairs RUN FOLDER    # pairs.jsonl and eval_pairs.jsonl, sampled from a run's model
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

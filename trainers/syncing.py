@@ -10,7 +10,7 @@ The trust region's is Gorbatovski et al. 2024, arXiv 2404.09656.
 
 A reference that *is* the policy of some step needs no weights of its own (models.reference). One that only
 moves towards it, by ``sync_alpha`` < 1, does: ``SoftReference`` is the one place that holds them.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

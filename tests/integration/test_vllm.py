@@ -135,7 +135,7 @@ worker.call("start", options, str(folder / "weights-0"), 0, timeout=900)
 worker.send("generate", [GenerateRequest([1, 2, 3], 1.0, 1.0, 500, (), seed) for seed in range(2000)])  # minutes of work
 print(worker.pid, flush=True)
 worker.receive(600)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")

@@ -264,7 +264,7 @@ def test_collectives_live_in_one_module():
 
 @pytest.mark.parametrize("module", ["config.load", "train"])
 def test_a_wrong_command_line_is_refused_before_torch_is_loaded(module):
-    code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'datasets', 'wandb', 'vllm') if m in sys.modules])"
+    code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'datasets', 'wandb', 'vllm') if m in sys.modules])"  # noqa: E501
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=900, check=True
     )

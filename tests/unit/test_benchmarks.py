@@ -300,7 +300,7 @@ def refused(*a, **k): raise AssertionError('the network')
 socket.socket.connect = socket.getaddrinfo = refused
 sys.argv = ['gpu', *sys.argv[1:]]
 runpy.run_module('benchmarks.gpu', run_name='__main__')
-"""
+"""  # noqa: E501
 """benchmarks.gpu where only what NEEDED depends on is installed, without a network."""
 
 

@@ -7,7 +7,7 @@ by a number.
 | equation 1's mean over sequences of the mean over tokens | ``normalization="sequence"`` |
 | Dr. GRPO (Liu et al. 2025, arXiv 2503.20783) | ``normalization="constant"``, ``max_tokens``; advantages without the std |
 | GSPO (Zheng et al. 2025, arXiv 2507.18071) | ``importance="sequence"``, ``normalization="sequence"``, epsilons of about 3e-4 |
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def test_the_end_token_is_found_behind_a_newline_that_is_a_token_too() -> None:
 
 
 def test_the_day_of_the_run_does_not_change_the_ids() -> None:
-    dated = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y %f') %}{% endif %}{{ date_string }}"
+    dated = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y %f') %}{% endif %}{{ date_string }}"  # noqa: E501
     make = Renderer(
         TOKENIZERS["llama3"], max_length=200, max_prompt_length=150, template=dated + FAMILIES["llama3"][3]
     )

@@ -74,7 +74,7 @@ def test_what_a_log_says(tmp_path: Path, lines: list[str], kind: str, detail: st
 def test_a_run_whose_process_is_at_work_is_running(tmp_path: Path) -> None:
     """Whatever its logs say: it may have been started by hand."""
     (tmp_path / "s-a-s1.7.out").write_text(log_of(">on n1", "boom", ">exit code 1"))
-    code = "import sys; from pathlib import Path; from common.lock import FileLock; lock = FileLock(Path(sys.argv[1]))"
+    code = "import sys; from pathlib import Path; from common.lock import FileLock; lock = FileLock(Path(sys.argv[1]))"  # noqa: E501
     code += "; lock.acquire(); lock.sign(); print(flush=True); sys.stdin.read()"
     words = [sys.executable, "-c", code, str(tmp_path / "s-a-s1" / LOCK)]
     with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

@@ -28,7 +28,7 @@ if sys.argv[2] == "chunked":
 else:
     (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None]).sum().backward()
 print(status("VmHWM") - before)
-"""
+"""  # noqa: E501
 
 
 def peak_mb(vocabulary: int, how: str = "chunked") -> float:

@@ -107,7 +107,7 @@ def test_whatever_a_setting_says_is_shown_and_does_nothing(tmp_path, hostile):
 
 
 def test_no_folder_of_a_machine_gets_in(tmp_path):
-    words = f"runs_dir=/scratch/ada/runs data.path={Path.cwd()}/pairs.jsonl x=/mnt/a/b url=https://host/a/b/c c=a/b/c"
+    words = f"runs_dir=/scratch/ada/runs data.path={Path.cwd()}/pairs.jsonl x=/mnt/a/b url=https://host/a/b/c c=a/b/c"  # noqa: E501
     page = write_model_card(tmp_path, CONFIG, SUMMARY | {"command": words}).read_text(encoding="utf-8")
     assert "runs_dir=…/runs data.path=pairs.jsonl x=…/b url=https://host/a/b/c c=a/b/c</code>" in page
 

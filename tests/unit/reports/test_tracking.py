@@ -118,7 +118,7 @@ TRAIN = """
     tracker.summary({"after": {"eval_reward_accuracy": 0.75}})
     tracker.close()
     print(tracker.wandb_id)
-"""
+"""  # noqa: E501
 
 
 def train(run_dir: Path, first: int, last: int, run_id: str, before: str = "", **env: str) -> tuple[str, str]:

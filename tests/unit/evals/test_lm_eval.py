@@ -17,7 +17,7 @@ from config.typed import typed
 from data import adder
 from data.chat import make_renderer
 from data.types import Completion
-from evals import harness
+from evals import lm_eval
 from evals.base import Target
 from evals.running import evaluate
 from models.distributed import start
@@ -102,7 +102,7 @@ def test_the_harness_counts_what_our_sampler_and_verifier_count(tmp_path, tasks)
     [found] = evaluate([one], stage(tasks), start())
     renderer = renderer_of(one)
     sampler = EmbeddedSampler(
-        harness.load_policy(one.config.model, torch.device("cpu")),
+        lm_eval.load_policy(one.config.model, torch.device("cpu")),
         renderer,
         torch.device("cpu"),
         batch_size=24,
@@ -127,8 +127,8 @@ def test_the_harness_prefers_what_our_forward_prefers(tmp_path, tasks):
     """A choice is by the summed log-probability of its tokens: a plain forward over our rendering says the
     same of each."""
     one = target(tmp_path)
-    found = harness.evaluate(one, stage(tasks, tasks=["carry"]), start())
-    policy, renderer = harness.load_policy(one.config.model, torch.device("cpu")), renderer_of(one)
+    found = lm_eval.evaluate(one, stage(tasks, tasks=["carry"]), start())
+    policy, renderer = lm_eval.load_policy(one.config.model, torch.device("cpu")), renderer_of(one)
     model = policy.model
     for prompt, row in zip(PROMPTS, found.rows, strict=True):
         sums = []
@@ -146,18 +146,18 @@ def test_the_harness_prefers_what_our_forward_prefers(tmp_path, tasks):
 
 def test_limit_chat_template_and_system_instruction_are_what_the_model_sees(tmp_path, tasks):
     one = target(tmp_path)
-    found = harness.evaluate(one, stage(tasks, limit=3), start())
+    found = lm_eval.evaluate(one, stage(tasks, limit=3), start())
     assert found.values["counts"]["prompts"] == {"sums": 3}
     asked = renderer_of(one).tokenizer.decode(renderer_of(one).prompt_ids(PROMPTS[0]))
     assert found.rows[0]["prompts"] == [asked]
-    bare = harness.evaluate(one, stage(tasks, limit=1, chat_template=False), start())
+    bare = lm_eval.evaluate(one, stage(tasks, limit=1, chat_template=False), start())
     assert bare.rows[0]["prompts"] == [PROMPTS[0].turns[0].content]
     assert bare.settings["chat_template"] is False and found.settings["chat_template"] is True
     assert (
         bare.fingerprints["texts"] != found.fingerprints["texts"]
         and bare.fingerprints["weights"] == found.fingerprints["weights"]
     )
-    said = harness.evaluate(
+    said = lm_eval.evaluate(
         one, stage(tasks, limit=1, chat_template=False, system_instruction="Add."), start()
     )
     assert said.rows[0]["prompts"][0].startswith("Add.")
@@ -176,15 +176,15 @@ def test_limit_chat_template_and_system_instruction_are_what_the_model_sees(tmp_
 )
 def test_settings_that_cannot_be_honoured(tmp_path, tasks, own, message, monkeypatch):
     monkeypatch.setattr(
-        harness, "_manager", lambda *_: harness._register(str(tasks), False)
+        lm_eval, "_manager", lambda *_: lm_eval._register(str(tasks), False)
     )  # the harness's own list takes seconds
     with pytest.raises(ConfigError, match=message):
-        harness.check(target(tmp_path), stage(tasks, **own))
+        lm_eval.check(target(tmp_path), stage(tasks, **own))
 
 
 def test_a_task_whose_data_is_not_there_is_refused_before_weights_are_loaded(tmp_path, tasks, monkeypatch):
     (tasks / "docs.jsonl").unlink()
-    monkeypatch.setattr(harness, "load_policy", None)
+    monkeypatch.setattr(lm_eval, "load_policy", None)
     with pytest.raises(ConfigError, match=r"lm_eval.tasks=\['sums'\]: cannot be loaded .*"):
         evaluate([target(tmp_path)], stage(tasks), start())
 
@@ -193,17 +193,17 @@ def test_a_task_that_fails_is_named(tmp_path, tasks):
     text = (tasks / "sums.yaml").read_text()
     (tasks / "sums.yaml").write_text(text.replace("max_gen_toks: 40", "max_gen_toks: none"))
     with pytest.raises(StoppedError, match=r"lm_eval.tasks=\['sums'\]: the harness failed"):
-        harness.evaluate(target(tmp_path), stage(tasks, tasks=["sums"]), start())
+        lm_eval.evaluate(target(tmp_path), stage(tasks, tasks=["sums"]), start())
 
 
 def test_tasks_that_run_what_the_model_wrote_are_asked_for_twice(tmp_path, tasks, monkeypatch):
     class Task:
         UNSAFE_CODE = True
 
-    monkeypatch.setattr(harness, "_load", lambda _: {"runs_code": Task()})
+    monkeypatch.setattr(lm_eval, "_load", lambda _: {"runs_code": Task()})
     with pytest.raises(ConfigError, match=r"lm_eval.unsafe_code=False: runs_code runs what the model wrote"):
-        harness.check(target(tmp_path), stage(tasks))
-    harness.check(target(tmp_path), stage(tasks, unsafe_code=True))
+        lm_eval.check(target(tmp_path), stage(tasks))
+    lm_eval.check(target(tmp_path), stage(tasks, unsafe_code=True))
 
 
 def test_metric_names():
@@ -215,4 +215,4 @@ def test_metric_names():
         "em,strict": 1,
         "em_stderr,strict": "N/A",
     }
-    assert harness.metrics_of(result) == {"acc": 0.5, "acc_stderr": 0.1, "em_strict": 1}
+    assert lm_eval.metrics_of(result) == {"acc": 0.5, "acc_stderr": 0.1, "em_strict": 1}

@@ -20,7 +20,7 @@ from common.errors import ConfigError, DataError
 from config.schema_benchmarks import AlpacaEvalConfig, LmEvalConfig
 from config.schema_eval import EvalStage
 from config.typed import typed
-from evals import alpaca, alpaca_files
+from evals import alpaca_files, alpacaeval
 from evals.base import Target
 from evals.running import evaluate
 from models.distributed import start
@@ -61,8 +61,8 @@ def rates(tmp_path, rows, **own):
     path = tmp_path / "annotations.json"
     path.write_text(json.dumps(rows))
     found = stage(annotations=str(path), **own)
-    alpaca.check(target(tmp_path), found)
-    return alpaca.evaluate(target(tmp_path), found, start())
+    alpacaeval.check(target(tmp_path), found)
+    return alpacaeval.evaluate(target(tmp_path), found, start())
 
 
 def row(i, preference, output_1="abc", output_2="abcd"):
@@ -112,7 +112,7 @@ def test_the_plain_rate_by_hand(tmp_path):
 )
 def test_the_leaderboards_numbers_from_its_judgements(tmp_path):
     """Of gpt-3.5-turbo-0301: https://tatsu-lab.github.io/alpaca_eval, with all digits of its table."""
-    found = alpaca.evaluate(target(tmp_path), stage(annotations=str(REAL)), start()).values
+    found = alpacaeval.evaluate(target(tmp_path), stage(annotations=str(REAL)), start()).values
     assert found["win_rate"] == pytest.approx(9.622453295105588, rel=1e-12)
     assert found["standard_error"] == pytest.approx(0.9129656686751644, rel=1e-12)
     assert found["discrete_win_rate"] == pytest.approx(8.881987577639752, rel=1e-12)
@@ -285,7 +285,7 @@ def test_a_hub_that_cannot_be_reached_is_not_waited_for(monkeypatch, how):
 )
 def test_settings_that_cannot_be_honoured(tmp_path, own, message):
     with pytest.raises(ConfigError, match=message):
-        alpaca.check(target(tmp_path), stage(**own))
+        alpacaeval.check(target(tmp_path), stage(**own))
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_judgements_that_cannot_be_used(tmp_path, rows, message):
     path = tmp_path / "annotations.json"
     path.write_text(rows if isinstance(rows, str) else json.dumps(rows))
     with pytest.raises(DataError, match=message):
-        alpaca.check(target(tmp_path), stage(annotations=str(path)))
+        alpacaeval.check(target(tmp_path), stage(annotations=str(path)))
 
 
 def test_a_difficulty_file_that_is_none(tmp_path):
@@ -383,7 +383,7 @@ def test_answers_judgements_and_rates_in_one_run_that_goes_on_where_it_stopped(
     assert written["win_rate"] == pytest.approx(50) and written["settings"]["judge"]["model"] == "gpt-4.1"
     assert len((out / "alpacaeval.jsonl").read_text().splitlines()) == 6
     again = stage(annotations=str(out / "alpacaeval" / "annotations.json"))
-    assert alpaca.evaluate(target(out), again, start()).values["win_rate"] == found.values["win_rate"]
+    assert alpacaeval.evaluate(target(out), again, start()).values["win_rate"] == found.values["win_rate"]
     assert "a key" not in "".join(path.read_text() for path in out.rglob("*") if path.is_file())
 
 
@@ -398,7 +398,7 @@ def test_answers_alone_then_judged_elsewhere(tmp_path, endpoint):
     rows = json.loads(outputs.read_text())
     outputs.write_text(json.dumps([rows[0] | {"instruction": rows[0]["instruction"] + " "}, *rows[1:]]))
     with pytest.raises(ConfigError, match=r"1 of 6 instructions are none of alpacaeval.reference's"):
-        alpaca.check(target(tmp_path / "c"), judging)
+        alpacaeval.check(target(tmp_path / "c"), judging)
 
 
 def test_an_instruction_that_does_not_fit_is_refused_before_anything_is_sampled(tmp_path):
@@ -406,4 +406,4 @@ def test_an_instruction_that_does_not_fit_is_refused_before_anything_is_sampled(
     with pytest.raises(
         ConfigError, match=r"model.max_prompt_length=40: would cut 1 of AlpacaEval's 7 instructions"
     ):
-        alpaca.check(target(tmp_path), own)
+        alpacaeval.check(target(tmp_path), own)
