@@ -18,6 +18,12 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
         tree["loss"] = {key: value for key, value in loss.items() if key != "_partial_"}
     if isinstance(trainer := tree.get("trainer"), dict) and "loss_keys" not in trainer:
         tree["trainer"] = trainer | _of_target("trainer", trainer.get("_target_"))
+    if isinstance(trainer := tree.get("trainer"), dict) and "corrections" not in trainer:
+        tree["trainer"] = trainer | {
+            "corrections": _of_target("trainer", trainer.get("_target_")).get("corrections", [])
+        }
+    if "loss" in tree:
+        tree.setdefault("correction", dict(section("correction/none.yaml")))
     if isinstance(reward := tree.get("reward"), dict) and "_target_" not in reward:
         given = {key: value for key, value in reward.items() if value is not None}
         kind = next((key for key in given if key not in ("name", "max_missing")), None)

@@ -15,6 +15,7 @@ from typing import Any
 
 from common.errors import one_of, require
 from config.defaults import nested, yaml_defaults
+from config.schema_correction import CorrectionConfig
 from config.schema_data import DataConfig
 from config.schema_humanline import BetaConfig
 from config.schema_model import ModelConfig
@@ -91,6 +92,7 @@ class Config:
     reward: dict[str, Any] | None = None
     rounds: RoundsConfig = nested(RoundsConfig)
     humanline_sampling: BetaConfig = nested(BetaConfig)
+    correction: CorrectionConfig = nested(CorrectionConfig)
 
     def __post_init__(self) -> None:
         for key in ("name", "_target_"):
@@ -186,6 +188,7 @@ class Config:
                 "use a loss with one (dpo, kto, grpo) or humanline=false",
             )
         self._check_method()
+        self._check_correction()
         if self.online:
             self._check_online()
 
@@ -241,6 +244,29 @@ class Config:
             "sync_alpha",
             self.sync_alpha,
             "is for sync_mode=trust_region; in every other mode the reference becomes the policy itself",
+        )
+
+    def _check_correction(self) -> None:
+        """What a correction needs of the loss, and of the sampler whose log-probabilities it divides by."""
+        correction, of = self.correction, self.trainer.corrections
+        if correction._target_ is None:
+            return
+        fitting = " or ".join(of) or "nothing"
+        require(
+            correction.weighs in of,
+            "correction",
+            correction.name,
+            f"weighs {correction.weighs}, and of loss={self.loss['name']} {fitting} can be weighed; use "
+            "correction=none or another loss",
+        )
+        same = self.sampler.temperature == 1 and self.sampler.top_p == 1
+        require(
+            same or not (self.online and correction.reads_behavior) or correction.mismatch == "allow",
+            "correction",
+            correction.name,
+            "divides by log-probabilities at temperature 1 and top-p 1, but the samples are drawn with "
+            f"sampler.temperature={self.sampler.temperature:g} and sampler.top_p={self.sampler.top_p:g}; "
+            "set both to 1, or correction.mismatch=allow",
         )
 
     def _check_online(self) -> None:

@@ -25,6 +25,7 @@ class TrainerConfig:
     logprob_range: bool
     beta_scales_rewards: bool
     loss_keys: list[str]
+    corrections: list[str]
     name: str = "???"
     _target_: str = "???"
 

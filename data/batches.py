@@ -6,9 +6,9 @@ resumes on other ranks, sees the same global batches in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -40,9 +40,6 @@ class Segment:
     start: float = 0.0
     end: float = 1.0
     """The share of the whole plan consumed before and after this segment (the schedule's clock)."""
-    sampler_logprobs: Mapping[str, float] = field(default_factory=dict, repr=False)
-    """Row key -> log-probability of its completion as the sampler reported it, nats; empty without an
-    external sampler."""
     _orders: dict[int, list[Example]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -69,6 +66,12 @@ class Segment:
     @property
     def epoch_size(self) -> int:
         return sum(len(group) for group in self.groups)
+
+    @cached_property
+    def has_behavior(self) -> bool:
+        """Whether the log-probability under the policy that wrote it is known of any token."""
+        rows = (row for group in self.groups for example in group for row in example.rows)
+        return any(row.behavior_logprobs is not None for row in rows)
 
     def _order(self, epoch: int) -> list[Example]:
         if epoch not in self._orders:
@@ -133,7 +136,19 @@ def collate(rows: Seq[Sequence], device: torch.device, pack: bool = False) -> Se
         targets=put(np.concatenate(targets)),
         cells=put(np.concatenate(cells)),
         mask=put(mask),
+        behavior_logprobs=None if (known := _behavior(rows, longest)) is None else put(known),
     )
+
+
+def _behavior(rows: Seq[Sequence], longest: int) -> np.ndarray | None:
+    """[R, T] the rows' log mu, nan where it is not known; None where no row has any."""
+    if all(row.behavior_logprobs is None for row in rows):
+        return None
+    found = np.full((len(rows), longest), np.nan, np.float32)
+    for r, row in enumerate(rows):
+        if row.behavior_logprobs is not None:
+            found[r, : len(row.behavior_logprobs)] = row.behavior_logprobs
+    return found
 
 
 def microbatch(examples: Seq[Example], device: torch.device, pack: bool = False) -> Microbatch:

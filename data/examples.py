@@ -4,11 +4,13 @@ named."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from data.chat import Renderer
 from data.token_cache import TokenCache
-from data.types import Example, Group, Sequence
+from data.types import Completion, Example, Group, Sequence
 from data.views import View
 
 
@@ -23,6 +25,17 @@ class Examples:
     @property
     def count(self) -> int:
         return sum(len(group) for group in self.groups)
+
+
+def with_behavior(row: Sequence | str, completion: Completion) -> Sequence | str:
+    """The row with the log-probabilities that its writer gave its tokens. They are not known of an end token
+    that the row got here."""
+    if completion.behavior_logprobs is None or isinstance(row, str):
+        return row
+    known = completion.behavior_logprobs[: len(row.completion_ids)]
+    found = np.full(len(row.completion_ids), np.nan, np.float32)
+    found[: len(known)] = known
+    return replace(row, behavior_logprobs=found)
 
 
 def make_examples(
@@ -43,7 +56,10 @@ def make_examples(
     kept: list[tuple[Example, ...]] = []
     dropped: dict[str, int] = {}
     for group, wants in zip(groups, wanted, strict=True):
-        made = [(want, [next(rendered) for _ in want.completions]) for want in wants]
+        made = [
+            (want, [with_behavior(next(rendered), group.completions[i]) for i in want.completions])
+            for want in wants
+        ]
         failed = [row for _, sequences in made for row in sequences if isinstance(row, str)]
         if not wants or failed:
             reason = failed[0] if failed else "its rewards say nothing (too few completions, or all equal)"

@@ -2,13 +2,17 @@
 with ``data=local``.
 
 A line: ``{"id", "prompt": [{"role", "content"}], "reference", "completions": [{"text", "token_ids",
-"finished", "tokenizer"}], "rewards": [...]}``. ``tokenizer`` is the fingerprint of the vocabulary that the
-ids belong to; lines without it are read too.
+"finished", "tokenizer", "behavior_logprobs"}], "rewards": [...]}``. ``tokenizer`` is the fingerprint of the
+vocabulary that the ids belong to. ``behavior_logprobs`` has a number for each of ``token_ids``: its
+log-probability under the policy that wrote it, in nats, at temperature 1 and without truncation, or null.
+Lines without the two are read too. Without ``token_ids`` there is nothing that ``behavior_logprobs`` could
+belong to, and they are not read.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -20,6 +24,9 @@ from config.schema_data import DataConfig
 from data.formats import RowError, Values, answered, is_finite, prompt_of, shown, truth, turns, value
 from data.rows import Dropped, Row, read_rows
 from data.types import Completion, Group
+
+_ROUNDING = 1e-3
+"""nats that an engine's log-probability may lie above 0"""
 
 
 def write_groups(path: Path, groups: Iterable[Group]) -> None:
@@ -63,12 +70,16 @@ def to_dict(group: Group) -> dict[str, Any]:
 
 def _completion_dict(completion: Completion) -> dict[str, Any]:
     ids = completion.token_ids
-    made = {
+    made: dict[str, Any] = {
         "text": completion.text,
         "token_ids": None if ids is None else list(ids),
         "finished": completion.finished,
     }
-    return made if completion.tokenizer is None else made | {"tokenizer": completion.tokenizer}
+    if completion.tokenizer is not None:
+        made["tokenizer"] = completion.tokenizer
+    if completion.behavior_logprobs is not None:
+        made["behavior_logprobs"] = [None if math.isnan(v) else v for v in completion.behavior_logprobs]
+    return made
 
 
 def from_dict(values: Values) -> Group:
@@ -98,7 +109,23 @@ def _completion(found: Any) -> Completion:
     if not isinstance(whose, str | None):
         raise RowError("a completion's 'tokenizer' is not a string, the fingerprint of a vocabulary")
     finished = found.get("finished") is None or truth(found, "finished")
-    return Completion(words, None if ids is None else tuple(ids), finished, None if ids is None else whose)
+    if ids is None:
+        return Completion(words, None, finished)
+    return Completion(words, tuple(ids), finished, whose, _behavior(found.get("behavior_logprobs"), len(ids)))
+
+
+def _behavior(found: Any, tokens: int) -> tuple[float, ...] | None:
+    """A completion's ``behavior_logprobs``: a number or null for each token. Raises RowError."""
+    if found is None:
+        return None
+    if not isinstance(found, list) or not all(v is None or (is_finite(v) and v <= _ROUNDING) for v in found):
+        raise RowError("a completion's 'behavior_logprobs' are not a list of numbers up to 0, or null")
+    if len(found) != tokens:
+        raise RowError(
+            f"a completion has {len(found)} behavior_logprobs and {tokens} token_ids: they belong to other "
+            "tokens"
+        )
+    return tuple(math.nan if v is None else float(v) for v in found)
 
 
 def _is_id(found: Any) -> bool:

@@ -61,6 +61,9 @@ class Completion:
     tokenizer: str | None = field(default=None, compare=False)
     """Whose ``token_ids`` they are: ``data.chat.vocabulary_fingerprint`` of the tokenizer, None where nobody
     says."""
+    behavior_logprobs: tuple[float, ...] | None = field(default=None, compare=False)
+    """log mu of each of ``token_ids`` under the policy that wrote them, nats, at temperature 1 and without
+    truncation; nan where it is not known. None: known of no token."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ class Sequence:
     completion_ids: np.ndarray
     """[C] int32, C >= 1; ends with the end-of-sequence token unless sampling was cut. C = 0 only in the rows
     that fill a batch up."""
+    behavior_logprobs: np.ndarray | None = None
+    """[C] float32, nats: see ``Completion.behavior_logprobs``. No part of the row's identity."""
 
     @cached_property
     def key(self) -> str:
@@ -143,6 +148,9 @@ class Sequences:
     """[M] int64: where each goes in the flattened [R, T]"""
     mask: torch.Tensor
     """[R, T] bool: the only source of "does this token count" """
+    behavior_logprobs: torch.Tensor | None = None
+    """[R, T] float32, nats: log mu of the behaviour policy, nan where it is not known; None: known of no
+    token"""
 
 
 @dataclass(eq=False)

@@ -46,6 +46,7 @@ from reports.trackers import check_trackers
 from reports.tracking import Tracker
 from rollouts.verify import make_accuracy
 from trainers.basic import BasicTrainer
+from trainers.corrections import check_correction
 
 
 class Job:
@@ -78,6 +79,7 @@ class Job:
             not config.online
         ):  # a round may end with a batch of one prompt: then there is no mismatched row, and z0 is 0
             self.trainer_class.check(config, self.plan.train)
+            check_correction(config, self.plan.train)
         self.report = DataReport.of(
             self.plan.loaded, self.plan.evaluation, self.plan.examples, self.plan.cuts
         )

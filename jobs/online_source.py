@@ -27,7 +27,7 @@ from reports.metrics import read_metrics
 from rollouts.engines import Engine, Prefetch
 from rollouts.ledger import RoundFolder
 from rollouts.rewards.base import RewardError
-from rollouts.round_builder import RoundBuilder, sampler_logprobs_of, samples_table
+from rollouts.round_builder import RoundBuilder, samples_table
 from rollouts.rounds import PromptSchedule
 from trainers.basic import BasicTrainer
 
@@ -171,15 +171,6 @@ class OnlineSource:
         folder = self.round(index)
         examples = make_examples(folder.groups(), self.view, self.renderer)
         record = folder.record
-        reported = sampler_logprobs_of(folder)
-        rows = [
-            (example.prompt_id, row) for group in examples.groups for example in group for row in example.rows
-        ]
-        sampler_logprobs = {
-            row.key: reported[name]
-            for prompt_id, row in rows
-            if (name := (prompt_id, tuple(row.completion_ids.tolist()))) in reported
-        }
         facts = {"round": index, "sampled_step": record["sampled_step"]}
         metrics = {
             key: record[key] for key in ("publish_seconds", "probe_largest", "probe_mean") if key in record
@@ -202,7 +193,6 @@ class OnlineSource:
             index=index,
             start=first / planned,
             end=end / planned,
-            sampler_logprobs=sampler_logprobs,
         )
 
     def _close(self, index: int) -> None:

@@ -29,6 +29,7 @@ from reports.tracking import NullTracker, Tracking
 from rollouts.round_builder import TABLE_COLUMNS
 from rollouts.verify import Accuracy
 from trainers.basic import BasicTrainer, Progress, StepRecord
+from trainers.corrections import with_sample_size
 from trainers.losses.base import TokenScores
 
 
@@ -203,7 +204,7 @@ class RunWatch:
         if self._pending is None:
             return
         (record, seconds), self._pending = self._pending, None
-        values = record.pending.read()
+        values = with_sample_size(record.pending.read())
         self.seconds, self.tokens_timed = self.seconds + seconds, self.tokens_timed + record.batch_tokens
         skipped = values.pop("skipped")
         chosen, rejected = values.get("reward_chosen"), values.get("reward_rejected")

@@ -136,12 +136,8 @@ class RoundBuilder:
         answers = self.engine.sample(prompts, self.config.rounds.samples, self.settings, seed)
         lines = []
         for prompt, samples in zip(prompts, answers, strict=True):
-            line = sampled_line(
-                SampledPrompt(prompt, tuple(s.completion(self.renderer.tokenizer) for s in samples))
-            ) | {"sampling": how}
-            if any(s.logprobs for s in samples):
-                line["engine_logprobs"] = [list(s.logprobs) for s in samples]
-            lines.append(line)
+            completions = tuple(s.completion(self.renderer.tokenizer) for s in samples)
+            lines.append(sampled_line(SampledPrompt(prompt, completions)) | {"sampling": how})
         return lines
 
     def _score(
@@ -206,20 +202,6 @@ def score_samples(reward: Reward, sampled: list[SampledPrompt]) -> list[list[flo
     finally:
         reward.release()
     return [[next(flat) for _ in one.completions] for one in sampled]
-
-
-def sampler_logprobs_of(folder: RoundFolder) -> dict[tuple[str, tuple[int, ...]], float]:
-    """(prompt id, sampled token ids) -> what the engine believed their log-probability to be, nats; {} where
-    it did not say."""
-    found = {}
-    for part in folder.record["parts"]:
-        for line in folder.read(f"samples{part}"):
-            prompt_id = sampled_of(line).prompt.id
-            for completion, logprobs in zip(
-                line["completions"], line.get("engine_logprobs", []), strict=False
-            ):
-                found[prompt_id, tuple(completion["token_ids"])] = sum(logprobs)
-    return found
 
 
 def samples_table(folder: RoundFolder) -> list[list[Any]]:

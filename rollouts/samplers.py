@@ -1,8 +1,9 @@
 """Sampling answers from the policy: the protocol, and the embedded sampler on transformers' own generation.
 
 Prompts are rendered by the function that renders them for training, every sampling field is explicit, and
-samples are token ids. Their log-probabilities are not kept: top-p truncates the distribution that they are
-drawn from, so the trainer scores them itself.
+samples are token ids. Each token comes with its log-probability under the policy that drew it, at temperature
+1 and before top-p: what the policy thought of it, not with which chance it was drawn. The trainer scores
+samples itself.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -58,9 +59,8 @@ class Sample:
     """ends with the stop token if ``finished``"""
     finished: bool
     """False when it was cut by max_tokens: it has no stop token then"""
-    logprobs: tuple[float, ...] = ()
-    """What an engine believed of it: nats, one a token, at temperature 1 and without top-p. To be compared
-    with the trainer's, never trained on; the embedded sampler, which is the trainer, has none."""
+    logprobs: tuple[float, ...] = field(default=(), compare=False)
+    """log mu: what the sampling policy thought of each token, nats, at temperature 1 and without top-p"""
 
     def completion(self, tokenizer: PreTrainedTokenizerBase) -> Completion:
         """As the record of a groups file: the ids, which are trained on as they are, and the text, for
@@ -70,6 +70,7 @@ class Sample:
             self.token_ids,
             self.finished,
             vocabulary_fingerprint(tokenizer),
+            self.logprobs or None,
         )
 
 
@@ -140,16 +141,20 @@ class EmbeddedSampler:
             if settings.temperature == 0
             else [uniforms(seed, row.prompt_id, row.index, settings.max_tokens) for row in rows]
         )
+        logprobs = ChosenLogprobs()
         with without_generation_defaults(self.policy):
             tokens = self.policy.generate(
                 input_ids.to(self.device),
                 attention_mask.to(self.device),
                 config,
-                logits_processor=processors(settings, draws, width, self.device),
+                logits_processor=logprobs.around(processors(settings, draws, width, self.device)),
                 synced_gpus=self.synced,
             )
         reshard(self.policy)
-        return [_ended(row, set(stops), settings.max_tokens) for row in tokens[:, width:].tolist()]
+        return [
+            _ended(row, values, set(stops), settings.max_tokens)
+            for row, values in zip(tokens[:, width:].tolist(), logprobs.values(), strict=True)
+        ]
 
 
 def left_padded(rows: list[np.ndarray], pad: int) -> tuple[Tensor, Tensor]:
@@ -202,6 +207,33 @@ class InverseCdfProcessor(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(-1, token, 0.0)
 
 
+class ChosenLogprobs:
+    """The log-probability of each token that is generated, under the logits as the model gives them."""
+
+    def __init__(self) -> None:
+        self._logits: Tensor | None = None
+        self._chosen: list[Tensor] = []
+
+    def around(self, processors: LogitsProcessorList) -> LogitsProcessorList:
+        """``processors`` with what looks at the logits before them and at their choice behind them."""
+        return LogitsProcessorList([self._before, *processors, self._behind])
+
+    def _before(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._logits = scores
+        return scores
+
+    def _behind(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """generate takes the highest of these scores."""
+        assert self._logits is not None, "called behind _before"
+        token = scores.argmax(-1, keepdim=True)
+        self._chosen.append(self._logits.log_softmax(-1, dtype=torch.float32).gather(-1, token))
+        return scores
+
+    def values(self) -> np.ndarray:
+        """[B, steps] float32, nats."""
+        return torch.cat(self._chosen, dim=-1).cpu().numpy()
+
+
 @contextmanager
 def without_generation_defaults(policy: Policy) -> Iterator[None]:
     """The policy without the generation settings it was published with: transformers fills every unset field
@@ -215,9 +247,10 @@ def without_generation_defaults(policy: Policy) -> Iterator[None]:
         model.generation_config = own
 
 
-def _ended(tokens: list[int], stops: set[int], max_tokens: int) -> Sample:
+def _ended(tokens: list[int], logprobs: np.ndarray, stops: set[int], max_tokens: int) -> Sample:
     """A generated row up to its first stop token; behind it is padding."""
     end = next((i for i, token in enumerate(tokens[:max_tokens]) if token in stops), None)
-    return (
-        Sample(tuple(tokens[:max_tokens]), False) if end is None else Sample(tuple(tokens[: end + 1]), True)
-    )
+    kept = max_tokens if end is None else end + 1
+    # The shortest text that is the same float32: half of what the float64 would take in a file.
+    values = tuple(float(str(value)) for value in logprobs[:kept])
+    return Sample(tuple(tokens[:kept]), end is not None, values)

@@ -27,6 +27,7 @@ from models.policy import Policy, causal_lm
 from models.reference import Reference
 from models.routing import RouterBalance
 from models.soft_reference import SoftReference
+from trainers.corrections import Behavior, Correction
 from trainers.humanline import Humanline
 from trainers.losses.base import LossResult, Mean, TokenScores, mean_where
 from trainers.meters import Meters, Pending
@@ -119,6 +120,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
         if config.model.router_aux_loss_coef is not None:
             self.balance = RouterBalance(cast(Policy, policy))
         self.reference = Reference(by_row=config.reference_batch_size is not None)
+        self.correction = Correction.from_config(config)
         self.scorer = self.scorer_with(self.reference, Humanline.from_config(config))
         self.initial_logprobs: Mapping[str, float] = {}
         """Row key -> log-probability of its completion under the initial weights, nats (for ``drift``); rows
@@ -206,7 +208,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
         for micro, item in zip(micros, prepared, strict=True):
             with nullcontext() if self.balance is None else self.balance.watched():
                 scores = self.scorer.score(at.step, micro.sequences)
-            result = self.compute_loss(micro, scores, item)
+            scores = self.correction.tokens(scores, micro)
+            result = self.correction.examples(self.compute_loss(micro, scores, item), scores, micro)
             # Ranks' gradients are averaged and the loss is the global batch's mean, hence the factor. They
             # are reduced at every microbatch: holding that back would keep whole float32 gradients.
             total = result.total * (self.world.size / denominator)
@@ -285,8 +288,9 @@ class BasicTrainer(ABC, Generic[Prepared]):
             key = rejection_key(self.progress.step, micro.sequences)
             out |= self.scorer.humanline.metrics(scores, key)
             out["drift"] = mean_log_ratio(micro, scores, self.initial_logprobs)
-            if self.config.online:
-                out["engine_gap"] = mean_log_ratio(micro, scores, segment.sampler_logprobs)
+            out |= self.correction.metrics(scores, micro)
+            if self.config.online or segment.has_behavior:
+                out |= Behavior.of(micro, scores.mask).metrics(scores)
         return out
 
     def mean_loss(self, micro: Microbatch, result: LossResult) -> Mean:

@@ -3,7 +3,7 @@ last token, an undesirable one -1, and a value head says what was to be expected
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from trainers.scorer import TokenScorer, rejection_key
 class ValueScores(TokenScores):
     """Token scores with the value head's estimates beside them."""
 
-    values: Tensor
+    values: Tensor = field(kw_only=True)
     """[R, T] the value of the state before each completion token; carries the gradient"""
 
 
@@ -35,7 +35,7 @@ class ValueScorer(TokenScorer):
         reference = self.reference_logprobs(step, sequences, policy)
         key = rejection_key(step, sequences)
         scores = self.humanline.scores(policy, reference, sequences.mask, key)
-        return ValueScores(scores.policy, scores.reference, scores.log_ratio, scores.mask, values)
+        return ValueScores(scores.policy, scores.reference, scores.log_ratio, scores.mask, values=values)
 
 
 @dataclass(frozen=True)

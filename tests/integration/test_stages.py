@@ -43,6 +43,32 @@ def test_stages_on_files_make_the_data_of_a_run(tmp_path):
     assert not rounds(run)
 
 
+def test_samples_bring_the_log_probabilities_that_corrections_need(tmp_path):
+    """Drawn from the policy that is then trained: every ratio is 1 until it moves."""
+    samples, feedback = tmp_path / "samples.jsonl", tmp_path / "feedback.jsonl"
+    common = [*COMMON, f"cache_dir={tmp_path}/cache", "rounds.feedback=group"]
+    assert (
+        command("sample", *COMMON, f"out={samples}", "limit=24", f"cache_dir={tmp_path}/cache").returncode
+        == 0
+    )
+    done = command("label", *common, f"in={samples}", f"out={feedback}")
+    assert done.returncode == 0, done.stderr
+    completions = [c for group in read_groups(feedback) for c in group.completions]
+    assert all(len(c.behavior_logprobs or ()) == len(c.token_ids or ()) for c in completions)
+    words = (
+        "loss=grpo",
+        "humanline=true",
+        "correction=masked",
+        "correction.low=0.97",
+        "correction.high=1.02",
+    )
+    where = ("data=local", f"data.path={feedback}", "data.eval_fraction=0", "~reward")
+    steps = lines(run_online(tmp_path, "offline", *words, *where))
+    assert steps[0]["correction_weight"] == pytest.approx(1, abs=1e-5) and steps[0]["correction_masked"] == 0
+    assert steps[-1]["correction_masked"] > 0 == steps[-1]["correction_unknown"]
+    assert steps[0]["behavior_kl"] < 1e-9 < steps[-1]["behavior_kl"]
+
+
 @pytest.mark.parametrize(
     ("program", "arguments", "says"),
     [

@@ -6,7 +6,16 @@ set -euo pipefail
 S=$(realpath -m "$1"); nodes=${2:-1}; me=$(id -un); host=$(hostname -s)
 export PATH=$PATH:/usr/sbin SLURM_CONF=$S/slurm.conf
 mkdir -p "$S"/{ctld,spool,log}; chmod 755 "$S"
-free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
+# Below the ports that outgoing connections take, or one of them may have it by the time the daemon starts.
+free_port() { python3 - <<'P'
+import random, socket
+while True:
+    with socket.socket() as s:
+        try: s.bind(("", port := random.randint(10000, 30000)))
+        except OSError: continue
+    print(port); break
+P
+}
 
 dd if=/dev/urandom of="$S/munge.key" bs=1024 count=1 status=none; chmod 400 "$S/munge.key"
 munged --force --key-file="$S/munge.key" --socket="$S/munge.sock" --pid-file="$S/munged.pid" --log-file="$S/log/munged.log" --seed-file="$S/munge.seed"

@@ -34,6 +34,9 @@ class TokenScores:
     """[R, T] policy - reference, clipped when humanline is on: ready for the loss"""
     mask: Tensor
     """[R, T] bool, the only source of "does this token count" """
+    weights: Tensor | None = None
+    """[R, T] what a token's term of the loss is multiplied by (``trainers.corrections``), without gradient;
+    None: 1"""
 
     @property
     def valid(self) -> Tensor:
@@ -58,6 +61,9 @@ class LossResult:
     """[] float32, carries the gradient"""
     metrics: dict[str, Mean] = field(default_factory=dict)
     """name -> (sum, count), both [] and without gradient"""
+    examples: Tensor | None = None
+    """[n] the loss of each example, 0 of those that fill a batch up: they add up to ``total``. None where the
+    loss is no sum over examples"""
 
 
 def token_sum(values: Tensor, mask: Tensor) -> Tensor:
@@ -86,7 +92,8 @@ def paired_result(losses: Tensor, chosen: Tensor, rejected: Tensor, valid: Tenso
         "reward_rejected": mean_where(rejected, valid),
         "reward_accuracy": mean_where(agreement(chosen - rejected), valid),
     }
-    return LossResult(torch.where(valid, losses, 0.0).sum(), metrics)
+    examples = torch.where(valid, losses, 0.0)
+    return LossResult(examples.sum(), metrics, examples)
 
 
 def mean_where(values: Tensor, where: Tensor) -> Mean:

@@ -50,7 +50,8 @@ def grpo(
         mask, scores.reference - scores.policy, 0.0
     )  # before the exponential: inf * 0 is nan in its gradient
     kl = torch.expm1(d) - d
-    losses = -surrogate + beta * kl if beta else -surrogate
+    weighted = surrogate if scores.weights is None else scores.weights * surrogate
+    losses = -weighted + beta * kl if beta else -weighted
     s = scores.sequence_log_ratio()
     metrics = {
         "reward_chosen": mean_where(s, scores.valid & (advantages > 0)),

@@ -33,4 +33,5 @@ def kto(
         "reward_rejected": mean_where(beta * s, scores.valid & ~desirable),
         "reward_accuracy": mean_where(agreement(gain), scores.valid),
     }
-    return LossResult(torch.where(scores.valid, losses, 0.0).sum(), metrics)
+    examples = torch.where(scores.valid, losses, 0.0)
+    return LossResult(examples.sum(), metrics, examples)

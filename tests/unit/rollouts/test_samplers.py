@@ -17,8 +17,9 @@ from transformers import AutoTokenizer, GenerationConfig
 from common.errors import ConfigError, DataError
 from config.schema_model import ModelConfig, PeftConfig
 from data import adder
+from data.batches import collate
 from data.chat import Renderer
-from data.types import Prompt, Turn
+from data.types import Prompt, Sequence, Turn
 from models.distributed import World, shard, start, stop
 from models.policy import Policy, causal_lm, decoder_blocks
 from models.pretrained import load_policy
@@ -204,6 +205,25 @@ def test_a_sample_cut_by_its_length_is_unfinished(policy, renderer):
     for (short,), (long,) in zip(cut, whole, strict=True):
         assert short == Sample(long.token_ids[:3], finished=len(long.token_ids) <= 3)
     assert not all(short.finished for (short,) in cut)
+
+
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED, SamplingSettings(0.6, 0.8, 12)])
+def test_each_token_comes_with_what_the_policy_thinks_of_it(policy, renderer, settings):
+    """At temperature 1 and over all tokens, whatever it was drawn with."""
+    prompts = uneven_prompts(5)
+    answers = EmbeddedSampler(policy, renderer, torch.device("cpu"), batch_size=3, synced=False).sample(
+        prompts, 2, settings, 5
+    )
+    rows = [
+        Sequence(renderer.prompt_ids(prompt), np.array(sample.token_ids, np.int32))
+        for prompt, samples in zip(prompts, answers, strict=True)
+        for sample in samples
+    ]
+    with torch.no_grad():
+        wanted = policy(collate(rows, torch.device("cpu")))
+    for row, sample, values in zip(rows, (s for of in answers for s in of), wanted, strict=True):
+        assert sample.logprobs == pytest.approx(values[: len(row.completion_ids)].tolist(), abs=2e-5)
+        assert all(float(str(np.float32(value))) == value for value in sample.logprobs)
 
 
 def test_a_sample_is_trained_on_as_it_is(policy, renderer):

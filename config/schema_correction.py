@@ -1,0 +1,31 @@
+"""The settings of corrections for samples of another policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.errors import one_of, require
+from config.defaults import yaml_defaults
+
+
+@dataclass
+@yaml_defaults("correction/none.yaml")
+class CorrectionConfig:
+    """What each key means stands in config/correction."""
+
+    name: str
+    _target_: str | None
+    weighs: str
+    reads_behavior: bool
+    low: float
+    high: float
+    delta: float
+    mismatch: str
+
+    def __post_init__(self) -> None:
+        one_of("correction.weighs", self.weighs, ("tokens", "examples"))
+        one_of("correction.mismatch", self.mismatch, ("refuse", "allow"))
+        require(self.low >= 0, "correction.low", self.low, "is a bound of a ratio: must be 0 or more")
+        require(
+            self.high > self.low, "correction.high", self.high, f"must be above correction.low={self.low}"
+        )

@@ -1,0 +1,235 @@
+"""Corrections: weights against a few lines of numpy in float64, what is refused, and what stays as it is."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import ConfigError
+from config.schema_correction import CorrectionConfig
+from data.batches import collate
+from data.examples import with_behavior
+from data.formats import RowError
+from data.groups import from_dict, to_dict
+from data.types import Completion, Sequence
+from tests.tiny import make_config
+from trainers.corrections import Behavior, Correction, with_sample_size
+from trainers.losses.base import LossResult, TokenScores
+from trainers.losses.grpo import grpo
+
+NAN = math.nan
+LENGTHS = (5, 3, 4, 0)
+KNOWN = ((1, 1, 1, 1, 1), (1, 0, 1), (0, 0, 0, 0), ())
+"""Of the third row nothing is known; the fourth fills the batch up."""
+LABELS = torch.tensor([-1.5, 0.7, -0.2, 0.0], dtype=torch.float64)
+
+
+def case(seed: int = 0, spread: float = 1.0):
+    """(scores, microbatch, the same as lists of rows): float64, asymmetric."""
+    rng = np.random.default_rng(seed)
+    rows = [
+        [rng.normal(-1.0, spread, n) for n in LENGTHS]  # policy
+        for _ in range(3)
+    ]
+    rows[2] = [np.where(np.array(k, bool), v, NAN) for v, k in zip(rows[2], KNOWN, strict=True)]
+    width = max(LENGTHS)
+
+    def grid(values, fill):
+        return torch.tensor([[*v, *[fill] * (width - len(v))] for v in values], dtype=torch.float64)
+
+    policy, reference, mu = grid(rows[0], 0.0), grid(rows[1], 0.0), grid(rows[2], NAN)
+    mask = torch.arange(width)[None] < torch.tensor(LENGTHS)[:, None]
+    scores = TokenScores(policy.requires_grad_(), reference, policy - reference, mask)
+    micro = SimpleNamespace(
+        sequences=SimpleNamespace(behavior_logprobs=mu), labels=LABELS, examples=(0,) * len(LENGTHS)
+    )
+    return scores, micro, rows
+
+
+def correction(name: str, *words: str) -> Correction:
+    loss = "dpo" if name == "weighted_pairs" else "grpo"
+    return Correction.from_config(make_config(f"loss={loss}", f"correction={name}", *words))
+
+
+def by_hand(name: str, low: float, high: float, delta: float, rows) -> list[list[float]]:
+    """The weights of each row, one token after the other."""
+    out = []
+    for policy, reference, mu, advantage in zip(*rows, LABELS.tolist(), strict=True):
+        rho = [1.0 if math.isnan(m) else math.exp(r - m) for r, m in zip(reference, mu, strict=True)]
+        known = [i for i, m in enumerate(mu) if not math.isnan(m)]
+        if name == "truncated":
+            weights = [min(max(r, low), high) if i in known else 1.0 for i, r in enumerate(rho)]
+        elif name == "masked":
+            weights = [r if i not in known or low <= r <= high else 0.0 for i, r in enumerate(rho)]
+        elif name == "sequence_masked":
+            mean = math.prod(rho[i] for i in known) ** (1 / len(known)) if known else 1.0
+            weights = rho if not known or low <= mean <= high else [0.0] * len(rho)
+        else:
+            away = sum(mu[i] - policy[i] for i in known) / max(len(known), 1)
+            weights = [0.0 if advantage < 0 and away > delta else 1.0] * len(rho)
+        out.append(weights)
+    return out
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    ("name", "low", "high", "delta"),
+    [
+        ("truncated", 0.3, 1.7, 0.1),
+        ("truncated", 0.0, 2.0, 0.1),
+        ("masked", 0.4, 2.5, 0.1),
+        ("sequence_masked", 0.8, 1.3, 0.1),
+        ("negative_masked", 0.0, 2.0, 0.25),
+        ("negative_masked", 0.0, 2.0, -0.25),
+    ],
+)
+def test_weights_are_those_of_the_formula(name, low, high, delta, seed):
+    scores, micro, rows = case(seed)
+    words = (f"correction.low={low}", f"correction.high={high}", f"correction.delta={delta}")
+    weights = correction(name, *words).tokens(scores, micro).weights
+    assert weights is not None and not weights.requires_grad
+    for found, wanted in zip(weights, by_hand(name, low, high, delta, rows), strict=True):
+        assert found[: len(wanted)].tolist() == pytest.approx(wanted, rel=1e-12)
+
+
+def test_defaults_are_those_of_the_papers():
+    for name, low, high in (("truncated", 0, 2), ("masked", 0.5, 5), ("sequence_masked", 0.5, 5)):
+        found = correction(name).settings
+        assert (found.low, found.high) == (low, high)
+
+
+@pytest.mark.parametrize("words", [(), ("loss.beta=0.3",)])
+def test_a_weight_multiplies_the_policy_term_and_not_the_penalty(words):
+    """The gradient with weights is w times that without, token by token; the KL penalty's stays."""
+    beta = 0.3 if words else 0.0
+    scores, micro, _ = case(3, spread=0.1)
+    weights = (
+        correction("truncated", "correction.low=0.9", "correction.high=1.05").tokens(scores, micro).weights
+    )
+
+    def gradient(w, beta):
+        given = TokenScores(scores.policy, scores.reference, scores.log_ratio, scores.mask, w)
+        total = grpo(given, LABELS, beta=beta, epsilon=0.5, epsilon_high=0.7).total
+        return torch.autograd.grad(total, scores.policy, retain_graph=True)[0]
+
+    penalty = gradient(None, beta) - gradient(None, 0.0)
+    assert torch.allclose(gradient(weights, beta), weights * gradient(None, 0.0) + penalty, atol=1e-14)
+    assert torch.equal(gradient(torch.ones_like(weights), beta), gradient(None, beta))
+
+
+def test_pairs_weigh_what_the_policy_thinks_of_them():
+    """One weight a pair: exp of the two mean token log-probabilities, multiplied, without gradient."""
+    scores, micro, rows = case(1)
+    micro.labels, micro.examples = torch.zeros(2, dtype=torch.float64), (0, 0)
+    losses = torch.tensor([0.4, 0.9], dtype=torch.float64, requires_grad=True)
+    result = correction("weighted_pairs").examples(LossResult(losses.sum(), {}, losses), scores, micro)
+    means = [float(np.mean(v)) if len(v) else 0.0 for v in rows[0]]
+    wanted = [math.exp(means[0] + means[2]), math.exp(means[1] + means[3])]
+    assert torch.autograd.grad(result.total, losses)[0].tolist() == pytest.approx(wanted, rel=1e-12)
+
+
+def test_without_a_correction_nothing_is_touched():
+    scores, micro, _ = case()
+    result = LossResult(torch.zeros(()), {})
+    none = correction("none")
+    assert none.tokens(scores, micro) is scores and none.examples(result, scores, micro) is result
+    assert none.metrics(scores, micro) == {}
+
+
+def test_metrics_say_how_much_is_left():
+    scores, micro, rows = case(2)
+    corrected = correction("masked", "correction.low=0.4", "correction.high=2.5")
+    means = {
+        k: (m.sum / m.count).item()
+        for k, m in corrected.metrics(corrected.tokens(scores, micro), micro).items()
+    }
+    weights = np.concatenate(by_hand("masked", 0.4, 2.5, 0, rows))
+    found = with_sample_size(means)
+    assert found["correction_masked"] == pytest.approx((weights == 0).mean())
+    assert found["correction_weight"] == pytest.approx(weights.mean())
+    assert found["effective_sample_size"] == pytest.approx(
+        weights.sum() ** 2 / (len(weights) * (weights**2).sum())
+    )
+    assert found["correction_unknown"] == pytest.approx(5 / 12)
+    mu, policy = np.concatenate(rows[2]), np.concatenate(rows[0])
+    gap = (policy - mu)[~np.isnan(mu)]
+    measured = Behavior.of(micro, scores.mask).metrics(scores)
+    assert (measured["engine_gap"].sum / measured["engine_gap"].count).item() == pytest.approx(gap.mean())
+    kl = (np.exp(gap) - 1 - gap).mean()
+    assert (measured["behavior_kl"].sum / measured["behavior_kl"].count).item() == pytest.approx(kl)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("loss=dpo correction=truncated", "weighs tokens, and of loss=dpo examples"),
+        ("loss=grpo correction=weighted_pairs", "correction=weighted_pairs: weighs examples"),
+        ("loss=sft data=adder-sft correction=masked", "and of loss=sft nothing can be weighed"),
+        ("loss=grpo online=true correction=masked", "divides by log-probabilities at temp"),
+        ("loss=grpo correction=masked correction.low=6", "high=5.0: must be above correction.low=6"),
+        ("loss=grpo correction=masked correction.low=-1", "correction.low=-1.0: is a bound of a ratio"),
+    ],
+)  # fmt: skip
+def test_what_means_nothing_is_refused(words, said):
+    with pytest.raises(ConfigError) as caught:
+        make_config(*words.split())
+    assert said in str(caught.value)
+
+
+def test_a_sampler_of_another_temperature_may_be_allowed():
+    words = "loss=grpo online=true correction=masked correction.mismatch=allow"
+    assert make_config(*words.split()).correction.mismatch == "allow"
+    assert CorrectionConfig().name == "none"
+
+
+LINE = {
+    "prompt": "1+1",
+    "completions": [
+        {"text": "2", "token_ids": [4, 5, 1], "behavior_logprobs": [-0.25, None, -1.5]},
+        {"text": "3", "token_ids": [4, 6, 1]},
+    ],
+    "rewards": [1, 0],
+}
+
+
+def test_a_groups_file_keeps_them():
+    group = from_dict(LINE)
+    found = group.completions[0].behavior_logprobs
+    assert found is not None and found[0] == -0.25 and math.isnan(found[1]) and found[2] == -1.5
+    assert group.completions[1].behavior_logprobs is None
+    again = json.loads(json.dumps(to_dict(group)))["completions"]
+    assert again[0]["behavior_logprobs"] == [-0.25, None, -1.5] and "behavior_logprobs" not in again[1]
+
+
+@pytest.mark.parametrize("wrong", [[-0.1], [-0.1, -0.2, 0.5], [-0.1, "x", -0.2], 3, [-math.inf, 0, 0]])
+def test_those_of_other_tokens_are_refused(wrong):
+    line = json.loads(json.dumps(LINE))
+    line["completions"][0]["behavior_logprobs"] = wrong
+    with pytest.raises(RowError, match="behavior_logprobs"):
+        from_dict(line)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_they_travel_with_their_row(pack):
+    """A row that got an end token behind what was sampled does not know that token's."""
+    row = Sequence(np.arange(2, dtype=np.int32), np.arange(3, dtype=np.int32), np.float32([-1, -2, NAN]))
+    other = Sequence(np.arange(3, dtype=np.int32), np.arange(4, dtype=np.int32))
+    found = collate([row, other], torch.device("cpu"), pack).behavior_logprobs
+    assert found is not None and found.shape == (2, 4)
+    assert found[0, :2].tolist() == [-1, -2] and found[0, 2:].isnan().all() and found[1].isnan().all()
+    assert collate([other], torch.device("cpu"), pack).behavior_logprobs is None
+    assert row.key == Sequence(row.prompt_ids, row.completion_ids).key
+
+
+def test_an_end_token_that_is_added_has_none():
+    row = Sequence(np.arange(2, dtype=np.int32), np.arange(3, dtype=np.int32))
+    made = with_behavior(row, Completion(None, (0, 1), behavior_logprobs=(-0.5, -0.25)))
+    assert isinstance(made, Sequence) and made.behavior_logprobs is not None
+    assert made.behavior_logprobs[:2].tolist() == [-0.5, -0.25] and math.isnan(made.behavior_logprobs[2])
+    cut = with_behavior(row, Completion(None, (0,) * 9, behavior_logprobs=(-0.5,) * 9))
+    assert isinstance(cut, Sequence) and len(cut.behavior_logprobs) == 3

@@ -1,0 +1,189 @@
+"""Corrections for samples that another policy wrote: a weight w for each token, multiplied into its loss term
+and never differentiated.
+
+With mu the behaviour policy (whoever wrote the completion) and ``rho_t = exp(log pi_ref(y_t) - log mu(y_t))``,
+which humanline does not clip:
+
+| ``correction=`` | w | source |
+|---|---|---|
+| ``truncated`` | rho_t, clamped to [low, high] | truncated importance sampling (Ionides 2008) |
+| ``masked`` | rho_t where low <= rho_t <= high, else 0 | IcePop (Ling team 2025, arXiv 2510.18855) |
+| ``sequence_masked`` | rho_t in sequences whose geometric mean of rho lies in [low, high], else 0 | as IcePop, a sequence at a time |
+| ``negative_masked`` | 0 in sequences with A < 0 and mean_t(log mu - log pi_theta) > delta, else 1 | DeepSeek-V3.2 (2025, arXiv 2512.02556) |
+| ``weighted_pairs`` | exp(mean_t log pi_theta) of an example's completions, multiplied: one w an example | WPO (Zhou et al. 2024, arXiv 2406.11827) |
+
+A token whose mu is not known has rho = 1; means are over the tokens whose mu is known. What the loss is divided
+by stays what it is without a correction. A KL penalty is no part of a token's term: its weight is 1.
+
+WPO also divides by the probability that the policy gives its own samples, a sum over the vocabulary; that
+factor is left out.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from common.errors import require
+from common.imports import import_function
+from config.schema import Config
+from config.schema_correction import CorrectionConfig
+from data.batches import Segment
+from data.types import Microbatch
+from trainers.losses.base import LossResult, Mean, TokenScores, mean_where, token_mean
+
+
+@dataclass(frozen=True)
+class Behavior:
+    """The behaviour policy's log-probabilities of a microbatch's tokens."""
+
+    logprobs: Tensor
+    """[R, T] nats; 0 where not known"""
+    known: Tensor
+    """[R, T] bool: completion tokens whose log mu is known"""
+
+    @classmethod
+    def of(cls, micro: Microbatch, mask: Tensor) -> Behavior:
+        found = micro.sequences.behavior_logprobs
+        if found is None:
+            return cls(torch.zeros_like(mask, dtype=torch.float32), torch.zeros_like(mask))
+        known = mask & ~found.isnan()
+        return cls(torch.where(known, found, 0.0), known)
+
+    def metrics(self, scores: TokenScores) -> dict[str, Mean]:
+        """``engine_gap``: the mean of log pi_theta - log mu; ``behavior_kl``: KL(mu || pi_theta) by the k3
+        estimator, r - 1 - log r with r = pi_theta / mu. Nats a token, over the tokens that mu is known of."""
+        gap = torch.where(self.known, scores.policy.detach() - self.logprobs, 0.0)
+        return {
+            "engine_gap": mean_where(gap, self.known),
+            "behavior_kl": mean_where(torch.expm1(gap) - gap, self.known),
+        }
+
+
+Weigh = Callable[[CorrectionConfig, TokenScores, Behavior, Tensor], Tensor]
+"""(settings, scores, mu, labels [examples]) -> w, [R, T] or [examples]. A label of GRPO is its advantage."""
+
+
+def log_rho(scores: TokenScores, behavior: Behavior) -> Tensor:
+    """[R, T] log pi_ref - log mu, nats; 0 where mu is not known."""
+    return torch.where(behavior.known, scores.reference - behavior.logprobs, 0.0)
+
+
+def truncated(
+    settings: CorrectionConfig, scores: TokenScores, behavior: Behavior, advantages: Tensor
+) -> Tensor:
+    rho = log_rho(scores, behavior).exp()
+    return torch.where(behavior.known, rho.clamp(settings.low, settings.high), 1.0)
+
+
+def masked(settings: CorrectionConfig, scores: TokenScores, behavior: Behavior, advantages: Tensor) -> Tensor:
+    rho = log_rho(scores, behavior).exp()
+    inside = (settings.low <= rho) & (rho <= settings.high)
+    return torch.where(behavior.known, torch.where(inside, rho, 0.0), 1.0)
+
+
+def sequence_masked(
+    settings: CorrectionConfig, scores: TokenScores, behavior: Behavior, advantages: Tensor
+) -> Tensor:
+    logs = log_rho(scores, behavior)
+    mean = token_mean(logs, behavior.known).exp()
+    inside = ((settings.low <= mean) & (mean <= settings.high)) | ~behavior.known.any(dim=-1)
+    return torch.where(inside[:, None], logs.exp(), 0.0)
+
+
+def negative_masked(
+    settings: CorrectionConfig, scores: TokenScores, behavior: Behavior, advantages: Tensor
+) -> Tensor:
+    away = token_mean(behavior.logprobs - scores.policy.detach(), behavior.known)
+    dropped = (advantages < 0) & (away > settings.delta)
+    return (~dropped)[:, None].expand_as(scores.mask).float()
+
+
+def weighted_pairs(
+    settings: CorrectionConfig, scores: TokenScores, behavior: Behavior, advantages: Tensor
+) -> Tensor:
+    means = token_mean(scores.policy.detach(), scores.mask)
+    return means.view(-1, len(advantages)).sum(dim=0).exp()
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What ``correction=`` asks for. Without one, scores and losses stay the very objects that they are."""
+
+    settings: CorrectionConfig
+    weigh: Weigh | None = None
+
+    @classmethod
+    def from_config(cls, config: Config) -> Correction:
+        """Raises ConfigError where the function cannot be had."""
+        target = config.correction._target_
+        found = None if target is None else import_function("correction._target_", target)
+        return cls(config.correction, found)
+
+    @torch.no_grad()
+    def weights(self, scores: TokenScores, micro: Microbatch, of: str) -> Tensor | None:
+        """[R, T] of ``tokens`` or [examples] of ``examples``; None where the correction does not weigh
+        them."""
+        if self.weigh is None or self.settings.weighs != of:
+            return None
+        return self.weigh(self.settings, scores, Behavior.of(micro, scores.mask), micro.labels)
+
+    def tokens(self, scores: TokenScores, micro: Microbatch) -> TokenScores:
+        """The scores with their tokens' weights."""
+        weights = self.weights(scores, micro, "tokens")
+        return scores if weights is None else replace(scores, weights=weights)
+
+    def examples(self, result: LossResult, scores: TokenScores, micro: Microbatch) -> LossResult:
+        """The loss with its examples weighted."""
+        weights = self.weights(scores, micro, "examples")
+        if weights is None:
+            return result
+        assert result.examples is not None, "the trainer's yaml says that its losses are of examples"
+        return replace(result, total=(weights * result.examples).sum())
+
+    def metrics(self, scores: TokenScores, micro: Microbatch) -> dict[str, Mean]:
+        """``correction_masked``: the share of tokens with w = 0; ``correction_weight`` and its square: means
+        (see ``with_sample_size``); ``correction_unknown``: the share of tokens whose mu is not known. Of
+        ``weighted_pairs`` only the second, over examples."""
+        weights = self.weights(scores, micro, "examples")
+        if weights is not None:
+            return _moments(weights, scores.valid[: len(micro.examples)])
+        if scores.weights is None:
+            return {}
+        unknown = ~Behavior.of(micro, scores.mask).known
+        return _moments(scores.weights, scores.mask) | {
+            "correction_masked": mean_where((scores.weights == 0).float(), scores.mask),
+            "correction_unknown": mean_where(unknown.float(), scores.mask),
+        }
+
+
+def _moments(weights: Tensor, where: Tensor) -> dict[str, Mean]:
+    return {
+        "correction_weight": mean_where(weights, where),
+        "correction_weight_squared": mean_where(weights.square(), where),
+    }
+
+
+def with_sample_size(means: dict[str, float | None]) -> dict[str, float | None]:
+    """A step's metrics with ``effective_sample_size``, (sum w)^2 / (n sum w^2), in the place of the mean of
+    w^2."""
+    if "correction_weight_squared" not in means:
+        return means
+    mean, square = means["correction_weight"], means.pop("correction_weight_squared")
+    size = None if mean is None or not square else mean**2 / square
+    return means | {"effective_sample_size": size}
+
+
+def check_correction(config: Config, segment: Segment) -> None:
+    """Raise ConfigError for a correction by mu where mu is known of no token of the plan."""
+    name = config.correction.name
+    require(
+        not config.correction.reads_behavior or config.online or segment.has_behavior,
+        "correction",
+        name,
+        f"weighs tokens by the policy that wrote them, and no completion of data={config.data.name} has "
+        "behavior_logprobs; sample.py writes them, with data.path=samples.jsonl to train on them",
+    )
