@@ -4,17 +4,19 @@ picture."""
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from reports import charts
+
 BLANK = b'<svg xmlns="http://www.w3.org/2000/svg"/>'
 
 
 def blank_charts(setattr: Callable[[Any, str, Any], None] = setattr) -> None:
-    """From now on, figures are saved blank."""
+    """From now on, figures are saved blank, and the curves of a run are not drawn on them."""
 
     def blank(self: Figure, to: Any, **_: Any) -> None:
         if isinstance(to, io.TextIOBase):
@@ -24,4 +26,9 @@ def blank_charts(setattr: Callable[[Any, str, Any], None] = setattr) -> None:
         else:
             Path(to).write_bytes(BLANK)
 
+    def bare(panel: charts.Panel, records: Sequence[charts.Record]) -> Figure | None:
+        shown = any(len(charts.points(records, curve.key)[1]) for curve in panel.curves)
+        return Figure() if shown else None
+
     setattr(Figure, "savefig", blank)
+    setattr(charts, "draw", bare)

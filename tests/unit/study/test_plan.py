@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from common.errors import ConfigError
-from launch.composing import compose_config
+from launch.composing import Composer, compose_config
 from study.__main__ import main
 from study.plan import CHOSEN as FILE_OF_CHOSEN
 from study.plan import FULL, MAIN, PLAN, QUICK, best, read_chosen, read_plan
@@ -72,8 +72,9 @@ def test_the_runs_that_a_choice_looks_at_are_those_that_were_made():
 def test_every_run_is_one_that_train_accepts(mode):
     cells = {run.cell: run for run in PLANNED.runs(mode, CHOSEN)}
     assert set(cells) == {cell for part in PLANNED.cells(mode).values() for cell in part}
+    composer = Composer()
     for run in cells.values():
-        compose_config(run.overrides())
+        composer.config(run)
 
 
 def test_seeds_are_ten_in_full_and_three_in_quick_and_can_be_given():
