@@ -11,7 +11,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
-from config.load import load_saved
+from config.load import load_saved, settings_of
+from config.record import RECORD
 from config.schema import Config
 from config.schema_eval import READ, EvalStage
 from evals.base import Target
@@ -163,7 +164,15 @@ def _of_run(
     given: Sequence[str],
     exported: Mapping[Path, Path],
 ) -> Target:
-    saved = yaml.safe_load((run / "config.yaml").read_text())
+    saved = settings_of((run / RECORD).read_text(encoding="utf-8"))
+    trusted = "model.trust_remote_code" in given or not _at(saved, "model.trust_remote_code")
+    require(
+        trusted,
+        "model.trust_remote_code",
+        True,
+        f"{run / RECORD} lets the model run code of its own; where you trust it add "
+        "model.trust_remote_code=true",
+    )
     config = _as_exported(_checked(over_run(saved, composed, given)), exported.get(run, run / "model"))
     one = len(expanded(stage.run)) == 1
     out = run / "evals" if stage.out is None else Path(stage.out) if one else Path(stage.out) / run.name

@@ -193,3 +193,14 @@ def test_every_key_of_the_evaluation_is_in_its_file():
             assert {f.name: getattr(value, f.name) for f in fields(value)} == written[item.name]
         elif item.name != "run":
             assert value == written[item.name]
+
+
+def test_a_run_that_lets_its_model_run_code_has_to_be_trusted_here_too(tmp_path):
+    run = make_run(tmp_path / "theirs", "model.trust_remote_code=true")
+    with pytest.raises(
+        ConfigError, match=r"model\.trust_remote_code=True: .*theirs/config\.yaml lets the model"
+    ):
+        evaluated(f"run={run}", "limit=1")
+    evaluated(
+        f"run={run}", "model.trust_remote_code=true", "limit=1", "accuracy.samples=0", "wandb.enabled=false"
+    )

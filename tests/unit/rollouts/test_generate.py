@@ -90,3 +90,19 @@ def test_a_line_that_a_killed_process_left_unfinished_costs_that_line_alone(tmp_
     kept.add({"y": other})
     assert AnswerCache(tmp_path, {"a": 1}).read() == {"x": one, "y": other}
     assert AnswerCache(tmp_path, {"a": 2}).read() == {}
+
+
+def test_a_kept_answer_with_a_flipped_bit_is_drawn_again(tmp_path):
+    """Wherever in its line the bit is; the other lines stay."""
+    kept = AnswerCache(tmp_path, {})
+    answers = {name: [Sample((3, 5, i), True, (-0.5, -1.25, -2.0))] for i, name in enumerate("xyz")}
+    kept.add(answers)
+    whole = kept.path.read_bytes()
+    line = range(whole.index(b"\n") + 1, whole.index(b"\n", whole.index(b"\n") + 1))
+    for at in line:
+        for bit in (1, 4):
+            kept.path.write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
+            found = kept.read()
+            assert {"x": answers["x"], "z": answers["z"]} == {k: v for k, v in found.items() if k in "xz"}
+            assert found.get("y", answers["y"]) == answers["y"]
+            assert [s.logprobs for s in found.get("y", answers["y"])] == [(-0.5, -1.25, -2.0)]
