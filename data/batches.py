@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.balance import example_tokens, in_turns
 from data.types import Example, Microbatch, Sequence, Sequences
 
 FILL = Example(prompt_id="", rows=(Sequence(np.zeros(1, np.int32), np.zeros(0, np.int32)),))
@@ -83,26 +84,50 @@ class Segment:
         return self._orders[epoch]
 
 
-def cut(batch: Seq[Example], rank: int, ranks: int, size: int, rows_per_example: int) -> list[list[Example]]:
-    """This rank's microbatches of a global batch: at most ``size`` examples each, as many on every rank,
-    filled up where short.
+def deal(
+    batch: Seq[Example], ranks: int, size: int, rows_per_example: int, packed: bool = True
+) -> list[list[list[Example]]]:
+    """The global batch in turns: ``turns[t][r]`` are the at most ``size`` examples that rank r computes while
+    the others compute theirs. A rank that gets none has a row without a completion token.
 
-    Examples are sorted by length and dealt out in turn, so that what is computed together is about equally
-    long and every rank has about the same work in every turn.
+    Rows that are ``packed`` are dealt so that every rank of a turn has about as many tokens, rank 0 most
+    (data/balance.py). Rows that are padded are dealt by length instead, so that those side by side are about
+    equally long and little is padded. On one rank, where nobody waits, both are by length.
     """
-    by_length = sorted(batch, key=lambda e: -max(len(row) for row in e.rows))
-    turns = -(-len(by_length) // (size * ranks))
-    # Deal evenly: a batch of 5 in two turns of 4 is 3 + 2, not 4 + 1.
-    size = -(-len(by_length) // (turns * ranks)) if turns else size
+    if packed and ranks > 1:
+        shares = in_turns([example_tokens(example) for example in batch], ranks, size)
+        turns = [[[batch[i] for i in share] for share in turn] for turn in shares]
+    else:
+        turns = _slices(batch, ranks, size)
     has_mismatched = any(example.mismatched is not None for example in batch)
     fill = Example(
         prompt_id="", rows=FILL.rows * rows_per_example, mismatched=FILL.rows[0] if has_mismatched else None
     )
-    mine = []
-    for turn in range(turns):
-        first = (turn * ranks + rank) * size
-        mine.append(by_length[first : first + size] or [fill])
-    return mine
+    return [[part or [fill] for part in turn] for turn in turns]
+
+
+def _slices(batch: Seq[Example], ranks: int, size: int) -> list[list[list[Example]]]:
+    """Slices of the batch sorted by its longest rows, [turn][rank]; the last may be empty."""
+    by_length = sorted(batch, key=lambda e: -max(len(row) for row in e.rows))
+    turns = -(-len(by_length) // (size * ranks))
+    # Deal evenly: a batch of 5 in two turns of 4 is 3 + 2, not 4 + 1.
+    size = -(-len(by_length) // (turns * ranks)) if turns else size
+    firsts = [[(turn * ranks + rank) * size for rank in range(ranks)] for turn in range(turns)]
+    return [[by_length[first : first + size] for first in of] for of in firsts]
+
+
+def dealing(packed: bool) -> str:
+    """How ``deal`` deals, in words: what lies on the rank that was dealt a row is found there only by who deals
+    the same."""
+    return "by tokens" if packed else "by length"
+
+
+def cut(
+    batch: Seq[Example], rank: int, ranks: int, size: int, rows_per_example: int, packed: bool = True
+) -> list[list[Example]]:
+    """This rank's microbatches of a global batch: at most ``size`` examples each, as many on every rank,
+    filled up where short (``deal``)."""
+    return [turn[rank] for turn in deal(batch, ranks, size, rows_per_example, packed)]
 
 
 def collate(rows: Seq[Sequence], device: torch.device, pack: bool = False) -> Sequences:

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from common.errors import StoppedError
-from data.batches import cut, microbatch
+from data.batches import cut, dealing, microbatch
 from data.types import Example, Microbatch, Sequence
 from models.distributed import barrier, gather_objects
 from models.reference import Reference
@@ -53,8 +53,9 @@ def initial_scores(
         batches = [trainer.arrange(batch) for batch in batches]
     wanted = {reference.key(i, row): row for i, batch in enumerate(batches) for row in rows_of(batch)}
     if not reference.by_row:
+        several = trainer.packing and trainer.world.size > 1
         parts = parts | {
-            "cut": f"{size} examples x {trainer.world.size} ranks",
+            "cut": f"{size} examples x {trainer.world.size} ranks" + f", {dealing(True)}" * several,
             "packing": str(trainer.packing),
         }
         parts["rows"] = hashlib.sha256("\n".join(wanted).encode()).hexdigest()
@@ -110,5 +111,5 @@ def _work(
 
 
 def _alone(trainer: BasicTrainer, examples: list[Example], size: int) -> list[Microbatch]:
-    mine = cut(examples, trainer.world.rank, trainer.world.size, size, 1)
+    mine = cut(examples, trainer.world.rank, trainer.world.size, size, 1, trainer.packing)
     return [microbatch(part, trainer.world.device, trainer.packing) for part in mine]

@@ -14,7 +14,7 @@ from torch import Tensor
 from common.errors import StoppedError
 from common.files import write_whole
 from config.schema import Config
-from data.batches import Segment
+from data.batches import Segment, dealing
 from data.types import Example, Microbatch
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator, Metrics
@@ -73,7 +73,8 @@ class RunWatch:
         if path is None:
             return None
         trainer = self.trainer
-        state, mine = self.checkpoints.load(Path(path), trainer.policy, trainer.optimizer)
+        dealt = dealing(trainer.packing)
+        state, mine = self.checkpoints.load(Path(path), trainer.policy, trainer.optimizer, dealt)
         everywhere(lambda: self._restore(state, mine), Path(path))
         interval = trainer.progress.step if self.diagnostics is None else self.diagnostics.first
         on_main(lambda: restore(self.folder, Path(path), trainer.progress.step, interval))
@@ -209,8 +210,15 @@ class RunWatch:
         skipped = values.pop("skipped")
         chosen, rejected = values.get("reward_chosen"), values.get("reward_rejected")
         values["reward_margin"] = None if chosen is None or rejected is None else chosen - rejected
+        speed = record.batch_tokens / seconds
         line: dict[str, Any] = (
-            record.known | values | {"tokens_per_second": record.batch_tokens / seconds, "seconds": seconds}
+            record.known
+            | values
+            | {
+                "tokens_per_second": speed,
+                "tokens_per_second_per_rank": speed / self.trainer.world.size,
+                "seconds": seconds,
+            }
         )
         if skipped:
             line["skipped"] = True

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from data.batches import dealing
 from models.checkpoint_reading import CheckpointError, Planner, Reader, reason
 from models.distributed import World, any_rank, gather_objects
 
@@ -38,6 +39,8 @@ T = TypeVar("T")
 FAILURES = (SafetensorError, OSError, RuntimeError, ValueError)
 """What writing raises where it cannot. Beside them torch's CheckpointException, which is no Exception, stands
 for the failure of any rank."""
+UNSAID = dealing(packed=False)
+"""How rows were dealt in a checkpoint that does not say: one of an earlier version."""
 _NAME = re.compile(r"step_[0-9]{8,}")
 
 FOREIGN = (TypeError, LookupError, AttributeError)
@@ -156,11 +159,12 @@ class Checkpoints:
         return ""
 
     def load(
-        self, path: Path, policy: nn.Module, optimizer: torch.optim.Optimizer
+        self, path: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, dealing: str | None = None
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Put weights and optimizer back; returns (state, this rank's own tensors). Written by other ranks
-        than there are now: the tensors of all of them together, without random state. Raises CheckpointError,
-        on every rank."""
+        """Put weights and optimizer back; returns (state, this rank's own tensors). Where the rows were dealt
+        to the ranks in another way than ``dealing`` (data.batches.dealing; None: whichever way), the other
+        ranks' tensors beside them; written by more or fewer ranks than there are now, the tensors of all of
+        them, without random state. Raises CheckpointError, on every rank."""
         state: dict[str, Any] = everywhere(lambda: json.loads((path / "state.json").read_text()), path)
         saved = everywhere(lambda: _tensors(policy, optimizer, fresh=state["fresh_optimizer"]), path)
         _read_shards(path, saved)
@@ -169,19 +173,22 @@ class Checkpoints:
         )
         if "optimizer" in saved:
             set_optimizer_state_dict(policy, optimizer, saved["optimizer"])
-        return state, everywhere(lambda: self._load_mine(path), path)
+        alike = dealing in (None, state.get("dealing", UNSAID))
+        return state, everywhere(lambda: self._load_mine(path, alike), path)
 
-    def _load_mine(self, path: Path) -> dict[str, Tensor]:
+    def _load_mine(self, path: Path, alike: bool) -> dict[str, Tensor]:
         files = sorted(path.glob("rank_*.safetensors"))
+        mine: dict[str, Tensor] = {}
         if len(files) == self.world.size:
             mine = load_file(files[self.world.rank])
             torch.set_rng_state(mine.pop("rng"))
-            return mine
+            if alike:
+                return mine
         together: dict[str, Tensor] = {}
         for file in files:
             together |= load_file(file)
         together.pop("rng", None)
-        return together
+        return together | mine
 
     def load_weights(self, path: Path, policy: nn.Module) -> None:
         """Put the weights alone back, for export. Raises CheckpointError."""

@@ -34,8 +34,8 @@ def estimate_memory(config: ModelConfig, plan: Segment, rows_per_example: int, r
     parameters = sum(p.numel() for p in model.parameters())
     width = 4 if config.dtype == "float32" else 2
     size = config.batch_size // (config.gradient_accumulation_steps * ranks)
-    micros = cut(plan.batch(0), 0, ranks, max(size, 1), rows_per_example)
     packing, _ = packs_rows(config, model_config)
+    micros = cut(plan.batch(0), 0, ranks, max(size, 1), rows_per_example, packing)
     tokens = max(
         sum(of) if packing else len(of) * max(of)
         for of in ([len(row) for e in micro for row in e.rows] for micro in micros)

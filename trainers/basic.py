@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from config.schema import Config
-from data.batches import Segment, cut, microbatch
+from data.balance import token_balance
+from data.batches import Segment, deal, dealing, microbatch
 from data.types import Example, Microbatch
 from data.views import View
 from models.attention import packs_rows
@@ -179,8 +180,15 @@ class BasicTrainer(ABC, Generic[Prepared]):
     def share(self, arranged: list[Example], size: int) -> list[Microbatch]:
         """This rank's share of examples that ``arrange`` has seen, in microbatches of at most ``size``, on
         the device."""
-        parts = cut(arranged, self.world.rank, self.world.size, size, self.rows_per_example)
-        return [microbatch(part, self.world.device, self.packing) for part in parts]
+        return self.mine(self.deal(arranged, size))
+
+    def deal(self, arranged: list[Example], size: int) -> list[list[list[Example]]]:
+        """What every rank computes in every turn, of examples that ``arrange`` has seen: [turn][rank]."""
+        return deal(arranged, self.world.size, size, self.rows_per_example, self.packing)
+
+    def mine(self, turns: list[list[list[Example]]]) -> list[Microbatch]:
+        """This rank's microbatches of what was dealt, on the device."""
+        return [microbatch(turn[self.world.rank], self.world.device, self.packing) for turn in turns]
 
     def upcoming(self, segment: Segment, position: int, step: int) -> Iterator[tuple[int, list[Microbatch]]]:
         """(step, microbatches) of the batches from ``position`` on that see the same reference as step
@@ -197,7 +205,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
         """One optimizer update on one global batch (this rank's microbatches)."""
         at = self.progress
         batch = segment.batch(at.position)
-        micros = self.microbatches(batch)
+        turns = self.deal(self.arrange(batch), self.micro_size)
+        micros = self.mine(turns)
         denominator = self.loss_denominator(batch)
         meters = Meters()
         loss_metrics: list[dict[str, Mean]] = []
@@ -240,6 +249,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
             "step": at.step,
             "lr": lr,
             "reference_step": reference_step if self.config.has_reference else None,
+            "token_balance": token_balance(turns, self.packing),
         }
         return self._advance(StepRecord(known, meters.reduce(), batch, token_count(batch)))
 
@@ -341,7 +351,11 @@ class BasicTrainer(ABC, Generic[Prepared]):
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the loop beside weights and optimizer, as JSON has it."""
-        return {"progress": asdict(self.progress), "reference_step": self.reference.step}
+        return {
+            "progress": asdict(self.progress),
+            "reference_step": self.reference.step,
+            "dealing": dealing(self.packing),
+        }
 
     def reference_scores(self) -> dict[str, Tensor]:
         """This rank's reference scores up to the next sync, on the CPU; none where they are made before

@@ -63,6 +63,7 @@ def run_cells(cache: Path, out: Path, accumulation: int, world: World | None = N
         loss = cell.split()[0]
         units = 4 if loss == "dpo" else 8
         more = [f"sync_freq={k}", "humanline=true"] if k else []
+        more.append(f"model.packing={str(k is not None).lower()}")  # so dealt by tokens, else by length
         if "mixture" in cell:
             more.append("model.router_aux_loss_coef=0.5")
         config = replace(

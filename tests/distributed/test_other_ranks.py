@@ -49,6 +49,12 @@ def test_another_number_of_ranks_goes_on(whole, before, after):
         for run in ("whole", name)
     ]
     assert [r["step"] for r in records[1]] == list(range(STEPS))
+    ranks = [round(r["tokens_per_second"] / r["tokens_per_second_per_rank"]) for r in records[1]]
+    assert ranks == sorted(ranks, reverse=before > after) and {ranks[0], ranks[-1]} == {before, after}
+    assert all(
+        r["token_balance"] == 1.0 if n == 1 else 0 < r["token_balance"] <= 1
+        for r, n in zip(records[1], ranks, strict=True)
+    )
     assert [r["reference_step"] for r in records[0]] == [r["reference_step"] for r in records[1]]
     torch.testing.assert_close(
         [r["loss"] for r in records[1]], [r["loss"] for r in records[0]], rtol=0, atol=1e-5

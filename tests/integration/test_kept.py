@@ -98,7 +98,7 @@ def asked_at(folder: Path, name: str, step: int, *more: str) -> None:
 
 def lines(run: Path, name: str = "metrics") -> list[dict]:
     records = [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in r.items() if k not in ("seconds", "tokens_per_second")} for r in records]
+    return [{k: v for k, v in r.items() if k != "seconds" and "tokens_per_second" not in k} for r in records]
 
 
 def check(folder: Path, name: str) -> None:

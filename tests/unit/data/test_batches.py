@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.batches import Segment, collate, cut, microbatch
+from data.balance import example_tokens, token_balance
+from data.batches import Segment, collate, cut, deal, microbatch
 from data.types import Example, Sequence
 
 CPU = torch.device("cpu")
@@ -63,15 +64,63 @@ def test_the_order_depends_on_the_seed_alone_and_keeps_groups_together():
 
 
 @settings(deadline=None)
-@given(st.integers(1, 30), st.sampled_from([1, 2, 4]), st.integers(1, 8))
-def test_a_cut_loses_nothing_and_gives_every_rank_as_many_microbatches(n, ranks, size):
+@given(st.integers(1, 30), st.sampled_from([1, 2, 4]), st.integers(1, 8), st.booleans())
+def test_a_cut_loses_nothing_and_gives_every_rank_as_many_microbatches(n, ranks, size, packed):
     batch = [Example(str(i), (row(1 + i % 4, 1 + (i * 7) % 11),)) for i in range(n)]
-    parts = [cut(batch, rank, ranks, size, 1) for rank in range(ranks)]
+    parts = [cut(batch, rank, ranks, size, 1, packed) for rank in range(ranks)]
     assert len({len(p) for p in parts}) == 1
     dealt = Counter(e.prompt_id for p in parts for micro in p for e in micro)
     dealt.pop("", None)
     assert dealt == Counter(e.prompt_id for e in batch)
     assert all(0 < len(micro) <= size for p in parts for micro in p)
+
+
+def slices(batch: list[Example], ranks: int, size: int) -> list[list[list[Example]]]:
+    """Slices of the batch sorted by its longest rows, [turn][rank]; a list that stays empty is filled up."""
+    by_length = sorted(batch, key=lambda e: -max(len(row) for row in e.rows))
+    turns = -(-len(by_length) // (size * ranks))
+    each = -(-len(by_length) // (turns * ranks))
+    firsts = [[(turn * ranks + rank) * each for rank in range(ranks)] for turn in range(turns)]
+    return [[by_length[first : first + each] for first in of] for of in firsts]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=40),
+    st.sampled_from([(1, True), (1, False), (2, False), (4, False), (8, False)]),
+    st.integers(1, 8),
+)
+def test_padded_rows_and_a_single_rank_are_dealt_in_slices_by_length(lengths, world, size):
+    """So that little is padded, and a run on one rank computes what it always has, in the same order."""
+    (ranks, packed), batch = (
+        world,
+        [Example(str(i), (row(p, a), row(p, b))) for i, (p, a, b) in enumerate(lengths)],
+    )
+    found = deal(batch, ranks, size, 2, packed)
+    assert [[[e.prompt_id for e in part if e.prompt_id] for part in turn] for turn in found] == [
+        [[e.prompt_id for e in part] for part in turn] for turn in slices(batch, ranks, size)
+    ]
+
+
+def test_the_ranks_of_a_turn_have_as_many_tokens_where_rows_are_packed():
+    """Pairs of log-normal lengths, the mismatched row beside them, 4 a rank and turn."""
+    rng = np.random.default_rng(3)
+    for ranks in (2, 8, 16, 32):
+        lengths = np.clip(np.exp(rng.normal(5, 0.7, (8 * ranks, 3))), 5, 2000).astype(int)
+        batch = [
+            Example(str(i), (row(p, a), row(p, b)), mismatched=row(p, a))
+            for i, (p, a, b) in enumerate(lengths)
+        ]
+        turns = deal(batch, ranks, 4, 2)
+        assert len(turns) == 2 and all(len(part) == 4 for turn in turns for part in turn)
+        for turn in turns:
+            loads = [sum(example_tokens(e) for e in part) for part in turn]
+            assert np.mean(loads) / max(loads) > 0.95
+            assert loads[0] == max(loads), "rank 0 has most"
+        assert token_balance(deal(batch, ranks, 4, 2, packed=False), packed=True) < 0.9
+        assert [cut(batch, rank, ranks, 4, 2) for rank in range(ranks)] == [
+            [turn[rank] for turn in turns] for rank in range(ranks)
+        ]
 
 
 def test_what_fills_a_rank_up_has_as_many_forwards_as_the_others():

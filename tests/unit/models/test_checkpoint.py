@@ -7,11 +7,13 @@ import io
 import os
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import metadata as records
 
 from models.checkpoint import Checkpoints
@@ -97,6 +99,32 @@ def test_what_is_saved_is_loaded_to_the_bit(trainer, sound):
     state, mine = kept.load(sound, other.policy, other.optimizer)
     assert same(trainer, other)
     assert state["place"] == 3 and torch.equal(mine["x"], torch.arange(3.0))
+
+
+@pytest.mark.parametrize(
+    ("said", "now", "found"),
+    [
+        ("by tokens", "by tokens", "x"),
+        ("by length", "by length", "x"),
+        (None, "by length", "x"),
+        ("by length", "by tokens", "xy"),
+        ("by tokens", "by length", "xy"),
+        (None, "by tokens", "xy"),
+    ],
+)
+def test_rows_that_were_dealt_otherwise_may_lie_on_any_rank(trainer, tmp_path, said, now, found):
+    """The second of two ranks goes on: with its own scores, or with everybody's where rows were dealt in
+    another way (by an earlier version, which does not say, or padded where they are packed now)."""
+    state = STATE if said is None else STATE | {"dealing": said}
+    kept = Checkpoints(tmp_path, start(), 3)
+    kept.save(1, trainer.policy, trainer.optimizer, state, {"y": torch.ones(2), "shared": torch.zeros(1)})
+    own = {"x": torch.arange(3.0), "shared": torch.ones(1), "rng": torch.get_rng_state()}
+    save_file(own, kept.path(1) / "rank_0001.safetensors")
+    second = Checkpoints(tmp_path, replace(start(), rank=1, size=2), 3)
+    other = fresh(trainer)
+    _, mine = second.load(kept.path(1), other.policy, other.optimizer, now)
+    assert mine.keys() == {*found, "shared"}
+    assert torch.equal(mine["x"], torch.arange(3.0)) and mine["shared"] == 1, "a rank's own scores come first"
 
 
 def test_the_table_is_read_as_torch_reads_it(sound):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
+from data.balance import example_tokens
+from data.batches import deal
 from models.distributed import local, start
-from models.reference import Reference, score
+from models.reference import Reference, score, sequences_of
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import random_groups, tiny_policy
 from trainers.humanline import Humanline
@@ -53,33 +56,62 @@ def test_without_humanline_the_reference_stays(tmp_path):
 
 @pytest.mark.parametrize("loss", ["dpo", "kto", "grpo", "sft"])
 def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
-    """Microbatches of 8, 4, 2 and 1 give the same gradient of the same global batch, KTO's KL included."""
-    gradients, norms = [], []
-    for parts in (1, 2, 4, 8):
+    """Microbatches of 8, 4, 2 and 1, on one rank and dealt to 2 and 4, give the same loss and gradient of the
+    same global batch, KTO's KL included; a rank finds the scores of its rows among those that it made."""
+    gradients, losses = [], []
+    for parts, ranks in ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (1, 4), (2, 4)):
         config = engine_config(
-            tmp_path / str(parts),
+            tmp_path / f"{parts}-{ranks}",
             loss,
             "model.batch_size=8",
             f"model.gradient_accumulation_steps={parts}",
+            f"model.packing={str(ranks > 1).lower()}",
             *(["humanline=true"] if loss != "sft" else []),
         )
         trainer = make_trainer(config)
         segment = make_segment(config, pairs=5, longest=20)  # a short last batch too
-        other = Reference()
-        other.refresh(tiny_policy(seed=3), 0, trainer.upcoming(segment, 0, 0))
-        batch = segment.batch(0)
-        micros = trainer.microbatches(batch)
+        batch, micros, other = segment.batch(0), [], Reference()
+        trainer.micro_size //= ranks
+        for rank in range(ranks):
+            trainer.world, own = replace(trainer.world, rank=rank, size=ranks), Reference()
+            own.refresh(tiny_policy(seed=3), 0, trainer.upcoming(segment, 0, 0))
+            mine = trainer.microbatches(batch)
+            for sequences in sequences_of(mine):
+                own.lookup(0, sequences)  # KeyError for a row that another rank has scored
+            micros, other.scores = micros + mine, other.scores | own.scores
+        assert trainer.packing == (ranks > 1) and len(micros) % ranks == 0
         scorer = trainer.scorer_with(other, trainer.scorer.humanline)
         found = trainer.prepare([(0, micro) for micro in micros], scorer)
+        total = 0.0
         for micro, prepared in zip(micros, found, strict=True):
             scores = scorer.score(0, micro.sequences)
             result = trainer.compute_loss(micro, scores, prepared)
-            (result.total / trainer.loss_denominator(batch)).backward()
+            part = result.total / trainer.loss_denominator(batch)
+            part.backward()
+            total += part.item()
+        losses.append(total)
         gradients.append(torch.cat([local(p.grad).flatten() for p in trainer.policy.parameters()]))
-        norms.append(gradients[-1].norm())
-    assert norms[0] > 1e-3
-    for other in gradients[1:]:
-        assert (other - gradients[0]).norm() / norms[0] < 1e-6
+    assert gradients[0].norm() > 1e-3
+    for gradient, total in zip(gradients[1:], losses[1:], strict=True):
+        assert (gradient - gradients[0]).norm() / gradients[0].norm() < 1e-6
+        assert abs(total - losses[0]) < 1e-6 * max(1, abs(losses[0]))
+
+
+def test_a_step_says_how_evenly_its_tokens_lie_on_the_ranks(tmp_path):
+    """Every rank the same number, without asking the others; a single rank never waits."""
+    sizes = "model.batch_size=16", "model.gradient_accumulation_steps=2"
+    config = engine_config(tmp_path, "kto", "model.packing=true", *sizes)
+    segment, found = make_segment(config, pairs=8), []
+    for rank, ranks in ((0, 1), (0, 2), (1, 2)):
+        trainer = make_trainer(config)
+        trainer.world = replace(trainer.world, rank=rank, size=ranks)
+        trainer.micro_size //= ranks
+        trainer.reference.refresh(trainer.policy, 0, trainer.upcoming(segment, 0, 0))
+        found.append(trainer.step(segment).known["token_balance"])
+    turns = deal(trainer.arrange(segment.batch(0)), 2, 4, 1)
+    loads = [[sum(example_tokens(e) for e in part) for part in turn] for turn in turns]
+    assert all(e.mismatched is not None for turn in turns for part in turn for e in part)
+    assert found == [1.0, *[sum(map(sum, loads)) / 2 / sum(map(max, loads))] * 2]
 
 
 def test_a_non_finite_gradient_skips_the_update_and_is_counted(tmp_path):

@@ -1,0 +1,118 @@
+"""Examples dealt to ranks by tokens: nobody is lost, nobody has more than there is room for, and nobody waits long."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.balance import CLOSE, example_tokens, in_turns, partition, token_balance
+from data.types import Example, Sequence
+
+COSTS = st.lists(st.integers(1, 3000), min_size=1, max_size=60)
+
+
+def row(p: int, c: int) -> Sequence:
+    return Sequence(np.zeros(p, np.int32), np.zeros(c, np.int32))
+
+
+def loads_of(lists: list[list[int]], costs: list[int]) -> list[int]:
+    return [sum(costs[i] for i in part) for part in lists]
+
+
+@settings(deadline=None)
+@given(COSTS, st.integers(1, 9), st.integers(0, 5))
+def test_every_item_is_in_one_part_and_no_part_is_over_its_size(costs, parts, room):
+    size = -(-len(costs) // parts) + room
+    found = partition(costs, parts, size)
+    assert sorted(i for part in found for i in part) == list(range(len(costs)))
+    assert len(found) == parts and all(len(part) <= size and part == sorted(part) for part in found)
+    assert sum(map(bool, found)) == min(parts, len(costs)), "a part is empty only where items are too few"
+    loads = loads_of(found, costs)
+    assert loads == sorted(loads, reverse=True)
+    assert partition(list(costs), parts, size) == found
+
+
+@settings(deadline=None, max_examples=50)
+@given(COSTS, st.integers(2, 6), st.integers(0, 2))
+def test_no_exchange_and_no_move_would_make_the_heaviest_part_lighter(costs, parts, room):
+    size = -(-len(costs) // parts) + room
+    found = partition(costs, parts, size)
+    first, *loads = loads_of(found, costs)
+    if first * parts <= CLOSE * sum(costs):
+        return
+    for i in found[0]:
+        for part, load in zip(found[1:], loads, strict=True):
+            others = [costs[j] for j in part] + ([0] if len(part) < size else [])
+            assert all(max(first - costs[i] + c, load + costs[i] - c) >= first for c in others)
+
+
+@pytest.mark.parametrize("ranks", [8, 16, 64])
+@pytest.mark.parametrize("spread", [0.4, 0.8, 1.2])
+def test_ranks_are_within_five_percent_unless_one_item_forbids_it(ranks, spread):
+    """Log-normal costs, 8 a rank. With the heaviest item must go at least the 7 lightest: no part is lighter."""
+    rng, forbidden = np.random.default_rng(ranks), 0
+    for _ in range(20):
+        costs = [int(c) for c in np.clip(np.exp(rng.normal(6, spread, 8 * ranks)), 8, 16_384)]
+        heaviest = max(loads_of(partition(costs, ranks, 8), costs))
+        least, mean = max(costs) + sum(sorted(costs)[:7]), sum(costs) / ranks
+        assert heaviest <= CLOSE * least or mean / heaviest >= 0.95
+        forbidden += mean / least < 0.95
+    assert forbidden < 10 or spread > 1, "most batches can be balanced"
+
+
+@settings(deadline=None)
+@given(COSTS, st.integers(1, 6), st.integers(1, 5))
+def test_every_item_has_its_turn_and_turns_are_as_few_as_can_be(costs, ranks, size):
+    turns = in_turns(costs, ranks, size)
+    assert sorted(i for turn in turns for share in turn for i in share) == list(range(len(costs)))
+    assert len(turns) == -(-len(costs) // (ranks * size)) and all(len(turn) == ranks for turn in turns)
+    assert all(len(share) <= size for turn in turns for share in turn)
+    counts = [sum(map(len, turn)) for turn in turns]
+    assert counts[:-1] == counts[:1] * (len(counts) - 1) and 0 < counts[-1] <= counts[0]
+    assert max(costs) in [costs[i] for share in turns[0] for i in share], "the longest comes first"
+    assert in_turns(list(costs), ranks, size) == turns
+
+
+def waited(turns: list[list[list[int]]], costs: list[int]) -> int:
+    """Tokens that the ranks wait for."""
+    loads = [loads_of(turn, costs) for turn in turns]
+    return sum(max(of) * len(of) - sum(of) for of in loads)
+
+
+@pytest.mark.parametrize(("ranks", "size", "least"), [(8, 2, 0.85), (64, 4, 0.95)])
+def test_a_turn_takes_short_items_in_where_its_ranks_would_wait_for_a_long_one(ranks, size, least):
+    rng, half, found, plain, whole = np.random.default_rng(size), ranks * size, 0, 0, 0
+    for _ in range(5):
+        costs = sorted((int(c) for c in np.exp(rng.normal(6, 0.6, 2 * half))), reverse=True)
+        turns = [costs[:half], costs[half:]]
+        plain += sum(waited([partition(turn, ranks, size)], turn) for turn in turns)
+        found, whole = found + waited(in_turns(costs, ranks, size), costs), whole + sum(costs)
+    assert found < 0.8 * plain and whole / (whole + found) > least
+
+
+def test_too_many_items_are_refused():
+    with pytest.raises(ValueError, match="5 items do not fit into 2 parts of 2"):
+        partition([1] * 5, 2, 2)
+
+
+def test_an_examples_tokens_are_those_of_all_its_rows():
+    pair = Example("a", (row(3, 4), row(3, 1)), mismatched=row(3, 9))
+    assert example_tokens(pair) == 7 + 4 + 12
+
+
+def test_the_balance_is_the_share_of_time_in_which_no_rank_waits():
+    a, b, c, d = (
+        Example("x", (row(1, n - 1),), mismatched=m)
+        for n, m in ((10, None), (4, None), (6, row(1, 1)), (8, None))
+    )
+    turns = [[[a], [b, c]], [[d], [b]]]
+    assert math.isclose(token_balance(turns, packed=True), ((10 + 12) + (8 + 4)) / 2 / (12 + 8))
+    # rank 1 computes two rows of 6 on a grid, and the mismatched row by itself
+    assert math.isclose(token_balance(turns, packed=False), ((10 + 14) + (8 + 4)) / 2 / (14 + 8))
+    assert (
+        token_balance([[[a, b]], [[c]]], packed=False) == token_balance([[[a, b]], [[c]]], packed=True) == 1.0
+    )
