@@ -38,6 +38,11 @@ from trainers.basic import BasicTrainer, StepRecord
 from trainers.losses.base import TokenScores
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
+KNOWN = {
+    "hh": (SHARED / "hh_harmless_test.jsonl.gz", "hh"),
+    "gsm8k": (SHARED / "gsm8k_train.jsonl", "gsm8k"),
+}
+"""Real data by name -> where its file lies if it is there, its format."""
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("paired", {"beta": 0.1}),
     "kto": ("unpaired", {"beta": 0.25, "desirable_weight": 1.1, "undesirable_weight": 1.0}),
@@ -341,12 +346,8 @@ def real_pairs(path: Path, format_: str, count: int, vocabulary: int, longest: i
 
 def benchmark_pairs(data: str, count: int, vocabulary: int, longest: int = 512) -> list[Pair]:
     """``data``: ``PATH:FORMAT`` of a local file, a name of KNOWN where its file is there, or ``drawn``."""
-    known = {
-        "hh": (SHARED / "hh_harmless_test.jsonl.gz", "hh"),
-        "gsm8k": (SHARED / "gsm8k_train.jsonl", "gsm8k"),
-    }
-    path, format_ = known.get(data) or (Path(data.rpartition(":")[0]), data.rpartition(":")[2])
-    if data == "drawn" or (data in known and not path.exists()):
+    path, format_ = KNOWN.get(data) or (Path(data.rpartition(":")[0]), data.rpartition(":")[2])
+    if data == "drawn" or (data in KNOWN and not path.exists()):
         print(f"lengths: drawn{'' if data == 'drawn' else f' ({path.name} is not here)'}")
         return drawn_pairs(count, vocabulary, longest=longest)
     return real_pairs(path, format_, count, vocabulary, longest)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import gpu, padding, quick, ranks, rounds
+from benchmarks import balance, gpu, padding, quick, ranks, rounds
 from benchmarks.floor import Forward, floor, forward
 from benchmarks.measure import Sample, Spread, alternate, counted_products, in_a_row, ratio
 from benchmarks.offline_vs_humanline import floor_of, prepare, settings_of
@@ -32,7 +32,7 @@ from benchmarks.parts import (
 )
 from benchmarks.profile import profiled, report
 from data.batches import collate
-from data.types import Sequence
+from data.types import Example, Sequence
 from data.views import mismatched
 from models.policy import checkpoint_activations, decoder_blocks
 from rollouts.ledger import RoundFolder
@@ -171,6 +171,27 @@ def test_padding_to_the_maximum_changes_no_loss(base):
     assert losses[0] == pytest.approx(losses[1], abs=1e-5) and losses[0] == pytest.approx(losses[2], abs=1e-5)
     grid = padding.collate_to(48, [pairs[0][0]], torch.device("cpu"))
     assert grid.input_ids.shape == (1, 48)
+
+
+def test_the_benchmark_of_the_balance_measures_what_ranks_are_dealt(monkeypatch, capsys):
+    """Without the real data, which a clone does not have; embedded pairs are there."""
+    monkeypatch.setattr(balance, "KNOWN", {"hh": (ROOT / "nowhere", "hh")})
+    words = "--data adder hh drawn --examples 64 --longest 256 --ranks 2 4 --shapes 4x1 2x2 --batches 2"
+    monkeypatch.setattr(sys, "argv", ["balance", *words.split()])
+    balance.main()
+    text = capsys.readouterr().out
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| 2 ", "| 4 "))]
+    assert "adder: 64 pairs" in text and "drawn: 64 pairs" in text and "hh:" not in text and len(rows) == 4
+    for row in rows:
+        for before, after in (cell.split(" -> ") for cell in row[1:3]):
+            assert float(before) < float(after) <= 1
+    # by hand: dealt by length 9 + 7 wait for nobody, 2 + 1 wait for 13 tokens; by tokens 9 + 1 and 7 + 2 wait for 1
+    lone = [
+        Example(str(n), (Sequence(np.zeros(1, np.int32), np.zeros(n - 1, np.int32)),)) for n in (9, 7, 2, 1)
+    ]
+    found = balance.measure(lone, 2, 2, 1, batches=1)
+    assert (found.tokens_before, found.tokens_after) == (9.5 / 16, 9.5 / 10)
+    assert 0 < found.operations_before < found.operations_after < 1
 
 
 def test_drawn_lengths_are_seeded_and_fit():
