@@ -34,8 +34,8 @@ COMPUTED = shape("qwen2.5-1.5b")
 
 @dataclass(frozen=True)
 class Balance:
-    """Means over batches. Of tokens and of operations, dealt by length (before) and by tokens (after); seconds
-    to deal a batch by tokens."""
+    """Means over batches. Of tokens and of operations, dealt by length (before) and by tokens (after);
+    seconds to deal a batch by tokens."""
 
     tokens_before: float
     tokens_after: float

@@ -70,10 +70,10 @@ def partition(costs: Seq[int], parts: int, size: int) -> Shares:
     """Indices into ``costs`` (each at least 1) in ``parts`` lists of at most ``size``, their sums as alike as
     exchanges of two items make them; the list with the largest sum first, a list in rising order.
 
-    Items are given out longest first, each to the part that has least (Graham 1969, "Bounds on Multiprocessing
-    Timing Anomalies") and has room for it. Then an item of the heaviest part changes places with one that
-    leaves the heavier of the two lightest, or moves to where there is room, for as long as that helps. Raises
-    ValueError if there is no room for all.
+    Items are given out longest first, each to the part that has least (Graham 1969, "Bounds on
+    Multiprocessing Timing Anomalies") and has room for it. Then an item of the heaviest part changes places
+    with one that leaves the heavier of the two lightest, or moves to where there is room, for as long as that
+    helps. Raises ValueError if there is no room for all.
     """
     if len(costs) > parts * size:
         raise ValueError(f"{len(costs)} items do not fit into {parts} parts of {size}")
@@ -126,8 +126,8 @@ def _best_exchange(weights: np.ndarray, loads: np.ndarray, heaviest: int) -> tup
 
 
 def token_balance(turns: Seq[Seq[Seq[Example]]], packed: bool) -> float:
-    """The share of the time in which ranks do not wait for each other, by tokens: the turns' means over ranks,
-    added up, over the turns' maxima.
+    """The share of the time in which ranks do not wait for each other, by tokens: the turns' means over
+    ranks, added up, over the turns' maxima.
 
     ``turns[t][r]``: what rank r computes in turn t. Rows are ``packed``, or padded to the longest of theirs:
     then padding is computed too, and counts. 1 on a single rank.

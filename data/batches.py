@@ -117,8 +117,8 @@ def _slices(batch: Seq[Example], ranks: int, size: int) -> list[list[list[Exampl
 
 
 def dealing(packed: bool) -> str:
-    """How ``deal`` deals, in words: what lies on the rank that was dealt a row is found there only by who deals
-    the same."""
+    """How ``deal`` deals, in words: what lies on the rank that was dealt a row is found there only by who
+    deals the same."""
     return "by tokens" if packed else "by length"
 
 

@@ -185,7 +185,7 @@ def test_the_benchmark_of_the_balance_measures_what_ranks_are_dealt(monkeypatch,
     for row in rows:
         for before, after in (cell.split(" -> ") for cell in row[1:3]):
             assert float(before) < float(after) <= 1
-    # by hand: dealt by length 9 + 7 wait for nobody, 2 + 1 wait for 13 tokens; by tokens 9 + 1 and 7 + 2 wait for 1
+    # by hand: by length the rank of 2 + 1 waits for that of 9 + 7; by tokens that of 7 + 2 for that of 9 + 1
     lone = [
         Example(str(n), (Sequence(np.zeros(1, np.int32), np.zeros(n - 1, np.int32)),)) for n in (9, 7, 2, 1)
     ]

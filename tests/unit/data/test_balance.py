@@ -1,4 +1,5 @@
-"""Examples dealt to ranks by tokens: nobody is lost, nobody has more than there is room for, and nobody waits long."""
+"""Examples dealt to ranks by tokens: none is lost, no rank has more than there is room for, and none waits
+long."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def test_no_exchange_and_no_move_would_make_the_heaviest_part_lighter(costs, par
 @pytest.mark.parametrize("ranks", [8, 16, 64])
 @pytest.mark.parametrize("spread", [0.4, 0.8, 1.2])
 def test_ranks_are_within_five_percent_unless_one_item_forbids_it(ranks, spread):
-    """Log-normal costs, 8 a rank. With the heaviest item must go at least the 7 lightest: no part is lighter."""
+    """Log-normal costs, 8 a rank. With the heaviest item go at least the 7 lightest: that is the bound."""
     rng, forbidden = np.random.default_rng(ranks), 0
     for _ in range(20):
         costs = [int(c) for c in np.clip(np.exp(rng.normal(6, spread, 8 * ranks)), 8, 16_384)]
