@@ -225,7 +225,7 @@ class Config:
             self.humanline_mode,
             "says how humanline=true treats a token; humanline=false leaves all as they are",
         )
-        one_of("sync_mode", self.sync_mode, (None, "humanline", "trust_region", "never"))
+        one_of("sync_mode", self.sync_mode, (None, "humanline", "trust_region", "ema", "reset", "never"))
         require(
             self.sync_mode is None or self.has_reference,
             "sync_mode",
@@ -240,10 +240,17 @@ class Config:
         )
         require(0 < self.sync_alpha <= 1, "sync_alpha", self.sync_alpha, "must lie in (0, 1]")
         require(
-            self.sync_alpha == 1 or self.syncing == "trust_region",
+            self.sync_alpha == 1 or self.syncing in ("trust_region", "ema"),
             "sync_alpha",
             self.sync_alpha,
-            "is for sync_mode=trust_region; in every other mode the reference becomes the policy itself",
+            "is for sync_mode=trust_region and ema; in every other mode the reference becomes the policy "
+            "itself",
+        )
+        require(
+            self.syncing != "ema" or self.sync_alpha < 1,
+            "sync_alpha",
+            self.sync_alpha,
+            "must be below 1 with sync_mode=ema, whose reference moves towards the policy step by step",
         )
 
     def _check_correction(self) -> None:
@@ -344,7 +351,7 @@ class Config:
 
     @property
     def syncing(self) -> str:
-        """When the reference follows the policy: humanline, trust_region or never."""
+        """When the reference follows the policy: a mode of ``trainers.syncing``."""
         return self.sync_mode or ("humanline" if self.humanline else "never")
 
     @property

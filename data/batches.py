@@ -41,7 +41,7 @@ class Segment:
     start: float = 0.0
     end: float = 1.0
     """The share of the whole plan consumed before and after this segment (the schedule's clock)."""
-    _orders: dict[int, list[Example]] = field(default_factory=dict, repr=False, compare=False)
+    _orders: dict[int, list[Example]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def steps(self) -> int:

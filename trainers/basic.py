@@ -236,6 +236,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
             # After backward, before the update: the reference becomes the policy *before* this step (paper
             # C.2.1, listing line 10).
             self.sync(segment, at.step)
+            if self.syncing.resets_optimizer:
+                self.optimizer.state.clear()
         lr = self.config.lr * lr_factor(segment.progress(at.position), self.config)
         skip = (~torch.isfinite(norm)).float()
         update(self.optimizer, lr, skip)

@@ -27,8 +27,7 @@ def make_optimizer(policy: nn.Module, config: Config) -> torch.optim.AdamW:
 
 
 def lr_factor(progress: float, config: Config) -> float:
-    """What the learning rate is multiplied with in the step after which ``progress`` (in (0, 1]) of the plan
-    is consumed.
+    """The learning-rate multiplier at ``progress``, the fraction of training completed, in (0, 1].
 
     Linear warm-up over the first ``warmup`` of the plan, then constant, or cosine or linear down to
     ``min_lr_ratio``.

@@ -30,10 +30,17 @@ def config_of(folder, *overrides):
 
 
 def live(
-    trainer: BasicTrainer, policy: Policy, segment, k: int, alpha: float, low: float, high: float
+    trainer: BasicTrainer,
+    policy: Policy,
+    segment,
+    k: int,
+    alpha: float,
+    low: float,
+    high: float,
+    mode: str = "trust_region",
 ) -> list[float]:
-    """Plain training with a second model that moves after the optimizer step. ``trainer`` only cuts the
-    batches."""
+    """Plain training with a second model that moves after the optimizer step, or before it (ema, reset).
+    ``trainer`` only cuts the batches."""
     config, loss = trainer.config, make_loss(trainer.config)
     reference = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(
@@ -56,14 +63,33 @@ def live(
             (result.total * (1 / len(batch))).backward()
             total += float(result.total.detach().double())
         torch.nn.utils.clip_grad_norm_(policy.parameters(), config.model.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        if (t + 1) % k == 0:
+        before = mode != "trust_region"
+        for now in (True, False):
+            if not now:
+                optimizer.step()
+                optimizer.zero_grad()
+            if now != before or (t + (not before)) % k:
+                continue
+            if mode == "reset":
+                optimizer.state.clear()
             with torch.no_grad():
                 for mine, theirs in zip(reference.parameters(), policy.parameters(), strict=True):
                     mine.lerp_(theirs, alpha)
         losses.append(total / len(batch))
     return losses
+
+
+@pytest.mark.parametrize("humanline", [False, True], ids=["plain", "clipped"])
+@pytest.mark.parametrize(("mode", "k", "alpha"), [("ema", 1, 0.2), ("ema", 2, 0.6), ("reset", 3, 1.0)])
+def test_a_running_mean_and_a_reset_are_bit_identical_to_a_second_model(tmp_path, mode, k, alpha, humanline):
+    words = (f"sync_mode={mode}", f"sync_freq={k}", f"sync_alpha={alpha}", f"humanline={humanline}")
+    config = config_of(tmp_path, *words)
+    segment, plain = make_segment(config, pairs=4 * STEPS), tiny_policy()
+    trainer, lines = run(config, segment, make_trainer(config, copy.deepcopy(plain)))
+    bounds = (config.log_epsilon_P, config.log_epsilon_R) if humanline else (-math.inf, math.inf)
+    assert [line["loss"] for line in lines] == live(trainer, plain, segment, k, alpha, *bounds, mode)
+    final = weights(trainer)
+    assert all(torch.equal(final[name], p.detach()) for name, p in plain.named_parameters())
 
 
 @pytest.mark.parametrize("humanline", [False, True], ids=["plain", "clipped"])

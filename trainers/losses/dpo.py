@@ -1,17 +1,76 @@
-"""DPO (Rafailov et al. 2023, arXiv 2305.18290), equation 6 of the paper."""
+"""DPO (Rafailov et al. 2023, arXiv 2305.18290), equation 6 of the paper, and its relatives, which differ from
+it by a number.
+
+| relative | what to set |
+|---|---|
+| length-normalized DPO (Lambert et al. 2024, Tulu 3, arXiv 2411.15124) | ``length_normalized`` |
+| RPO (Pang et al. 2024, arXiv 2404.19733) | ``nll_weight`` |
+| f-DPO (Wang et al. 2023, arXiv 2309.16240) | ``divergence`` |
+"""
 
 from __future__ import annotations
 
-from torch.nn.functional import logsigmoid
+import math
 
-from trainers.losses.base import LossResult, TokenScores, paired_result
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, softplus
+
+from trainers.losses.base import LossResult, TokenScores, paired_result, token_mean
+
+LARGEST = 60.0
+"""nats: a ratio is no longer followed beyond exp of it, where float32 would overflow in the gradient"""
 
 
-def dpo(chosen: TokenScores, rejected: TokenScores, *, beta: float) -> LossResult:
-    """``-log sigmoid(beta s_w - beta s_l)``, summed over the pairs.
+def dpo(
+    chosen: TokenScores,
+    rejected: TokenScores,
+    *,
+    beta: float,
+    length_normalized: bool = False,
+    nll_weight: float = 0.0,
+    divergence: str = "reverse_kl",
+    divergence_alpha: float = 0.5,
+) -> LossResult:
+    """``-log sigmoid(beta h(s_w) - beta h(s_l)) - nll_weight m_w``, summed over the pairs; h(s) = s, m_w is
+    the mean token log-probability of the chosen completion.
 
     ``chosen`` and ``rejected``: the same n pairs, row by row. ``beta``: how much a nat of log-ratio is worth;
-    a smaller one lets the policy go further from the reference.
+    a smaller one lets the policy go further from the reference. ``length_normalized``: s is the mean over
+    tokens of the log-ratio, not the sum. ``nll_weight``: what a nat of m_w is worth. ``divergence``,
+    ``divergence_alpha``: see ``implied_reward``.
     """
-    reward_w, reward_l = beta * chosen.sequence_log_ratio(), beta * rejected.sequence_log_ratio()
-    return paired_result(-logsigmoid(reward_w - reward_l), reward_w, reward_l, chosen.valid & rejected.valid)
+    sequence = mean_log_ratio if length_normalized else TokenScores.sequence_log_ratio
+    reward_w = beta * implied_reward(sequence(chosen), divergence, divergence_alpha)
+    reward_l = beta * implied_reward(sequence(rejected), divergence, divergence_alpha)
+    losses = -logsigmoid(reward_w - reward_l)
+    if nll_weight:
+        losses = losses - nll_weight * token_mean(chosen.policy, chosen.mask)
+    return paired_result(losses, reward_w, reward_l, chosen.valid & rejected.valid)
+
+
+def mean_log_ratio(scores: TokenScores) -> Tensor:
+    """[R] the mean over completion tokens of the (clipped) log-ratio, nats."""
+    return token_mean(scores.log_ratio, scores.mask)
+
+
+def implied_reward(s: Tensor, divergence: str, alpha: float) -> Tensor:
+    """[R] f'(u) of the divergence that keeps the policy near the reference, u = exp(s), less f'(1) (f-DPO,
+    Table 1).
+
+    ``reverse_kl``: s, DPO's own. ``forward_kl``: 1 - 1/u. ``js``: log(2 u / (1 + u)). ``alpha``, in (0, 1):
+    (1 - u^-alpha) / alpha, which tends to ``reverse_kl`` as alpha tends to 0, and to ``forward_kl`` as it
+    tends to 1. Raises ValueError for any other.
+    """
+    if divergence == "reverse_kl":
+        return s
+    if divergence == "forward_kl":
+        return -torch.expm1((-s).clamp(max=LARGEST))
+    if divergence == "js":
+        return s - softplus(s) + math.log(2)
+    if divergence == "alpha" and 0 < alpha < 1:
+        return -torch.expm1((-alpha * s).clamp(max=LARGEST)) / alpha
+    raise ValueError(
+        f"divergence={divergence}: use reverse_kl, forward_kl, js, or alpha with divergence_alpha={alpha} in "
+        "(0, 1)"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -53,6 +54,12 @@ def test_every_example_once_an_epoch_and_only_the_last_batch_short(
     assert [names(plan.batch(i)) for i in reversed(range(plan.steps))] == [
         names(b) for b in reversed(batches)
     ]
+
+
+def test_each_segment_has_an_order_of_its_own():
+    """Rounds of as many groups would be trained on in one order otherwise."""
+    one = segment(40, 2, 8, 80)
+    assert names(one.batch(3)) != names(replace(one, index=1).batch(3))
 
 
 def test_the_order_depends_on_the_seed_alone_and_keeps_groups_together():
