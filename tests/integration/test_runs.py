@@ -4,6 +4,7 @@ had been."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.errors import ConfigError, StoppedError
 from config.record import LOCK
 from export import export_run
-from jobs.signals import REQUEUE
+from jobs.signals import REQUEUE, Requeue
 from jobs.watch import RunWatch
 from models.checkpoint import Checkpoints
 from tests import programs
@@ -102,6 +103,27 @@ def test_k_steps_and_the_rest_are_n_steps(tmp_path, cache, monkeypatch, variant)
         json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts")
     )
     assert before["after"] == after["after"] and before["before"] == after["before"]
+
+
+def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_when_it_goes_on(
+    tmp_path, cache, monkeypatch
+):
+    given = settings(tmp_path, cache, "eval_every=64")
+    train(given, "whole")
+    real = RunWatch.before_step
+
+    def before_step(self):
+        if self.trainer.progress.step == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunWatch, "before_step", before_step)
+        with pytest.raises(Requeue):
+            train(given, "stopped")
+    train(settings(tmp_path, cache, "eval_every=64", "resume=true"), "stopped")
+    whole, stopped = (timeless(lines(tmp_path / name)) for name in ("whole", "stopped"))
+    assert whole == stopped and [r["step"] for r in stopped if "eval_loss" in r] == [0, 4, 8]
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, cache, monkeypatch, capfd):
