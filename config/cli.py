@@ -32,6 +32,8 @@ from config.schema import Config
 
 REFUSED, STOPPED = 2, 1
 CONFIG = Path(__file__).parent
+WITHOUT_RANGE = ("reinforce", "sapo", "dppo", "m2po")
+"""Shapes of the policy-gradient family that clip no ratio to a range."""
 
 
 def settings(cfg: DictConfig) -> tuple[Config, str]:
@@ -58,6 +60,9 @@ def idle(config: Config) -> list[str]:
         "online=false": [] if config.online else ["rounds", "sampler", "reward"],
         "online=true (rounds.contexts says how long)": ["n_epochs", "n_examples"] if config.online else [],
         "model.use_peft=false": [] if config.model.use_peft else ["model.peft"],
+        f"loss.shape={config.loss.get('shape')}": ["loss.epsilon"]
+        if config.loss.get("shape") in WITHOUT_RANGE
+        else [],
         "scheduler=constant": ["min_lr_ratio"] if config.scheduler == "constant" else [],
     }
     given = [override.lstrip("+~").partition("=")[0] for override in HydraConfig.get().overrides.task]

@@ -15,15 +15,16 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
     gone."""
     tree = dict(tree)
     if isinstance(loss := tree.get("loss"), dict):
-        tree["loss"] = {key: value for key, value in loss.items() if key != "_partial_"}
-    if isinstance(trainer := tree.get("trainer"), dict) and "loss_keys" not in trainer:
-        tree["trainer"] = trainer | _of_target("trainer", trainer.get("_target_"))
-    if isinstance(trainer := tree.get("trainer"), dict) and "corrections" not in trainer:
-        tree["trainer"] = trainer | {
-            "corrections": _of_target("trainer", trainer.get("_target_")).get("corrections", [])
-        }
-    if "loss" in tree:
+        kept = {key: value for key, value in loss.items() if key != "_partial_"}
+        tree["loss"] = _numbers_since(loss) | kept
         tree.setdefault("correction", dict(section("correction/none.yaml")))
+    if isinstance(trainer := tree.get("trainer"), dict):
+        file = _of_target("trainer", trainer.get("_target_"))
+        if "loss_keys" not in trainer:
+            trainer = trainer | file
+        elif set(trainer["loss_keys"] or ()) < set(file.get("loss_keys", ())):
+            trainer = trainer | {"loss_keys": file["loss_keys"]}
+        tree["trainer"] = {"corrections": file.get("corrections", [])} | trainer
     if isinstance(reward := tree.get("reward"), dict) and "_target_" not in reward:
         given = {key: value for key, value in reward.items() if value is not None}
         kind = next((key for key in given if key not in ("name", "max_missing")), None)
@@ -38,6 +39,14 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
             key: today[key] for key in ("_target_", "separate", "options") if key in today
         }
     return tree
+
+
+def _numbers_since(loss: dict[str, Any]) -> dict[str, Any]:
+    """The settings that today's file of this loss has beside its name and function, at their defaults: which
+    are what the loss did before it had them."""
+    files = (file["loss"] for file in _files("loss"))
+    today = next((f for f in files if all(f[key] == loss.get(key) for key in ("name", "_target_"))), {})
+    return {key: value for key, value in today.items() if not str(value).startswith("${")}
 
 
 def _of_target(group: str, target: Any) -> dict[str, Any]:

@@ -105,12 +105,44 @@ def group_advantages(group: Group, keep_zero_variance: bool = False) -> list[Exa
 
 
 def centred_advantages(group: Group, keep_zero_variance: bool = False) -> list[ExampleSpec]:
-    """As ``weighted``, with the advantage ``R - mean R`` (Dr. GRPO): not divided by the group's std."""
+    """As ``group_advantages``, with the advantage ``R - mean R`` (Dr. GRPO): not divided by the group's std."""
     mean = fmean(group.rewards) if group.rewards else 0.0
     return [
         ExampleSpec(want.completions, group.rewards[want.completions[0]] - mean)
         for want in group_advantages(group, keep_zero_variance)
     ]
+
+
+def leave_one_out_advantages(group: Group, keep_zero_variance: bool = False) -> list[ExampleSpec]:
+    """As ``group_advantages``, with the advantage ``R - mean of the group's other rewards`` (RLOO; Ahmadian et
+    al. 2024, arXiv 2402.14740): ``n / (n - 1)`` times the centred one."""
+    n = len(group.rewards)
+    return [
+        replace(want, label=want.label * n / (n - 1))
+        for want in centred_advantages(group, keep_zero_variance)
+    ]
+
+
+ADVANTAGES: dict[str, View] = {
+    "group": group_advantages,
+    "group_mean": centred_advantages,
+    "rloo": leave_one_out_advantages,
+    "batch": centred_advantages,  # and then ``normalised`` over the batch, which no group knows
+}
+"""Setting -> the view of a loss on advantages."""
+
+
+def normalised(batch: list[Example]) -> list[Example]:
+    """The batch with each label, an advantage, less the mean and divided by the std of all completion tokens'
+    (REINFORCE++ with its group's baseline; Hu et al. 2025, arXiv 2501.03262): population std in float64, no
+    epsilon. A batch whose labels are all the same gets zeros."""
+    labels = [example.label for example in batch]
+    if not labels or max(labels) == min(labels):
+        return [replace(example, label=0.0) for example in batch]
+    tokens = [sum(len(row.completion_ids) for row in example.rows) for example in batch]
+    mean = fmean(labels, tokens)
+    std = fmean([(label - mean) ** 2 for label in labels], tokens) ** 0.5
+    return [replace(example, label=(example.label - mean) / std) for example in batch]
 
 
 def demonstrations(group: Group) -> list[ExampleSpec]:

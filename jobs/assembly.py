@@ -86,6 +86,9 @@ def _try(loss: Loss, config: Config) -> None:
         try:
             loss(*(known[name] for name in needed))
         except ValueError as error:
+            for key, value in config.loss.items():
+                if str(error).startswith(start := f"{key}={value}: "):
+                    raise ConfigError(f"loss.{key}", value, str(error).removeprefix(start)) from error
             raise ConfigError("loss", config.loss["name"], str(error)) from error
 
 

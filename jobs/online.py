@@ -51,7 +51,7 @@ def make_online_plan(config: Config, trainer: type[BasicTrainer], renderer: Rend
     )
     row = Sequence(np.zeros(config.model.max_prompt_length, np.int32), np.zeros(config.max_tokens, np.int32))
     batch = (Example("", (row,) * trainer.rows_per_example),) * config.model.batch_size
-    held_out = make_examples(evaluation.groups[: config.n_eval_examples], trainer.view, renderer)
+    held_out = make_examples(evaluation.groups[: config.n_eval_examples], trainer.view_of(config), renderer)
     return Plan(
         train=Segment((batch,), config.model.batch_size, rounds.contexts * per_context, config.seed),
         held_out=Segment(held_out.groups, config.model.eval_batch_size, held_out.count, seed=0)

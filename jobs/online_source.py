@@ -67,7 +67,7 @@ class OnlineSource:
         """``builder`` is None on ranks above 0; ``folder`` is the run's."""
         self.config, self.trainer, self.renderer, self.contexts = config, trainer, renderer, contexts
         self.engine, self.builder, self.folder, self.watch = engine, builder, folder, watch
-        self.view = view_of_rounds(config, trainer.view)
+        self.view = view_of_rounds(config, trainer.view_of(config))
         self._entered: float | None = None
         self._prefetch: Prefetch | None = None
 

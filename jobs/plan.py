@@ -64,7 +64,7 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -
             f"keeps none of the {len(examples.groups)} groups; widen it",
         )
         expected = examples.groups[: last - first]
-    held_out = make_examples(evaluation.groups[: config.n_eval_examples], trainer.view, renderer)
+    held_out = make_examples(evaluation.groups[: config.n_eval_examples], trainer.view_of(config), renderer)
     return Plan(
         train=training_segment(config, expected),
         held_out=Segment(held_out.groups, config.model.eval_batch_size, held_out.count, seed=0)
@@ -104,5 +104,5 @@ def _tokenised(
     it wrote; a rank that does not see its files, or a dry run, which writes none, makes its own."""
     cache = TokenCache(Path(config.cache_dir), write=not config.dry_run)
     made: list[Examples] = []
-    on_main(lambda: made.append(make_examples(groups, trainer.view, renderer, cache)))
-    return made[0] if made else make_examples(groups, trainer.view, renderer, cache)
+    on_main(lambda: made.append(make_examples(groups, trainer.view_of(config), renderer, cache)))
+    return made[0] if made else make_examples(groups, trainer.view_of(config), renderer, cache)

@@ -152,6 +152,16 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def gather_values(values: Tensor, fill: float) -> Tensor:
+    """[N] ``values`` (on the device) of every rank end to end, on every rank; ``fill`` stands where a rank has
+    fewer than another."""
+    room = values.new_full((max(gather_objects(len(values))),), fill)
+    room[: len(values)] = values
+    every = [torch.empty_like(room) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, room)
+    return torch.cat(every)
+
+
 def gather_objects(value: Any) -> list[Any]:
     """``value`` of every rank, in rank order, on every rank. Small Python objects only (goes through the
     CPU)."""

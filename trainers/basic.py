@@ -94,7 +94,7 @@ class Watch(Protocol):
 class BasicTrainer(ABC, Generic[Prepared]):
     """Owns the step.
 
-    A subclass says how a group becomes examples (``view``), what the summed loss is divided by
+    A subclass says how a group becomes examples (``view``, or ``view_of`` where settings decide), what the summed loss is divided by
     (``loss_denominator``) and how scores feed the loss (``compute_loss``). KTO and PPO also need something of
     the whole batch first (``arrange``, ``prepare``).
     """
@@ -153,6 +153,11 @@ class BasicTrainer(ABC, Generic[Prepared]):
     def arrange(self, batch: list[Example]) -> list[Example]:
         """A last look at the global batch in its own order, before it is cut."""
         return batch
+
+    @classmethod
+    def view_of(cls, config: Config) -> View:
+        """How a group becomes examples with these settings."""
+        return cls.view
 
     @classmethod
     def check_settings(cls, config: Config) -> None:

@@ -3,26 +3,95 @@ completion tokens (DAPO, C.1.4)."""
 
 from __future__ import annotations
 
-from data import views
+import inspect
+
+import torch
+from torch import Tensor
+
+from common.errors import one_of, require
+from config.schema import Config
 from data.types import Example, Microbatch
+from data.views import ADVANTAGES, View, centred_advantages, group_advantages, normalised
+from models.distributed import gather_values
 from trainers.basic import BasicTrainer
+from trainers.losses import shapes
 from trainers.losses.base import LossResult, TokenScores
+from trainers.losses.grpo import grpo
+from trainers.scorer import TokenScorer
 
 
-class GRPOTrainer(BasicTrainer[None]):
-    view = staticmethod(views.group_advantages)
+class GRPOTrainer(BasicTrainer[Tensor | None]):
+    view = staticmethod(group_advantages)
+
+    @classmethod
+    def view_of(cls, config: Config) -> View:
+        """The view that ``loss.advantage`` names; where it names none, the class's own."""
+        advantage = config.loss.get("advantage")
+        return cls.view if advantage is None else ADVANTAGES[advantage]
+
+    @classmethod
+    def check_settings(cls, config: Config) -> None:
+        one_of("loss.advantage", config.loss.get("advantage"), (None, *ADVANTAGES))
+        check_shape(config)
 
     def loss_denominator(self, batch: list[Example]) -> int:
         if self.config.loss.get("normalization", "token") != "token":
             return len(batch)  # every sequence counts as one (eq. 1's 1/|y|, Dr. GRPO)
         return sum(len(row.completion_ids) for example in batch for row in example.rows)
 
-    def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: None) -> LossResult:
-        return self.loss(scores, micro.labels)
+    def arrange(self, batch: list[Example]) -> list[Example]:
+        """``advantage=batch``: the advantages normalised over the batch, before it is cut."""
+        return normalised(batch) if self.config.loss.get("advantage") == "batch" else batch
+
+    @torch.no_grad()
+    def prepare(self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer) -> list[Tensor | None]:
+        """[R, T] bool for a shape that masks by the global batch (M2PO): the tokens that the second moment of
+        its log-ratios masks. It costs one more forward of the batch, without gradient. Others need
+        nothing."""
+        shape = self.config.loss.get("shape")
+        if shape is None or "masked" not in shapes.reads(shape):
+            return [None] * len(batch)
+        squares = [
+            shapes.second_moments(
+                scorer.score_without_gradient(step, micro.sequences), micro.labels.unsqueeze(-1)
+            )
+            for step, micro in batch
+        ]
+        everywhere = gather_values(torch.cat([part.flatten() for part in squares]), fill=float("inf"))
+        limit = shapes.moment_limit(everywhere, self.config.loss["moment_bound"])
+        return [shapes.beyond_moment(part, limit) for part in squares]
+
+    def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: Tensor | None) -> LossResult:
+        if prepared is None:
+            return self.loss(scores, micro.labels)
+        return self.loss(scores, micro.labels, prepared)
 
 
 class CentredGRPOTrainer(GRPOTrainer):
     """Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): a std would weigh prompts whose answers differ little as
     much as any."""
 
-    view = staticmethod(views.centred_advantages)
+    view = staticmethod(centred_advantages)
+
+
+def check_shape(config: Config) -> None:
+    """Raise ConfigError for a setting that this shape does not read and that is not at its default.
+
+    ``epsilon`` may be any: it has no default, and a sweep over shapes has one for all.
+    """
+    shape = config.loss.get("shape")
+    if shape not in tuple(shapes.SHAPES):
+        return  # a loss without shapes; or one that refuses this one itself
+    defaults = inspect.signature(grpo).parameters
+    for key in sorted(frozenset[str]().union(*shapes.READS.values()) & config.loss.keys()):
+        default = defaults[key].default
+        if key in shapes.reads(shape) or default is inspect.Parameter.empty:
+            continue
+        readers = ", ".join(name for name, read in shapes.READS.items() if key in read)
+        require(
+            config.loss[key] == default,
+            f"loss.{key}",
+            config.loss[key],
+            f"loss.shape={shape} does not read it, {readers} would; leave it at "
+            f"{'null' if default is None else default}",
+        )

@@ -1,5 +1,5 @@
 """GRPO (Shao et al. 2024, arXiv 2402.03300), equation 1 of the paper, and its relatives, which differ from it
-by a number.
+by a number or by ``shape`` (``trainers.losses.shapes``).
 
 | relative | what to set |
 |---|---|
@@ -7,21 +7,22 @@ by a number.
 | equation 1's mean over sequences of the mean over tokens | ``normalization="sequence"`` |
 | Dr. GRPO (Liu et al. 2025, arXiv 2503.20783) | ``normalization="constant"``, ``max_tokens``; advantages without the std |
 | GSPO (Zheng et al. 2025, arXiv 2507.18071) | ``importance="sequence"``, ``normalization="sequence"``, epsilons of about 3e-4 |
+| CISPO, SAPO, GMPO, DPPO, M2PO, dual clip, REINFORCE | ``shape`` and its numbers |
 """  # noqa: E501
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from trainers.losses.base import LossResult, TokenScores, agreement, mean_where, token_mean
+from trainers.losses.base import LossResult, TokenScores, agreement, mean_where
+from trainers.losses.shapes import SHAPES, reads
 
 
 def grpo(
     scores: TokenScores,
     advantages: Tensor,
+    masked: Tensor | None = None,
     *,
     beta: float,
     epsilon: float,
@@ -29,35 +30,51 @@ def grpo(
     importance: str = "token",
     normalization: str = "token",
     max_tokens: int | None = None,
+    shape: str = "ppo",
+    dual_clip: float = 3.0,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+    divergence: str = "tv",
+    divergence_bound: float = 0.15,
+    moment_bound: float = 0.04,
 ) -> LossResult:
     """``-min(r A, clip(r, 1 - eps, 1 + eps) A) + beta (e^d - d - 1)`` per token, ``d = log pi_0 - log
-    pi_theta``, summed.
+    pi_theta``, summed; another ``shape`` has another first term.
 
     r is exp(``scores.log_ratio``): with humanline it is clipped already, so twice. The KL term reads the raw
     log-probabilities; its baseline pi_0 is the reference (C.1.4).
 
-    ``advantages``: [R], one for all tokens of a row. ``epsilon``, ``epsilon_high``: r is clipped to [1 -
+    ``advantages``: [R], one for all tokens of a row. ``masked``: [R, T] bool, what ``shape="m2po"`` masks of
+    the global batch; None: these rows are all of it. ``epsilon``, ``epsilon_high``: r is clipped to [1 -
     epsilon, 1 + epsilon_high]; None: the same on both sides. ``importance``: "token", or "sequence" for one
     ratio a row, exp(mean token log-ratio). ``normalization``: "token": every token weighs 1 and the unit is
     the completion token (DAPO); "sequence": 1 / |y|, and "constant": 1 / ``max_tokens``, where the unit is
-    the sequence. Raises ValueError for any other.
+    the sequence. The other numbers are of a shape each. Raises ValueError for any other.
     """
     mask = scores.mask
-    log_r = importance_log_ratio(scores, importance)
-    high = epsilon if epsilon_high is None else epsilon_high
-    surrogate, clipped = clipped_surrogate(log_r, advantages.unsqueeze(-1), epsilon, high)
-    d = torch.where(
-        mask, scores.reference - scores.policy, 0.0
-    )  # before the exponential: inf * 0 is nan in its gradient
-    kl = torch.expm1(d) - d
-    weighted = surrogate if scores.weights is None else scores.weights * surrogate
-    losses = -weighted + beta * kl if beta else -weighted
+    numbers = {
+        "masked": masked,
+        "importance": importance,
+        "epsilon": epsilon,
+        "epsilon_high": epsilon_high,
+        "dual_clip": dual_clip,
+        "tau_positive": tau_positive,
+        "tau_negative": tau_negative,
+        "divergence": divergence,
+        "divergence_bound": divergence_bound,
+        "moment_bound": moment_bound,
+    }
+    read = {name: numbers[name] for name in reads(shape)}
+    losses, shares = SHAPES[shape](scores, advantages.unsqueeze(-1), **read)
+    losses = losses if scores.weights is None else scores.weights * losses
+    kl = kl_estimate(scores)
+    losses = losses + beta * kl if beta else losses
     s = scores.sequence_log_ratio()
     metrics = {
         "reward_chosen": mean_where(s, scores.valid & (advantages > 0)),
         "reward_rejected": mean_where(s, scores.valid & (advantages < 0)),
         "reward_accuracy": mean_where(agreement(s * advantages.sign()), scores.valid & (advantages != 0)),
-        "ratio_clipped": mean_where(clipped.to(s.dtype), mask),
+        **{name: mean_where(where.to(s.dtype), mask) for name, where in shares.items()},
         "kl_penalty": mean_where(kl, mask),
     }
     return LossResult(
@@ -65,27 +82,12 @@ def grpo(
     )
 
 
-def clipped_surrogate(log_r: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """``min(r A, clip(r, 1 - low, 1 + high) A)`` and where the minimum is the clipped branch, both of
-    ``log_r``'s shape.
-
-    For A > 0 the minimum is A min(r, 1 + high), for A < 0 it is A max(r, 1 - low). Written so, the ratio is
-    clipped before the exponential is taken: a log-ratio of any size gives an exact 0 gradient where the
-    clipped branch wins, not 0 * inf.
-    """
-    ceiling, floor = math.log1p(high), math.log1p(-low) if low < 1 else -math.inf
-    bounded = torch.where(advantages >= 0, log_r.clamp(max=ceiling), log_r.clamp(min=floor))
-    clipped = ((advantages > 0) & (log_r > ceiling)) | ((advantages < 0) & (log_r < floor))
-    return advantages * torch.exp(bounded), clipped
-
-
-def importance_log_ratio(scores: TokenScores, importance: str) -> Tensor:
-    """[R, T] the log of each token's importance ratio, 0 where the mask is False."""
-    if importance == "token":
-        return torch.where(scores.mask, scores.log_ratio, 0.0)
-    if importance == "sequence":
-        return torch.where(scores.mask, token_mean(scores.log_ratio, scores.mask).unsqueeze(-1), 0.0)
-    raise ValueError(f"importance={importance}: use token or sequence")
+def kl_estimate(scores: TokenScores) -> Tensor:
+    """[R, T] ``e^d - d - 1`` with ``d = log pi_0 - log pi_theta``, nats, 0 where the mask is False."""
+    d = torch.where(
+        scores.mask, scores.reference - scores.policy, 0.0
+    )  # before the exponential: inf * 0 is nan in its gradient
+    return torch.expm1(d) - d
 
 
 def token_divisor(mask: Tensor, normalization: str, max_tokens: int | None) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trainers.losses.base import LossResult, TokenScores, agreement, mean_where
-from trainers.losses.grpo import clipped_surrogate
+from trainers.losses.shapes import clipped_surrogate
 
 
 def ppo(scores: TokenScores, advantages: Tensor, *, cliprange: float, KL_coef: float) -> LossResult:

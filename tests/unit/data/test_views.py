@@ -80,6 +80,48 @@ def test_groups_without_variance_are_dropped_or_kept_with_zero():
     ] * 3
 
 
+SCORES = st.lists(st.sampled_from([0.0, 0.25, 1.0, -3.0]), min_size=2, max_size=57)
+
+
+@given(SCORES)
+def test_each_advantage_by_its_formula(rewards):
+    R = np.array(rewards)
+    n, spread = len(R), bool(R.std())
+    expected = {
+        "group": (R - R.mean()) / R.std() if spread else R * 0,
+        "group_mean": R - R.mean(),
+        "rloo": np.array([R[i] - np.delete(R, i).mean() for i in range(n)]),
+        "batch": R - R.mean(),
+    }
+    assert set(views.ADVANTAGES) == set(expected)
+    for name, view in views.ADVANTAGES.items():
+        wanted = view(group(*rewards), keep_zero_variance=True)
+        assert [want.completions for want in wanted] == [(i,) for i in range(n)]
+        np.testing.assert_allclose([want.label for want in wanted], expected[name], atol=1e-12, err_msg=name)
+        assert view(group(*rewards)) == (wanted if spread else [])
+        assert view(group(1.0)) == []
+
+
+def labelled_examples(labels, lengths):
+    prompt = np.ones(1, np.int32)
+    return [
+        Example(f"p{i}", (Sequence(prompt, np.full(n, 5, np.int32)),), label)
+        for i, (label, n) in enumerate(zip(labels, lengths, strict=True))
+    ]
+
+
+@given(st.data(), st.lists(st.sampled_from([0.1, -0.7, 0.5, 2.0]), min_size=1, max_size=12))
+def test_the_batchs_advantages_are_normalised_over_its_tokens(data, labels):
+    lengths = data.draw(st.lists(st.integers(1, 9), min_size=len(labels), max_size=len(labels)))
+    batch = labelled_examples(labels, lengths)
+    made = views.normalised(batch)
+    tokens = np.repeat(labels, lengths)
+    expected = (np.array(labels) - tokens.mean()) / tokens.std() if len(set(labels)) > 1 else np.zeros(len(labels))
+    np.testing.assert_allclose([example.label for example in made], expected, atol=1e-9)
+    assert [e.rows for e in made] == [e.rows for e in batch] and [e.label for e in batch] == labels
+    assert views.normalised([]) == []
+
+
 def test_a_single_labelled_completion():
     assert [w.label for w in views.labelled(group(1.0))] == [1.0]
     assert [w.label for w in views.labelled(group(-1.0))] == [-1.0]

@@ -41,11 +41,18 @@ class Loss:
         if self.trainer == "ppo":
             nothing = torch.zeros_like(scores.policy)
             return self.function(scores, nothing, labels, nothing)
-        return self.function(scores, labels) if self.trainer in ("grpo", "dr_grpo") else self.function(scores)
+        if self.trainer not in ("grpo", "dr_grpo"):
+            return self.function(scores)
+        if self.numbers.get("shape") == "m2po":  # what the trainer finds over the global batch
+            return self.function(scores, labels, scores.log_ratio.detach().abs() > 1)
+        return self.function(scores, labels)
 
 
-def load(path: Path) -> Loss:
+def load(path: Path, shape: str | None = None) -> Loss:
+    """The loss of a yaml, with another ``loss.shape`` than its own."""
     cfg = OmegaConf.load(path)
+    if shape is not None:
+        cfg.loss.name, cfg.loss.shape = f"{cfg.loss.name}-{shape}", shape
     trainer = next(entry["/trainer"] for entry in cfg.defaults if "/trainer" in entry)
     numbers = OmegaConf.to_container(cfg.loss, resolve=False)
     trainer_keys = OmegaConf.load(FILES[0].parents[1] / "trainer" / f"{trainer}.yaml").loss_keys

@@ -1,0 +1,162 @@
+"""GRPO's trainer: the advantages and the masks that are of the whole global batch, and the settings that a
+shape does not read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import ConfigError
+from config.files import parsed
+from data import views
+from jobs.assembly import make_loss, trainer_class
+from models.distributed import local
+from models.reference import Reference
+from tests.engine import engine_config, make_segment, make_trainer
+from tests.tiny import make_config, tiny_policy
+from trainers.losses.shapes import SHAPES, beyond_moment, moment_limit, second_moments
+
+BOUNDS = {"dppo": {"divergence_bound": 0.02}, "m2po": {"moment_bound": 1.0}}
+"""Those that mask some of the tokens of two random models."""
+
+
+def settings(cache, parts=1, humanline=False, **loss):
+    """GRPO on batches of 8 in ``parts`` microbatches."""
+    config = engine_config(cache, "grpo", "model.batch_size=8", "loss.advantage=batch")
+    model = replace(config.model, gradient_accumulation_steps=parts)
+    return replace(config, model=model, humanline=humanline, loss=config.loss | loss)
+
+
+def begun(config):
+    """(trainer, its microbatches of the first batch, a scorer of them against other weights)"""
+    trainer, segment = make_trainer(config), make_segment(config, pairs=5, longest=20)
+    other = Reference()
+    other.refresh(tiny_policy(seed=3), 0, trainer.upcoming(segment, 0, 0))
+    micros = trainer.microbatches(segment.batch(0))
+    return trainer, micros, trainer.scorer_with(other, trainer.scorer.humanline)
+
+
+def first_gradient(config):
+    """(gradient of the first batch, its metrics)"""
+    trainer, micros, scorer = begun(config)
+    examples = [example for micro in micros for example in micro.examples]
+    sums: dict[str, np.ndarray] = {}
+    prepared = trainer.prepare([(0, micro) for micro in micros], scorer)
+    for micro, item in zip(micros, prepared, strict=True):
+        result = trainer.compute_loss(micro, scorer.score(0, micro.sequences), item)
+        (result.total / trainer.loss_denominator(examples)).backward()
+        for name, value in result.metrics.items():
+            sums[name] = sums.get(name, 0) + np.array([float(value.sum), float(value.count)])
+    gradient = torch.cat([local(p.grad).flatten() for p in trainer.policy.parameters()])
+    return gradient, {name: float(total / count) for name, (total, count) in sums.items() if count}
+
+
+@pytest.mark.parametrize(("humanline", "normalization"), [(False, "token"), (True, "sequence")])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_neither_shape_nor_advantage_depends_on_how_the_batch_is_cut(
+    tmp_path, shape, humanline, normalization
+):
+    loss = {"shape": shape, "normalization": normalization} | BOUNDS.get(shape, {})
+    (whole, metrics), (cut, other) = (
+        first_gradient(settings(tmp_path, parts, humanline, **loss)) for parts in (1, 4)
+    )
+    assert whole.norm() > 1e-3 and (cut - whole).norm() / whole.norm() < 1e-5
+    assert metrics == pytest.approx(other, rel=1e-4)
+    shares = [value for name, value in metrics.items() if name.endswith(("ratio_clipped", "tokens_masked"))]
+    assert len(shares) == (shape not in ("reinforce", "sapo")) and all(0 < share < 1 for share in shares)
+    assert ("dual_clipped" in metrics) == (shape == "dual")
+
+
+def test_m2po_masks_by_the_second_moment_of_the_global_batch(tmp_path):
+    trainer, micros, scorer = begun(settings(tmp_path, 4, shape="m2po", moment_bound=1.0))
+    masks = trainer.prepare([(0, micro) for micro in micros], scorer)
+    squares = [
+        second_moments(scorer.score_without_gradient(0, m.sequences), m.labels.unsqueeze(-1)) for m in micros
+    ]
+    values = np.sort(np.concatenate([s[s.isfinite()].numpy().ravel() for s in squares]).astype(float))
+    kept = [v for i, v in enumerate(values) if values[: i + 1].mean() <= 1.0]
+    assert 0 < len(kept) < len(values)
+    for mask, square in zip(masks, squares, strict=True):
+        assert torch.equal(mask, square.isfinite() & (square > kept[-1]))
+    alone = [beyond_moment(s, moment_limit(s.flatten(), 1.0)) for s in squares]
+    assert any(not torch.equal(a, m) for a, m in zip(alone, masks, strict=True)), "each part for itself"
+
+
+def test_other_shapes_cost_no_forward(tmp_path):
+    trainer = make_trainer(settings(tmp_path, shape="dppo"))
+    assert trainer.prepare([(0, None), (1, None)], None) == [None, None]
+
+
+@pytest.mark.parametrize("advantage", views.ADVANTAGES)
+def test_the_view_is_the_one_that_the_setting_names(advantage):
+    config = make_config("loss=grpo", f"loss.advantage={advantage}")
+    assert trainer_class(config).view_of(config) is views.ADVANTAGES[advantage]
+    dr_grpo = make_config("loss=dr_grpo", f"loss.advantage={advantage}")
+    assert trainer_class(dr_grpo).view_of(dr_grpo) is views.ADVANTAGES[advantage]
+
+
+@pytest.mark.parametrize(
+    ("words", "view"),
+    [
+        (["loss=grpo"], views.group_advantages),
+        (["loss=ppo_group"], views.group_advantages),
+        (["loss=dr_grpo"], views.centred_advantages),
+        (["loss=grpo", "trainer=dr_grpo"], views.centred_advantages),
+        (["loss=dpo"], views.pairs),
+    ],
+)
+def test_without_the_setting_it_is_the_trainers_own(words, view):
+    config = make_config(*words)
+    make_loss(config)
+    assert trainer_class(config).view_of(config) is view
+
+
+def test_the_batchs_advantages_are_normalised_before_it_is_cut(tmp_path):
+    _, micros, _ = begun(settings(tmp_path, 4))
+    of_tokens = [torch.repeat_interleave(m.labels.double(), m.sequences.mask.sum(dim=1)) for m in micros]
+    tokens = torch.cat(of_tokens)
+    assert float(tokens.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(tokens.std(correction=0)) == pytest.approx(1, abs=1e-6)
+    assert all(abs(float(part.mean())) > 0.01 for part in of_tokens)
+
+
+REFUSED = {
+    "loss.shape=reinforce loss.importance=sequence": "loss.importance=sequence: loss.shape=reinforce does not",
+    "loss.shape=gmpo loss.importance=sequence": "ppo, dual, cispo, sapo would; leave it at token",
+    "loss.shape=dppo loss.importance=sequence": "loss.importance=sequence",
+    "loss.shape=m2po loss.epsilon_high=0.3": "loss.epsilon_high=0.3: loss.shape=m2po does not read it",
+    "loss.shape=sapo loss.epsilon_high=0.3": "leave it at null",
+    "loss.dual_clip=5": "loss.dual_clip=5: loss.shape=ppo does not read it, dual would; leave it at 3.0",
+    "loss.shape=dual loss.moment_bound=1": "loss.moment_bound=1: loss.shape=dual does not read it",
+    "loss.shape=m2po loss.divergence=kl": "loss.divergence=kl",
+    "loss.shape=trpo": "loss.shape=trpo: use one of ppo, dual, cispo, reinforce, sapo, gmpo, dppo, m2po",
+    "loss.shape=null": "loss.shape=None: use one of",
+    "loss.shape=[ppo]": "loss.shape=['ppo']: use one of",
+    "loss.shape=dual loss.dual_clip=1": "loss.dual_clip=1: must be above 1",
+    "loss.shape=dual loss.dual_clip=three": "loss.dual_clip=three: must be a number",
+    "loss.shape=sapo loss.tau_negative=0": "loss.tau_negative=0: must be above 0",
+    "loss.shape=dppo loss.divergence=js": "loss.divergence=js: use tv or kl",
+    "loss.shape=m2po loss.moment_bound=-1": "loss.moment_bound=-1: must be 0 or more",
+    "loss.importance=tokn": "loss.importance=tokn: use token or sequence",
+    "loss.advantage=mean": "loss.advantage=mean: use one of None, group, group_mean, rloo, batch",
+    "loss.advantage=[group]": "loss.advantage=['group']: use one of",
+    "+loss.masked=true": "loss.masked=True: loss=grpo does not take it",
+}
+
+
+@pytest.mark.parametrize(("line", "said"), REFUSED.items())
+def test_what_a_shape_does_not_read_is_refused(line, said):
+    config = make_config("loss=grpo")
+    given = {key.lstrip("+").removeprefix("loss."): parsed(value) for key, value in map(split, line.split())}
+    with pytest.raises(ConfigError) as caught:
+        changed = replace(config, loss=config.loss | given)
+        make_loss(changed)
+        trainer_class(changed)
+    assert said in str(caught.value)
+
+
+def split(word):
+    return word.split("=", 1)

@@ -1,0 +1,242 @@
+"""Shapes of the policy-gradient family: what each does with a token whose ratio has gone far.
+
+A shape is a pure function of (scores, advantages, its numbers) and gives the loss of each token, [R, T], and
+by metric name the tokens that it clipped or masked, [R, T] bool. ``advantages`` broadcast against [R, T]; what
+stands off the mask has no meaning. ``SHAPES`` names them for ``loss.shape``; a shape's keyword arguments are
+the settings that it reads.
+
+r is exp(``scores.log_ratio``), which humanline has clipped already where it is on. The losses are minimised, A
+is the advantage, and at r = 1 every shape has the gradient of ``reinforce`` (``gmpo``: summed over the row).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from trainers.losses.base import TokenScores, token_mean
+
+Shaped = tuple[Tensor, dict[str, Tensor]]
+"""[R, T] losses, and metric name -> [R, T] bool, the tokens whose share is logged under it"""
+SATURATED = 50.0
+"""Nats from which on a sigmoid of a ratio is flat to the last bit, and its exponential still finite."""
+
+
+def ppo(
+    scores: TokenScores, advantages: Tensor, *, importance: str, epsilon: float, epsilon_high: float | None
+) -> Shaped:
+    """``-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`` (Schulman et al. 2017, arXiv 1707.06347;
+    equation 1 of the paper). Epsilons to infinity: ``-r A``, the importance-weighted policy gradient."""
+    log_r = importance_log_ratio(scores, importance)
+    surrogate, clipped = clipped_surrogate(log_r, advantages, epsilon, upper(epsilon, epsilon_high))
+    return -surrogate, {"ratio_clipped": clipped}
+
+
+def dual(
+    scores: TokenScores,
+    advantages: Tensor,
+    *,
+    importance: str,
+    epsilon: float,
+    epsilon_high: float | None,
+    dual_clip: float,
+) -> Shaped:
+    """``ppo``, and for A < 0 at most ``-c A``, c = ``dual_clip`` (dual-clip PPO, Ye et al. 2020, arXiv
+    1912.09729). c to infinity: ``ppo``. Raises ValueError unless c > 1."""
+    _check("dual_clip", dual_clip, dual_clip > 1, "must be above 1")
+    log_r = importance_log_ratio(scores, importance)
+    ceiling = math.log(dual_clip)
+    capped = torch.where(advantages < 0, log_r.clamp(max=ceiling), log_r)
+    surrogate, clipped = clipped_surrogate(capped, advantages, epsilon, upper(epsilon, epsilon_high))
+    beyond = (advantages < 0) & (log_r > ceiling)
+    return -surrogate, {"ratio_clipped": clipped, "dual_clipped": beyond}
+
+
+def cispo(
+    scores: TokenScores, advantages: Tensor, *, importance: str, epsilon: float, epsilon_high: float | None
+) -> Shaped:
+    """``-sg(clip(r, 1 - epsilon, 1 + epsilon_high)) A log pi_theta`` (MiniMax-M1, 2025, arXiv 2506.13585,
+    section 3.1): a clipped token keeps its gradient, with a bounded weight.
+
+    The gradient goes through ``scores.policy``: with humanline a token beyond its range keeps it too. Epsilons
+    of 0: ``reinforce``. Epsilons to infinity: the gradient of ``ppo`` without clipping.
+    """
+    low, high = log_range(epsilon, upper(epsilon, epsilon_high))
+    log_r = importance_log_ratio(scores, importance)
+    weight = torch.exp(log_r.clamp(low, high)).detach()
+    return -weight * advantages * _log_policy(scores), {"ratio_clipped": (log_r < low) | (log_r > high)}
+
+
+def reinforce(scores: TokenScores, advantages: Tensor) -> Shaped:
+    """``-A log pi_theta`` (Williams 1992): no ratio, so nothing is clipped, by humanline neither."""
+    return -advantages * _log_policy(scores), {}
+
+
+def sapo(
+    scores: TokenScores, advantages: Tensor, *, importance: str, tau_positive: float, tau_negative: float
+) -> Shaped:
+    """``-(4 / tau) sigmoid(tau (r - 1)) A``, tau = ``tau_positive`` where A > 0, else ``tau_negative`` (SAPO,
+    Gao et al. 2025, arXiv 2511.20347): nothing is cut off, the weight of a token falls as 4 sigmoid (1 -
+    sigmoid) with the distance of r from 1. tau to 0: the gradient of ``ppo`` without clipping. Raises
+    ValueError unless both are above 0."""
+    _check("tau_positive", tau_positive, tau_positive > 0, "must be above 0")
+    _check("tau_negative", tau_negative, tau_negative > 0, "must be above 0")
+    r = torch.exp(importance_log_ratio(scores, importance).clamp(max=SATURATED))
+    # sigmoid(x) as 1 - sigmoid(-x): the slope of a small sigmoid is exact, that of one near 1 is rounded off
+    positive = (1 - torch.sigmoid(tau_positive * (1 - r))) * (4 / tau_positive)
+    negative = (1 - torch.sigmoid(tau_negative * (1 - r))) * (4 / tau_negative)
+    return -torch.where(advantages > 0, positive, negative) * advantages, {}
+
+
+def gmpo(scores: TokenScores, advantages: Tensor, *, epsilon: float, epsilon_high: float | None) -> Shaped:
+    """``-A (prod_t r'_t)^(1 / |y|)``, one ratio a row: the geometric mean of its token ratios, each clipped on
+    the side that ``ppo`` clips for its sign of A (GMPO, Zhao et al. 2025, arXiv 2507.20673).
+
+    Every token of a row has the row's loss, so ``normalization=sequence`` is the paper's mean over sequences.
+    Epsilons to infinity: ``ppo`` with ``importance=sequence``, without clipping.
+    """
+    log_r = importance_log_ratio(scores, "token")
+    bounded, clipped = one_sided(log_r, advantages, epsilon, upper(epsilon, epsilon_high))
+    ratio = torch.exp(token_mean(bounded, scores.mask)).unsqueeze(-1)
+    return (-advantages * ratio).expand_as(log_r), {"ratio_clipped": clipped}
+
+
+def dppo(scores: TokenScores, advantages: Tensor, *, divergence: str, divergence_bound: float) -> Shaped:
+    """``-M r A``, M = 0 where r has left 1 in the direction that A drives it (A > 0 and r > 1, or A < 0 and r
+    < 1) and the divergence of the policy from the reference at this token is above ``divergence_bound``, else
+    1 (DPPO, Qi et al. 2026, arXiv 2602.04879, with its binary divergences).
+
+    ``divergence``: of "this token or another", with q the reference's probability of it and p the policy's;
+    "tv": ``|q - p|``, "kl": ``q log(q / p) + (1 - q) log((1 - q) / (1 - p))``, nats. It is of the raw
+    probabilities, with humanline too. A bound to infinity: ``ppo`` without clipping. Raises ValueError for any
+    other divergence.
+    """
+    log_p, log_q = scores.policy.detach(), scores.reference
+    driven = ((advantages > 0) & (log_p > log_q)) | ((advantages < 0) & (log_p < log_q))
+    masked = driven & (binary_divergence(log_p, log_q, divergence) > divergence_bound)
+    return _masked_ratio(scores, advantages, masked), {"tokens_masked": masked}
+
+
+def m2po(scores: TokenScores, advantages: Tensor, *, moment_bound: float, masked: Tensor | None) -> Shaped:
+    """``-M r A``, M = 0 at the tokens with the largest squared log-ratios, as many as it takes until the mean
+    of the others' is at most ``moment_bound`` (M2PO, Zheng et al. 2025, arXiv 2510.01161, algorithm 1). It is
+    a mean over the tokens that PPO could clip, A > 0 and r > 1 or A < 0 and r < 1; no other is masked.
+
+    ``masked``: [R, T] bool, found over the global batch; None: these rows are all of it. A bound to infinity:
+    ``ppo`` without clipping.
+    """
+    if masked is None:
+        squares = second_moments(scores, advantages)
+        masked = beyond_moment(squares, moment_limit(squares.flatten(), moment_bound))
+    return _masked_ratio(scores, advantages, masked), {"tokens_masked": masked}
+
+
+SHAPES: dict[str, Callable[..., Shaped]] = {
+    shape.__name__: shape for shape in (ppo, dual, cispo, reinforce, sapo, gmpo, dppo, m2po)
+}
+
+
+READS: dict[str, frozenset[str]] = {
+    name: frozenset(
+        parameter.name
+        for parameter in inspect.signature(shape).parameters.values()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    )
+    for name, shape in SHAPES.items()
+}
+"""Shape -> the settings of the loss that it reads."""
+
+
+def reads(shape: str) -> frozenset[str]:
+    """The settings that this shape reads. Raises ValueError for a shape that there is not."""
+    _check("shape", shape, shape in tuple(SHAPES), f"use one of {', '.join(SHAPES)}")
+    return READS[shape]
+
+
+def second_moments(scores: TokenScores, advantages: Tensor) -> Tensor:
+    """[R, T] the squared log-ratios of the tokens that M2PO may mask, inf at the others. No gradient."""
+    log_r = importance_log_ratio(scores, "token").detach()
+    driven = ((advantages > 0) & (log_r > 0)) | ((advantages < 0) & (log_r < 0))
+    return torch.where(driven & scores.mask, log_r.square(), math.inf)
+
+
+def moment_limit(squares: Tensor, bound: float) -> Tensor:
+    """[] the smallest of [N] ``squares`` that has to go so that the mean of those below it is at most
+    ``bound``; inf where none has to. Equal ones go together: so it is a function of their set alone."""
+    ends = torch.cat([squares.double(), squares.new_full((1,), math.inf, dtype=torch.float64)]).sort().values
+    means = ends.cumsum(0) / torch.arange(1, len(ends) + 1, device=ends.device)
+    kept = (means <= bound).sum().clamp(max=len(ends) - 1)
+    return ends.gather(0, kept.reshape(1))[0].to(squares.dtype)
+
+
+def beyond_moment(squares: Tensor, limit: Tensor) -> Tensor:
+    """[R, T] bool: the tokens of ``second_moments`` that this limit masks."""
+    return squares.isfinite() & (squares >= limit)
+
+
+def binary_divergence(log_p: Tensor, log_q: Tensor, divergence: str) -> Tensor:
+    """The divergence of two distributions over "this token or another", q the first: see ``dppo``."""
+    p, q = torch.exp(log_p), torch.exp(log_q)
+    if divergence == "tv":
+        return (q - p).abs()
+    if divergence == "kl":
+        other_p, other_q = -torch.expm1(log_p), -torch.expm1(log_q)
+        return q * (log_q - log_p) + torch.xlogy(other_q, other_q) - torch.xlogy(other_q, other_p)
+    raise ValueError(f"divergence={divergence}: use tv or kl")
+
+
+def clipped_surrogate(log_r: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """``min(r A, clip(r, 1 - low, 1 + high) A)`` and where the minimum is the clipped branch, both of
+    ``log_r``'s shape."""
+    bounded, clipped = one_sided(log_r, advantages, low, high)
+    return advantages * torch.exp(bounded), clipped
+
+
+def one_sided(log_r: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """``log_r`` clipped on the side where ``min(r A, clip(r) A)`` is, and where that is so.
+
+    For A > 0 the minimum is A min(r, 1 + high), for A < 0 it is A max(r, 1 - low). Written so, the ratio is
+    clipped before the exponential is taken: a log-ratio of any size gives an exact 0 gradient where the
+    clipped branch wins, not 0 * inf.
+    """
+    floor, ceiling = log_range(low, high)
+    bounded = torch.where(advantages >= 0, log_r.clamp(max=ceiling), log_r.clamp(min=floor))
+    return bounded, ((advantages > 0) & (log_r > ceiling)) | ((advantages < 0) & (log_r < floor))
+
+
+def log_range(low: float, high: float) -> tuple[float, float]:
+    """log(1 - low) and log(1 + high): -inf for a low of 1 and more."""
+    return math.log1p(-low) if low < 1 else -math.inf, math.log1p(high)
+
+
+def upper(epsilon: float, epsilon_high: float | None) -> float:
+    """The epsilon of the upper side: None is the lower one's."""
+    return epsilon if epsilon_high is None else epsilon_high
+
+
+def importance_log_ratio(scores: TokenScores, importance: str) -> Tensor:
+    """[R, T] the log of each token's importance ratio, 0 where the mask is False."""
+    if importance == "token":
+        return torch.where(scores.mask, scores.log_ratio, 0.0)
+    if importance == "sequence":
+        return torch.where(scores.mask, token_mean(scores.log_ratio, scores.mask).unsqueeze(-1), 0.0)
+    raise ValueError(f"importance={importance}: use token or sequence")
+
+
+def _masked_ratio(scores: TokenScores, advantages: Tensor, masked: Tensor) -> Tensor:
+    """``-r A``, 0 at the masked tokens: whose ratio is not taken, so that its size cannot matter."""
+    r = torch.exp(torch.where(masked, 0.0, importance_log_ratio(scores, "token")))
+    return torch.where(masked, 0.0, -advantages * r)
+
+
+def _log_policy(scores: TokenScores) -> Tensor:
+    return torch.where(scores.mask, scores.policy, 0.0)
+
+
+def _check(name: str, value: object, sound: bool, remedy: str) -> None:
+    if not sound:
+        raise ValueError(f"{name}={value}: {remedy}")
