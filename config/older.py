@@ -44,8 +44,9 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
 def _numbers_since(loss: dict[str, Any]) -> dict[str, Any]:
     """The settings that today's file of this loss has beside its name and function, at their defaults: which
     are what the loss did before it had them."""
-    files = (file["loss"] for file in _files("loss"))
-    today = next((f for f in files if all(f[key] == loss.get(key) for key in ("name", "_target_"))), {})
+    known = (dict(file["loss"]) for file in _files("loss"))
+    same = (file for file in known if all(file[key] == loss.get(key) for key in ("name", "_target_")))
+    today: dict[str, Any] = next(same, {})
     return {key: value for key, value in today.items() if not str(value).startswith("${")}
 
 

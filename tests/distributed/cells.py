@@ -27,7 +27,11 @@ from tests.tiny import KINDS, VOCABULARY, random_groups, tiny_llama, tiny_policy
 from tests.unit.models.test_families import tiny
 
 STEPS, LR = 8, 0.003
-CELLS = [(loss, k) for loss in ("dpo", "kto", "grpo") for k in (None, 1, 3)] + [("dpo of a mixture", 1)]
+CELLS = [(loss, k) for loss in ("dpo", "kto", "grpo") for k in (None, 1, 3)] + [
+    ("dpo of a mixture", 1),
+    ("grpo by the batch", 3),
+]
+MORE_KEYS = {"dpo of a mixture": ("router_aux_loss",), "grpo by the batch": ("tokens_masked",)}
 KEYS = ("loss", "grad_norm", "kl", "clipped_low", "reward_accuracy")
 
 
@@ -66,6 +70,8 @@ def run_cells(cache: Path, out: Path, accumulation: int, world: World | None = N
         more.append(f"model.packing={str(k is not None).lower()}")  # so dealt by tokens, else by length
         if "mixture" in cell:
             more.append("model.router_aux_loss_coef=0.5")
+        if "batch" in cell:
+            more += ["loss.shape=m2po", "loss.moment_bound=0.003", "loss.advantage=batch"]
         config = replace(
             engine_config(
                 cache,
@@ -87,7 +93,7 @@ def run_cells(cache: Path, out: Path, accumulation: int, world: World | None = N
         final = weights(trainer)
         for key, value in ({} if evaluator is None else evaluator.evaluate()).items():
             results[f"{name}/{key}"] = np.array([value])
-        for key in KEYS + (("router_aux_loss",) if "mixture" in cell else ()):
+        for key in KEYS + MORE_KEYS.get(cell, ()):
             results[f"{name}/{key}"] = np.array(
                 [line[key] if line[key] is not None else np.nan for line in lines]
             )

@@ -38,6 +38,7 @@ def test_ranks_change_nothing(single, several, loss, k):
     keys = [key.partition("/")[2] for key in single if key.startswith(f"{name}/") and "weights" not in key]
     assert {"loss", "grad_norm", "kl"} < set(keys) and ("eval_loss" in keys) == (k == 1)
     assert ("router_aux_loss" in keys) == ("mixture" in loss)
+    assert "batch" not in loss or single[f"{name}/tokens_masked"].max() > 0
     for key in keys:
         assert len(single[f"{name}/{key}"]) == (1 if key.startswith("eval_") else 8)
         np.testing.assert_allclose(

@@ -27,7 +27,11 @@ def ppo(log_r, log_p, log_q, A, epsilon, epsilon_high):
 
 def dual(log_r, log_p, log_q, A, epsilon, epsilon_high, dual_clip):
     loss, slope, direct, clipped = ppo(log_r, log_p, log_q, A, epsilon, epsilon_high)
-    return (-dual_clip * A, 0.0, 0.0, True) if A < 0 and -dual_clip * A < loss else (loss, slope, direct, clipped)
+    return (
+        (-dual_clip * A, 0.0, 0.0, True)
+        if A < 0 and -dual_clip * A < loss
+        else (loss, slope, direct, clipped)
+    )
 
 
 def cispo(log_r, log_p, log_q, A, epsilon, epsilon_high):

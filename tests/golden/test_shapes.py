@@ -14,7 +14,10 @@ from tests.golden.test_losses import RANGES, SCENARIOS, T, make, scores
 from trainers.losses.grpo import grpo
 from trainers.losses.shapes import SHAPES
 
-DTYPES = {torch.float32: 4e-6, torch.float64: 1e-12}  # float32 rounds a mean of log-ratios before its exponential
+DTYPES = {
+    torch.float32: 4e-6,
+    torch.float64: 1e-12,
+}  # float32 rounds a mean of log-ratios before its exponential
 ADVANTAGES = (1.0, -1.0, 0.5, -2.0, 0.0)
 RANGE = {"epsilon": 0.2, "epsilon_high": 0.28}
 NUMBERS = [
@@ -59,10 +62,14 @@ def test_shapes(shape, numbers, clip, dtype):
         given = {"epsilon": 0.2} | numbers
         result = grpo(made, torch.tensor(A, dtype=dtype), beta=0.01, shape=shape, **given)
         total, gradient, flagged = shape_formulas.shaped(rows, A, shape, beta=0.01, **numbers)
-        np.testing.assert_allclose(float(result.total.detach()), total, rtol=DTYPES[dtype], atol=DTYPES[dtype])
+        np.testing.assert_allclose(
+            float(result.total.detach()), total, rtol=DTYPES[dtype], atol=DTYPES[dtype]
+        )
         (slopes,) = torch.autograd.grad(result.total, leaf)
         np.testing.assert_allclose(slopes.double().numpy(), gradient, rtol=DTYPES[dtype], atol=DTYPES[dtype])
-        found = {name: int(x.sum) for name, x in result.metrics.items() if "clipped" in name or "masked" in name}
+        found = {
+            name: int(x.sum) for name, x in result.metrics.items() if "clipped" in name or "masked" in name
+        }
         assert sum(found.values()) == flagged, scenario
         everything += flagged
     assert (everything > 0) == (shape not in ("reinforce", "sapo"))

@@ -110,6 +110,8 @@ def test_a_folder_of_ones_own_settings_may_have_the_reward(tmp_path):
         "model.max_prompt_length=64": "model.max_prompt_length=64: must be less than model.max_length=64",
         "+humanlin=true": "did you mean humanline?",
         "loss=grpo loss.importance=tokn": "importance",
+        "loss=grpo loss.shape=reinforce loss.importance=sequence": "loss.importance=sequence: loss.shape=reinforce",
+        "loss=grpo loss.advantage=mean": "loss.advantage=mean: use one of",
         "loss.beta=0": "loss.beta=0: must be above 0",
         "sync_freq=0": "sync_freq=0: must be",
         "lr=inf": "lr=inf: must be above 0, and finite",
@@ -134,7 +136,14 @@ def test_every_refusal_says_key_value_and_remedy(line, said):
 
 
 def test_settings_that_nothing_will_read_are_said():
-    done = program("sync_freq=4", "sampler.temperature=1.0", "loss.beta=0.2")
+    done = program(
+        "sync_freq=4",
+        "sampler.temperature=1.0",
+        "loss=grpo",
+        "loss.shape=sapo",
+        "loss.epsilon=0.2",
+        "loss.beta=0.2",
+    )
     notes = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
     assert done.returncode == 0
-    assert [note.split()[1] for note in notes] == ["sync_freq", "sampler.temperature"]
+    assert [note.split()[1] for note in notes] == ["sync_freq", "sampler.temperature", "loss.epsilon"]

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from config.load import changed, dump, settings_of
+from config.load import changed, dump, load_saved, settings_of
 from launch.composing import compose_config
+from trainers.losses.shapes import READS
 
 EXPERIMENTS = sorted(
     path.stem
@@ -35,6 +36,21 @@ def test_a_record_says_what_the_settings_were(overrides: list[str]) -> None:
     other = compose_config([*overrides, "warmup=0.25"])
     found = changed(settings_of(text), other)
     assert found is not None and (found.key, found.before, found.now) == ("warmup", config.warmup, 0.25)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "ppo_group"])
+def test_a_record_from_before_shapes_and_advantages_is_gone_on_with(loss: str) -> None:
+    config = compose_config([f"loss={loss}"])
+    before = OmegaConf.create(dump(config))
+    since = set(READS["dual"] | READS["sapo"] | READS["dppo"] | READS["m2po"]) - READS["ppo"]
+    for key in ({"shape", "advantage"} | since) & set(before.loss):
+        del before.loss[key]
+    before.trainer.loss_keys = []
+    text = OmegaConf.to_yaml(before)
+    assert "shape" not in text and changed(settings_of(text), config) is None
+    assert load_saved(text).loss == config.loss
+    own = OmegaConf.to_yaml(OmegaConf.merge(before, {"loss": {"_target_": "mine.grpo"}}))
+    assert settings_of(own)["loss"] == OmegaConf.to_container(OmegaConf.create(own).loss)
 
 
 def test_a_record_written_by_hand_is_read_as_hydra_reads_its_files() -> None:

@@ -116,7 +116,9 @@ def test_the_batchs_advantages_are_normalised_over_its_tokens(data, labels):
     batch = labelled_examples(labels, lengths)
     made = views.normalised(batch)
     tokens = np.repeat(labels, lengths)
-    expected = (np.array(labels) - tokens.mean()) / tokens.std() if len(set(labels)) > 1 else np.zeros(len(labels))
+    expected = (
+        (np.array(labels) - tokens.mean()) / tokens.std() if len(set(labels)) > 1 else np.zeros(len(labels))
+    )
     np.testing.assert_allclose([example.label for example in made], expected, atol=1e-9)
     assert [e.rows for e in made] == [e.rows for e in batch] and [e.label for e in batch] == labels
     assert views.normalised([]) == []

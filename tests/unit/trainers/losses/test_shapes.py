@@ -65,7 +65,9 @@ def test_with_humanline_cispo_and_reinforce_keep_the_gradient_beyond_its_range()
     assert beyond.any()
     for shape in SHAPES:
         gradient = of({"shape": shape, "beta": 0.0}, RANGE, spread=3.0)[1]
-        assert gradient[beyond].all() if shape in ("cispo", "reinforce") else not gradient[beyond].any(), shape
+        assert gradient[beyond].all() if shape in ("cispo", "reinforce") else not gradient[beyond].any(), (
+            shape
+        )
 
 
 @pytest.mark.parametrize("normalization", ["token", "sequence"])
@@ -132,7 +134,9 @@ def test_as_few_tokens_go_as_it_takes_and_their_order_does_not_matter(squares, b
 
 def test_only_tokens_that_ppo_could_clip_count_for_the_second_moment():
     batch = random_batch(spread=1.0)
-    moved = second_moments(PLAIN.scores(batch.policy, batch.reference, batch.mask), batch.labels.unsqueeze(-1))
+    moved = second_moments(
+        PLAIN.scores(batch.policy, batch.reference, batch.mask), batch.labels.unsqueeze(-1)
+    )
     log_r = batch.policy - batch.reference
     driven = batch.mask & (log_r * batch.labels.unsqueeze(-1) > 0)
     assert torch.equal(moved.isfinite(), driven) and driven.any() and not driven[batch.mask].all()

@@ -1,0 +1,57 @@
+"""Each clip shape and each advantage from the command line, on the embedded task, plain and humanline."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from data.views import ADVANTAGES
+from tests.tiny import make_config
+from train import train
+from trainers.losses.shapes import READS, SHAPES
+
+SMALL = (
+    "loss=grpo",
+    "data=adder",
+    "data.verifier=null",
+    "n_examples=32",
+    "n_eval_examples=4",
+    "model.batch_size=8",
+    "model.gradient_accumulation_steps=2",
+    "wandb.enabled=false",
+    "lr=1e-3",
+    "warmup=0",
+)
+SHARES = {
+    "dual": {"ratio_clipped", "dual_clipped"},
+    "dppo": {"tokens_masked"},
+    "m2po": {"tokens_masked"},
+    "reinforce": set(),
+    "sapo": set(),
+}
+"""What a shape logs beside the others' metrics; the rest: the share of clipped ratios."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("shapes")
+
+
+@pytest.mark.parametrize("humanline", ["false", "true"])
+@pytest.mark.parametrize(("shape", "advantage"), zip(SHAPES, [*ADVANTAGES] * 2, strict=True))
+def test_a_run(folder, shape, advantage, humanline):
+    words = (f"loss.shape={shape}", f"loss.advantage={advantage}", f"humanline={humanline}", *SMALL)
+    epsilon = ["loss.epsilon=0.01"] if "epsilon" in READS[shape] else []  # so that something is clipped
+    run = f"{shape}-{humanline}"
+    train(make_config(f"runs_dir={folder}", f"cache_dir={folder}/cache", *words, *epsilon), run)
+    steps = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+    steps = [step for step in steps if "loss" in step]
+    assert len(steps) == 4 and all(math.isfinite(step["loss"]) for step in steps)
+    assert {
+        name for name in steps[0] if name.endswith(("ratio_clipped", "dual_clipped", "masked"))
+    } == SHARES.get(shape, {"ratio_clipped"})
+    assert steps[-1]["kl"] != 0 and steps[0]["grad_norm"] > 0
+    if "epsilon" in READS[shape]:
+        assert steps[0]["ratio_clipped"] == 0.0 < steps[-1]["ratio_clipped"]
