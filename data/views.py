@@ -105,7 +105,7 @@ def group_advantages(group: Group, keep_zero_variance: bool = False) -> list[Exa
 
 
 def centred_advantages(group: Group, keep_zero_variance: bool = False) -> list[ExampleSpec]:
-    """As ``group_advantages``, with the advantage ``R - mean R`` (Dr. GRPO): not divided by the group's std."""
+    """As ``group_advantages``, with the advantage ``R - mean R`` (Dr. GRPO): not divided by the std."""
     mean = fmean(group.rewards) if group.rewards else 0.0
     return [
         ExampleSpec(want.completions, group.rewards[want.completions[0]] - mean)
@@ -114,8 +114,8 @@ def centred_advantages(group: Group, keep_zero_variance: bool = False) -> list[E
 
 
 def leave_one_out_advantages(group: Group, keep_zero_variance: bool = False) -> list[ExampleSpec]:
-    """As ``group_advantages``, with the advantage ``R - mean of the group's other rewards`` (RLOO; Ahmadian et
-    al. 2024, arXiv 2402.14740): ``n / (n - 1)`` times the centred one."""
+    """As ``group_advantages``, with the advantage ``R - mean of the group's other rewards`` (RLOO; Ahmadian
+    et al. 2024, arXiv 2402.14740): ``n / (n - 1)`` times the centred one."""
     n = len(group.rewards)
     return [
         replace(want, label=want.label * n / (n - 1))

@@ -153,8 +153,8 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
 
 
 def gather_values(values: Tensor, fill: float) -> Tensor:
-    """[N] ``values`` (on the device) of every rank end to end, on every rank; ``fill`` stands where a rank has
-    fewer than another."""
+    """[N] ``values`` (on the device) of every rank end to end, on every rank; ``fill`` stands where a rank
+    has fewer than another."""
     room = values.new_full((max(gather_objects(len(values))),), fill)
     room[: len(values)] = values
     every = [torch.empty_like(room) for _ in range(dist.get_world_size())]

@@ -94,9 +94,9 @@ class Watch(Protocol):
 class BasicTrainer(ABC, Generic[Prepared]):
     """Owns the step.
 
-    A subclass says how a group becomes examples (``view``, or ``view_of`` where settings decide), what the summed loss is divided by
-    (``loss_denominator``) and how scores feed the loss (``compute_loss``). KTO and PPO also need something of
-    the whole batch first (``arrange``, ``prepare``).
+    A subclass says how a group becomes examples (``view``, or ``view_of`` where settings decide), what the
+    summed loss is divided by (``loss_denominator``) and how scores feed the loss (``compute_loss``). KTO and
+    PPO also need something of the whole batch first (``arrange``, ``prepare``).
     """
 
     counts: ClassVar[str] = "sequences"

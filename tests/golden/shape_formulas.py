@@ -1,5 +1,5 @@
-"""The clip shapes once more, from their papers: float64, token by token, slopes derived by hand. Nothing of the
-project is called.
+"""The clip shapes once more, from their papers: float64, token by token, slopes derived by hand. Nothing of
+the project is called.
 
 A shape is a function of (log r, log p, log q, A, numbers) of one token, p the policy's and q the reference's
 probability of it. It returns the loss, its slope along log r, its slope along log p where it is taken beside

@@ -1,12 +1,12 @@
 """Shapes of the policy-gradient family: what each does with a token whose ratio has gone far.
 
-A shape is a pure function of (scores, advantages, its numbers) and gives the loss of each token, [R, T], and
-by metric name the tokens that it clipped or masked, [R, T] bool. ``advantages`` broadcast against [R, T]; what
-stands off the mask has no meaning. ``SHAPES`` names them for ``loss.shape``; a shape's keyword arguments are
-the settings that it reads.
+A shape is a pure function of (scores, advantages, its numbers) and gives the loss of each token, [R, T],
+and by metric name the tokens that it clipped or masked, [R, T] bool. ``advantages`` broadcast against [R, T];
+what stands off the mask has no meaning. ``SHAPES`` names them for ``loss.shape``; a shape's keyword arguments
+are the settings that it reads.
 
-r is exp(``scores.log_ratio``), which humanline has clipped already where it is on. The losses are minimised, A
-is the advantage, and at r = 1 every shape has the gradient of ``reinforce`` (``gmpo``: summed over the row).
+r is exp(``scores.log_ratio``), which humanline has clipped already where it is on. The losses are minimised,
+A is the advantage, and where all r are 1 every shape has the gradient of ``reinforce``.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def cispo(
     """``-sg(clip(r, 1 - epsilon, 1 + epsilon_high)) A log pi_theta`` (MiniMax-M1, 2025, arXiv 2506.13585,
     section 3.1): a clipped token keeps its gradient, with a bounded weight.
 
-    The gradient goes through ``scores.policy``: with humanline a token beyond its range keeps it too. Epsilons
-    of 0: ``reinforce``. Epsilons to infinity: the gradient of ``ppo`` without clipping.
+    The gradient goes through ``scores.policy``: with humanline a token beyond its range keeps it too.
+    Epsilons of 0: ``reinforce``. Epsilons to infinity: the gradient of ``ppo`` without clipping.
     """
     low, high = log_range(epsilon, upper(epsilon, epsilon_high))
     log_r = importance_log_ratio(scores, importance)
@@ -93,8 +93,8 @@ def sapo(
 
 
 def gmpo(scores: TokenScores, advantages: Tensor, *, epsilon: float, epsilon_high: float | None) -> Shaped:
-    """``-A (prod_t r'_t)^(1 / |y|)``, one ratio a row: the geometric mean of its token ratios, each clipped on
-    the side that ``ppo`` clips for its sign of A (GMPO, Zhao et al. 2025, arXiv 2507.20673).
+    """``-A (prod_t r'_t)^(1 / |y|)``, one ratio a row: the geometric mean of its token ratios, each clipped
+    on the side that ``ppo`` clips for its sign of A (GMPO, Zhao et al. 2025, arXiv 2507.20673).
 
     Every token of a row has the row's loss, so ``normalization=sequence`` is the paper's mean over sequences.
     Epsilons to infinity: ``ppo`` with ``importance=sequence``, without clipping.
@@ -112,8 +112,8 @@ def dppo(scores: TokenScores, advantages: Tensor, *, divergence: str, divergence
 
     ``divergence``: of "this token or another", with q the reference's probability of it and p the policy's;
     "tv": ``|q - p|``, "kl": ``q log(q / p) + (1 - q) log((1 - q) / (1 - p))``, nats. It is of the raw
-    probabilities, with humanline too. A bound to infinity: ``ppo`` without clipping. Raises ValueError for any
-    other divergence.
+    probabilities, with humanline too. A bound to infinity: ``ppo`` without clipping. Raises ValueError for
+    any other divergence.
     """
     log_p, log_q = scores.policy.detach(), scores.reference
     driven = ((advantages > 0) & (log_p > log_q)) | ((advantages < 0) & (log_p < log_q))
