@@ -17,7 +17,6 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
     if isinstance(loss := tree.get("loss"), dict):
         kept = {key: value for key, value in loss.items() if key != "_partial_"}
         tree["loss"] = _numbers_since(loss) | kept
-        tree.setdefault("correction", dict(section("correction/none.yaml")))
     if isinstance(trainer := tree.get("trainer"), dict):
         file = _of_target("trainer", trainer.get("_target_"))
         if "loss_keys" not in trainer:
@@ -25,6 +24,8 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
         elif set(trainer["loss_keys"] or ()) < set(file.get("loss_keys", ())):
             trainer = trainer | {"loss_keys": file["loss_keys"]}
         tree["trainer"] = {"corrections": file.get("corrections", [])} | trainer
+    if "loss" in tree:
+        tree.setdefault("correction", dict(section("correction/none.yaml")))
     if isinstance(reward := tree.get("reward"), dict) and "_target_" not in reward:
         given = {key: value for key, value in reward.items() if value is not None}
         kind = next((key for key in given if key not in ("name", "max_missing")), None)
