@@ -190,3 +190,8 @@ def microbatch(examples: Seq[Example], device: torch.device, pack: bool = False)
         labels=labels.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else labels,
         mismatched=other,
     )
+
+
+def token_count(batch: Seq[Example]) -> int:
+    """Tokens of the batch's rows, prompts included."""
+    return sum(len(row) for example in batch for row in example.rows)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from config.schema import Config
 from data.balance import token_balance
-from data.batches import Segment, deal, dealing, microbatch
+from data.batches import Segment, deal, dealing, microbatch, token_count
 from data.types import Example, Microbatch
 from data.views import View
 from models.attention import packs_rows
@@ -396,8 +396,3 @@ def mean_log_ratio(micro: Microbatch, scores: TokenScores, before: Mapping[str, 
     change, known = change_since(micro, scores, before)
     tokens = torch.where(known, scores.mask.sum(dim=-1), 0).sum()
     return Mean(mean_where(change, known).sum, tokens)
-
-
-def token_count(batch: list[Example]) -> int:
-    """Tokens of the batch's rows, prompts included."""
-    return sum(len(row) for example in batch for row in example.rows)

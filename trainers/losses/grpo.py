@@ -52,21 +52,14 @@ def grpo(
     the sequence. The other numbers are of a shape each. Raises ValueError for any other.
     """
     mask = scores.mask
-    numbers = {
-        "masked": masked,
-        "importance": importance,
-        "epsilon": epsilon,
-        "epsilon_high": epsilon_high,
-        "dual_clip": dual_clip,
-        "tau_positive": tau_positive,
-        "tau_negative": tau_negative,
-        "divergence": divergence,
-        "divergence_bound": divergence_bound,
-        "moment_bound": moment_bound,
-    }
+    ranges = {"importance": importance, "epsilon": epsilon, "epsilon_high": epsilon_high}
+    bounds = {"divergence": divergence, "divergence_bound": divergence_bound, "moment_bound": moment_bound}
+    taus = {"tau_positive": tau_positive, "tau_negative": tau_negative}
+    numbers = ranges | bounds | taus | {"dual_clip": dual_clip, "masked": masked}
     read = {name: numbers[name] for name in reads(shape)}
     losses, shares = SHAPES[shape](scores, advantages.unsqueeze(-1), **read)
-    losses = losses if scores.weights is None else scores.weights * losses
+    if scores.weights is not None:
+        losses = scores.weights * losses
     kl = kl_estimate(scores)
     losses = losses + beta * kl if beta else losses
     s = scores.sequence_log_ratio()
