@@ -46,7 +46,7 @@ KNOWN = {
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("paired", {"beta": 0.1}),
     "kto": ("unpaired", {"beta": 0.25, "desirable_weight": 1.1, "undesirable_weight": 1.0}),
-    "grpo": ("grpo", {"beta": 0.01, "epsilon": 0.15}),
+    "grpo": ("grpo", {"advantage": "group", "beta": 0.01, "epsilon": 0.15}),
 }
 """loss -> its trainer, the numbers of Table 3."""
 

@@ -103,6 +103,7 @@ RULES = [
     Rule(r"python -m study full --records docs/study/runs\.jsonl$", "--name published"),
     Rule(r"python -m study ", STUDY),
     Rule(r"python -m study\.prospect_figure ", "--prompts 4"),
+    Rule(r"python -m benchmarks\.balance", "--data adder --ranks 2 --shapes 4x1 --batches 2"),
     Rule(r"python -m benchmarks\.profile", "--model tiny --batch-pairs 1 --steps 1"),
     Rule(r"export \w+=\S+$"),
 ]

@@ -79,3 +79,7 @@ def talks(completions, **columns):
 
 
 NOT_A_FUNCTION = 3
+
+
+def hanging(_):
+    return lambda task: time.sleep(60)

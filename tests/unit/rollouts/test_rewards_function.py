@@ -108,7 +108,7 @@ def test_misbehaviour_is_no_verdict_with_its_reason_and_the_next_batch_is_scored
 
 
 def test_a_worker_that_hangs_is_no_more():
-    pool = Pool("tests.unit.rollouts.test_rewards_function.hanging", None, workers=1, timeout=0.3)
+    pool = Pool("tests.unit.rollouts.reward_functions.hanging", None, workers=1, timeout=0.3)
     pool.start()
     worker = pool._take()
     pool._idle.put(worker)
@@ -116,10 +116,6 @@ def test_a_worker_that_hangs_is_no_more():
     with pytest.raises(ProcessLookupError):
         os.kill(worker.pid, 0)
     pool.close()
-
-
-def hanging(_):
-    return lambda task: time.sleep(60)
 
 
 @pytest.mark.parametrize(
