@@ -210,7 +210,7 @@ def test_a_call_that_hangs_costs_its_verdict_alone(endpoint, how):
 
 @pytest.fixture
 def no_collection():
-    """What watches garbage collections here would itself fail in one that begins at the limit of recursion."""
+    """What watches collections here would itself fail in one that begins at the limit of recursion."""
     gc.disable()
     yield
     gc.enable()
