@@ -63,6 +63,9 @@ def idle(config: Config) -> list[str]:
         f"loss.shape={config.loss.get('shape')}": ["loss.epsilon"]
         if config.loss.get("shape") in WITHOUT_RANGE
         else [],
+        "correction=none": ["correction.low", "correction.high", "correction.delta", "correction.mismatch"]
+        if config.correction._target_ is None
+        else [],
         "scheduler=constant": ["min_lr_ratio"] if config.scheduler == "constant" else [],
     }
     given = [override.lstrip("+~").partition("=")[0] for override in HydraConfig.get().overrides.task]

@@ -164,7 +164,7 @@ def _of_run(
     given: Sequence[str],
     exported: Mapping[Path, Path],
 ) -> Target:
-    saved = settings_of((run / RECORD).read_text(encoding="utf-8"))
+    saved = settings_of((run / RECORD).read_text(encoding="utf-8", errors="replace"))
     trusted = "model.trust_remote_code" in given or not _at(saved, "model.trust_remote_code")
     require(
         trusted,

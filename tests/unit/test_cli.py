@@ -138,6 +138,7 @@ def test_every_refusal_says_key_value_and_remedy(line, said):
 def test_settings_that_nothing_will_read_are_said():
     done = program(
         "sync_freq=4",
+        "correction.low=0.5",
         "sampler.temperature=1.0",
         "loss=grpo",
         "loss.shape=sapo",
@@ -146,4 +147,9 @@ def test_settings_that_nothing_will_read_are_said():
     )
     notes = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
     assert done.returncode == 0
-    assert [note.split()[1] for note in notes] == ["sync_freq", "sampler.temperature", "loss.epsilon"]
+    assert [note.split()[1] for note in notes] == [
+        "sync_freq",
+        "sampler.temperature",
+        "loss.epsilon",
+        "correction.low",
+    ]
