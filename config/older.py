@@ -24,6 +24,8 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
         elif set(trainer["loss_keys"] or ()) < set(file.get("loss_keys", ())):
             trainer = trainer | {"loss_keys": file["loss_keys"]}
         tree["trainer"] = {"corrections": file.get("corrections", [])} | trainer
+    if isinstance(model := tree.get("model"), dict):
+        tree["model"] = {"logit_temperature": 1.0} | model
     if "loss" in tree:
         tree.setdefault("correction", dict(section("correction/none.yaml")))
     if isinstance(reward := tree.get("reward"), dict) and "_target_" not in reward:

@@ -266,14 +266,16 @@ class Config:
             f"weighs {correction.weighs}, and of loss={self.loss['name']} {fitting} can be weighed; use "
             "correction=none or another loss",
         )
-        same = self.sampler.temperature == 1 and self.sampler.top_p == 1
+        wanted = self.model.logit_temperature
+        same = self.sampler.temperature == wanted and self.sampler.top_p == 1
         require(
             same or not (self.online and correction.reads_behavior) or correction.mismatch == "allow",
             "correction",
             correction.name,
-            "divides by log-probabilities at temperature 1 and top-p 1, but the samples are drawn with "
-            f"sampler.temperature={self.sampler.temperature:g} and sampler.top_p={self.sampler.top_p:g}; "
-            "set both to 1, or correction.mismatch=allow",
+            f"divides by log-probabilities at temperature {wanted:g} (model.logit_temperature) and top-p 1, "
+            f"but the samples are drawn with sampler.temperature={self.sampler.temperature:g} and "
+            f"sampler.top_p={self.sampler.top_p:g}; set sampler.temperature={wanted:g} sampler.top_p=1, or "
+            "correction.mismatch=allow",
         )
 
     def _check_online(self) -> None:

@@ -54,6 +54,7 @@ class ModelConfig:
     max_length: int
     max_prompt_length: int
     max_grad_norm: float
+    logit_temperature: float
     activation_checkpointing: bool
     compile: bool
     packing: bool | None
@@ -81,6 +82,18 @@ class ModelConfig:
             "model.max_grad_norm",
             self.max_grad_norm,
             "must be above 0 (use inf for no clipping)",
+        )
+        require(
+            0 < self.logit_temperature < math.inf,
+            "model.logit_temperature",
+            self.logit_temperature,
+            "divides the logits: must be above 0, and finite",
+        )
+        require(
+            self.head != "reward" or self.logit_temperature == 1,
+            "model.logit_temperature",
+            self.logit_temperature,
+            "divides the logits of a language model; a reward model has none",
         )
         require(
             self.router_aux_loss_coef is None or 0 < self.router_aux_loss_coef < math.inf,

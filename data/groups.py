@@ -4,9 +4,9 @@ with ``data=local``.
 A line: ``{"id", "prompt": [{"role", "content"}], "reference", "completions": [{"text", "token_ids",
 "finished", "tokenizer", "behavior_logprobs"}], "rewards": [...]}``. ``tokenizer`` is the fingerprint of the
 vocabulary that the ids belong to. ``behavior_logprobs`` has a number for each of ``token_ids``: its
-log-probability under the policy that wrote it, in nats, at temperature 1 and without truncation, or null.
-Lines without the two are read too. Without ``token_ids`` there is nothing that ``behavior_logprobs`` could
-belong to, and they are not read.
+log-probability under the policy that wrote it, in nats and without truncation, or null; where its logits
+were divided by another temperature than 1, that is ``behavior_temperature``. Lines without them are read too.
+Without ``token_ids`` there is nothing that ``behavior_logprobs`` could belong to, and they are not read.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ def _completion_dict(completion: Completion) -> dict[str, Any]:
         made["tokenizer"] = completion.tokenizer
     if completion.behavior_logprobs is not None:
         made["behavior_logprobs"] = [None if math.isnan(v) else v for v in completion.behavior_logprobs]
+        if completion.behavior_temperature != 1:
+            made["behavior_temperature"] = completion.behavior_temperature
     return made
 
 
@@ -111,7 +113,11 @@ def _completion(found: Any) -> Completion:
     finished = found.get("finished") is None or truth(found, "finished")
     if ids is None:
         return Completion(words, None, finished)
-    return Completion(words, tuple(ids), finished, whose, _behavior(found.get("behavior_logprobs"), len(ids)))
+    at = found.get("behavior_temperature", 1.0)
+    if not is_finite(at) or at <= 0:
+        raise RowError("a completion's 'behavior_temperature' is not a number above 0")
+    behavior = _behavior(found.get("behavior_logprobs"), len(ids))
+    return Completion(words, tuple(ids), finished, whose, behavior, float(at))
 
 
 def _behavior(found: Any, tokens: int) -> tuple[float, ...] | None:

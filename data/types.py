@@ -62,8 +62,10 @@ class Completion:
     """Whose ``token_ids`` they are: ``data.chat.vocabulary_fingerprint`` of the tokenizer, None where nobody
     says."""
     behavior_logprobs: tuple[float, ...] | None = field(default=None, compare=False)
-    """log mu of each of ``token_ids`` under the policy that wrote them, nats, at temperature 1 and without
-    truncation; nan where it is not known. None: known of no token."""
+    """log mu of each of ``token_ids`` under the policy that wrote them, nats, at ``behavior_temperature`` and
+    without truncation; nan where it is not known. None: known of no token."""
+    behavior_temperature: float = field(default=1.0, compare=False)
+    """What the logits behind ``behavior_logprobs`` were divided by."""
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,7 @@ class Job:
             "attention": config.model.attn_implementation,
             "device": world.device.type,
             "torch": torch.__version__,
+            **({} if (at := config.model.logit_temperature) == 1 else {"logit_temperature": str(at)}),
         }
         accuracy = make_accuracy(config, policy, self.renderer, self.plan.evaluation.groups, world)
         evaluator = Evaluator(trainer, self.plan.held_out, accuracy, export_dtype(config.model))

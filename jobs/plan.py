@@ -87,7 +87,27 @@ def load_data(config: Config, renderer: Renderer) -> tuple[Loaded, Loaded]:
         tokenizer, text = renderer.tokenizer, model_config(config.model).get_text_config()
         size = getattr(text, "vocab_size", None) or len(tokenizer)  # some have more rows than tokens
         check_token_ids(sampled, vocabulary_fingerprint(tokenizer), size)
+        check_temperatures(config, sampled)
     return loaded, evaluation
+
+
+def check_temperatures(config: Config, groups: list[Group]) -> None:
+    """Raise ConfigError where a correction would divide by log-probabilities of another temperature than the
+    trainer's."""
+    wanted, correction = config.model.logit_temperature, config.correction
+    if config.online or not correction.reads_behavior or correction.mismatch == "allow":
+        return
+    for group in groups:
+        for completion in group.completions:
+            at = completion.behavior_temperature
+            require(
+                completion.behavior_logprobs is None or at == wanted,
+                "correction",
+                correction.name,
+                f"{group.place}: its behavior_logprobs are at temperature {at:g}, and "
+                f"model.logit_temperature={wanted:g}; set model.logit_temperature={at:g}, or "
+                "correction.mismatch=allow",
+            )
 
 
 def training_segment(config: Config, groups: tuple[tuple[Example, ...], ...]) -> Segment:

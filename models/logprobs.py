@@ -27,22 +27,27 @@ on)."""
 
 @dataclass(frozen=True)
 class Logits:
-    """What a model does between the head's product and its logits: ``softcap * tanh(scale * (h @ W.T + b) /
-    softcap)``."""
+    """What becomes of the head's product: ``softcap * tanh(scale * (h @ W.T + b) / softcap) / temperature``.
+    The model does the first two, ``model.logit_temperature`` is the last."""
 
     scale: float = 1.0
     """Cohere multiplies by logit_scale, Granite divides by logits_scaling."""
     softcap: float | None = None
     """Gemma-2's final_logit_softcapping; None: no cap."""
+    temperature: float = 1.0
+    """Log-probabilities are those of softmax(logits / temperature); at 1 nothing is divided."""
 
     def of(self, raw: Tensor) -> Tensor:
         """Logits from the head's product; may overwrite it."""
         if self.scale != 1.0:
             raw = raw.mul_(self.scale)
-        return raw if self.softcap is None else raw.div_(self.softcap).tanh_().mul_(self.softcap)
+        logits = raw if self.softcap is None else raw.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
         """The gradient of the head's product from that of the logits; may overwrite both."""
+        if self.temperature != 1.0:
+            grad, logits = grad.div_(self.temperature), logits.mul_(self.temperature)
         if self.softcap is not None:
             grad = grad.mul_(logits.div_(self.softcap).square_().neg_().add_(1.0))
         return grad if self.scale == 1.0 else grad.mul_(self.scale)
@@ -56,18 +61,19 @@ def chunked_logprobs(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     budget: int | None = None,
 ) -> Tensor:
     """[M] float32: log softmax(logits)[targets], nats, with gradients for hidden, weight and bias where they
     require them.
 
     hidden [M, D] and weight [V, D] share a dtype (float32 or bfloat16; float64 gives float64); bias [V] or
-    None; targets [M] int64. ``scale`` and ``softcap``: see Logits. ``budget``: logits held at once; None
-    chooses by device.
+    None; targets [M] int64. ``scale``, ``softcap`` and ``temperature``: see Logits. ``budget``: logits held
+    at once; None chooses by device.
     """
     budget = budget or BUDGET.get(hidden.device.type, BUDGET["cpu"])
     width = max(budget // max(len(hidden), 1), 64)
-    return _LogProbs.apply(hidden, weight, bias, targets, Logits(scale, softcap), width)
+    return _LogProbs.apply(hidden, weight, bias, targets, Logits(scale, softcap, temperature), width)
 
 
 @torch.no_grad()
@@ -78,11 +84,13 @@ def chunked_entropies(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     budget: int | None = None,
 ) -> Tensor:
     """[M] float32: the entropy of softmax(logits), nats, without gradient. Arguments as ``chunked_logprobs``
     has them."""
-    budget, form = budget or BUDGET.get(hidden.device.type, BUDGET["cpu"]), Logits(scale, softcap)
+    budget = budget or BUDGET.get(hidden.device.type, BUDGET["cpu"])
+    form = Logits(scale, softcap, temperature)
     exact = torch.promote_types(hidden.dtype, torch.float32)
     highest = torch.full((len(hidden),), torch.finfo(exact).min, device=hidden.device, dtype=exact)
     total, weighted = (

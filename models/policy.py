@@ -45,6 +45,8 @@ class Policy(nn.Module):
             getattr(config, "logits_scaling", None) or 1.0
         )
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.temperature = 1.0
+        """What its logits are divided by in every forward (``model.logit_temperature``)."""
         self.packs = False
         self._routed: list[tuple[Tensor, ...]] | None = None
         self.train(False)
@@ -55,9 +57,9 @@ class Policy(nn.Module):
         return super().train(False)
 
     def forward(self, sequences: Sequences, entropy: bool = False) -> Tensor:
-        """[R, T] float32: log p(token | what is before it) at completion cells, nats; 0 where the mask is
-        False. With ``entropy`` that of the distribution which each token is drawn from instead, nats, without
-        gradient.
+        """[R, T] float32: log p(token | what is before it) at completion cells, nats, p = softmax(logits /
+        ``temperature``); 0 where the mask is False. With ``entropy`` that of the distribution which each
+        token is drawn from instead, nats, without gradient.
 
         Without a completion token (rows that fill a batch up) it is zeros that still hang on every trained
         weight, so that a sharded backward runs on every rank.
@@ -94,18 +96,27 @@ class Policy(nn.Module):
         them."""
         # The head's weight is read here, not in __init__: once sharded it is whole only inside this forward.
         head = output_head(self.model)
-        values = chunked_logprobs(
-            before, head.weight, head.bias, sequences.targets, scale=self.scale, softcap=self.softcap
-        )
+        values = chunked_logprobs(before, head.weight, head.bias, sequences.targets, **self.form)
         return on_grid(sequences, values)
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """What becomes of the head's product, as ``models.logprobs`` takes it."""
+        return {"scale": self.scale, "softcap": self.softcap, "temperature": self.temperature}
+
+    @contextmanager
+    def at_temperature(self, temperature: float) -> Iterator[None]:
+        """Forwards divide logits by this instead, as long as the context lasts."""
+        own, self.temperature = self.temperature, temperature
+        try:
+            yield
+        finally:
+            self.temperature = own
 
     def entropies(self, sequences: Sequences, before: Tensor) -> Tensor:
         """[R, T] the entropies of the distributions that the hidden states [M, D] give."""
         head = output_head(self.model)
-        return on_grid(
-            sequences,
-            chunked_entropies(before, head.weight, head.bias, scale=self.scale, softcap=self.softcap),
-        )
+        return on_grid(sequences, chunked_entropies(before, head.weight, head.bias, **self.form))
 
     def generate(
         self,

@@ -239,6 +239,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _finished(policy: Policy, config: ModelConfig) -> Policy:
     """The policy with its forward as the settings ask for it."""
+    policy.temperature = config.logit_temperature
     policy.use_packed_attention()
     if config.compile:
         for block in decoder_blocks(policy):

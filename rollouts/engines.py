@@ -138,9 +138,10 @@ class VllmEngine:
     def publish(self, folder: Path, version: int) -> Facts:
         state = full_state(self.policy)
         rows = collate(self.probe, self.world.device)
+        with self.policy.at_temperature(1.0):  # what vLLM says of a prompt's tokens
+            scores = score(self.policy, rows)
         trainer = [
-            values[: len(row.completion_ids)].tolist()
-            for row, values in zip(self.probe, score(self.policy, rows), strict=True)
+            values[: len(row.completion_ids)].tolist() for row, values in zip(self.probe, scores, strict=True)
         ]
         return self.run_on_main(lambda: self._load(state, trainer, folder, version))
 

@@ -102,6 +102,7 @@ def _kept(
         "seed": config.seed,
         "model": [model.dtype, model.attn_implementation, model.max_length, model.max_prompt_length],
         "sampler": [sampler.name, sampler.dtype],
+        "logit_temperature": model.logit_temperature,
     }
     kept = [
         AnswerCache(Path(config.cache_dir), shared | {"n": request.n, "settings": asdict(request.settings)})

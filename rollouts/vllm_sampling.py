@@ -15,8 +15,9 @@ from data.types import Prompt
 from models.distributed import World
 from models.policy import Policy
 from rollouts.engines import VllmEngine, probe_rows
+from rollouts.samplers import SamplingSettings
 from rollouts.sampling import refuse_options
-from rollouts.vllm_sampler import VllmSampler, require_installed
+from rollouts.vllm_sampler import VllmSampler, require_installed, says_logprobs
 from rollouts.weights import model_folder
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ class VllmSampling:
 
     def __init__(self, config: Config, renderer: Renderer, world: World, log_dir: Path) -> None:
         refuse_options(config)
+        check_logprobs(config)
         self.config, self.renderer, self.world, self.log_dir = config, renderer, world, log_dir
 
     def sampler(self) -> VllmSampler:
@@ -46,6 +48,7 @@ class VllmSampling:
             max_length=model.max_length,
             dtype=model.dtype,
             log_dir=self.log_dir,
+            temperature=model.logit_temperature,
         )
 
     def engine(self, policy: Policy, prompts: list[Prompt]) -> VllmEngine:
@@ -66,6 +69,20 @@ class VllmSampling:
 
     def part(self, prompts: int, n: int) -> int:
         return max(math.ceil(prompts / PARTS), math.ceil(IN_FLIGHT / n))
+
+
+def check_logprobs(config: Config) -> None:
+    """Raise ConfigError for a correction by log-probabilities that vLLM would not say."""
+    sampler, wanted = config.sampler, config.model.logit_temperature
+    settings = SamplingSettings(sampler.temperature, sampler.top_p, config.max_tokens)
+    require(
+        not (config.online and config.correction.reads_behavior) or says_logprobs(settings, wanted),
+        "correction.mismatch",
+        config.correction.mismatch,
+        f"vLLM says log-probabilities at temperature 1, or at the one that it samples at, with top-p 1; for "
+        f"those at model.logit_temperature={wanted:g} set sampler.temperature={wanted:g} sampler.top_p=1, or "
+        "use sampler=embedded",
+    )
 
 
 class OneProcess:

@@ -50,7 +50,8 @@ class Engine:
             enable_prefix_caching=True,
             max_num_seqs=options.max_sequences,
             generation_config="vllm",
-            logprobs_mode="raw_logprobs",
+            # of prompts they are at temperature 1 in either mode
+            logprobs_mode="raw_logprobs" if options.temperature == 1 else "processed_logprobs",
             worker_extension_cls="rollouts.vllm_worker.WeightReader",
             enable_chunked_prefill=not cpu,
         )  # vLLM winds the random generator of a cut prompt back, which a CPU's cannot

@@ -261,6 +261,22 @@ def test_an_engine_without_weights_refuses_to_sample(sampler, world):
     check_probe(sampler.logprobs(ROWS)[0], world.logprobs(ROWS), "float32")
 
 
+def test_log_probabilities_at_the_temperature_of_sampling(world, tmp_path):
+    """An engine of its own: which of its log-probabilities vLLM says is settled when it starts."""
+    config = SamplerConfig(name="vllm", separate=True, cpu_kv_cache_gb=1, start_timeout=900, timeout=900)
+    sizes = {"max_length": MAX_LENGTH, "dtype": "float32", "temperature": 0.7}
+    with VllmSampler(config, RENDERER, log_dir=tmp_path, **sizes) as sampler:
+        sampler.load(world.written(), 0)
+        check_probe(sampler.logprobs(ROWS)[0], world.logprobs(ROWS), "float32")
+        drawn = sampler.sample(PROMPTS, 2, SamplingSettings(0.7, 1.0, 24), seed=1)
+    for prompt, row in zip(PROMPTS, drawn, strict=True):
+        ids = RENDERER.prompt_ids(prompt).tolist()
+        for sample in row:
+            logits = world.logits([*ids, *sample.token_ids])[len(ids) - 1 : -1] / 0.7
+            wanted = logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+            assert sample.logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
+
+
 def test_a_killed_engine_is_an_error_and_not_a_hang(sampler):
     """The last test of this engine."""
     os.kill(sampler._workers[0].pid, signal.SIGKILL)

@@ -20,14 +20,22 @@ def by_hand(logits: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("budget", [1, 64 * 7, 10**6])
 @pytest.mark.parametrize(
-    ("scale", "softcap", "spread"), [(1.0, None, 1.0), (0.25, None, 8.0), (1.0, 5.0, 8.0), (1.0, None, 40.0)]
+    ("scale", "softcap", "temperature", "spread"),
+    [
+        (1.0, None, 1.0, 1.0),
+        (0.25, None, 1.0, 8.0),
+        (1.0, 5.0, 1.0, 8.0),
+        (1.0, None, 1.0, 40.0),
+        (1.0, 5.0, 0.6, 8.0),
+    ],
 )
-def test_it_is_that_of_the_whole_softmax(budget, scale, softcap, spread):
+def test_it_is_that_of_the_whole_softmax(budget, scale, softcap, temperature, spread):
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(7, 16), torch.randn(333, 16) * spread / 4, torch.randn(333)
     logits = scale * (hidden.double() @ weight.double().T + bias.double())
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    found = chunked_entropies(hidden, weight, bias, scale=scale, softcap=softcap, budget=budget)
+    logits, form = logits / temperature, {"scale": scale, "softcap": softcap, "temperature": temperature}
+    found = chunked_entropies(hidden, weight, bias, budget=budget, **form)
     torch.testing.assert_close(found.double(), by_hand(logits), rtol=1e-5, atol=2e-6 * (1 + spread))
 
 

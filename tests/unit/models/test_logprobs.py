@@ -31,16 +31,27 @@ def plain(
     targets: Tensor,
     scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
 ) -> Tensor:
     """The same in float64 and all at once."""
     logits = (hidden.double() @ weight.double().T + (0 if bias is None else bias.double())) * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    return (logits / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("form", [{}, {"scale": 0.0625}, {"softcap": 30.0}, {"scale": 1.5, "softcap": 20.0}])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"scale": 0.0625},
+        {"softcap": 30.0},
+        {"scale": 1.5, "softcap": 20.0},
+        {"temperature": 0.7},
+        {"temperature": 1.6, "scale": 1.5, "softcap": 20.0},
+    ],
+)
 def test_values_and_gradients_equal_float64_autograd(form, with_bias):
     hidden, weight, bias, targets = case()
     inputs = [hidden, weight, bias] if with_bias else [hidden, weight]

@@ -226,6 +226,22 @@ def test_each_token_comes_with_what_the_policy_thinks_of_it(policy, renderer, se
         assert all(float(str(np.float32(value))) == value for value in sample.logprobs)
 
 
+def test_its_log_probabilities_are_at_the_trainers_temperature(policy, renderer):
+    prompts = uneven_prompts(3)
+    with policy.at_temperature(0.6):
+        answers = make(policy, renderer).sample(prompts, 1, SAMPLED, 5)
+        rows = [
+            Sequence(renderer.prompt_ids(prompt), np.array(sample.token_ids, np.int32))
+            for prompt, (sample,) in zip(prompts, answers, strict=True)
+        ]
+        with torch.no_grad():
+            wanted = policy(collate(rows, torch.device("cpu")))
+    assert answers == make(policy, renderer).sample(prompts, 1, SAMPLED, 5)  # the same tokens
+    for row, (sample,), values in zip(rows, answers, wanted, strict=True):
+        assert sample.logprobs == pytest.approx(values[: len(row.completion_ids)].tolist(), abs=2e-5)
+        assert sample.completion(renderer.tokenizer, 0.6).behavior_temperature == 0.6
+
+
 def test_a_sample_is_trained_on_as_it_is(policy, renderer):
     prompt = adder.prompts("eval")[0]
     (finished,), (cut,) = (

@@ -17,6 +17,8 @@ from data.types import Prompt, Sequence, Turn
 from rollouts import vllm_sampler
 from rollouts.samplers import SamplingSettings
 from rollouts.vllm_sampler import VllmSampler, engine_environment, sample_seed
+from rollouts.vllm_sampling import check_logprobs
+from tests.tiny import make_config
 from tests.tiny_tokenizers import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer("llama3")
@@ -37,9 +39,10 @@ def sampler(tmp_path: Path) -> Iterator[VllmSampler]:
         yield sampler
 
 
-def make(folder: Path, **settings) -> VllmSampler:
+def make(folder: Path, temperature: float = 1.0, **settings) -> VllmSampler:
     config = SamplerConfig(name="vllm", separate=True, start_timeout=30, timeout=30, **settings)
-    return VllmSampler(config, RENDERER, max_length=64, dtype="float32", log_dir=folder)
+    sizes = {"max_length": 64, "dtype": "float32", "temperature": temperature}
+    return VllmSampler(config, RENDERER, log_dir=folder, **sizes)
 
 
 @pytest.mark.parametrize("engines", [1, 2])
@@ -56,6 +59,23 @@ def test_samples_come_in_the_order_of_the_prompts_whoever_drew_them(tmp_path, en
             "a prompt's samples share its part of one engine's cache"
         )
     assert len({row[0].token_ids[-1] for row in samples}) == engines
+
+
+def test_log_probabilities_that_the_engine_cannot_say_are_not_made_up(tmp_path):
+    with make(tmp_path, temperature=0.7) as sampler:
+        sampler.load(tmp_path, 0)
+        drawn = [
+            sampler.sample(PROMPTS[:1], 1, SamplingSettings(t, p, 8), seed=1)[0][0].logprobs
+            for t, p in ((0.7, 1.0), (0.7, 0.95), (1.0, 1.0))
+        ]
+    assert drawn == [(-0.5,), (), ()]
+
+
+def test_a_correction_by_them_is_refused_before_weights_load():
+    words = ["loss=grpo", "online=true", "sampler=vllm", "correction=masked", "correction.mismatch=allow"]
+    check_logprobs(make_config(*words))
+    with pytest.raises(ConfigError, match=r"vLLM says .* set sampler\.temperature=0\.6 sampler\.top_p=1"):
+        check_logprobs(make_config(*words, "model.logit_temperature=0.6"))
 
 
 def test_no_prompt_is_no_sample_and_fewer_prompts_than_engines_is_no_error(tmp_path):
