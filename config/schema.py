@@ -312,12 +312,6 @@ class Config:
             self.rounds.feedback,
             f"is not for loss={self.loss['name']}: use {' or '.join(self.trainer.feedback)}",
         )
-        require(
-            self.rounds.lag == 0 or self.sampler.separate,
-            "rounds.lag",
-            self.rounds.lag,
-            "samples while it trains, which needs sampler=vllm; the embedded sampler is the policy itself",
-        )
 
     def check_room(self) -> None:
         """Raise ConfigError unless the longest sample fits behind the longest prompt: it would be trained on

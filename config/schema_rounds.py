@@ -24,6 +24,8 @@ class RoundsConfig:
     zero_variance: str | None
     fill: bool
     lag: int
+    passes: int
+    replay: float
 
     def __post_init__(self) -> None:
         for key in ("contexts", "contexts_per_round", "samples"):
@@ -42,7 +44,14 @@ class RoundsConfig:
         )
         one_of("rounds.feedback", self.feedback, ("pair", "random", "threshold", "group"))
         one_of("rounds.zero_variance", self.zero_variance, (None, "drop", "keep"))
-        one_of("rounds.lag", self.lag, (0, 1))
+        require(self.lag >= 0, "rounds.lag", self.lag, "counts rounds: must be 0 or more")
+        require(self.passes >= 1, "rounds.passes", self.passes, "must be at least 1")
+        require(
+            0 <= self.replay < 1,
+            "rounds.replay",
+            self.replay,
+            "is a share of a round's contexts: must be at least 0 and below 1",
+        )
         require(
             self.lag == 0 or self.examples is None,
             "rounds.examples",
@@ -59,6 +68,21 @@ class RoundsConfig:
             "keep",
             "needs rounds.feedback=group: equal rewards make no pair",
         )
+
+    def replayed(self, index: int) -> int:
+        """How many contexts of round ``index`` are taken from earlier rounds; the first round has none."""
+        return round(self.contexts_per_round * self.replay) if index > 0 else 0
+
+    def sampled(self, index: int) -> int:
+        """How many contexts round ``index`` samples (or, with ``fill``, keeps) itself."""
+        return self.contexts_per_round - self.replayed(index)
+
+    @property
+    def most_contexts(self) -> int:
+        """Contexts that the rounds of a run train on at most, replayed ones included."""
+        more = self.contexts - self.contexts_per_round
+        rounds_after = max(0, -(-more // self.sampled(1)))
+        return self.contexts + rounds_after * self.replayed(1)
 
     @property
     def keeps_equal(self) -> bool:

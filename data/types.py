@@ -130,6 +130,8 @@ class Example:
     Pairs: not read."""
     mismatched: Sequence | None = None
     """KTO: this prompt with the completion of another prompt of the same global batch (eq. 7's z0)."""
+    sampled_step: int | None = None
+    """Online: the optimizer step whose policy sampled the completions."""
 
 
 @dataclass(eq=False)

@@ -16,6 +16,7 @@ import torch
 
 from data.batches import FILL, collate
 from data.types import Example, Microbatch, Sequence
+from jobs.behavior_tally import BehaviorTally
 from jobs.tally import EDGES, SIDES, Tally, rounded, sides
 from models.distributed import gather_objects, reshard, sum_over_ranks
 from models.reference import score
@@ -41,6 +42,7 @@ class Diagnostics:
         self.every = max(1, math.ceil(steps / LINES))
         config = trainer.config
         self.tally = Tally(config.log_epsilon_P, config.log_epsilon_R, trainer.world.device)
+        self.behavior = BehaviorTally(trainer.world.device)
         self.first = 0
         """The first step of the interval under way."""
 
@@ -49,6 +51,7 @@ class Diagnostics:
         moved, known = change_since(micro, scores, self.trainer.initial_logprobs)
         raw = (scores.policy - scores.reference).detach()
         self.tally.add(sides(micro), raw, scores.mask, moved, known)
+        self.behavior.add(micro, scores, self.trainer.progress.step)
 
     # -- lines -------------------------------------------------------------------------------------
 
@@ -82,6 +85,7 @@ class Diagnostics:
         if at.step == self.first:
             return
         found = self.tally.describe(self.tally.total())
+        behavior = self.behavior.describe(self.behavior.total())
         histograms = {f"log_ratio_{side}": (values["histogram"], EDGES) for side, values in found.items()}
         tracker.diagnostics(
             {
@@ -91,21 +95,26 @@ class Diagnostics:
                 "tokens": at.tokens,
                 "entropy": self.entropy(),
                 **found,
+                **({} if behavior is None else {"behavior": behavior}),
             },
             histograms,
         )
         self.tally.clear()
+        self.behavior.clear()
         self.first = at.step
 
     # -- going on ----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """The interval under way, for a checkpoint. Every rank calls it."""
-        return {"first": self.first, "total": self.tally.total()}
+        return {"first": self.first, "total": self.tally.total(), "behavior": self.behavior.total()}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.first = state["first"]
-        self.tally.restore(state["total"], mine=self.trainer.world.is_main)
+        main = self.trainer.world.is_main
+        self.tally.restore(state["total"], mine=main)
+        if "behavior" in state:  # checkpoints of older versions have none
+            self.behavior.restore(state["behavior"], mine=main)
 
     # -- measured on the weights as they are -------------------------------------------------------
 

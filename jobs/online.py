@@ -53,7 +53,9 @@ def make_online_plan(config: Config, trainer: type[BasicTrainer], renderer: Rend
     batch = (Example("", (row,) * trainer.rows_per_example),) * config.model.batch_size
     held_out = make_examples(evaluation.groups[: config.n_eval_examples], trainer.view_of(config), renderer)
     return Plan(
-        train=Segment((batch,), config.model.batch_size, rounds.contexts * per_context, config.seed),
+        train=Segment(
+            (batch,), config.model.batch_size, rounds.most_contexts * per_context * rounds.passes, config.seed
+        ),
         held_out=Segment(held_out.groups, config.model.eval_batch_size, held_out.count, seed=0)
         if held_out.count
         else None,
@@ -95,7 +97,10 @@ class Online:
         self.reward: Reward | None = None
         self.engine: Engine | None = None
         require(
-            config.rounds.lag == 0 or world.device.type == "cpu" or config.sampler.devices is not None,
+            config.rounds.lag == 0
+            or not config.sampler.separate
+            or world.device.type == "cpu"
+            or config.sampler.devices is not None,
             "rounds.lag",
             config.rounds.lag,
             "samples while the trainer trains, so vLLM needs GPUs of its own: name them in sampler.devices",

@@ -9,6 +9,8 @@ start as it does for any segment.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -19,13 +21,15 @@ from common.worker_process import WorkerError
 from config.schema import Config
 from data.batches import Segment
 from data.chat import Renderer
-from data.examples import make_examples
+from data.examples import Examples, make_examples
+from data.types import Group
 from data.views import View
 from models.distributed import local
 from models.reference import weights_fingerprint
 from reports.metrics import read_metrics
 from rollouts.engines import Engine, Prefetch
 from rollouts.ledger import RoundFolder
+from rollouts.replay import replayed
 from rollouts.rewards.base import RewardError
 from rollouts.round_builder import RoundBuilder, samples_table
 from rollouts.rounds import PromptSchedule
@@ -41,9 +45,9 @@ class RoundWatch(Protocol):
         """Save: what is sampled next comes from this checkpoint."""
 
     def round_started(self, facts: Facts, metrics: Facts, table: list[list[Any]]) -> None:
-        """A round is trained on from here on. ``facts`` (``round``, ``sampled_step``) belong to each of its
-        steps, ``metrics`` and the ``table`` of samples to its first one; both are empty where training goes
-        on inside a round."""
+        """A round is trained on from here on. ``facts`` (``round``) belong to each of its steps, ``metrics``
+        and the ``table`` of samples to its first one; both are empty where training goes on inside a
+        round."""
 
     def trained_seconds(self) -> float:
         """Spent in steps so far, in all processes of the run."""
@@ -88,32 +92,55 @@ class OnlineSource:
             ) from error
 
     def _segment(self, index: int) -> Segment | None:
-        inside, lag = self.trainer.progress.position > 0, self.config.rounds.lag
+        inside = self.trainer.progress.position > 0
         if index > 0 and not inside:
             self._join()
             self._close(index - 1)
-        first = self._first(index)
-        if first >= self.contexts.planned or self._left(index) == 0:
+        if not self._planned(index) or self._left(index) == 0:
             return None
+        ahead = index + self.config.rounds.lag
         if not inside:
             self.watch.before_round()
-            prefetched = (
-                lag and index > 0 and self.engine.run_on_main(lambda: self.round(index).done("groups"))
-            )
-            if not prefetched:
-                weights = self._publish(index, first)
-                self.engine.run_on_main(
-                    lambda: _required(self.builder).build(self.round(index), first, weights)
-                )
-        if lag and self._first(index + 1) < self.contexts.planned:
-            self._start_prefetch(index + 1, inside)
+            for due in self._due(index):
+                self._make(due)
+        if ahead > index and self.config.sampler.separate and self._planned(ahead):
+            self._start_prefetch(ahead, inside)
         self._entered = None if inside else time.monotonic()
         return self._enter(index, inside)
 
+    def _planned(self, index: int) -> bool:
+        """Whether there is such a round: contexts are left for it."""
+        return self._first(index) < self.contexts.planned
+
+    def _due(self, index: int) -> Iterator[int]:
+        """The rounds that are made, one after another, before round ``index`` is trained on, from the weights
+        as they are. A sampler that is separate makes the last of ``rounds.lag`` rounds beside the training
+        instead."""
+        lag, separate = self.config.rounds.lag, self.config.sampler.separate
+        last = index + lag - (lag > 0 and separate)
+        for due in range(index if index == 0 or separate else last, last + 1):
+            if not self._planned(due):
+                return
+            if index == 0 or lag == 0 or not self._done(due):
+                yield due
+
+    def _done(self, index: int) -> bool:
+        """Whether the round is on disk, whatever weights it was sampled from."""
+        return self.engine.run_on_main(lambda: self.round(index).done("groups"))
+
+    def _make(self, index: int) -> None:
+        first, wanted = self._first(index), self.config.rounds.sampled(index)
+        weights = self._publish(index, first)
+        self.engine.run_on_main(
+            lambda: _required(self.builder).build(self.round(index), first, wanted, weights)
+        )
+
     def _first(self, index: int) -> int:
-        """The round's first context, which is where the one before ended."""
+        """The round's first context, which is where the one before ended; behind the last one if there is no
+        round before it."""
+        behind = [0, self.contexts.planned]
         return self.engine.run_on_main(
-            lambda: 0 if index == 0 else int(self.round(index - 1).record["contexts"][1])
+            lambda: 0 if index == 0 else int(self.round(index - 1).record.get("contexts", behind)[1])
         )
 
     def _left(self, index: int) -> int | None:
@@ -124,12 +151,13 @@ class OnlineSource:
         trained = self.engine.run_on_main(
             lambda: sum(int(self.round(i).record["examples"]) for i in range(index))
         )
+        trained *= self.config.rounds.passes
         return max(0, self.config.rounds.examples - trained)
 
     def _start_prefetch(self, index: int, inside: bool) -> None:
         """Sample and score a round beside the training of the one before, from the weights that that one
         starts with. ``inside``: it has started, and they are those that were published then."""
-        first, folder = self._first(index), self.round(index)
+        first, wanted, folder = self._first(index), self.config.rounds.sampled(index), self.round(index)
         weights = (
             str(self.engine.run_on_main(lambda: folder.record["weights"]))
             if inside
@@ -140,9 +168,9 @@ class OnlineSource:
             return
 
         def work() -> None:
-            if inside and builder.needs_weights(folder, first, weights):
+            if inside and builder.needs_weights(folder, first, wanted, weights):
                 self.engine.reload_weights(folder.weights, index)
-            builder.build(folder, first, weights)
+            builder.build(folder, first, wanted, weights)
 
         self._prefetch = Prefetch(work)
 
@@ -159,7 +187,8 @@ class OnlineSource:
             (name, local(p.detach())) for name, p in self.trainer.policy.named_parameters()
         )
         published: Facts = {}
-        if self.engine.run_on_main(lambda: _required(builder).needs_weights(folder, first, weights)):
+        wanted = self.config.rounds.sampled(index)
+        if self.engine.run_on_main(lambda: _required(builder).needs_weights(folder, first, wanted, weights)):
             start = time.monotonic()
             published = self.engine.publish(folder.weights, index)
             published["publish_seconds"] = time.monotonic() - start
@@ -169,30 +198,56 @@ class OnlineSource:
 
     def _enter(self, index: int, inside: bool) -> Segment:
         folder = self.round(index)
-        examples = make_examples(folder.groups(), self.view, self.renderer)
+        parts = self._examples(index)
+        groups = tuple(group for part in parts for group in part.groups)
         record = folder.record
-        facts = {"round": index, "sampled_step": record["sampled_step"]}
+        facts = {"round": index}
         metrics = {
             key: record[key] for key in ("publish_seconds", "probe_largest", "probe_mean") if key in record
         } | record["metrics"]
         self.watch.round_started(facts, {} if inside else metrics, [] if inside else samples_table(folder))
         first, end = record["contexts"]
-        noted = {"examples": examples.count, "untrainable": examples.dropped}
+        count = sum(part.count for part in parts)
+        noted = {"examples": count, "replayed": count - parts[-1].count, "untrainable": parts[-1].dropped}
         if not inside:
             noted["trained_seconds"] = self.watch.trained_seconds()
         self.engine.run_on_main(lambda: folder.note(noted))
-        planned, units, left = self.contexts.planned, examples.count, self._left(index)
+        planned, units, left = self.contexts.planned, count * self.config.rounds.passes, self._left(index)
         if left is not None:
-            units, planned = min(examples.count, left), int(self.config.rounds.examples or 0)
+            units, planned = min(units, left), int(self.config.rounds.examples or 0)
             first, end = planned - left, planned - left + units
         return Segment(
-            examples.groups,
+            groups,
             self.config.model.batch_size,
             units,
             self.config.seed,
             index=index,
             start=first / planned,
             end=end / planned,
+        )
+
+    def _examples(self, index: int) -> list[Examples]:
+        """What is trained on in the round, of each round that it comes from: those before it, then itself."""
+        own = [self.round(i).groups() for i in range(index + 1 if self.config.rounds.replay else 0)]
+        count, ids = (
+            self.config.rounds.replayed(index),
+            [[g.prompt.id for g in groups] for groups in own[:-1]],
+        )
+        again = replayed([list(dict.fromkeys(each)) for each in ids], count, index, self.config.seed)
+        return [
+            *(
+                self._made(i, [g for g in groups if g.prompt.id in set(chosen)])
+                for i, (groups, chosen) in enumerate(zip(own, again, strict=False))
+            ),
+            self._made(index, own[-1] if own else self.round(index).groups()),
+        ]
+
+    def _made(self, index: int, groups: list[Group]) -> Examples:
+        """Examples of groups of round ``index``, with the step that sampled them."""
+        made = make_examples(groups, self.view, self.renderer)
+        step = self.round(index).record["sampled_step"]
+        return replace(
+            made, groups=tuple(tuple(replace(e, sampled_step=step) for e in group) for group in made.groups)
         )
 
     def _close(self, index: int) -> None:
@@ -220,9 +275,7 @@ class OnlineSource:
             {
                 "steps": len(lines),
                 "kl": fmean(kl) if kl else None,
-                "staleness": fmean(line["step"] - record["sampled_step"] for line in lines)
-                if lines
-                else None,
+                "staleness": fmean(line["staleness"] for line in lines) if lines else None,
                 "seconds": seconds,
                 "train_wall_seconds": wall,
                 "idle": idle_shares(self.config, seconds, wall),
@@ -235,7 +288,8 @@ def idle_shares(config: Config, seconds: dict[str, float], wall: float | None) -
     the trainer. ``wall``: from the first step to the next round, None where the run was interrupted
     between."""
     together = seconds["publish"] + (wall or max(seconds["train"], seconds["sample"] + seconds["score"]))
-    total = max(together if config.rounds.lag else sum(seconds.values()), 1e-9)
+    beside = config.rounds.lag > 0 and config.sampler.separate
+    total = max(together if beside else sum(seconds.values()), 1e-9)
     if not config.sampler.separate:
         return {"trainer": 1 - (seconds["train"] + seconds["sample"]) / total}
     return {"trainer": 1 - seconds["train"] / total, "sampler": 1 - seconds["sample"] / total}

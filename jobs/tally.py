@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from data.types import Microbatch
-from models.distributed import sum_over_ranks
+from jobs.sums import Sums
 from trainers.losses.base import token_sum
 
 SIDES = ("chosen", "rejected", "neutral")
@@ -39,7 +39,7 @@ def sides(micro: Microbatch) -> Tensor:
     return torch.where(labels > 0, 0, torch.where(labels < 0, 1, 2))
 
 
-class Tally:
+class Tally(Sums):
     """Sums over the rows and tokens seen since the last ``clear``, of this rank. ``low`` and ``high``: the
     clipping range, nats."""
 
@@ -47,21 +47,18 @@ class Tally:
         self.low, self.high = low, high
         self._edges = torch.tensor(EDGES, device=device)
         self._powers = 2 ** torch.arange(1, POSITIONS, device=device)
-        self._shapes = {
+        shapes = {
             "histogram": (len(SIDES), BINS),
             "positions": (len(SIDES), POSITIONS, 3),
             "sums": (len(SIDES), 6),
         }
-        # One tensor, so that one collective sums it; float64, in which counts are exact.
-        self._all = torch.zeros(
-            sum(math.prod(shape) for shape in self._shapes.values()), dtype=torch.float64, device=device
-        )
+        super().__init__(shapes, device)
 
     def add(self, side: Tensor, raw: Tensor, mask: Tensor, moved: Tensor, known: Tensor) -> None:
         """Take in R rows: ``side`` [R]; ``raw`` [R, T] unclipped log-ratios, nats; ``mask`` [R, T]; ``moved``
         [R] the rows' log-probabilities now less those under the initial weights, nats, where ``known``
         [R]."""
-        parts = self._parts(self._all)
+        parts = self.parts
         counts = mask.double().flatten()
         bins = side[:, None] * BINS + torch.bucketize(raw, self._edges)
         parts["histogram"].view(-1).index_add_(0, bins.flatten(), counts)
@@ -86,28 +83,9 @@ class Tally:
         ).double()
         parts["sums"] += (side == torch.arange(len(SIDES), device=side.device)[:, None]).double() @ rows
 
-    def clear(self) -> None:
-        self._all.zero_()
-
-    def total(self) -> list[float]:
-        """The sums over all ranks, on every rank. The host waits."""
-        out: list[float] = sum_over_ranks(self._all.clone()).tolist()
-        return out
-
-    def restore(self, total: Sequence[float], mine: bool) -> None:
-        """Go on from ``total``, which one rank (``mine``) takes over, however many there were."""
-        self._all.copy_(torch.tensor(total, dtype=torch.float64) * mine)
-
-    def _parts(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views of one flat tensor."""
-        pieces = flat.split([math.prod(shape) for shape in self._shapes.values()])
-        return {
-            name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)
-        }
-
     def describe(self, total: Sequence[float]) -> dict[str, dict[str, Any]]:
         """``total`` as plain data: each side that has rows -> its counts and means."""
-        parts = self._parts(torch.tensor(total, dtype=torch.float64))
+        parts = self.named(torch.tensor(total, dtype=torch.float64))
         out: dict[str, dict[str, Any]] = {}
         for s, name in enumerate(SIDES):
             rows, tokens, log_ratio, square, known, moved = parts["sums"][s].tolist()

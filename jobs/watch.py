@@ -7,6 +7,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from torch import Tensor
@@ -196,7 +197,7 @@ class RunWatch:
 
     def after_step(self, record: StepRecord) -> None:
         self._flush()
-        record.known |= self._evaluated | self._of_round(record.known["step"])
+        record.known |= self._evaluated | self._of_round(record)
         self._evaluated = {}
         self._pending = (record, time.perf_counter() - self._started)
 
@@ -267,13 +268,16 @@ class RunWatch:
         self._flush()
         return self.seconds
 
-    def _of_round(self, step: int) -> dict[str, Any]:
-        """What a step's line says of its round: which, how many steps ago it was sampled, and (once) what was
-        sampled."""
+    def _of_round(self, record: StepRecord) -> dict[str, Any]:
+        """What a step's line says of its round: which, how many steps ago its examples were sampled (their
+        mean), and (once) what was sampled."""
         if not self._round:
             return {}
         metrics, self._round_metrics = self._round_metrics, {}
-        return {"round": self._round["round"], "staleness": step - self._round["sampled_step"], **metrics}
+        sampled = [e.sampled_step for e in record.batch if e.sampled_step is not None]
+        behind = record.known["step"] - fmean(sampled)
+        staleness = int(behind) if behind.is_integer() else behind
+        return {"round": self._round["round"], "staleness": staleness, **metrics}
 
     def done(self) -> None:
         self._flush()

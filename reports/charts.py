@@ -129,6 +129,30 @@ PANELS = (
         from_zero=True,
     ),
     Panel(
+        "Distance from the policy that sampled",
+        "nats per token",
+        (
+            Curve("behavior_kl", "KL(μ‖policy)", BLUE),
+            Curve("engine_gap", "mean log-ratio, policy against μ", ORANGE),
+        ),
+    ),
+    Panel(
+        "Correction for another policy's samples",
+        "share, and mean weight",
+        (
+            Curve("effective_sample_size", "effective sample size", BLUE),
+            Curve("correction_weight", "mean weight", ORANGE),
+            Curve("correction_masked", "masked tokens", GREEN),
+        ),
+        from_zero=True,
+    ),
+    Panel(
+        "Staleness of the samples",
+        "steps since sampled",
+        (Curve("staleness", "", PURPLE, exact=True),),
+        from_zero=True,
+    ),
+    Panel(
         "Age of the reference",
         "step − reference_step",
         (Curve("reference_age", "", PURPLE, exact=True),),

@@ -46,16 +46,16 @@ class RoundBuilder:
         self.engine, self.reward, self.pause = engine, reward, pause
         self.settings = SamplingSettings(config.sampler.temperature, config.sampler.top_p, config.max_tokens)
 
-    def needs_weights(self, folder: RoundFolder, first: int, weights: str) -> bool:
+    def needs_weights(self, folder: RoundFolder, first: int, wanted: int, weights: str) -> bool:
         """Whether anything is left to be sampled for the round."""
-        end = min(first + self.config.rounds.contexts_per_round, self.contexts.planned)
+        end = min(first + wanted, self.contexts.planned)
         whole = folder.done("samples", self._sampling_inputs(first, end, weights))
         return not (whole and (not self.config.rounds.fill or folder.done("groups")))
 
-    def build(self, folder: RoundFolder, first: int, weights: str) -> None:
-        """The round of the contexts from ``first`` on, sampled from ``weights`` (their fingerprint): up to
-        ``groups.jsonl``."""
-        wanted, end = self.config.rounds.contexts_per_round, first
+    def build(self, folder: RoundFolder, first: int, wanted: int, weights: str) -> None:
+        """The round of the ``wanted`` contexts from ``first`` on, sampled from ``weights`` (their
+        fingerprint): up to ``groups.jsonl``."""
+        end = first
         groups: list[list[Group]] = []
         dropped: Counter[str] = Counter()
         parts: list[str] = []

@@ -93,6 +93,18 @@ def test_a_round_is_sampled_from_where_the_one_before_started(tmp_path):
     assert len(ids) == 96 == len(set(ids))
 
 
+def test_two_rounds_before(tmp_path):
+    """Rounds 0 to 2 come from the initial weights, round i after them from those that round i - 2 began
+    with."""
+    run = run_online(tmp_path, "r", *LAGGING, "rounds.lag=2", "rounds.contexts=120")
+    records = [folder.record for folder in rounds(run)]
+    begins = [min(line["step"] for line in lines(run) if line["round"] == i) for i in range(5)]
+    assert [record["sampled_step"] for record in records] == [0, 0, 0, begins[1], begins[2]]
+    assert len({record["weights"] for record in records}) == 3
+    assert [record["contexts"] for record in records] == [[24 * i, 24 * (i + 1)] for i in range(5)]
+    assert not list(run.glob("rounds/*/weights"))
+
+
 def test_interrupted_inside_a_round(tmp_path, monkeypatch):
     """The round ahead had not been sampled (its files are taken away): the weights that it was to come from
     are still there."""

@@ -1,0 +1,118 @@
+"""How fresh the samples of a round are: ``rounds.lag`` with a sampler that is the policy, ``rounds.passes``,
+``rounds.replay``. Runs that are interrupted end like those that are not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from statistics import fmean
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.integration.online import lines, rounds, run_online
+from trainers.basic import BasicTrainer
+
+DPO = (
+    "online=true",
+    "loss=dpo",
+    "humanline=true",
+    "rounds.contexts=48",
+    "rounds.contexts_per_round=12",
+    "model.batch_size=4",
+    "save_every=4",
+)
+
+
+class CutOffError(Exception):
+    """Where a run is cut off."""
+
+
+def trained(monkeypatch, folder, name, *overrides, until=None):
+    """(run, the examples of every step): a run that ends, or is cut off before step ``until``."""
+    batches, step = [], BasicTrainer.step
+
+    def seen(self, segment, observe=None):
+        if self.progress.step == until:
+            raise CutOffError
+        batches.append(segment.batch(self.progress.position))
+        return step(self, segment, observe)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BasicTrainer, "step", seen)
+        if until is None:
+            return run_online(folder, name, *DPO, *overrides), batches
+        with pytest.raises(CutOffError):
+            run_online(folder, name, *DPO, *overrides)
+    return folder / name, batches
+
+
+def keys(batches):
+    return [[row.key for example in batch for row in example.rows] for batch in batches]
+
+
+def test_the_policy_samples_ahead_of_itself(tmp_path, monkeypatch):
+    """Round i comes from the weights that round i - 2 began with; cut off inside round 1, the run goes on to
+    the same end."""
+    run, _ = trained(monkeypatch, tmp_path, "whole", "rounds.lag=2")
+    records = [folder.record for folder in rounds(run)]
+    begins = [min(line["step"] for line in lines(run) if line["round"] == i) for i in range(4)]
+    assert [record["sampled_step"] for record in records] == [0, 0, 0, begins[1]]
+    assert len({record["weights"] for record in records}) == 2
+    for line in lines(run):
+        assert line["staleness"] == line["step"] - records[line["round"]]["sampled_step"]
+    assert lines(run)[-1]["staleness"] > lines(run)[0]["staleness"] == 0
+    assert all(0 <= share <= 1 for record in records for share in record["idle"].values())
+    trained(monkeypatch, tmp_path, "cut", "rounds.lag=2", until=begins[1] + 1)
+    same(run_online(tmp_path, "cut", *DPO, "rounds.lag=2", "resume=true"), run)
+
+
+def test_passes_train_on_every_example_as_often(tmp_path, monkeypatch):
+    run, batches = trained(monkeypatch, tmp_path, "passes", "rounds.passes=3")
+    for index, folder in enumerate(rounds(run)):
+        here = [
+            key
+            for line, each in zip(lines(run), keys(batches), strict=True)
+            for key in each
+            if line["round"] == index
+        ]
+        assert set(Counter(here).values()) == {3}
+        assert len(here) == 3 * 2 * folder.record["examples"] > 0
+    assert lines(run)[-1]["examples"] == 3 * sum(folder.record["examples"] for folder in rounds(run))
+
+
+def test_passes_and_a_number_of_examples_end_the_run_there(tmp_path, monkeypatch):
+    run, _ = trained(
+        monkeypatch, tmp_path, "n", "rounds.passes=2", "rounds.examples=18", "rounds.contexts=48"
+    )
+    assert lines(run)[-1]["examples"] == 18
+
+
+def test_replayed_contexts_are_of_earlier_rounds(tmp_path, monkeypatch):
+    settings = ("rounds.replay=0.4", "rounds.feedback=random")
+    run, batches = trained(monkeypatch, tmp_path, "whole", *settings)
+    records, per_round = [folder.record for folder in rounds(run)], Counter()
+    assert [r["contexts"] for r in records] == [
+        [0, 12],
+        *([12 + 7 * i, min(19 + 7 * i, 48)] for i in range(6)),
+    ]
+    own = [{group.prompt.id for group in folder.groups()} for folder in rounds(run)]
+    for line, batch in zip(lines(run), batches, strict=True):
+        index = line["round"]
+        assert line["staleness"] == pytest.approx(line["step"] - fmean(e.sampled_step for e in batch))
+        for example in batch:
+            of = next(i for i, record in enumerate(records) if record["sampled_step"] == example.sampled_step)
+            assert of <= index and example.prompt_id in own[of]
+            per_round[index, of == index] += 1
+    assert per_round[0, False] == 0
+    for index, record in enumerate(records[1:], 1):
+        assert per_round[index, False] == record["replayed"] == min(5, sum(map(len, own[:index])))
+        assert per_round[index, True] == len(own[index])
+    trained(monkeypatch, tmp_path, "cut", *settings, until=lines(run)[-1]["step"] - 1)
+    same(run_online(tmp_path, "cut", *DPO, *settings, "resume=true"), run)
+
+
+def same(run, whole):
+    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (run, whole))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+    assert [line["loss"] for line in lines(run)] == [line["loss"] for line in lines(whole)]
