@@ -27,7 +27,7 @@ from data.formats import (
     value,
 )
 from data.rows import Dropped, Row
-from data.types import Group, Turn
+from data.types import Completion, Group, Turn
 
 SYSTEM_PROMPTS = {
     "think_answer": (
@@ -98,6 +98,26 @@ def gsm8k(values: Values, config: DataConfig) -> Group:
         raise RowError("the answer has no final number after ####")
     reference = final.strip().replace(",", "")
     return _worked(text(values, "question"), reasoning.strip(), reference, text(values, "answer"), config)
+
+
+SOLVERS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
+"""The four models of GSM8K's example solutions."""
+
+
+@each_row
+def gsm8k_solutions(values: Values, config: DataConfig) -> Group:
+    """GSM8K's example model solutions (openai/grade-school-math, example_model_solutions.jsonl): a problem
+    with one answer of each of four models, 1.0 where ``is_correct``, else 0.0."""
+    final = text(values, "ground_truth").rpartition("A:")[2].strip().replace(",", "")
+    prompt = prompt_of((Turn("user", text(values, "question")),), final or None)
+    completions, rewards = [], []
+    for name in SOLVERS:
+        found = value(values, name)
+        if not isinstance(found, Mapping):
+            raise RowError(f"{name!r} is a {type(found).__name__}, not an object")
+        completions.append(Completion(text(found, "solution")))
+        rewards.append(float(truth(found, "is_correct")))
+    return Group(prompt, tuple(completions), tuple(rewards))
 
 
 @each_row

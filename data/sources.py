@@ -40,6 +40,7 @@ FORMATS: dict[str, Format] = {
     "hh": published.hh,
     "alpacaeval": published.alpacaeval,
     "gsm8k": published.gsm8k,
+    "gsm8k_solutions": published.gsm8k_solutions,
     "math": published.math,
     "s1k": published.s1k,
     "safe_rlhf": published.safe_rlhf,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from omegaconf import OmegaConf
 
 from config.schema_data import DataConfig
 from data.chat import Renderer, load_template
-from data.published import transcript
+from data.published import SOLVERS, transcript
 from data.rows import Loaded, Row
 from data.sources import FORMATS, convert, load_groups
 from data.types import Sequence
@@ -260,6 +261,17 @@ def test_the_rest() -> None:
     ]
 
 
+def test_gsm8k_solutions_are_groups_of_four_with_verdicts() -> None:
+    solvers = {name: {"solution": f"by {name}", "is_correct": name.startswith("175b")} for name in SOLVERS}
+    row = {"question": "q", "ground_truth": "1,000 + 2\nA: 1,002", **solvers}
+    (group,) = load("gsm8k_solutions", row).groups
+    assert group.prompt.reference_answer == "1002"
+    assert [c.text for c in group.completions] == [f"by {name}" for name in SOLVERS]
+    assert group.rewards == (0.0, 0.0, 1.0, 1.0)
+    missing = load("gsm8k_solutions", {**row, "6b_verification": "x"}, row)
+    assert [d.reason for d in missing.dropped] == ["'6b_verification' is a str, not an object"]
+
+
 def test_a_published_set_can_be_a_local_copy(tmp_path) -> None:
     path = tmp_path / "copy.jsonl"
     path.write_text("\n".join(f'{{"question": "q{i}", "answer": "#### {i}"}}' for i in range(20)))
@@ -322,3 +334,14 @@ def test_the_real_gsm8k_files() -> None:
         for g in train.groups
     )
     assert all(g.prompt.turns[0].role == "system" for g in test.groups)
+
+
+def test_the_real_gsm8k_solutions() -> None:
+    config = shipped("gsm8k_solutions", f"path={real('gsm8k_model_solutions.jsonl.gz')}", "eval_fraction=0")
+    loaded = load_groups(config, "train")
+    assert (len(loaded.groups), loaded.dropped) == (1319, [])
+    assert sum(0 < sum(g.rewards) < 4 for g in loaded.groups) == 731
+    shares = [100 * fmean(g.rewards[i] for g in loaded.groups) for i in range(4)]
+    assert shares == pytest.approx([21.7, 39.0, 34.7, 56.3], abs=0.05)
+    answers = [float(g.prompt.reference_answer or "nan") for g in loaded.groups]
+    assert len([a for a in answers if a == a]) == 1319

@@ -18,6 +18,7 @@ import pytest
 from common.errors import DataError, UserError
 from config.schema_data import DataConfig
 from data.examples import Examples
+from data.published import SOLVERS
 from data.quality import DataReport
 from data.rows import MOST_NESTED, Loaded
 from data.sources import FORMATS, load_splits
@@ -227,6 +228,11 @@ SOUND: dict[str, dict[str, object]] = {
     "hh": {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"},
     "alpacaeval": {"instruction": "q", "output_1": "a", "output_2": "b", "preference": 2},
     "gsm8k": {"question": "q", "answer": "so #### 4"},
+    "gsm8k_solutions": {
+        "question": "q",
+        "ground_truth": "so\nA: 4",
+        **{name: {"solution": "a", "is_correct": name < "6"} for name in SOLVERS},
+    },
     "math": {"problem": "q", "solution": "s", "answer": "4"},
     "s1k": {"question": "q", "deepseek_thinking_trajectory": "t", "deepseek_attempt": "a"},
     "safe_rlhf": {"prompt": "q", "response_0": "a", "response_1": "b", "better_response_id": 1},
