@@ -26,6 +26,8 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
         tree["trainer"] = {"corrections": file.get("corrections", [])} | trainer
     if isinstance(model := tree.get("model"), dict):
         tree["model"] = {"logit_temperature": 1.0} | model
+    if "sync_freq" in tree:
+        tree.setdefault("sync_kl", 0.01)
     if "loss" in tree:
         tree.setdefault("correction", dict(section("correction/none.yaml")))
     if isinstance(reward := tree.get("reward"), dict) and "_target_" not in reward:

@@ -60,6 +60,7 @@ class Config:
     sync_freq: int
     sync_mode: str | None
     sync_alpha: float
+    sync_kl: float
     online: bool
     reference_batch_size: int | None
     diagnostics: bool
@@ -225,7 +226,12 @@ class Config:
             self.humanline_mode,
             "says how humanline=true treats a token; humanline=false leaves all as they are",
         )
-        one_of("sync_mode", self.sync_mode, (None, "humanline", "trust_region", "ema", "reset", "never"))
+        self._check_syncing()
+
+    def _check_syncing(self) -> None:
+        """What the modes need of each other's numbers, and of the loss."""
+        modes = ("humanline", "trust_region", "ema", "reset", "kl", "never")
+        one_of("sync_mode", self.sync_mode, (None, *modes))
         require(
             self.sync_mode is None or self.has_reference,
             "sync_mode",
@@ -237,6 +243,13 @@ class Config:
             "sync_mode",
             self.sync_mode,
             "needs humanline=true; for syncing without clipping add log_epsilon_P=-.inf log_epsilon_R=.inf",
+        )
+        require(self.sync_kl > 0, "sync_kl", self.sync_kl, "is a bound in nats a token: must be above 0")
+        require(
+            self.syncing != "kl" or self.sync_freq > 1,
+            "sync_freq",
+            self.sync_freq,
+            "must be above 1 with sync_mode=kl: after so many steps the reference moves in any case",
         )
         require(0 < self.sync_alpha <= 1, "sync_alpha", self.sync_alpha, "must lie in (0, 1]")
         require(

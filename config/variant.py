@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-OTHER = ("trust_region", "ema", "reset")
+OTHER = ("trust_region", "ema", "reset", "kl")
 """Ways to sync that are not the paper's."""
 
 

@@ -21,7 +21,8 @@ from jobs.tally import EDGES, SIDES, Tally, rounded, sides
 from models.distributed import gather_objects, reshard, sum_over_ranks
 from models.reference import score
 from reports.tracking import Tracking
-from trainers.basic import BasicTrainer, change_since
+from trainers.basic import BasicTrainer
+from trainers.drift import change_since
 from trainers.losses.base import TokenScores, token_sum
 
 LINES = 32

@@ -7,7 +7,6 @@ Offline or online is where ``source`` gets its segments from. Plain or humanline
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -29,8 +28,9 @@ from models.reference import Reference
 from models.routing import RouterBalance
 from models.soft_reference import SoftReference
 from trainers.corrections import Behavior, Correction
+from trainers.drift import mean_log_ratio, reference_kl
 from trainers.humanline import Humanline
-from trainers.losses.base import LossResult, Mean, TokenScores, mean_where
+from trainers.losses.base import LossResult, Mean, TokenScores
 from trainers.meters import Meters, Pending
 from trainers.optimizer import lr_factor, make_optimizer, update
 from trainers.scorer import TokenScorer, rejection_key
@@ -195,10 +195,13 @@ class BasicTrainer(ABC, Generic[Prepared]):
         """This rank's microbatches of what was dealt, on the device."""
         return [microbatch(turn[self.world.rank], self.world.device, self.packing) for turn in turns]
 
-    def upcoming(self, segment: Segment, position: int, step: int) -> Iterator[tuple[int, list[Microbatch]]]:
+    def upcoming(
+        self, segment: Segment, position: int, step: int, since: int | None = None
+    ) -> Iterator[tuple[int, list[Microbatch]]]:
         """(step, microbatches) of the batches from ``position`` on that see the same reference as step
-        ``step``: up to the next sync, or the segment's end."""
-        last = self.syncing.last_step_before_sync(step)
+        ``step``: up to the next sync, or the segment's end. ``since``: the step whose policy the reference
+        is; None: ``step``."""
+        last = self.syncing.last_step_before_sync(step, step if since is None else since)
         while position < segment.steps and step <= last:
             yield step, self.microbatches(segment.batch(position))
             position += 1
@@ -236,7 +239,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
             loss_metrics.append(result.metrics)
         self.after_backward(loss_metrics)
         norm = clip_grad_norm(self.policy.parameters(), self.config.model.max_grad_norm)
-        due = self.syncing.due(at.step)
+        due = self.syncing.due(at.step, reference_step, meters.parts.get("reference_kl", []))
         if due and not self.syncing.after_update:
             # After backward, before the update: the reference becomes the policy *before* this step (paper
             # C.2.1, listing line 10).
@@ -264,7 +267,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
         """Move the reference to the policy as it is now, that of ``policy_step``, and score what will be
         compared with it."""
         at = self.progress
-        upcoming = self.upcoming(segment, at.position + 1, at.step + 1)
+        upcoming = self.upcoming(segment, at.position + 1, at.step + 1, policy_step)
         if self.soft is None:
             self.reference.refresh(self.policy, policy_step, upcoming)
             return
@@ -305,6 +308,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
             key = rejection_key(self.progress.step, micro.sequences)
             out |= self.scorer.humanline.metrics(scores, key)
             out["drift"] = mean_log_ratio(micro, scores, self.initial_logprobs)
+            if self.syncing.bound is not None:
+                out["reference_kl"] = reference_kl(scores)
             out |= self.correction.metrics(scores, micro)
             if self.config.online or segment.has_behavior:
                 out |= Behavior.of(micro, scores.mask).metrics(scores)
@@ -377,22 +382,3 @@ class BasicTrainer(ABC, Generic[Prepared]):
         if not self.fixed_reference:
             self.reference.step = state["reference_step"]
             self.reference.scores = {k: v.to(self.world.device) for k, v in reference_scores.items()}
-
-
-def change_since(
-    micro: Microbatch, scores: TokenScores, before: Mapping[str, float]
-) -> tuple[Tensor, Tensor]:
-    """([R] by how much each row's log-probability has changed against ``before`` (row key -> nats), nats; [R]
-    bool: is it known)."""
-    old = torch.tensor([before.get(row.key, math.nan) for row in micro.sequences.rows], dtype=torch.float32)
-    old = old.to(scores.mask.device, non_blocking=True)
-    known = ~old.isnan() & scores.valid
-    return torch.where(scores.mask, scores.policy.detach(), 0.0).sum(dim=-1) - old, known
-
-
-def mean_log_ratio(micro: Microbatch, scores: TokenScores, before: Mapping[str, float]) -> Mean:
-    """The mean token log-ratio of the policy against ``before`` (row key -> nats), over the rows that it
-    knows."""
-    change, known = change_since(micro, scores, before)
-    tokens = torch.where(known, scores.mask.sum(dim=-1), 0).sum()
-    return Mean(mean_where(change, known).sum, tokens)

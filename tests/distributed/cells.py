@@ -30,8 +30,13 @@ STEPS, LR = 8, 0.003
 CELLS = [(loss, k) for loss in ("dpo", "kto", "grpo") for k in (None, 1, 3)] + [
     ("dpo of a mixture", 1),
     ("grpo by the batch", 3),
+    ("dpo by its distance", 3),
 ]
-MORE_KEYS = {"dpo of a mixture": ("router_aux_loss",), "grpo by the batch": ("tokens_masked",)}
+MORE_KEYS = {
+    "dpo of a mixture": ("router_aux_loss",),
+    "grpo by the batch": ("tokens_masked",),
+    "dpo by its distance": ("reference_step", "reference_kl"),
+}
 KEYS = ("loss", "grad_norm", "kl", "clipped_low", "reward_accuracy")
 
 
@@ -72,6 +77,8 @@ def run_cells(cache: Path, out: Path, accumulation: int, world: World | None = N
             more.append("model.router_aux_loss_coef=0.5")
         if "batch" in cell:
             more += ["loss.shape=m2po", "loss.moment_bound=0.003", "loss.advantage=batch"]
+        if "distance" in cell:
+            more += ["sync_mode=kl", "sync_kl=0.02"]
         config = replace(
             engine_config(
                 cache,

@@ -3,6 +3,8 @@ process."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -39,6 +41,8 @@ def test_ranks_change_nothing(single, several, loss, k):
     assert {"loss", "grad_norm", "kl"} < set(keys) and ("eval_loss" in keys) == (k == 1)
     assert ("router_aux_loss" in keys) == ("mixture" in loss)
     assert "batch" not in loss or single[f"{name}/tokens_masked"].max() > 0
+    if "distance" in loss:  # it moved by its distance, and by its age
+        assert {b - a for a, b in pairwise(single[f"{name}/reference_step"])} >= {0, 2}
     for key in keys:
         assert len(single[f"{name}/{key}"]) == (1 if key.startswith("eval_") else 8)
         np.testing.assert_allclose(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -29,6 +30,12 @@ def config_of(folder, *overrides):
     )
 
 
+def k3(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> float:
+    """The sum over tokens of ``exp(d) - 1 - d``, float64."""
+    d = (reference - policy.detach()).double()[mask]
+    return float((d.exp() - 1 - d).sum())
+
+
 def live(
     trainer: BasicTrainer,
     policy: Policy,
@@ -38,9 +45,11 @@ def live(
     low: float,
     high: float,
     mode: str = "trust_region",
+    bound: float = math.inf,
 ) -> list[float]:
-    """Plain training with a second model that moves after the optimizer step, or before it (ema, reset).
-    ``trainer`` only cuts the batches."""
+    """Plain training with a second model that moves after the optimizer step, or before it (ema, reset, kl).
+    ``trainer`` only cuts the batches. With ``bound`` it moves when the batch's KL is above it, or k steps
+    after it last did."""
     config, loss = trainer.config, make_loss(trainer.config)
     reference = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(
@@ -51,9 +60,9 @@ def live(
         weight_decay=config.weight_decay,
         fused=True,
     )
-    losses = []
+    losses, moved = [], 0
     for t in range(segment.steps):
-        batch, total = segment.batch(t), 0.0
+        batch, total, kl, tokens = segment.batch(t), 0.0, 0.0, 0
         for micro in trainer.microbatches(batch):
             p = policy(micro.sequences)
             with torch.no_grad():
@@ -62,14 +71,17 @@ def live(
             result = loss(*scores.split(len(micro.examples)))
             (result.total * (1 / len(batch))).backward()
             total += float(result.total.detach().double())
+            kl, tokens = kl + k3(p, r, micro.sequences.mask), tokens + int(micro.sequences.mask.sum())
         torch.nn.utils.clip_grad_norm_(policy.parameters(), config.model.max_grad_norm)
         before = mode != "trust_region"
         for now in (True, False):
             if not now:
                 optimizer.step()
                 optimizer.zero_grad()
-            if now != before or (t + (not before)) % k:
+            due = (kl / tokens > bound or t == moved + k) if mode == "kl" else (t + (not before)) % k == 0
+            if now != before or not due:
                 continue
+            moved = t
             if mode == "reset":
                 optimizer.state.clear()
             with torch.no_grad():
@@ -90,6 +102,40 @@ def test_a_running_mean_and_a_reset_are_bit_identical_to_a_second_model(tmp_path
     assert [line["loss"] for line in lines] == live(trainer, plain, segment, k, alpha, *bounds, mode)
     final = weights(trainer)
     assert all(torch.equal(final[name], p.detach()) for name, p in plain.named_parameters())
+
+
+@pytest.mark.parametrize("humanline", [False, True], ids=["plain", "clipped"])
+@pytest.mark.parametrize("bound", [0.01, 0.05])
+def test_a_reference_that_moves_by_its_distance_is_bit_identical_to_a_second_model(
+    tmp_path, bound, humanline
+):
+    words = ("sync_mode=kl", "sync_freq=4", f"sync_kl={bound}", f"humanline={humanline}")
+    config = config_of(tmp_path, *words)
+    segment, plain = make_segment(config, pairs=4 * 12), tiny_policy()
+    trainer, lines = run(config, segment, make_trainer(config, copy.deepcopy(plain)))
+    bounds = (config.log_epsilon_P, config.log_epsilon_R) if humanline else (-math.inf, math.inf)
+    assert [line["loss"] for line in lines] == live(trainer, plain, segment, 4, 1.0, *bounds, "kl", bound)
+    final = weights(trainer)
+    assert all(torch.equal(final[name], p.detach()) for name, p in plain.named_parameters())
+    steps = [line["reference_step"] for line in lines]
+    moves = [b > a for a, b in pairwise(steps)]
+    far = [line["reference_kl"] > bound for line in lines[:-1]]
+    assert moves == [far[t] or t == steps[t] + 4 for t in range(len(moves))]
+    assert any(far) and not all(moves)
+
+
+def test_its_limits_are_humanlines(tmp_path):
+    """A bound that is never reached: every k-th step. One that every step exceeds: every step."""
+    found = {}
+    for name, words in {
+        "kl, far": ("sync_mode=kl", "sync_freq=3", "sync_kl=1e9"),
+        "k=3": ("sync_freq=3",),
+        "kl, near": ("sync_mode=kl", "sync_freq=3", "sync_kl=1e-30"),
+        "k=1": ("sync_freq=1",),
+    }.items():
+        config = config_of(tmp_path, "humanline=true", *words)
+        found[name] = [line["loss"] for line in run(config, make_segment(config, pairs=4 * STEPS))[1]]
+    assert found["kl, far"] == found["k=3"] != found["k=1"] == found["kl, near"]
 
 
 @pytest.mark.parametrize("humanline", [False, True], ids=["plain", "clipped"])
@@ -156,8 +202,9 @@ class StopHereError(Exception):
         ["sync_mode=trust_region", "sync_freq=2", "sync_alpha=0.3"],
         ["humanline=true", "sync_mode=never"],
         ["humanline=true", "humanline_mode=sample"],
+        ["sync_mode=kl", "sync_freq=4", "sync_kl=0.02"],
     ],
-    ids=["humanline", "hard", "soft", "never", "sample"],
+    ids=["humanline", "hard", "soft", "never", "sample", "kl"],
 )
 def test_resuming_changes_nothing(tmp_path, overrides):
     """Stopped before step 4, inside a horizon, and gone on with from the checkpoint by a trainer that starts

@@ -78,6 +78,14 @@ def token_mean(values: Tensor, mask: Tensor) -> Tensor:
     return token_sum(values, mask) / mask.sum(dim=-1).clamp(min=1)
 
 
+def kl_estimate(scores: TokenScores) -> Tensor:
+    """[R, T] ``e^d - d - 1`` with ``d = log pi_0 - log pi_theta``, nats, 0 where the mask is False."""
+    d = torch.where(
+        scores.mask, scores.reference - scores.policy, 0.0
+    )  # before the exponential: inf * 0 is nan in its gradient
+    return torch.expm1(d) - d
+
+
 def agreement(margin: Tensor) -> Tensor:
     """1 where the margin is positive, 0 where it is negative, 1/2 where it is 0: an accuracy that a policy
     equal to its reference leaves at one half."""

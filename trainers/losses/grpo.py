@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainers.losses.base import LossResult, TokenScores, agreement, mean_where
+from trainers.losses.base import LossResult, TokenScores, agreement, kl_estimate, mean_where
 from trainers.losses.shapes import SHAPES, reads
 
 
@@ -73,14 +73,6 @@ def grpo(
     return LossResult(
         torch.where(mask, losses / token_divisor(mask, normalization, max_tokens), 0.0).sum(), metrics
     )
-
-
-def kl_estimate(scores: TokenScores) -> Tensor:
-    """[R, T] ``e^d - d - 1`` with ``d = log pi_0 - log pi_theta``, nats, 0 where the mask is False."""
-    d = torch.where(
-        scores.mask, scores.reference - scores.policy, 0.0
-    )  # before the exponential: inf * 0 is nan in its gradient
-    return torch.expm1(d) - d
 
 
 def token_divisor(mask: Tensor, normalization: str, max_tokens: int | None) -> Tensor:

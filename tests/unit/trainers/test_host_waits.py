@@ -158,6 +158,15 @@ def test_a_step_makes_the_host_wait_for_nothing(weights, loss, variant, packing)
     assert trainer.progress.step == segment.steps >= 2
 
 
+def test_a_sync_by_distance_waits_once_a_step(weights):
+    trainer, segment = prepared(weights, "dpo", "sync_mode=kl", "sync_freq=3", "sync_kl=1e-9")
+    for _ in range(segment.steps):
+        with watched() as found:
+            trainer.step(segment)
+        assert len(found) == 1 and "trainers/drift.py" in found[0]
+    assert trainer.reference.step > 0
+
+
 BREACHES: dict[str, Callable[[torch.Tensor], object]] = {
     "item": lambda x: x.sum().item(),
     "float": lambda x: float(x.sum()),

@@ -70,6 +70,7 @@ def test_the_horizon_is_every_step_with_the_same_reference(k, after, table):
         (["humanline=true", "sync_mode=never"], Syncing()),
         (["humanline=true", "sync_mode=trust_region", "sync_freq=2"], Syncing(2, True)),
         (["sync_mode=trust_region", "sync_freq=512", "sync_alpha=0.6"], Syncing(512, True, 0.6)),
+        (["sync_mode=kl", "sync_freq=8", "sync_kl=0.02"], Syncing(8, bound=0.02)),
         (["loss=sft"], Syncing()),
     ],
 )
@@ -86,6 +87,9 @@ def test_what_the_command_line_asks_for(overrides, expected):
         (["humanline=true", "sync_alpha=0.5"], "sync_alpha"),
         (["sync_mode=trust_region", "sync_alpha=0"], "sync_alpha"),
         (["sync_mode=trust_region", "sync_alpha=1.5"], "sync_alpha"),
+        (["sync_mode=kl"], "sync_freq"),
+        (["sync_mode=kl", "sync_freq=8", "sync_kl=0"], "sync_kl"),
+        (["sync_mode=kl", "sync_freq=8", "sync_alpha=0.5"], "sync_alpha"),
         (["humanline_mode=sample"], "humanline_mode"),
         (["humanline=true", "humanline_mode=reject"], "humanline_mode"),
         (

@@ -1,0 +1,45 @@
+"""How far the policy has moved: from what the initial weights thought of a row, and from its reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from data.types import Microbatch
+from models.distributed import sum_over_ranks
+from trainers.losses.base import Mean, TokenScores, kl_estimate, mean_where
+
+
+def change_since(
+    micro: Microbatch, scores: TokenScores, before: Mapping[str, float]
+) -> tuple[Tensor, Tensor]:
+    """([R] by how much each row's log-probability has changed against ``before`` (row key -> nats), nats; [R]
+    bool: is it known)."""
+    old = torch.tensor([before.get(row.key, math.nan) for row in micro.sequences.rows], dtype=torch.float32)
+    old = old.to(scores.mask.device, non_blocking=True)
+    known = ~old.isnan() & scores.valid
+    return torch.where(scores.mask, scores.policy.detach(), 0.0).sum(dim=-1) - old, known
+
+
+def mean_log_ratio(micro: Microbatch, scores: TokenScores, before: Mapping[str, float]) -> Mean:
+    """The mean token log-ratio of the policy against ``before`` (row key -> nats), over the rows that it
+    knows."""
+    change, known = change_since(micro, scores, before)
+    tokens = torch.where(known, scores.mask.sum(dim=-1), 0).sum()
+    return Mean(mean_where(change, known).sum, tokens)
+
+
+def reference_kl(scores: TokenScores) -> Mean:
+    """KL(policy || reference) of a microbatch by the k3 estimator, over its completion tokens, nats a token.
+    Humanline does not clip it."""
+    return mean_where(kl_estimate(scores).detach(), scores.mask)
+
+
+def global_mean(parts: Sequence[Mean]) -> float:
+    """The mean over the global batch, the same on every rank. The host waits for the device."""
+    halves = [torch.stack([part.sum.double(), part.count.double()]) for part in parts]
+    total, count = sum_over_ranks(torch.stack(halves).sum(dim=0)).tolist()
+    return float(total / max(count, 1.0))
