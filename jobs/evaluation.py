@@ -17,6 +17,7 @@ from config.schema import Config
 from data.batches import Segment
 from data.types import Example, Microbatch
 from jobs.initial_scores import initial_scores
+from jobs.retention import InitialKL
 from models.distributed import gather_objects, rounded
 from models.reference import Reference
 from rollouts.verify import Accuracy
@@ -32,14 +33,22 @@ class Evaluator:
     """Evaluates the trainer's policy on held-out examples.
 
     ``held_out``: their plan, one epoch of them, or None where there are none. ``accuracy`` samples answers
-    and checks them, or is None where nothing can be checked. ``dtype`` is what the model will be exported in:
-    it is judged as it will be used.
+    and checks them, or is None where nothing can be checked; ``retained`` does so on a second task.
+    ``initial_kl`` compares with the initial weights, or is None. ``dtype`` is what the model will be exported
+    in: it is judged as it will be used.
     """
 
     def __init__(
-        self, trainer: BasicTrainer, held_out: Segment | None, accuracy: Accuracy | None, dtype: torch.dtype
+        self,
+        trainer: BasicTrainer,
+        held_out: Segment | None,
+        accuracy: Accuracy | None,
+        dtype: torch.dtype,
+        retained: Accuracy | None = None,
+        initial_kl: InitialKL | None = None,
     ) -> None:
         self.trainer, self.accuracy = trainer, accuracy
+        self.retained, self.initial_kl = retained, initial_kl
         # Weights that are cast to the export dtype for computing anyway need no rounding first.
         self.dtype = torch.float32 if dtype == getattr(torch, trainer.config.model.dtype) else dtype
         self.groups = () if held_out is None else held_out.groups
@@ -54,8 +63,12 @@ class Evaluator:
         """Score the held-out rows under the initial weights, which the policy must still have, as they will
         be used."""
         parts = parts | {"rounded to": str(self.dtype)}
-        if self.accuracy is not None:
-            self.accuracy.use_cache(Path(self.trainer.config.cache_dir), parts)
+        for measured in (self.accuracy, self.retained):
+            if measured is not None:
+                measured.use_cache(Path(self.trainer.config.cache_dir), parts)
+        if self.initial_kl is not None:
+            with rounded(self.trainer.policy, self.dtype):
+                self.initial_kl.prepare(parts)
         if self.batches and self.trainer.config.has_reference:
             with rounded(self.trainer.policy, self.dtype):
                 self.reference.scores = initial_scores(
@@ -64,13 +77,19 @@ class Evaluator:
 
     def evaluate(self, initial: bool = False) -> Metrics:
         """``eval_loss``, ``eval_reward_{chosen,rejected,margin,accuracy}``, ``eval_drift`` (nats a token)
-        and, where answers can be checked, ``eval_accuracy_{sampled,greedy}``. The same on every rank. Without
-        a reference: the loss's own metrics. ``initial``: of the initial weights, whose answers an earlier run
-        may have left."""
+        and, where answers can be checked, ``eval_accuracy_{sampled,greedy}``; of the initial weights' answers
+        ``eval_kl_initial`` (nats a token), of a second task ``eval_retained_{sampled,greedy}``. The same on
+        every rank. Without a reference: the loss's own metrics. ``initial``: of the initial weights, whose
+        answers an earlier run may have left."""
         with rounded(self.trainer.policy, self.dtype):
             out: Metrics = self._scores() if self.batches else {}
             if self.accuracy is not None:
                 out |= self.accuracy(initial)
+            if self.retained is not None:
+                retained = self.retained(initial)
+                out |= {name.replace("accuracy", "retained"): value for name, value in retained.items()}
+            if self.initial_kl is not None:
+                out["kl_initial"] = self.initial_kl()
         return {f"eval_{name}": value for name, value in out.items()}
 
     @torch.no_grad()

@@ -27,6 +27,7 @@ from jobs.initial_scores import initial_scores
 from jobs.likelihood import choose_groups, clippable_share, completion_means
 from jobs.online import Online, make_online_plan
 from jobs.plan import make_plan, training_segment
+from jobs.retention import InitialKL, load_second_task
 from jobs.run_folder import RunFolder
 from jobs.signals import Signals
 from jobs.watch import RunWatch
@@ -44,7 +45,7 @@ from reports.provenance import scrub_text
 from reports.report import final_table, write_report
 from reports.trackers import check_trackers
 from reports.tracking import Tracker
-from rollouts.verify import make_accuracy
+from rollouts.verify import embedded_sampler, make_accuracy
 from trainers.basic import BasicTrainer
 from trainers.corrections import check_correction
 
@@ -80,6 +81,7 @@ class Job:
         ):  # a round may end with a batch of one prompt: then there is no mismatched row, and z0 is 0
             self.trainer_class.check(config, self.plan.train)
             check_correction(config, self.plan.train)
+        self.second_task = load_second_task(config, self.renderer)
         self.report = DataReport.of(
             self.plan.loaded, self.plan.evaluation, self.plan.examples, self.plan.cuts
         )
@@ -119,8 +121,7 @@ class Job:
             "torch": torch.__version__,
             **({} if (at := config.model.logit_temperature) == 1 else {"logit_temperature": str(at)}),
         }
-        accuracy = make_accuracy(config, policy, self.renderer, self.plan.evaluation.groups, world)
-        evaluator = Evaluator(trainer, self.plan.held_out, accuracy, export_dtype(config.model))
+        evaluator = self.make_evaluator(trainer, policy)
         evaluator.prepare(parts)
         if config.data.logprob_range is not None:
             self.choose_groups(trainer, parts, folder)
@@ -145,6 +146,21 @@ class Job:
         if trainer.progress.step == 0 or (self.online is None and trainer.progress.step != self.plan.steps):
             raise StoppedError(f"{trainer.progress.step} of {self.plan.steps} planned steps were done")
         return self.finish(run, folder, policy)
+
+    def make_evaluator(self, trainer: BasicTrainer, policy: Policy) -> Evaluator:
+        config, held_out = self.config, self.plan.evaluation.groups
+        accuracy = make_accuracy(config, policy, self.renderer, held_out, self.world)
+        retained = initial_kl = None
+        if self.second_task is not None:
+            task, groups = self.second_task
+            retained = make_accuracy(config, policy, self.renderer, groups, self.world, task)
+        if config.retention.kl and held_out and config.model.head != "reward":
+            sampler = embedded_sampler(config, policy, self.renderer, self.world)
+            room = config.model.max_length - config.model.max_prompt_length
+            initial_kl = InitialKL(trainer, sampler, held_out, self.renderer, room)
+        return Evaluator(
+            trainer, self.plan.held_out, accuracy, export_dtype(config.model), retained, initial_kl
+        )
 
     def make_diagnostics(self, trainer: BasicTrainer) -> Diagnostics | None:
         """What follows the trainer beside its metrics, if asked for and there is a reference to compare

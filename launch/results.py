@@ -34,6 +34,9 @@ SHOWN = (
     "eval_reward_margin",
     "eval_reward_accuracy",
     "eval_drift",
+    "eval_kl_initial",
+    "eval_retained_sampled",
+    "eval_retained_greedy",
 )
 
 

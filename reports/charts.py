@@ -88,6 +88,21 @@ PANELS = (
         share=True,
     ),
     Panel(
+        "Kept of the initial weights: second task",
+        "share of held-out prompts",
+        (
+            Curve("eval_retained_sampled", "sampled", BLUE, True),
+            Curve("eval_retained_greedy", "greedy", ORANGE, True),
+        ),
+        share=True,
+    ),
+    Panel(
+        "KL from the initial weights, on their answers",
+        "nats per token",
+        (Curve("eval_kl_initial", "", GREEN, True),),
+        from_zero=True,
+    ),
+    Panel(
         "Reward margin",
         "chosen − rejected, β·nats",
         (

@@ -1,0 +1,29 @@
+"""The settings of what an evaluation measures of the initial weights' behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.errors import require
+from config.defaults import yaml_defaults
+
+
+@dataclass
+@yaml_defaults("config.yaml:retention")
+class RetentionConfig:
+    """config/config.yaml says what each key means."""
+
+    kl: bool
+    data: str | None
+    path: str | None
+    eval_path: str | None
+    verifier: str | None
+
+    def __post_init__(self) -> None:
+        for key in ("path", "eval_path", "verifier"):
+            require(
+                self.data is not None or getattr(self, key) is None,
+                f"retention.{key}",
+                getattr(self, key),
+                "belongs to a second task: name it in retention.data",
+            )

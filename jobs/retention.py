@@ -1,0 +1,123 @@
+"""What the policy keeps of the initial weights: its KL divergence from them on their own answers, and its
+accuracy on a second task.
+
+KL(pi_0 || pi_theta) on the task's prompts goes with what is forgotten elsewhere (Shenfeld et al. 2025, RL's
+Razor, arXiv 2509.04259). Its samples come from pi_0, so they are drawn once and serve every evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.errors import require
+from common.imports import import_function
+from config.schema import Config
+from config.schema_data import DataConfig
+from data.batches import cut, microbatch
+from data.chat import Renderer
+from data.second_task import second_task
+from data.types import Example, Group, Microbatch, Sequence
+from data.views import prompts_of
+from jobs.initial_scores import initial_scores
+from models.distributed import sum_over_ranks
+from models.reference import Reference, score
+from rollouts.answers import Answers
+from rollouts.rounds import usable_prompts
+from rollouts.samplers import Sampler, SamplingSettings
+from trainers.basic import BasicTrainer
+
+PROMPTS, TOKENS = 64, 256
+"""Held-out prompts that the initial weights answer, and tokens of an answer that are looked at, at most."""
+
+
+def load_second_task(config: Config, renderer: Renderer) -> tuple[DataConfig, list[Group]] | None:
+    """The settings of the second task and its held-out groups whose prompts can be rendered; None where no
+    task is named. Raises ConfigError and DataError (``data.second_task``)."""
+    if config.retention.data is None:
+        return None
+    task, groups = second_task(config.retention)
+    import_function("retention.verifier", task.verifier or "")
+    usable, reasons = usable_prompts(prompts_of(groups), renderer)
+    known = {prompt.id for prompt in usable}
+    require(
+        usable != [],
+        "retention.data",
+        task.name,
+        f"has no prompt that can be rendered: {', '.join(reasons)}",
+    )
+    return task, [group for group in groups if group.prompt.id in known]
+
+
+class InitialKL:
+    """KL(pi_0 || pi_theta), nats a token, over answers that the initial weights gave to held-out prompts: the
+    mean over their tokens of the k3 estimator, r - 1 - log r with r = pi_theta / pi_0.
+
+    Every rank calls it; the result is the same on every rank.
+    """
+
+    def __init__(
+        self, trainer: BasicTrainer, sampler: Sampler, groups: list[Group], renderer: Renderer, tokens: int
+    ) -> None:
+        """``groups``: held-out ones, whose first prompts by id are answered; ``tokens``: what the model has
+        room for."""
+        config = trainer.config
+        prompts = sorted(prompts_of(groups), key=lambda prompt: prompt.id)
+        self.trainer, self.renderer = trainer, renderer
+        self.prompts, _ = usable_prompts(prompts[:PROMPTS][: config.n_eval_prompts], renderer)
+        settings = SamplingSettings(config.model.logit_temperature, 1.0, min(TOKENS, tokens))
+        self.answers = Answers(sampler, self.prompts, 1, settings, trainer.world)
+        self.rows: list[Sequence] = []
+        self.initial: dict[str, Tensor] = {}
+
+    def prepare(self, parts: dict[str, str]) -> None:
+        """Draw the answers and score them under the policy as it is now, or take from the cache what an
+        earlier run of the same weights left."""
+        trainer = self.trainer
+        self.answers.use_cache(Path(trainer.config.cache_dir), parts)
+        drawn = self.answers.everywhere(initial=True)
+        self.rows = [
+            Sequence(self.renderer.prompt_ids(prompt), np.array(sample.token_ids, np.int32))
+            for prompt in self.prompts
+            for sample in drawn[prompt.id]
+            if sample.token_ids
+        ]
+        self.rows.sort(key=lambda row: (-len(row), row.key))
+        reference = Reference(by_row=True)
+        batch = [[Example(row.key, (row,)) for row in self.rows]]
+        scores = initial_scores(trainer, batch, self.size, reference, parts, "score initial answers", True)
+        self.initial = {row.key: scores[reference.key(0, row)] for row in self.rows}
+
+    @property
+    def size(self) -> int:
+        """Rows that a rank scores at once."""
+        return max(1, self.trainer.config.model.eval_batch_size // self.trainer.world.size)
+
+    @torch.no_grad()
+    def __call__(self) -> float | None:
+        """None where nothing was answered."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.trainer.world.device)
+        for micro in self._microbatches():
+            for row, values in zip(
+                micro.sequences.rows, score(self.trainer.policy, micro.sequences), strict=True
+            ):
+                n = len(row.completion_ids)
+                if n:
+                    log_ratio = values[:n].double().cpu() - self.initial[row.key].double()
+                    k3 = (torch.expm1(log_ratio) - log_ratio).sum()
+                    total += torch.tensor([float(k3), n], dtype=torch.float64).to(total.device)
+        kl, tokens = sum_over_ranks(total).tolist()
+        return kl / tokens if tokens else None
+
+    def _microbatches(self) -> Iterator[Microbatch]:
+        """This rank's rows, cut as ``initial_scores`` cuts them: where nothing has moved, nothing differs."""
+        world, packing = self.trainer.world, self.trainer.packing
+        stride = self.size * world.size
+        for first in range(0, len(self.rows), stride):
+            part = [Example(row.key, (row,)) for row in self.rows[first : first + stride]]
+            for mine in cut(part, world.rank, world.size, self.size, 1, packing):
+                yield microbatch(mine, world.device, packing)
