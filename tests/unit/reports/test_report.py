@@ -25,6 +25,9 @@ BEFORE = {
     "eval_accuracy_greedy": 0.5,
     "eval_reward_margin": -0.0,
     "eval_reward_accuracy": 0.5,
+    "eval_kl_initial": 0.0,
+    "eval_retained_sampled": 0.9,
+    "eval_retained_greedy": 0.95,
 }
 AFTER = {
     "eval_accuracy_sampled": 0.625,
@@ -64,6 +67,12 @@ TRAINING = (
     "drift",
     "clipped_low",
     "clipped_high",
+    "behavior_kl",
+    "engine_gap",
+    "effective_sample_size",
+    "correction_weight",
+    "correction_masked",
+    "staleness",
     "tokens_per_second",
     "seconds",
 )
