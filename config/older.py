@@ -29,7 +29,9 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
     if "sync_freq" in tree:
         tree.setdefault("sync_kl", 0.01)
     if "loss" in tree:
-        tree.setdefault("correction", dict(section("correction/none.yaml")))
+        given = tree.get("correction")
+        none = dict(section("correction/none.yaml"))
+        tree["correction"] = {"reads_collision": False} | given if isinstance(given, dict) else none
     if isinstance(reward := tree.get("reward"), dict) and "_target_" not in reward:
         given = {key: value for key, value in reward.items() if value is not None}
         kind = next((key for key in given if key not in ("name", "max_missing")), None)

@@ -17,6 +17,7 @@ class CorrectionConfig:
     _target_: str | None
     weighs: str
     reads_behavior: bool
+    reads_collision: bool
     low: float
     high: float
     delta: float

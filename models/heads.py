@@ -28,11 +28,13 @@ class ValuePolicy(Policy):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def forward(self, sequences: Sequences, entropy: bool = False, values: bool = False) -> Tensor:
+    def forward(
+        self, sequences: Sequences, entropy: bool = False, collision: bool = False, values: bool = False
+    ) -> Tensor:
         """[R, T] as a Policy's; with ``values`` [2, R, T]: beside them the values of the states before each
         completion token."""
         if not values:
-            return super().forward(sequences, entropy)
+            return super().forward(sequences, entropy, collision)
         before = self.hidden(sequences).index_select(0, sequences.predict)
         head = self.value_head
         value = before.detach().float() @ head.weight[0].float() + head.bias.float()
@@ -47,7 +49,7 @@ class RewardModel(Policy):
     log-probabilities.
     """
 
-    def forward(self, sequences: Sequences, entropy: bool = False) -> Tensor:
+    def forward(self, sequences: Sequences, entropy: bool = False, collision: bool = False) -> Tensor:
         """[R, T] float32: the row's reward at its last completion token, 0 elsewhere, so that a row's sum is
         its reward."""
         width = sequences.input_ids.shape[1]

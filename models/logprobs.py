@@ -108,6 +108,34 @@ def chunked_entropies(
     return total.log() - weighted / total
 
 
+@torch.no_grad()
+def chunked_collisions(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    budget: int | None = None,
+) -> Tensor:
+    """[M] float32: log sum_v p_v^2 of p = softmax(logits), the log of the chance that two draws agree, nats,
+    without gradient. Arguments as ``chunked_logprobs`` has them."""
+    budget = budget or BUDGET.get(hidden.device.type, BUDGET["cpu"])
+    form = Logits(scale, softcap, temperature)
+    exact = torch.promote_types(hidden.dtype, torch.float32)
+    highest = torch.full((len(hidden),), torch.finfo(exact).min, device=hidden.device, dtype=exact)
+    total, squares = torch.zeros_like(highest), torch.zeros_like(highest)
+    for part in _slices(weight, max(budget // max(len(hidden), 1), 64)):
+        logits = form.of(_product(hidden, weight[part], None if bias is None else bias[part]))
+        before, highest = highest, torch.maximum(highest, logits.amax(dim=1))
+        shrink = (before - highest).exp()
+        shares = logits.sub_(highest[:, None]).exp_()
+        total = total * shrink + shares.sum(dim=1)
+        squares = squares * shrink.square() + shares.square_().sum(dim=1)
+    return squares.log() - 2 * total.log()
+
+
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -26,7 +26,7 @@ from transformers import (
 from common.errors import ConfigError, require
 from data.types import Sequences
 from models.attention import PACKED, packable, row_limits
-from models.logprobs import chunked_entropies, chunked_logprobs
+from models.logprobs import chunked_collisions, chunked_entropies, chunked_logprobs
 
 
 class Policy(nn.Module):
@@ -56,15 +56,20 @@ class Policy(nn.Module):
         reference."""
         return super().train(False)
 
-    def forward(self, sequences: Sequences, entropy: bool = False) -> Tensor:
+    def forward(self, sequences: Sequences, entropy: bool = False, collision: bool = False) -> Tensor:
         """[R, T] float32: log p(token | what is before it) at completion cells, nats, p = softmax(logits /
         ``temperature``); 0 where the mask is False. With ``entropy`` that of the distribution which each
-        token is drawn from instead, nats, without gradient.
+        token is drawn from instead, nats, without gradient. With ``collision`` [2, R, T]: beside the
+        log-probabilities log sum p^2 of those distributions, nats, without gradient.
 
         Without a completion token (rows that fill a batch up) it is zeros that still hang on every trained
         weight, so that a sharded backward runs on every rank.
         """
         before = self.hidden(sequences).index_select(0, sequences.predict)
+        if collision:
+            head = output_head(self.model)
+            found = chunked_collisions(before, head.weight, head.bias, **self.form)
+            return torch.stack([self.logprobs(sequences, before), on_grid(sequences, found)])
         return self.entropies(sequences, before) if entropy else self.logprobs(sequences, before)
 
     def hidden(self, sequences: Sequences) -> Tensor:

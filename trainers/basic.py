@@ -123,6 +123,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
         self.reference = Reference(by_row=config.reference_batch_size is not None)
         self.correction = Correction.from_config(config)
         self.scorer = self.scorer_with(self.reference, Humanline.from_config(config))
+        self.scorer.reads_collision = config.correction.reads_collision
         self.initial_logprobs: Mapping[str, float] = {}
         """Row key -> log-probability of its completion under the initial weights, nats (for ``drift``); rows
         may be missing."""

@@ -10,13 +10,14 @@ which humanline does not clip:
 | ``masked`` | rho_t where low <= rho_t <= high, else 0 | IcePop (Ling team 2025, arXiv 2510.18855) |
 | ``sequence_masked`` | rho_t in sequences whose geometric mean of rho lies in [low, high], else 0 | as IcePop, a sequence at a time |
 | ``negative_masked`` | 0 in sequences with A < 0 and mean_t(log mu - log pi_theta) > delta, else 1 | DeepSeek-V3.2 (2025, arXiv 2512.02556) |
-| ``weighted_pairs`` | exp(mean_t log pi_theta) of an example's completions, multiplied: one w an example | WPO (Zhou et al. 2024, arXiv 2406.11827) |
+| ``weighted_pairs`` | exp(mean_t [log pi_theta - log sum_v pi_theta(v)^2]) of an example's completions, multiplied, at most 1: one w an example | WPO (Zhou et al. 2024, arXiv 2406.11827, equation 2, with its sampled alignment) |
 
 A token whose mu is not known has rho = 1; means are over the tokens whose mu is known. What the loss is divided
 by stays what it is without a correction. A KL penalty is no part of a token's term: its weight is 1.
 
-WPO also divides by the probability that the policy gives its own samples, a sum over the vocabulary; that
-factor is left out.
+``weighted_pairs`` divides each token's probability by the mean probability of the tokens that the policy itself
+would draw there, sum_v pi_theta(v)^2: a completion of its own weighs about 1 however sure it is. The bound of 1
+is that of the authors' code.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -105,8 +106,9 @@ def negative_masked(
 def weighted_pairs(
     settings: CorrectionConfig, scores: TokenScores, behavior: Behavior, advantages: Tensor
 ) -> Tensor:
-    means = token_mean(scores.policy.detach(), scores.mask)
-    return means.view(-1, len(advantages)).sum(dim=0).exp()
+    assert scores.collision is not None, "its yaml says reads_collision"
+    means = token_mean(scores.policy.detach() - scores.collision, scores.mask)
+    return means.view(-1, len(advantages)).sum(dim=0).exp().clamp(max=1)
 
 
 @dataclass(frozen=True)

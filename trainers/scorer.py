@@ -3,6 +3,8 @@ pass is made of."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -23,15 +25,22 @@ class TokenScorer:
         self.policy = policy
         self.reference = reference
         self.humanline = humanline
+        self.reads_collision = False
+        """Whether scores have their ``collision``: one more product with the head."""
 
     def score(self, step: int, sequences: Sequences) -> TokenScores:
         """The scores of R rows at optimizer step ``step``, with the policy's gradient.
 
         Raises KeyError for a row that the reference was not asked to keep for this step.
         """
-        policy = self.policy(sequences)
+        collision = None
+        if self.reads_collision:
+            policy, collision = self.policy(sequences, collision=True)
+        else:
+            policy = self.policy(sequences)
         reference = self.reference_logprobs(step, sequences, policy)
-        return self.humanline.scores(policy, reference, sequences.mask, rejection_key(step, sequences))
+        scores = self.humanline.scores(policy, reference, sequences.mask, rejection_key(step, sequences))
+        return scores if collision is None else replace(scores, collision=collision.detach())
 
     @torch.no_grad()
     def score_without_gradient(self, step: int, sequences: Sequences) -> TokenScores:

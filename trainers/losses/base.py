@@ -37,6 +37,8 @@ class TokenScores:
     weights: Tensor | None = None
     """[R, T] what a token's term of the loss is multiplied by (``trainers.corrections``), without gradient;
     None: 1"""
+    collision: Tensor | None = None
+    """[R, T] log sum_v p_v^2 of what each token is drawn from, nats, without gradient; None: not asked for"""
 
     @property
     def valid(self) -> Tensor:

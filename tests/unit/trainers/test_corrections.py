@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,8 @@ from data.examples import with_behavior
 from data.formats import RowError
 from data.groups import from_dict, to_dict
 from data.types import Completion, Sequence
-from tests.tiny import make_config
+from tests.engine import engine_config, make_segment, run
+from tests.tiny import make_config, tiny_policy
 from trainers.corrections import Behavior, Correction, with_sample_size
 from trainers.losses.base import LossResult, TokenScores
 from trainers.losses.grpo import grpo
@@ -123,14 +125,49 @@ def test_a_weight_multiplies_the_policy_term_and_not_the_penalty(words):
 
 
 def test_pairs_weigh_what_the_policy_thinks_of_them():
-    """One weight a pair: exp of the two mean token log-probabilities, multiplied, without gradient."""
+    """One weight a pair: of both completions the mean of log p - log sum p^2, exp of their sum, at most 1,
+    without gradient."""
     scores, micro, rows = case(1)
     micro.labels, micro.examples = torch.zeros(2, dtype=torch.float64), (0, 0)
+    rng = np.random.default_rng(9)
+    sure = [rng.normal(mean, 0.3, n) for mean, n in zip((-0.3, -2.5, -0.3, 0.0), LENGTHS, strict=True)]
+    grid = [[*v, *[NAN] * (max(LENGTHS) - len(v))] for v in sure]
+    scores = replace(scores, collision=torch.tensor(grid, dtype=torch.float64))
     losses = torch.tensor([0.4, 0.9], dtype=torch.float64, requires_grad=True)
     result = correction("weighted_pairs").examples(LossResult(losses.sum(), {}, losses), scores, micro)
-    means = [float(np.mean(v)) if len(v) else 0.0 for v in rows[0]]
-    wanted = [math.exp(means[0] + means[2]), math.exp(means[1] + means[3])]
+    means = [float(np.mean(v - s)) if len(v) else 0.0 for v, s in zip(rows[0], sure, strict=True)]
+    wanted = [min(1.0, math.exp(means[0] + means[2])), min(1.0, math.exp(means[1] + means[3]))]
+    assert min(wanted) < 1 == max(wanted)
     assert torch.autograd.grad(result.total, losses)[0].tolist() == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_what_a_step_trains_is_the_weighted_loss_whatever_its_cut(tmp_path, loss, packing):
+    """The first step's loss is ln 2 times the mean weight, and the weights are those of whole softmaxes in
+    float64."""
+    found = []
+    for cut in (1, 4):
+        words = (f"model.packing={packing}", f"model.gradient_accumulation_steps={cut}")
+        config = engine_config(tmp_path, loss, "correction=weighted_pairs", "model.batch_size=8", *words)
+        segment = make_segment(config, pairs=16)
+        found.append(run(config, segment)[1])
+    model = tiny_policy().model.double()
+    weights = []
+    for example in segment.batch(0):
+        exponent = 0.0
+        for row in example.rows:
+            ids = torch.tensor([*row.prompt_ids.tolist(), *row.completion_ids.tolist()])
+            p = model(ids[None]).logits[0, len(row.prompt_ids) - 1 : -1].softmax(-1)
+            chosen = p.gather(1, torch.tensor(row.completion_ids).long()[:, None])[:, 0]
+            exponent += (chosen.log() - p.square().sum(-1).log()).mean().item()
+        weights.append(min(1.0, math.exp(exponent)))
+    if loss == "dpo":
+        assert found[0][0]["loss"] == pytest.approx(math.log(2) * float(np.mean(weights)), rel=1e-4)
+    assert found[0][0]["correction_weight"] == pytest.approx(float(np.mean(weights)), rel=1e-4)
+    for one, other in zip(*found, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
 
 
 def test_without_a_correction_nothing_is_touched():
