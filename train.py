@@ -14,7 +14,7 @@ import hydra
 from omegaconf import DictConfig
 
 from common.output import forgive_output
-from config.cli import cli, guarded, say_what_is_idle, settings
+from config.cli import cli, guarded, idle, say_what_is_idle, settings
 from config.schema import Config
 from jobs.signals import Signals
 
@@ -47,7 +47,7 @@ def main(cfg: DictConfig) -> None:
 
     def work() -> None:
         config, name = settings(cfg)
-        say_what_is_idle(config)
+        say_what_is_idle(idle(config))
         train(config, name)
 
     guarded(work)

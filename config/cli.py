@@ -12,7 +12,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_type_hints
@@ -32,8 +32,6 @@ from config.schema import Config
 
 REFUSED, STOPPED = 2, 1
 CONFIG = Path(__file__).parent
-WITHOUT_RANGE = ("reinforce", "sapo", "dppo", "m2po")
-"""Shapes of the policy-gradient family that clip no ratio to a range."""
 
 
 def settings(cfg: DictConfig) -> tuple[Config, str]:
@@ -42,17 +40,25 @@ def settings(cfg: DictConfig) -> tuple[Config, str]:
     return config, run_name(config, list(HydraConfig.get().overrides.task))
 
 
-def say_what_is_idle(config: Config) -> None:
-    """Print, once whatever the number of ranks, what ``idle`` finds."""
-    if os.environ.get("RANK", "0") == "0":
-        for notice in idle(config):
-            print(notice, file=sys.stderr, flush=True)
+def say_what_is_idle(inert: Mapping[str, Sequence[str]]) -> None:
+    """Print, once whatever the number of ranks, what the command line sets although nothing will read it with
+    the other settings as they are: said, not refused, so that a sweep may cross such settings.
+
+    ``inert``: a setting -> the keys that nothing reads because of it.
+    """
+    if os.environ.get("RANK", "0") != "0" or not HydraConfig.initialized():
+        return
+    given = [override.lstrip("+~").partition("=")[0] for override in HydraConfig.get().overrides.task]
+    for because, keys in inert.items():
+        for key in given:
+            if any(key == name or key.startswith(f"{name}.") for name in keys):
+                print(f"note: {key} has no effect with {because}", file=sys.stderr, flush=True)
 
 
-def idle(config: Config) -> list[str]:
-    """What the command line sets although nothing will read it with the other settings as they are: said, not
-    refused, so that a sweep may cross such settings."""
-    inert = {
+def idle(config: Config) -> dict[str, list[str]]:
+    """What nothing will read, as far as the settings themselves say it; a trainer knows more of its loss
+    (``BasicTrainer.unread``)."""
+    return {
         "humanline=false": []
         if config.humanline
         else ["log_epsilon_P", "log_epsilon_R", "humanline_mode", "humanline_sampling"],
@@ -61,21 +67,11 @@ def idle(config: Config) -> list[str]:
         "online=false": [] if config.online else ["rounds", "sampler", "reward"],
         "online=true (rounds.contexts says how long)": ["n_epochs", "n_examples"] if config.online else [],
         "model.use_peft=false": [] if config.model.use_peft else ["model.peft"],
-        f"loss.shape={config.loss.get('shape')}": ["loss.epsilon"]
-        if config.loss.get("shape") in WITHOUT_RANGE
-        else [],
         "correction=none": ["correction.low", "correction.high", "correction.delta", "correction.mismatch"]
         if config.correction._target_ is None
         else [],
         "scheduler=constant": ["min_lr_ratio"] if config.scheduler == "constant" else [],
     }
-    given = [override.lstrip("+~").partition("=")[0] for override in HydraConfig.get().overrides.task]
-    return [
-        f"note: {key} has no effect with {because}"
-        for because, keys in inert.items()
-        for key in given
-        if any(key == name or key.startswith(f"{name}.") for name in keys)
-    ]
 
 
 def guarded(work: Callable[[], object]) -> None:

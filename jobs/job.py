@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.errors import StoppedError
 from common.files import write_whole
+from config.cli import say_what_is_idle
 from config.schema import Config
 from data.chat import make_renderer
 from data.quality import DataReport
@@ -62,6 +63,7 @@ class Job:
         check_trackers(config.trackers)
         check_ranks(config, world.size)
         self.loss, self.trainer_class = make_loss(config), trainer_class(config)
+        say_what_is_idle(self.trainer_class.unread(config))
         found = check_model(config.model)
         if (notice := routing_notice(config.model, found)) is not None:
             self.say(notice)

@@ -165,6 +165,11 @@ class BasicTrainer(ABC, Generic[Prepared]):
         """Raise ConfigError for a setting of this trainer that cannot be honoured."""
 
     @classmethod
+    def unread(cls, config: Config) -> dict[str, list[str]]:
+        """A setting of the loss -> the keys that nothing reads because of it, whatever their values."""
+        return {}
+
+    @classmethod
     def check(cls, config: Config, segment: Segment) -> None:
         """Raise ConfigError if the loss cannot be trained on this plan."""
 

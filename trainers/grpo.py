@@ -43,6 +43,13 @@ class GRPOTrainer(BasicTrainer[Tensor | None]):
         """``advantage=batch``: the advantages normalised over the batch, before it is cut."""
         return normalised(batch) if self.config.loss.get("advantage") == "batch" else batch
 
+    @classmethod
+    def unread(cls, config: Config) -> dict[str, list[str]]:
+        """``epsilon`` of a shape that clips no ratio to a range."""
+        shape = config.loss.get("shape")
+        ranged = shape is None or "epsilon" in shapes.reads(shape)
+        return {} if ranged else {f"loss.shape={shape}": ["loss.epsilon"]}
+
     @torch.no_grad()
     def prepare(self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer) -> list[Tensor | None]:
         """[R, T] bool for a shape that masks by the global batch (M2PO): the tokens that the second moment of

@@ -150,6 +150,6 @@ def test_settings_that_nothing_will_read_are_said():
     assert [note.split()[1] for note in notes] == [
         "sync_freq",
         "sampler.temperature",
-        "loss.epsilon",
         "correction.low",
+        "loss.epsilon",
     ]

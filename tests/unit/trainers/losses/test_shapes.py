@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config.cli import WITHOUT_RANGE
+from tests.tiny import make_config
 from tests.unit.trainers.losses.family import PLAIN, RANGE, Batch, random_batch
+from trainers.grpo import GRPOTrainer
 from trainers.losses.grpo import grpo
 from trainers.losses.shapes import READS, SHAPES, beyond_moment, moment_limit, second_moments
 
@@ -129,8 +130,11 @@ def test_what_a_shape_refuses(numbers, said):
         of(numbers)
 
 
-def test_the_shapes_that_have_no_range_are_known_to_the_command_line():
-    assert {shape for shape, read in READS.items() if "epsilon" not in read} == set(WITHOUT_RANGE)
+def test_a_range_that_a_shape_does_not_have_is_unread():
+    for shape, read in READS.items():
+        found = GRPOTrainer.unread(make_config("loss=grpo", f"loss.shape={shape}"))
+        assert found == ({} if "epsilon" in read else {f"loss.shape={shape}": ["loss.epsilon"]})
+    assert GRPOTrainer.unread(make_config("loss=grpo")) == {}
 
 
 squares = st.lists(st.sampled_from([0.0, 0.01, 0.04, 0.25, 1.0, 2.25, 9.0, math.inf]), max_size=12)
