@@ -42,7 +42,7 @@ class RoundWatch(Protocol):
     """Who follows the rounds of a run, beside its steps."""
 
     def before_round(self) -> None:
-        """Save: what is sampled next comes from this checkpoint."""
+        """May save: what is sampled next comes from the weights as they are."""
 
     def round_started(self, facts: Facts, metrics: Facts, table: list[list[Any]]) -> None:
         """A round is trained on from here on. ``facts`` (``round``) belong to each of its steps, ``metrics``

@@ -247,8 +247,12 @@ class RunWatch:
     # -- rounds of online training (jobs.online_source.RoundWatch) ---------------------------------
 
     def before_round(self) -> None:
+        """Save, unless ``save_every`` says that it is not time yet: then a run that is killed goes on from an
+        earlier round, trains again what it had trained, and finds the rounds' files as it makes them."""
         self._stop_if_asked()
-        self._save_or_warn(first=self.trainer.progress.step == 0)
+        first, every = self.trainer.progress.step == 0, self.config.save_every
+        if first or every is None or self._due("save", every):
+            self._save_or_warn(first)
 
     def between_stages(self) -> None:
         """Between the stages of a round, on rank 0: leave if asked to. The round started with a checkpoint;

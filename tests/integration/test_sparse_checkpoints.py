@@ -1,0 +1,84 @@
+"""save_every is obeyed online: a killed run goes on from an earlier round, and samples nothing again that is
+there."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.integration.online import lines, rounds, run_online
+from trainers.basic import BasicTrainer
+
+RUN = (
+    "online=true",
+    "loss=dpo",
+    "humanline=true",
+    "rounds.contexts=60",
+    "rounds.contexts_per_round=12",
+    "model.batch_size=4",
+)
+
+
+class CutOffError(Exception):
+    """Where a run is cut off."""
+
+
+def cut_off(monkeypatch, folder, at: int, *settings: str) -> None:
+    step = BasicTrainer.step
+
+    def until(self, segment, observe=None):
+        if self.progress.step == at:
+            raise CutOffError
+        return step(self, segment, observe)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BasicTrainer, "step", until)
+        with pytest.raises(CutOffError):
+            run_online(folder, "cut", *RUN, *settings)
+
+
+def saved(run) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.parametrize("lag", ["0", "2"])
+def test_rounds_between_two_checkpoints_are_trained_again_from_their_files(tmp_path, monkeypatch, lag):
+    settings = ("save_every=1000", "keep_checkpoints=9", f"rounds.lag={lag}")
+    whole = run_online(tmp_path, "whole", *RUN, *settings)
+    begins = [min(line["step"] for line in lines(whole) if line["round"] == i) for i in range(5)]
+    assert saved(whole) == ["step_00000000", f"step_{lines(whole)[-1]['step'] + 1:08d}"]
+    cut_off(monkeypatch, tmp_path, begins[3] + 1, *settings)
+    run = tmp_path / "cut"
+    assert saved(run) == ["step_00000000"]
+    made = {path: path.stat().st_mtime_ns for path in run.glob("rounds/*/samples.jsonl")}
+    assert len(made) >= 4
+    run_online(tmp_path, "cut", *RUN, *settings, "resume=true")
+    assert {path: path.stat().st_mtime_ns for path in made} == made, "sampled again"
+    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (run, whole))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+    assert [line["loss"] for line in lines(run)] == [line["loss"] for line in lines(whole)]
+    assert [line["step"] for line in lines(run)] == list(range(len(lines(whole))))
+
+
+def test_files_that_are_gone_are_made_again(tmp_path, monkeypatch):
+    settings = ("save_every=1000",)
+    whole = run_online(tmp_path, "whole", *RUN, *settings)
+    begins = [min(line["step"] for line in lines(whole) if line["round"] == i) for i in range(5)]
+    cut_off(monkeypatch, tmp_path, begins[2] + 1, *settings)
+    for stage in ("samples", "groups"):
+        rounds(tmp_path / "cut")[1].file(stage).unlink()
+    run = run_online(tmp_path, "cut", *RUN, *settings, "resume=true")
+    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (run, whole))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_a_checkpoint_is_made_where_it_is_due(tmp_path):
+    run = run_online(tmp_path, "r", *RUN, "save_every=8", "keep_checkpoints=99")
+    examples = {line["step"]: line["examples"] for line in lines(run)}
+    steps = [int(name.removeprefix("step_")) for name in saved(run)]
+    assert steps[0] == 0 and steps[-1] == max(examples) + 1
+    gaps = [examples[b - 1] - (examples[a - 1] if a else 0) for a, b in itertools.pairwise(steps)]
+    assert all(gap >= 4 for gap in gaps[:-1]) and len(steps) > 3
