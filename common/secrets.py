@@ -47,10 +47,16 @@ def _is_variable_name(text: str) -> bool:
     return bool(_VARIABLE.fullmatch(text)) and len(text) <= _LONGEST_NAME and not _SECRET_VALUE.search(text)
 
 
-def scrub_text(text: str) -> str:
-    """``text`` without anything shaped like a token or assigned to the name of a secret, and without the
-    value of any environment variable named like one."""
+def named_secrets() -> list[str]:
+    """The values of the environment variables that are named like secrets, the longest first: one may hold
+    another."""
     named = (v for k, v in os.environ.items() if _SECRET_NAME.search(k) and len(v) >= _SHORTEST_SECRET)
-    for value in sorted(named, key=len, reverse=True):  # longest first: one may hold another
+    return sorted(named, key=len, reverse=True)
+
+
+def scrub_text(text: str, named: list[str] | None = None) -> str:
+    """``text`` without anything shaped like a token or assigned to the name of a secret, and without
+    ``named``, by default ``named_secrets()``."""
+    for value in named_secrets() if named is None else named:
         text = text.replace(value, REMOVED)
     return _ASSIGNED.sub(rf"\1{REMOVED}", _SECRET_VALUE.sub(REMOVED, text))

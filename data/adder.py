@@ -45,10 +45,12 @@ def addition(a: int, b: int) -> Prompt:
 def prompts(split: str) -> tuple[Prompt, ...]:
     """The prompts of one split, ``train`` or ``eval``, in a fixed order that is not that of the numbers:
     10,000 in all, split by prompt id, so that no prompt is in both."""
-    every = (addition(a, b) for a in range(100) for b in range(100))
-    return tuple(
-        sorted((p for p in every if (int(p.id, 16) % HELD_OUT == 0) == (split == "eval")), key=lambda p: p.id)
-    )
+    return tuple(p for p in _every() if (int(p.id, 16) % HELD_OUT == 0) == (split == "eval"))
+
+
+@cache
+def _every() -> tuple[Prompt, ...]:
+    return tuple(sorted((addition(a, b) for a in range(100) for b in range(100)), key=lambda p: p.id))
 
 
 def half(prompt: Prompt) -> str:

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from common.secrets import REMOVED, is_secret, scrub_text
+from common.secrets import REMOVED, is_secret, named_secrets, scrub_text
 from config import variant as variants
 
 __all__ = ["REMOVED", "git_commit", "scrub", "scrub_text", "variant", "versions"]
@@ -16,22 +16,23 @@ __all__ = ["REMOVED", "git_commit", "scrub", "scrub_text", "variant", "versions"
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "vllm")
 
 
-def scrub(config: Any) -> Any:
+def scrub(config: Any, named: list[str] | None = None) -> Any:
     """A copy of nested plain data with secrets replaced: known by the name of their key (``*_key``, ``token``
-    …) or by their look.
+    …) or by their look. ``named`` as in ``scrub_text``.
 
     ``tokenizer_name_or_path``, ``max_tokens`` and revisions (40 hex digits) are no secrets and stay.
     """
+    named = named_secrets() if named is None else named
     if isinstance(config, dict):
         return {
-            scrub_text(key) if isinstance(key, str) else key: REMOVED
+            scrub_text(key, named) if isinstance(key, str) else key: REMOVED
             if isinstance(key, str) and is_secret(key, value)
-            else scrub(value)
+            else scrub(value, named)
             for key, value in config.items()
         }
     if isinstance(config, list | tuple):
-        return [scrub(value) for value in config]
-    return scrub_text(config) if isinstance(config, str) else config
+        return [scrub(value, named) for value in config]
+    return scrub_text(config, named) if isinstance(config, str) else config
 
 
 def variant(config: dict[str, Any]) -> str:

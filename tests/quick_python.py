@@ -1,6 +1,6 @@
 """A Python that has imported everything already, for tests that type commands.
 
-``QuickPython`` starts one process that imports the heavy libraries once, and writes a ``python`` (with
+``QuickPython`` starts one process that imports the heavy libraries once and trains once, and writes a ``python`` (with
 ``torchrun`` and ``accelerate`` beside it) that hands its arguments, environment, working directory and open
 files to that process, which forks and does what Python would have done. Signals and exit codes go through,
 and the end of either is the end of the other, so that launchers, worker processes and killed runs behave as
@@ -28,6 +28,8 @@ import traceback
 import types
 import weakref
 from pathlib import Path
+
+from tests import quick_start
 
 HEAVY = (
     "torch._dynamo",
@@ -142,8 +144,12 @@ files, the connection."""
 def main(address: str, python: str) -> int:
     """Import, then fork for whoever asks, until the owner closes the standard input. Returns in every fork
     too, with its exit code."""
+    gc.disable()
     for name in HEAVY:
         importlib.import_module(name)
+    quick_start.compose_quickly()
+    quick_start.read_once()
+    quick_start.train_once()
     with contextlib.suppress(FileNotFoundError):
         os.unlink(address)
     listener = socket.socket(socket.AF_UNIX)
@@ -155,6 +161,7 @@ def main(address: str, python: str) -> int:
     signal.set_wakeup_fd(wake)
     gc.collect()
     gc.freeze()
+    gc.enable()
     print("ready", flush=True)
     running: dict[int, socket.socket] = {}
     gone: set[int] = set()

@@ -12,6 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from config.load import load
@@ -24,8 +27,8 @@ VOCABULARY = 61
 
 
 def make_config(*overrides: str) -> Config:
-    """What ``python train.py <overrides>`` would be given. To compose takes a while, so it is done once for
-    all that differ in their folders alone."""
+    """What ``python train.py <overrides>`` would be given. To compose takes a while, so the files are read
+    once for all that choose the same, and what differs in its folders alone is checked once."""
     given = dict(o.split("=", 1) for o in overrides if PLACE.fullmatch(o))
     composed = copy.deepcopy(_composed(tuple(o for o in overrides if not PLACE.fullmatch(o))))
     return dataclasses.replace(composed, **given)
@@ -36,8 +39,27 @@ PLACE = re.compile(r"(?:runs_dir|cache_dir)=(?!null$)[\w./-]+")
 
 @functools.cache
 def _composed(overrides: tuple[str, ...]) -> Config:
+    choices = tuple(o for o in overrides if _chooses(o))
+    config = copy.deepcopy(_files(choices))
+    words = [o for o in overrides if o not in choices]
+    given = OverridesParser.create().parse_overrides(words)
+    ConfigLoaderImpl._apply_overrides_to_config(given, config)  # as Hydra does when it has read the files
+    return load(config)
+
+
+def _chooses(override: str) -> bool:
+    """Whether an override is more than the value of a setting that is there."""
+    key = VALUE.match(override)
+    return key is None or (ROOT / "config" / key[1].replace(".", "/")).is_dir()
+
+
+VALUE = re.compile(r"(?!hydra\b)([a-zA-Z_][\w.]*)=")
+
+
+@functools.cache
+def _files(choices: tuple[str, ...]) -> DictConfig:
     with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        return load(compose("config", overrides=list(overrides)))
+        return compose("config", overrides=list(choices))
 
 
 def tiny_llama(seed: int = 0, layers: int = 2, tied: bool = True) -> LlamaForCausalLM:

@@ -29,8 +29,8 @@ NOT_RUN = {
     "hydra-submitit-launcher==1.2.0": "would change the environment of the tests, from the package index",
     "hf auth login": "would ask the hub for a token",
 }
-EVERY = "n_eval_examples=4 n_eval_prompts=2 wandb.enabled=false"
-OFFLINE, ONLINE = f"n_examples=32 {EVERY}", f"rounds.contexts=4 rounds.contexts_per_round=4 {EVERY}"
+EVERY = "n_eval_examples=2 n_eval_prompts=1 wandb.enabled=false"
+OFFLINE, ONLINE = f"n_examples=8 {EVERY}", f"rounds.contexts=2 rounds.contexts_per_round=2 {EVERY}"
 SWEPT = f"{OFFLINE} --only '*-dpo-*-s1'"
 STUDY = "--plan plan.yaml --jobs 1"
 FEW = "limit=4 resamples=100"

@@ -1,0 +1,100 @@
+"""What every program works out again when it starts, worked out once or faster, with the same result."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import yaml
+from hydra._internal.hydra import Hydra
+
+LEFT_THREADS = {"python", "python3", "jemalloc_bg_thd"}
+"""Threads of a process that may be forked: its own, and one of an allocator that looks after itself."""
+SETTINGS = (
+    "loss=dpo humanline=true n_examples=4 model.batch_size=2 n_eval_examples=2 n_eval_prompts=1 "
+    "wandb.enabled=false"
+)
+
+
+def compose_quickly() -> None:
+    """From now on Hydra reads yaml with libyaml, where PyYAML has it, and composes the settings once: it does
+    so once more to find out in which mode, which only its own settings (``hydra.…``) say."""
+    yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # type: ignore[misc]
+    found = Hydra.get_mode
+
+    def mode(self: Hydra, config_name: str | None, overrides: list[str]) -> Any:
+        said = any("hydra" in override for override in overrides)
+        return found(self, config_name, overrides) if said else None
+
+    Hydra.get_mode = mode  # type: ignore[method-assign]
+
+
+def read_once() -> None:
+    """From now on a file of the embedded task's pairs is read once for as long as it stays the same."""
+    from data import adder
+    from data.types import Group
+
+    real = adder.read_groups
+    kept: dict[tuple[Path, int, int], list[Group]] = {}
+
+    def read(path: Path) -> list[Group]:
+        if not path.is_file():
+            return real(path)
+        about = path.stat()
+        key = path.resolve(), about.st_mtime_ns, about.st_size
+        if key not in kept:
+            kept[key] = real(path)
+        return list(kept[key])
+
+    adder.read_groups = read
+
+
+def train_once() -> None:
+    """A run of two steps: what libraries import, compile and remember at the first one is there for those
+    that are forked from this process. No thread is left of it, nor anything else that a run could see."""
+    import torch
+
+    from tests.tiny import make_config
+    from train import train
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    state = torch.get_rng_state()
+    said = io.StringIO()
+    with _without_threads(), tempfile.TemporaryDirectory() as folder:
+        places = f"runs_dir={folder}/runs cache_dir={folder}/cache"
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            train(make_config(*SETTINGS.split(), *places.split()), "first")
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    torch.set_rng_state(state)
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    assert len(threads) <= len(LEFT_THREADS) and set(threads) <= LEFT_THREADS, threads
+
+
+@contextlib.contextmanager
+def _without_threads() -> Iterator[None]:
+    """Processes speak to nobody, tokenizers and progress bars do their work alone, charts are blank."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from tqdm import tqdm
+
+    from tests.blank_charts import blank_charts
+
+    start, group = dist.init_process_group, dist.new_group
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (dist, "init_process_group", lambda *_, **__: start("fake", store=FakeStore(), rank=0, world_size=1)),
+            (dist, "new_group", lambda *_, **__: group(backend="fake")),
+            (tqdm, "monitor_interval", 0),
+        ):
+            stack.enter_context(patch.object(owner, name, value))
+        stack.enter_context(patch.dict(os.environ, TOKENIZERS_PARALLELISM="false"))
+        blank_charts(lambda owner, name, value: stack.enter_context(patch.object(owner, name, value)))
+        yield
