@@ -1,4 +1,4 @@
-"""What all tests share: one thread a process, since there are as many processes as cores (pytest-xdist), and
+"""What all tests share: one thread a process, since there is a process for each core (pytest-xdist), and
 charts that cost nothing."""
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-gc.disable()  # until everything is imported: a quarter of the time that it takes would be spent on looking
 
 from tests import programs
 from tests.blank_charts import blank_charts
 from tests.quick_start import compose_quickly, read_once
 
+gc.disable()  # until everything is imported: a quarter of the time that it takes would be spent on looking
 compose_quickly()
 read_once()
 atexit.register(gc.unfreeze)  # or libraries would complain of what they find at the very end
@@ -44,6 +44,12 @@ def charts_of_whole_runs(request: pytest.FixtureRequest) -> Iterator[None]:
         if UNIT not in request.path.parents:
             blank_charts(patch.setattr)
         yield
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One process more than there are cores (``-n auto``): a test that waits for a program, or for a time to
+    pass, leaves its core to another."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 LONG = (

@@ -1,10 +1,10 @@
 """A Python that has imported everything already, for tests that type commands.
 
-``QuickPython`` starts one process that imports the heavy libraries once and trains once, and writes a ``python`` (with
-``torchrun`` and ``accelerate`` beside it) that hands its arguments, environment, working directory and open
-files to that process, which forks and does what Python would have done. Signals and exit codes go through,
-and the end of either is the end of the other, so that launchers, worker processes and killed runs behave as
-they do with any Python. What ``STAND_INS`` names is run in place of a module.
+``QuickPython`` starts one process that imports the heavy libraries and trains, both once, and writes a
+``python`` (with ``torchrun`` and ``accelerate`` beside it) that hands its arguments, environment, working
+directory and open files to that process, which forks and does what Python would have done. Signals and exit
+codes go through, and the end of either is the end of the other, so that launchers, worker processes and
+killed runs behave as they do with any Python. What ``STAND_INS`` names is run in place of a module.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ files, the connection."""
 def main(address: str, python: str) -> int:
     """Import, then fork for whoever asks, until the owner closes the standard input. Returns in every fork
     too, with its exit code."""
-    gc.disable()
+    gc.disable()  # a quarter of the time that imports take would be spent on looking
     for name in HEAVY:
         importlib.import_module(name)
     quick_start.compose_quickly()

@@ -67,7 +67,7 @@ def train_once() -> None:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     state = torch.get_rng_state()
     said = io.StringIO()
-    with _without_threads(), tempfile.TemporaryDirectory() as folder:
+    with _alone(), tempfile.TemporaryDirectory() as folder:
         places = f"runs_dir={folder}/runs cache_dir={folder}/cache"
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             train(make_config(*SETTINGS.split(), *places.split()), "first")
@@ -79,20 +79,29 @@ def train_once() -> None:
 
 
 @contextlib.contextmanager
-def _without_threads() -> Iterator[None]:
-    """Processes speak to nobody, tokenizers and progress bars do their work alone, charts are blank."""
+def _alone() -> Iterator[None]:
+    """Processes speak to nobody, tokenizers and progress bars do their work alone, charts are blank, and no
+    temporary file gets a random name (all that are forked would go on from the same state of chance)."""
+    import safetensors.numpy
+    import safetensors.torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from tqdm import tqdm
 
     from tests.blank_charts import blank_charts
 
+    def write(tensors: Any, path: str | Path, metadata: Any = None) -> None:
+        Path(path).write_bytes(safetensors.serialize(tensors, metadata))
+
     start, group = dist.init_process_group, dist.new_group
+    alone = {"store": FakeStore(), "rank": 0, "world_size": 1}
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
-            (dist, "init_process_group", lambda *_, **__: start("fake", store=FakeStore(), rank=0, world_size=1)),
+            (dist, "init_process_group", lambda *_, **__: start("fake", **alone)),
             (dist, "new_group", lambda *_, **__: group(backend="fake")),
             (tqdm, "monitor_interval", 0),
+            (safetensors.torch, "serialize_file", write),
+            (safetensors.numpy, "serialize_file", write),
         ):
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(patch.dict(os.environ, TOKENIZERS_PARALLELISM="false"))

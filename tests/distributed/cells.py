@@ -4,6 +4,7 @@ out."""
 from __future__ import annotations
 
 import os
+import pickle
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from config.schema import Config
 from config.schema_model import ModelConfig
 from data.batches import Segment, collate
 from data.types import Example, Sequence
@@ -26,7 +28,9 @@ from tests.programs import HANG
 from tests.tiny import KINDS, VOCABULARY, random_groups, tiny_llama, tiny_policy
 from tests.unit.models.test_families import tiny
 
-STEPS, LR = 8, 0.003
+LR = 0.003
+PAIRS = 23
+"""Six steps of four, the last of three: no four ranks are filled, and three follow a sync of every third."""
 CELLS = [(loss, k) for loss in ("dpo", "kto", "grpo") for k in (None, 1, 3)] + [
     ("dpo of a mixture", 1),
     ("grpo by the batch", 3),
@@ -47,11 +51,10 @@ def policy_of(cell: str) -> Policy:
 
 def uneven_groups(kind: str) -> tuple[tuple[Example, ...], ...]:
     """Pairs whose desirable halves are long and whose undesirable ones are short (so that, dealt by length,
-    some rank has no desirable example), many of one token, one prompt very long; 31 pairs: the last batch
-    fills no four ranks."""
+    some rank has no desirable example), many of one token, one prompt very long."""
     rng = np.random.default_rng(5)
     groups = []
-    for g in range(31):
+    for g in range(PAIRS):
         prompt = rng.integers(3, VOCABULARY, 30 if g == 7 else rng.integers(1, 6)).astype(np.int32)
         long, short = (1, 1) if 8 <= g < 16 else (int(rng.integers(10, 25)), int(rng.integers(1, 4)))
         chosen, rejected = (
@@ -64,10 +67,9 @@ def uneven_groups(kind: str) -> tuple[tuple[Example, ...], ...]:
     return tuple(groups)
 
 
-def run_cells(cache: Path, out: Path, accumulation: int, world: World | None = None) -> None:
-    """Train every cell for 8 steps of 4 pairs (the last of 3); rank 0 writes losses, gradient norms and final
-    weights."""
-    results: dict[str, np.ndarray] = {}
+def configs(cache: Path, accumulation: int) -> list[Config]:
+    """The settings of every cell."""
+    made = []
     for cell, k in CELLS:
         loss = cell.split()[0]
         units = 4 if loss == "dpo" else 8
@@ -90,8 +92,18 @@ def run_cells(cache: Path, out: Path, accumulation: int, world: World | None = N
             ),
             lr=LR,
         )
+        made.append(config)
+    return made
+
+
+def run_cells(settings: list[Config], out: Path, world: World | None = None) -> None:
+    """Train every cell for 6 steps of 4 pairs (the last of 3); rank 0 writes losses, gradient norms and final
+    weights."""
+    results: dict[str, np.ndarray] = {}
+    for (cell, k), config in zip(CELLS, settings, strict=True):
+        loss = cell.split()[0]
         groups = uneven_groups(KINDS[loss])
-        segment = Segment(groups, units, sum(map(len, groups)), seed=0)
+        segment = Segment(groups, config.model.batch_size, sum(map(len, groups)), seed=0)
         name, trainer = f"{cell}-{k}", make_trainer(config, policy_of(cell), world)
         evaluator = Evaluator(trainer, segment, None, torch.float32) if k == 1 else None
         if evaluator is not None:
@@ -138,8 +150,8 @@ def check_loading(folder: Path, world: World) -> None:
             policy(sequences).sum().backward()
 
 
-def worker(rank: int, ranks: int, replicas: int, store: str, folder: str, accumulation: int) -> None:
-    """One of ``ranks`` spawned processes."""
+def worker(rank: int, ranks: int, replicas: int, store: str, folder: str) -> None:
+    """One of ``ranks`` spawned processes; ``folder`` has their ``configs``, pickled."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
     timeout = timedelta(seconds=HANG)
@@ -147,6 +159,7 @@ def worker(rank: int, ranks: int, replicas: int, store: str, folder: str, accumu
         "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timeout
     )
     world = start(replicas)
-    run_cells(Path(folder), Path(folder) / "out.npz", accumulation, world)
+    settings = pickle.loads((Path(folder) / "configs").read_bytes())
+    run_cells(settings, Path(folder) / "out.npz", world)
     check_loading(Path(folder), world)
     dist.destroy_process_group()
