@@ -137,16 +137,16 @@ def collate(rows: Seq[Sequence], device: torch.device, pack: bool = False) -> Se
     width = max(lengths)
     offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if pack else np.arange(len(rows)) * width
     flat = np.zeros(sum(lengths) if pack else len(rows) * width, np.int64)
-    longest = max(max(len(row.completion_ids) for row in rows), 1)
+    longest = max(max(len(row.counted) for row in rows), 1)
     predict, targets, cells = [], [], []
     for r, (row, offset) in enumerate(zip(rows, offsets, strict=True)):
         p, c = len(row.prompt_ids), len(row.completion_ids)
         flat[offset : offset + p] = row.prompt_ids
         flat[offset + p : offset + p + c] = row.completion_ids
-        predict.append(offset + p - 1 + np.arange(c))
-        targets.append(row.completion_ids.astype(np.int64))
-        cells.append(r * longest + np.arange(c))
-    mask = np.arange(longest)[None, :] < np.array([len(row.completion_ids) for row in rows])[:, None]
+        predict.append(offset + p - 1 + row.counted)
+        targets.append(row.completion_ids[row.counted].astype(np.int64))
+        cells.append(r * longest + np.arange(len(row.counted)))
+    mask = np.arange(longest)[None, :] < np.array([len(row.counted) for row in rows])[:, None]
     positions = np.concatenate([np.arange(n) for n in lengths])[None, :] if pack else None
 
     def put(array: np.ndarray) -> Tensor:
@@ -162,17 +162,30 @@ def collate(rows: Seq[Sequence], device: torch.device, pack: bool = False) -> Se
         cells=put(np.concatenate(cells)),
         mask=put(mask),
         behavior_logprobs=None if (known := _behavior(rows, longest)) is None else put(known),
+        token_rewards=None if (given := _rewards(rows, longest)) is None else put(given),
     )
 
 
 def _behavior(rows: Seq[Sequence], longest: int) -> np.ndarray | None:
     """[R, T] the rows' log mu, nan where it is not known; None where no row has any."""
-    if all(row.behavior_logprobs is None for row in rows):
+    return _on_grid([row.behavior_logprobs for row in rows], rows, longest, np.nan)
+
+
+def _rewards(rows: Seq[Sequence], longest: int) -> np.ndarray | None:
+    """[R, T] the rows' token rewards, 0 where there is none; None where no row has any."""
+    return _on_grid([row.token_rewards for row in rows], rows, longest, 0.0)
+
+
+def _on_grid(
+    values: Seq[np.ndarray | None], rows: Seq[Sequence], longest: int, fill: float
+) -> np.ndarray | None:
+    """[R, T] what each row's [C] values say of the tokens that count; None where no row has any."""
+    if all(known is None for known in values):
         return None
-    found = np.full((len(rows), longest), np.nan, np.float32)
-    for r, row in enumerate(rows):
-        if row.behavior_logprobs is not None:
-            found[r, : len(row.behavior_logprobs)] = row.behavior_logprobs
+    found = np.full((len(rows), longest), fill, np.float32)
+    for r, (row, known) in enumerate(zip(rows, values, strict=True)):
+        if known is not None:
+            found[r, : len(row.counted)] = known[row.counted]
     return found
 
 

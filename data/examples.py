@@ -38,6 +38,24 @@ def with_behavior(row: Sequence | str, completion: Completion) -> Sequence | str
     return replace(row, behavior_logprobs=found)
 
 
+def with_tokens(row: Sequence | str, completion: Completion) -> Sequence | str:
+    """The row with what is known of each of its tokens: log mu, whether it counts, its reward; or the reason
+    why it cannot be trained on. An end token that the row got here counts, and is worth 0."""
+    row = with_behavior(row, completion)
+    if isinstance(row, str):
+        return row
+    size = len(row.completion_ids)
+    if completion.token_rewards is not None:
+        rewards = np.zeros(size, np.float32)
+        rewards[: len(completion.token_rewards)] = completion.token_rewards[:size]
+        row = replace(row, token_rewards=rewards)
+    if completion.loss_mask is not None and not all(completion.loss_mask):
+        mask = np.ones(size, bool)
+        mask[: len(completion.loss_mask)] = completion.loss_mask[:size]
+        row = replace(row, loss_mask=mask) if mask.any() else "its loss_mask leaves no token to train on"
+    return row
+
+
 def make_examples(
     groups: Iterable[Group], view: View, renderer: Renderer, cache: TokenCache | None = None
 ) -> Examples:
@@ -57,7 +75,7 @@ def make_examples(
     dropped: dict[str, int] = {}
     for group, wants in zip(groups, wanted, strict=True):
         made = [
-            (want, [with_behavior(next(rendered), group.completions[i]) for i in want.completions])
+            (want, [with_tokens(next(rendered), group.completions[i]) for i in want.completions])
             for want in wants
         ]
         failed = [row for _, sequences in made for row in sequences if isinstance(row, str)]

@@ -7,6 +7,9 @@ vocabulary that the ids belong to. ``behavior_logprobs`` has a number for each o
 log-probability under the policy that wrote it, in nats and without truncation, or null; where its logits
 were divided by another temperature than 1, that is ``behavior_temperature``. Lines without them are read too.
 Without ``token_ids`` there is nothing that ``behavior_logprobs`` could belong to, and they are not read.
+
+A completion with ``token_ids`` may also have ``loss_mask``, a 0 or 1 for each of them: 0 is context that the
+policy did not write; and ``token_rewards``, a number for each.
 """
 
 from __future__ import annotations
@@ -81,6 +84,10 @@ def _completion_dict(completion: Completion) -> dict[str, Any]:
         made["behavior_logprobs"] = [None if math.isnan(v) else v for v in completion.behavior_logprobs]
         if completion.behavior_temperature != 1:
             made["behavior_temperature"] = completion.behavior_temperature
+    if completion.loss_mask is not None:
+        made["loss_mask"] = [int(counts) for counts in completion.loss_mask]
+    if completion.token_rewards is not None:
+        made["token_rewards"] = list(completion.token_rewards)
     return made
 
 
@@ -111,13 +118,39 @@ def _completion(found: Any) -> Completion:
     if not isinstance(whose, str | None):
         raise RowError("a completion's 'tokenizer' is not a string, the fingerprint of a vocabulary")
     finished = found.get("finished") is None or truth(found, "finished")
+    for key in ("loss_mask", "token_rewards"):
+        if found.get(key) is not None and len(_list(found, key)) != len(ids or ()):
+            raise RowError(
+                f"a completion has {len(found[key])} {key} and "
+                + (f"{len(ids)} token_ids: they belong to other tokens" if ids else "no token_ids to go with")
+            )
     if ids is None:
         return Completion(words, None, finished)
     at = found.get("behavior_temperature", 1.0)
     if not is_finite(at) or at <= 0:
         raise RowError("a completion's 'behavior_temperature' is not a number above 0")
     behavior = _behavior(found.get("behavior_logprobs"), len(ids))
-    return Completion(words, tuple(ids), finished, whose, behavior, float(at))
+    mask, rewards = found.get("loss_mask"), found.get("token_rewards")
+    if not all(counts in (0, 1) and isinstance(counts, int) for counts in mask or ()):
+        raise RowError("a completion's 'loss_mask' is not a list of 0 and 1")
+    if not all(is_finite(reward) for reward in rewards or ()):
+        raise RowError("a completion's 'token_rewards' are not all finite numbers")
+    return Completion(
+        words,
+        tuple(ids),
+        finished,
+        whose,
+        behavior,
+        float(at),
+        None if mask is None else tuple(bool(counts) for counts in mask),
+        None if rewards is None else tuple(float(reward) for reward in rewards),
+    )
+
+
+def _list(found: Values, key: str) -> list[Any]:
+    if not isinstance(found[key], list):
+        raise RowError(f"a completion's {key!r} is not a list")
+    return list(found[key])
 
 
 def _behavior(found: Any, tokens: int) -> tuple[float, ...] | None:

@@ -5,8 +5,9 @@ tokenizer made of it (Sequence, Example) and what a device computes on (Sequence
 knows whether the data were sampled from the policy a minute ago or published last year, which is what makes
 the paper's comparison a controlled one.
 
-Shapes: R rows (sequences), T completion positions (padded to the longest completion of the microbatch), B x L
-the padded token grid (or 1 x N when rows are packed), M completion tokens in all.
+Shapes: R rows (sequences), T completion positions (padded to the longest completion of the microbatch; tokens
+that do not count have none), B x L the padded token grid (or 1 x N when rows are packed), M completion tokens
+in all.
 """
 
 from __future__ import annotations
@@ -66,6 +67,11 @@ class Completion:
     without truncation; nan where it is not known. None: known of no token."""
     behavior_temperature: float = field(default=1.0, compare=False)
     """What the logits behind ``behavior_logprobs`` were divided by."""
+    loss_mask: tuple[bool, ...] | None = None
+    """Which of ``token_ids`` the policy wrote: the others (a tool's results, a user's turns) are context.
+    None: all."""
+    token_rewards: tuple[float, ...] | None = field(default=None, compare=False)
+    """What each of ``token_ids`` is worth, read with ``loss.advantage=tokens``; None: nobody says."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +100,8 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Sequence:
-    """One tokenised row. Every token of ``completion_ids`` is predicted and counts; no token of
-    ``prompt_ids`` does."""
+    """One tokenised row. Every token of ``completion_ids`` that ``loss_mask`` leaves is predicted and counts;
+    no token of ``prompt_ids`` does."""
 
     prompt_ids: np.ndarray
     """[P] int32, P >= 1"""
@@ -104,16 +110,28 @@ class Sequence:
     that fill a batch up."""
     behavior_logprobs: np.ndarray | None = None
     """[C] float32, nats: see ``Completion.behavior_logprobs``. No part of the row's identity."""
+    loss_mask: np.ndarray | None = None
+    """[C] bool: the tokens that count; None: all of them"""
+    token_rewards: np.ndarray | None = None
+    """[C] float32: see ``Completion.token_rewards``. No part of the row's identity."""
 
     @cached_property
     def key(self) -> str:
-        """Identity by content of (prompt tokens, completion tokens), 32 hex digits: what a stored
-        log-probability belongs to."""
+        """Identity by content of (prompt tokens, completion tokens, which of them count), 32 hex digits: what
+        a stored log-probability belongs to."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(len(self.prompt_ids).to_bytes(8, "little"))
         digest.update(self.prompt_ids.tobytes())
         digest.update(self.completion_ids.tobytes())
+        if self.loss_mask is not None:
+            digest.update(b"mask" + self.loss_mask.tobytes())
         return digest.hexdigest()
+
+    @cached_property
+    def counted(self) -> np.ndarray:
+        """[n] the places in ``completion_ids`` of the tokens that count, in order."""
+        mask = self.loss_mask
+        return np.arange(len(self.completion_ids)) if mask is None else np.flatnonzero(mask)
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -155,6 +173,8 @@ class Sequences:
     behavior_logprobs: torch.Tensor | None = None
     """[R, T] float32, nats: log mu of the behaviour policy, nan where it is not known; None: known of no
     token"""
+    token_rewards: torch.Tensor | None = None
+    """[R, T] float32: ``Sequence.token_rewards``, 0 where there is none; None: of no row"""
 
 
 @dataclass(eq=False)

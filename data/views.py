@@ -123,11 +123,26 @@ def leave_one_out_advantages(group: Group, keep_zero_variance: bool = False) -> 
     ]
 
 
+def token_advantages(group: Group, keep_zero_variance: bool = False) -> list[ExampleSpec]:
+    """Every completion of a group whose completions all have token rewards, which are the advantages of their
+    tokens as they are: neither centred nor scaled. The label is their mean over the tokens that count. A
+    group without them gives nothing."""
+    found = []
+    for i, completion in enumerate(group.completions):
+        if completion.token_rewards is None:
+            return []
+        mask = completion.loss_mask or (True,) * len(completion.token_rewards)
+        own = [reward for reward, counts in zip(completion.token_rewards, mask, strict=True) if counts]
+        found.append(ExampleSpec((i,), fmean(own) if own else 0.0))
+    return found
+
+
 ADVANTAGES: dict[str, View] = {
     "group": group_advantages,
     "group_mean": centred_advantages,
     "rloo": leave_one_out_advantages,
     "batch": centred_advantages,  # and then ``normalised`` over the batch, which no group knows
+    "tokens": token_advantages,
 }
 """Setting -> the view of a loss on advantages."""
 
@@ -139,7 +154,7 @@ def normalised(batch: list[Example]) -> list[Example]:
     labels = [example.label for example in batch]
     if not labels or max(labels) == min(labels):
         return [replace(example, label=0.0) for example in batch]
-    tokens = [sum(len(row.completion_ids) for row in example.rows) for example in batch]
+    tokens = [sum(len(row.counted) for row in example.rows) for example in batch]
     mean = fmean(labels, tokens)
     std = fmean([(label - mean) ** 2 for label in labels], tokens) ** 0.5
     return [replace(example, label=(example.label - mean) / std) for example in batch]
@@ -172,8 +187,10 @@ def mismatched(batch: list[Example], max_length: int) -> list[Example]:
             else next(k % n for k in range(i + 1, i + n) if prompts[k % n] != prompts[i])
         )
         prompt_ids = example.rows[0].prompt_ids
-        other = batch[j].rows[0].completion_ids[: max_length - len(prompt_ids)]
-        paired.append(replace(example, mismatched=Sequence(prompt_ids, other)))
+        other, room = batch[j].rows[0], max_length - len(prompt_ids)
+        mask = None if other.loss_mask is None else other.loss_mask[:room]
+        row = Sequence(prompt_ids, other.completion_ids[:room], loss_mask=mask)
+        paired.append(replace(example, mismatched=row))
     return paired
 
 

@@ -151,14 +151,12 @@ def noise_floor(trainer: BasicTrainer, examples: list[Example]) -> dict[str, flo
     if not micros:
         return None
     packed = micros[0].sequences.position_ids is not None
-    mine = [row for micro in micros for row in micro.sequences.rows if len(row.completion_ids)][:NOISE_ROWS]
+    mine = [row for micro in micros for row in micro.sequences.rows if len(row.counted)][:NOISE_ROWS]
     rows: list[Sequence] = [*mine, *FILL.rows * (NOISE_ROWS - len(mine))]
     together = score(trainer.policy, collate(rows, device, packed))
     alone = [score(trainer.policy, collate([row], device, packed))[0] for row in rows]
     differences = [
-        a[:n] - t[:n]
-        for row, a, t in zip(mine, alone, together, strict=False)
-        if (n := len(row.completion_ids))
+        a[:n] - t[:n] for row, a, t in zip(mine, alone, together, strict=False) if (n := len(row.counted))
     ]
     found = torch.cat(differences).tolist() if len(mine) > 1 else []
     everywhere = torch.tensor([x for part in gather_objects(found) for x in part], dtype=torch.float64)

@@ -183,8 +183,4 @@ def row_rewards(micro: Microbatch, scores: TokenScores) -> dict[str, tuple[float
     """Row key -> (s in nats, completion tokens) of a microbatch's real rows."""
     values = scores.sequence_log_ratio().tolist()
     rows = micro.sequences.rows
-    return {
-        row.key: (s, len(row.completion_ids))
-        for row, s in zip(rows, values, strict=True)
-        if len(row.completion_ids)
-    }
+    return {row.key: (s, len(row.counted)) for row, s in zip(rows, values, strict=True) if len(row.counted)}

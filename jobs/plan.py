@@ -82,6 +82,8 @@ def load_data(config: Config, renderer: Renderer) -> tuple[Loaded, Loaded]:
     own where they would be read: online nobody reads those of the training data."""
     loaded, evaluation = load_splits(config.data)
     read = [*evaluation.groups, *([] if config.online else loaded.groups)]
+    if config.loss.get("advantage") == "tokens" and not config.online:
+        check_token_rewards(loaded.groups)
     sampled = [group for group in read if any(c.token_ids is not None for c in group.completions)]
     if sampled:
         tokenizer, text = renderer.tokenizer, model_config(config.model).get_text_config()
@@ -89,6 +91,20 @@ def load_data(config: Config, renderer: Renderer) -> tuple[Loaded, Loaded]:
         check_token_ids(sampled, vocabulary_fingerprint(tokenizer), size)
         check_temperatures(config, sampled)
     return loaded, evaluation
+
+
+def check_token_rewards(groups: list[Group]) -> None:
+    """Raise ConfigError where a completion has no reward for each token."""
+    for group in groups:
+        missing = sum(completion.token_rewards is None for completion in group.completions)
+        where = group.place or f"prompt {group.prompt.id}"
+        require(
+            missing == 0,
+            "loss.advantage",
+            "tokens",
+            f"takes each token's advantage from token_rewards, which {missing} of {len(group.completions)} "
+            f"completions do not have ({where}); give all of them some, or choose another advantage",
+        )
 
 
 def check_temperatures(config: Config, groups: list[Group]) -> None:

@@ -312,6 +312,7 @@ def write_batch(path: Path, batch: list[Example]) -> str:
                 "label": e.label,
                 "rows": [
                     {"prompt_ids": r.prompt_ids.tolist(), "completion_ids": r.completion_ids.tolist()}
+                    | ({} if r.loss_mask is None else {"loss_mask": r.loss_mask.tolist()})
                     for r in e.rows
                 ],
             }

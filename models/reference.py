@@ -65,8 +65,8 @@ class Reference:
         new: dict[str, Tensor] = {}
         for sequences in sequences_of(microbatches):
             for row, values in zip(sequences.rows, score(policy, sequences), strict=True):
-                if len(row.completion_ids):
-                    new[self.key(step, row)] = values[: len(row.completion_ids)]
+                if len(row.counted):
+                    new[self.key(step, row)] = values[: len(row.counted)]
         return new
 
     def lookup(self, step: int, sequences: Sequences) -> Tensor:
@@ -78,8 +78,7 @@ class Reference:
         """
         device, width = sequences.mask.device, sequences.mask.shape[1]
         rows = [
-            self.scores[self.key(step, row)] if len(row.completion_ids) else torch.zeros(0)
-            for row in sequences.rows
+            self.scores[self.key(step, row)] if len(row.counted) else torch.zeros(0) for row in sequences.rows
         ]
         out = torch.zeros(len(rows), width, device=device)
         for r, values in enumerate(rows):

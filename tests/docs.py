@@ -29,6 +29,7 @@ NO_COMMANDS = {
     "README.md": ("before      after", "config/      every setting"),
     "data.md": ('{"id": "…"',),
     "distributed.md": ("runs/NAME/",),
+    "off-policy.md": ('{"prompt": "1+1=',),
 }
 """Blocks without a language that show something else, by how they begin."""
 GUIDE = "from-halos-and-trl.md"

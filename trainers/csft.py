@@ -52,7 +52,7 @@ class ConditionedSFTTrainer(SFTTrainer):
     def _conditioned(self, row: Sequence, control: np.ndarray) -> Sequence:
         """A row that gets too long loses the beginning of its prompt."""
         excess = max(0, len(row) + len(control) - self.config.model.max_length)
-        return Sequence(np.concatenate([row.prompt_ids[excess:], control]), row.completion_ids)
+        return replace(row, prompt_ids=np.concatenate([row.prompt_ids[excess:], control]))
 
 
 def control_tokens(config: Config) -> tuple[np.ndarray, np.ndarray]:

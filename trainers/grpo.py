@@ -16,7 +16,7 @@ from models.distributed import gather_values
 from trainers.basic import BasicTrainer
 from trainers.losses import shapes
 from trainers.losses.base import LossResult, TokenScores
-from trainers.losses.grpo import grpo
+from trainers.losses.grpo import by_token, grpo
 from trainers.scorer import TokenScorer
 
 
@@ -33,11 +33,13 @@ class GRPOTrainer(BasicTrainer[Tensor | None]):
     def check_settings(cls, config: Config) -> None:
         one_of("loss.advantage", config.loss.get("advantage"), (None, *ADVANTAGES))
         check_shape(config)
+        if config.loss.get("advantage") == "tokens":
+            check_token_advantages(config)
 
     def loss_denominator(self, batch: list[Example]) -> int:
         if self.config.loss.get("normalization", "token") != "token":
             return len(batch)  # every sequence counts as one (eq. 1's 1/|y|, Dr. GRPO)
-        return sum(len(row.completion_ids) for example in batch for row in example.rows)
+        return sum(len(row.counted) for example in batch for row in example.rows)
 
     def arrange(self, batch: list[Example]) -> list[Example]:
         """``advantage=batch``: the advantages normalised over the batch, before it is cut."""
@@ -60,7 +62,7 @@ class GRPOTrainer(BasicTrainer[Tensor | None]):
             return [None] * len(batch)
         squares = [
             shapes.second_moments(
-                scorer.score_without_gradient(step, micro.sequences), micro.labels.unsqueeze(-1)
+                scorer.score_without_gradient(step, micro.sequences), by_token(self.advantages(micro))
             )
             for step, micro in batch
         ]
@@ -70,8 +72,16 @@ class GRPOTrainer(BasicTrainer[Tensor | None]):
 
     def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: Tensor | None) -> LossResult:
         if prepared is None:
-            return self.loss(scores, micro.labels)
-        return self.loss(scores, micro.labels, prepared)
+            return self.loss(scores, self.advantages(micro))
+        return self.loss(scores, self.advantages(micro), prepared)
+
+    def advantages(self, micro: Microbatch) -> Tensor:
+        """[R] the rows' advantages, or [R, T] their tokens' with ``advantage=tokens``."""
+        if self.config.loss.get("advantage") != "tokens":
+            return micro.labels
+        given = micro.sequences.token_rewards
+        # none where all rows fill the batch up
+        return torch.zeros_like(micro.sequences.mask, dtype=torch.float32) if given is None else given
 
 
 class CentredGRPOTrainer(GRPOTrainer):
@@ -79,6 +89,23 @@ class CentredGRPOTrainer(GRPOTrainer):
     much as any."""
 
     view = staticmethod(centred_advantages)
+
+
+def check_token_advantages(config: Config) -> None:
+    """Raise ConfigError for what has no use for an advantage a token, and for rounds, whose rewards are of
+    whole samples."""
+    require(
+        config.loss.get("shape") != "gmpo",
+        "loss.advantage",
+        "tokens",
+        "gives every token an advantage of its own, and loss.shape=gmpo has one a sequence",
+    )
+    require(
+        not config.online,
+        "loss.advantage",
+        "tokens",
+        "takes advantages from the data's token_rewards; rewards of online samples are of whole samples",
+    )
 
 
 def check_shape(config: Config) -> None:

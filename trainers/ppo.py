@@ -58,7 +58,7 @@ class OfflinePPOTrainer(BasicTrainer[Targets]):
             require(number and 0 <= value <= 1, f"loss.{key}", value, "must be a number in [0, 1]")
 
     def loss_denominator(self, batch: list[Example]) -> int:
-        return sum(len(row.completion_ids) for example in batch for row in example.rows)
+        return sum(len(row.counted) for example in batch for row in example.rows)
 
     @torch.no_grad()
     def prepare(self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer) -> list[Targets]:

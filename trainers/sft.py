@@ -13,7 +13,7 @@ class SFTTrainer(BasicTrainer[None]):
     view = staticmethod(views.demonstrations)
 
     def loss_denominator(self, batch: list[Example]) -> int:
-        return sum(len(row.completion_ids) for example in batch for row in example.rows)
+        return sum(len(row.counted) for example in batch for row in example.rows)
 
     def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: None) -> LossResult:
         return self.loss(scores)

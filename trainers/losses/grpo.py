@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainers.losses.base import LossResult, TokenScores, agreement, kl_estimate, mean_where
+from trainers.losses.base import LossResult, TokenScores, agreement, kl_estimate, mean_where, token_sum
 from trainers.losses.shapes import SHAPES, reads
 
 
@@ -44,8 +44,9 @@ def grpo(
     r is exp(``scores.log_ratio``): with humanline it is clipped already, so twice. The KL term reads the raw
     log-probabilities; its baseline pi_0 is the reference (C.1.4).
 
-    ``advantages``: [R], one for all tokens of a row. ``masked``: [R, T] bool, what ``shape="m2po"`` masks of
-    the global batch; None: these rows are all of it. ``epsilon``, ``epsilon_high``: r is clipped to [1 -
+    ``advantages``: [R], one for all tokens of a row, or [R, T], one for each. ``masked``: [R, T] bool, what
+    ``shape="m2po"`` masks of the global batch; None: these rows are all of it. ``epsilon``,
+    ``epsilon_high``: r is clipped to [1 -
     epsilon, 1 + epsilon_high]; None: the same on both sides. ``importance``: "token", or "sequence" for one
     ratio a row, exp(mean token log-ratio). ``normalization``: "token": every token weighs 1 and the unit is
     the completion token (DAPO); "sequence": 1 / |y|, and "constant": 1 / ``max_tokens``, where the unit is
@@ -57,22 +58,28 @@ def grpo(
     taus = {"tau_positive": tau_positive, "tau_negative": tau_negative}
     numbers = ranges | bounds | taus | {"dual_clip": dual_clip, "masked": masked}
     read = {name: numbers[name] for name in reads(shape)}
-    losses, shares = SHAPES[shape](scores, advantages.unsqueeze(-1), **read)
+    losses, shares = SHAPES[shape](scores, by_token(advantages), **read)
     if scores.weights is not None:
         losses = scores.weights * losses
     kl = kl_estimate(scores)
     losses = losses + beta * kl if beta else losses
     s = scores.sequence_log_ratio()
+    row = advantages if advantages.dim() == 1 else token_sum(advantages, mask)
     metrics = {
-        "reward_chosen": mean_where(s, scores.valid & (advantages > 0)),
-        "reward_rejected": mean_where(s, scores.valid & (advantages < 0)),
-        "reward_accuracy": mean_where(agreement(s * advantages.sign()), scores.valid & (advantages != 0)),
+        "reward_chosen": mean_where(s, scores.valid & (row > 0)),
+        "reward_rejected": mean_where(s, scores.valid & (row < 0)),
+        "reward_accuracy": mean_where(agreement(s * row.sign()), scores.valid & (row != 0)),
         **{name: mean_where(where.to(s.dtype), mask) for name, where in shares.items()},
         "kl_penalty": mean_where(kl, mask),
     }
     return LossResult(
         torch.where(mask, losses / token_divisor(mask, normalization, max_tokens), 0.0).sum(), metrics
     )
+
+
+def by_token(advantages: Tensor) -> Tensor:
+    """[R] or [R, T] advantages as shapes take them: [R, 1] or [R, T]."""
+    return advantages if advantages.dim() == 2 else advantages.unsqueeze(-1)
 
 
 def token_divisor(mask: Tensor, normalization: str, max_tokens: int | None) -> Tensor:

@@ -1,0 +1,238 @@
+"""Tokens that are not the policy's: they are read, and have no part in loss, gradient, divisor or metric; and
+tokens with rewards of their own."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import ConfigError
+from data.batches import Segment, collate
+from data.examples import with_tokens
+from data.formats import RowError
+from data.groups import from_dict, to_dict
+from data.types import Completion, Example, Group, Prompt, Sequence, Turn
+from data.views import token_advantages
+from tests.engine import engine_config, make_trainer, run
+from tests.tiny import KINDS, make_config, random_groups, tiny_policy
+from train import train
+from trainers.losses.base import TokenScores
+from trainers.losses.grpo import grpo
+
+
+def with_masks(row: Sequence, rng: np.random.Generator) -> Sequence:
+    """A row of which about half the tokens count, at least one, each with a reward and a log mu."""
+    n = len(row.completion_ids)
+    mask = rng.random(n) < 0.5
+    mask[rng.integers(n)] = True
+    rewards, mu = rng.normal(size=(2, n)).astype(np.float32)
+    return replace(row, loss_mask=mask, token_rewards=rewards, behavior_logprobs=-abs(mu))
+
+
+def masked_segment(config, pairs: int = 16) -> Segment:
+    rng = np.random.default_rng(3)
+    groups = tuple(
+        tuple(replace(e, rows=tuple(with_masks(row, rng) for row in e.rows)) for e in group)
+        for group in random_groups(pairs, 1, KINDS[config.loss["name"]])
+    )
+    return Segment(groups, config.model.batch_size, sum(map(len, groups)), config.seed)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_the_grid_has_the_tokens_that_count_and_no_other(pack):
+    rng = np.random.default_rng(0)
+    rows = [with_masks(row, rng) for (e,) in random_groups(4) for row in e.rows]
+    made = collate(rows, torch.device("cpu"), pack)
+    policy = tiny_policy()
+    with torch.no_grad():
+        masked = policy(made)
+        whole = policy(collate([replace(row, loss_mask=None) for row in rows], torch.device("cpu"), pack))
+    assert made.behavior_logprobs is not None and made.token_rewards is not None
+    for r, row in enumerate(rows):
+        at, n = np.flatnonzero(row.loss_mask), int(row.loss_mask.sum())
+        assert made.mask[r].tolist() == [True] * n + [False] * (made.mask.shape[1] - n)
+        torch.testing.assert_close(masked[r, :n], whole[r, at], rtol=1e-5, atol=1e-5)
+        assert made.token_rewards[r, :n].tolist() == row.token_rewards[at].tolist()
+        assert made.behavior_logprobs[r, :n].tolist() == row.behavior_logprobs[at].tolist()
+    assert rows[0].key != replace(rows[0], loss_mask=None).key
+    assert replace(rows[0], token_rewards=None).key == rows[0].key
+
+
+def by_hand(model, example: Example, loss: str) -> torch.Tensor:
+    """What one example adds to the first step's loss, in float64, over the tokens that count."""
+    parts = []
+    for row in example.rows:
+        ids = torch.tensor([*row.prompt_ids.tolist(), *row.completion_ids.tolist()])
+        logits = model(ids[None]).logits[0, len(row.prompt_ids) - 1 : -1].log_softmax(-1)
+        values = logits.gather(1, torch.tensor(row.completion_ids).long()[:, None])[:, 0]
+        parts.append([values[i] for i in range(len(ids) - len(row.prompt_ids)) if row.loss_mask[i]])
+    if loss == "sft":
+        return -sum(parts[0])
+    if loss == "dpo":
+        gains = [sum(value - value.detach() for value in part) for part in parts]
+        return -torch.nn.functional.logsigmoid(0.1 * (gains[0] - gains[1]))
+    if loss == "ipo":
+        gains = [sum(value - value.detach() for value in part) / len(part) for part in parts]
+        return (gains[0] - gains[1] - 1 / (2 * 0.1)) ** 2
+    rewards = example.rows[0].token_rewards[example.rows[0].loss_mask]
+    advantages = rewards if loss == "tokens" else [example.label] * len(parts[0])
+    return -sum(float(a) * (v - v.detach()).exp() for a, v in zip(advantages, parts[0], strict=True))
+
+
+SETTINGS = {
+    "sft": ("sft", ()),
+    "dpo": ("dpo", ("loss.beta=0.1",)),
+    "ipo": ("ipo", ("loss.tau=0.1",)),
+    "grpo": ("grpo", ("loss.beta=0",)),
+    "tokens": ("grpo", ("loss.beta=0", "loss.advantage=tokens")),
+}
+KINDS |= {"ipo": "pairs"}
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_the_first_step_is_that_of_the_other_tokens_alone(tmp_path, what, packing):
+    """Loss and gradient, against whole logits in float64, token by token; however the batch is cut."""
+    loss, words = SETTINGS[what]
+    name, model = f"model.packing={packing}", tiny_policy().model.double()
+    lines = []
+    for cut in (1, 4):
+        more = (name, "model.batch_size=8", f"model.gradient_accumulation_steps={cut}", *words)
+        config = engine_config(tmp_path, loss, *more)
+        segment = masked_segment(config)
+        lines.append(run(config, segment, make_trainer(config))[1])
+    batch = segment.batch(0)
+    units = len(batch) if loss in ("dpo", "ipo") else sum(int(e.rows[0].loss_mask.sum()) for e in batch)
+    total = sum(by_hand(model, example, what) for example in batch) / units
+    total.backward()
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+    assert lines[0][0]["loss"] == pytest.approx(total.item(), rel=1e-4, abs=1e-6)
+    assert lines[0][0]["grad_norm"] == pytest.approx(norm, rel=1e-3)
+    for one, other in zip(*lines, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-3, abs=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)
+
+
+@pytest.mark.parametrize("loss", ["kto", "grpo"])
+def test_with_humanline_it_does_not_depend_on_the_cut_either(tmp_path, loss):
+    """The reference's scores, KTO's mismatched rows and corrections are of the tokens that count."""
+    found = []
+    for cut in (1, 4):
+        more = (f"model.gradient_accumulation_steps={cut}", "model.batch_size=8", "humanline=true")
+        more += ("sync_freq=2",) + (("correction=sequence_masked",) if loss == "grpo" else ())
+        config = engine_config(tmp_path, loss, *more)
+        found.append(run(config, masked_segment(config))[1])
+    for one, other in zip(*found, strict=True):
+        for key in ("loss", "grad_norm", "kl", "behavior_kl"):
+            assert one[key] == pytest.approx(other[key], rel=1e-2, abs=1e-5), key
+    assert found[0][-1]["loss"] != found[0][0]["loss"]
+
+
+def test_an_advantage_a_token_is_that_of_a_row_where_all_are_equal():
+    torch.manual_seed(0)
+    policy = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    reference, mask = torch.randn(3, 5, dtype=torch.float64), torch.rand(3, 5) < 0.7
+    scores = TokenScores(policy, reference, policy - reference, mask)
+    row = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+    one = grpo(scores, row, beta=0.1, epsilon=0.2)
+    other = grpo(scores, row[:, None].expand(3, 5), beta=0.1, epsilon=0.2)
+    assert torch.equal(one.total, other.total)
+    assert one.metrics["reward_accuracy"] == other.metrics["reward_accuracy"]
+
+
+LINE = {
+    "prompt": "1+1=",
+    "completions": [
+        {"text": "2", "token_ids": [4, 5, 1], "loss_mask": [1, 0, 1], "token_rewards": [0.5, 9, -1]},
+        {"text": "3", "token_ids": [4, 6, 1], "token_rewards": [0, 0, 1]},
+    ],
+    "rewards": [1, 0],
+}
+
+
+def test_a_groups_file_keeps_both():
+    group = from_dict(LINE)
+    assert group.completions[0].loss_mask == (True, False, True)
+    assert group.completions[1].loss_mask is None and group.completions[1].token_rewards == (0, 0, 1)
+    again = json.loads(json.dumps(to_dict(group)))["completions"]
+    assert again[0]["loss_mask"] == [1, 0, 1] and again[0]["token_rewards"] == [0.5, 9, -1]
+    assert "loss_mask" not in again[1] and from_dict(to_dict(group)) == group
+    assert [want.label for want in token_advantages(group)] == pytest.approx([-0.25, 1 / 3])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"loss_mask": [1, 0]}, "2 loss_mask and 3 token_ids: they belong to other tokens"),
+        ({"loss_mask": [1, 0, 2]}, "'loss_mask' is not a list of 0 and 1"),
+        ({"loss_mask": [1, 0, 0.5]}, "'loss_mask' is not a list of 0 and 1"),
+        ({"loss_mask": 1}, "'loss_mask' is not a list"),
+        ({"token_rewards": [1.0]}, "1 token_rewards and 3 token_ids"),
+        ({"token_rewards": [1.0, "x", 2.0]}, "'token_rewards' are not all finite numbers"),
+        ({"token_rewards": [1.0, math.inf, 2.0]}, "'token_rewards' are not all finite numbers"),
+        ({"token_ids": None}, "a completion has 3 loss_mask and no token_ids to go with"),
+    ],
+)
+def test_those_of_other_tokens_are_refused(change, said):
+    line = json.loads(json.dumps(LINE))
+    line["completions"][0] |= change
+    with pytest.raises(RowError) as caught:
+        from_dict(line)
+    assert said in str(caught.value)
+
+
+def test_an_added_end_token_counts_and_one_that_is_cut_off_does_not():
+    row = Sequence(np.arange(2, dtype=np.int32), np.arange(3, dtype=np.int32))
+    made = with_tokens(row, Completion(None, (0, 1), loss_mask=(True, False), token_rewards=(0.5, 0.25)))
+    assert isinstance(made, Sequence) and made.loss_mask is not None and made.token_rewards is not None
+    assert made.loss_mask.tolist() == [True, False, True] and made.token_rewards.tolist() == [0.5, 0.25, 0]
+    cut = with_tokens(row, Completion(None, (0,) * 5, loss_mask=(True, False, True, False, True)))
+    assert isinstance(cut, Sequence) and cut.counted.tolist() == [0, 2]
+    none = with_tokens(row, Completion(None, (0,) * 5, loss_mask=(False,) * 4 + (True,)))
+    assert none == "its loss_mask leaves no token to train on"
+    whole = with_tokens(row, Completion(None, (0, 1, 2), loss_mask=(True,) * 3))
+    assert isinstance(whole, Sequence) and whole.key == row.key
+
+
+def test_a_group_without_token_rewards_gives_no_example():
+    one = Completion(None, (1, 2), token_rewards=(1.0, 2.0))
+    group = Group(Prompt((Turn("user", "a"),)), (one, Completion(None, (1, 2))), (1.0, 0.0))
+    assert token_advantages(group) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("loss=grpo loss.advantage=tokens loss.shape=gmpo", "loss.shape=gmpo has one a sequence"),
+        ("loss=grpo loss.advantage=tokens online=true", "rewards of online samples are of whole samples"),
+    ],
+)
+def test_what_means_nothing_is_refused(words, said, tmp_path):
+    config = make_config(*words.split())
+    with pytest.raises(ConfigError, match=said):
+        make_trainer(config)
+
+
+def write(path, *lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return f"data.path={path}"
+
+
+def test_from_the_command_line(tmp_path):
+    """A file trains by its token rewards, over the tokens that count; one without them is refused, by row."""
+    lines = [LINE | {"prompt": f"{a}+{b}="} for a in range(11, 19) for b in (21, 34)]
+    words = ["loss=grpo", "loss.advantage=tokens", "data=local", "data.eval_fraction=0", "~reward"]
+    words += ["model.batch_size=8", "wandb.enabled=false", f"runs_dir={tmp_path}", f"cache_dir={tmp_path}/c"]
+    train(make_config(*words, write(tmp_path / "good.jsonl", *lines)), "r")
+    metrics = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(line["loss"] is not None for line in metrics) == 4
+    assert metrics[0]["loss"] == pytest.approx(-0.1, abs=1e-3)  # -(0.5 - 1 + 0 + 0 + 1) / 5 tokens
+    bare = json.loads(json.dumps(lines[0]))
+    del bare["completions"][1]["token_rewards"]
+    with pytest.raises(ConfigError, match=r"1 of 2 completions do not have \(bad.jsonl, row 2\)"):
+        train(make_config(*words, write(tmp_path / "bad.jsonl", lines[0], bare)), "s")
