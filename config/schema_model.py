@@ -50,6 +50,7 @@ class ModelConfig:
     control_tokens: dict[str, str]
     batch_size: int
     gradient_accumulation_steps: int
+    microbatch_tokens: int | None
     eval_batch_size: int
     max_length: int
     max_prompt_length: int
@@ -110,9 +111,25 @@ class ModelConfig:
         )
         one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
         one_of("model.export_dtype", self.export_dtype, (None, "float32", "bfloat16", "float16"))
+        self._check_microbatches()
+
+    def _check_microbatches(self) -> None:
         require(
             self.batch_size % self.gradient_accumulation_steps == 0,
             "model.gradient_accumulation_steps",
             self.gradient_accumulation_steps,
             f"must divide model.batch_size={self.batch_size}",
+        )
+        require(
+            self.microbatch_tokens is None or self.microbatch_tokens >= 1,
+            "model.microbatch_tokens",
+            self.microbatch_tokens,
+            "must be at least 1, or null for microbatches of as many examples each",
+        )
+        require(
+            self.microbatch_tokens is None or self.gradient_accumulation_steps == 1,
+            "model.gradient_accumulation_steps",
+            self.gradient_accumulation_steps,
+            "counts the passes of a step, and model.microbatch_tokens="
+            f"{self.microbatch_tokens} finds out how many: set one of them",
         )

@@ -29,6 +29,17 @@ def example_tokens(example: Example) -> int:
     return sum(len(row) for rows in _forwards([example]) for row in rows)
 
 
+def row_tokens(example: Example) -> int:
+    """Tokens of the rows that the loss has a gradient for."""
+    return sum(map(len, example.rows))
+
+
+def share_tokens(share: Seq[Example], packed: bool) -> int:
+    """Tokens of a share's rows with a gradient: their sum where they are packed, else with the padding."""
+    lengths = [len(row) for example in share for row in example.rows]
+    return sum(lengths) if packed else len(lengths) * max(lengths, default=0)
+
+
 def in_turns(costs: Seq[int], ranks: int, size: int) -> list[Shares]:
     """Indices into ``costs`` (each at least 1), [turn][rank]: in as few turns as there is room for with
     ``size`` items a rank and turn, about as many items in every turn. The same costs have the same answer.

@@ -14,12 +14,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.balance import example_tokens, in_turns
+from config.schema_model import ModelConfig
+from data.balance import example_tokens, in_turns, partition, row_tokens, share_tokens
 from data.types import Example, Microbatch, Sequence, Sequences
 
 FILL = Example(prompt_id="", rows=(Sequence(np.zeros(1, np.int32), np.zeros(0, np.int32)),))
 """What fills a short batch up so that every rank runs as many forwards: no completion token, so it counts
 nowhere."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A size of microbatches: at most ``most`` tokens each, in however many examples."""
+
+    most: int
+
+    def __str__(self) -> str:
+        return f"{self.most} tokens"
+
+
+Size = int | Tokens
+"""How large a microbatch may be: so many examples, or so many tokens."""
+
+
+def size_of(model: ModelConfig, ranks: int) -> Size:
+    """The size of the microbatches that are trained."""
+    if model.microbatch_tokens is not None:
+        return Tokens(model.microbatch_tokens)
+    return model.batch_size // (model.gradient_accumulation_steps * ranks)
 
 
 @dataclass(frozen=True)
@@ -64,7 +86,7 @@ class Segment:
         done = min((i + 1) * self.batch_size, self.n_examples) / self.n_examples
         return self.start + (self.end - self.start) * done
 
-    @property
+    @cached_property
     def epoch_size(self) -> int:
         return sum(len(group) for group in self.groups)
 
@@ -85,16 +107,18 @@ class Segment:
 
 
 def deal(
-    batch: Seq[Example], ranks: int, size: int, rows_per_example: int, packed: bool = True
+    batch: Seq[Example], ranks: int, size: Size, rows_per_example: int, packed: bool = True
 ) -> list[list[list[Example]]]:
-    """The global batch in turns: ``turns[t][r]`` are the at most ``size`` examples that rank r computes while
-    the others compute theirs. A rank that gets none has a row without a completion token.
+    """The global batch in turns: ``turns[t][r]`` are the examples, at most ``size``, that rank r computes
+    while the others compute theirs. A rank that gets none has a row without a completion token.
 
     Rows that are ``packed`` are dealt so that every rank of a turn has about as many tokens, rank 0 most
     (data/balance.py). Rows that are padded are dealt by length instead, so that those side by side are about
     equally long and little is padded. On one rank, where nobody waits, both are by length.
     """
-    if packed and ranks > 1:
+    if isinstance(size, Tokens):
+        turns = _within(batch, ranks, size.most, packed)
+    elif packed and ranks > 1:
         shares = in_turns([example_tokens(example) for example in batch], ranks, size)
         turns = [[[batch[i] for i in share] for share in turn] for turn in shares]
     else:
@@ -104,6 +128,31 @@ def deal(
         prompt_id="", rows=FILL.rows * rows_per_example, mismatched=FILL.rows[0] if has_mismatched else None
     )
     return [[part or [fill] for part in turn] for turn in turns]
+
+
+def _within(batch: Seq[Example], ranks: int, most: int, packed: bool) -> list[list[list[Example]]]:
+    """As few turns as it takes for no share to have more than ``most`` tokens, padding included where rows
+    are padded: shares of a turn are about equally heavy. Mismatched rows, which keep nothing for backward, do
+    not count. Raises ValueError if a single example has more."""
+    costs = [example_tokens(example) for example in batch]
+    turns = max(1, -(-sum(map(row_tokens, batch)) // (ranks * most)))
+    while turns <= len(batch):
+        parts = turns * ranks
+        room = -(-len(batch) // parts)
+        if packed:
+            shares = partition(costs, parts, ROOM * room)
+            found = [[batch[i] for i in share] for share in shares]
+            made = [found[first : first + ranks] for first in range(0, parts, ranks)]
+        else:
+            made = _slices(batch, ranks, room)
+        if max(share_tokens(share, packed) for turn in made for share in turn) <= most:
+            return made
+        turns += 1
+    raise ValueError(f"an example has more than {most} tokens")
+
+
+ROOM = 3
+"""A share takes at most so many times the examples that it has on average."""
 
 
 def _slices(batch: Seq[Example], ranks: int, size: int) -> list[list[list[Example]]]:
@@ -123,7 +172,7 @@ def dealing(packed: bool) -> str:
 
 
 def cut(
-    batch: Seq[Example], rank: int, ranks: int, size: int, rows_per_example: int, packed: bool = True
+    batch: Seq[Example], rank: int, ranks: int, size: Size, rows_per_example: int, packed: bool = True
 ) -> list[list[Example]]:
     """This rank's microbatches of a global batch: at most ``size`` examples each, as many on every rank,
     filled up where short (``deal``)."""

@@ -13,6 +13,7 @@ from common.errors import ConfigError, require
 from common.imports import import_function
 from config.schema import Config
 from config.schema_trainer import loss_numbers
+from data.balance import row_tokens
 from data.batches import Segment
 from trainers.basic import BasicTrainer
 from trainers.losses.base import LossResult, TokenScores
@@ -116,6 +117,26 @@ def check_ranks(config: Config, ranks: int) -> None:
         config.model.batch_size,
         f"must be a multiple of ranks x model.gradient_accumulation_steps = {ranks} x "
         f"{config.model.gradient_accumulation_steps}",
+    )
+
+
+def check_budget(config: Config, plan: Segment) -> None:
+    """Raise ConfigError for an example that is more than a whole microbatch. Online, where nothing is sampled
+    yet, it is the longest that may be."""
+    budget = config.model.microbatch_tokens
+    if budget is None:
+        return
+    longest = max((example for group in plan.groups for example in group), key=row_tokens)
+    where = (
+        f"the example of prompt {longest.prompt_id}"
+        if longest.prompt_id
+        else "the longest that may be sampled"
+    )
+    require(
+        row_tokens(longest) <= budget,
+        "model.microbatch_tokens",
+        budget,
+        f"{where} has {row_tokens(longest)} tokens: allow as many, or lower model.max_length",
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from common.errors import StoppedError
-from data.batches import cut, dealing, microbatch
+from data.batches import Size, cut, dealing, microbatch
 from data.types import Example, Microbatch, Sequence
 from models.distributed import barrier, gather_objects
 from models.reference import Reference
@@ -35,7 +35,7 @@ def rows_of(batch: list[Example]) -> list[Sequence]:
 def initial_scores(
     trainer: BasicTrainer,
     batches: list[list[Example]],
-    size: int,
+    size: Size,
     reference: Reference,
     parts: dict[str, str],
     what: str,
@@ -55,7 +55,8 @@ def initial_scores(
     if not reference.by_row:
         several = trainer.packing and trainer.world.size > 1
         parts = parts | {
-            "cut": f"{size} examples x {trainer.world.size} ranks" + f", {dealing(True)}" * several,
+            "cut": f"{size}{' examples' * isinstance(size, int)} x {trainer.world.size} ranks"
+            + f", {dealing(True)}" * several,
             "packing": str(trainer.packing),
         }
         parts["rows"] = hashlib.sha256("\n".join(wanted).encode()).hexdigest()
@@ -95,7 +96,7 @@ def _work(
     trainer: BasicTrainer,
     batches: list[list[Example]],
     missing: dict[str, Sequence],
-    size: int,
+    size: Size,
     reference: Reference,
 ) -> Iterator[tuple[int, Callable[[], list[Microbatch]]]]:
     """(step, how to make this rank's microbatches) of what is missing: as many on every rank."""
@@ -103,6 +104,7 @@ def _work(
         steps = {int(key.split("/")[0]) for key in missing}
         yield from ((i, partial(trainer.share, batch, size)) for i, batch in enumerate(batches) if i in steps)
         return
+    assert isinstance(size, int), "rows that are scored alone are counted"
     rows = sorted(missing.values(), key=len, reverse=True)
     stride = size * trainer.world.size
     for first in range(0, len(rows), stride):

@@ -21,7 +21,7 @@ from config.cli import say_what_is_idle
 from config.schema import Config
 from data.chat import make_renderer
 from data.quality import DataReport
-from jobs.assembly import Offline, check_ranks, make_loss, trainer_class
+from jobs.assembly import Offline, check_budget, check_ranks, make_loss, trainer_class
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator
 from jobs.initial_scores import initial_scores
@@ -83,6 +83,7 @@ class Job:
         ):  # a round may end with a batch of one prompt: then there is no mismatched row, and z0 is 0
             self.trainer_class.check(config, self.plan.train)
             check_correction(config, self.plan.train)
+        check_budget(config, self.plan.train)
         self.second_task = load_second_task(config, self.renderer)
         self.report = DataReport.of(
             self.plan.loaded, self.plan.evaluation, self.plan.examples, self.plan.cuts

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.schema_model import ModelConfig
-from data.batches import Segment, cut
+from data.batches import Segment, cut, size_of
 from models.attention import packs_rows
 from models.logprobs import BUDGET
 from models.pretrained import resolve_model_path
@@ -33,9 +33,9 @@ def estimate_memory(config: ModelConfig, plan: Segment, rows_per_example: int, r
         model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
     parameters = sum(p.numel() for p in model.parameters())
     width = 4 if config.dtype == "float32" else 2
-    size = config.batch_size // (config.gradient_accumulation_steps * ranks)
+    size = size_of(config, ranks)
     packing, _ = packs_rows(config, model_config)
-    micros = cut(plan.batch(0), 0, ranks, max(size, 1), rows_per_example, packing)
+    micros = cut(plan.batch(0), 0, ranks, size or 1, rows_per_example, packing)
     tokens = max(
         sum(of) if packing else len(of) * max(of)
         for of in ([len(row) for e in micro for row in e.rows] for micro in micros)

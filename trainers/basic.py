@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from config.schema import Config
 from data.balance import token_balance
-from data.batches import Segment, deal, dealing, microbatch, token_count
+from data.batches import Segment, Size, deal, dealing, microbatch, size_of, token_count
 from data.types import Example, Microbatch
 from data.views import View
 from models.attention import packs_rows
@@ -130,7 +130,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
         self.optimizer = make_optimizer(policy, config)
         self.progress = Progress()
         self.packing, _ = packs_rows(config.model, causal_lm(cast(Policy, policy).model).config)
-        self.micro_size = config.model.batch_size // (config.model.gradient_accumulation_steps * world.size)
+        self.micro_size = size_of(config.model, world.size)
 
     # -- what a subclass supplies ----------------------------------------------------------------------
 
@@ -184,16 +184,16 @@ class BasicTrainer(ABC, Generic[Prepared]):
         used = reference if self.config.has_reference else None
         return self.scorer_class(self.policy, used, humanline)
 
-    def microbatches(self, batch: list[Example], size: int | None = None) -> list[Microbatch]:
+    def microbatches(self, batch: list[Example], size: Size | None = None) -> list[Microbatch]:
         """This rank's share of a global batch, on the device."""
         return self.share(self.arrange(batch), size or self.micro_size)
 
-    def share(self, arranged: list[Example], size: int) -> list[Microbatch]:
+    def share(self, arranged: list[Example], size: Size) -> list[Microbatch]:
         """This rank's share of examples that ``arrange`` has seen, in microbatches of at most ``size``, on
         the device."""
         return self.mine(self.deal(arranged, size))
 
-    def deal(self, arranged: list[Example], size: int) -> list[list[list[Example]]]:
+    def deal(self, arranged: list[Example], size: Size) -> list[list[list[Example]]]:
         """What every rank computes in every turn, of examples that ``arrange`` has seen: [turn][rank]."""
         return deal(arranged, self.world.size, size, self.rows_per_example, self.packing)
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.balance import example_tokens, token_balance
-from data.batches import Segment, collate, cut, deal, microbatch
+from data.balance import example_tokens, row_tokens, share_tokens, token_balance
+from data.batches import Segment, Tokens, collate, cut, deal, microbatch
 from data.types import Example, Sequence
 
 CPU = torch.device("cpu")
@@ -175,3 +175,41 @@ def test_row_identity_is_of_prompt_and_completion_apart():
     a = Sequence(np.array([1, 2], np.int32), np.array([3], np.int32))
     b = Sequence(np.array([1], np.int32), np.array([2, 3], np.int32))
     assert a.key != b.key and a.key == Sequence(a.prompt_ids.copy(), a.completion_ids.copy()).key
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=40),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(138, 900),
+    st.booleans(),
+)
+def test_a_token_budget_takes_turns_until_no_share_is_above_it(lengths, ranks, most, packed):
+    batch = [Example(str(i), (row(p, a), row(p, b))) for i, (p, a, b) in enumerate(lengths)]
+    turns = deal(batch, ranks, Tokens(most), 2, packed)
+    assert all(len(turn) == ranks for turn in turns)
+    assert all(share_tokens(share, packed) <= most for turn in turns for share in turn)
+    given = [e.prompt_id for turn in turns for share in turn for e in share if e.prompt_id]
+    assert sorted(given) == sorted(e.prompt_id for e in batch)
+    fewest = -(-sum(map(row_tokens, batch)) // (ranks * most))
+    assert len(turns) >= fewest and (not packed or len(turns) <= 2 * fewest + 1)
+
+
+def test_rows_of_many_lengths_need_fewer_turns_by_tokens_than_by_count():
+    """A batch of log-normal lengths: as few turns as its tokens need, or one more; by count, for the same
+    memory, more."""
+    rng = np.random.default_rng(5)
+    lengths = np.clip(np.exp(rng.normal(5, 0.8, (256, 3))), 5, 2000).astype(int)
+    batch = [Example(str(i), (row(p, a), row(p, b))) for i, (p, a, b) in enumerate(lengths)]
+    most, total = 8192, sum(map(row_tokens, batch))
+    turns = deal(batch, 8, Tokens(most), 2)
+    assert len(turns) <= -(-total // (8 * most)) + 1
+    cuts = [deal(batch, 8, size, 2) for size in range(32, 0, -1)]
+    by_count = next(cut for cut in cuts if max(share_tokens(s, True) for turn in cut for s in turn) <= most)
+    assert len(by_count) > len(turns)
+
+
+def test_an_example_above_the_budget_is_no_microbatch():
+    with pytest.raises(ValueError, match="more than 9 tokens"):
+        deal([Example("a", (row(4, 6),))], 1, Tokens(9), 1)
+    assert len(deal([Example("a", (row(4, 6),), mismatched=row(4, 90))], 1, Tokens(10), 1)) == 1

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from data.balance import example_tokens
-from data.batches import deal
+from data.balance import example_tokens, share_tokens
+from data.batches import deal, size_of
 from models.distributed import local, start
 from models.reference import Reference, score, sequences_of
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
@@ -56,14 +56,17 @@ def test_without_humanline_the_reference_stays(tmp_path):
 
 @pytest.mark.parametrize("loss", ["dpo", "kto", "grpo", "sft"])
 def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
-    """Microbatches of 8, 4, 2 and 1, on one rank and dealt to 2 and 4, give the same loss and gradient of the
-    same global batch, KTO's KL included; a rank finds the scores of its rows among those that it made."""
+    """Microbatches of 8, 4, 2 and 1, or of so many tokens, on one rank and dealt to 2 and 4, give the same
+    loss and gradient of the same global batch, KTO's KL included; a rank finds the scores of its rows among
+    those that it made."""
     gradients, losses = [], []
-    for parts, ranks in ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (1, 4), (2, 4)):
+    examples = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (1, 4), (2, 4))
+    for parts, ranks, tokens in (*((*each, None) for each in examples), (1, 1, 60), (1, 1, 80), (1, 2, 60)):
         config = engine_config(
-            tmp_path / f"{parts}-{ranks}",
+            tmp_path / f"{parts}-{ranks}-{tokens}",
             loss,
             "model.batch_size=8",
+            f"model.microbatch_tokens={'null' if tokens is None else tokens}",
             f"model.gradient_accumulation_steps={parts}",
             f"model.packing={str(ranks > 1).lower()}",
             *(["humanline=true"] if loss != "sft" else []),
@@ -71,7 +74,7 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
         trainer = make_trainer(config)
         segment = make_segment(config, pairs=5, longest=20)  # a short last batch too
         batch, micros, other = segment.batch(0), [], Reference()
-        trainer.micro_size //= ranks
+        trainer.micro_size = size_of(config.model, ranks)
         for rank in range(ranks):
             trainer.world, own = replace(trainer.world, rank=rank, size=ranks), Reference()
             own.refresh(tiny_policy(seed=3), 0, trainer.upcoming(segment, 0, 0))
@@ -80,6 +83,9 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
                 own.lookup(0, sequences)  # KeyError for a row that another rank has scored
             micros, other.scores = micros + mine, other.scores | own.scores
         assert trainer.packing == (ranks > 1) and len(micros) % ranks == 0
+        if tokens is not None:
+            assert len(micros) > ranks, "more than one turn"
+            assert max(share_tokens(micro.examples, trainer.packing) for micro in micros) <= tokens
         scorer = trainer.scorer_with(other, trainer.scorer.humanline)
         found = trainer.prepare([(0, micro) for micro in micros], scorer)
         total = 0.0
