@@ -120,6 +120,21 @@ class ClassifierConfig(RewardModelConfig):
 
 
 @dataclass
+@yaml_defaults("reward/teacher.yaml:teacher")
+class TeacherConfig:
+    """A language model that says how likely it finds each token of a sample."""
+
+    name_or_path: str
+    revision: str | None
+    dtype: str
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        one_of("reward.teacher.dtype", self.dtype, ("float32", "bfloat16"))
+        _at_least("reward.teacher", self, batch_size=1)
+
+
+@dataclass
 @yaml_defaults("reward/judge.yaml:judge")
 class JudgeConfig:
     """A language model behind an OpenAI-compatible endpoint that is asked for a number."""

@@ -109,7 +109,17 @@ class Online:
         outcome(from_main(attempt(self._make_reward) if world.is_main else None))
 
     def _make_reward(self) -> None:
-        self.reward = make_reward(self.config.reward_config, self.world.device, self.folder / "logs")
+        reward = make_reward(self.config.reward_config, self.world.device, self.folder / "logs")
+        self.reward, advantage = reward, self.config.loss.get("advantage")
+        require(
+            reward.gives_tokens == (advantage == "tokens"),
+            "loss.advantage",
+            advantage,
+            f"reward={self.config.reward_config.name} rewards "
+            + ("tokens: use loss=grpo loss.advantage=tokens" if reward.gives_tokens else "whole samples"),
+        )
+        if reward.gives_tokens:
+            reward.check_tokenizer(self.renderer.tokenizer)
 
     def source(self, trainer: BasicTrainer, policy: Policy, watch: OnlineWatch) -> OnlineSource:
         """The rounds of ``trainer``'s run, followed by ``watch``."""

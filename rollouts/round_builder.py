@@ -11,7 +11,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Any
 
@@ -64,6 +64,7 @@ class RoundBuilder:
             suffix = f".{len(parts)}" if parts else ""
             sampled = self._sample(folder, f"samples{suffix}", begin, end, weights)
             scores = self._score(folder, suffix, sampled)
+            sampled = with_token_rewards(sampled, folder.read(f"scores{suffix}"))
             for one, values in zip(sampled, scores, strict=True):
                 made = feedback(one, values, self.config.rounds, self.config.seed)
                 if isinstance(made, str):
@@ -151,10 +152,7 @@ class RoundBuilder:
             if not self.config.rounds.fill:  # else more may have to be sampled from the same weights
                 self._sampled(folder)
             start = time.monotonic()
-            scores = score_samples(self.reward, sampled)
-            lines = [
-                {"id": one.prompt.id, "scores": values} for one, values in zip(sampled, scores, strict=True)
-            ]
+            lines = score_lines(self.reward, sampled, self.renderer)
             folder.write(
                 stage, lines, inputs, {"seconds": time.monotonic() - start, "metrics": self.reward.metrics}
             )
@@ -191,6 +189,43 @@ def reward_settings(config: Config) -> Facts:
     """The reward's settings that are given: what a score depends on beside the samples."""
     reward = config.reward_config
     return {"name": reward.name, "max_missing": reward.max_missing, reward.kind: asdict(reward.settings)}
+
+
+def score_lines(reward: Reward, sampled: list[SampledPrompt], renderer: Renderer) -> list[Line]:
+    """A line a prompt: its samples' scores, and ``token_rewards`` of a reward that gives those, whose mean is
+    then the score. Raises RewardError."""
+    if not reward.gives_tokens:
+        scores = score_samples(reward, sampled)
+        return [{"id": one.prompt.id, "scores": values} for one, values in zip(sampled, scores, strict=True)]
+    pairs = [(one.prompt, completion) for one in sampled for completion in one.completions]
+    ids = {one.prompt.id: renderer.prompt_ids(one.prompt) for one in sampled}
+    try:
+        samples = [(ids[prompt.id], completion) for prompt, completion in pairs]
+        flat = iter(reward.score_tokens([prompt for prompt, _ in pairs], samples))
+    finally:
+        reward.release()
+    lines = []
+    for one in sampled:
+        tokens = [next(flat) for _ in one.completions]
+        means = [None if found is None else fmean(found) for found in tokens]
+        lines.append({"id": one.prompt.id, "scores": means, "token_rewards": tokens})
+    return lines
+
+
+def with_token_rewards(sampled: list[SampledPrompt], lines: list[Line]) -> list[SampledPrompt]:
+    """The samples with the rewards of their tokens, where their lines have some."""
+    return [
+        replace(
+            one,
+            completions=tuple(
+                replace(completion, token_rewards=None if rewards is None else tuple(rewards))
+                for completion, rewards in zip(one.completions, line["token_rewards"], strict=True)
+            ),
+        )
+        if "token_rewards" in line
+        else one
+        for one, line in zip(sampled, lines, strict=True)
+    ]
 
 
 def score_samples(reward: Reward, sampled: list[SampledPrompt]) -> list[list[float | None]]:

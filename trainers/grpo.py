@@ -92,19 +92,12 @@ class CentredGRPOTrainer(GRPOTrainer):
 
 
 def check_token_advantages(config: Config) -> None:
-    """Raise ConfigError for what has no use for an advantage a token, and for rounds, whose rewards are of
-    whole samples."""
+    """Raise ConfigError for what has no use for an advantage a token."""
     require(
         config.loss.get("shape") != "gmpo",
         "loss.advantage",
         "tokens",
         "gives every token an advantage of its own, and loss.shape=gmpo has one a sequence",
-    )
-    require(
-        not config.online,
-        "loss.advantage",
-        "tokens",
-        "takes advantages from the data's token_rewards; rewards of online samples are of whole samples",
     )
 
 

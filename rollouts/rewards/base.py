@@ -9,10 +9,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from statistics import fmean
+from typing import Any, Protocol
+
+import numpy as np
 
 from common.errors import StoppedError
-from data.types import Prompt
+from data.types import Completion, Prompt
 
 EXAMPLES = 3
 """Completions without a verdict that an error shows."""
@@ -49,6 +52,19 @@ class Reward(Protocol):
         Raises RewardError.
         """
 
+    @property
+    def gives_tokens(self) -> bool:
+        """Whether it rewards tokens (``score_tokens``), not completions."""
+
+    def score_tokens(
+        self, prompts: Sequence[Prompt], samples: Sequence[tuple[np.ndarray, Completion]]
+    ) -> list[tuple[float, ...] | None]:
+        """A finite reward for each token of each completion, behind its [P] prompt tokens; None for no
+        verdict. Raises RewardError."""
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Raise ConfigError where tokens of ``tokenizer`` are not those that it rewards."""
+
     def release(self) -> None:
         """Free the accelerator's memory until the next ``score``."""
 
@@ -83,6 +99,35 @@ class Checked:
         assert len(prompts) == len(completions), "one prompt a completion"
         start = time.monotonic()
         verdicts = [finite(v) for v in self.scorer.score(prompts, completions)]
+        self._account(verdicts, prompts, completions, start)
+        return [None if isinstance(v, Missing) else v for v in verdicts]
+
+    @property
+    def gives_tokens(self) -> bool:
+        return hasattr(self.scorer, "score_tokens")
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        scorer: Any = self.scorer
+        scorer.check_tokenizer(tokenizer)
+
+    def score_tokens(
+        self, prompts: Sequence[Prompt], samples: Sequence[tuple[np.ndarray, Completion]]
+    ) -> list[tuple[float, ...] | None]:
+        start = time.monotonic()
+        scorer: Any = self.scorer
+        found = scorer.score_tokens(samples)
+        verdicts = [v if isinstance(v, Missing) else finite(fmean(v)) for v in found]
+        self._account(verdicts, prompts, [c.text or "" for _, c in samples], start)
+        return [None if isinstance(v, Missing) else tokens for v, tokens in zip(verdicts, found, strict=True)]
+
+    def _account(
+        self,
+        verdicts: Sequence[float | Missing],
+        prompts: Sequence[Prompt],
+        completions: Sequence[str],
+        start: float,
+    ) -> None:
+        """Note the metrics; raise RewardError where too many verdicts are missing."""
         assert len(verdicts) == len(completions), (
             f"{type(self.scorer).__name__} gave another number of verdicts"
         )
@@ -93,7 +138,6 @@ class Checked:
             if self.scorer.log_dir is not None:
                 told += f"\nwhat it printed and raised, in full: {self.scorer.log_dir}/{LOG_NAME.format('*')}"
             raise RewardError(told)
-        return [None if isinstance(v, Missing) else v for v in verdicts]
 
     def release(self) -> None:
         self.scorer.release()

@@ -209,7 +209,6 @@ def test_a_group_without_token_rewards_gives_no_example():
     ("words", "said"),
     [
         ("loss=grpo loss.advantage=tokens loss.shape=gmpo", "loss.shape=gmpo has one a sequence"),
-        ("loss=grpo loss.advantage=tokens online=true", "rewards of online samples are of whole samples"),
     ],
 )
 def test_what_means_nothing_is_refused(words, said, tmp_path):

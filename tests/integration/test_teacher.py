@@ -1,0 +1,99 @@
+"""On-policy distillation: a second model rewards each sampled token, and the student comes nearer to it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from common.errors import ConfigError
+from config.schema_rewards import TeacherConfig
+from data.chat import make_renderer
+from data.types import Completion, Group
+from models.pretrained import load_policy, load_tokenizer
+from rollouts.rewards.base import Missing
+from rollouts.rewards.teacher import Teacher
+from tests.integration.online import lines, rounds, run_online
+from tests.tiny import ROOT, make_config
+from tests.tiny_tokenizers import tiny_tokenizer
+
+MODEL = str(ROOT / "assets" / "adder" / "model")
+DISTIL = (
+    "online=true",
+    "loss=grpo",
+    "loss.advantage=tokens",
+    "reward=teacher",
+    f"reward.teacher.name_or_path={MODEL}",
+    "reward.teacher.dtype=float32",
+    "model=adder-init",
+    "rounds.feedback=group",
+    "sampler.temperature=1",
+    "sampler.top_p=1",
+)
+
+
+def test_a_token_is_worth_what_the_teacher_thinks_more_of_it():
+    teacher = Teacher(TeacherConfig(name_or_path=MODEL, dtype="float32", batch_size=2), "cpu")
+    rng, samples = np.random.default_rng(0), []
+    for n in (3, 7, 5):
+        mu = tuple(float(v) for v in -rng.random(n))
+        ids = tuple(int(i) for i in rng.integers(3, 15, n))
+        samples.append((rng.integers(3, 15, 4).astype(np.int32), Completion("x", ids, behavior_logprobs=mu)))
+    samples.append((samples[0][0], Completion("x", (3, 4))))
+    found = teacher.score_tokens(samples)
+    assert isinstance(found.pop(), Missing)
+    model = load_policy(make_config("model=adder", "model.dtype=float32").model, torch.device("cpu")).model
+    for (prompt, completion), rewards in zip(samples, found, strict=False):
+        ids = torch.tensor([[*prompt.tolist(), *completion.token_ids]])
+        values = model(ids).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+        chosen = values.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist()
+        wanted = [v - mu for v, mu in zip(chosen, completion.behavior_logprobs, strict=True)]
+        assert rewards == pytest.approx(wanted, abs=1e-4)
+
+
+def exact_kl(folder, prompts: list[np.ndarray], groups: list[Group]) -> float:
+    """KL(model || teacher) over whole vocabularies, behind the tokens of these samples, nats a token."""
+    student, teacher = (AutoModelForCausalLM.from_pretrained(path).double() for path in (folder, MODEL))
+    found = []
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group.completions[:2]:
+            ids = torch.tensor([[*prompt.tolist(), *completion.token_ids]])
+            with torch.no_grad():
+                a, b = (m(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for m in (student, teacher))
+            found.append((a.exp() * (a - b)).sum(-1))
+    return torch.cat(found).mean().item()
+
+
+def test_the_student_comes_nearer_to_its_teacher(tmp_path):
+    """The reward of a round is an estimate of -KL(student || teacher), nats a token. It rises; and on the
+    first round's own tokens, which only the first student wrote, the divergence itself falls."""
+    more = ("rounds.contexts=576", "rounds.contexts_per_round=96", "rounds.samples=8", "model.batch_size=96")
+    run = run_online(tmp_path, "r", *DISTIL, *more, "lr=1e-3", "loss.beta=0")
+    kl = [-folder.record["metrics"]["reward"] for folder in rounds(run)]
+    assert len(kl) == 6 and kl[-1] < 0.9 * kl[0]
+    assert all(line["loss"] is not None for line in lines(run))
+    groups = rounds(run)[0].groups()[:32]
+    assert all(len(c.token_rewards or ()) == len(c.token_ids or ()) > 0 for c in groups[0].completions)
+    config = make_config("model=adder-init")
+    renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
+    assert exact_kl(run / "model", renderer.prompts([g.prompt for g in groups]), groups) < 0.95 * kl[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("loss.advantage=group",), "reward=teacher rewards tokens: use loss=grpo loss.advantage=tokens"),
+        (("reward=adder", "~reward.teacher"), "rewards whole samples"),
+    ],
+)
+def test_rewards_and_advantages_must_be_of_the_same_things(tmp_path, words, said):
+    given = [word for word in DISTIL if "teacher" not in word] if "adder" in words[0] else DISTIL
+    with pytest.raises(ConfigError, match=said):
+        run_online(tmp_path, "r", *given, *[word for word in words if not word.startswith("~")])
+
+
+def test_a_teacher_of_another_tokenizer_is_refused():
+    teacher = Teacher(TeacherConfig(name_or_path=MODEL), "cpu")
+    with pytest.raises(ConfigError, match="has another tokenizer"):
+        teacher.check_tokenizer(tiny_tokenizer("llama3"))
