@@ -4,8 +4,10 @@
 SHELL := /bin/bash
 
 PY := .venv/bin/python
-# vLLM is for a machine with a GPU; the rest is the same.
-REQUIREMENTS := $(shell nvidia-smi >/dev/null 2>&1 && echo requirements.txt || echo requirements/cpu.txt)
+# vLLM is for a machine with a GPU; the rest is the same. A login node has none: GPU=1 says what the jobs have.
+GPU ?= $(shell nvidia-smi >/dev/null 2>&1 && echo 1 || echo 0)
+export GPU
+REQUIREMENTS := $(if $(filter 1,$(GPU)),requirements.txt,requirements/cpu.txt)
 INSTALLED := .venv/.installed-$(subst /,-,$(REQUIREMENTS))
 INSTALLED_DEV := .venv/.installed-requirements-dev.txt
 INSTALLED_EVAL := .venv/.installed-requirements-eval.txt
@@ -15,7 +17,7 @@ INSTALLED_VLLM := $(if $(filter requirements.txt,$(REQUIREMENTS)),$(INSTALLED),.
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1\t/' | expand -t 14
 
-venv: $(INSTALLED)  ## make .venv with everything that training needs (PYTHON=... chooses the Python)
+venv: $(INSTALLED)  ## make .venv with everything that training needs (PYTHON=... chooses the Python, GPU=1 on a login node)
 
 run: venv        ## train: python train.py loss=dpo humanline=true, on the embedded model and data
 	@$(PY) train.py loss=dpo humanline=true exp_name=make-run overwrite=true $(ARGS)

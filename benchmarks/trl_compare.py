@@ -3,8 +3,8 @@
 TRL is not a dependency; it goes into an environment of its own, beside what the project needs:
 
     python3 -m venv /tmp/trl-venv && /tmp/trl-venv/bin/pip install -r requirements/cpu.txt trl==1.16.0
-    /tmp/trl-venv/bin/python -m benchmarks.trl_compare                     # dpo, kto, grpo on the preference
-    data /tmp/trl-venv/bin/python -m benchmarks.trl_compare --data gsm8k --losses dpo
+    /tmp/trl-venv/bin/python -m benchmarks.trl_compare        # dpo, kto, grpo on the preference data
+    /tmp/trl-venv/bin/python -m benchmarks.trl_compare --data gsm8k --losses dpo
 
 TRL at its best: fused head (its default), fused AdamW, cached reference scores, no gradient checkpointing,
 and for DPO both its orders, as given and grouped by length. Both get rows that are tokenised already. DPO's

@@ -27,6 +27,9 @@ usable() {
         "$VENV_PYTHON" -c 'import os, pip, sys; sys.exit(not os.path.samefile(sys.prefix, ".venv"))' 2>/dev/null
 }
 
+# GPU=1 is for a login node, whose jobs have what it has not.
+wants_gpu() { if [ -n "${GPU:-}" ]; then [ "$GPU" = 1 ]; else nvidia-smi >/dev/null 2>&1; fi; }
+
 # Says what is large, what is built and when it is all there; a file index that lacks a package is no news.
 pip_install() {
     PYTHONUNBUFFERED=1 "$VENV_PYTHON" -m pip install --disable-pip-version-check --progress-bar off "$@" \
@@ -43,7 +46,7 @@ if ! usable; then
 fi
 
 # PyPI's torch for Linux brings CUDA, gigabytes of it. Without a GPU, take PyTorch's own CPU build where that index can be reached.
-if [ "$(uname)" = Linux ] && ! nvidia-smi >/dev/null 2>&1 && ! "$VENV_PYTHON" -m pip show -qq torch 2>/dev/null &&
+if [ "$(uname)" = Linux ] && ! wants_gpu && ! "$VENV_PYTHON" -m pip show -qq torch 2>/dev/null &&
     "$VENV_PYTHON" -c "import urllib.request as u; u.urlopen('$CPU_TORCH/torch/', timeout=$CPU_TORCH_SECONDS)" 2>/dev/null; then
     echo "installing PyTorch for the CPU"
     pip_install "$(grep '^torch==' requirements/cpu.txt)" --extra-index-url "$CPU_TORCH"
