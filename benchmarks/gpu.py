@@ -1,7 +1,7 @@
 """Tokens/s, share of the peak, memory and host syncs of a step on one GPU, in the shapes of published models
 with random weights.
 
-    python3 -m benchmarks.gpu                                 # Qwen2.5-1.5B's shape, DPO, 2,048 tokens, bfloat16
+    python3 -m benchmarks.gpu                                 # Qwen2.5-1.5B's shape, DPO, 2,048 tokens
     python3 -m benchmarks.gpu --shape llama-3-8b --checkpointing --variants cached k=1 --micro-pairs 1
     python3 -m benchmarks.gpu --losses dpo kto grpo --drawn   # lengths of a quarter of the maximum on average
     python3 -m benchmarks.gpu --device cpu --tiny             # the same code in seconds, without a GPU

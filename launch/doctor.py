@@ -148,8 +148,8 @@ def look(config: Config) -> Devices:
                 "GPU",
                 BAD if expected else NOTE,
                 f"none is seen by torch {seen['torch']}",
-                "nvidia-smi is here: torch's CUDA build does not fit the driver. vLLM 0.32 brings CUDA 13, which "
-                "needs driver 580 or newer; nvidia-smi shows this one's"
+                "nvidia-smi is here: torch's CUDA build does not fit the driver. vLLM 0.32 brings CUDA 13, "
+                "which needs driver 580 or newer; nvidia-smi shows this one's"
                 if expected
                 else "a run will use the CPU",
             )
