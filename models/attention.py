@@ -23,15 +23,16 @@ from common.errors import require
 from config.schema_model import ModelConfig
 
 PACKED = "packed_rows"
-MODEL_TYPES = ("llama", "qwen2", "mistral", "gpt_neox", "granite", "cohere")
+MODEL_TYPES = (
+    *("llama", "qwen2", "qwen3", "mistral", "gemma", "phi", "phi3", "olmo", "olmo2", "smollm3", "starcoder2"),
+    *("gpt_neox", "gpt2", "gpt_bigcode", "granite", "cohere", "glm", "glm4", "arcee", "apertus", "helium"),
+    *("ernie4_5", "seed_oss", "hunyuan_v1_dense", "persimmon"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe"),
+)
 """Architectures that hand the rows' limits down to their attention, each with a test
 (tests/unit/models/test_families.py). In any other the kernel would not see where rows end, so packed rows
 take transformers' own way there."""
-KEPT_APART = (
-    *MODEL_TYPES,
-    *("cohere2", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "granitemoe", "mixtral", "olmo2", "olmo3"),
-    *("olmoe", "phi", "phi3", "phimoe", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2"),
-)
+KEPT_APART = (*MODEL_TYPES, "cohere2", "gemma2", "gemma3_text", "olmo3")
 """Architectures in which transformers itself finds packed rows by their positions, each with a test
 (test_families.py). Some others do not look (OPT, GPT-OSS, Falcon), have no positions (BLOOM, MPT), or carry a
 state over from row to row (Mamba): there a row would read its neighbours, so packing is refused."""
@@ -43,10 +44,8 @@ GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
 def packable(found: PretrainedConfig, kernel: str) -> bool:
     """Whether packed rows of this architecture may take this kernel: full attention by sdpa, in an
     architecture with a test."""
-    full = (
-        getattr(found, "sliding_window", None) is None
-        and getattr(found, "attn_logit_softcapping", None) is None
-    )
+    windowed = getattr(found, "sliding_window", None)  # Qwen2-MoE has 0 for none
+    full = not windowed and getattr(found, "attn_logit_softcapping", None) is None
     return full and found.model_type in MODEL_TYPES and kernel in ("sdpa", PACKED)
 
 
