@@ -264,6 +264,10 @@ class Renderer:
         """The prompt's text up to the point where the answer begins."""
         if self.template is None:
             return "".join(turn.content for turn in turns)
+        if any(turn.role == "tool" for turn in turns) and not self._takes_tool:
+            raise _RenderError(
+                "the chat template has no tool turns; model.chat_template may name one that has"
+            )
         try:
             return self._apply(turns if self._takes_system else _folded(turns), add_generation_prompt=True)
         except jinja2.TemplateError as error:
@@ -321,6 +325,19 @@ class Renderer:
             if added is not None and added.content.strip():  # some tokenizers add runs of newlines as tokens
                 return tail[: tail.index(added.content)] + added.content, token
         return tail.rstrip() + self.tokenizer.eos_token, self.tokenizer.eos_token_id
+
+    @cached_property
+    def _takes_tool(self) -> bool:
+        """Whether the template writes a tool's result, and as something else than the assistant's words: some
+        raise, some leave it out, some know two roles alone."""
+        written = {}
+        for role in ("tool", "assistant"):
+            turns = [Turn("user", "a"), Turn("assistant", "b"), Turn(role, _MARK)]
+            try:
+                written[role] = self._apply(turns, add_generation_prompt=True)
+            except jinja2.TemplateError:
+                written[role] = ""
+        return _MARK in written["tool"] and written["tool"] != written["assistant"]
 
     def _probe_system(self) -> None:
         """Learn whether the template takes a system turn: some raise, some leave it out."""

@@ -28,6 +28,8 @@ ROLES = {
     "prompter": "user",
     "assistant": "assistant",
     "gpt": "assistant",
+    "tool": "tool",
+    "ipython": "tool",
 }
 LARGEST = 3.4028234663852886e38
 """The largest finite number of float32."""
@@ -118,8 +120,10 @@ def _turn(message: Any, column: str) -> Turn:
 
 
 def prompt_of(conversation: tuple[Turn, ...], reference: Any = None) -> Prompt:
-    """A prompt; raises RowError unless the conversation ends with a user turn that says something."""
-    if not conversation or conversation[-1].role != "user":
+    """A prompt; raises RowError unless the conversation ends with a user turn, or a tool's, that says
+    something."""
+    roles = [turn.role for turn in conversation]
+    if roles[-1:] not in (["user"], ["tool"]) or "user" not in roles:
         raise RowError("the prompt does not end with a user turn")
     if not conversation[-1].content.strip():
         raise RowError("the prompt is empty")

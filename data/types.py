@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Turn:
-    """One message of a conversation. ``role`` is ``system``, ``user`` or ``assistant``."""
+    """One message of a conversation. ``role`` is ``system``, ``user``, ``assistant`` or ``tool``."""
 
     role: str
     content: str
@@ -36,7 +36,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a completion answers: the conversation up to and including the last user turn."""
+    """What a completion answers: the conversation up to and including the last user turn, or the result of
+    the last tool."""
 
     turns: tuple[Turn, ...]
     reference_answer: str | None = None

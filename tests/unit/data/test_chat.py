@@ -392,3 +392,43 @@ def test_rendering_does_not_change_the_data() -> None:
     before = (prompt.turns, prompt.id, completion)
     renderer("llama3", 60, 50).sequence(prompt, completion)
     assert (prompt.turns, prompt.id, completion) == before
+
+
+TOOLS = Prompt((Turn("user", "what is 2+2?"), Turn("assistant", "add(2, 2)"), Turn("tool", "4")))
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen2"])
+def test_a_tools_result_is_context_as_the_template_writes_it(family: str) -> None:
+    tokenizer = TOKENIZERS[family]
+    messages = [{"role": t.role, "content": t.content} for t in TOOLS.turns]
+    whole = tokenizer.apply_chat_template(
+        [*messages, {"role": "assistant", "content": "it is"}], tokenize=False
+    )
+    end = END_OF_TURN[family]
+    made = row(renderer(family).sequence(TOOLS, Completion("it is")))
+    assert tokenizer.decode(ids_of(made)) == whole[: whole.rindex(end) + len(end)]
+    assert tokenizer.decode(made.completion_ids) == "it is" + end
+
+
+def test_the_shipped_template_writes_a_tools_result() -> None:
+    made = row(renderer("base").sequence(TOOLS, Completion("it is")))
+    text = TOKENIZERS["base"].decode(made.prompt_ids)
+    assert "Assistant: add(2, 2)" in text and "Tool: 4" in text and "4" not in text.partition("Tool")[0]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "llama2"])
+def test_where_the_template_has_no_tool_turns_the_row_is_dropped_and_says_so(family: str) -> None:
+    """Gemma's raises, Llama 2's would leave the turn out; a template of two roles would put it into the
+    assistant's mouth."""
+    for made in (
+        renderer(family),
+        Renderer(
+            TOKENIZERS["qwen2"],
+            max_length=99,
+            max_prompt_length=50,
+            template="{% for m in messages %}{{ {'user': 'U'}.get(m.role, 'A') + m.content }}{% endfor %}",
+        ),
+    ):
+        said = made.sequence(TOOLS, Completion("it is"))
+        assert isinstance(said, str) and "has no tool turns" in said and "model.chat_template" in said
+        assert isinstance(made.sequence(conversation("hello"), Completion("x")), Sequence)

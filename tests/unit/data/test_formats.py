@@ -183,7 +183,11 @@ def test_halos_feedback() -> None:
         ),
         ({"chosen": user("a", "x"), "rejected": user("b", "y")}, "different conversations"),
         ({"chosen": user("a", "x", "c"), "rejected": user("a", "x", "d")}, "end with an assistant turn"),
-        ({"prompt": [{"role": "tool", "content": "a"}], "chosen": "x", "rejected": "y"}, "role 'tool'"),
+        ({"prompt": [{"role": "critic", "content": "a"}], "chosen": "x", "rejected": "y"}, "role 'critic'"),
+        (
+            {"prompt": [{"role": "tool", "content": "a"}], "chosen": "x", "rejected": "y"},
+            "does not end with a user turn",
+        ),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "chosen": "x", "rejected": "y"},
             "no 'content' string",
@@ -271,3 +275,20 @@ def test_a_groups_file_is_written_whole_and_read_whole(tmp_path) -> None:
     path.write_text(path.read_text()[:-20])
     with pytest.raises(DataError, match="line 2"):
         read_groups(path)
+
+
+def test_a_conversation_with_a_tool_asks_for_the_answer_behind_it():
+    """The call and its result are the prompt; a prompt may end with a result that is still to be answered."""
+    asked = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "add(2, 2)"},
+        {"role": "tool", "content": "4"},
+    ]
+    (group,) = load({"messages": [*asked, {"role": "assistant", "content": "four"}]}).groups
+    assert [turn.role for turn in group.prompt.turns] == ["user", "assistant", "tool"]
+    assert [c.text for c in group.completions] == ["four"]
+    (pair,) = load({"prompt": asked, "chosen": "four", "rejected": "five"}).groups
+    assert pair.prompt == group.prompt
+    assert load(
+        {"prompt": [*asked, {"role": "assistant", "content": "four"}], "chosen": "x", "rejected": "y"}
+    ).dropped
