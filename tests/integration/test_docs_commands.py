@@ -57,11 +57,15 @@ RULES = [
     Rule(r"make check$", environment={STAND_INS: "mypy=this"}),  # types of the whole tree: minutes
     Rule(r"make torture$", "ARGS='--kills 0 --steps 2'"),
     Rule(r"make eval-tools$"),
+    Rule(r"make venv GPU=1$", swapped={"GPU=1": "GPU=0"}),  # gigabytes for a GPU
     Rule(r"make study", f"ARGS='{STUDY}'"),
     # Programs that are only named
     Rule(r"(python label\.py|python -m launch\.results|accelerate launch)$", "--help"),
     # Training
     Rule(r"python train\.py --cfg job$"),
+    Rule(  # a teacher has the student's tokenizer
+        r"python train\.py .*reward=teacher", ONLINE, {"org/name": "assets/adder/model"}
+    ),
     Rule(r"(python|torchrun|accelerate).* train\.py .*(online=true|experiment=\S+-online)", ONLINE),
     Rule(  # all of them are the same run here
         r"(python|torchrun --nproc-per-node \d|accelerate launch --num-processes \d) train\.py( …)?$",

@@ -7,7 +7,6 @@ import math
 
 import pytest
 
-from data.views import ADVANTAGES
 from tests.tiny import make_config
 from train import train
 from trainers.losses.shapes import READS, SHAPES
@@ -34,13 +33,17 @@ SHARES = {
 """What a shape logs beside the others' metrics; the rest: the share of clipped ratios."""
 
 
+OF_SCORES = ("group", "group_mean", "rloo", "batch")
+"""The advantages that a completion's score decides."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("shapes")
 
 
 @pytest.mark.parametrize("humanline", ["false", "true"])
-@pytest.mark.parametrize(("shape", "advantage"), zip(SHAPES, [*ADVANTAGES] * 2, strict=True))
+@pytest.mark.parametrize(("shape", "advantage"), zip(SHAPES, OF_SCORES * 2, strict=True))
 def test_a_run(folder, shape, advantage, humanline):
     words = (f"loss.shape={shape}", f"loss.advantage={advantage}", f"humanline={humanline}", *SMALL)
     epsilon = ["loss.epsilon=0.01"] if "epsilon" in READS[shape] else []  # so that something is clipped

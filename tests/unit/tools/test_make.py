@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 
 import pytest
@@ -13,8 +14,9 @@ from tests.tiny import ROOT
 def test_a_login_node_installs_what_its_jobs_need(gpu, requirements):
     """GPU says so, whatever this machine has; nothing is installed here."""
     told = subprocess.run(
-        ["make", "--dry-run", "--always-make", "venv", f"GPU={gpu}"],
+        ["make", "--dry-run", "--always-make", "--no-print-directory", "venv", f"GPU={gpu}"],
         cwd=ROOT,
+        env={key: value for key, value in os.environ.items() if not key.startswith("MAKE")},
         capture_output=True,
         text=True,
         check=True,
