@@ -63,6 +63,7 @@ RULES = [
     Rule(r"(python label\.py|python -m launch\.results|accelerate launch)$", "--help"),
     # Training
     Rule(r"python train\.py --cfg job$"),
+    Rule(r"python train\.py .*exp_name=foreign", OFFLINE, {"n_examples=1280": "n_examples=8"}),
     Rule(  # a teacher has the student's tokenizer
         r"python train\.py .*reward=teacher", ONLINE, {"org/name": "assets/adder/model"}
     ),
@@ -79,7 +80,7 @@ RULES = [
     ),
     Rule(r"python export\.py "),
     # The stages of a round
-    Rule(r"python sample\.py ", "limit=4 overwrite_out=true"),
+    Rule(r"python sample\.py ", "limit=4 overwrite_out=true", {"limit=192": "limit=4"}),
     Rule(r"python label\.py ", "overwrite_out=true"),
     # Evaluation
     Rule(r"python eval\.py .*kind=alpacaeval alpacaeval\.annotations"),
@@ -97,6 +98,10 @@ RULES = [
     Rule(r"python eval\.py .*accuracy\.samples=64", f"{FEW} sampler.batch_size=256"),
     Rule(r"python eval\.py ", FEW),
     # Sweeps
+    Rule(
+        r"python -m launch\.sweep sweeps/off_policy",
+        f"{ONLINE} n_eval_samples=1 --only '*-fresh-no_humanline-none-shapeppo-s1'",
+    ),
     Rule(r"python -m launch\.sweep .*--rate", "--only '*-kto-offline-s1'"),
     Rule(r"python -m launch\.sweep .*--local 4", f"{OFFLINE} --only '*-kto-*-s1'"),
     Rule(r"python -m launch\.sweep .*--local", SWEPT),
