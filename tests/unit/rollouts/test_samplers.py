@@ -259,7 +259,7 @@ def test_no_prompt_gives_no_sample(policy, renderer):
 
 
 def test_a_prompt_that_cannot_be_rendered_is_an_error(policy, renderer):
-    with pytest.raises(DataError, match="only user and assistant"):
+    with pytest.raises(DataError, match="no tool turns"):
         make(policy, renderer).sample([Prompt((Turn("tool", "1"),))], 1, GREEDY, 0)
 
 
