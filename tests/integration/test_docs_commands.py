@@ -100,7 +100,7 @@ RULES = [
     # Sweeps
     Rule(
         r"python -m launch\.sweep sweeps/off_policy",
-        f"{ONLINE} n_eval_samples=1 --only '*-fresh-no_humanline-none-shapeppo-s1'",
+        f"{OFFLINE} n_eval_samples=1 --only '*-foreign-no_humanline-none-shapeppo-s1'",
     ),
     Rule(r"python -m launch\.sweep .*--rate", "--only '*-kto-offline-s1'"),
     Rule(r"python -m launch\.sweep .*--local 4", f"{OFFLINE} --only '*-kto-*-s1'"),
@@ -137,6 +137,7 @@ MADE = {
         "samples.jsonl",
         ["python sample.py data=adder rounds.samples=8 out=samples.jsonl limit=40"],
     ),
+    r"launch\.sweep sweeps/off_policy": ("foreign.jsonl", ["cp assets/adder/pairs.jsonl foreign.jsonl"]),
     r"data\.path=groups\.jsonl": ("groups.jsonl", ["cp assets/adder/pairs.jsonl groups.jsonl"]),
     r"loss=hinge|trainer=sequence_sft|reward=length|sampler=fixed|data=questions|trackers=\[csv\]": (
         "config/loss/hinge.yaml",
