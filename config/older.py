@@ -3,11 +3,15 @@ gone on with."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from config.defaults import section
 from config.files import FOLDER
+
+COMPOSITION = ("defaults", "hydra")
+"""Keys of config.yaml that are no settings."""
 
 
 def as_today(tree: dict[str, Any]) -> dict[str, Any]:
@@ -24,11 +28,10 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
         elif set(trainer["loss_keys"] or ()) < set(file.get("loss_keys", ())):
             trainer = trainer | {"loss_keys": file["loss_keys"]}
         tree["trainer"] = {"corrections": file.get("corrections", [])} | trainer
-    if isinstance(model := tree.get("model"), dict):
-        tree["model"] = {"logit_temperature": 1.0} | model
-    if "sync_freq" in tree:
-        tree.setdefault("sync_kl", 0.01)
     if "loss" in tree:
+        tree = _with_keys_since(tree, section("config.yaml"))
+        if isinstance(model := tree.get("model"), dict):
+            tree["model"] = _with_keys_since(model, section("model/base.yaml"))
         given = tree.get("correction")
         none = dict(section("correction/none.yaml"))
         tree["correction"] = {"reads_collision": False} | given if isinstance(given, dict) else none
@@ -46,6 +49,20 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
             key: today[key] for key in ("_target_", "separate", "options") if key in today
         }
     return tree
+
+
+def _with_keys_since(tree: dict[str, Any], today: Mapping[str, Any]) -> dict[str, Any]:
+    """``tree`` with the keys that only ``today``'s file has, at their defaults: these are what a run did before
+    it had the key. Sections that both have are completed likewise."""
+    out = dict(tree)
+    for key, value in today.items():
+        if key in COMPOSITION or str(value).startswith(("${", "???")):
+            continue
+        if isinstance(value, dict) and isinstance(out.get(key), dict):
+            out[key] = _with_keys_since(out[key], value)
+        else:
+            out.setdefault(key, value)
+    return out
 
 
 def _numbers_since(loss: dict[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,13 @@ class RoundsConfig:
             "is a share of a round's contexts: must be at least 0 and below 1",
         )
         require(
+            self.replay == 0 or 0 < self.replayed(1) < self.contexts_per_round,
+            "rounds.replay",
+            self.replay,
+            f"is {self.replayed(1)} of rounds.contexts_per_round={self.contexts_per_round} contexts: a round "
+            "must replay at least one and sample at least one",
+        )
+        require(
             self.lag == 0 or self.examples is None,
             "rounds.examples",
             self.examples,

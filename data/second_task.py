@@ -9,34 +9,48 @@ from config.schema_retention import RetentionConfig
 from data.sources import load_groups
 from data.types import Group
 
+OWN = ("path", "eval_path", "verifier")
+"""Settings of the set that ``retention`` may give in place of its file's."""
+
 
 def second_task(config: RetentionConfig) -> tuple[DataConfig, list[Group]]:
-    """The settings of the set that ``config.data`` names, and its held-out groups.
+    """The settings of the set that ``config.data`` names, and its held-out groups that can be checked.
 
-    Raises ConfigError where it is no file of config/data, needs a path, has no verifier or no held-out prompt
-    with a reference answer; DataError where its files cannot be used.
+    Raises ConfigError, for a setting of ``retention``, where the set is no file of config/data, needs a path,
+    cannot be read, has no verifier or no held-out prompt with a reference answer; DataError where none of its
+    rows can be used.
     """
     assert config.data is not None, "asked for where a second task is named"
     settings = data_file("retention.data", config.data)
-    given = {key: getattr(config, key) for key in ("path", "eval_path", "verifier")}
-    settings |= {key: value for key, value in given.items() if value is not None}
+    settings |= {key: value for key in OWN if (value := getattr(config, key)) is not None}
     if settings.get("path") == "???":
         raise ConfigError(
             "retention.path", None, f"retention.data={config.data} is a set of your own: name its file"
         )
-    data = DataConfig(**settings)
+    try:
+        return _checkable(DataConfig(**settings))
+    except ConfigError as error:
+        section, _, key = error.key.partition(".")
+        if section != "data":
+            raise
+        if key in OWN:
+            raise ConfigError(f"retention.{key}", error.value, error.remedy) from error
+        raise ConfigError("retention.data", config.data, f"{error}; choose another set") from error
+
+
+def _checkable(data: DataConfig) -> tuple[DataConfig, list[Group]]:
     if data.verifier is None:
         raise ConfigError(
-            "retention.verifier",
+            "data.verifier",
             None,
-            f"config/data/{config.data}.yaml names no verifier, so its answers cannot be checked: name one, "
+            f"config/data/{data.name}.yaml names no verifier, so its answers cannot be checked: name one, "
             "as in rollouts.rewards.verifier.accuracy",
         )
-    checkable = [g for g in load_groups(data, "eval").groups if g.prompt.reference_answer is not None]
-    if not checkable:
+    groups = [g for g in load_groups(data, "eval").groups if g.prompt.reference_answer is not None]
+    if not groups:
         raise ConfigError(
             "retention.data",
-            config.data,
+            data.name,
             "has no held-out prompt with a reference answer; give retention.eval_path, or another set",
         )
-    return data, checkable
+    return data, groups

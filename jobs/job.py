@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.errors import StoppedError
 from common.files import write_whole
+from common.imports import import_function
 from config.cli import say_what_is_idle
 from config.schema import Config
 from data.chat import make_renderer
@@ -84,6 +85,8 @@ class Job:
             self.trainer_class.check(config, self.plan.train)
             check_correction(config, self.plan.train)
         check_budget(config, self.plan.train)
+        if config.data.verifier is not None:
+            import_function("data.verifier", config.data.verifier)
         self.second_task = load_second_task(config, self.renderer)
         self.report = DataReport.of(
             self.plan.loaded, self.plan.evaluation, self.plan.examples, self.plan.cuts

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
+from config.defaults import section
 from config.load import changed, dump, load_saved, settings_of
 from launch.composing import compose_config
 from trainers.losses.shapes import READS
 
+CONFIG, MODEL = section("config.yaml"), section("model/base.yaml")
 EXPERIMENTS = sorted(
     path.stem
     for path in (Path(__file__).parents[3] / "config" / "experiment").glob("*.yaml")
@@ -51,6 +54,31 @@ def test_a_record_from_before_shapes_and_advantages_is_gone_on_with(loss: str) -
     assert load_saved(text).loss == config.loss
     own = OmegaConf.to_yaml(OmegaConf.merge(before, {"loss": {"_target_": "mine.grpo"}}))
     assert settings_of(own)["loss"] == OmegaConf.to_container(OmegaConf.create(own).loss)
+
+
+def test_a_record_from_before_a_key_is_gone_on_with() -> None:
+    """Every key of config.yaml and of a model that is at its default, one at a time."""
+    config = compose_config(["loss=dpo", "online=true"])
+    whole = OmegaConf.to_container(OmegaConf.create(dump(config)))
+    tried = 0
+    for place, default in (
+        ("", CONFIG),
+        ("rounds", CONFIG["rounds"]),
+        ("retention", CONFIG["retention"]),
+        ("model", MODEL),
+    ):
+        for key in default:
+            before = copy.deepcopy(whole)
+            section = before[place] if place else before
+            if key in section and section[key] == default[key]:
+                del section[key]
+                assert changed(settings_of(OmegaConf.to_yaml(before)), config) is None, f"{place} {key}"
+                tried += 1
+    assert tried > 50
+    for place in ("rounds", "retention"):
+        before = {key: value for key, value in whole.items() if key != place}
+        found = changed(settings_of(OmegaConf.to_yaml(before)), config)
+        assert found is None or found.key in ("rounds.contexts", "rounds.contexts_per_round")  # the model's
 
 
 def test_a_record_written_by_hand_is_read_as_hydra_reads_its_files() -> None:

@@ -99,6 +99,8 @@ def task(**given) -> RetentionConfig:
         ({"data": "nothing"}, "retention.data"),
         ({"data": "local"}, "retention.path"),
         ({"data": "local", "path": "FILE"}, "retention.verifier"),
+        ({"data": "local", "path": "/no/file", "verifier": "data.adder.accuracy"}, "retention.path"),
+        ({"data": "mix", "verifier": "data.adder.accuracy"}, "retention.data"),
         ({"data": "local", "path": "FILE", "verifier": "data.adder.accuracy"}, "retention.data"),
     ],
 )

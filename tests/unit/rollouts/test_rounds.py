@@ -200,6 +200,8 @@ def test_a_rounds_groups_file_trains_offline(tmp_path):
         (["rounds.passes=0"], "rounds.passes"),
         (["rounds.replay=1"], "rounds.replay"),
         (["rounds.replay=-0.1"], "rounds.replay"),
+        (["rounds.replay=0.99", "rounds.contexts_per_round=12"], "rounds.replay"),
+        (["rounds.replay=0.01", "rounds.contexts_per_round=12"], "rounds.replay"),
         (["rounds.examples=0"], "rounds.examples"),
         (["rounds.lag=1", "sampler=vllm", "rounds.examples=64"], "rounds.examples"),
     ],
