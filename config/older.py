@@ -52,8 +52,8 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_keys_since(tree: dict[str, Any], today: Mapping[str, Any]) -> dict[str, Any]:
-    """``tree`` with the keys that only ``today``'s file has, at their defaults: these are what a run did before
-    it had the key. Sections that both have are completed likewise."""
+    """``tree`` with the keys that only ``today``'s file has, at their defaults: these are what a run did
+    without them. Sections that both have are completed likewise."""
     out = dict(tree)
     for key, value in today.items():
         if key in COMPOSITION or str(value).startswith(("${", "???")):

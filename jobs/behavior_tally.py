@@ -11,24 +11,12 @@ from torch import Tensor
 from data.types import Example, Microbatch
 from jobs.sums import Sums
 from jobs.tally import POSITIONS, rounded
+from reports.behavior_charts import COLUMNS
 from trainers.corrections import Behavior
 from trainers.losses.base import TokenScores
 
 AGES = 16
 """Bin 0 has samples of the very policy; bin a > 0 those 2^(a-1) to 2^a - 1 steps old; the last is open."""
-COLUMNS = (
-    "tokens",
-    "known",
-    "kl",
-    "ratio",
-    "ratio_squared",
-    "weight",
-    "weight_squared",
-    "masked",
-)
-"""Sums over the completion tokens of a bin: how many; of how many log mu is known. Of these: KL(mu ||
-pi_theta) by the k3 estimator, nats; the ratio pi_theta / mu; its square. Of all: the correction's weight (1
-without one); its square; how many have weight 0."""
 
 
 class BehaviorTally(Sums):

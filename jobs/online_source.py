@@ -229,18 +229,13 @@ class OnlineSource:
     def _examples(self, index: int) -> list[Examples]:
         """What is trained on in the round, of each round that it comes from: those before it, then itself."""
         own = [self.round(i).groups() for i in range(index + 1 if self.config.rounds.replay else 0)]
-        count, ids = (
-            self.config.rounds.replayed(index),
-            [[g.prompt.id for g in groups] for groups in own[:-1]],
-        )
-        again = replayed([list(dict.fromkeys(each)) for each in ids], count, index, self.config.seed)
-        return [
-            *(
-                self._made(i, [g for g in groups if g.prompt.id in set(chosen)])
-                for i, (groups, chosen) in enumerate(zip(own, again, strict=False))
-            ),
-            self._made(index, own[-1] if own else self.round(index).groups()),
-        ]
+        contexts = [list(dict.fromkeys(group.prompt.id for group in groups)) for groups in own[:-1]]
+        count = self.config.rounds.replayed(index)
+        made = []
+        for i, chosen in enumerate(replayed(contexts, count, index, self.config.seed)):
+            again = set(chosen)
+            made.append(self._made(i, [group for group in own[i] if group.prompt.id in again]))
+        return [*made, self._made(index, own[-1] if own else self.round(index).groups())]
 
     def _made(self, index: int, groups: list[Group]) -> Examples:
         """Examples of groups of round ``index``, with the step that sampled them."""

@@ -100,17 +100,14 @@ class InitialKL:
     @torch.no_grad()
     def __call__(self) -> float | None:
         """None where nothing was answered."""
-        total = torch.zeros(2, dtype=torch.float64, device=self.trainer.world.device)
+        total = torch.zeros(2, dtype=torch.float64)
         for micro in self._microbatches():
-            for row, values in zip(
-                micro.sequences.rows, score(self.trainer.policy, micro.sequences), strict=True
-            ):
-                n = len(row.completion_ids)
-                if n:
-                    log_ratio = values[:n].double().cpu() - self.initial[row.key].double()
-                    k3 = (torch.expm1(log_ratio) - log_ratio).sum()
-                    total += torch.tensor([float(k3), n], dtype=torch.float64).to(total.device)
-        kl, tokens = sum_over_ranks(total).tolist()
+            scores = score(self.trainer.policy, micro.sequences).double().cpu()
+            for row, values in zip(micro.sequences.rows, scores, strict=True):
+                if n := len(row.completion_ids):
+                    log_ratio = values[:n] - self.initial[row.key].double()
+                    total += torch.stack([(torch.expm1(log_ratio) - log_ratio).sum(), torch.tensor(n)])
+        kl, tokens = sum_over_ranks(total.to(self.trainer.world.device)).tolist()
         return kl / tokens if tokens else None
 
     def _microbatches(self) -> Iterator[Microbatch]:

@@ -89,20 +89,10 @@ def chunked_entropies(
 ) -> Tensor:
     """[M] float32: the entropy of softmax(logits), nats, without gradient. Arguments as ``chunked_logprobs``
     has them."""
-    budget = budget or BUDGET.get(hidden.device.type, BUDGET["cpu"])
     form = Logits(scale, softcap, temperature)
-    exact = torch.promote_types(hidden.dtype, torch.float32)
-    highest = torch.full((len(hidden),), torch.finfo(exact).min, device=hidden.device, dtype=exact)
-    total, weighted = (
-        torch.zeros_like(highest),
-        torch.zeros_like(highest),
-    )  # of exp(d) and exp(d) d, d = logit - highest
-    for part in _slices(weight, max(budget // max(len(hidden), 1), 64)):
-        logits = form.of(_product(hidden, weight[part], None if bias is None else bias[part]))
-        before, highest = highest, torch.maximum(highest, logits.amax(dim=1))
-        down = before - highest
+    total = weighted = _zeros(hidden)  # of exp(d) and exp(d) d, d = logit - the highest so far
+    for down, below in _below_highest(hidden, weight, bias, form, budget):
         weighted, total = (weighted + total * down) * down.exp(), total * down.exp()
-        below = logits.sub_(highest[:, None])
         shares = below.exp()
         weighted, total = weighted + (shares * below).sum(dim=1), total + shares.sum(dim=1)
     return total.log() - weighted / total
@@ -121,19 +111,34 @@ def chunked_collisions(
 ) -> Tensor:
     """[M] float32: log sum_v p_v^2 of p = softmax(logits), the log of the chance that two draws agree, nats,
     without gradient. Arguments as ``chunked_logprobs`` has them."""
-    budget = budget or BUDGET.get(hidden.device.type, BUDGET["cpu"])
     form = Logits(scale, softcap, temperature)
-    exact = torch.promote_types(hidden.dtype, torch.float32)
-    highest = torch.full((len(hidden),), torch.finfo(exact).min, device=hidden.device, dtype=exact)
-    total, squares = torch.zeros_like(highest), torch.zeros_like(highest)
-    for part in _slices(weight, max(budget // max(len(hidden), 1), 64)):
-        logits = form.of(_product(hidden, weight[part], None if bias is None else bias[part]))
-        before, highest = highest, torch.maximum(highest, logits.amax(dim=1))
-        shrink = (before - highest).exp()
-        shares = logits.sub_(highest[:, None]).exp_()
+    total = squares = _zeros(hidden)
+    for down, below in _below_highest(hidden, weight, bias, form, budget):
+        shrink, shares = down.exp(), below.exp_()
         total = total * shrink + shares.sum(dim=1)
         squares = squares * shrink.square() + shares.square_().sum(dim=1)
     return squares.log() - 2 * total.log()
+
+
+def _zeros(hidden: Tensor) -> Tensor:
+    """[M] in the dtype that is summed in."""
+    return torch.zeros(
+        len(hidden), device=hidden.device, dtype=torch.promote_types(hidden.dtype, torch.float32)
+    )
+
+
+def _below_highest(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, form: Logits, budget: int | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """A slice of the vocabulary at a time: ([M] the highest logit before it less the highest so far; [M, v] the
+    slice's logits less the highest so far)."""
+    budget = budget or BUDGET.get(hidden.device.type, BUDGET["cpu"])
+    highest = _zeros(hidden)
+    highest += torch.finfo(highest.dtype).min
+    for part in _slices(weight, max(budget // max(len(hidden), 1), 64)):
+        logits = form.of(_product(hidden, weight[part], None if bias is None else bias[part]))
+        before, highest = highest, torch.maximum(highest, logits.amax(dim=1))
+        yield before - highest, logits.sub_(highest[:, None])
 
 
 class _LogProbs(torch.autograd.Function):

@@ -14,6 +14,9 @@ from reports.charts import BLUE, GREEN, ORANGE, Record, svg
 TITLES = {"positions": "by position", "ages": "by staleness"}
 AXES = {"positions": "position in the completion", "ages": "steps since sampled"}
 COLUMNS = ("tokens", "known", "kl", "ratio", "ratio_squared", "weight", "weight_squared", "masked")
+"""What a bin has: sums over its completion tokens. How many; of how many log mu is known. Of these: KL(mu ||
+pi_theta) by the k3 estimator, nats; the ratio pi_theta / mu; its square. Of all: the correction's weight (1
+without one); its square; how many have weight 0."""
 
 
 def behavior_charts(intervals: Sequence[Record]) -> list[tuple[str, bytes]]:

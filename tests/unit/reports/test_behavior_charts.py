@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jobs.behavior_tally import COLUMNS as WRITTEN
-from reports.behavior_charts import COLUMNS, behavior_charts, figure, total
+from reports.behavior_charts import behavior_charts, figure, total
 from reports.charts import svg
 
 
@@ -17,10 +16,6 @@ def bins(*rows: list[float]) -> list[list[float]]:
 #        tokens known kl ratio ratio² weight weight² masked
 TWO = bins([10, 8, 0.8, 8.0, 16.0, 12, 24.0, 2], [20, 20, 4.0, 20.0, 25.0, 20, 20.0, 0])
 ONE = bins([10, 8, 0.8, 8.0, 16.0, 12, 24.0, 4])
-
-
-def test_the_columns_are_those_that_runs_write():
-    assert COLUMNS == WRITTEN
 
 
 def test_intervals_add_up_whatever_their_lengths():
