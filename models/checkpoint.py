@@ -84,18 +84,18 @@ class Checkpoints:
                 part.mkdir(parents=True)
             return _tensors(policy, optimizer)
 
-        def write() -> dict[str, list[int]]:
+        def write() -> None:
             save_file(mine | {"rng": torch.get_rng_state()}, part / f"rank_{self.world.rank:04d}.safetensors")
             if self.world.is_main:
                 records(part)
                 about = state | {"fresh_optimizer": not optimizer.state}
                 (part / "state.json").write_text(json.dumps(about, indent=2))
-            return _checksums(part, self.world.rank)
 
         try:
             tensors = everywhere(prepare)
             everywhere(lambda: dcp.save(tensors, checkpoint_id=part))
-            sums = gather_objects(everywhere(write))
+            everywhere(write)  # a rank that still writes has unfinished files in the folder
+            sums = gather_objects(everywhere(lambda: _checksums(part, self.world.rank)))
             files = {name: value for of_rank in sums for name, value in of_rank.items()}
             everywhere(lambda: self._publish(part, step, files) if self.world.is_main else None)
         except CheckpointError as error:

@@ -1,7 +1,8 @@
-"""What two ranks run where only one of them finds no room."""
+"""What two ranks run where only one of them finds no room, and where one writes longer than the other."""
 
 from __future__ import annotations
 
+import json
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -62,4 +63,10 @@ def worker(rank: int, ranks: int, store: str, folder: str) -> None:
     dist.barrier()
     assert [path.name for path in kept.folder.iterdir()] == ["step_00000002"]
     dist.barrier()
+    for step in (3, 4, 5):  # rank 0 is done at once; rank 1's own file is still being written then
+        kept.save(step, trainer.policy, trainer.optimizer, {}, {"x": torch.zeros(50_000_000 * rank)})
+        assert kept.problem(kept.path(step)) == ""
+        files = set(json.loads((kept.path(step) / "manifest.json").read_text()))
+        assert files == {path.name for path in kept.path(step).iterdir()} - {"manifest.json"}
+        dist.barrier()
     dist.destroy_process_group()
