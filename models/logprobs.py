@@ -130,8 +130,8 @@ def _zeros(hidden: Tensor) -> Tensor:
 def _below_highest(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, form: Logits, budget: int | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """A slice of the vocabulary at a time: ([M] the highest logit before it less the highest so far; [M, v] the
-    slice's logits less the highest so far)."""
+    """A slice of the vocabulary at a time: ([M] the highest logit before it less the highest so far; [M, v]
+    the logits of the slice less the highest so far)."""
     budget = budget or BUDGET.get(hidden.device.type, BUDGET["cpu"])
     highest = _zeros(hidden)
     highest += torch.finfo(highest.dtype).min
