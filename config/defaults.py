@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import field, fields, is_dataclass
 from functools import cache, partial
 from typing import Any, TypeVar, cast
 
@@ -19,10 +19,14 @@ def yaml_defaults(*places: str) -> Callable[[type[T]], type[T]]:
 
     ``places``: files of config/, each with an optional section, as in ``config.yaml:rounds``; the first one
     that has a key gives its value. A field that no place has, or that has a default of its own, stays as it
-    is.
+    is. Fields that a base class leaves without a default are filled too.
     """
 
     def fill(cls: type[T]) -> type[T]:
+        for base in cls.__mro__[1:]:
+            for inherited in fields(base) if is_dataclass(base) else ():
+                if inherited.default is inherited.default_factory:  # dataclasses.MISSING, both
+                    cls.__annotations__.setdefault(inherited.name, inherited.type)
         for name in cls.__annotations__:
             if name not in vars(cls) and (found := _value(places, name)) is not MISSING:
                 setattr(cls, name, _copied(found) if isinstance(found, list | dict) else found)

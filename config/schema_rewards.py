@@ -3,7 +3,6 @@ with the project."""
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from common.errors import one_of, require
 from common.imports import import_function
 from config.defaults import section, yaml_defaults
+from config.schema_endpoint import EndpointConfig, check_address
 
 
 @dataclass
@@ -121,60 +121,59 @@ class ClassifierConfig(RewardModelConfig):
 
 @dataclass
 @yaml_defaults("reward/teacher.yaml:teacher")
-class TeacherConfig:
-    """A language model that says how likely it finds each token of a sample."""
+class TeacherConfig(EndpointConfig):
+    """A language model that says how likely it finds each token of a sample: loaded here, or behind an
+    endpoint."""
 
     name_or_path: str
     revision: str | None
     dtype: str
     batch_size: int
+    base_url: str | None
+    model: str | None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         one_of("reward.teacher.dtype", self.dtype, ("float32", "bfloat16"))
         _at_least("reward.teacher", self, batch_size=1)
+        if self.base_url is not None:
+            check_address("reward.teacher.base_url", self.base_url, "is where /completions is found")
+        for key in ("model", "api_key_env"):
+            require(
+                self.base_url is not None or getattr(self, key) is None,
+                f"reward.teacher.{key}",
+                getattr(self, key),
+                "is of an endpoint, and reward.teacher.base_url=null has none: leave one of them out",
+            )
+
+    def section(self) -> str:
+        return "reward.teacher"
 
 
 @dataclass
 @yaml_defaults("reward/judge.yaml:judge")
-class JudgeConfig:
+class JudgeConfig(EndpointConfig):
     """A language model behind an OpenAI-compatible endpoint that is asked for a number."""
 
     model: str
-    api_key_env: str | None
     pattern: str
     min_score: float
     max_score: float
     temperature: float
     max_tokens: int
-    concurrency: int
-    timeout: float
-    retries: int
-    backoff: float
     max_calls: int
     max_total_tokens: int
     base_url: str
     prompt: str
 
     def __post_init__(self) -> None:
-        require(
-            self.base_url.startswith(("http://", "https://")),
-            "reward.judge.base_url",
-            self.base_url,
-            "is where /chat/completions is found: must start with http:// or https://",
-        )
+        super().__post_init__()
+        check_address("reward.judge.base_url", self.base_url, "is where /chat/completions is found")
         require(
             "{completion}" in self.prompt,
             "reward.judge.prompt",
             "…",
             "must contain {completion}, and may contain {prompt} and {reference}",
-        )
-        require(
-            self.api_key_env is None or self.api_key_env in os.environ,
-            "reward.judge.api_key_env",
-            self.api_key_env,
-            "is the name of the environment variable that holds the endpoint's key (never the key itself), "
-            "and is not set; "
-            "set that variable, or give null for no key",
         )
         require(
             _groups(self.pattern) == 1,
@@ -189,21 +188,10 @@ class JudgeConfig:
             f"must be below reward.judge.max_score={self.max_score}",
         )
         require(self.temperature >= 0, "reward.judge.temperature", self.temperature, "must be 0 or more")
-        _at_least(
-            "reward.judge", self, max_tokens=1, concurrency=1, retries=0, max_calls=1, max_total_tokens=1
-        )
-        require(
-            self.timeout > 0,
-            "reward.judge.timeout",
-            self.timeout,
-            "is seconds a call may take: must be above 0",
-        )
-        require(
-            self.backoff > 0,
-            "reward.judge.backoff",
-            self.backoff,
-            "is seconds before the first retry: must be above 0",
-        )
+        _at_least("reward.judge", self, max_tokens=1, max_calls=1, max_total_tokens=1)
+
+    def section(self) -> str:
+        return "reward.judge"
 
 
 @dataclass(frozen=True)

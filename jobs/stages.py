@@ -79,9 +79,15 @@ def label(config: Config, stage: LabelStage, device: str) -> None:
         config.rounds.feedback,
         "format=pairwise takes pair or random",
     )
-    samples = read_samples(Path(stage.samples))
     reward = make_reward(config.reward_config, device, Path(config.runs_dir) / "logs")
     try:
+        require(
+            not reward.gives_tokens,
+            "reward",
+            config.reward_config.name,
+            "rewards the tokens of a run's own rounds, and a file has one score a text: choose another",
+        )
+        samples = read_samples(Path(stage.samples))
         scores = score_samples(reward, samples)
     except RewardError as error:
         raise StoppedError(str(error)) from error

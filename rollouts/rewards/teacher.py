@@ -3,12 +3,16 @@ on the student's own samples): token t of a sample is worth ``log pi_teacher(y_t
 the policy that sampled it.
 
 Its mean over a sample's tokens is an estimate of -KL(mu || teacher) a token. The teacher reads the tokens
-that the student read and wrote, so their tokenizers must be the same; it is asked at temperature 1.
+that the student read and wrote, so their tokenizers must be the same; it is asked at temperature 1. It is
+loaded here, or asked behind a vLLM server's completions endpoint, which gives the log-probabilities of a
+prompt's tokens (``prompt_logprobs``).
 """
 
 from __future__ import annotations
 
+import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,20 +32,28 @@ from models.policy import Policy, causal_lm
 from models.pretrained import check_model, load_policy, load_tokenizer
 from models.reference import score
 from rollouts.rewards.base import Missing
+from rollouts.rewards.endpoint import Endpoint, FailedError
+
+Sample = tuple[np.ndarray, Completion]
+"""[P] prompt tokens, and what was sampled behind them."""
 
 KEY = "reward.teacher.name_or_path"
 WHOLE = "reward=teacher scores the tokens of a run's own rounds; a text has none"
+_MAX_REPLY_BYTES = 256_000_000
+"""Of the log-probabilities of one completion's tokens: vLLM writes about 100 bytes a token."""
 UNKNOWN = "its log-probabilities under the policy that sampled it are not known (docs/off-policy.md)"
 
 
-class Teacher:
-    """Loads when it is first asked."""
+class Teacher(ABC):
+    """What all teachers share: whose tokens they read, and what their log-probabilities are worth."""
 
     log_dir: Path | None = None
+    positions: float = math.inf
+    """Tokens of prompt and completion that it can read."""
 
-    def __init__(self, settings: TeacherConfig, device: torch.device | str) -> None:
-        """Raises ConfigError for a model that cannot be had, or is no causal language model."""
-        self.settings, self.device = settings, torch.device(device)
+    def __init__(self, settings: TeacherConfig) -> None:
+        """Raises ConfigError for a tokenizer that cannot be had."""
+        self.settings = settings
         self.metrics: dict[str, float] = {}
         self.config = with_defaults(
             ModelConfig,
@@ -52,10 +64,11 @@ class Teacher:
             max_length=2,
             max_prompt_length=1,
         )
-        text = check_model(self.config).get_text_config()
-        self.positions = getattr(text, "max_position_embeddings", None) or math.inf
         self.tokenizer = load_tokenizer(self.config)
-        self._policy: Policy | None = None
+
+    @abstractmethod
+    def logprobs(self, samples: Sequence[Sample]) -> list[Sequence[float] | Missing]:
+        """Of each token of each completion behind its [P] prompt tokens, nats."""
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise ConfigError unless ``tokenizer``, the student's, is the teacher's too."""
@@ -71,21 +84,17 @@ class Teacher:
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
         return [Missing(WHOLE)] * len(completions)
 
-    @torch.no_grad()
-    def score_tokens(
-        self, samples: Sequence[tuple[np.ndarray, Completion]]
-    ) -> list[tuple[float, ...] | Missing]:
+    def score_tokens(self, samples: Sequence[Sample]) -> list[tuple[float, ...] | Missing]:
         """What each token of each completion is worth behind its [P] prompt tokens, nats."""
         verdicts: list[tuple[float, ...] | Missing] = [self._refused(*sample) for sample in samples]
         left = [i for i, verdict in enumerate(verdicts) if not verdict]
-        left.sort(key=lambda i: -len(samples[i][1].token_ids or ()))
-        for first in range(0, len(left), self.settings.batch_size):
-            part = left[first : first + self.settings.batch_size]
-            rows = [Row(samples[i][0], np.array(samples[i][1].token_ids, np.int32)) for i in part]
-            values = score(self._loaded(), collate(rows, self.device)).float().cpu().numpy()
-            for i, found in zip(part, values, strict=True):
-                known = samples[i][1].behavior_logprobs or ()
-                verdicts[i] = tuple(float(v - mu) for v, mu in zip(found, known, strict=False))
+        for i, found in zip(left, self.logprobs([samples[i] for i in left]), strict=True):
+            known = samples[i][1].behavior_logprobs or ()
+            verdicts[i] = (
+                found
+                if isinstance(found, Missing)
+                else tuple(float(v - mu) for v, mu in zip(found, known, strict=True))
+            )
         return verdicts
 
     def _refused(self, prompt: np.ndarray, completion: Completion) -> tuple[float, ...] | Missing:
@@ -98,6 +107,36 @@ class Teacher:
                 f"prompt and completion have more tokens than the teacher has positions ({self.positions})"
             )
         return ()
+
+    def release(self) -> None:
+        """Free the accelerator's memory."""
+
+    def close(self) -> None:
+        """End what it holds."""
+
+
+class LocalTeacher(Teacher):
+    """Loads when it is first asked."""
+
+    def __init__(self, settings: TeacherConfig, device: torch.device | str) -> None:
+        """Raises ConfigError for a model that cannot be had, or is no causal language model."""
+        super().__init__(settings)
+        self.device = torch.device(device)
+        text = check_model(self.config).get_text_config()
+        self.positions = getattr(text, "max_position_embeddings", None) or math.inf
+        self._policy: Policy | None = None
+
+    @torch.no_grad()
+    def logprobs(self, samples: Sequence[Sample]) -> list[Sequence[float] | Missing]:
+        found: list[Sequence[float] | Missing] = [()] * len(samples)
+        longest_first = sorted(range(len(samples)), key=lambda i: -len(samples[i][1].token_ids or ()))
+        for first in range(0, len(samples), self.settings.batch_size):
+            part = longest_first[first : first + self.settings.batch_size]
+            rows = [Row(samples[i][0], np.array(samples[i][1].token_ids, np.int32)) for i in part]
+            values = score(self._loaded(), collate(rows, self.device)).float().cpu().numpy()
+            for i, row, of_row in zip(part, rows, values, strict=True):
+                found[i] = of_row[: len(row.completion_ids)]
+        return found
 
     def release(self) -> None:
         if self._policy is not None:
@@ -115,6 +154,49 @@ class Teacher:
         return self._policy.to(self.device)
 
 
+class EndpointTeacher(Teacher):
+    """Asks a vLLM server, one completion a call. Nothing is sampled but one token that nobody reads: the
+    endpoint has no call without one."""
+
+    def __init__(self, settings: TeacherConfig) -> None:
+        """Raises ConfigError for a server that does not answer, or has no such model."""
+        super().__init__(settings)
+        assert settings.base_url is not None, "make chooses"
+        self.model = settings.model or settings.name_or_path
+        self.endpoint = Endpoint(
+            "reward.teacher", settings.base_url, "/completions", settings, _MAX_REPLY_BYTES
+        )
+        self.endpoint.check(self._ask, (np.zeros(1, np.int32), Completion("", (0,))))
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Sequence[float] | Missing]:
+        return self.endpoint.each(self._ask, samples)
+
+    def close(self) -> None:
+        self.endpoint.close()
+
+    def _ask(self, sample: Sample) -> Sequence[float]:
+        """[T] log-probabilities of one completion's tokens. Raises FailedError, RewardError."""
+        prompt, ids = sample[0].tolist(), list(sample[1].token_ids or ())
+        asked = {
+            "model": self.model,
+            "prompt": prompt + ids,
+            "max_tokens": 1,
+            "temperature": 1,
+            "prompt_logprobs": 0,
+            "add_special_tokens": False,
+        }
+        reply = self.endpoint.post(json.dumps(asked).encode())
+        try:
+            given = reply["choices"][0]["prompt_logprobs"][len(prompt) :]
+            found = [float(of[str(token)]["logprob"]) for of, token in zip(given, ids, strict=True)]
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+            raise FailedError(
+                "the endpoint's reply has no prompt_logprobs of these tokens (vLLM's completions have)",
+                again=True,
+            ) from None
+        return found
+
+
 def make(config: TeacherConfig, device: torch.device | str, log_dir: Path | None = None) -> Teacher:
     """A causal language model as a teacher. Raises ConfigError."""
-    return Teacher(config, device)
+    return LocalTeacher(config, device) if config.base_url is None else EndpointTeacher(config)

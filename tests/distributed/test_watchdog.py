@@ -28,12 +28,6 @@ def test_a_hang_of_all_is_said_to_be_one():
     assert "all are at: step 7, under way" in slow_ranks(["step 7, under way"] * 4, 300)
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 HOLDER = """
 import sys, time
 from torch.distributed import TCPStore
@@ -48,7 +42,7 @@ class Ranks:
 
     def __init__(self, folder: Path) -> None:
         self.until, self.logs = folder / "stop", [folder / f"{rank}.log" for rank in (0, 1)]
-        port = str(free_port())
+        port = str(programs.free_port())
         self.holder = programs.start("-c", HOLDER, port)
         launched = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         self.processes = [

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx2
 import numpy as np
 import pytest
 import torch
@@ -9,12 +16,16 @@ from transformers import AutoModelForCausalLM
 
 from common.errors import ConfigError
 from config.schema_rewards import TeacherConfig
+from config.schema_stages import LabelStage
 from data.chat import make_renderer
 from data.types import Completion, Group
+from jobs import stages
 from models.pretrained import load_policy, load_tokenizer
 from rollouts.rewards.base import Missing
-from rollouts.rewards.teacher import Teacher
+from rollouts.rewards.teacher import EndpointTeacher, LocalTeacher, Sample
+from rollouts.vllm_sampler import installed
 from tests.integration.online import lines, rounds, run_online
+from tests.programs import free_port, until
 from tests.tiny import ROOT, make_config
 from tests.tiny_tokenizers import tiny_tokenizer
 
@@ -33,15 +44,27 @@ DISTIL = (
 )
 
 
-def test_a_token_is_worth_what_the_teacher_thinks_more_of_it():
-    teacher = Teacher(TeacherConfig(name_or_path=MODEL, dtype="float32", batch_size=2), "cpu")
+def some_samples() -> list[Sample]:
+    """Three with log-probabilities of who sampled them, and one without."""
     rng, samples = np.random.default_rng(0), []
     for n in (3, 7, 5):
         mu = tuple(float(v) for v in -rng.random(n))
         ids = tuple(int(i) for i in rng.integers(3, 15, n))
         samples.append((rng.integers(3, 15, 4).astype(np.int32), Completion("x", ids, behavior_logprobs=mu)))
-    samples.append((samples[0][0], Completion("x", (3, 4))))
-    found = teacher.score_tokens(samples)
+    return [*samples, (samples[0][0], Completion("x", (3, 4)))]
+
+
+def loaded_here() -> LocalTeacher:
+    return LocalTeacher(TeacherConfig(name_or_path=MODEL, dtype="float32", batch_size=2), "cpu")
+
+
+def behind(url: str, **settings) -> EndpointTeacher:
+    return EndpointTeacher(TeacherConfig(name_or_path=MODEL, base_url=url, backoff=0.001, **settings))
+
+
+def test_a_token_is_worth_what_the_teacher_thinks_more_of_it():
+    samples = some_samples()
+    found = loaded_here().score_tokens(samples)
     assert isinstance(found.pop(), Missing)
     model = load_policy(make_config("model=adder", "model.dtype=float32").model, torch.device("cpu")).model
     for (prompt, completion), rewards in zip(samples, found, strict=False):
@@ -50,6 +73,68 @@ def test_a_token_is_worth_what_the_teacher_thinks_more_of_it():
         chosen = values.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist()
         wanted = [v - mu for v, mu in zip(chosen, completion.behavior_logprobs, strict=True)]
         assert rewards == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[str]:
+    """The teacher behind vLLM's own server."""
+    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
+    words = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        MODEL,
+        "--port",
+        str(port),
+    ]
+    words += ["--served-model-name", "sums", "--dtype", "float32", "--max-model-len", "32", "--enforce-eager"]
+    with log.open("wb") as out:
+        environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+        process = subprocess.Popen(
+            words, stdout=out, stderr=out, env=environment, cwd=ROOT, start_new_session=True
+        )
+    url = f"http://127.0.0.1:{port}/v1"
+    try:
+        until(lambda: process.poll() is not None or answers(f"{url}/models"))
+        assert process.poll() is None, log.read_text()[-4000:]
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx2.get(url, timeout=5).is_success
+    except httpx2.HTTPError:
+        return False
+
+
+@pytest.mark.skipif(not installed(), reason="vLLM is not installed; requirements/vllm-cpu.txt has it")
+def test_a_teacher_behind_a_server_says_what_it_says_here(server):
+    samples = some_samples()
+    teacher = behind(server, model="sums")
+    *here, nothing = loaded_here().score_tokens(samples)
+    *there, unknown = teacher.score_tokens(samples)
+    assert unknown == nothing and isinstance(unknown, Missing)
+    for one, other in zip(here, there, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+    ids = tuple(range(3, 15)) * 3
+    (too_long,) = teacher.score_tokens([(samples[0][0], Completion("x", ids, behavior_logprobs=(0.0,) * 36))])
+    assert too_long == Missing("HTTP 400 from the endpoint")
+    teacher.close()
+    with pytest.raises(ConfigError, match=r"reward.teacher.base_url=.*refuses the call: HTTP 404 .*sums"):
+        behind(server)
+
+
+def test_a_server_that_does_not_answer_is_refused_before_anything_is_loaded(tmp_path):
+    url = f"http://127.0.0.1:{free_port()}/v1"
+    given = (f"reward.teacher.base_url={url}", "reward.teacher.retries=0")
+    with pytest.raises(ConfigError, match=rf"reward.teacher.base_url={url}.*the endpoint did not answer"):
+        run_online(tmp_path, "r", *DISTIL, *given)
+    with pytest.raises(ConfigError, match=r"reward.teacher.model=sums.*base_url=null has none"):
+        run_online(tmp_path, "r", *DISTIL, "reward.teacher.model=sums")
 
 
 def exact_kl(folder, prompts: list[np.ndarray], groups: list[Group]) -> float:
@@ -94,6 +179,12 @@ def test_rewards_and_advantages_must_be_of_the_same_things(tmp_path, words, said
 
 
 def test_a_teacher_of_another_tokenizer_is_refused():
-    teacher = Teacher(TeacherConfig(name_or_path=MODEL), "cpu")
+    teacher = loaded_here()
     with pytest.raises(ConfigError, match="has another tokenizer"):
         teacher.check_tokenizer(tiny_tokenizer("llama3"))
+
+
+def test_texts_in_a_file_are_not_scored(tmp_path):
+    stage = LabelStage(samples=str(tmp_path / "none.jsonl"), out=str(tmp_path / "out.jsonl"))
+    with pytest.raises(ConfigError, match="reward=teacher: rewards the tokens of a run's own rounds"):
+        stages.label(make_config(*DISTIL), stage, "cpu")

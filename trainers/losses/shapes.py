@@ -99,9 +99,10 @@ def gmpo(scores: TokenScores, advantages: Tensor, *, epsilon: float, epsilon_hig
     Every token of a row has the row's loss, so ``normalization=sequence`` is the paper's mean over sequences.
     Epsilons to infinity: ``ppo`` with ``importance=sequence``, without clipping.
     """
-    log_r = importance_log_ratio(scores, "token")
+    log_r = torch.where(scores.mask, scores.log_ratio, 0.0)
     bounded, clipped = one_sided(log_r, advantages, epsilon, upper(epsilon, epsilon_high))
-    ratio = torch.exp(token_mean(bounded, scores.mask)).unsqueeze(-1)
+    of_row = token_mean(bounded, scores.mask).unsqueeze(-1)
+    ratio = torch.exp(_finite_without_weight(scores, of_row))
     return (-advantages * ratio).expand_as(log_r), {"ratio_clipped": clipped}
 
 
@@ -221,10 +222,20 @@ def upper(epsilon: float, epsilon_high: float | None) -> float:
 def importance_log_ratio(scores: TokenScores, importance: str) -> Tensor:
     """[R, T] the log of each token's importance ratio, 0 where the mask is False."""
     if importance == "token":
-        return torch.where(scores.mask, scores.log_ratio, 0.0)
-    if importance == "sequence":
-        return torch.where(scores.mask, token_mean(scores.log_ratio, scores.mask).unsqueeze(-1), 0.0)
-    raise ValueError(f"importance={importance}: use token or sequence")
+        log_r = scores.log_ratio
+    elif importance == "sequence":
+        log_r = token_mean(scores.log_ratio, scores.mask).unsqueeze(-1)
+    else:
+        raise ValueError(f"importance={importance}: use token or sequence")
+    return _finite_without_weight(scores, torch.where(scores.mask, log_r, 0.0))
+
+
+def _finite_without_weight(scores: TokenScores, log_r: Tensor) -> Tensor:
+    """``log_r``, [R, T] or [R, 1], with a finite exponential where a correction weighs the token by 0: 0
+    times a ratio that overflows is nan, in the loss and in its gradient."""
+    if scores.weights is None:
+        return log_r
+    return torch.where(scores.weights == 0, log_r.clamp(max=SATURATED), log_r)
 
 
 def _masked_ratio(scores: TokenScores, advantages: Tensor, masked: Tensor) -> Tensor:

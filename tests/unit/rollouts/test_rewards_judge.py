@@ -219,9 +219,9 @@ def no_collection():
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
-        ("[" * 200_000, "the endpoint's reply is no chat completion"),
-        ('{"choices": ' + "[" * 200_000 + "]" * 200_000 + "}", "the endpoint's reply is no chat completion"),
-        ('{"choices": [{"message": {"content": ' + "9" * 5000 + "}}]}", "is no chat completion"),
+        ("[" * 200_000, "the endpoint's reply is no JSON"),
+        ('{"choices": ' + "[" * 200_000 + "]" * 200_000 + "}", "the endpoint's reply is no JSON"),
+        ('{"choices": [{"message": {"content": ' + "9" * 5000 + "}}]}", "is no JSON"),
         ("x" * 5_000_000, "the reply is longer than 4000000 bytes"),
     ],
     ids=["open brackets", "nested lists", "digits", "long"],

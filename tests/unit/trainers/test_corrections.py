@@ -21,6 +21,7 @@ from data.types import Completion, Sequence
 from tests.engine import engine_config, make_segment, run
 from tests.tiny import make_config, tiny_policy
 from trainers.corrections import Behavior, Correction, with_sample_size
+from trainers.losses import shapes
 from trainers.losses.base import LossResult, TokenScores
 from trainers.losses.grpo import grpo
 
@@ -122,6 +123,33 @@ def test_a_weight_multiplies_the_policy_term_and_not_the_penalty(words):
     penalty = gradient(None, beta) - gradient(None, 0.0)
     assert torch.allclose(gradient(weights, beta), weights * gradient(None, 0.0) + penalty, atol=1e-14)
     assert torch.equal(gradient(torch.ones_like(weights), beta), gradient(None, beta))
+
+
+@pytest.mark.parametrize("importance", ["token", "sequence"])
+@pytest.mark.parametrize("shape", shapes.SHAPES)
+def test_a_token_of_weight_0_costs_nothing_however_large_its_ratio(shape, importance):
+    """A ratio of e^300 overflows float32, and 0 times it is nan. The second row has no weight at all, the
+    first has one token without."""
+    if importance == "sequence" and "importance" not in shapes.reads(shape):
+        pytest.skip(f"{shape} has no other importance")
+    policy = torch.tensor([[-1.0, -2.0, -0.5], [-1.5, -0.3, -2.5]], requires_grad=True)
+    far = torch.tensor([[0.1, 0.2, -0.3], [300.0, 900.0, 20.0]])
+    if importance == "token" and shape != "gmpo":
+        far[0, 1] = 300.0
+    weights = torch.tensor([[1.0, 0.0, 0.7], [0.0, 0.0, 0.0]])
+    mask = torch.ones_like(weights, dtype=torch.bool)
+
+    def loss_and_gradient(far):
+        given = TokenScores(policy, policy.detach() - far, policy - policy.detach() + far, mask, weights)
+        numbers = {"epsilon": 0.2, "epsilon_high": 1e9, "dual_clip": 1e30, "moment_bound": 1e30}
+        advantages = torch.tensor([-1.0, -2.0])
+        total = grpo(given, advantages, beta=0.0, importance=importance, shape=shape, **numbers).total
+        return total, torch.autograd.grad(total, policy)[0]
+
+    near = torch.where(weights == 0, 0.25, far) if importance == "token" and shape != "gmpo" else far.clone()
+    near[1] = 0.25
+    for found, wanted in zip(loss_and_gradient(far), loss_and_gradient(near), strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_pairs_weigh_what_the_policy_thinks_of_them():
