@@ -7,31 +7,28 @@ and saved, start again.
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import get_type_hints
 
+from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from common.errors import ConfigError, StoppedError, UserError, require
+from common.errors import ConfigError, StoppedError, UserError
 from common.output import no_room
 from common.secrets import scrub_text
+from config.arguments import as_settings, choices_of, refuse_choices
+from config.files import FOLDER
 from config.load import load, run_name
 from config.schema import Config
+from config.unknown import NOTHING, names, names_of, remedy
 
 REFUSED, STOPPED = 2, 1
-CONFIG = Path(__file__).parent
 
 
 def settings(cfg: DictConfig) -> tuple[Config, str]:
@@ -93,6 +90,7 @@ def guarded(work: Callable[[], object]) -> None:
 def cli(main: Callable[[], object]) -> None:
     """Run a ``hydra.main`` program: what Hydra refuses of the command line is one message too."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # or Hydra would print its own and leave with 1
+    sys.argv[1:] = as_settings(sys.argv[1:])
     guarded(lambda: refuse_choices(sys.argv[1:]))
     try:
         main()
@@ -108,76 +106,19 @@ def complain(message: str, code: int) -> int:
     return code
 
 
-def refuse_choices(arguments: list[str]) -> None:
-    """Raise ConfigError for a choice among the files of a folder (``loss=…``) that is not one: null, a
-    number, nothing, or a reward that is not there. Hydra ends with a traceback at the first two, and leaves
-    out an optional file that is not there without a word."""
-    folders = [CONFIG, *_folders_given(arguments)]
-    for override in filter(None, map(_override, arguments)):
-        key = override.key_or_group
-        require(key != "", key, override.value(), "has no setting before the =; write it as key=value")
-        if override.is_delete() or not any((folder / key).is_dir() for folder in folders):
-            continue
-        files = sorted({path.stem for folder in folders for path in (folder / key).glob("*.yaml")})
-        there = ", ".join(name for name in files if not name.startswith("_"))
-        none = {"reward": "; for none write ~reward", "experiment": "; for none leave it out"}.get(key, "")
-        for value in _choices(override):
-            require(
-                isinstance(value, str) and value != "",
-                key,
-                "null" if value is None else value,
-                f"choose a file of config/{key}: {there}{none}",
-            )
-            require(
-                key != "reward" or value in files,
-                key,
-                value,
-                f"there is no such file in config/{key}; there are {there}{none}",
-            )
-
-
-def _override(argument: str) -> Override | None:
-    """The argument as Hydra reads it; None for an option, and for what Hydra will refuse itself."""
-    try:
-        return None if argument.startswith("-") else OverridesParser.create().parse_override(argument)
-    except HydraException:
-        return None
-
-
-def _choices(override: Override) -> list[object]:
-    """The file names of an override: one, a list of them, or those of a sweep. A mapping is no choice but
-    settings."""
-    if override.is_sweep_override():
-        return list(override.sweep_iterator()) if override.is_choice_sweep() else []
-    value = override.value()
-    return [] if isinstance(value, dict) else list(value) if isinstance(value, list) else [value]
-
-
-def _folders_given(arguments: list[str]) -> list[Path]:
-    """Further folders of settings, which Hydra takes as --config-dir."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-dir", "-cd", type=Path)
-    given = parser.parse_known_args(arguments)[0].config_dir
-    return [] if given is None else [given]
-
-
 def _in_our_words(error: Exception) -> str:
     """Key, value and remedy of what Hydra refused."""
     text = str(error)
     if found := re.match(r"Could not override '([^']+)'", text):
         key = found[1]
-        value = next((o.partition("=")[2] for o in sys.argv[1:] if o.partition("=")[0] == key), "?")
-        near = difflib.get_close_matches(key, list(names(Config)), n=1)
-        return str(
-            ConfigError(
-                key,
-                value,
-                "is not a setting, nothing would read it"
-                + (f"; did you mean {near[0]}?" if near else "; python train.py --cfg job shows all of them"),
-            )
-        )
+        given = (word.lstrip("+").partition("=") for word in sys.argv[1:])
+        value = next((value for name, _, value in given if name == key), "?")
+        said = remedy(key, value, _settings_there())
+        shows = f"; python {program()}.py --cfg job shows all of them" if said == NOTHING else ""
+        return str(ConfigError(key, value, said + shows))
     if found := re.search(r"Could not find '(\w+)/([^']+)'", text):
-        options = re.findall(r"^\t(\S+)$", text.split("Config search path")[0], re.MULTILINE)
+        listed = re.findall(r"^\t(\S+)$", text.split("Config search path")[0], re.MULTILINE)
+        options = [name for name in listed if not name.startswith("_")]
         return str(
             ConfigError(
                 found[1],
@@ -188,10 +129,19 @@ def _in_our_words(error: Exception) -> str:
     return " ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
-def names(schema: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted setting of a dataclass."""
-    hints = get_type_hints(schema)
-    for item in fields(schema):
-        yield prefix + item.name
-        if is_dataclass(hints[item.name]):
-            yield from names(hints[item.name], f"{prefix}{item.name}.")
+def program() -> str:
+    """The name of the program that runs: train, sample, label or eval."""
+    name = Path(sys.argv[0]).stem
+    return name if (FOLDER / f"{name}.yaml").is_file() else "train"
+
+
+def _settings_there() -> list[str]:
+    """Every setting of the program with the files that the command line chooses; where these cannot be
+    composed, those of every run."""
+    name = program()
+    try:
+        with initialize_config_dir(str(FOLDER), version_base="1.3"):
+            composed = compose("config" if name == "train" else name, overrides=choices_of(sys.argv[1:]))
+        return list(names_of(OmegaConf.to_container(composed, resolve=False)))
+    except (HydraException, OmegaConfBaseException, ValueError):
+        return list(names(Config))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import is_dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -11,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from common.errors import ConfigError, require
+from config.unknown import NOTHING, names, remedy
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ def typed(cfg: DictConfig, schema: type[T], prefix: str = "") -> T:
     """
     raw = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(raw, dict)
-    _refuse_unknown({str(key): value for key, value in raw.items()}, schema, prefix)
+    _refuse_unknown({str(key): value for key, value in raw.items()}, schema, prefix, schema, prefix)
     cfg = OmegaConf.create(_infinities(raw))
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
@@ -54,18 +54,15 @@ def _infinities(tree: Any) -> Any:
     )
 
 
-def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str) -> None:
-    """Raise ConfigError for a key that the schema does not have: it would be read by nobody."""
+def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str, whole: Any, start: str) -> None:
+    """Raise ConfigError for a key that the schema does not have: it would be read by nobody. ``whole``: the
+    schema of all settings, which begins at ``start``."""
     known = get_type_hints(schema)
     for key, value in raw.items():
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            did_you_mean = (
-                f"; did you mean {prefix}{near[0]}?" if near else f"; known here: {', '.join(sorted(known))}"
-            )
-            raise ConfigError(
-                f"{prefix}{key}", value, f"is not a setting, nothing would read it{did_you_mean}"
-            )
+            said = remedy(f"{prefix}{key}", str(value), names(whole, start))
+            here = f"; known here: {', '.join(sorted(known))}" if said == NOTHING else ""
+            raise ConfigError(f"{prefix}{key}", value, said + here)
         if known[key] == dict[str, str] | None:
             require(
                 isinstance(value, dict | None), prefix + key, value, "is a mapping, as in {prompt: question}"
@@ -74,11 +71,11 @@ def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str) -> None:
         if section is None:
             continue
         if isinstance(value, dict):
-            _refuse_unknown(value, section, f"{prefix}{key}.")
+            _refuse_unknown(value, section, f"{prefix}{key}.", whole, start)
         for i, part in enumerate(value if isinstance(value, list) else []):
             required = "a mapping, as in {name: hh, weight: 0.7}"
             require(isinstance(part, dict), f"{prefix}{key}[{i}]", part, f"is one of {key}: {required}")
-            _refuse_unknown(part, section, f"{prefix}{key}[{i}].")
+            _refuse_unknown(part, section, f"{prefix}{key}[{i}].", whole, start)
 
 
 def _dataclass_in(hint: Any) -> Any:

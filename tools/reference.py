@@ -1,8 +1,8 @@
-"""Write the two pages of docs/ that are made from the code: settings.md from the yaml comments, map.md from
-the docstrings.
+"""Write what is made from the code in docs/: settings.md from the yaml comments, map.md from the docstrings,
+the tables of settings in from-halos-and-trl.md from config/elsewhere.py.
 
-python -m tools.reference            # write both
-python -m tools.reference --check    # exit 1 if either is out of date
+python -m tools.reference            # write them
+python -m tools.reference --check    # exit 1 if any is out of date
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from config.elsewhere import SOURCES, guide_table
+
 ROOT = Path(__file__).resolve().parents[1]
+GUIDE = "from-halos-and-trl.md"
 MADE = "<!-- made by python -m tools.reference; do not edit -->\n"
 ROOMS = {
     "common": "what every room needs",
@@ -171,6 +174,18 @@ def map_page() -> str:
     return "\n".join(out)
 
 
+def guide_page() -> str:
+    """docs/from-halos-and-trl.md with its tables of settings as config/elsewhere.py has them; the rest of the
+    page is as it stands there."""
+    text = (ROOT / "docs" / GUIDE).read_text()
+    for whose, rows in SOURCES:
+        begin = f"<!-- {whose}: made by python -m tools.reference from config/elsewhere.py -->\n"
+        before, found, after = text.partition(begin)
+        assert found, f"{GUIDE} has no place for the table of {whose}"
+        text = f"{before}{begin}\n{guide_table(rows)}\n<!-- end -->{after.partition('<!-- end -->')[2]}"
+    return text
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -178,7 +193,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
     check = parser.parse_args().check
     stale = []
-    for name, text in (("settings.md", settings_page()), ("map.md", map_page())):
+    pages = {"settings.md": settings_page, "map.md": map_page, GUIDE: guide_page}
+    for name, made in pages.items():
+        text = made()
         path = ROOT / "docs" / name
         if not path.exists() or path.read_text() != text:
             stale.append(name)

@@ -39,7 +39,7 @@ LAYERS = {
 }
 # Third-party packages that stay where they are; entry points are the .py files of the root.
 CONFINED = {
-    "hydra": ("config.load", "config.cli", "launch", "entry point"),
+    "hydra": ("config.arguments", "config.load", "config.cli", "launch", "entry point"),
     "omegaconf": ("config", "launch", "entry point"),
     "wandb": ("reports.tracking",),
     "vllm": ("rollouts",),

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from common.errors import ConfigError
-from config.cli import REFUSED, complain, refuse_choices
+from config.arguments import refuse_choices
+from config.cli import REFUSED, complain
 from tests.programs import HANG
 from tests.tiny import ROOT, make_config
 from train import train

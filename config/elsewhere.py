@@ -1,0 +1,264 @@
+"""What TRL's and HALOs' settings are called here: one table, from which the guide's (docs/from-halos-and-trl.md)
+is made, and by which a command line that was written for one of them is answered."""  # noqa: E501
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+SAME = (
+    "the same names",
+    "the same names; `n_examples` and `eval_every` count the loss's own unit (pairs, or sequences)",
+)
+"""Notes of rows that nobody has to be told."""
+
+
+class Row(NamedTuple):
+    """Settings there, and what says the same here."""
+
+    there: tuple[str, ...]
+    """As one types them there; with a value where the row is about that value alone"""
+    here: tuple[str, ...]
+    """As one types it here; several are alternatives. Empty: there is no such setting."""
+    note: str = ""
+    """What else is to be known; without ``here``, what happens instead"""
+
+    @property
+    def names(self) -> list[str]:
+        """The settings' names alone."""
+        return [name.partition("=")[0] for name in self.there]
+
+    def answer(self, value: str) -> str:
+        """The row as a remedy, for somebody who typed ``value``. One setting without a note has the same
+        values in both places, so the remedy has it too."""
+        if not self.here:
+            return self.note
+        first = self.here[0]
+        renamed = len(self.here) == 1 and " " not in first and "=" not in self.there[0]
+        if renamed and not self.note and value:
+            return f"{first.partition('=')[0]}={value}"
+        return f"{', or '.join(self.here)}{f' ({self.note})' if self.note else ''}"
+
+
+def _row(there: str, here: str = "", note: str = "") -> Row:
+    """``there``: names, a space between them; ``here``: alternatives, a ``|`` between them."""
+    return Row(tuple(there.split()), tuple(part.strip() for part in here.split("|") if part), note)
+
+
+HALOS = (
+    _row(
+        "seed exp_name lr n_epochs n_examples n_eval_examples eval_every optimizer beta1 beta2 eps "
+        "weight_decay",
+        note=SAME[1],
+    ),
+    _row("train_datasets=[shp] test_datasets=[shp]", "data=shp", "several: data=mix data.mix=[…]"),
+    _row("debug", "dry_run=true"),
+    _row("wandb.enabled wandb.entity wandb.project", note=SAME[0]),
+    _row("cache_dir local_run_dir", "runs_dir=runs cache_dir=.cache", "runs; scores and token ids"),
+    _row("do_first_eval", note="always: the first evaluation is the zero point of the others"),
+    _row("minimum_log_interval_secs", note="none: every step has its line in `metrics.jsonl`"),
+    _row("intermediate_checkpoints", "save_every=1024", "examples between checkpoints"),
+    _row("warmup=0.1 warmup_steps=150", "warmup=0.1", "a share of the run"),
+    _row(
+        "cache_reference_logprobs load_reference_logprobs",
+        note="always cached, in `cache_dir`, under everything that they depend on",
+    ),
+    _row("humanline=true", "humanline=true"),
+    _row(
+        "log_epsilon_P=-1.0 log_epsilon_R=1.0",
+        "log_epsilon_P=-1.5 log_epsilon_R=1.5",
+        "the paper's range is the default",
+    ),
+    _row(
+        "sync_reference",
+        "humanline=true log_epsilon_P=-.inf log_epsilon_R=.inf",
+        "syncs without clipping",
+    ),
+    _row(
+        "humanline_gamma_P humanline_beta_P humanline_gamma_R humanline_beta_R",
+        "humanline=true humanline_mode=sample humanline_sampling.gamma_P=2 humanline_sampling.beta_P=90",
+        "`gamma_R`, `beta_R`, `M_P`, `M_R` alike",
+    ),
+    _row("frac_unique_desirable", "loss=kto data.frac_unique_desirable=0.8"),
+    _row("frac_unique_undesirable", "loss=kto data.frac_unique_undesirable=0.8"),
+    _row("trainer dataloader", note="the loss's file chooses"),
+    _row("loss.control_tokens.chosen", "loss=csft", "from `model.control_tokens`, or the same name"),
+    _row("loss.ppo_epochs", note="one: a step is one update on one batch"),
+    _row(
+        "model.load_from model.from_checkpoint",
+        "model=hub model.name_or_path=runs/my-sft",
+        "to go on with a run: resume=true",
+    ),
+    _row(
+        "model.tokenizer_name_or_path model.max_length model.max_prompt_length model.max_grad_norm "
+        "model.batch_size model.gradient_accumulation_steps model.eval_batch_size "
+        "model.activation_checkpointing model.attn_implementation model.use_peft model.peft.lora_r "
+        "model.peft.lora_alpha model.peft.target_modules",
+        note=SAME[0],
+    ),
+    _row(
+        "model.microbatch_size",
+        "model.gradient_accumulation_steps=2",
+        "batch size over ranks and these is the microbatch",
+    ),
+    _row("model.block_name", note="none: found by itself"),
+    _row(
+        "model.policy_dtype model.reference_dtype",
+        "model.dtype=bfloat16",
+        "computes; the trained weights are float32; the reference has none",
+    ),
+    _row("model.v_head_max_grad_norm", note="none: one norm over all gradients"),
+    _row(
+        "model.peft.lora_dropout",
+        note="none: the reference is scored by the policy itself, which must not be random",
+    ),
+    _row("model.load_lora_from", note="none: an exported model has its adapters merged; start from that"),
+    _row(
+        "model.reward_model.path", "online=true reward=classifier reward.classifier.name_or_path=org/reward"
+    ),
+)
+"""HALOs, in the order of its config.yaml."""
+
+TRL = (
+    _row("model_name_or_path", "model=hub model.name_or_path=org/name"),
+    _row("dataset_name", "data=hub data.path=org/name | data=local data.path=pairs.jsonl"),
+    _row("dataset_config", "data.subset=main", "the hub's sets alone"),
+    _row("dataset_train_split", "data.split=train"),
+    _row("dataset_test_split", "data.eval_split=test", "data=local has data.eval_path"),
+    _row("dataset_text_field", "'data.columns={prompt: text}'"),
+    _row("learning_rate", "lr=1e-6"),
+    _row("num_train_epochs", "n_epochs=1"),
+    _row("max_steps", "n_examples=320", "steps times batch size"),
+    _row("warmup_ratio", "warmup=0.1"),
+    _row("lr_scheduler_type", "scheduler=cosine"),
+    _row("optim", "optimizer=AdamW"),
+    _row("adam_beta1", "beta1=0.9"),
+    _row("adam_beta2", "beta2=0.999"),
+    _row("adam_epsilon", "eps=1e-8"),
+    _row("max_grad_norm", "model.max_grad_norm=1.0"),
+    _row("output_dir logging_dir", "runs_dir=runs exp_name=mine", "the run lies in runs/mine"),
+    _row("run_name", "exp_name=mine"),
+    _row("overwrite_output_dir", "overwrite=true"),
+    _row("resume_from_checkpoint", "resume=true", "goes on from the run's newest checkpoint"),
+    _row("save_total_limit", "keep_checkpoints=2"),
+    _row("save_steps save_strategy", "save_every=1024", "examples, in the loss's own unit"),
+    _row("eval_steps eval_strategy", "eval_every=1024", "examples, in the loss's own unit"),
+    _row("load_best_model_at_end metric_for_best_model", "keep_best=eval_reward_margin"),
+    _row(
+        "logging_steps logging_strategy logging_first_step",
+        note="none: every step has its line in `metrics.jsonl`",
+    ),
+    _row(
+        "report_to",
+        "wandb.enabled=false | 'trackers=[]'",
+        "wandb is on unless told; others by trackers=[…], files of config/trackers",
+    ),
+    _row(
+        "per_device_train_batch_size train_batch_size",
+        "model.batch_size=32",
+        "the global batch, over all ranks",
+    ),
+    _row(
+        "gradient_accumulation_steps",
+        "model.gradient_accumulation_steps=4",
+        "the parts in which each rank does its share of the global batch",
+    ),
+    _row("per_device_eval_batch_size", "model.eval_batch_size=64", "over all ranks"),
+    _row("bf16 fp16 torch_dtype", "model.dtype=bfloat16", "computes; the trained weights are float32"),
+    _row("max_length max_seq_length", "model.max_length=64", "of a prompt and its completion"),
+    _row("max_prompt_length", "model.max_prompt_length=16"),
+    _row("packing padding_free", "model.packing=false", "true wherever the architecture can, for every loss"),
+    _row("gradient_checkpointing", "model.activation_checkpointing=true"),
+    _row("use_liger_kernel", note="none: logits are made in recomputed chunks for every model"),
+    _row("fsdp deepspeed fsdp_config", note="none: weights are always sharded over the ranks (FSDP2)"),
+    _row("ddp_timeout", "watchdog_seconds=300", "says which ranks the others wait for"),
+    _row("remove_unused_columns", note="none: the data report names the columns that nothing reads"),
+    _row("dataloader_num_workers dataset_num_proc", note="none: rows are tokenised once, on all cores"),
+    _row("chat_template_path", "model.chat_template=config/templates/default.jinja"),
+    _row(
+        "peft_config=LoraConfig(r=64) lora_dropout",
+        "model.use_peft=true model.peft.lora_r=64 model.peft.lora_alpha=256",
+        "no dropout: the reference is scored by the policy itself",
+    ),
+    _row("lora_target_modules", "model.use_peft=true 'model.peft.target_modules=[q_proj, v_proj]'"),
+    _row(
+        "ref_model precompute_ref_log_probs",
+        note="always: the policy scores its own reference, no second model is loaded",
+    ),
+    _row(
+        "sync_ref_model ref_model_sync_steps=512 ref_model_mixup_alpha=0.6",
+        "sync_mode=trust_region sync_freq=512 sync_alpha=0.6",
+        "also with LoRA",
+    ),
+    _row('loss_type="sigmoid"', "loss=dpo"),
+    _row('loss_type="ipo"', "loss=ipo"),
+    _row('loss_type="hinge"', "loss=slic"),
+    _row("label_smoothing", "loss=cdpo loss.epsilon=0.2"),
+    _row("simpo_gamma", "loss=simpo loss.gamma_beta_ratio=0.5", "over beta"),
+    _row("rpo_alpha", "loss=dpo loss.nll_weight=1.0"),
+    _row(
+        "desirable_weight undesirable_weight",
+        "loss=kto loss.desirable_weight=1.1 loss.undesirable_weight=1.0",
+    ),
+    _row(
+        "num_generations",
+        "rounds.samples=8",
+        "for loss=grpo online=true reward=… rounds.feedback=group",
+    ),
+    _row("num_iterations", "rounds.passes=1", "of online=true"),
+    _row("temperature top_p", "sampler.temperature=0.7 sampler.top_p=0.95"),
+    _row("max_completion_length max_new_tokens", "sampler.max_tokens=48"),
+    _row("beta epsilon epsilon_high", "loss=grpo loss.beta=0.0 loss.epsilon=0.2 loss.epsilon_high=0.28"),
+    _row('loss_type="dapo"', "loss=grpo"),
+    _row('loss_type="grpo"', "loss=grpo loss.normalization=sequence"),
+    _row('loss_type="dr_grpo"', "loss=dr_grpo"),
+    _row("importance_sampling_level", "loss=grpo loss.importance=sequence"),
+    _row('loss_type="cispo"', "loss=grpo loss.shape=cispo"),
+    _row('loss_type="sapo"', "loss=grpo loss.shape=sapo"),
+    _row("delta", "loss=grpo loss.shape=dual loss.dual_clip=3.0"),
+    _row(
+        "scale_rewards=False",
+        "loss=grpo loss.advantage=group_mean | loss=dr_grpo",
+        "the latter divides by a constant",
+    ),
+    _row(
+        "reward_funcs",
+        "online=true reward=function reward.function.path=my_rewards.f",
+        "with TRL's signature",
+    ),
+    _row("reward_model_path", "online=true reward=classifier reward.classifier.name_or_path=org/reward"),
+    _row("use_vllm vllm_mode", "sampler=vllm"),
+    _row("vllm_gpu_memory_utilization", "sampler=vllm sampler.gpu_memory_utilization=0.4"),
+    _row("vllm_tensor_parallel_size", "sampler=vllm sampler.tensor_parallel=1"),
+)
+"""TRL's trainers' arguments and those of its scripts: model and data, the run, the objective."""
+
+SOURCES = (("TRL", TRL), ("HALOs", HALOS))
+
+
+def known_elsewhere(name: str, value: str) -> tuple[str, Row] | None:
+    """(whose it is, its row) of a setting's name, as it stands there; None where nobody has it.
+
+    Of a name with several rows, one a value, the row of ``value``; else all of them in one.
+    """
+    rows = ((whose, row) for whose, rows in SOURCES for row in rows if row.here or row.note not in SAME)
+    found = [(whose, row) for whose, row in rows if name in row.names]
+    if not found:
+        return None
+    bare = value.strip("\"'")  # as a shell would
+    asked = [(whose, row) for whose, row in found if f'{name}="{bare}"' in row.there]
+    if asked or len(found) == 1 or name in found[0][1].there:
+        return (asked or found)[0]
+    whose = found[0][0]
+    here = tuple(f"{row.here[0]} for {row.there[0].partition('=')[2]}" for by, row in found if by == whose)
+    return whose, Row((name,), here)
+
+
+def guide_table(rows: tuple[Row, ...]) -> str:
+    """The rows as a table of the guide, in markdown."""
+    lines = ["| there | here |", "|---|---|"]
+    for row in rows:
+        there = ", ".join(f"`{name}`" for name in row.there)
+        here = ", or ".join(f"`{setting}`" for setting in row.here)
+        lines.append(f"| {there} | {': '.join(part for part in (here, row.note) if part)} |")
+    return "\n".join(lines) + "\n"

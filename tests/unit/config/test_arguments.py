@@ -1,0 +1,75 @@
+"""A command line as people type it."""
+
+from __future__ import annotations
+
+import pytest
+from hydra._internal.utils import get_args_parser
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import ConfigError
+from config.arguments import HYDRAS, as_settings, choices_of, refuse_choices
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--lr 1e-5", ["lr=1e-5"]),
+        ("--lr=1e-5 loss=kto", ["lr=1e-5", "loss=kto"]),
+        ("--learning-rate 1e-5", ["learning_rate=1e-5"]),
+        ("--log_epsilon_P -1.5 --humanline", ["log_epsilon_P=-1.5", "humanline=true"]),
+        ("--resume loss=dpo", ["resume=true", "loss=dpo"]),
+        ("--trackers a b --seed 3", ["trackers=[a,b]", "seed=3"]),
+        ("--model.batch_size 8 -m seed=1,2", ["model.batch_size=8", "-m", "seed=1,2"]),
+        ("--cfg job --config-dir x lr=1", ["--cfg", "job", "--config-dir", "x", "lr=1"]),
+        ("--help --multi --config-d=y -cd x", ["--help", "--multi", "--config-d=y", "-cd", "x"]),
+        ("--", ["--"]),
+    ],
+)
+def test_options_are_settings(typed: str, meant: list[str]) -> None:
+    assert as_settings(typed.split(" ")) == meant
+
+
+@given(st.lists(st.from_regex(r"(\+|\+\+|~)?[a-z_.]+=[^ ]*|-m|-cd|[a-z/.]+", fullmatch=True)))
+def test_what_has_hydras_form_stays(words: list[str]) -> None:
+    assert as_settings(words) == words
+    assert as_settings(as_settings(["--lr", "3", *words])) == as_settings(["--lr", "3", *words])
+
+
+def test_hydras_own_options_are_known() -> None:
+    assert {name for name in get_args_parser()._option_string_actions if name.startswith("--")} == set(HYDRAS)
+
+
+def test_the_choices_of_a_command_line() -> None:
+    assert choices_of(
+        ["loss=kto", "lr=3", "model=hub", "model.name_or_path=x", "-m", "seed=1,2", "data=hh,shp"]
+    ) == [
+        "loss=kto",
+        "model=hub",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "type_instead"),
+    {
+        "data={here}/pairs.jsonl": "type data=local data.path={here}/pairs.jsonl",
+        "data=pairs.csv": "type data=local data.path=pairs.csv",
+        "data={here}": "type data=local data.path={here}",
+        "data=./not/there": "type data=local data.path=./not/there",
+        "data=org/name": "type data=hub data.path=org/name",
+        "model={here}": "type model=hub model.name_or_path={here}",
+        "model=org/name-1.5B": "type model=hub model.name_or_path=org/name-1.5B",
+        "reward=org/name": "type reward=classifier reward.classifier.name_or_path=org/name",
+    }.items(),
+)
+def test_a_path_where_a_file_of_config_is_asked_for(tmp_path, word: str, type_instead: str) -> None:
+    (tmp_path / "pairs.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError) as caught:
+        refuse_choices([word.format(here=tmp_path)])
+    assert str(caught.value).endswith(type_instead.format(here=tmp_path))
+
+
+def test_a_folder_within_config_is_no_path(tmp_path) -> None:
+    (tmp_path / "data" / "mine").mkdir(parents=True)
+    (tmp_path / "data" / "mine" / "set.yaml").write_text("name: mine\n")
+    refuse_choices(["--config-dir", str(tmp_path), "data=mine/set"])
