@@ -1,10 +1,9 @@
-"""What TRL's and HALOs' settings are called here: one table, from which the guide's (docs/from-halos-and-trl.md)
-is made, and by which a command line that was written for one of them is answered."""  # noqa: E501
+"""What TRL's and HALOs' settings are called here: one table, from which that of the guide
+(docs/from-halos-and-trl.md) is made, and by which a command line written for one of them is answered."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
-
 
 SAME = (
     "the same names",

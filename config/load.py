@@ -108,18 +108,15 @@ class Change(NamedTuple):
     now: Any
 
 
-def changed(before: dict[str, Any], now: Config) -> Change | None:
-    """The first setting that differs between ``before`` (``settings_of``) and ``now`` and changes what is
-    computed; None if there is none."""
+def changed(before: dict[str, Any], now: Config) -> list[Change]:
+    """The settings that differ between ``before`` (``settings_of``) and ``now`` and change what is computed,
+    by name."""
     old, new = _flat(before), _flat(asdict(now))
-    return next(
-        (
-            Change(key, old.get(key, ABSENT), new.get(key, ABSENT))
-            for key in sorted(old | new)
-            if key.split(".")[0] not in OPERATIONAL and old.get(key, ABSENT) != new.get(key, ABSENT)
-        ),
-        None,
-    )
+    return [
+        Change(key, old.get(key, ABSENT), new.get(key, ABSENT))
+        for key in sorted(old | new)
+        if key.split(".")[0] not in OPERATIONAL and old.get(key, ABSENT) != new.get(key, ABSENT)
+    ]
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from common.errors import ConfigError
 from config.load import Change, changed, settings_of
@@ -50,14 +51,11 @@ def started(folder: Path) -> bool:
     )
 
 
-def change(folder: Path, config: Config) -> Change | None:
-    """The first setting that differs between those that the run in ``folder`` was started with and
-    ``config``, and changes what is computed. None if there is none, or no record of them.
-
-    Raises ConfigError for a record that is damaged.
-    """
+def settings_before(folder: Path) -> dict[str, Any]:
+    """The settings that the run in ``folder`` was started with, as plain data; {} where there is no record of
+    them. Raises ConfigError for a record that is damaged."""
     if not (folder / RECORD).exists():
-        return None
+        return {}
     before = settings_of(_record(folder))
     if not before.keys() >= _SECTIONS:
         raise ConfigError(
@@ -68,7 +66,17 @@ def change(folder: Path, config: Config) -> Change | None:
             "goes on with the settings of the command line, which must be those that the run was started "
             "with",
         )
-    return changed(before, config)
+    return before
+
+
+def changes(folder: Path, config: Config) -> list[Change]:
+    """The settings that differ between those that the run in ``folder`` was started with and ``config``, and
+    change what is computed. None if there is no record of them.
+
+    Raises ConfigError for a record that is damaged.
+    """
+    before = settings_before(folder)
+    return changed(before, config) if before else []
 
 
 def _record(folder: Path) -> str:

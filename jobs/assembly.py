@@ -141,10 +141,11 @@ def check_budget(config: Config, plan: Segment) -> None:
 
 
 class Offline:
-    """The source of offline training: one segment, all of it."""
+    """The source of offline training: one segment, all of it; of a run that was made longer one for each
+    stretch."""
 
-    def __init__(self, segment: Segment) -> None:
-        self.only = segment
+    def __init__(self, *segments: Segment) -> None:
+        self.all = segments
 
     def segment(self, index: int) -> Segment | None:
-        return self.only if index == 0 else None
+        return self.all[index] if index < len(self.all) else None

@@ -26,6 +26,7 @@ from jobs.assembly import Offline, check_budget, check_ranks, make_loss, trainer
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator
 from jobs.initial_scores import initial_scores
+from jobs.lengths import planned
 from jobs.likelihood import choose_groups, clippable_share, completion_means
 from jobs.online import Online, make_online_plan
 from jobs.plan import make_plan, training_segment
@@ -84,6 +85,7 @@ class Job:
         ):  # a round may end with a batch of one prompt: then there is no mismatched row, and z0 is 0
             self.trainer_class.check(config, self.plan.train)
             check_correction(config, self.plan.train)
+            self.make_longer()
         check_budget(config, self.plan.train)
         if config.data.verifier is not None:
             import_function("data.verifier", config.data.verifier)
@@ -106,6 +108,20 @@ class Job:
                 f"{self.plan.steps} steps of {config.model.batch_size}"
             )
 
+    def make_longer(self) -> None:
+        """Plan the stretches of a run that goes on longer than it was planned to. Raises ConfigError for one
+        that would be shorter."""
+        config = self.config
+        if config.dry_run or not config.resume:
+            return
+        ends = on_main(lambda: planned(self.folder.path, config, self.plan.examples.count))
+        self.plan = replace(self.plan, ends=ends)
+        if ends:
+            self.say(
+                f"made longer: {', then '.join(map(str, ends))} examples in all; each stretch is shuffled "
+                "anew, behind the warm-up of the first"
+            )
+
     def say(self, text: str) -> None:
         if self.world.is_main:
             print(text, flush=True)
@@ -116,7 +132,7 @@ class Job:
         """Train, export, report; returns the summary."""
         config, world, folder = self.config, self.world, self.folder.path
         policy, fingerprint = load_sharded(config.model, world, config.seed)
-        exists = on_main(self.folder.prepare)
+        exists = on_main(lambda: self.folder.prepare(self.plan.ends))
         trainer = self.trainer_class(config, policy, self.loss, world)
         parts = {
             "weights": fingerprint,
@@ -147,7 +163,8 @@ class Job:
                 folder, asdict(config), config.wandb, bool(state), state["wandb_id"] if state else None
             )
         trainer.train(
-            Offline(self.plan.train) if self.online is None else self.online.source(trainer, policy, run), run
+            Offline(*self.plan.parts) if self.online is None else self.online.source(trainer, policy, run),
+            run,
         )
         if trainer.progress.step == 0 or (self.online is None and trainer.progress.step != self.plan.steps):
             raise StoppedError(f"{trainer.progress.step} of {self.plan.steps} planned steps were done")
@@ -223,7 +240,7 @@ class Job:
                 else config.reference_batch_size or config.model.eval_batch_size
             )
             every = 1 if fixed else max(1, plan.n_examples // (config.drift_examples or plan.n_examples))
-            batches = [plan.batch(i) for i in range(0, plan.steps, every)]
+            batches = [self.plan.batch(i) for i in range(0, self.plan.steps, every)]
             known = initial_scores(trainer, batches, size, reference, parts, "score training rows")
             scores = {
                 row.key: known[reference.key(i, row)]

@@ -4,6 +4,7 @@ loaded."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from common.errors import require
@@ -16,6 +17,7 @@ from data.selection import places
 from data.sources import Loaded, load_splits
 from data.token_cache import TokenCache
 from data.types import Example, Group
+from jobs.lengths import examples_of, stretches
 from models.distributed import on_main
 from models.pretrained import model_config
 from trainers.basic import BasicTrainer
@@ -32,10 +34,25 @@ class Plan:
     examples: Examples
     cuts: dict[str, int]
     """What was shortened of the training rows, and how often."""
+    ends: tuple[int, ...] = ()
+    """Of a run that was made longer: the examples at the end of each stretch (``jobs.lengths``)."""
 
     @property
     def steps(self) -> int:
-        return self.train.steps
+        return sum(part.steps for part in self.parts)
+
+    @cached_property
+    def parts(self) -> tuple[Segment, ...]:
+        """What is trained on, one stretch after the other."""
+        return stretches(self.train, self.ends)
+
+    def batch(self, step: int) -> list[Example]:
+        """The global batch of a step of the run."""
+        for part in self.parts:
+            if step < part.steps:
+                return part.batch(step)
+            step -= part.steps
+        raise IndexError(step)
 
 
 def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -> Plan:
@@ -129,8 +146,8 @@ def check_temperatures(config: Config, groups: list[Group]) -> None:
 def training_segment(config: Config, groups: tuple[tuple[Example, ...], ...]) -> Segment:
     """Offline training on these groups: all epochs of it, as far as ``n_examples`` goes."""
     count = sum(len(group) for group in groups)
-    units = (config.n_epochs or 10**9) * count
-    return Segment(groups, config.model.batch_size, min(units, config.n_examples or units), config.seed)
+    units = examples_of(config.n_epochs, config.n_examples, count)
+    return Segment(groups, config.model.batch_size, units, config.seed)
 
 
 def _tokenised(

@@ -14,14 +14,19 @@ from typing import Any
 from common.errors import ConfigError, require
 from common.files import check_name, part_of, write_if_changed, write_whole
 from common.lock import FileLock, LockedError
-from config.load import ABSENT, dump
-from config.record import KIND, LOCK, MARKER, RECORD, change, marked, started, unmarked_run
+from config.load import ABSENT, Change, dump
+from config.record import KIND, LOCK, MARKER, RECORD, changes, marked, started, unmarked_run
 from config.schema import Config
+from jobs import lengths
 
 LOGS = "logs"
 """What the processes of a run say; they may be at it when an older run is deleted, so it stays."""
+MAY_CHANGE = ("eval_every",)
+"""Settings that a run may go on with others of: they change what is measured, and nothing that is trained."""
 SELECTION = "selection.json"
 """Which groups are trained on (jobs.likelihood), chosen before the first step."""
+_NAMED = 5
+"""Settings that are named of those that are others."""
 
 
 class RunFolder:
@@ -71,11 +76,11 @@ class RunFolder:
                 flush=True,
             )
 
-    def prepare(self) -> bool:
+    def prepare(self, ends: tuple[int, ...] = ()) -> bool:
         """Make the folder ready to be trained in, once weights and data are loaded.
 
-        overwrite=true deletes the run in it here; then the settings are written. Returns whether there is a
-        run to go on with.
+        overwrite=true deletes the run in it here; then the settings are written, of a run that is made longer
+        its stretches (``jobs.lengths``) before them. Returns whether there is a run to go on with.
         """
         with self._refusals():
             exists = started(self.path)
@@ -84,6 +89,7 @@ class RunFolder:
                 exists = False
             if not exists:  # a start that came to nothing may have left it, with other settings
                 (self.path / SELECTION).unlink(missing_ok=True)
+            lengths.write(self.path, ends if exists else ())
         try:
             self.write(RECORD, dump(self.config))
         except ConfigError as error:
@@ -139,15 +145,31 @@ class RunFolder:
         )
         if config.overwrite:
             self._check_deletion()
-        elif found := change(path, config):
-            back = "" if ABSENT in found else f"{found.key}={found.before} goes on, "
-            raise ConfigError(
-                found.key,
-                found.now,
-                f"was {found.before} when the run in {path} was started, and a run goes on with its "
-                "settings: "
-                f"{back}exp_name=… starts another run",
-            )
+        else:
+            self._check_changes()
+
+    def _check_changes(self) -> None:
+        """Raise ConfigError for settings that the run cannot go on with. How much longer it may be is known
+        only once the data are loaded (``jobs.lengths``)."""
+        config, path = self.config, self.path
+        longer = lengths.SETTINGS if lengths.may_be_longer(config) else ()
+        found = [other for other in changes(path, config) if other.key not in (*MAY_CHANGE, *longer)]
+        if not found:
+            return
+        first, *others = found
+        why = (
+            "; only a run with scheduler=constant can be made longer, offline and without data.logprob_range"
+            if first.key in lengths.SETTINGS
+            else ""
+        )
+        also = "".join(f"; {other.key}={other.now} was {other.before}" for other in others[:_NAMED])
+        more = f"; and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        raise ConfigError(
+            first.key,
+            first.now,
+            f"was {first.before} when the run in {path} was started{also}{more}, and a run goes on with its "
+            f"settings{why}: {_goes_on(found)}exp_name=… starts another run",
+        )
 
     def _check_deletion(self) -> None:
         """Raise ConfigError unless what is in the folder is one run and nothing else."""
@@ -224,6 +246,16 @@ class RunFolder:
                 f"{error.filename or self.path}: {error.strerror or error}; make room there, or name a "
                 "folder to write in",
             ) from error
+
+
+def _goes_on(found: list[Change]) -> str:
+    """What to type for the settings as they were; nothing where one cannot be typed."""
+    typed = [f"{change.key}={change.before}" for change in found]
+    return (
+        ""
+        if len(found) > _NAMED or any(ABSENT in change for change in found)
+        else f"{' '.join(typed)} goes on, "
+    )
 
 
 def _texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from config.load import Change
-from config.record import change, started
+from config.record import changes, started
 from config.schema import Config
 from launch.composing import Composer
 from launch.grid import CONFIG_DIR, Run
@@ -65,7 +65,8 @@ def inspect(run: Run, composer: Composer | None = None) -> State:
         raise ConfigError(f"{run.name}: {error.key}", error.value, error.remedy) from error
     folder = folder_of(config, run)
     begun = started(folder)
-    if begun and (other := change(folder, config)) is not None:
+    if begun and (others := changes(folder, config)):
+        other = others[0]
         return State(run, config, CHANGED, f"{other.key}: {other.before} there, {other.now} here", other)
     if (folder / "summary.json").exists():
         return State(run, config, FINISHED)

@@ -69,6 +69,23 @@ def overwritten(config: Config, name: str = "a") -> bool:
         folder.release()
 
 
+def test_all_settings_that_are_others_are_said_with_both_values(at):
+    begin(at())
+    error = refused(at(resume=True, lr=0.5, seed=7, warmup=0.25))
+    assert (error.key, error.value) == ("lr", 0.5)
+    assert "was 0.0001 when" in error.remedy
+    assert "; seed=7 was 1; warmup=0.25 was 0.1, and a run goes on with its settings" in error.remedy
+    assert "lr=0.0001 seed=1 warmup=0.1 goes on" in error.remedy
+
+
+def test_what_changes_nothing_that_is_trained_may_be_another_and_a_constant_schedule_longer(at):
+    begin(at())
+    assert overwritten(at(resume=True, eval_every=8, save_every=16, n_epochs=3))
+    begin(at(scheduler="linear"), "b")
+    error = refused(at(resume=True, scheduler="linear", n_epochs=3), "b")
+    assert error.key == "n_epochs" and "only a run with scheduler=constant can be made longer" in error.remedy
+
+
 # -- what may be deleted ---------------------------------------------------------------------------
 
 

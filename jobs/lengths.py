@@ -1,0 +1,91 @@
+"""A run that is made longer while it goes on: what was planned stays as it was, and what is added is a
+stretch of its own, at the learning rate that a constant schedule ends with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+from common.files import write_whole
+from config.record import settings_before, started
+from config.schema import Config
+from data.batches import Segment
+
+LENGTHS = "lengths.json"
+"""Of a run that was made longer: the examples it was planned to train on, each time."""
+SETTINGS = ("n_epochs", "n_examples")
+"""What says how long an offline run is."""
+
+
+def examples_of(n_epochs: int | None, n_examples: int | None, count: int) -> int:
+    """Examples that a run trains on in all, of ``count`` that there are."""
+    units = (n_epochs or 10**9) * count
+    return min(units, n_examples or units)
+
+
+def may_be_longer(config: Config) -> bool:
+    """Whether a run with these settings may be made longer: its learning rate is where it ended."""
+    return not config.online and config.scheduler == "constant" and config.data.logprob_range is None
+
+
+def planned(folder: Path, config: Config, count: int) -> tuple[int, ...]:
+    """The examples at the end of each stretch of the run in ``folder``, the last as ``config`` says; () for a
+    run of one stretch. ``count``: the examples that there are.
+
+    Raises ConfigError where the run would be shorter than it was planned to be.
+    """
+    before = settings_before(folder) if started(folder) else {}
+    if config.online or not before:
+        return ()
+    given = {key: before.get(key) for key in SETTINGS}
+    ends = _recorded(folder) or [examples_of(given["n_epochs"], given["n_examples"], count)]
+    now = examples_of(config.n_epochs, config.n_examples, count)
+    if now < ends[-1]:
+        key = next((key for key in SETTINGS if given[key] != getattr(config, key)), "n_epochs")
+        raise ConfigError(
+            key,
+            getattr(config, key),
+            f"was {given[key]} when the run in {folder} was started: that are {ends[-1]} examples, and these "
+            f"would be {now}; a run may be made longer, not shorter. {key}={given[key]} goes on",
+        )
+    ends = [*ends, now] if now > ends[-1] else ends
+    return tuple(ends) if len(ends) > 1 else ()
+
+
+def _recorded(folder: Path) -> list[int]:
+    """What LENGTHS says; [] where it is not there. Raises ConfigError where it says nothing."""
+    path = folder / LENGTHS
+    if not path.exists():
+        return []
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))["examples"]
+        if isinstance(found, list) and found and all(isinstance(n, int) for n in found):
+            return found
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise ConfigError(
+        "exp_name", folder.name, f"{path} is damaged: it says how long the run was; put it back"
+    )
+
+
+def write(folder: Path, ends: tuple[int, ...]) -> None:
+    """Keep the stretches; nothing for a run of one."""
+    if ends:
+        write_whole(folder / LENGTHS, json.dumps({"examples": list(ends)}) + "\n")
+
+
+def stretches(whole: Segment, ends: tuple[int, ...]) -> tuple[Segment, ...]:
+    """The run as segments: ``whole`` itself; with ``ends`` the first of them as it was planned, its own
+    warm-up with it, and each further one shuffled anew, behind the schedule's end."""
+    if not ends:
+        return (whole,)
+    first = replace(whole, n_examples=ends[0])
+    added = [
+        replace(whole, n_examples=end - begin, index=i, start=1.0, end=1.0)
+        for i, (begin, end) in enumerate(pairwise(ends), 1)
+    ]
+    return (first, *added)
