@@ -44,16 +44,16 @@ def parsed(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
-def data_file(key: str, name: str) -> dict[str, Any]:
-    """The settings of config/data/<name>.yaml, over those of the files it starts from. Raises ConfigError,
+def group_file(group: str, key: str, name: str) -> dict[str, Any]:
+    """The settings of config/<group>/<name>.yaml, over those of the files it starts from. Raises ConfigError,
     for the setting ``key``."""
-    path = FOLDER / "data" / f"{name}.yaml"
+    path = FOLDER / group / f"{name}.yaml"
     if not path.is_file():
         names = sorted(p.stem for p in path.parent.glob("*.yaml") if not p.stem.startswith("_"))
-        raise ConfigError(key, name, f"there is no such file in config/data; there are {', '.join(names)}")
+        raise ConfigError(key, name, f"there is no such file in config/{group}; there are {', '.join(names)}")
     found: dict[str, Any] = parsed(path.read_text(encoding="utf-8"))
     settings: dict[str, Any] = {}
     for base in found.pop("defaults", []):
         if base != "_self_":
-            settings |= data_file(key, base)
+            settings |= group_file(group, key, base)
     return settings | found

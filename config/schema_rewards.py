@@ -194,6 +194,24 @@ class JudgeConfig(EndpointConfig):
         return "reward.judge"
 
 
+@dataclass
+@yaml_defaults("reward/http.yaml:http")
+class HttpConfig(EndpointConfig):
+    """A server of one's own that gives numbers."""
+
+    base_url: str
+    batch_size: int
+    conversational: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_address("reward.http.base_url", self.base_url, "is where the reward server is asked")
+        _at_least("reward.http", self, batch_size=1)
+
+    def section(self) -> str:
+        return "reward.http"
+
+
 @dataclass(frozen=True)
 class RewardConfig:
     """A reward as its yaml describes it: what makes it, and the settings of its kind, typed."""
@@ -240,7 +258,7 @@ class RewardConfig:
         schema = import_function("reward.settings_type", str(own["settings_type"]))
         require(is_dataclass(schema), "reward.settings_type", own["settings_type"], "is not a dataclass")
         settings = typed(OmegaConf.create(tree[kinds[0]]), schema, f"reward.{kinds[0]}.")
-        share, needs = float(str(share)), bool(needs)
+        share, needs = float(str(share)), bool(needs) or _compares(settings)
         return cls(str(own["name"]), share, needs, str(own["_target_"]), kinds[0], settings)
 
     @classmethod
@@ -248,7 +266,13 @@ class RewardConfig:
         """The reward of config/reward/<kind>.yaml with other settings, for code that has them already."""
         tree = section(f"reward/{kind}.yaml")
         share = float(tree["max_missing"]) if max_missing is None else max_missing
-        return cls(kind, share, bool(tree["needs_reference"]), str(tree["_target_"]), kind, settings)
+        needs = bool(tree["needs_reference"]) or _compares(settings)
+        return cls(kind, share, needs, str(tree["_target_"]), kind, settings)
+
+
+def _compares(settings: Any) -> bool:
+    """Whether the settings of a kind say themselves that it compares with reference answers."""
+    return bool(getattr(settings, "needs_reference", False))
 
 
 OWN_KEYS = ("name", "max_missing", "needs_reference", "_target_", "settings_type")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from common.errors import ConfigError
-from config.files import data_file
+from config.files import group_file
 from config.schema_data import DataConfig, MixPart
 from data.rows import Loaded
 from data.sources import load_groups, load_splits
@@ -46,7 +46,7 @@ def mixed(config: DataConfig, split: str) -> Loaded:
 
 def part_config(part: MixPart) -> DataConfig:
     """The settings of one set, from its own file. Raises ConfigError."""
-    settings = data_file("data.mix.name", part.name)
+    settings = group_file("data", "data.mix.name", part.name)
     own = {
         key: value for key, value in (("path", part.path), ("eval_path", part.eval_path)) if value is not None
     }

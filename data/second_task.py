@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.errors import ConfigError
-from config.files import data_file
+from config.files import group_file
 from config.schema_data import DataConfig
 from config.schema_retention import RetentionConfig
 from data.sources import load_groups
@@ -21,7 +21,7 @@ def second_task(config: RetentionConfig) -> tuple[DataConfig, list[Group]]:
     rows can be used.
     """
     assert config.data is not None, "asked for where a second task is named"
-    settings = data_file("retention.data", config.data)
+    settings = group_file("data", "retention.data", config.data)
     settings |= {key: value for key in OWN if (value := getattr(config, key)) is not None}
     if settings.get("path") == "???":
         raise ConfigError(

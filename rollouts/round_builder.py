@@ -181,8 +181,19 @@ class RoundBuilder:
                 "sample_seconds": seconds["samples"],
                 "score_seconds": seconds["scores"],
                 "sample_tokens_per_second": sum(lengths) / max(seconds["samples"], 1e-9),
+                **self._means(folder, parts),
             }
         }
+
+    def _means(self, folder: RoundFolder, parts: list[str]) -> dict[str, float]:
+        """What the reward says of its own parts (``reward_...``): the mean over the round's completions."""
+        sums: dict[str, list[tuple[float, int]]] = {}
+        for suffix in parts:
+            scored = sum(len(line["scores"]) for line in folder.read(f"scores{suffix}"))
+            for name, value in folder.record["stages"][f"scores{suffix}"]["metrics"].items():
+                if name.startswith("reward_"):
+                    sums.setdefault(name, []).append((value, scored))
+        return {name: sum(v * n for v, n in of) / sum(n for _, n in of) for name, of in sums.items()}
 
 
 def reward_settings(config: Config) -> Facts:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
-from config.files import data_file
+from config.files import group_file
 from config.schema_data import DataConfig, MixPart
 from data.mix import by_weight, mixed, part_config
 from data.sources import load_splits
@@ -100,7 +100,7 @@ def test_a_set_that_is_none_is_refused():
 
 def test_a_data_file_is_what_the_command_line_would_compose():
     for name in ("hh", "hh_helpful", "shp", "ultrafeedback_armorm"):
-        assert DataConfig(**data_file("data", name)) == make_config(f"data={name}").data
+        assert DataConfig(**group_file("data", "data", name)) == make_config(f"data={name}").data
 
 
 @given(st.integers(1, 50), st.floats(0, 1), st.floats(0, 1))

@@ -17,6 +17,10 @@ def lengths(completions: list[Any], **columns: Any) -> list[float]:
     return [float(len(c[0]["content"])) for c in completions]
 
 
+def none_for_long(completions, **columns):
+    return [None if len(c[0]["content"]) > 20 else 3.0 for c in completions]
+
+
 def plain_lengths(completions):
     return [len(c) for c in completions]
 

@@ -25,7 +25,13 @@ from rollouts.rewards.factory import make_reward
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "config" / "reward").glob("*.yaml"))
-UNSET = {"path": "tests.unit.rollouts.reward_functions.lengths", "name_or_path": "org/name", "model": "m"}
+UNSET = {
+    "path": "tests.unit.rollouts.reward_functions.lengths",
+    "name_or_path": "org/name",
+    "model": "m",
+    "base_url": "http://localhost:5000/score",
+    "parts": {"verifier": {"weight": 1}},
+}
 
 
 def read(file):

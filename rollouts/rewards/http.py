@@ -1,0 +1,72 @@
+"""A reward server of one's own: completions go there by POST, as JSON, and numbers come back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from config.schema_rewards import HttpConfig
+from data.types import Prompt, Turn
+from rollouts.rewards.base import Missing
+from rollouts.rewards.endpoint import Endpoint, FailedError
+from rollouts.rewards.function import Columns, columns
+
+_MAX_REPLY_BYTES = 4_000_000
+_FIRST = Prompt((Turn("user", "What is 2 + 2?"),), "4")
+"""Asked once before a run begins, so that a server which is not there is found then."""
+
+
+class HttpReward:
+    """Sends batches of completions; a batch without a reply has no verdicts."""
+
+    def __init__(self, config: HttpConfig) -> None:
+        """Raises ConfigError for a server that does not answer as it must."""
+        self.config = config
+        self.metrics: dict[str, float] = {}
+        self.log_dir: Path | None = None
+        self._endpoint = Endpoint("reward.http", config.base_url, "", config, _MAX_REPLY_BYTES)
+        self._endpoint.check(self._ask, columns([_FIRST], ["4"], config.conversational))
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
+        """Raises RewardError where every further call would fail too: a wrong key or address."""
+        size = self.config.batch_size
+        batches = [
+            columns(prompts[i : i + size], completions[i : i + size], self.config.conversational)
+            for i in range(0, len(completions), size)
+        ]
+        verdicts: list[float | Missing] = []
+        for batch, found in zip(batches, self._endpoint.each(self._ask, batches), strict=True):
+            verdicts += [found] * len(batch["completions"]) if isinstance(found, Missing) else found
+        return verdicts
+
+    def release(self) -> None:
+        """It uses no accelerator."""
+
+    def close(self) -> None:
+        self._endpoint.close()
+
+    def _ask(self, batch: Columns) -> list[float | Missing]:
+        """One number a completion. Raises FailedError, RewardError."""
+        reply = self._endpoint.post(json.dumps(batch).encode())
+        given = reply.get("rewards") if isinstance(reply, dict) else None
+        wanted = len(batch["completions"])
+        if not isinstance(given, list) or len(given) != wanted:
+            raise FailedError('the reply is not {"rewards": [one a completion]}', again=True)
+        return [_number(value) for value in given]
+
+
+def _number(value: object) -> float | Missing:
+    if value is None:
+        return Missing("the reward server gave null")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return Missing("the reward server gave something that is no number")
+    try:
+        return float(value)
+    except OverflowError:
+        return Missing("the reward server gave an integer beyond every float")
+
+
+def make(settings: HttpConfig, device: object, log_dir: Path | None) -> HttpReward:
+    """The reward of config/reward/http.yaml. Raises ConfigError."""
+    return HttpReward(settings)

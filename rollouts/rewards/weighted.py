@@ -1,0 +1,76 @@
+"""Several rewards as one: the sum of their scores, each times its weight. Each is logged on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from common.errors import require
+from common.imports import import_function
+from config.schema_weighted import WeightedConfig
+from data.types import Prompt
+from rollouts.rewards.base import Missing, Scorer, finite
+
+if TYPE_CHECKING:
+    import torch
+
+
+class WeightedReward:
+    """A completion that one of the parts has no verdict of has none."""
+
+    def __init__(self, settings: WeightedConfig, device: torch.device | str, log_dir: Path | None) -> None:
+        """Raises ConfigError, of a part too."""
+        self.log_dir = log_dir
+        self.metrics: dict[str, float] = {}
+        self.weights = {name: part.weight for name, part in settings.found().items()}
+        self.parts: dict[str, Scorer] = {}
+        with ExitStack() as stack:  # closes those that there are where a later one cannot be had
+            for name, part in settings.found().items():
+                make = import_function("reward._target_", part.reward.target)
+                with settings.of_part(name):
+                    scorer = make(part.reward.settings, device, None if log_dir is None else log_dir / name)
+                stack.callback(scorer.close)
+                require(
+                    not hasattr(scorer, "score_tokens"),
+                    "reward.weighted.parts",
+                    name,
+                    "rewards tokens, and the sum is of whole samples: leave it out",
+                )
+                self.parts[name] = scorer
+            self._close = stack.pop_all()
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
+        """``metrics`` get ``reward_NAME``, the mean of a part's scores without its weight, and the part's own
+        metrics under its name."""
+        self.metrics = {}
+        totals: list[float | Missing] = [0.0] * len(completions)
+        for name, scorer in self.parts.items():
+            found = [finite(verdict) for verdict in scorer.score(prompts, completions)]
+            given = [verdict for verdict in found if not isinstance(verdict, Missing)]
+            if given:
+                self.metrics[f"reward_{name}"] = fmean(given)
+            self.metrics |= {f"{name}_{key}": value for key, value in scorer.metrics.items()}
+            totals = [self._added(name, total, verdict) for total, verdict in zip(totals, found, strict=True)]
+        return totals
+
+    def _added(self, name: str, total: float | Missing, verdict: float | Missing) -> float | Missing:
+        if isinstance(total, Missing):
+            return total
+        if isinstance(verdict, Missing):
+            return Missing(f"{name}: {verdict.reason}")
+        return total + self.weights[name] * verdict
+
+    def release(self) -> None:
+        for scorer in self.parts.values():
+            scorer.release()
+
+    def close(self) -> None:
+        self._close.close()
+
+
+def make(settings: WeightedConfig, device: torch.device | str, log_dir: Path | None) -> WeightedReward:
+    """The reward of config/reward/weighted.yaml. Raises ConfigError."""
+    return WeightedReward(settings, device, log_dir)

@@ -1,0 +1,132 @@
+"""A reward server: what it is sent, and what its replies are worth."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from common.errors import ConfigError
+from config.schema_rewards import HttpConfig, RewardConfig
+from data.types import Prompt, Turn
+from rollouts.rewards.base import Missing, RewardError
+from rollouts.rewards.factory import make_reward
+from rollouts.rewards.http import HttpReward
+
+PROMPT = Prompt((Turn("system", "Be brief."), Turn("user", "2+2?")), "4")
+
+
+class Server(ThreadingHTTPServer):
+    """Rewards a completion with its length. ``reply(body) -> (code, what is sent)`` says otherwise."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.bodies = []
+        self.reply = lambda body: (200, {"rewards": [len(text(c)) for c in body["completions"]]})
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}/score"
+
+
+def text(completion):
+    return completion if isinstance(completion, str) else completion[0]["content"]
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append((self.path, body))
+        code, given = self.server.reply(body)
+        said = given.encode() if isinstance(given, str) else json.dumps(given).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def log_message(self, *_): ...
+
+
+@pytest.fixture
+def server():
+    found = Server()
+    threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    yield found
+    found.shutdown()
+    found.server_close()
+
+
+def reward(server, **settings):
+    return HttpReward(HttpConfig(**{"base_url": server.url, "backoff": 0.001, "timeout": 5} | settings))
+
+
+def test_batches_come_back_in_order(server):
+    texts = ["x" * n for n in range(1, 24)]
+    found = reward(server, batch_size=5).score([PROMPT] * 23, texts)
+    assert found == [float(n) for n in range(1, 24)]
+    assert {path for path, _ in server.bodies} == {"/score"}
+    first = next(body for _, body in server.bodies if text(body["completions"][0]) == "x")
+    assert first["prompts"][0] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "2+2?"},
+    ]
+    assert first["reference"] == ["4"] * 5 and len(first["completions"]) == 5
+
+
+def test_texts_where_they_are_asked_for(server):
+    assert reward(server, conversational=False).score([PROMPT], ["abc"]) == [3.0]
+    assert server.bodies[-1][1]["prompts"] == ["Be brief.\n\n2+2?"]
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"rewards": [None]}, Missing("the reward server gave null")),
+        ({"rewards": [True]}, Missing("the reward server gave something that is no number")),
+        ({"rewards": ["3"]}, Missing("the reward server gave something that is no number")),
+        ('{"rewards": [' + "9" * 400 + "]}", Missing("the reward server gave an integer beyond every float")),
+        ({"rewards": [1, 2]}, Missing('the reply is not {"rewards": [one a completion]}')),
+        ([1], Missing('the reply is not {"rewards": [one a completion]}')),
+        ("<html>", Missing("the endpoint's reply is no JSON")),
+    ],
+)
+def test_replies_that_are_none(server, given, found):
+    asked = reward(server, retries=1)
+    server.reply = lambda body: (200, given)
+    assert asked.score([PROMPT], ["abc"]) == [found]
+
+
+def test_a_number_that_is_not_finite_is_no_verdict(server):
+    settings = HttpConfig(base_url=server.url, retries=0)
+    checked = make_reward(RewardConfig.of_kind("http", settings, max_missing=1.0))
+    server.reply = lambda body: (200, '{"rewards": [NaN, 2]}')
+    assert checked.score([PROMPT] * 2, ["a", "b"]) == [None, 2.0]
+
+
+def test_failures_that_pass_are_tried_again(server):
+    asked, codes = reward(server), iter([500, 429, 503])
+    fine = server.reply
+    server.reply = lambda body: (code, "later") if (code := next(codes, None)) else fine(body)
+    assert asked.score([PROMPT], ["abc"]) == [3.0]
+
+
+def test_a_server_that_cannot_score_is_refused_at_the_start(server):
+    server.reply = lambda body: (200, {"scores": [1]})
+    with pytest.raises(ConfigError, match=r'reward.http.base_url=.*does not answer .*{"rewards"'):
+        reward(server, retries=0)
+    server.reply = lambda body: (404, "no such page")
+    with pytest.raises(ConfigError, match=r"base_url=\S+: refuses the call: HTTP 404 no such page"):
+        reward(server)
+
+
+def test_one_that_stops_knowing_us_ends_the_run(server):
+    asked = reward(server)
+    server.reply = lambda body: (401, "who are you")
+    with pytest.raises(RewardError, match=r"refuses the call: HTTP 401"):
+        asked.score([PROMPT] * 3, ["a", "b", "c"])

@@ -1,0 +1,75 @@
+"""Several rewards as one: the weighted sum, what is missing, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.errors import ConfigError
+from config.schema_rewards import RewardConfig
+from config.schema_weighted import WeightedConfig
+from data.types import Prompt, Turn
+from rollouts.rewards.factory import make_reward
+
+FUNCTIONS = "tests.unit.rollouts.reward_functions"
+PROMPT = Prompt((Turn("user", "12+34"),), "46")
+LENGTHS = {"reward": "function", "path": f"{FUNCTIONS}.lengths", "conversational": True}
+
+
+def weighted(max_missing=0.0, **parts):
+    config = RewardConfig.of_kind("weighted", WeightedConfig(parts=parts), max_missing)
+    return make_reward(config)
+
+
+def alone(kind, **settings):
+    return make_reward(WeightedConfig(parts={kind: {"weight": 1, **settings}}).found()[kind].reward)
+
+
+def test_the_sum_is_weighted_and_each_part_is_logged():
+    texts = ["; 46", "46", "longer than that; 46", "; 45"]
+    sums = alone("adder").score([PROMPT] * 4, texts)
+    reward = weighted(adder={"weight": 0.5}, short={"weight": -0.125, **LENGTHS})
+    found = reward.score([PROMPT] * 4, texts)
+    reward.close()
+    assert found == pytest.approx([0.5 * s - 0.125 * len(t) for s, t in zip(sums, texts, strict=True)])
+    assert reward.metrics["reward_adder"] == pytest.approx(sum(sums) / 4)
+    assert reward.metrics["reward_short"] == pytest.approx(sum(map(len, texts)) / 4)
+
+
+def test_what_one_part_does_not_know_nobody_knows():
+    reward = weighted(
+        1.0, a={"weight": 1, **LENGTHS}, b={"weight": 2, **LENGTHS, "path": f"{FUNCTIONS}.none_for_long"}
+    )
+    assert reward.score([PROMPT] * 2, ["abc", "x" * 50]) == [9.0, None]
+    reward.close()
+
+
+@pytest.mark.parametrize(
+    ("parts", "key", "said"),
+    [
+        ({}, "", "give rewards with weights"),
+        ({"a b": {"weight": 1}}, "", "letters, digits and underscores"),
+        ({"adder": 1}, ".adder", "give rewards with weights"),
+        ({"adder": {}}, ".adder.weight", "a number that is not 0"),
+        ({"adder": {"weight": float("nan")}}, ".adder.weight", "a number that is not 0"),
+        ({"x": {"weight": 1}}, ".x.reward", "there is no such file in config/reward"),
+        ({"x": {"weight": 1, "reward": "weighted"}}, ".x.reward", "is this reward itself"),
+        ({"function": {"weight": 1}}, ".function.path", "has no default"),
+        ({"f": {"weight": 1, **LENGTHS, "timout": 1}}, ".f.timout", "is not a setting"),
+        ({"f": {"weight": 1, **LENGTHS, "workers": 0}}, ".f.workers", "must be at least 1"),
+        ({"f": {"weight": 1, **LENGTHS, "path": "nowhere.f"}}, ".f.path", "nowhere"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_its_key(parts, key, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        weighted(**parts)
+    assert error.value.key == f"reward.weighted.parts{key}"
+
+
+def test_a_part_that_compares_makes_the_sum_compare():
+    assert RewardConfig.of_kind("weighted", WeightedConfig(parts={"adder": {"weight": 1}})).needs_reference
+    tree = {"name": "w", "max_missing": 0, "_target_": "rollouts.rewards.weighted.make"}
+    tree |= {"settings_type": "config.schema_weighted.WeightedConfig", "needs_reference": False}
+    assert RewardConfig.from_tree(tree | {"weighted": {"parts": {"adder": {"weight": 1}}}}).needs_reference
+    assert not RewardConfig.from_tree(
+        tree | {"weighted": {"parts": {"f": {"weight": 1, **LENGTHS}}}}
+    ).needs_reference
