@@ -44,7 +44,7 @@ $(INSTALLED): requirements.txt requirements/cpu.txt
 	@tools/venv.sh $(REQUIREMENTS)
 	@touch $@
 
-$(INSTALLED_DEV): requirements/dev.txt $(INSTALLED)
+$(INSTALLED_DEV): requirements/dev.txt requirements/trackers.txt $(INSTALLED)
 	@tools/venv.sh requirements/dev.txt
 	@touch $@
 

@@ -67,5 +67,11 @@ def progress(
 
 def status(record: dict[str, Any]) -> str:
     """The numbers of a metrics line that are worth watching, as far as it has them."""
-    shown = (("loss", "loss {:.4f}"), ("lr", "lr {:.2e}"), ("tokens_per_second", "{:,.0f} tokens/s"))
+    shown = (
+        ("loss", "loss {:.4f}"),
+        ("reward_margin", "margin {:+.3f}"),
+        ("reward_accuracy", "accuracy {:.0%}"),
+        ("lr", "lr {:.2e}"),
+        ("tokens_per_second", "{:,.0f} tokens/s"),
+    )
     return ", ".join(form.format(record[key]) for key, form in shown if record.get(key) is not None)

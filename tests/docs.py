@@ -22,6 +22,7 @@ PROGRAMS = (
     "curl",
     "hf",
     "wandb",
+    "tensorboard",
 )
 """First words of what is typed: in a block, all its lines are then commands; in a sentence, the code in
 backquotes is one."""

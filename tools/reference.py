@@ -70,11 +70,12 @@ _LINE = re.compile(
 
 
 def settings_of(text: str) -> Iterator[tuple[str, Setting | None]]:
-    """(section heading, setting) of a yaml file in order; a heading without setting where one begins."""
+    """(section heading, setting) of a yaml file in order; a heading without setting where one begins. What
+    stands below ``hydra:`` is Hydra's own."""
     stack: list[tuple[int, str]] = []
     current: list[str] | None = None
     section = ""
-    for line in [*text.splitlines(), "end: end"]:
+    for line in [*text.partition("\nhydra:")[0].splitlines(), "end: end"]:
         continued = re.match(r"^\s{8,}# (.*)$", line)
         if continued and current is not None:
             current[2] += f" {continued[1].strip()}"
@@ -86,7 +87,7 @@ def settings_of(text: str) -> Iterator[tuple[str, Setting | None]]:
             section = heading[1]
             yield section, None
         found = _LINE.match(line)
-        if found is None or found["key"] in ("defaults", "hydra", "end"):
+        if found is None or found["key"] in ("defaults", "end"):
             continue
         depth = len(found["indent"])
         stack = [(at, key) for at, key in stack if at < depth]

@@ -27,6 +27,7 @@ from tests.quick_python import FIRST, STAND_INS, QuickPython
 NOT_RUN = {
     "pip install "
     "hydra-submitit-launcher==1.2.0": "would change the environment of the tests, from the package index",
+    "pip install -r requirements/trackers.txt": "is installed in the environment of the tests",
     "hf auth login": "would ask the hub for a token",
 }
 EVERY = "n_eval_examples=2 n_eval_prompts=1 wandb.enabled=false"
@@ -59,6 +60,8 @@ RULES = [
     Rule(r"make eval-tools$"),
     Rule(r"make venv GPU=1$", swapped={"GPU=1": "GPU=0"}),  # gigabytes for a GPU
     Rule(r"make study", f"ARGS='{STUDY}'"),
+    # Its server ends with a signal alone: what it would show is listed
+    Rule(r"tensorboard ", "--inspect", {r"^tensorboard": "python -m tensorboard.main"}),
     # Programs that are only named
     Rule(r"(python label\.py|python -m launch\.results|accelerate launch)$", "--help"),
     # Training

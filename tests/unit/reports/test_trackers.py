@@ -1,0 +1,100 @@
+"""TensorBoard's event files and trackio's database, read by their own readers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from common.errors import ConfigError
+from reports.tensorboard import TensorBoard
+from reports.trackers import check_trackers
+from reports.trackio_tracker import Trackio
+from tests.tiny import make_config
+
+CONFIG = {"loss": {"name": "dpo"}, "humanline": {"enabled": True}, "seed": 3}
+LINES = [{"step": step, "loss": 0.7 - 0.01 * step, "eval_loss": None, "seconds": 1} for step in range(5)]
+
+
+def read(folder: Path) -> EventAccumulator:
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return found
+
+
+def test_tensorboard_reads_what_was_told(tmp_path):
+    tracker = TensorBoard(tmp_path, CONFIG)
+    for line in LINES:
+        tracker.log(line, line["step"])
+    tracker.table("samples", ["prompt", "answer"], [["1+1", "a | b\nc"]], 4)
+    tracker.histogram("log_ratio", [1, 5, 2], [-1.0, 1.0], 4)
+    tracker.summary({"loss": 0.5})
+    tracker.finish()
+    found = read(tmp_path / "tensorboard")
+    assert set(found.Tags()["scalars"]) == {"loss", "seconds"}
+    assert [event.step for event in found.Scalars("loss")] == [0, 1, 2, 3, 4]
+    assert [event.value for event in found.Scalars("loss")] == pytest.approx([line["loss"] for line in LINES])
+    (histogram,) = found.Histograms("log_ratio")
+    assert histogram.histogram_value.num == 8 and list(histogram.histogram_value.bucket)[:3] == [1, 5, 2]
+    text = found.Tensors("samples/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text.splitlines()[-1] == "| 1+1 | a \\| b<br>c |"
+    assert '"seed": 3' in found.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+
+
+def test_steps_that_are_taken_again_stand_once_in_tensorboard(tmp_path):
+    for lines in (LINES, LINES[3:]):
+        tracker = TensorBoard(tmp_path, CONFIG)
+        for line in lines:
+            tracker.log(line, line["step"])
+        tracker.finish()
+    assert [event.step for event in read(tmp_path / "tensorboard").Scalars("loss")] == [0, 1, 2, 3, 4]
+
+
+def told(run: Path, lines: list[dict], **settings) -> None:
+    tracker = Trackio(run, CONFIG, **settings)
+    for line in lines:
+        tracker.log(line, line["step"])
+    tracker.table("samples", ["prompt", "answer"], [["1+1", 2], ["2+2", "four"]], lines[-1]["step"])
+    tracker.histogram("log_ratio", [1, 5, 2], [-1.0, 1.0], lines[-1]["step"])
+    tracker.summary({"loss": 0.5, "name": "x"})
+    tracker.finish()
+
+
+def test_trackio_has_the_run_and_a_resumed_one_goes_on_in_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "db", raising=False)
+    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "db")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    run = tmp_path / "runs" / "dpo-3"
+    told(run, LINES, project="p")
+    told(run, LINES[4:], project="p")
+    logs = SQLiteStorage.get_logs("p", "dpo-3")
+    losses = {line["step"]: line["loss"] for line in logs if "loss" in line}
+    assert losses == pytest.approx({line["step"]: line["loss"] for line in LINES})
+    assert SQLiteStorage.get_run_config("p", "dpo-3")["seed"] == 3
+    assert len(SQLiteStorage.get_runs("p")) == 1
+    told(tmp_path / "anew" / "dpo-3", LINES[:1], project="p")
+    assert len(SQLiteStorage.get_run_records("p")) == 2, "another run of this name is another"
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("tensorboard", "reports.tensorboard"), ("trackio", "reports.trackio_tracker")]
+)
+def test_a_tracker_without_its_package_is_refused_with_the_remedy(monkeypatch, name, module):
+    config = make_config(f"trackers=[{name}]")
+    check_trackers(config.trackers)
+    for known in list(sys.modules):
+        if known.startswith((f"{name}.", f"torch.utils.{name}")) or known in (name, module):
+            monkeypatch.delitem(sys.modules, known)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r"its package is not installed.*requirements/trackers.txt"):
+        check_trackers(config.trackers)
+
+
+def test_wandb_may_be_named_among_them():
+    config = make_config("wandb.enabled=false", "trackers=[wandb,tensorboard]")
+    assert list(config.trackers) == ["tensorboard"]
+    assert not config.wandb.enabled, "what is typed comes last"
+    assert make_config("trackers=[wandb]").wandb.enabled
