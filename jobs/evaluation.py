@@ -20,6 +20,7 @@ from jobs.initial_scores import initial_scores
 from jobs.retention import InitialKL
 from models.distributed import gather_objects, rounded
 from models.reference import Reference
+from reports.progress import progress
 from rollouts.verify import Accuracy
 from trainers.basic import BasicTrainer
 from trainers.humanline import Humanline
@@ -27,6 +28,8 @@ from trainers.losses.base import TokenScores
 from trainers.meters import Meters
 
 Metrics = dict[str, float | None]
+SHOWN_AFTER_S = 10.0
+"""An evaluation that takes longer shows how far it is."""
 
 
 class Evaluator:
@@ -100,7 +103,14 @@ class Evaluator:
             (i, micro) for i, batch in enumerate(self.batches) for micro in trainer.share(batch, self.size)
         ]
         prepared = trainer.prepare(micros, self.scorer)
-        for (i, micro), item in zip(micros, prepared, strict=True):
+        todo = progress(
+            list(zip(micros, prepared, strict=True)),
+            "evaluate",
+            unit="forward",
+            shown=trainer.world.is_main,
+            delay=SHOWN_AFTER_S,
+        )
+        for (i, micro), item in todo:
             scores = self.scorer.score_without_gradient(i, micro.sequences)
             result = trainer.compute_loss(micro, scores, item)
             meters.add(

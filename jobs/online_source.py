@@ -49,6 +49,9 @@ class RoundWatch(Protocol):
         and the ``table`` of samples to its first one; both are empty where training goes on inside a
         round."""
 
+    def round_planned(self, round_: Segment) -> None:
+        """How many steps the round has, and which share of the run it is."""
+
     def trained_seconds(self) -> float:
         """Spent in steps so far, in all processes of the run."""
 
@@ -216,7 +219,7 @@ class OnlineSource:
         if left is not None:
             units, planned = min(units, left), int(self.config.rounds.examples or 0)
             first, end = planned - left, planned - left + units
-        return Segment(
+        segment = Segment(
             groups,
             self.config.model.batch_size,
             units,
@@ -225,6 +228,8 @@ class OnlineSource:
             start=first / planned,
             end=end / planned,
         )
+        self.watch.round_planned(segment)
+        return segment
 
     def _examples(self, index: int) -> list[Examples]:
         """What is trained on in the round, of each round that it comes from: those before it, then itself."""

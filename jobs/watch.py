@@ -54,6 +54,8 @@ class RunWatch:
         self.watchdog = Watchdog(trainer.world, config.watchdog_seconds)
         self.checkpoints = Checkpoints(folder / "checkpoints", trainer.world, config.keep_checkpoints)
         self.bar = progress(total_steps, "train", done=trainer.progress.step, shown=trainer.world.is_main)
+        self.bar.wait()
+        self._first_step = True
         self.before: Metrics = {}
         self.after: Metrics = {}
         self.seconds = 0.0
@@ -128,6 +130,8 @@ class RunWatch:
         self._diagnose(first)
         if self._due("eval", self.config.eval_every) or first:
             self._evaluated = self._evaluate(first)
+            if self.trainer.world.is_main and self._evaluated:
+                self.bar.say(evaluation_line(self.trainer.progress.step, self._evaluated))
             if first:
                 self.before = self._evaluated
         if self._due("save", self.config.save_every or self.config.eval_every) or first:
@@ -226,6 +230,9 @@ class RunWatch:
         self.tracker.log(line)
         self.bar.set_postfix_str(status(line), refresh=False)
         self.bar.update()
+        if self._first_step:
+            self.bar.measure()
+            self._first_step = False
         self._count_skipped(bool(skipped), record)
 
     def _count_skipped(self, skipped: bool, record: StepRecord) -> None:
@@ -266,7 +273,12 @@ class RunWatch:
         if table:
             self.tracker.table("samples", TABLE_COLUMNS, table, self.trainer.progress.step)
         if metrics and self.trainer.world.is_main:
-            print(round_line(facts["round"], metrics), flush=True)
+            self.bar.say(round_line(facts["round"], metrics))
+
+    def round_planned(self, round_: Segment) -> None:
+        """Of a run's steps only those of the rounds so far are known: the others will have as many each."""
+        at = self.trainer.progress
+        self.bar.total = round((at.step - at.position + round_.steps) / round_.end)
 
     def trained_seconds(self) -> float:
         self._flush()
@@ -290,6 +302,20 @@ class RunWatch:
         self.watchdog.close()
         self.after = self._evaluate()
         self._save_or_warn(first=False)
+
+
+def evaluation_line(step: int, values: Metrics) -> str:
+    """An evaluation in a line, for the terminal."""
+    shown = (
+        ("eval_reward_margin", "margin {:+.4f}"),
+        ("eval_reward_accuracy", "reward accuracy {:.1%}"),
+        ("eval_accuracy_sampled", "sampled accuracy {:.1%}"),
+        ("eval_accuracy_greedy", "greedy accuracy {:.1%}"),
+        ("eval_loss", "loss {:.4f}"),
+        ("eval_kl_initial", "KL from the start {:.4f}"),
+    )
+    known = [form.format(values[key]) for key, form in shown if values.get(key) is not None]
+    return f"evaluation at step {step}: {', '.join(known) or 'nothing to measure'}"
 
 
 def round_line(index: int, metrics: dict[str, Any]) -> str:

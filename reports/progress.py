@@ -30,6 +30,40 @@ class _Lines:
         self._stream.flush()
 
 
+class Bar(tqdm):
+    """A tqdm bar whose time left is a mean over what it has measured, not over the last steps alone: rounds
+    and evaluations come at intervals."""
+
+    _since: tuple[int, float] | None = None
+    _waits = False
+
+    def wait(self) -> None:
+        """Say nothing of the time left until ``measure`` is called."""
+        self._waits = True
+
+    def measure(self) -> None:
+        """What was done until now tells nothing of the time that the rest takes: a first evaluation, a
+        compiler's first step."""
+        if not self.disable:
+            self._since = (self.n, self._time())
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        with self.external_write_mode():
+            print(text, flush=True)
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = super().format_dict
+        if self._since is not None:
+            n, at = self._since
+            seconds = self._time() - at
+            found["rate"] = (found["n"] - n) / seconds if seconds > 0 else 0.0
+        elif self._waits:
+            found["rate"] = 0.0  # tqdm shows a question mark
+        return found
+
+
 def progress(
     work: Iterable[Any] | int,
     desc: str,
@@ -38,9 +72,10 @@ def progress(
     done: int = 0,
     shown: bool = True,
     stream: TextIO | None = None,
-) -> tqdm:
+    delay: float = 0.0,
+) -> Bar:
     """A tqdm bar over ``work``, to iterate over or (for a number) to ``update()``; a context manager either
-    way.
+    way. With ``delay`` nothing is shown of what takes fewer seconds.
 
     ``done`` of a total were finished before (a resumed run); ``shown=False`` on ranks above 0; ``stream`` is
     stderr if not given. What is measured goes to its end: ``bar.set_postfix_str(status(record),
@@ -50,7 +85,7 @@ def progress(
     terminal = out.isatty()
     bar = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
     line = "{desc}: {n_fmt}/{total_fmt} " + unit + "s, {elapsed} so far, {remaining} to go{postfix}"
-    return tqdm(
+    return Bar(
         iterable=None if isinstance(work, int) else work,
         total=work if isinstance(work, int) else None,
         desc=desc,
@@ -62,6 +97,7 @@ def progress(
         mininterval=SECONDS_BETWEEN_REDRAWS if terminal else SECONDS_BETWEEN_LINES,
         miniters=1,  # look at the clock at every update: steps may take longer than a line's ten seconds
         dynamic_ncols=terminal,
+        delay=delay,
     )
 
 

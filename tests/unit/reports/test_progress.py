@@ -54,6 +54,10 @@ def test_a_terminal_gets_one_line_redrawn():
 
 def test_other_ranks_show_nothing():
     assert run(io.StringIO(), shown=False) == ""
+    bar = progress(3, "train", shown=False)
+    bar.wait()
+    bar.update()
+    bar.measure()
 
 
 def test_work_may_be_iterated_over():
@@ -65,3 +69,41 @@ def test_work_may_be_iterated_over():
 def test_status_leaves_out_what_is_not_there():
     assert status({"loss": None, "lr": 1e-5}) == "lr 1.00e-05"
     assert status({"step": 3}) == ""
+
+
+def test_the_time_left_is_a_mean_over_what_was_measured():
+    """Of ten steps the first takes 90 seconds, the others four, and every third of them twice that."""
+    out, now = io.StringIO(), [0.0]
+    bar = progress(10, "train", stream=out)
+    bar._time = lambda: now[0]
+    bar.start_t = bar.last_print_t = 0.0
+    bar.wait()
+    now[0] = 80.0
+    bar.refresh()
+    now[0] = 90.0
+    bar.update()
+    bar.measure()
+    for step in range(1, 7):
+        now[0] += 8.0 if step % 3 == 0 else 4.0
+        bar.update()
+    bar.total = 8
+    now[0] += 0.0
+    bar.refresh()
+    bar.close()
+    lines = out.getvalue().splitlines()
+    assert "0/10 steps, 01:20 so far, ? to go" in lines[1] or "0/10 steps, 01:20 so far, ? to go" in lines[0]
+    assert any("7/10 steps, 02:02 so far, 00:16 to go" in line for line in lines)
+    assert any("7/8 steps, 02:02 so far, 00:05 to go" in line for line in lines)
+
+
+def test_what_is_soon_done_shows_nothing():
+    out = io.StringIO()
+    assert list(progress([1, 2, 3], "evaluate", stream=out, delay=100.0)) == [1, 2, 3]
+    assert out.getvalue() == ""
+
+
+def test_a_line_stands_above_the_bar(capsys):
+    bar = progress(2, "train", stream=io.StringIO())
+    bar.say("round 0: 32 contexts")
+    assert capsys.readouterr().out == "round 0: 32 contexts\n"
+    bar.close()
