@@ -3,6 +3,11 @@
     python train.py loss=dpo humanline=true
     torchrun --nproc-per-node 8 train.py model=llama3-8b-instruct data=ultrafeedback_armorm loss=kto humanline=true
 
+From a notebook, or a program of one's own (docs/notebook.md):
+
+    from train import compose, train
+    summary = train(*compose("loss=dpo", "humanline=true"))
+
 Exit codes are those of config.cli.
 """  # noqa: E501
 
@@ -14,13 +19,16 @@ import hydra
 from omegaconf import DictConfig
 
 from common.output import forgive_output
-from config.cli import cli, guarded, idle, say_what_is_idle, settings
+from config.cli import cli, compose, guarded, idle, say_what_is_idle, settings
 from config.schema import Config
 from jobs.signals import Signals
 
+__all__ = ["compose", "train"]
+
 
 def train(config: Config, name: str) -> dict[str, Any]:
-    """One run, from settings to an exported model; returns its summary."""
+    """One run, from settings to an exported model; returns its summary. Raises UserError: what a user can
+    mend."""
     signals = Signals()
     from jobs.job import Job
     from jobs.run_folder import RunFolder
@@ -39,6 +47,7 @@ def train(config: Config, name: str) -> dict[str, Any]:
     finally:
         folder.release()
         stop()
+        signals.restore()
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="config")

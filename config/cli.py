@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -95,7 +96,7 @@ def cli(main: Callable[[], object]) -> None:
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:
-        sys.exit(complain(_in_our_words(error), REFUSED))
+        sys.exit(complain(_in_our_words(error, sys.argv[1:]), REFUSED))
 
 
 def complain(message: str, code: int) -> int:
@@ -106,14 +107,28 @@ def complain(message: str, code: int) -> int:
     return code
 
 
-def _in_our_words(error: Exception) -> str:
-    """Key, value and remedy of what Hydra refused."""
+def compose(*words: str) -> tuple[Config, str]:
+    """The checked settings of what would be typed behind ``python train.py``, and the run's name: for
+    notebooks and programs of one's own. Raises UserError, as ConfigError where one setting is to blame."""
+    overrides = as_settings(list(words))
+    refuse_choices(overrides)
+    try:
+        with initialize_config_dir(str(FOLDER), version_base="1.3"):
+            composed = hydra_compose("config", overrides=overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_in_our_words(error, overrides)) from None
+    config = load(composed)
+    return config, run_name(config, overrides)
+
+
+def _in_our_words(error: Exception, overrides: Sequence[str]) -> str:
+    """Key, value and remedy of what Hydra refused of ``overrides``."""
     text = str(error)
     if found := re.match(r"Could not override '([^']+)'", text):
         key = found[1]
-        given = (word.lstrip("+").partition("=") for word in sys.argv[1:])
+        given = (word.lstrip("+").partition("=") for word in overrides)
         value = next((value for name, _, value in given if name == key), "?")
-        said = remedy(key, value, _settings_there())
+        said = remedy(key, value, _settings_there(overrides))
         shows = f"; python {program()}.py --cfg job shows all of them" if said == NOTHING else ""
         return str(ConfigError(key, value, said + shows))
     if found := re.search(r"Could not find '(\w+)/([^']+)'", text):
@@ -135,13 +150,15 @@ def program() -> str:
     return name if (FOLDER / f"{name}.yaml").is_file() else "train"
 
 
-def _settings_there() -> list[str]:
+def _settings_there(overrides: Sequence[str]) -> list[str]:
     """Every setting of the program with the files that the command line chooses; where these cannot be
     composed, those of every run."""
     name = program()
     try:
         with initialize_config_dir(str(FOLDER), version_base="1.3"):
-            composed = compose("config" if name == "train" else name, overrides=choices_of(sys.argv[1:]))
+            composed = hydra_compose(
+                "config" if name == "train" else name, overrides=choices_of(list(overrides))
+            )
         return list(names_of(OmegaConf.to_container(composed, resolve=False)))
     except (HydraException, OmegaConfBaseException, ValueError):
         return list(names(Config))

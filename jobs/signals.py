@@ -29,8 +29,14 @@ class Signals:
     def __init__(self) -> None:
         self.asked = False
         self._armed = False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._handle)
+        self._before = {
+            number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGUSR1)
+        }
+
+    def restore(self) -> None:
+        """The run is over, and its program may go on: signals mean to it what they meant before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def arm(self) -> None:
         """From now on there is something to save first."""

@@ -1,0 +1,77 @@
+"""The example notebook and the lines of its page, as Jupyter would run them: one cell after the other in one
+process."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import matplotlib as mpl
+import pytest
+
+from common.errors import ConfigError, UserError
+from tests.docs import ROOT, blocks
+from train import compose, train
+
+NOTEBOOK = ROOT / "docs" / "notebooks" / "first_run.ipynb"
+
+
+@pytest.fixture
+def kernel(tmp_path, monkeypatch):
+    """Where cells run: their names, and a folder for their runs."""
+    mpl.use("Agg")
+    monkeypatch.chdir(ROOT)
+    small = (
+        "n_eval_examples=8",
+        "n_eval_prompts=8",
+        f"runs_dir={tmp_path}",
+        f"cache_dir={tmp_path}/cache",
+    )
+
+    def composed(*words):
+        return compose(*words, *small, "n_examples=128", "eval_every=64")
+
+    names = {"__name__": "__main__"}
+
+    def run(source: str) -> dict:
+        source = source.replace("from train import compose, train", "from train import train")
+        exec(compile(source, "cell", "exec"), names)
+        return names
+
+    names["compose"] = composed
+    return run
+
+
+def test_the_example_notebook_runs_from_top_to_bottom(kernel):
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    names: dict = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"] and cell["execution_count"] is None, "is kept without what it showed"
+            names = kernel("".join(cell["source"]))
+    assert list(names["table"].columns) == ["plain", "humanline"] and len(names["table"]) == 2
+    assert all((folder / "model" / "model.safetensors").is_file() for folder, _ in names["runs"].values())
+    assert len(names["left"].lines) == len(names["right"].lines) == 2
+
+
+def test_the_lines_of_the_page_run(kernel):
+    (block,) = [b for b in blocks(ROOT / "docs" / "notebook.md") if b.language == "python"]
+    names = kernel("\n".join(block.lines))
+    assert len(names["metrics"]) == 4 and names["summary"]["after"]
+
+
+def test_what_cannot_be_composed_is_one_error_and_the_program_goes_on(tmp_path):
+    with pytest.raises(UserError, match=r"lerning_rate"):
+        compose("loss=dpo", "lerning_rate=1")
+    with pytest.raises(ConfigError, match=r"lr=-1"):
+        compose("loss=dpo", "lr=-1")
+    config, name = compose("loss=dpo", "exp_name=x", "data=local", f"data.path={tmp_path}/none.jsonl")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(UserError, match=r"none.jsonl"):
+        train(config, name)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_composed_settings_are_those_of_the_command_line():
+    typed, _ = compose("--lr", "1e-5", "loss=kto", "humanline=true")
+    assert typed.lr == 1e-5 and typed.loss["name"] == "kto" and typed.humanline
