@@ -1,6 +1,6 @@
 # What a newcomer types. The environment is made once and again only when a requirements file changes.
 .DEFAULT_GOAL := help
-.PHONY: help venv eval-tools run test check bench-quick torture study
+.PHONY: help venv eval-tools run test docs check bench-quick torture study
 SHELL := /bin/bash
 
 PY := .venv/bin/python
@@ -31,6 +31,9 @@ test: $(INSTALLED_DEV) $(INSTALLED_VLLM) $(INSTALLED_EVAL)  ## run every test (A
 torture: $(INSTALLED_DEV)  ## 50 kills, signals and damaged checkpoints over one run on two ranks (half an hour)
 	@$(PY) -m tests.distributed.torture --kills 50 --steps 400 $(ARGS)
 
+docs: $(INSTALLED_DEV)  ## the documentation as a site, in site/ (ARGS=serve shows it while one writes)
+	@$(PY) -m mkdocs $(or $(ARGS),build -q)
+
 check: $(INSTALLED_DEV)  ## lint and type-check, as the pre-commit hooks do
 	@$(PY) -m ruff check . && $(PY) -m mypy .
 
@@ -44,7 +47,7 @@ $(INSTALLED): requirements.txt requirements/cpu.txt
 	@tools/venv.sh $(REQUIREMENTS)
 	@touch $@
 
-$(INSTALLED_DEV): requirements/dev.txt requirements/trackers.txt $(INSTALLED)
+$(INSTALLED_DEV): requirements/dev.txt requirements/docs.txt requirements/trackers.txt $(INSTALLED)
 	@tools/venv.sh requirements/dev.txt
 	@touch $@
 
