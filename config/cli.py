@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from common.errors import ConfigError, StoppedError, UserError
+from common.errors import ConfigError, StoppedError, UserError, require
 from common.output import no_room
 from common.secrets import scrub_text
 from config.arguments import as_settings, choices_of, refuse_choices
@@ -35,7 +35,23 @@ REFUSED, STOPPED = 2, 1
 def settings(cfg: DictConfig) -> tuple[Config, str]:
     """The checked configuration of what Hydra composed, and the run's name. Raises ConfigError."""
     config = load(cfg)
-    return config, run_name(config, list(HydraConfig.get().overrides.task))
+    given = HydraConfig.get()
+    refuse_default_data(dict(given.runtime.choices), list(given.overrides.task))
+    return config, run_name(config, list(given.overrides.task))
+
+
+def refuse_default_data(choices: Mapping[str, str | None], overrides: Sequence[str]) -> None:
+    """Raise ConfigError for a model of one's own on the embedded task's data, unless these were asked for:
+    nobody wants it trained on sums because ``data=`` was forgotten. ``choices``: group -> file."""
+    embedded, data, model = "adder", choices.get("data"), str(choices.get("model"))
+    asked = any(word.lstrip("+").partition("=")[0] == "data" for word in overrides)
+    require(
+        asked or data != embedded or model.startswith(embedded),
+        "data",
+        data,
+        f"is the default, the sums of the embedded task, and model={model} is another model; give "
+        "data=local data.path=FILE, data=hub data.path=org/name or a published set, or type data=adder",
+    )
 
 
 def say_what_is_idle(inert: Mapping[str, Sequence[str]]) -> None:

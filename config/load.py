@@ -14,6 +14,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError
 from common.files import check_name
+from config import of_run  # noqa: F401, a model's file may say it
 from config.files import parsed
 from config.older import as_today
 from config.schema import Config

@@ -3,9 +3,12 @@ loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+import numpy as np
 
 from common.errors import require
 from config.schema import Config
@@ -17,6 +20,7 @@ from data.selection import places
 from data.sources import Loaded, load_splits
 from data.token_cache import TokenCache
 from data.types import Example, Group
+from data.vocabulary import check_vocabulary
 from jobs.lengths import examples_of, stretches
 from models.distributed import on_main
 from models.pretrained import model_config
@@ -82,6 +86,8 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -
         )
         expected = examples.groups[: last - first]
     held_out = make_examples(evaluation.groups[: config.n_eval_examples], trainer.view_of(config), renderer)
+    for made, of in ((examples, loaded), (held_out, evaluation)):
+        check_vocabulary(renderer.tokenizer, _ids(made), of.origin.partition(";")[0])
     return Plan(
         train=training_segment(config, expected),
         held_out=Segment(held_out.groups, config.model.eval_batch_size, held_out.count, seed=0)
@@ -92,6 +98,14 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -
         examples=examples,
         cuts=cuts,
     )
+
+
+def _ids(examples: Examples) -> Iterator[np.ndarray]:
+    """The token ids of every row: of its prompt, of its completion."""
+    for group in examples.groups:
+        for example in group:
+            for row in example.rows:
+                yield from (row.prompt_ids, row.completion_ids)
 
 
 def load_data(config: Config, renderer: Renderer) -> tuple[Loaded, Loaded]:

@@ -3,6 +3,7 @@ that is built."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from common.errors import ConfigError, require
+from config.defaults import section
 from config.schema_model import ModelConfig
 from models.heads import RewardModel, ValuePolicy
 from models.policy import Policy, checkpoint_activations, decoder_blocks
@@ -65,6 +67,7 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
     drop a feature of it, or an auxiliary loss for routers that it does not have.
     """
     found = model_config(config)
+    check_embedded(config, found)
     text, kernel = found.get_text_config(), config.attn_implementation
     known = type(found) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in (
         getattr(found, "auto_map", None) or {}
@@ -105,9 +108,26 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
         config.max_length <= positions,
         "model.max_length",
         config.max_length,
-        f"the model has {positions} positions",
+        f"the model has {positions} positions: give as many at most, and model.max_prompt_length less",
     )
     return found
+
+
+def check_embedded(config: ModelConfig, found: PretrainedConfig) -> None:
+    """Raise ConfigError for another model under the embedded one's settings, which are made for sums."""
+    embedded = section("model/adder.yaml:model")
+    own = Path(embedded["name_or_path"], "config.json")
+    if not config.name.startswith(embedded["name"]) or not own.is_file():
+        return
+    words = json.loads(own.read_text(encoding="utf-8"))["vocab_size"]
+    require(
+        found.get_text_config().vocab_size == words,
+        "model.name_or_path",
+        config.name_or_path,
+        f"is not the embedded model, and model={config.name} has that one's settings: texts of "
+        f"{embedded['max_length']} tokens, control tokens, learning rate; type model=hub "
+        f"model.name_or_path={config.name_or_path}",
+    )
 
 
 def check_kernel(kernel: str, found: PretrainedConfig) -> None:

@@ -15,6 +15,7 @@ from config.schema_rounds import RoundsConfig
 from data.chat import Renderer
 from data.types import Completion, Group, Prompt
 from data.views import best_and_worst
+from data.vocabulary import check_vocabulary
 
 TOO_FEW, TOO_EQUAL = "fewer than 2 samples have a score", "the scores differ by less than rounds.tau"
 EQUAL, SILENT = "all scores are equal", "no sample has a score"
@@ -125,8 +126,11 @@ def _only(group: Group, which: Sequence[int]) -> Group:
 
 
 def usable_prompts(prompts: list[Prompt], renderer: Renderer) -> tuple[list[Prompt], Counter[str]]:
-    """The prompts that can be rendered, and for what reasons how many cannot."""
+    """The prompts that can be rendered, and for what reasons how many cannot. Raises ConfigError for prompts
+    that the tokenizer cannot read."""
     rendered = renderer.prompts(prompts)
+    known = [ids for ids in rendered if not isinstance(ids, str)]
+    check_vocabulary(renderer.tokenizer, known, f"these {len(known)} prompts")
     return (
         [prompt for prompt, ids in zip(prompts, rendered, strict=True) if not isinstance(ids, str)],
         Counter(ids for ids in rendered if isinstance(ids, str)),

@@ -47,6 +47,7 @@ def engine_config(cache: Path, loss: str, *overrides: str) -> Config:
         "lr=0.003",
         "warmup=0",
         "weight_decay=0.01",
+        "model.name=tiny",
         "model.dtype=float32",
         f"cache_dir={cache}",
         *overrides,

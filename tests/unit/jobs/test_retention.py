@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ class Spelling:
     """Renders a prompt as the numbers of its characters; the answer to a prompt is the numbers behind it."""
 
     calls = 0
+    tokenizer = SimpleNamespace(unk_token_id=None)
 
     def prompts(self, prompts):
         return [self.prompt_ids(prompt) for prompt in prompts]

@@ -1,0 +1,28 @@
+"""The interpolation ``${of_run:key,default}`` of a model's file: the model setting ``key`` of the run that
+``name_or_path`` is the folder of, else ``default``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from config.files import parsed
+
+
+def of_run(key: str, default: Any, *, _parent_: DictConfig) -> Any:
+    """A run's folder, or the ``model`` in it, brings the setting that the run had: what a model was trained
+    with fits it."""
+    if OmegaConf.is_missing(_parent_, "name_or_path") or not _parent_.get("name_or_path"):
+        return default
+    path = Path(str(_parent_.name_or_path))
+    folder = path.parent if path.name == "model" else path
+    try:
+        return parsed((folder / "config.yaml").read_text(encoding="utf-8"))["model"][key]
+    except (OSError, ValueError, TypeError, KeyError, YAMLError):
+        return default
+
+
+OmegaConf.register_new_resolver("of_run", of_run, replace=True)
