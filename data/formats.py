@@ -28,6 +28,8 @@ ROLES = {
     "prompter": "user",
     "assistant": "assistant",
     "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
     "tool": "tool",
     "ipython": "tool",
 }
@@ -101,22 +103,29 @@ def truth(values: Values, column: str) -> bool:
 
 
 def turns(found: Any, column: str) -> tuple[Turn, ...]:
-    """Chat messages ``[{role, content}, …]`` as turns; a string is one user turn."""
+    """Chat messages ``[{role, content}, …]``, or ShareGPT's ``[{from, value}, …]``, as turns; a string is one
+    user turn, one message a list of one."""
     if isinstance(found, str):
         return (Turn("user", found),)
+    if isinstance(found, Mapping):
+        found = [found]
     if not isinstance(found, list) or not found:
         raise RowError(f"{column!r} is neither a string nor a list of messages")
     return tuple(_turn(message, column) for message in found)
 
 
 def _turn(message: Any, column: str) -> Turn:
-    if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+    if not isinstance(message, Mapping):
+        raise RowError(f"a message of {column!r} is a {type(message).__name__}, not an object")
+    said, content = message.get("role"), message.get("content")
+    if "from" in message and said is None:
+        said, content = message["from"], message.get("value")
+    if not isinstance(content, str):
         raise RowError(f"a message of {column!r} has no 'content' string")
-    said = message.get("role")
     role = ROLES.get(said) if isinstance(said, str) else None
     if role is None:
         raise RowError(f"a message of {column!r} has the role {shown(said)}")
-    return Turn(role, message["content"])
+    return Turn(role, content)
 
 
 def prompt_of(conversation: tuple[Turn, ...], reference: Any = None) -> Prompt:

@@ -41,6 +41,8 @@ def mixed(config: DataConfig, split: str) -> Loaded:
         sum(part.read for part in loaded),
         [row for part in loaded for row in part.dropped],
         origin,
+        ", ".join(dict.fromkeys(part.format for part in loaded if part.format)),
+        tuple(dict.fromkeys(column for part in loaded for column in part.unused)),
     )
 
 

@@ -9,7 +9,7 @@ lowest trained clearly worse.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -62,6 +62,12 @@ class DataReport:
     clippable_share: float | None = None
     """share of completion tokens that humanline can clip from above while the reference is the initial model:
     an upper bound"""
+    format: str = ""
+    """the format that the rows were read as; "" where the source makes groups itself"""
+    unused: tuple[str, ...] = ()
+    """columns that the format did not read"""
+    example: tuple[str, ...] = ()
+    """the first example as the model reads it: its prompt, then each of its completions"""
     selection: Selection | None = None
     """which groups data.logprob_range kept; ``examples`` and the lengths are then theirs, the counts of rows
     those of all"""
@@ -83,6 +89,8 @@ class DataReport:
             named=tuple(loaded.dropped[:_NAMED]),
             untrainable=dict(examples.dropped),
             cut={what: n for what, n in cut.items() if n},
+            format=loaded.format,
+            unused=loaded.unused,
             prompt_tokens=Spread.of(len(row.prompt_ids) for row in rows),
             completion_tokens=Spread.of(len(row.completion_ids) for row in rows),
         )
@@ -105,6 +113,20 @@ class DataReport:
             clippable_share=clippable_share,
             poor_share=float((everything <= PAPER_WORST_QUARTILE[1]).mean()) if everything.size else None,
         )
+
+    def with_example(self, shown: Sequence[str]) -> DataReport:
+        """The report with an example: its prompt and its completions, as text of their tokens."""
+        return replace(self, example=tuple(shown))
+
+    def beginning(self) -> list[str]:
+        """Lines for the terminal, before anything is trained: what was understood of the data."""
+        lines = []
+        if self.format:
+            unused = f"; columns that nothing reads: {', '.join(self.unused)}" if self.unused else ""
+            lines.append(f"data read as {self.format}{unused}")
+        for what, text in zip(("prompt", *["completion"] * len(self.example)), self.example, strict=False):
+            lines.append(f"first example, {what}: {shortened(text)!r}")
+        return lines
 
     def with_selection(self, selection: Selection, kept: Examples) -> DataReport:
         """The report of the groups that ``data.logprob_range`` kept: their examples and lengths."""
@@ -162,6 +184,8 @@ class DataReport:
             "",
             f"- Training: {literal(self.origin)}",
             f"- Evaluation: {literal(self.evaluation_origin)} ({self.evaluation_groups} groups)",
+            *([f"- Read as: {literal(self.format)}"] if self.format else []),
+            *([f"- Columns that nothing reads: {literal(', '.join(self.unused))}"] if self.unused else []),
             "",
             f"{self.read} rows read, {self.groups} groups of {self.prompts} prompts, {self.examples} "
             "examples.",
@@ -179,6 +203,7 @@ class DataReport:
                 ".0f",
             ),
         ]
+        parts += _example(self.example)
         if self.logprob:
             parts += _spreads(
                 "Mean token log-probability under the initial model", "nats", self.logprob, ".3f"
@@ -214,6 +239,27 @@ def can_be_clipped(logprobs: np.ndarray, log_epsilon_R: float) -> np.ndarray:
     later reference has a bound of its own.
     """
     return logprobs < -log_epsilon_R
+
+
+_SHOWN = 300
+"""Characters of a text that the terminal shows, from its beginning and its end."""
+
+
+def shortened(text: str) -> str:
+    """A text without its middle, where it is long."""
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} … {text[-_SHOWN // 2 :]}"
+
+
+def _example(shown: Sequence[str]) -> list[str]:
+    """The section of the report that shows an example, token for token as text."""
+    if not shown:
+        return []
+    titles = ("prompt", *["completion"] * (len(shown) - 1))
+    blocks = (
+        [f"{title}:", "", *(f"    {line}" for line in text.splitlines() or [""]), ""]
+        for title, text in zip(titles, shown, strict=True)
+    )
+    return ["### The first example, as the model reads it", "", *(line for block in blocks for line in block)]
 
 
 def _prompts(groups: Iterable[Group]) -> set[str]:

@@ -1,7 +1,7 @@
 """Rows as a file holds them, and what became of them: the layer under every source.
 
-``read_rows`` streams .json (one list), .jsonl and .parquet files, the first two also gzipped. A row that
-cannot be read is yielded as ``Dropped`` with its place, never skipped in silence.
+``read_rows`` streams .json (one list), .jsonl, .csv and .parquet files, all but the last also gzipped. A row
+that cannot be read is yielded as ``Dropped`` with its place, never skipped in silence.
 
 Every text of a ``Row`` is made of characters (it can be written as UTF-8), every number fits Python, and
 nothing is nested so deeply that walking it fails. Nothing after this file has to ask.
@@ -10,6 +10,7 @@ nothing is nested so deeply that walking it fails. Nothing after this file has t
 from __future__ import annotations
 
 import codecs
+import csv
 import gzip
 import json
 import os
@@ -27,7 +28,7 @@ import pyarrow.parquet
 from common.errors import ConfigError, DataError
 from data.types import Group
 
-SUFFIXES = (".json", ".jsonl", ".parquet", ".json.gz", ".jsonl.gz")
+SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz")
 
 MOST_NESTED = 100
 """Levels of lists and objects in one row: what is nested deeper is no data, and ends Python's own recursion
@@ -72,6 +73,10 @@ class Loaded:
     dropped: list[Dropped] = field(default_factory=list)
     origin: str = ""
     """Where the groups came from and how the split was made, in words, for the data report."""
+    format: str = ""
+    """The format that the rows were read as; "" where the source makes groups itself."""
+    unused: tuple[str, ...] = ()
+    """Columns that the format did not read."""
 
 
 def read_rows(path: Path, key: str = "data.path") -> Iterator[Row | Dropped]:
@@ -82,7 +87,8 @@ def read_rows(path: Path, key: str = "data.path") -> Iterator[Row | Dropped]:
     """
     if not os.path.isfile(path):
         raise ConfigError(key, path, f"no such file (the working directory is {Path.cwd()})")
-    kind = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+    packed = path.suffix == ".gz"
+    kind = "".join(path.suffixes[-2:]) if packed else path.suffix
     if kind not in SUFFIXES:
         raise ConfigError(
             key, path, f"is not a kind of file that can be read; use one of {', '.join(SUFFIXES)}"
@@ -91,12 +97,9 @@ def read_rows(path: Path, key: str = "data.path") -> Iterator[Row | Dropped]:
         if kind == ".parquet":
             yield from _read_parquet(path)
             return
-        with _open_text(path) as stream:
-            yield from (
-                _read_json_list(path, stream)
-                if kind.startswith(".json.") or kind == ".json"
-                else _read_lines(path, stream)
-            )
+        read = {".json": _read_json_list, ".jsonl": _read_lines, ".csv": _read_csv}
+        with _open_text(path, newline="" if kind.startswith(".csv") else None) as stream:
+            yield from read[kind.removesuffix(".gz")](path, stream)
     except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
         raise DataError(f"{path}: cannot be read to its end ({error}); make or download it again") from error
 
@@ -136,10 +139,48 @@ def _why_not_had(error: Exception) -> str:
     return f"a value cannot be read: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
 
 
+# CSV
+
+_NO_TEXT = ("label", "labels", "reward", "rewards", "preference")
+"""Columns of the known formats that hold no text: what a table writes as true, 1 or 0.5."""
+
+
+def _read_csv(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
+    """Comma-separated values, the first line naming the columns. Every cell is a text, but for those of
+    columns that never hold one, and lists and objects in JSON. An empty cell is nothing."""
+    csv.field_size_limit(sys.maxsize)
+    lines = csv.reader(stream)
+    try:
+        columns = next(lines, [])
+        if len(set(columns)) < len(columns) or "" in columns:
+            raise DataError(f"{path}: the first line must name every column, each once; it is {columns}")
+        for number, cells in enumerate(lines, 2):
+            if not cells:
+                continue
+            fault = None if len(cells) == len(columns) else f"{len(cells)} cells, but {len(columns)} columns"
+            fault = next(filter(None, map(_not_characters, cells)), fault)
+            values = {name: _cell(name, cell) for name, cell in zip(columns, cells, strict=False)}
+            yield Dropped(path.name, number, fault) if fault else Row(path.name, number, values)
+    except csv.Error as error:
+        raise DataError(f"{path}: line {lines.line_num} is not CSV ({error})") from error
+
+
+def _cell(column: str, cell: str) -> Any:
+    if cell == "":
+        return None
+    if column not in _NO_TEXT and not cell.startswith(("[{", '["')):
+        return cell
+    try:
+        value, _, fault = _parsed(cell.lower() if cell in ("True", "False") else cell, 0)
+    except json.JSONDecodeError:
+        return cell
+    return cell if fault else value
+
+
 # JSON
 
 
-def _open_text(path: Path) -> IO[str]:
+def _open_text(path: Path, newline: str | None = None) -> IO[str]:
     """UTF-8, with a byte-order mark or without one. A byte that is not UTF-8 becomes a lone surrogate (PEP
     383), so that its row can be named. Raises DataError for UTF-16 and UTF-32."""
     with path.open("rb") as start:
@@ -151,6 +192,7 @@ def _open_text(path: Path) -> IO[str]:
             "convert it, as in iconv -f UTF-16 -t UTF-8 OLD > NEW"
         )
     how: dict[str, Any] = {"mode": "rt", "encoding": "utf-8-sig", "errors": "surrogateescape"}
+    how["newline"] = newline
     return gzip.open(path, **how) if packed else path.open(**how)
 
 

@@ -17,9 +17,10 @@ from typing import Literal
 from common.errors import ConfigError, DataError, one_of
 from common.imports import import_function
 from config.schema_data import DataConfig
-from data import formats, hub, published
-from data.formats import Format, Values
-from data.groups import groups as groups_format
+from data import hub, published
+from data.detection import Columns, format_of, is_feedback
+from data.folders import folder_rows, is_saved
+from data.formats import Values
 from data.rows import SUFFIXES, Dropped, Loaded, Row, read_rows
 from data.types import Group, Prompt, Turn
 from data.views import keep_shares
@@ -29,26 +30,6 @@ __all__ = ["Dropped", "Loaded", "hub_table", "load_groups", "load_splits", "loca
 Split = Literal["train", "eval"]
 Source = Callable[[DataConfig, str], Loaded]
 LOCAL, HUB = "data.sources.local", "data.sources.hub_table"
-
-FORMATS: dict[str, Format] = {
-    "preference": formats.preference,
-    "prompt_completion": formats.prompt_completion,
-    "unpaired": formats.unpaired,
-    "prompt_only": formats.prompt_only,
-    "feedback": formats.feedback,
-    "groups": groups_format,
-    "hh": published.hh,
-    "alpacaeval": published.alpacaeval,
-    "gsm8k": published.gsm8k,
-    "gsm8k_solutions": published.gsm8k_solutions,
-    "math": published.math,
-    "s1k": published.s1k,
-    "safe_rlhf": published.safe_rlhf,
-    "wildbench": published.wildbench,
-    "shp": published.shp,
-    "oasst": published.oasst,
-}
-"""The formats that ``data.format`` may name; another one is given by its import path."""
 
 
 def load_groups(config: DataConfig, split: Split) -> Loaded:
@@ -88,11 +69,11 @@ def _holds_out(config: DataConfig) -> bool:
 
 
 def _local_copy(config: DataConfig) -> DataConfig:
-    """A hub set whose path is a file is read from there; the split names are the hub's and do not apply to
-    it."""
+    """A hub set whose path is a file, or was saved to disk, is read from there; the split names are the hub's
+    and do not apply to a file."""
     return (
-        replace(config, source=LOCAL, eval_split=None)
-        if config.source == HUB and _is_file(config.path)
+        replace(config, source=LOCAL, eval_split=config.eval_split if _is_folder(config.path) else None)
+        if config.source == HUB and _is_local(config.path)
         else config
     )
 
@@ -148,15 +129,22 @@ def with_system(group: Group, system: Turn) -> Group:
 
 
 def local(config: DataConfig, split: str) -> Loaded:
-    """A local file (``data.path``; ``data.eval_path`` for evaluation), .json, .jsonl or .parquet."""
+    """A local file or folder (``data.path``; ``data.eval_path`` for evaluation): .json, .jsonl, .csv or
+    .parquet, a folder of such files, or what ``datasets`` saved to disk. Of a folder that has several splits
+    ``data.split`` and ``data.eval_split`` are taken."""
     if config.path is None:
         raise ConfigError("data.path", None, "give the file, as in data.path=pairs.jsonl")
     if split == "train":
-        return convert(_of_split(read_rows(Path(config.path)), config.split), config, config.path)
+        rows = _rows("data.path", config.path, "data.split", config.split)
+        return convert(_of_split(rows, config.split), config, config.path)
     if config.eval_path is not None:
-        return convert(read_rows(Path(config.eval_path), "data.eval_path"), config, config.eval_path)
+        rows = _rows("data.eval_path", config.eval_path, "data.eval_split", config.eval_split)
+        return convert(rows, config, config.eval_path)
     if config.eval_split is None:
         return Loaded([], 0, origin="no evaluation data (data.eval_path is null and data.eval_fraction is 0)")
+    if _is_folder(config.path):
+        rows = _rows("data.path", config.path, "data.eval_split", config.eval_split)
+        return convert(rows, config, f"{config.path} ({config.eval_split})")
     rows = list(read_rows(Path(config.path)))
     if not any(isinstance(row, Row) and row.values.get("split") == config.eval_split for row in rows):
         raise ConfigError(
@@ -166,6 +154,13 @@ def local(config: DataConfig, split: str) -> Loaded:
             "give the evaluation file as data.eval_path",
         )
     return convert(_of_split(rows, config.eval_split), config, config.path)
+
+
+def _rows(key: str, path: str, split_key: str, split: str | None) -> Iterator[Row | Dropped]:
+    """The rows of a file, or of a folder's split; ``key`` and ``split_key`` name the settings."""
+    if _is_folder(path):
+        return folder_rows(Path(path), split, key, split_key)
+    return read_rows(Path(path), key)
 
 
 def hub_table(config: DataConfig, split: str) -> Loaded:
@@ -180,7 +175,7 @@ def hub_table(config: DataConfig, split: str) -> Loaded:
         return Loaded(
             [], 0, origin="no evaluation data (data.eval_split is null and data.eval_fraction is 0)"
         )
-    if split == "eval" and _is_file(config.eval_path):
+    if split == "eval" and _is_local(config.eval_path):
         return local(config, split)
     path = config.path if split == "train" else config.eval_path or config.path
     name = config.split if split == "train" else config.eval_split or config.split
@@ -188,14 +183,18 @@ def hub_table(config: DataConfig, split: str) -> Loaded:
     return convert(rows, config, f"{path} ({name})")
 
 
-def _is_file(path: str | None) -> bool:
-    return path is not None and (Path(path).is_file() or path.endswith(SUFFIXES))
+def _is_local(path: str | None) -> bool:
+    return path is not None and (Path(path).is_file() or path.endswith(SUFFIXES) or is_saved(Path(path)))
+
+
+def _is_folder(path: str | None) -> bool:
+    return path is not None and Path(path).is_dir()
 
 
 def _of_split(rows: Iterable[Row | Dropped], wanted: str) -> Iterator[Row | Dropped]:
     """Feedback files may hold several splits, each row naming its own; rows that name none belong to all."""
     for row in rows:
-        if isinstance(row, Row) and _is_feedback(row.values) and row.values.get("split", wanted) != wanted:
+        if isinstance(row, Row) and is_feedback(row.values) and row.values.get("split", wanted) != wanted:
             yield Dropped(row.file, row.number, f"belongs to another split than {wanted!r}")
         else:
             yield row
@@ -222,11 +221,14 @@ def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str) -> L
         raise DataError(f"{origin}: holds no row")
     if first is None:
         return loaded
-    for result in _format(config, first)(itertools.chain([first], stream), config):
+    loaded.format, form = format_of(config, first)
+    seen = Columns(config.columns)
+    for result in form(map(seen.watched, itertools.chain([first], stream)), config):
         if isinstance(result, Dropped):
             loaded.dropped.append(result)
         else:
             loaded.groups.append(result)
+    loaded.unused = seen.unused()
     return loaded
 
 
@@ -235,64 +237,6 @@ def renamed(values: Values, columns: dict[str, str] | None) -> Values:
     if not columns:
         return values
     return {**values, **{ours: values[theirs] for ours, theirs in columns.items() if theirs in values}}
-
-
-def _format(config: DataConfig, first: Row) -> Format:
-    for ours, theirs in (config.columns or {}).items():
-        if theirs not in first.values:
-            raise ConfigError(
-                f"data.columns.{ours}",
-                theirs,
-                f"{first.file} has no such column; it has {', '.join(first.values)}",
-            )
-    name = detect(first) if config.format == "auto" else config.format
-    if name in FORMATS:
-        return FORMATS[name]
-    if "." not in name:
-        raise ConfigError(
-            "data.format", name, f"use auto, {', '.join(FORMATS)}, or the import path of a function"
-        )
-    found: Format = import_function("data.format", name)
-    return found
-
-
-def detect(row: Row) -> str:
-    """The name of the format whose columns ``row`` has. Raises ConfigError when it has those of none."""
-    has = row.values.keys()
-    if _is_feedback(row.values):
-        return "feedback"
-    if {"completions", "rewards"} <= has:
-        return "groups"
-    if {"chosen", "rejected"} <= has:
-        chosen = row.values["chosen"]
-        return (
-            "hh"
-            if "prompt" not in has and isinstance(chosen, str) and chosen.startswith("\n\nHuman:")
-            else "preference"
-        )
-    if {"prompt", "completion"} <= has:
-        return "unpaired" if "label" in has else "prompt_completion"
-    if {"instruction", "output_1", "output_2", "preference"} <= has or {
-        "instruction",
-        "output",
-        "generator",
-    } <= has:
-        return "alpacaeval"
-    if "messages" in has:
-        return "prompt_completion"
-    if "prompt" in has:
-        return "prompt_only"
-    raise ConfigError(
-        "data.columns",
-        dict.fromkeys(has, "?"),
-        f"the columns of {row.file} are those of no known format; say which "
-        "are which, as in data.columns={prompt: question, completion: answer}",
-    )
-
-
-def _is_feedback(values: Values) -> bool:
-    kind = values.get("type")
-    return isinstance(kind, str) and kind.endswith("_feedback")
 
 
 def _nothing_usable(config: DataConfig, loaded: Loaded) -> DataError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.errors import require
+from common.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,8 +22,9 @@ def unknown_share(tokenizer: PreTrainedTokenizerBase, rows: Iterable[np.ndarray]
     """The share of the tokens of ``rows`` ([tokens] ids each) that stand for what the tokenizer does not
     know; 0 where it has no token of its own for that."""
     unknown = tokenizer.unk_token_id
-    ends = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
-    if unknown is None or unknown in ends:
+    if unknown is None:
+        return 0.0
+    if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id):
         return 0.0
     count = total = 0
     for ids in rows:
@@ -34,10 +35,10 @@ def unknown_share(tokenizer: PreTrainedTokenizerBase, rows: Iterable[np.ndarray]
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: Iterable[np.ndarray], origin: str) -> None:
     """Raise ConfigError for data that the tokenizer cannot read. ``origin``: which, in words."""
     share = unknown_share(tokenizer, rows)
-    require(
-        share <= MOST_UNKNOWN,
-        "model.name_or_path",
-        tokenizer.name_or_path,
-        f"its tokenizer does not know {share:.1%} of the tokens of {origin}; choose a model that can read "
-        "them, as in model=hub model.name_or_path=org/name",
-    )
+    if share > MOST_UNKNOWN:
+        raise ConfigError(
+            "model.name_or_path",
+            tokenizer.name_or_path,
+            f"its tokenizer does not know {share:.1%} of the tokens of {origin}; choose a model that can "
+            "read them, as in model=hub model.name_or_path=org/name",
+        )

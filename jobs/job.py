@@ -29,7 +29,7 @@ from jobs.initial_scores import initial_scores
 from jobs.lengths import planned
 from jobs.likelihood import choose_groups, clippable_share, completion_means
 from jobs.online import Online, make_online_plan
-from jobs.plan import make_plan, training_segment
+from jobs.plan import first_example, make_plan, training_segment
 from jobs.retention import InitialKL, load_second_task
 from jobs.run_folder import RunFolder
 from jobs.signals import Signals
@@ -92,7 +92,9 @@ class Job:
         self.second_task = load_second_task(config, self.renderer)
         self.report = DataReport.of(
             self.plan.loaded, self.plan.evaluation, self.plan.examples, self.plan.cuts
-        )
+        ).with_example(first_example(self.plan, self.renderer))
+        for line in self.report.beginning():
+            self.say(line)
         self.online = Online(config, self.plan, self.renderer, world, folder.path) if config.online else None
         if self.online is not None:
             self.say(self.online.describe(self.plan, self.trainer_class.counts))

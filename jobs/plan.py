@@ -3,6 +3,7 @@ loaded."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ from data.batches import Segment
 from data.chat import Renderer, vocabulary_fingerprint
 from data.examples import Examples, make_examples
 from data.groups import check_token_ids
+from data.kinds import advice
 from data.selection import places
 from data.sources import Loaded, load_splits
 from data.token_cache import TokenCache
@@ -73,7 +75,7 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -
         "data.path",
         config.data.path,
         f"gives loss={config.loss['name']} no example: {loaded.read} rows read, "
-        f"{examples.dropped or 'none'} dropped",
+        f"{examples.dropped or 'none'} dropped{advice(loaded.groups)}",
     )
     expected = examples.groups
     if config.data.logprob_range is not None:
@@ -98,6 +100,19 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -
         examples=examples,
         cuts=cuts,
     )
+
+
+def first_example(plan: Plan, renderer: Renderer) -> list[str]:
+    """The first example as texts of its tokens, special ones included: its prompt, then its completions; of
+    online training the first prompt alone. Nothing where there is none."""
+    decode = renderer.tokenizer.decode
+    if plan.examples.groups:
+        rows = plan.examples.groups[0][0].rows
+        return [str(decode(rows[0].prompt_ids)), *(str(decode(row.completion_ids)) for row in rows)]
+    prompts = (
+        ids for g in plan.loaded.groups for ids in renderer.prompts([g.prompt]) if not isinstance(ids, str)
+    )
+    return [str(decode(ids)) for ids in itertools.islice(prompts, 1)]
 
 
 def _ids(examples: Examples) -> Iterator[np.ndarray]:

@@ -85,7 +85,8 @@ def test_a_runs_folder_as_a_model_brings_its_lengths(tmp_path):
     assert (own.max_length, own.max_prompt_length) == (50, 12)
     elsewhere = make_config("model=hub", "model.name_or_path=org/name").model
     assert (elsewhere.max_length, elsewhere.max_prompt_length) == (2048, 1024)
-    (tmp_path / "config.yaml").write_text("model: [")
-    assert make_config("model=hub", f"model.name_or_path={tmp_path}").model.max_length == 2048
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "config.yaml").write_text("model: [")
+    assert make_config("model=hub", f"model.name_or_path={tmp_path}/torn").model.max_length == 2048
     with pytest.raises(ConfigError, match=r"model.name_or_path=\?\?\?: has no default"):
         make_config("model=hub")

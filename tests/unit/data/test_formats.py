@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError, DataError
 from config.schema_data import DataConfig
+from data.detection import detect
 from data.formats import common_beginning
 from data.groups import from_dict, read_groups, to_dict, write_groups
 from data.rows import Loaded, Row
-from data.sources import convert, detect
+from data.sources import convert
 from data.types import Completion, Group, Prompt, Turn
 
 CONFIG = DataConfig(name="test", source="-")

@@ -14,9 +14,10 @@ from omegaconf import OmegaConf
 
 from config.schema_data import DataConfig
 from data.chat import Renderer, load_template
+from data.detection import FORMATS
 from data.published import SOLVERS, transcript
 from data.rows import Loaded, Row
-from data.sources import FORMATS, convert, load_groups
+from data.sources import convert, load_groups
 from data.types import Sequence
 from tests.tiny_tokenizers import tiny_tokenizer
 

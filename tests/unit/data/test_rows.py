@@ -17,11 +17,12 @@ import pytest
 
 from common.errors import DataError, UserError
 from config.schema_data import DataConfig
+from data.detection import FORMATS
 from data.examples import Examples
 from data.published import SOLVERS
 from data.quality import DataReport
 from data.rows import MOST_NESTED, Loaded
-from data.sources import FORMATS, load_splits
+from data.sources import load_splits
 
 GOOD = [{"prompt": f"question {i} ü", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(9)]
 LINES = [json.dumps(record).encode() for record in GOOD]
@@ -30,7 +31,12 @@ KINDS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 def config(path: Path, form: str = "auto") -> DataConfig:
     return DataConfig(
-        name="test", source="data.sources.local", path=str(path), format=form, eval_fraction=0.2
+        name="test",
+        source="data.sources.local",
+        path=str(path),
+        format=form,
+        eval_fraction=0.2,
+        apply_chat_template=form != "language_modelling",
     )
 
 
@@ -227,6 +233,13 @@ SOUND: dict[str, dict[str, object]] = {
     },
     "hh": {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"},
     "alpacaeval": {"instruction": "q", "output_1": "a", "output_2": "b", "preference": 2},
+    "alpaca": {"instruction": "q", "input": "", "output": "a", "system": "s", "history": [["a", "b"]]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    "ultrafeedback": {
+        "instruction": "q",
+        "completions": [{"response": name, "overall_score": len(name)} for name in ("a", "bb")],
+    },
+    "language_modelling": {"text": "one word and more"},
     "gsm8k": {"question": "q", "answer": "so #### 4"},
     "gsm8k_solutions": {
         "question": "q",

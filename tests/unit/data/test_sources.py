@@ -96,7 +96,9 @@ def test_no_usable_row_at_all_is_an_error_that_shows_the_first(tmp_path) -> None
     ("name", "content", "error", "message"),
     [
         ("absent.jsonl", None, ConfigError, r"data.path=.*no such file"),
-        ("pairs.csv", b"a,b", ConfigError, "use one of .json, .jsonl"),
+        ("pairs.xml", b"a,b", ConfigError, "use one of .json, .jsonl"),
+        ("pairs.csv", b"a,a\n1,2", DataError, "must name every column, each once"),
+        ("pairs.csv", b"prompt,chosen", DataError, "holds no row"),
         ("pairs.json", b'{"prompt": 1}', DataError, "must hold one list"),
         ("pairs.json", b'{"a": 1}\n{"a": 2}', DataError, "must be named .jsonl"),
         ("pairs.jsonl.gz", b"not gzip", DataError, "cannot be read"),
@@ -122,7 +124,7 @@ def test_a_wrong_file_is_refused_with_a_remedy(
 
 
 def test_a_wrong_source_is_refused() -> None:
-    for source in ("data.sources.nothing", "nowhere.at.all", "function", "data.sources.FORMATS"):
+    for source in ("data.sources.nothing", "nowhere.at.all", "function", "data.detection.FORMATS"):
         with pytest.raises(ConfigError, match=r"data.source="):
             load_groups(config("x.jsonl", source=source), "train")
     with pytest.raises(ConfigError, match=r"data.path=None"):

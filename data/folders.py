@@ -1,0 +1,88 @@
+"""Folders of data: what ``datasets`` saved to disk, and shards that somebody put side by side."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from common.errors import ConfigError, DataError
+from data.rows import SUFFIXES, Dropped, Row, read_rows, table_rows
+
+_SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval)\w*(?:[-_.]|$)")
+"""Where the name of a shard says which split it is of: train-00000-of-00002, test.jsonl, test_prefs-0."""
+_LABELS = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+def folder_rows(folder: Path, split: str | None, key: str, split_key: str) -> Iterator[Row | Dropped]:
+    """Stream the rows of one split of a folder; of the only one where ``split`` is None.
+
+    ``key``, ``split_key``: the settings that named folder and split, for messages. Raises ConfigError for a
+    folder that holds no data and for a split that it does not have, DataError for what is damaged.
+    """
+    if is_saved(folder):
+        yield from _saved(folder, split, key, split_key)
+        return
+    splits = shards(folder)
+    if not splits:
+        raise ConfigError(
+            key, folder, f"has no file that can be read; put {', '.join(SUFFIXES)} into it, or name one"
+        )
+    for path in splits[_chosen(list(splits), split, folder, split_key)]:
+        where = path.relative_to(folder).as_posix()
+        yield from (replace(row, file=where) for row in read_rows(path, key))
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether it is what ``save_to_disk`` of a Dataset or a DatasetDict wrote."""
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def shards(folder: Path) -> dict[str, list[Path]]:
+    """Split -> its files, by name. The split stands in the file's name or in its folder's; files of which
+    nobody says it are those of "train"."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(folder.rglob("*")):
+        inner = path.relative_to(folder)
+        hidden = any(part.startswith((".", "_")) for part in inner.parts)
+        if not hidden and path.is_file() and path.name.endswith(SUFFIXES):
+            found.setdefault(_split_of(inner), []).append(path)
+    return found
+
+
+def _split_of(inner: Path) -> str:
+    """train-00000-of-00002.parquet -> train; test_prefs/0.jsonl -> test_prefs; pairs-00001.jsonl -> train."""
+    stem = inner.name.partition(".")[0]
+    for name in (stem, *reversed(inner.parts[:-1])):
+        bare = _LABELS.sub("", name)
+        if found := _SPLIT.search(bare):
+            return bare if bare.startswith(found[1]) else found[1]
+    return "train"
+
+
+def _chosen(there: list[str], split: str | None, folder: Path, key: str) -> str:
+    if split in there:
+        return str(split)
+    if split is None and len(there) == 1:
+        return there[0]
+    raise ConfigError(key, split, f"{folder} has {', '.join(sorted(there))}: give one of them")
+
+
+def _saved(folder: Path, split: str | None, key: str, split_key: str) -> Iterator[Row | Dropped]:
+    """The rows of what ``save_to_disk`` wrote: a Dataset, or a DatasetDict of which one split is taken."""
+    import datasets  # here, because it takes a second to import and files do without it
+
+    try:
+        found = datasets.load_from_disk(str(folder))
+        if isinstance(found, datasets.DatasetDict):
+            name = _chosen([str(name) for name in found], split, folder, split_key)
+            found, where = found[name], f"{folder.name}/{name}"
+        else:
+            where = folder.name
+        yield from table_rows(where, found.with_format("arrow").iter(batch_size=1000))
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        first = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise DataError(f"{folder}: cannot be read ({first[0]}); save it again with save_to_disk") from error

@@ -1,0 +1,45 @@
+"""What kind of feedback groups hold, and which losses train on it: for data of a kind that the chosen loss
+learns nothing from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from data.types import Group
+
+FITTING = {
+    "prompts without answers": "online=true with a reward, as in reward=armorm",
+    "single answers without labels (demonstrations)": "loss=sft",
+    "single labelled completions": "loss=kto, or loss=bco",
+    "pairs": "loss=dpo, and every loss but those of scored groups of more answers",
+    "scored groups": "loss=grpo, or loss=dpo on the best and the worst",
+    "groups whose scores are all equal": "others: nobody can say which answer is better",
+}
+"""What the rows are called -> what trains on them."""
+
+
+def kind_of(groups: Iterable[Group]) -> str:
+    """The kind, a key of FITTING, that most of the groups are of."""
+    groups = list(groups)
+    labelled = any(len(group.rewards) == 1 and group.rewards[0] <= 0 for group in groups)
+    return Counter(_kind(group, labelled) for group in groups).most_common(1)[0][0]
+
+
+def _kind(group: Group, labelled: bool) -> str:
+    if not group.rewards:
+        return "prompts without answers"
+    if len(group.rewards) == 1:
+        return "single labelled completions" if labelled else "single answers without labels (demonstrations)"
+    if len(set(group.rewards)) == 1:
+        return "groups whose scores are all equal"
+    return "pairs" if group.rewards == (1.0, -1.0) else "scored groups"
+
+
+def advice(groups: Iterable[Group]) -> str:
+    """In a sentence what the rows are and what to train on them; nothing where there are none."""
+    groups = list(groups)
+    if not groups:
+        return ""
+    kind = kind_of(groups)
+    return f"; rows are {kind}: {FITTING[kind]}"
