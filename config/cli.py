@@ -35,20 +35,21 @@ REFUSED, STOPPED = 2, 1
 def settings(cfg: DictConfig) -> tuple[Config, str]:
     """The checked configuration of what Hydra composed, and the run's name. Raises ConfigError."""
     config = load(cfg)
-    given = HydraConfig.get()
-    refuse_default_data(dict(given.runtime.choices), list(given.overrides.task))
-    return config, run_name(config, list(given.overrides.task))
+    overrides = list(HydraConfig.get().overrides.task)
+    refuse_default_data(config, overrides)
+    return config, run_name(config, overrides)
 
 
-def refuse_default_data(choices: Mapping[str, str | None], overrides: Sequence[str]) -> None:
+def refuse_default_data(config: Config, overrides: Sequence[str]) -> None:
     """Raise ConfigError for a model of one's own on the embedded task's data, unless these were asked for:
-    nobody wants it trained on sums because ``data=`` was forgotten. ``choices``: group -> file."""
-    embedded, data, model = "adder", choices.get("data"), str(choices.get("model"))
-    asked = any(word.lstrip("+").partition("=")[0] == "data" for word in overrides)
+    nobody wants it trained on sums because ``data=`` was forgotten."""
+    embedded = "adder"
+    chosen = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
+    model = chosen.get("model", embedded)
     require(
-        asked or data != embedded or model.startswith(embedded),
+        "data" in chosen or config.data.name != embedded or model.startswith(embedded),
         "data",
-        data,
+        config.data.name,
         f"is the default, the sums of the embedded task, and model={model} is another model; give "
         "data=local data.path=FILE, data=hub data.path=org/name or a published set, or type data=adder",
     )
@@ -134,6 +135,7 @@ def compose(*words: str) -> tuple[Config, str]:
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_in_our_words(error, overrides)) from None
     config = load(composed)
+    refuse_default_data(config, overrides)
     return config, run_name(config, overrides)
 
 

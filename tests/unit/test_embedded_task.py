@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from common.errors import ConfigError
-from config.cli import refuse_default_data
+from config.cli import compose
 from config.load import dump
 from tests.tiny import ROOT, make_config
 from train import train
@@ -53,25 +53,26 @@ def test_the_embedded_models_settings_are_not_another_models(tmp_path):
     train(make_config(f"model.name_or_path={tmp_path}/trained", "dry_run=true"), "run")
 
 
-@pytest.mark.parametrize("words", [[], ["loss=kto"], ["data.path=x.jsonl"], ["model.batch_size=4"]])
+@pytest.mark.parametrize("words", [[], ["loss=kto"], ["data.eval_fraction=0.5"], ["model.batch_size=4"]])
 def test_a_model_of_ones_own_is_not_trained_on_sums_by_default(words):
     with pytest.raises(
         ConfigError, match=r"model=hub is another model; give data=local .* or type data=adder"
     ):
-        refuse_default_data({"data": "adder", "model": "hub"}, words)
+        compose("model=hub", "model.name_or_path=org/name", *words)
 
 
 @pytest.mark.parametrize(
-    ("choices", "words"),
+    "words",
     [
-        ({"data": "adder", "model": "hub"}, ["data=adder"]),
-        ({"data": "adder", "model": "adder"}, []),
-        ({"data": "adder", "model": "adder-init"}, ["lr=1"]),
-        ({"data": "hh", "model": "hub"}, []),
+        ["model=hub", "model.name_or_path=org/name", "data=adder"],
+        ["model=adder"],
+        ["model=adder-init", "lr=1"],
+        ["model=hub", "model.name_or_path=org/name", "data=hh"],
+        ["experiment=dpo-offline"],
     ],
 )
-def test_sums_that_were_asked_for_are_trained_on(choices, words):
-    refuse_default_data(choices, words)
+def test_sums_that_were_asked_for_are_trained_on(words):
+    compose(*words)
 
 
 def test_a_runs_folder_as_a_model_brings_its_lengths(tmp_path):
