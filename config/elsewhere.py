@@ -144,13 +144,18 @@ TRL = (
     _row("eval_steps eval_strategy", "eval_every=1024", "examples, in the loss's own unit"),
     _row("load_best_model_at_end metric_for_best_model", "keep_best=eval_reward_margin"),
     _row(
+        "early_stopping_patience",
+        "patience=3 keep_best=eval_reward_margin eval_every=1024",
+        "evaluations in a row without a better one",
+    ),
+    _row(
         "logging_steps logging_strategy logging_first_step",
         note="none: every step has its line in `metrics.jsonl`",
     ),
     _row(
         "report_to",
         "wandb.enabled=false | 'trackers=[]'",
-        "wandb is on unless told; others by trackers=[…], files of config/trackers",
+        "wandb is on unless told; trackers=[tensorboard,trackio] are others",
     ),
     _row(
         "per_device_train_batch_size train_batch_size",

@@ -76,6 +76,7 @@ class Config:
     save_every: int | None
     keep_checkpoints: int
     keep_best: str | None
+    patience: int | None
     optimizer: str
     lr: float
     beta1: float
@@ -127,6 +128,7 @@ class Config:
             "save_every",
             "reference_batch_size",
             "drift_examples",
+            "patience",
         ):
             value = getattr(self, key)
             require(value is None or value >= 1, key, value, "must be at least 1, or null")
@@ -145,6 +147,13 @@ class Config:
                 "eval_accuracy_sampled",
                 "eval_accuracy_greedy",
             ),
+        )
+        require(
+            self.patience is None or (self.keep_best is not None and self.eval_every is not None),
+            "patience",
+            self.patience,
+            f"counts evaluations (eval_every={self.eval_every}) of one number (keep_best={self.keep_best}): "
+            "give both",
         )
         one_of("optimizer", self.optimizer, ("AdamW",))
         one_of("scheduler", self.scheduler, ("constant", "cosine", "linear"))

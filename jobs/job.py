@@ -29,6 +29,7 @@ from jobs.initial_scores import initial_scores
 from jobs.lengths import planned
 from jobs.likelihood import choose_groups, clippable_share, completion_means
 from jobs.online import Online, make_online_plan
+from jobs.patience import EnoughError
 from jobs.plan import first_example, make_plan, training_segment
 from jobs.retention import InitialKL, load_second_task
 from jobs.run_folder import RunFolder
@@ -164,13 +165,20 @@ class Job:
             run.tracker = Tracker(
                 folder, asdict(config), config.wandb, bool(state), state["wandb_id"] if state else None
             )
-        trainer.train(
-            Offline(*self.plan.parts) if self.online is None else self.online.source(trainer, policy, run),
-            run,
-        )
-        if trainer.progress.step == 0 or (self.online is None and trainer.progress.step != self.plan.steps):
-            raise StoppedError(f"{trainer.progress.step} of {self.plan.steps} planned steps were done")
+        self.train(trainer, policy, run)
         return self.finish(run, folder, policy)
+
+    def train(self, trainer: BasicTrainer, policy: Policy, run: RunWatch) -> None:
+        """All planned steps, or as many as ``patience`` allows. Raises StoppedError."""
+        online = None if self.online is None else self.online.source(trainer, policy, run)
+        try:
+            trainer.train(online or Offline(*self.plan.parts), run)
+        except EnoughError:
+            run.stop_early()
+            return
+        step = trainer.progress.step
+        if step == 0 or (self.online is None and step != self.plan.steps):
+            raise StoppedError(f"{step} of {self.plan.steps} planned steps were done")
 
     def make_evaluator(self, trainer: BasicTrainer, policy: Policy) -> Evaluator:
         config, held_out = self.config, self.plan.evaluation.groups
@@ -272,6 +280,7 @@ class Job:
             "before": run.before,
             "after": run.after,
             "steps": run.trainer.progress.step,
+            "stopped_early": run.patience.spent,
             "examples": run.trainer.progress.examples,
             "tokens_per_second": run.tokens_timed / seconds,
             "seconds": seconds,

@@ -20,6 +20,7 @@ from data.types import Example, Microbatch
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator, Metrics
 from jobs.gate import check_first_scores
+from jobs.patience import EnoughError, Patience
 from jobs.signals import Requeue, Signals
 from models.checkpoint import Checkpoints, everywhere
 from models.checkpoint_reading import CheckpointError
@@ -55,6 +56,7 @@ class RunWatch:
         self.checkpoints = Checkpoints(folder / "checkpoints", trainer.world, config.keep_checkpoints)
         self.bar = progress(total_steps, "train", done=trainer.progress.step, shown=trainer.world.is_main)
         self.bar.wait()
+        self.patience = Patience(config.patience)
         self._first_step = True
         self.before: Metrics = {}
         self.after: Metrics = {}
@@ -91,6 +93,7 @@ class RunWatch:
         self.bar.initial = self.bar.n = trainer.progress.step
         self._marks, self.before, self._evaluated = state["marks"], state["before"], state["evaluated"]
         self.seconds, self.tokens_timed = state["seconds"], state["tokens_timed"]
+        self.patience.restore(state.get("patience", self.patience.state()))  # an earlier version has none
         if self.diagnostics is not None:
             self.diagnostics.restore(state["diagnostics"])
 
@@ -103,6 +106,7 @@ class RunWatch:
             "before": self.before,
             "evaluated": self._evaluated,
             "score": self._score(),
+            "patience": self.patience.state(),
             "seconds": self.seconds,
             "tokens_timed": self.tokens_timed,
             "wandb_id": self.tracker.wandb_id,
@@ -117,7 +121,11 @@ class RunWatch:
         """What ``keep_best`` ranks the checkpoint being saved by: higher is better; None where nothing was
         evaluated here."""
         value = self._evaluated.get(self.config.keep_best or "")
-        return value if value is None or self.config.keep_best != "eval_loss" else -value
+        return None if value is None else self._scored(value)
+
+    def _scored(self, value: float) -> float:
+        """A value of ``keep_best`` as a score, or a score as the value."""
+        return -value if self.config.keep_best == "eval_loss" else value
 
     # -- the watch ---------------------------------------------------------------------------------
 
@@ -132,10 +140,13 @@ class RunWatch:
             self._evaluated = self._evaluate(first)
             if self.trainer.world.is_main and self._evaluated:
                 self.bar.say(evaluation_line(self.trainer.progress.step, self._evaluated))
+            self.patience.judge(self._score())
             if first:
                 self.before = self._evaluated
         if self._due("save", self.config.save_every or self.config.eval_every) or first:
             self._save_or_warn(first)
+        if self.patience.spent:
+            raise EnoughError
         self._started = time.perf_counter()
 
     def _diagnose(self, first: bool = False, last: bool = False) -> None:
@@ -294,6 +305,17 @@ class RunWatch:
         behind = record.known["step"] - fmean(sampled)
         staleness = int(behind) if behind.is_integer() else behind
         return {"round": self._round["round"], "staleness": staleness, **metrics}
+
+    def stop_early(self) -> None:
+        """What is to be done where training ends before its planned end."""
+        step, best = self.trainer.progress.step, self.patience.best or 0.0
+        if self.trainer.world.is_main:
+            self.bar.say(
+                f"stopped before step {step}: the last {self.patience.limit} evaluations of "
+                f"{self.config.keep_best} were no better than the best before them ({self._scored(best):.4f})"
+            )
+        self.bar.total = step
+        self.done()
 
     def done(self) -> None:
         self._flush()

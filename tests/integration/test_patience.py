@@ -1,0 +1,63 @@
+"""Stopping early: after as many evaluations without a better one as asked for, and at the same step again
+after a resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from common.errors import ConfigError
+from jobs.patience import Patience
+from tests.tiny import make_config
+from train import train
+
+FAST = ("loss=dpo", "lr=1e-3", "n_examples=1280", "eval_every=64", "n_eval_examples=8", "n_eval_prompts=64")
+EARLY = (*FAST, "keep_best=eval_accuracy_sampled", "patience=2", "wandb.enabled=false", "diagnostics=false")
+
+
+def test_patience_counts_from_the_best():
+    patience = Patience(2)
+    for score, spent in ((0.5, False), (0.4, False), (None, False), (0.6, False), (0.6, False), (0.5, True)):
+        patience.judge(score)
+        assert patience.spent is spent
+    again = Patience(2)
+    again.restore(json.loads(json.dumps(patience.state())))
+    assert again.spent and again.best == 0.6
+    endless = Patience(None)
+    for _ in range(50):
+        endless.judge(0.0)
+    assert not endless.spent
+
+
+def evaluations(run) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line[k]) for line in lines if (k := "eval_accuracy_sampled") in line]
+
+
+def test_a_run_stops_and_stops_there_again_when_it_is_resumed(tmp_path):
+    config = make_config(*EARLY, f"runs_dir={tmp_path}", f"cache_dir={tmp_path}/cache")
+    summary = train(config, "run")
+    run = tmp_path / "run"
+    best = max(seen := evaluations(run), key=lambda one: one[1])
+    assert summary["stopped_early"] and summary["steps"] < 40
+    assert len([one for one in seen if one[0] > best[0]]) + 1 == 2, "the last one stands in the summary"
+    weights = (run / "model" / "model.safetensors").read_bytes()
+    for gone in ((), (f"step_{summary['steps']:08d}",)):
+        for name in gone:
+            shutil.rmtree(run / "checkpoints" / name)
+        (run / "summary.json").unlink()
+        shutil.rmtree(run / "model")
+        resumed = make_config(*EARLY, "resume=true", f"runs_dir={tmp_path}", f"cache_dir={tmp_path}/cache")
+        again = train(resumed, "run")
+        assert again["steps"] == summary["steps"] and again["after"] == summary["after"]
+        assert (run / "model" / "model.safetensors").read_bytes() == weights
+
+
+def test_patience_without_what_it_counts_is_refused():
+    for missing in (("patience=2",), ("patience=2", "eval_every=64"), ("patience=2", "keep_best=eval_loss")):
+        with pytest.raises(ConfigError, match=r"patience=2.*give both"):
+            make_config(*missing)
+    with pytest.raises(ConfigError, match="patience=0"):
+        make_config("patience=0", "eval_every=64", "keep_best=eval_loss")
