@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
 
 from rollouts.ledger import RoundFolder
 from tests.tiny import make_config
 from train import train
+from trainers.basic import BasicTrainer
 
 SHORT = (
     "rounds.contexts=48",
@@ -37,6 +44,39 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 def rounds(run: Path) -> list[RoundFolder]:
     return [RoundFolder(path) for path in sorted((run / "rounds").glob("*"))]
+
+
+class CutOffError(Exception):
+    """Where a run is cut off."""
+
+
+@contextmanager
+def cut_off(at: int | None, batches: list[Any] | None = None) -> Iterator[pytest.MonkeyPatch]:
+    """A run within ends before step ``at``, as a killed one does: nothing is saved, nothing is closed. None:
+    it goes on to its end. ``batches`` gets the examples of every step. More may be patched for as long."""
+    step = BasicTrainer.step
+
+    def until(self: BasicTrainer[Any], segment: Any, observe: Any = None) -> Any:
+        if self.progress.step == at:
+            raise CutOffError
+        if batches is not None:
+            batches.append(segment.batch(self.progress.position))
+        return step(self, segment, observe)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BasicTrainer, "step", until)
+        if at is None:
+            yield patch
+            return
+        with pytest.raises(CutOffError):
+            yield patch
+
+
+def assert_same(run: Path, whole: Path) -> None:
+    """The weights, and the loss of every step."""
+    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (run, whole))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+    assert [line["loss"] for line in lines(run)] == [line["loss"] for line in lines(whole)]
 
 
 def function(name: str) -> tuple[str, ...]:

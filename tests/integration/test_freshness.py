@@ -7,11 +7,8 @@ from collections import Counter
 from statistics import fmean
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.integration.online import lines, rounds, run_online
-from trainers.basic import BasicTrainer
+from tests.integration.online import assert_same, cut_off, lines, rounds, run_online
 
 DPO = (
     "online=true",
@@ -24,26 +21,11 @@ DPO = (
 )
 
 
-class CutOffError(Exception):
-    """Where a run is cut off."""
-
-
-def trained(monkeypatch, folder, name, *overrides, until=None):
+def trained(folder, name, *overrides, until=None):
     """(run, the examples of every step): a run that ends, or is cut off before step ``until``."""
-    batches, step = [], BasicTrainer.step
-
-    def seen(self, segment, observe=None):
-        if self.progress.step == until:
-            raise CutOffError
-        batches.append(segment.batch(self.progress.position))
-        return step(self, segment, observe)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(BasicTrainer, "step", seen)
-        if until is None:
-            return run_online(folder, name, *DPO, *overrides), batches
-        with pytest.raises(CutOffError):
-            run_online(folder, name, *DPO, *overrides)
+    batches = []
+    with cut_off(until, batches):
+        run_online(folder, name, *DPO, *overrides)
     return folder / name, batches
 
 
@@ -51,10 +33,10 @@ def keys(batches):
     return [[row.key for example in batch for row in example.rows] for batch in batches]
 
 
-def test_the_policy_samples_ahead_of_itself(tmp_path, monkeypatch):
+def test_the_policy_samples_ahead_of_itself(tmp_path):
     """Round i comes from the weights that round i - 2 began with; cut off inside round 1, the run goes on to
     the same end."""
-    run, _ = trained(monkeypatch, tmp_path, "whole", "rounds.lag=2")
+    run, _ = trained(tmp_path, "whole", "rounds.lag=2")
     records = [folder.record for folder in rounds(run)]
     begins = [min(line["step"] for line in lines(run) if line["round"] == i) for i in range(4)]
     assert [record["sampled_step"] for record in records] == [0, 0, 0, begins[1]]
@@ -63,12 +45,12 @@ def test_the_policy_samples_ahead_of_itself(tmp_path, monkeypatch):
         assert line["staleness"] == line["step"] - records[line["round"]]["sampled_step"]
     assert lines(run)[-1]["staleness"] > lines(run)[0]["staleness"] == 0
     assert all(0 <= share <= 1 for record in records for share in record["idle"].values())
-    trained(monkeypatch, tmp_path, "cut", "rounds.lag=2", until=begins[1] + 1)
-    same(run_online(tmp_path, "cut", *DPO, "rounds.lag=2", "resume=true"), run)
+    trained(tmp_path, "cut", "rounds.lag=2", until=begins[1] + 1)
+    assert_same(run_online(tmp_path, "cut", *DPO, "rounds.lag=2", "resume=true"), run)
 
 
-def test_passes_train_on_every_example_as_often(tmp_path, monkeypatch):
-    run, batches = trained(monkeypatch, tmp_path, "passes", "rounds.passes=3")
+def test_passes_train_on_every_example_as_often(tmp_path):
+    run, batches = trained(tmp_path, "passes", "rounds.passes=3")
     for index, folder in enumerate(rounds(run)):
         here = [
             key
@@ -81,16 +63,14 @@ def test_passes_train_on_every_example_as_often(tmp_path, monkeypatch):
     assert lines(run)[-1]["examples"] == 3 * sum(folder.record["examples"] for folder in rounds(run))
 
 
-def test_passes_and_a_number_of_examples_end_the_run_there(tmp_path, monkeypatch):
-    run, _ = trained(
-        monkeypatch, tmp_path, "n", "rounds.passes=2", "rounds.examples=18", "rounds.contexts=48"
-    )
+def test_passes_and_a_number_of_examples_end_the_run_there(tmp_path):
+    run, _ = trained(tmp_path, "n", "rounds.passes=2", "rounds.examples=18", "rounds.contexts=48")
     assert lines(run)[-1]["examples"] == 18
 
 
-def test_replayed_contexts_are_of_earlier_rounds(tmp_path, monkeypatch):
+def test_replayed_contexts_are_of_earlier_rounds(tmp_path):
     settings = ("rounds.replay=0.4", "rounds.feedback=random")
-    run, batches = trained(monkeypatch, tmp_path, "whole", *settings)
+    run, batches = trained(tmp_path, "whole", *settings)
     records, per_round = [folder.record for folder in rounds(run)], Counter()
     assert [r["contexts"] for r in records] == [
         [0, 12],
@@ -108,11 +88,5 @@ def test_replayed_contexts_are_of_earlier_rounds(tmp_path, monkeypatch):
     for index, record in enumerate(records[1:], 1):
         assert per_round[index, False] == record["replayed"] == min(5, sum(map(len, own[:index])))
         assert per_round[index, True] == len(own[index])
-    trained(monkeypatch, tmp_path, "cut", *settings, until=lines(run)[-1]["step"] - 1)
-    same(run_online(tmp_path, "cut", *DPO, *settings, "resume=true"), run)
-
-
-def same(run, whole):
-    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (run, whole))
-    assert all(torch.equal(one[name], other[name]) for name in other)
-    assert [line["loss"] for line in lines(run)] == [line["loss"] for line in lines(whole)]
+    trained(tmp_path, "cut", *settings, until=lines(run)[-1]["step"] - 1)
+    assert_same(run_online(tmp_path, "cut", *DPO, *settings, "resume=true"), run)

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import jobs.online
 from models.export import full_state
@@ -20,9 +19,8 @@ from rollouts.engines import VllmEngine, attempt, outcome
 from rollouts.ledger import RoundFolder
 from rollouts.round_builder import RoundBuilder
 from rollouts.samplers import EmbeddedSampler
-from tests.integration.online import lines, rounds, run_online
+from tests.integration.online import assert_same, cut_off, lines, rounds, run_online
 from tests.tiny import make_config
-from trainers.basic import BasicTrainer
 
 LAGGING = (
     "online=true",
@@ -105,28 +103,20 @@ def test_two_rounds_before(tmp_path):
     assert not list(run.glob("rounds/*/weights"))
 
 
-def test_interrupted_inside_a_round(tmp_path, monkeypatch):
+def test_interrupted_inside_a_round(tmp_path):
     """The round ahead had not been sampled (its files are taken away): the weights that it was to come from
     are still there."""
     whole = run_online(tmp_path, "whole", *LAGGING)
     at = next(line["step"] for line in lines(whole) if line["round"] == 1) + 1
-    step = BasicTrainer.step
-
-    def interrupted(self, segment, observe=None):
-        if self.progress.step == at:
-            raise KeyboardInterrupt
-        return step(self, segment, observe)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(BasicTrainer, "step", interrupted)
-        patch.setattr(
-            RoundBuilder, "_sampled", lambda self, folder: None
-        )  # the weights stay, as where nothing was sampled yet
-        with pytest.raises(KeyboardInterrupt):
+    with cut_off(at) as patch:
+        # the weights stay, as where nothing was sampled yet
+        patch.setattr(RoundBuilder, "_sampled", lambda self, folder: None)
+        try:
             run_online(tmp_path, "r", *LAGGING)
-        for thread in threading.enumerate():  # one lives on in this process, as it would not in a killed one
-            if "(_run)" in thread.name:
-                thread.join()
+        finally:  # a thread lives on in this process, as it would not in a killed one
+            for thread in threading.enumerate():
+                if "(_run)" in thread.name:
+                    thread.join()
     ahead = rounds(tmp_path / "r")[2]
     assert ahead.done("groups")
     for stage in ("samples", "scores", "groups"):
@@ -155,12 +145,6 @@ def test_killed_before_the_groups_of_a_round_ahead_are_written(tmp_path, monkeyp
     assert ahead.done("scores") and not ahead.done("groups")
     assert_same(run_online(tmp_path, "r", *LAGGING, f"rounds.fill={fill}", "resume=true"), whole)
     assert not list((tmp_path / "r").glob("rounds/*/weights"))
-
-
-def assert_same(run, whole):
-    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (run, whole))
-    assert all(torch.equal(one[name], other[name]) for name in other)
-    assert [line["loss"] for line in lines(run)] == [line["loss"] for line in lines(whole)]
 
 
 def test_the_real_engine_has_what_rounds_ask_of_it():

@@ -6,11 +6,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.integration.online import lines, rounds, run_online
-from trainers.basic import BasicTrainer
+from tests.integration.online import assert_same, cut_off, lines, rounds, run_online
 
 RUN = (
     "online=true",
@@ -22,57 +19,38 @@ RUN = (
 )
 
 
-class CutOffError(Exception):
-    """Where a run is cut off."""
-
-
-def cut_off(monkeypatch, folder, at: int, *settings: str) -> None:
-    step = BasicTrainer.step
-
-    def until(self, segment, observe=None):
-        if self.progress.step == at:
-            raise CutOffError
-        return step(self, segment, observe)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(BasicTrainer, "step", until)
-        with pytest.raises(CutOffError):
-            run_online(folder, "cut", *RUN, *settings)
-
-
 def saved(run) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").glob("step_*"))
 
 
 @pytest.mark.parametrize("lag", ["0", "2"])
-def test_rounds_between_two_checkpoints_are_trained_again_from_their_files(tmp_path, monkeypatch, lag):
+def test_rounds_between_two_checkpoints_are_trained_again_from_their_files(tmp_path, lag):
     settings = ("save_every=1000", "keep_checkpoints=9", f"rounds.lag={lag}")
     whole = run_online(tmp_path, "whole", *RUN, *settings)
     begins = [min(line["step"] for line in lines(whole) if line["round"] == i) for i in range(5)]
     assert saved(whole) == ["step_00000000", f"step_{lines(whole)[-1]['step'] + 1:08d}"]
-    cut_off(monkeypatch, tmp_path, begins[3] + 1, *settings)
+    with cut_off(begins[3] + 1):
+        run_online(tmp_path, "cut", *RUN, *settings)
     run = tmp_path / "cut"
     assert saved(run) == ["step_00000000"]
     made = {path: path.stat().st_mtime_ns for path in run.glob("rounds/*/samples.jsonl")}
     assert len(made) >= 4
     run_online(tmp_path, "cut", *RUN, *settings, "resume=true")
     assert {path: path.stat().st_mtime_ns for path in made} == made, "sampled again"
-    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (run, whole))
-    assert all(torch.equal(one[name], other[name]) for name in other)
-    assert [line["loss"] for line in lines(run)] == [line["loss"] for line in lines(whole)]
+    assert_same(run, whole)
     assert [line["step"] for line in lines(run)] == list(range(len(lines(whole))))
 
 
-def test_files_that_are_gone_are_made_again(tmp_path, monkeypatch):
+def test_files_that_are_gone_are_made_again(tmp_path):
     settings = ("save_every=1000",)
     whole = run_online(tmp_path, "whole", *RUN, *settings)
     begins = [min(line["step"] for line in lines(whole) if line["round"] == i) for i in range(5)]
-    cut_off(monkeypatch, tmp_path, begins[2] + 1, *settings)
+    with cut_off(begins[2] + 1):
+        run_online(tmp_path, "cut", *RUN, *settings)
     for stage in ("samples", "groups"):
         rounds(tmp_path / "cut")[1].file(stage).unlink()
     run = run_online(tmp_path, "cut", *RUN, *settings, "resume=true")
-    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (run, whole))
-    assert all(torch.equal(one[name], other[name]) for name in other)
+    assert_same(run, whole)
 
 
 def test_a_checkpoint_is_made_where_it_is_due(tmp_path):
