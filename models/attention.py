@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 from common.errors import require
 from config.schema_model import ModelConfig
+from models.simulated import has_gpu, on_gpu, simulates_gpu
 
 PACKED = "packed_rows"
 MODEL_TYPES = (
@@ -72,10 +73,10 @@ def packs_rows(config: ModelConfig, found: PretrainedConfig) -> tuple[bool, str]
         return False, f"{found.model_type} with {config.attn_implementation} has no packed attention here"
     if config.compile:
         return False, "model.compile=true"
-    if torch.cuda.is_available():
+    if has_gpu():
         if config.dtype == "float32":
             return False, "model.dtype=float32: this GPU's kernel for uneven lengths takes bfloat16 alone"
-        if (why := flash_fails()) is not None:
+        if not simulates_gpu() and (why := flash_fails()) is not None:
             return False, f"this GPU has no working kernel for uneven lengths: {why}"
     return True, "no padding is computed"
 
@@ -142,7 +143,7 @@ def attend(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
         )
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if on_gpu(query) and query.dtype in (torch.bfloat16, torch.float16):
         return _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
     assert row_lengths is not None
     return _row_by_row(query, key, value, row_lengths, scaling), None

@@ -67,15 +67,30 @@ def start(replicas: int = 1) -> World:
     global _patient
     _patient = dist.new_group(backend="gloo", timeout=PATIENCE)
     size = dist.get_world_size()
+    mesh = make_mesh(device.type, size, replicas)
+    return World(dist.get_rank(), size, device, mesh)
+
+
+@contextmanager
+def simulated_ranks(size: int, replicas: int = 1) -> Iterator[World]:
+    """Rank 0 of so many, of which no other is there: collectives return at once. For a process that has no
+    process group, and tensors without values."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # only here: it is torch's own test aid
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield World(0, size, torch.device("cpu"), make_mesh("cpu", size, replicas))
+    finally:
+        dist.destroy_process_group()
+
+
+def make_mesh(device: str, size: int, replicas: int) -> DeviceMesh:
+    """The ranks, over all of which the model is sharded, or over those of each replica."""
     if (
         replicas > 1 and size % replicas == 0
     ):  # a number that does not divide the ranks is refused with the other settings
-        mesh = init_device_mesh(
-            device.type, (replicas, size // replicas), mesh_dim_names=("replicate", "shard")
-        )
-    else:
-        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-    return World(dist.get_rank(), size, device, mesh)
+        return init_device_mesh(device, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device, (size,), mesh_dim_names=("shard",))
 
 
 def stop() -> None:

@@ -20,9 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.simulated import on_gpu
+
 BUDGET = {"cpu": 1 << 23, "cuda": 1 << 26}
 """Logits held at once: 32 MB of float32 on a CPU, 256 MB on a GPU (a few times that while a slice is worked
 on)."""
+
+
+def budget_for(hidden: Tensor) -> int:
+    """Logits held at once where ``hidden`` lies."""
+    return BUDGET["cuda" if on_gpu(hidden) else "cpu"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ def chunked_logprobs(
     None; targets [M] int64. ``scale``, ``softcap`` and ``temperature``: see Logits. ``budget``: logits held
     at once; None chooses by device.
     """
-    budget = budget or BUDGET.get(hidden.device.type, BUDGET["cpu"])
+    budget = budget or budget_for(hidden)
     width = max(budget // max(len(hidden), 1), 64)
     return _LogProbs.apply(hidden, weight, bias, targets, Logits(scale, softcap, temperature), width)
 
@@ -132,7 +139,7 @@ def _below_highest(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """A slice of the vocabulary at a time: ([M] the highest logit before it less the highest so far; [M, v]
     the logits of the slice less the highest so far)."""
-    budget = budget or BUDGET.get(hidden.device.type, BUDGET["cpu"])
+    budget = budget or budget_for(hidden)
     highest = _zeros(hidden)
     highest += torch.finfo(highest.dtype).min
     for part in _slices(weight, max(budget // max(len(hidden), 1), 64)):
@@ -186,7 +193,7 @@ class _LogProbs(torch.autograd.Function):
             slope = ctx.form.backward(slope, logits)
             if grad_bias is not None:
                 grad_bias[part] = slope.sum(dim=0)
-            slope = slope.to(hidden.dtype if hidden.is_cuda else slope.dtype)
+            slope = slope.to(hidden.dtype if on_gpu(hidden) else slope.dtype)
             if grad_hidden is not None:
                 grad_hidden += _product(slope, weight[part].T)
             if grad_weight is not None:
@@ -218,7 +225,7 @@ def _place(targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """left [A, K] @ right [B, K].T + bias [B] in float32 precision: on a GPU low-precision operands with a
     float32 result, on a CPU, which has no such kernel, upcast operands."""
-    if left.dtype == right.dtype and left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+    if left.dtype == right.dtype and on_gpu(left) and left.dtype in (torch.bfloat16, torch.float16):
         out = torch.mm(left, right.T, out_dtype=torch.float32)
     else:
         exact = torch.promote_types(left.dtype, torch.float32)

@@ -334,7 +334,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
         interrupt by raising."""
         while (segment := source.segment(self.progress.segment)) is not None:
             if self.progress.position == 0 and self.config.has_reference and not self.fixed_reference:
-                self._start_segment(segment)
+                self.start_segment(segment)
             while self.progress.position < segment.steps:
                 watch.before_step()
                 if self.progress.step == 0 and self.config.has_reference:
@@ -344,7 +344,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
             self.progress.position = 0
         watch.done()
 
-    def _start_segment(self, segment: Segment) -> None:
+    def start_segment(self, segment: Segment) -> None:
         """The reference becomes the policy that the segment starts with (Algorithm 1, line 3)."""
         if self.soft is not None:
             self.soft.follow(self.policy, alpha=1.0)

@@ -1,0 +1,256 @@
+"""Two optimizer steps of a run with tensors that have shapes and no values: the project's own step, with its
+own model, sharding, loss and optimizer, and what every moment of it takes on rank 0.
+
+A process of its own (``python -m jobs.memory_simulation``, asked by jobs.memory_plan): it makes a process
+group of ranks that are not there, and takes the ways of a GPU where there is none.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PretrainedConfig
+
+from common.worker_process import serve
+from config.schema import Config
+from data.balance import share_tokens
+from data.batches import Segment, Size
+from data.types import Example, Microbatch
+from jobs.assembly import make_loss, trainer_class
+from models.distributed import rounded, shard, simulated_ranks
+from models.layer_range import Layers, layers_of, with_layers
+from models.policy import Policy, causal_lm, decoder_blocks
+from models.pretrained import empty_policy, export_dtype
+from models.reference import Reference, sequences_of
+from models.simulated import simulated_gpu
+from models.storage_tracker import Moment, StorageTracker
+from trainers.basic import BasicTrainer
+from trainers.humanline import Humanline
+
+STEPS = 2
+"""The second has the optimizer's moments."""
+
+Peaks = dict[Moment, dict[str, int]]
+Turns = list[list[list[Example]]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is simulated: a run's settings, and the examples of a global batch."""
+
+    config: Config
+    batch: list[Example]
+    held_out: list[Example]
+    """What is evaluated at once, over all ranks; none where nothing is."""
+    ranks: int
+    gpu: bool
+    """Whether the ranks have GPUs."""
+    found: PretrainedConfig | None
+    """The architecture; None: what the settings name, whose own code makes it."""
+    whole: bool = False
+    """All layers, instead of a few whose growth is carried on to all of them."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What rank 0 takes, bytes."""
+
+    parameters: int
+    """Of the whole model, counted once."""
+    tokens: int
+    """Of the widest microbatch."""
+    peaks: Peaks
+    """Moment -> bytes by part, when they were most in all."""
+    resident: dict[str, int]
+    """Part -> bytes between two steps."""
+
+
+def answer(question: Question) -> Answer:
+    """What every moment of two steps takes. Raises whatever a model's own code does without values."""
+    found = question.found
+    if found is None:
+        return simulated(question, None)
+    with as_folder(question, found) as whole:
+        layers = layers_of(empty_policy(whole.config.model), found)
+    if question.whole or layers.few is None:
+        with as_folder(question, found) as all_of_it:
+            return simulated(all_of_it, layers.count)
+    answers = []
+    for count in layers.few:
+        with as_folder(question, with_layers(found, count)) as part:
+            answers.append(simulated(part, count, edge=layers.edge))
+    return carried_on(answers[0], answers[1], layers)
+
+
+@contextmanager
+def as_folder(question: Question, found: PretrainedConfig) -> Iterator[Question]:
+    """The question, with the architecture in a folder that its settings name."""
+    with tempfile.TemporaryDirectory() as folder:
+        found.save_pretrained(folder)
+        model = replace(question.config.model, name_or_path=folder, revision=None)
+        yield replace(question, config=replace(question.config, model=model))
+
+
+# -- the steps -------------------------------------------------------------------------------------
+
+
+def simulated(question: Question, layers: int | None, edge: int = 10**9) -> Answer:
+    """Two steps. Moments say a block's number for the first ``edge`` blocks, counted from the last for the
+    last ``edge``, and none for those between."""
+    tracker, config = StorageTracker(), question.config
+    with simulated_gpu(question.gpu), simulated_ranks(question.ranks, config.replicas) as world:
+        policy = empty_policy(config.model)
+        parameters = sum(p.numel() for p in policy.parameters())
+        shard(policy, decoder_blocks(policy), world, getattr(torch, config.model.dtype))
+        with FakeTensorMode(allow_non_fake_inputs=True), tracker:
+            policy.to_empty(device=world.device)
+            causal_lm(policy.model).tie_weights()
+            trainer = trainer_class(config)(config, policy, make_loss(config), world)
+            assign_states(tracker, trainer)
+            watch_blocks(tracker, decoder_blocks(policy), edge)
+            deal_heaviest(trainer)
+            segment = Segment((tuple(question.batch),), len(question.batch), len(question.batch) * 3, seed=0)
+            tokens = take_steps(tracker, trainer, segment)
+            resident = tracker.now
+            if question.held_out:
+                evaluate(tracker, trainer, question.held_out)
+    return Answer(parameters, tokens, tracker.peaks, resident)
+
+
+def take_steps(tracker: StorageTracker, trainer: BasicTrainer, segment: Segment) -> int:
+    """Two steps as training takes them; returns the tokens of the widest microbatch."""
+    tracker.peaks.clear()
+    if trainer.config.has_reference:
+        for step, micros in trainer.upcoming(segment, 0, 0):
+            keep_scores(trainer, step, micros)
+    trainer.optimizer.register_step_pre_hook(lambda *_: tracker.enter(("update", None)))
+    for _ in range(STEPS):
+        gc.collect()
+        tracker.enter(("beginning", None))
+        trainer.step(segment)
+        assign_states(tracker, trainer)
+    gc.collect()
+    (turn, *_) = trainer.deal(trainer.arrange(segment.batch(0)), trainer.micro_size)
+    return share_tokens(turn[0], trainer.packing)
+
+
+def keep_scores(trainer: BasicTrainer, step: int, micros: list[Microbatch]) -> None:
+    """What the reference keeps of these microbatches before the first step, without the forward."""
+    for sequences in sequences_of(micros):
+        for row in sequences.rows:
+            trainer.reference.scores[trainer.reference.key(step, row)] = torch.zeros(len(row.counted))
+
+
+@torch.no_grad()
+def evaluate(tracker: StorageTracker, trainer: BasicTrainer, examples: list[Example]) -> None:
+    """The forward of an evaluation, over what one turn of it takes."""
+    tracker.enter(("evaluation", None))
+    size = max(1, trainer.config.model.eval_batch_size // (trainer.world.size * trainer.rows_per_example))
+    reference = Reference()
+    scorer = trainer.scorer_with(reference, Humanline())
+    own = export_dtype(trainer.config.model)
+    computed = getattr(torch, trainer.config.model.dtype)
+    with rounded(trainer.policy, torch.float32 if own == computed else own):
+        micros = [trainer.share(trainer.arrange(examples), size)[0]]
+        reference.refresh(trainer.policy, 0, [(0, micros)])
+        scorer.score_without_gradient(0, micros[0].sequences)
+
+
+def deal_heaviest(trainer: BasicTrainer) -> None:
+    """Of every batch the heaviest turn, with its heaviest share on rank 0; where there are more turns it is
+    dealt twice from the second step on, which then finds gradients of the first."""
+    dealt = trainer.deal
+
+    def deal(arranged: list[Example], size: Size) -> Turns:
+        turns = [
+            sorted(turn, key=lambda share: -share_tokens(share, trainer.packing))
+            for turn in dealt(arranged, size)
+        ]
+        heaviest = max(turns, key=lambda turn: share_tokens(turn[0], trainer.packing))
+        return [heaviest] * (2 if len(turns) > 1 and trainer.progress.step > 0 else 1)
+
+    trainer.deal = deal  # type: ignore[method-assign]
+
+
+# -- what is told apart ----------------------------------------------------------------------------
+
+
+def assign_states(tracker: StorageTracker, trainer: BasicTrainer) -> None:
+    """Say which tensors are weights, gradients, the optimizer's and a second reference's."""
+    parameters = list(trainer.policy.parameters())
+    tracker.assign("weights", [p.detach() for p in parameters])
+    if trainer.soft is not None:
+        tracker.assign("reference", trainer.soft.buffers())
+    assign_gradients(tracker, parameters)
+    states = trainer.optimizer.state.values()
+    tracker.assign("optimizer", [v for state in states for v in state.values() if isinstance(v, Tensor)])
+
+
+def assign_gradients(tracker: StorageTracker, parameters: list[nn.Parameter]) -> None:
+    tracker.assign("gradients", [p.grad for p in parameters if p.grad is not None])
+
+
+def watch_blocks(tracker: StorageTracker, blocks: list[nn.Module], edge: int) -> None:
+    """Tell the tracker of every block's forward and backward, and what a forward keeps."""
+    parameters = [p for block in blocks for p in block.parameters()]
+
+    def place(i: int) -> int | None:
+        return i if i < edge else i - len(blocks) if i >= len(blocks) - edge else None
+
+    def begins(i: int, *_: Any) -> None:
+        trains = torch.is_grad_enabled()
+        evaluates = tracker.moment[0] == "evaluation"
+        tracker.making = "activations" if trains else "work"
+        tracker.enter(("forward" if trains else "evaluation" if evaluates else "scoring", place(i)))
+
+    def ends(i: int, module: nn.Module, args: Any, out: Any) -> None:
+        hidden = out[0] if isinstance(out, tuple) else out
+        if i == len(blocks) - 1:
+            tracker.making = "work"
+            tracker.enter(("evaluation" if tracker.moment[0] == "evaluation" else "head", None))
+        if hidden.requires_grad:
+            hidden.register_hook(partial(goes_back, i))
+
+    def goes_back(i: int, gradient: Tensor) -> None:
+        assign_gradients(tracker, parameters)
+        tracker.enter(("backward", place(i)))
+
+    for i, block in enumerate(blocks):
+        block.register_forward_pre_hook(partial(begins, i))
+        block.register_forward_hook(partial(ends, i))
+
+
+# -- from a few layers to all ----------------------------------------------------------------------
+
+
+def carried_on(few: Answer, more: Answer, layers: Layers) -> Answer:
+    """What ``layers.count`` layers take, of answers for two smaller numbers of them: every moment grows
+    linearly, and those of the blocks between the first and the last lie between theirs."""
+    below, above = layers.few or (0, 1)
+    times = (layers.count - above) / (above - below)
+
+    def grown(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
+        return {
+            part: max(0, round(b.get(part, 0) + times * (b.get(part, 0) - a.get(part, 0)))) for part in a | b
+        }
+
+    peaks = {
+        moment: grown(few.peaks[moment], parts)
+        for moment, parts in more.peaks.items()
+        if moment in few.peaks
+    }
+    parameters = round(more.parameters + times * (more.parameters - few.parameters))
+    return Answer(parameters, more.tokens, peaks, grown(few.resident, more.resident))
+
+
+if __name__ == "__main__":
+    serve({"answer": answer})

@@ -1,0 +1,169 @@
+"""What tensors take, storage by storage, while a computation runs: how much at most at every moment that has a
+name, and what of. It sees tensors without values too, whose storages have a size and no memory."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Moment = tuple[str, int | None]
+"""(what is being done, the number of the block that does it, counted from the last where it is below 0)."""
+
+MADE_IN = {
+    "models/logprobs.py": "head",
+    "_fsdp_param.py": "gathered blocks",
+    "_fsdp_collectives.py": "communication",
+}
+"""The end of a source file's name -> the part that its new tensors are of."""
+FRAMES = 12
+"""So many callers are looked at for such a file."""
+NEVER_THERE = "_sharding_prop.py"
+"""Here DTensor works shapes out on tensors as large as all ranks' together, which no real step makes."""
+
+
+class StorageTracker(TorchDispatchMode):
+    """Follows every storage from the operation that makes it to its end.
+
+    ``moment``: what is being done now, to be set as the computation goes on. A new tensor is of the part that
+    ``MADE_IN`` names for the code that made it, else of ``making``; ``assign`` says it anew of tensors that
+    are there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moment: Moment = ("start", None)
+        self.making = "work"
+        self.peaks: dict[Moment, dict[str, int]] = {}
+        """Moment -> bytes by part, when they were most in all."""
+        self._live: dict[int, tuple[int, str]] = {}
+        self._parts: dict[str, int] = {}
+        self._now = 0
+        self._most: dict[Moment, int] = {}
+
+    # -- what is there -----------------------------------------------------------------------------
+
+    def assign(self, part: str, tensors: Iterable[Tensor]) -> None:
+        """These tensors, and what lies in their storages, are of ``part`` from now on."""
+        for tensor in tensors:
+            storage = local_part(tensor).untyped_storage()
+            size, before = self._follow(storage)
+            if before != part:
+                self._parts[before] -= size
+                self._parts[part] = self._parts.get(part, 0) + size
+                self._live[storage._cdata] = (size, part)
+
+    @property
+    def now(self) -> dict[str, int]:
+        """Bytes by part."""
+        return {part: size for part, size in self._parts.items() if size}
+
+    def enter(self, moment: Moment) -> None:
+        """From now on it is ``moment``."""
+        self.moment = moment
+        self._note()
+
+    # -- how it is followed ------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local part comes by itself
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "prim" or within(NEVER_THERE, sys._getframe(1)):
+            return result
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._follow(tensor.untyped_storage())
+        return result
+
+    def __enter__(self) -> StorageTracker:
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = _telling(self._resize, self._resized)  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def _follow(self, storage: torch.UntypedStorage) -> tuple[int, str]:
+        key = storage._cdata
+        if key not in self._live:
+            size, part = storage.nbytes(), part_made_by(sys._getframe(1)) or self.making
+            self._live[key] = (size, part)
+            self._count(part, size)
+            weakref.finalize(storage, self._gone, key).atexit = False
+        return self._live[key]
+
+    def _gone(self, key: int) -> None:
+        size, part = self._live.pop(key)
+        self._count(part, -size)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        if (key := storage._cdata) in self._live:
+            before, part = self._live[key]
+            self._live[key] = (size := storage.nbytes(), part)
+            self._count(part, size - before)
+
+    def _count(self, part: str, size: int) -> None:
+        self._parts[part] = self._parts.get(part, 0) + size
+        self._now += size
+        if size > 0:
+            self._note()
+
+    def _note(self) -> None:
+        if self._now > self._most.get(self.moment, -1):
+            self._most[self.moment] = self._now
+            self.peaks[self.moment] = self.now
+
+
+def _telling(
+    resize: Callable[..., Any], tell: Callable[[torch.UntypedStorage], None]
+) -> Callable[..., Any]:
+    """``resize``, which FSDP frees and takes memory by, and that no operation is."""
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        done = resize(storage, size)
+        tell(storage)
+        return done
+
+    return resized
+
+
+def part_made_by(frame: FrameType | None) -> str | None:
+    """The part that the code in ``frame``, or in what called it, makes tensors of; None where it is not
+    known."""
+    for name in callers(frame):
+        for end, part in MADE_IN.items():
+            if name.endswith(end):
+                return part
+    return None
+
+
+def within(end: str, frame: FrameType | None) -> bool:
+    """Whether ``frame`` belongs to a file whose name ends so, or was called from one."""
+    return any(name.endswith(end) for name in callers(frame))
+
+
+def callers(frame: FrameType | None) -> Iterator[str]:
+    """The files of ``frame`` and of what called it."""
+    for _ in range(FRAMES):
+        if frame is None:
+            return
+        yield frame.f_code.co_filename
+        frame = frame.f_back
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What of a tensor lies on this rank."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
