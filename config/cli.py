@@ -79,6 +79,7 @@ def idle(config: Config) -> dict[str, list[str]]:
         else ["log_epsilon_P", "log_epsilon_R", "humanline_mode", "humanline_sampling"],
         "humanline=false (or sync_mode=never)": ["sync_freq"] if config.syncing == "never" else [],
         f"sync_mode={config.syncing}": ["sync_kl"] if config.syncing != "kl" else [],
+        "dry_run=false": [] if config.dry_run else ["plan"],
         "online=false": [] if config.online else ["rounds", "sampler", "reward"],
         "online=true (rounds.contexts says how long)": ["n_epochs", "n_examples"] if config.online else [],
         "model.use_peft=false": [] if config.model.use_peft else ["model.peft"],

@@ -30,6 +30,7 @@ OPERATIONAL = (
     "overwrite",
     "resume",
     "dry_run",
+    "plan",
     "keep_checkpoints",
     "keep_best",
     "save_every",

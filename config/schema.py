@@ -19,6 +19,7 @@ from config.schema_correction import CorrectionConfig
 from config.schema_data import DataConfig
 from config.schema_humanline import BetaConfig
 from config.schema_model import ModelConfig
+from config.schema_plan import PlanConfig
 from config.schema_retention import RetentionConfig
 from config.schema_rewards import RewardConfig, completed
 from config.schema_rounds import RoundsConfig
@@ -97,6 +98,7 @@ class Config:
     humanline_sampling: BetaConfig = nested(BetaConfig)
     correction: CorrectionConfig = nested(CorrectionConfig)
     retention: RetentionConfig = nested(RetentionConfig)
+    plan: PlanConfig = nested(PlanConfig)
 
     def __post_init__(self) -> None:
         for key in ("name", "_target_"):

@@ -28,6 +28,7 @@ from jobs.evaluation import Evaluator
 from jobs.initial_scores import initial_scores
 from jobs.lengths import planned
 from jobs.likelihood import choose_groups, clippable_share, completion_means
+from jobs.memory_plan import describe_memory
 from jobs.online import Online, make_online_plan
 from jobs.patience import EnoughError
 from jobs.plan import first_example, make_plan, training_segment
@@ -39,7 +40,6 @@ from models.attention import packs_rows
 from models.distributed import World, on_main
 from models.export import export, full_state
 from models.loading import load_sharded
-from models.memory import estimate_memory
 from models.policy import Policy
 from models.pretrained import check_model, export_dtype, load_tokenizer
 from models.reference import Reference
@@ -64,7 +64,7 @@ class Job:
         disable_progress_bar()  # transformers draws one for every file; the run has its own
         self.say(f"{folder.name}: {config.variant} {config.loss['name']}, {world.size} x {world.device.type}")
         check_trackers(config.trackers)
-        check_ranks(config, world.size)
+        check_ranks(config, (config.dry_run and config.plan.ranks) or world.size)
         self.loss, self.trainer_class = make_loss(config), trainer_class(config)
         say_what_is_idle(self.trainer_class.unread(config))
         found = check_model(config.model)
@@ -324,9 +324,10 @@ class Job:
     def describe(self) -> dict[str, Any]:
         """What the run would do; nothing is written, no weights are loaded."""
         self.say(self.report.to_markdown())
+        plan, ranks = self.plan, self.config.plan.ranks or self.world.size
         self.say(
-            estimate_memory(
-                self.config.model, self.plan.train, self.trainer_class.rows_per_example, self.world.size
+            on_main(
+                lambda: describe_memory(self.config, plan.train, plan.held_out, self.trainer_class, ranks)
             )
         )
         return {"steps": self.plan.steps, "examples": self.plan.train.n_examples}

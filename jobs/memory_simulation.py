@@ -1,8 +1,8 @@
 """Two optimizer steps of a run with tensors that have shapes and no values: the project's own step, with its
 own model, sharding, loss and optimizer, and what every moment of it takes on rank 0.
 
-A process of its own (``python -m jobs.memory_simulation``, asked by jobs.memory_plan): it makes a process
-group of ranks that are not there, and takes the ways of a GPU where there is none.
+For a process of its own (jobs.memory_plan): it makes a process group of ranks that are not there, and takes
+the ways of a GPU where there is none.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
-from common.worker_process import serve
 from config.schema import Config
 from data.balance import share_tokens
 from data.batches import Segment, Size
 from data.types import Example, Microbatch
 from jobs.assembly import make_loss, trainer_class
+from models.attention import packs_rows
 from models.distributed import rounded, shard, simulated_ranks
 from models.layer_range import Layers, layers_of, with_layers
-from models.policy import Policy, causal_lm, decoder_blocks
+from models.policy import causal_lm, decoder_blocks
 from models.pretrained import empty_policy, export_dtype
 from models.reference import Reference, sequences_of
 from models.simulated import simulated_gpu
@@ -96,7 +96,17 @@ def as_folder(question: Question, found: PretrainedConfig) -> Iterator[Question]
     """The question, with the architecture in a folder that its settings name."""
     with tempfile.TemporaryDirectory() as folder:
         found.save_pretrained(folder)
-        model = replace(question.config.model, name_or_path=folder, revision=None)
+        given = question.config.model
+        with simulated_gpu(question.gpu):
+            packing, _ = packs_rows(given, found)
+        model = replace(
+            given,
+            name_or_path=folder,
+            tokenizer_name_or_path=given.tokenizer_name_or_path or given.name_or_path,
+            revision=None,
+            packing=packing,
+            compile=False,  # eager layers take no less
+        )
         yield replace(question, config=replace(question.config, model=model))
 
 
@@ -109,11 +119,13 @@ def simulated(question: Question, layers: int | None, edge: int = 10**9) -> Answ
     tracker, config = StorageTracker(), question.config
     with simulated_gpu(question.gpu), simulated_ranks(question.ranks, config.replicas) as world:
         policy = empty_policy(config.model)
-        parameters = sum(p.numel() for p in policy.parameters())
+        if world.size == 1:  # there the weights are loaded, and tied, before they are sharded
+            causal_lm(policy.model).tie_weights()
         shard(policy, decoder_blocks(policy), world, getattr(torch, config.model.dtype))
         with FakeTensorMode(allow_non_fake_inputs=True), tracker:
             policy.to_empty(device=world.device)
             causal_lm(policy.model).tie_weights()
+            parameters = sum(p.numel() for p in policy.parameters())
             trainer = trainer_class(config)(config, policy, make_loss(config), world)
             assign_states(tracker, trainer)
             watch_blocks(tracker, decoder_blocks(policy), edge)
@@ -203,30 +215,35 @@ def watch_blocks(tracker: StorageTracker, blocks: list[nn.Module], edge: int) ->
     """Tell the tracker of every block's forward and backward, and what a forward keeps."""
     parameters = [p for block in blocks for p in block.parameters()]
 
-    def place(i: int) -> int | None:
-        return i if i < edge else i - len(blocks) if i >= len(blocks) - edge else None
+    def enter(doing: str, i: int) -> None:
+        place = i if i < edge else i - len(blocks) if i >= len(blocks) - edge else None
+        tracker.enter((doing if place is not None else f"{doing}, between", place))
 
     def begins(i: int, *_: Any) -> None:
         trains = torch.is_grad_enabled()
-        evaluates = tracker.moment[0] == "evaluation"
         tracker.making = "activations" if trains else "work"
-        tracker.enter(("forward" if trains else "evaluation" if evaluates else "scoring", place(i)))
+        enter("forward" if trains else "evaluation" if evaluates(tracker.moment) else "scoring", i)
 
     def ends(i: int, module: nn.Module, args: Any, out: Any) -> None:
         hidden = out[0] if isinstance(out, tuple) else out
         if i == len(blocks) - 1:
             tracker.making = "work"
-            tracker.enter(("evaluation" if tracker.moment[0] == "evaluation" else "head", None))
+            tracker.enter(("evaluation" if evaluates(tracker.moment) else "head", None))
         if hidden.requires_grad:
             hidden.register_hook(partial(goes_back, i))
 
     def goes_back(i: int, gradient: Tensor) -> None:
         assign_gradients(tracker, parameters)
-        tracker.enter(("backward", place(i)))
+        enter("backward", i)
 
     for i, block in enumerate(blocks):
         block.register_forward_pre_hook(partial(begins, i))
         block.register_forward_hook(partial(ends, i))
+
+
+def evaluates(moment: Moment) -> bool:
+    """Whether it is one of an evaluation, not of a step."""
+    return moment[0].startswith("evaluation")
 
 
 # -- from a few layers to all ----------------------------------------------------------------------
@@ -244,13 +261,7 @@ def carried_on(few: Answer, more: Answer, layers: Layers) -> Answer:
         }
 
     peaks = {
-        moment: grown(few.peaks[moment], parts)
-        for moment, parts in more.peaks.items()
-        if moment in few.peaks
+        moment: grown(few.peaks[moment], parts) for moment, parts in more.peaks.items() if moment in few.peaks
     }
     parameters = round(more.parameters + times * (more.parameters - few.parameters))
     return Answer(parameters, more.tokens, peaks, grown(few.resident, more.resident))
-
-
-if __name__ == "__main__":
-    serve({"answer": answer})

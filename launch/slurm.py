@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
+from config.schema_plan import card_memory
 from launch.grid import Run, Settings
 
 ROOT = Path(__file__).parent.parent
@@ -46,6 +47,8 @@ class Job:
     ranks_per_node: int | None = None
     """Training processes a node; None: one a GPU (one in all without GPUs). Fewer than GPUs leaves the last
     ones to a sampler."""
+    card: str | None = None
+    """The GPU, for the memory plan; None: not known, and nothing is planned."""
     cpus_per_rank: int = 8
     mem: str | None = None
     time: str = "24:00:00"
@@ -97,6 +100,8 @@ class Job:
                 else isinstance(value, int) and value >= least
             )
             require(good, f"slurm.{key}", value, f"must be a whole number, at least {least}")
+        if self.card is not None:
+            card_memory("slurm.card", self.card)
         require(
             seconds(self.time) > self.signal_lead,
             "slurm.time",
@@ -306,7 +311,11 @@ def ask(words: list[str]) -> str:
 
 def describe(job: Job) -> str:
     """One line: what a run gets."""
-    devices = f"{job.gpus_per_node} GPUs" if job.gpus_per_node else f"{job.ranks * job.cpus_per_rank} CPUs"
+    devices = (
+        f"{job.gpus_per_node} {job.card or 'GPU'}s"
+        if job.gpus_per_node
+        else f"{job.ranks * job.cpus_per_rank} CPUs"
+    )
     given: list[Any] = [f"{job.nodes} x {devices} a run", f"{job.world_size} ranks", f"limit {job.time}"]
     return ", ".join(
         [*given, *(f"{key} {value}" for key in ("partition", "account", "qos") if (value := vars(job)[key]))]

@@ -3,6 +3,7 @@
     python -m launch.sweep sweeps/adder.yaml                      # the plan: runs, their states, commands, cost
     python -m launch.sweep sweeps/adder.yaml --local 2            # run here, two at a time
     python -m launch.sweep sweeps/table3.yaml --site my.yaml --submit   # a Slurm job array
+    python -m launch.sweep sweeps/table3.yaml --memory          # what each cell needs of slurm.card
     python -m launch.sweep sweeps/adder.yaml n_examples=640       # … with settings of your own in every run
 
 The same command again does what is left: finished runs are skipped, queued ones left alone, others go on from
@@ -26,6 +27,7 @@ from launch.composing import Composer
 from launch.estimate import EstimateError, dry_run, hours_at, hours_of
 from launch.grid import Run, Sweep, parse_overrides, read_sweep
 from launch.local import DONE, STOPPED, Pool, failures
+from launch.memory import cell_plans
 from launch.slurm import (
     ROOT,
     Job,
@@ -86,6 +88,12 @@ def parser() -> argparse.ArgumentParser:
     about.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="job settings, such as nodes=8"
     )
+    about.add_argument("--memory", action="store_true", help="plan the memory of each cell on slurm.card")
+    about.add_argument(
+        "--over",
+        action="store_true",
+        help="submit runs that are planned to need more memory than slurm.card has",
+    )
     about.add_argument(
         "--rate", type=float, metavar="R", help="dry-run each cell; hours at R examples/s a rank"
     )
@@ -111,6 +119,8 @@ def act(options: argparse.Namespace) -> int:
     ]
     if not options.script:
         print(plan(sweep, states, waiting, hours, job if options.local is None else None), flush=True)
+    if options.memory or (options.submit and job.card is not None):
+        refuse_too_large(todo, job, acting=options.submit and not options.over)
     refuse_changed(sweep, states, acting=options.submit or options.script or options.local is not None)
     if options.local is not None:
         require(options.local >= 1, "--local", options.local, "must be at least 1")
@@ -184,6 +194,25 @@ def refuse_changed(sweep: Sweep, states: Sequence[State], acting: bool) -> None:
                 other.now,
                 f"was {other.before} when {state.folder} was made; delete that, or give the runs new names: "
                 f"--name {sweep.name}-2",
+            )
+            if acting:
+                raise error
+            print(f"warning: {error}", file=sys.stderr)
+
+
+def refuse_too_large(todo: Sequence[State], job: Job, acting: bool) -> None:
+    """Say what the runs need of the card that the job names. Raises ConfigError, if ``acting``, for runs that
+    need more than it has; else that is a warning."""
+    plans = cell_plans(todo, job)
+    for made in plans:
+        print(made, flush=True)
+    for made in plans:
+        if made.over:
+            error = ConfigError(
+                f"{made.runs[0]}: slurm.card",
+                job.card,
+                f"has no room for {'; '.join(made.over)}; the plan above says what would fit; rows were taken "
+                "to be as long as they may be: --over submits all the same",
             )
             if acting:
                 raise error

@@ -28,12 +28,12 @@ class Layers:
 
     @property
     def few(self) -> tuple[int, int] | None:
-        """Two smaller numbers of layers, which end as the whole model does; None where it is hardly
-        larger."""
+        """Two smaller numbers of layers, which end as the whole model does; None where they are no fewer
+        together."""
         below = 2 * self.edge
         below += (self.count - below) % self.period
         above = below + self.period
-        return (below, above) if above + self.period <= self.count else None
+        return (below, above) if below + above < self.count else None
 
 
 def layers_of(policy: Policy, found: PretrainedConfig) -> Layers:

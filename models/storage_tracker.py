@@ -1,5 +1,5 @@
-"""What tensors take, storage by storage, while a computation runs: how much at most at every moment that has a
-name, and what of. It sees tensors without values too, whose storages have a size and no memory."""
+"""What tensors take, storage by storage, while a computation runs: how much at most at every moment that has
+a name, and what of. It sees tensors without values too, whose storages have a size and no memory."""
 
 from __future__ import annotations
 
@@ -127,9 +127,7 @@ class StorageTracker(TorchDispatchMode):
             self.peaks[self.moment] = self.now
 
 
-def _telling(
-    resize: Callable[..., Any], tell: Callable[[torch.UntypedStorage], None]
-) -> Callable[..., Any]:
+def _telling(resize: Callable[..., Any], tell: Callable[[torch.UntypedStorage], None]) -> Callable[..., Any]:
     """``resize``, which FSDP frees and takes memory by, and that no operation is."""
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:

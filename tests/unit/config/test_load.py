@@ -65,6 +65,7 @@ def test_a_record_from_before_a_key_is_gone_on_with() -> None:
         ("", CONFIG),
         ("rounds", CONFIG["rounds"]),
         ("retention", CONFIG["retention"]),
+        ("plan", CONFIG["plan"]),
         ("model", MODEL),
     ):
         for key in default:
@@ -75,7 +76,7 @@ def test_a_record_from_before_a_key_is_gone_on_with() -> None:
                 assert changed(settings_of(OmegaConf.to_yaml(before)), config) == [], f"{place} {key}"
                 tried += 1
     assert tried > 50
-    for place in ("rounds", "retention"):
+    for place in ("rounds", "retention", "plan"):
         before = {key: value for key, value in whole.items() if key != place}
         for found in changed(settings_of(OmegaConf.to_yaml(before)), config):
             assert found.key in ("rounds.contexts", "rounds.contexts_per_round")  # the model's

@@ -1,0 +1,53 @@
+"""For which machine a dry run plans the memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from common.errors import ConfigError, require
+from config.defaults import yaml_defaults
+
+CARDS = {
+    "A100-40GB": 39.4,
+    "A100-80GB": 79.2,
+    "H100": 79.1,
+    "H100-96GB": 94.5,
+    "H200": 139.8,
+    "B200": 178.3,
+    "L4": 22.0,
+    "L40S": 44.4,
+    "RTX3090": 23.6,
+    "RTX4090": 23.5,
+}
+"""Card -> GiB that a program finds on it."""
+
+
+@dataclass
+@yaml_defaults("config.yaml:plan")
+class PlanConfig:
+    """config/config.yaml says what each key means."""
+
+    card: str | None
+    ranks: int | None
+
+    def __post_init__(self) -> None:
+        if self.card is not None:
+            card_memory("plan.card", self.card)
+        require(
+            self.ranks is None or self.ranks >= 1, "plan.ranks", self.ranks, "must be at least 1, or null"
+        )
+
+
+def card_memory(key: str, card: str) -> float:
+    """GiB of a card by its name, or of the number that it is. Raises ConfigError, about ``key``, where it is
+    neither."""
+    if card in CARDS:
+        return CARDS[card]
+    try:
+        size = float(card)
+    except ValueError:
+        size = math.nan
+    if not 0 < size < math.inf:
+        raise ConfigError(key, card, f"is none of {', '.join(CARDS)}, and no number of GiB")
+    return size

@@ -1,0 +1,92 @@
+"""What else stands on a training rank's GPU, beside what a step takes: the sampler of rounds, the reward
+model, and the cache of answers that the policy itself gives. Counted, not simulated."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from config.defaults import with_defaults
+from config.schema import Config
+from config.schema_model import ModelConfig
+from config.schema_rewards import RewardModelConfig, TeacherConfig
+from models.shapes import architecture
+
+GIB = 2.0**30
+KL_PROMPTS, KL_TOKENS = 64, 256
+"""retention.kl: held-out prompts that the initial weights answer, and the longest answer
+(jobs/retention.py)."""
+
+
+def reward_model(config: Config) -> tuple[str, float] | None:
+    """(its name, GiB of its weights and of one layer's work over the tokens that go through it at once), None
+    where the reward has no model of its own here. It stands on rank 0's GPU while a round is scored.
+
+    Raises ConfigError where its architecture cannot be had.
+    """
+    if not config.online or config.reward is None:
+        return None
+    settings = config.reward_config.settings
+    if isinstance(settings, TeacherConfig):
+        if settings.base_url is not None:
+            return None
+        tokens = settings.batch_size * config.model.max_length
+    elif isinstance(settings, RewardModelConfig):
+        tokens = settings.batch_tokens
+    else:
+        return None
+    model = with_defaults(
+        ModelConfig, name="reward", name_or_path=settings.name_or_path, revision=settings.revision
+    )
+    found, width = architecture(model), getattr(torch, settings.dtype).itemsize
+    weights = parameters_of(found) * width
+    return settings.name_or_path, (weights + tokens * layer_work(found) * width) / GIB
+
+
+def parameters_of(found: PretrainedConfig) -> int:
+    """Parameters of the language model of this architecture."""
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(found)
+    return sum(p.numel() for p in model.parameters())
+
+
+def layer_work(found: PretrainedConfig) -> int:
+    """Numbers that a layer holds for a token at once, about: its input, its norm, queries, keys, values and
+    attention; or its input, its norm and the three of a gated MLP."""
+    text = found.get_text_config()
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    return int(2 * text.hidden_size + max(4 * text.hidden_size, 3 * inner))
+
+
+def engine_weights(config: Config, parameters: int) -> float:
+    """GiB of the sampled model on one GPU of the engine."""
+    dtype = getattr(torch, config.sampler.dtype or config.model.dtype)
+    return parameters * dtype.itemsize / config.sampler.tensor_parallel / GIB
+
+
+def own_answers(config: Config, found: PretrainedConfig, ranks: int, evaluates: bool) -> float:
+    """GiB of keys, values and logits while the policy itself answers prompts: a round's with
+    sampler=embedded, or those of an evaluation."""
+    model, most = config.model, 0.0
+    if config.online and not config.sampler.separate:
+        rows = config.sampler.batch_size or model.eval_batch_size
+        most = answers(found, rows, model.max_prompt_length + config.max_tokens, model)
+    if evaluates and config.retention.kl and model.head != "reward":
+        rows = min(model.eval_batch_size, math.ceil(KL_PROMPTS / ranks))
+        most = max(
+            most, answers(found, rows, min(model.max_length, model.max_prompt_length + KL_TOKENS), model)
+        )
+    return most
+
+
+def answers(found: PretrainedConfig, rows: int, tokens: int, model: ModelConfig) -> float:
+    """GiB of the cache of so many rows, and of float32 logits and two copies of them."""
+    text = found.get_text_config()
+    heads = getattr(text, "num_attention_heads", None) or 1
+    keys = getattr(text, "num_key_value_heads", None) or heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    cache = 2 * keys * size * text.num_hidden_layers * tokens * getattr(torch, model.dtype).itemsize
+    return rows * (cache + 3 * 4 * text.vocab_size) / GIB

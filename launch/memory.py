@@ -1,0 +1,86 @@
+"""Whether the runs of a sweep fit on the cards that they will be given, told before they are submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from common.worker_process import WorkerError, WorkerProcess
+from config.schema import Config
+from launch.slurm import Job
+from launch.state import State
+
+SECONDS = 1800.0
+IDLE = (
+    "seed",
+    "exp_name",
+    "data",
+    "lr",
+    "beta1",
+    "beta2",
+    "eps",
+    "weight_decay",
+    "scheduler",
+    "warmup",
+    "min_lr_ratio",
+    "n_epochs",
+    "n_examples",
+    "eval_every",
+    "save_every",
+    "sync_freq",
+    "log_epsilon_P",
+    "log_epsilon_R",
+    "wandb",
+    "trackers",
+)
+"""Settings that a plan without data does not depend on: cells that differ in them alone have one plan."""
+
+
+@dataclass(frozen=True)
+class CellPlan:
+    """The memory plan of some runs."""
+
+    runs: tuple[str, ...]
+    text: str
+    over: tuple[str, ...]
+    """What does not fit, as sentences."""
+
+    def __str__(self) -> str:
+        others = f" and {len(self.runs) - 1} more" if len(self.runs) > 1 else ""
+        return f"{self.runs[0]}{others}: {self.text}"
+
+
+def cell_plans(states: Sequence[State], job: Job) -> list[CellPlan]:
+    """The plans of these runs, one for all whose settings make no difference to it; none where the job names
+    no card. Rows are taken to be as long as they may be."""
+    if job.card is None or not job.gpus_per_node or not states:
+        return []
+    alike: dict[str, list[State]] = {}
+    for state in states:
+        alike.setdefault(signature(state.config), []).append(state)
+    worker = WorkerProcess("jobs.memory_plan", log=None, env={"CUDA_VISIBLE_DEVICES": ""})
+    try:
+        return [
+            CellPlan(tuple(state.run.name for state in same), *planned(worker, same[0].config, job))
+            for same in alike.values()
+        ]
+    finally:
+        worker.close()
+
+
+def planned(worker: WorkerProcess, config: Config, job: Job) -> tuple[str, tuple[str, ...]]:
+    """(the plan in words, what does not fit)."""
+    try:
+        said: Mapping[str, Any] = worker.call(
+            "of_settings", config, job.world_size, job.card, timeout=SECONDS
+        )
+    except WorkerError as error:
+        return f"the memory could not be planned: {str(error).strip().splitlines()[-1]}", ()
+    return said["text"], tuple(said["over"])
+
+
+def signature(config: Config) -> str:
+    """The same of two runs that have the same plan."""
+    tree = asdict(config)
+    return repr({key: value for key, value in tree.items() if key not in IDLE})

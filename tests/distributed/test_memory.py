@@ -1,0 +1,21 @@
+"""The memory plan against ranks that talk to each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.worker_process import WorkerProcess
+from tests.memory_questions import WAYS, question
+from tests.real_memory import real_peaks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_fullest_rank_takes_what_was_planned(quick_python: None, ranks: int) -> None:
+    asked = [question("deep", ranks=ranks), question("wide", *WAYS["checkpointed LoRA"], ranks=ranks)]
+    worker = WorkerProcess("jobs.memory_plan", log=None, env={"OMP_NUM_THREADS": "1"})
+    try:
+        found = [worker.call("answer", one, timeout=300) for one in asked]
+    finally:
+        worker.close()
+    planned = [max(sum(parts.values()) for parts in one.peaks.values()) for one in found]
+    assert planned == pytest.approx(real_peaks(asked), rel=0.1)

@@ -1,0 +1,217 @@
+"""What a dry run says of memory: parts, the card, what would fit; and that every shipped recipe fits on the
+card that it names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import ConfigError
+from common.worker_process import WorkerProcess
+from config.schema import Config
+from data.batches import Segment
+from data.types import Example, Sequence
+from jobs.memory_neighbours import own_answers, parameters_of, reward_model
+from jobs.memory_plan import Card, describe_memory, heaviest_batch, make_plan
+from jobs.memory_simulation import Answer, Question
+from launch.composing import Composer
+from launch.grid import read_sweep
+from launch.slurm import make_job
+from models.layer_range import Layers, with_layers
+from models.shapes import architecture, known_shapes
+from tests.memory_questions import SHAPES, question
+from tests.tiny import make_config
+from trainers.paired import PairedPreferenceTrainer
+
+GIB = 2**30
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def worker(quick_python: None) -> Iterator[WorkerProcess]:
+    made = WorkerProcess("jobs.memory_plan", log=None, env={"OMP_NUM_THREADS": "1"})
+    yield made
+    made.close()
+
+
+# -- recipes ---------------------------------------------------------------------------------------
+
+
+def recipes() -> list[tuple[Config, int, str]]:
+    """Settings, ranks and card of the shipped sweeps' runs on GPUs, one for all that take microbatches of the
+    same size to the same loss: that which samples, if there is one, and scores for a sync. It holds whatever
+    the others hold, and more."""
+    found: dict[Any, tuple[Config, int, str]] = {}
+    composer = Composer()
+    for path in sorted((ROOT / "sweeps").glob("*.yaml")):
+        sweep = read_sweep(path, {})
+        job = make_job(sweep.slurm)
+        if not job.gpus_per_node:
+            continue
+        assert job.card is not None, f"{path.name} names no card"
+        for config in map(composer.config, sweep.runs()):
+            model = config.model
+            size = (model.gradient_accumulation_steps, model.microbatch_tokens, model.batch_size)
+            key = (model.name, size, model.max_length, config.loss["name"], job.world_size, job.card)
+            if key not in found or rank(config) > rank(found[key][0]):
+                found[key] = config, job.world_size, job.card
+    return list(found.values())
+
+
+def rank(config: Config) -> tuple[bool, bool]:
+    return config.online, config.syncing != "never"
+
+
+def test_every_shipped_recipe_fits_on_the_card_that_it_names(worker: WorkerProcess) -> None:
+    said = {
+        f"{config.model.name} {config.loss['name']}": worker.call(
+            "of_settings", config, ranks, card, timeout=300
+        )
+        for config, ranks, card in recipes()
+    }
+    assert len(said) == 4
+    assert {name: plan["text"] for name, plan in said.items() if plan["over"]} == {}
+    assert all("fits:" in plan["text"] for plan in said.values())
+
+
+def test_every_model_that_a_recipe_names_has_a_known_shape() -> None:
+    named = {
+        re.search(r"name_or_path: (\S+/\S+)", path.read_text())
+        for folder in ("model", "reward")
+        for path in (ROOT / "config" / folder).glob("*.yaml")
+    }
+    hub = {found[1] for found in named if found and not found[1].startswith("assets/")}
+    assert hub == set(known_shapes())
+
+
+# Counted on the hub's pages, in billions.
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("meta-llama/Meta-Llama-3-8B-Instruct", 8.03),
+        ("mistralai/Mistral-7B-Instruct-v0.3", 7.25),
+        ("google/gemma-2-27b-it", 27.2),
+        ("EleutherAI/pythia-1.4b", 1.41),
+        ("Qwen/Qwen2.5-1.5B-Instruct", 1.54),
+    ],
+)
+def test_known_shapes_have_the_published_sizes(name: str, billions: float) -> None:
+    found = architecture(make_config("model=hub", f"model.name_or_path={name}").model)
+    tied = found.vocab_size * found.hidden_size if found.tie_word_embeddings else 0
+    assert (parameters_of(found) - tied) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+# -- what is said ----------------------------------------------------------------------------------
+
+
+def given(tokens: int = 1000, activations: float = 10.0) -> Answer:
+    """A step of 5 GiB that does not depend on tokens, and of activations that do."""
+    step = {"weights": 2 * GIB, "optimizer": 3 * GIB, "activations": round(activations * GIB)}
+    return Answer(1_000_000, tokens, {("backward", 0): step}, {"weights": 2 * GIB, "optimizer": 3 * GIB})
+
+
+def planned(room: float, **changes: Any) -> tuple[list[str], list[Question]]:
+    """The lines for a card of so much room, and what was simulated."""
+    asked = replace(question("deep"), gpu=True, **changes)
+    simulated: list[Question] = []
+
+    def ask(one: Question) -> Answer:
+        simulated.append(one)
+        most = one.config.model.microbatch_tokens
+        return given() if most is None else given(most, most / 100)
+
+    assert asked.found is not None
+    return make_plan(asked, asked.found, Card("a card", room / 0.95), ask).lines(), simulated
+
+
+def test_what_fits_is_said_to_fit() -> None:
+    lines, simulated = planned(room=16.5)
+    assert "training step: 16.50 GiB = weights 2.00 + optimizer 3.00 + activations 10.00" in lines[1]
+    assert any("fits: 16.5 GiB" in line for line in lines) and len(simulated) == 1
+
+
+def test_a_step_that_is_too_large_is_told_how_many_tokens_would_fit() -> None:
+    lines, simulated = planned(room=12.5)
+    assert any("too much: 16.5 GiB" in line for line in lines)
+    assert lines[-1].strip() == "a step would fit with model.microbatch_tokens=600"
+    assert [one.config.model.microbatch_tokens for one in simulated] == [None, 500]
+
+
+def test_where_no_microbatch_fits_other_remedies_are_named() -> None:
+    lines, _ = planned(room=4.0)
+    assert "not even microbatches of one example fit" in lines[-1]
+    assert "model.activation_checkpointing=true" in lines[-1]
+
+
+def test_a_sampler_on_the_same_gpus_is_counted() -> None:
+    online = make_config(
+        "experiment=dpo-online", "model.name_or_path=x", "sampler.gpu_memory_utilization=0.5", "reward=adder"
+    )
+    lines, _ = planned(room=19.0, config=online)
+    assert any("sampling: 16.50 GiB = weights 2.00 + optimizer 3.00 + outside" in line for line in lines)
+    apart = replace(online, sampler=replace(online.sampler, devices=[1]))
+    assert not any("sampling" in line for line in planned(room=19.0, config=apart)[0])
+
+
+def test_a_reward_model_is_counted_by_its_weights() -> None:
+    config = make_config("experiment=dpo-online")
+    name, size = reward_model(config) or ("", 0.0)
+    assert name == "RLHFlow/ArmoRM-Llama3-8B-v0.1" and 15 < size < 20
+    assert reward_model(make_config("experiment=math-grpo-online")) is None
+
+
+def test_own_answers_grow_with_their_rows() -> None:
+    found = SHAPES["deep"]
+    few, many = (
+        own_answers(make_config("online=true", f"sampler.batch_size={rows}"), found, 1, False)
+        for rows in (8, 64)
+    )
+    assert many == pytest.approx(8 * few)
+    assert own_answers(make_config("online=false"), found, 1, False) == 0
+
+
+def test_the_dry_run_says_why_there_is_no_plan(quick_python: None) -> None:
+    config = make_config("loss=grpo", "loss.shape=m2po", "model.batch_size=4")
+    row = Sequence(np.arange(5, dtype=np.int32), np.arange(5, dtype=np.int32))
+    segment = Segment(tuple((Example(f"p{i}", (row,)),) for i in range(4)), 4, 4, seed=0)
+    said = describe_memory(config, segment, None, PairedPreferenceTrainer, 1)
+    assert said.startswith("The memory could not be planned: ") and "\n" not in said
+    assert "DataDependentOutput" in said
+
+
+# -- what is asked ---------------------------------------------------------------------------------
+
+
+def test_the_batch_with_the_widest_microbatch_is_simulated() -> None:
+    config = make_config("model.batch_size=4", "model.packing=true")
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, 40, 40)
+    lengths[17] = 500
+
+    def pair(n: int) -> tuple[Sequence, Sequence]:
+        return (Sequence(np.zeros(n, np.int32), np.zeros(3, np.int32)),) * 2
+
+    segment = Segment(tuple((Example(f"p{i}", pair(n)),) for i, n in enumerate(lengths)), 4, 40, seed=0)
+    found = heaviest_batch(config, segment, PairedPreferenceTrainer, 2, gpu=False)
+    assert "p17" in {example.prompt_id for example in found}
+
+
+@pytest.mark.parametrize("card", ["H1000", "-3", "nan", "0"])
+def test_a_card_that_is_none_is_refused(card: str) -> None:
+    with pytest.raises(ConfigError, match=r"plan\.card"):
+        make_config(f"plan.card={card}")
+
+
+def test_layers_that_alternate_are_counted_in_their_period() -> None:
+    gemma = Layers(count=46, period=2)
+    assert gemma.few == (4, 6)
+    assert Layers(count=32, period=1).few == (4, 5)
+    assert Layers(count=8, period=1).few is None
+    fewer = with_layers(architecture(make_config("model=gemma2-27b-instruct").model), 4)
+    assert fewer.num_hidden_layers == len(fewer.layer_types) == 4

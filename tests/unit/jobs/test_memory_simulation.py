@@ -1,0 +1,77 @@
+"""The simulated step takes what a real one takes, by the count of torch's allocator, and a few layers say
+what many take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from common.worker_process import WorkerError, WorkerProcess
+from jobs.memory_simulation import Answer, Question
+from tests.memory_questions import WAYS, question, whole, with_many_layers
+from tests.real_memory import real_peaks
+
+CASES = [("deep", way) for way in WAYS] + [("wide", "full"), ("wide", "LoRA")]
+CASES += [("many words", "full"), ("many words", "checkpointed")]
+
+
+@pytest.fixture(scope="module")
+def worker(quick_python: None) -> Iterator[WorkerProcess]:
+    made = WorkerProcess("jobs.memory_plan", log=None, env={"OMP_NUM_THREADS": "1"})
+    yield made
+    made.close()
+
+
+def answered(worker: WorkerProcess, asked: Question) -> Answer:
+    found: Answer = worker.call("answer", asked, timeout=300)
+    return found
+
+
+def peak(found: Answer) -> int:
+    return max(sum(parts.values()) for parts in found.peaks.values())
+
+
+def test_a_step_takes_what_was_planned(worker: WorkerProcess) -> None:
+    asked = [question(shape, *WAYS[way]) for shape, way in CASES]
+    asked += [question("deep", loss="kto"), question("deep", "model.dtype=bfloat16", "model.packing=false")]
+    asked += [question("deep", "sync_mode=ema", "sync_alpha=0.5", "humanline=false")]
+    off = {
+        str(i): planned / taken - 1
+        for i, (planned, taken) in enumerate(
+            zip((peak(answered(worker, one)) for one in asked), real_peaks(asked), strict=True)
+        )
+        if abs(planned / taken - 1) > 0.05
+    }
+    assert off == {}
+
+
+def test_a_few_layers_say_what_many_take(worker: WorkerProcess) -> None:
+    asked = with_many_layers(question("deep", *WAYS["checkpointed"], gpu=True, ranks=8))
+    few, every = answered(worker, asked), answered(worker, whole(asked))
+    assert few.parameters == every.parameters and few.tokens == every.tokens
+    assert peak(few) == pytest.approx(peak(every), rel=1e-3)
+    assert len(few.peaks) < len(every.peaks)
+
+
+def test_ranks_share_what_is_sharded(worker: WorkerProcess) -> None:
+    """States fall as ranks are more; gathered blocks, and the activations of as many tokens, stay."""
+    found = {ranks: answered(worker, question("deep", ranks=ranks, gpu=True)) for ranks in (2, 16)}
+    few, many = (max(found[n].peaks.values(), key=lambda parts: sum(parts.values())) for n in (2, 16))
+    for part in ("weights", "optimizer"):
+        assert few[part] == pytest.approx(8 * many[part], rel=0.05)
+    assert few["gathered blocks"] == pytest.approx(many["gathered blocks"], rel=0.05)
+
+
+def test_a_gpu_has_its_own_ways(worker: WorkerProcess) -> None:
+    """There the head's slices are eight times as large, and attention keeps no rows apart by hand."""
+    cpu, gpu = (
+        answered(worker, question("many words", "model.dtype=bfloat16", gpu=gpu)) for gpu in (False, True)
+    )
+    heads = [max(parts.get("head", 0) for parts in found.peaks.values()) for found in (cpu, gpu)]
+    assert heads[0] != heads[1]
+
+
+def test_what_needs_values_says_so(worker: WorkerProcess) -> None:
+    with pytest.raises(WorkerError, match=r"DataDependent|DynamicOutputShape"):
+        answered(worker, question("deep", "loss.shape=m2po", loss="grpo"))
