@@ -143,7 +143,7 @@ def take_steps(tracker: StorageTracker, trainer: BasicTrainer, segment: Segment)
     tracker.peaks.clear()
     if trainer.config.has_reference:
         for step, micros in trainer.upcoming(segment, 0, 0):
-            keep_scores(trainer, step, micros)
+            keep_scores(trainer.reference, step, micros)
     trainer.optimizer.register_step_pre_hook(lambda *_: tracker.enter(("update", None)))
     for _ in range(STEPS):
         gc.collect()
@@ -155,11 +155,11 @@ def take_steps(tracker: StorageTracker, trainer: BasicTrainer, segment: Segment)
     return share_tokens(turn[0], trainer.packing)
 
 
-def keep_scores(trainer: BasicTrainer, step: int, micros: list[Microbatch]) -> None:
-    """What the reference keeps of these microbatches before the first step, without the forward."""
+def keep_scores(reference: Reference, step: int, micros: list[Microbatch]) -> None:
+    """What the reference keeps of these microbatches, without the forward."""
     for sequences in sequences_of(micros):
         for row in sequences.rows:
-            trainer.reference.scores[trainer.reference.key(step, row)] = torch.zeros(len(row.counted))
+            reference.scores[reference.key(step, row)] = torch.zeros(len(row.counted))
 
 
 @torch.no_grad()
@@ -172,9 +172,9 @@ def evaluate(tracker: StorageTracker, trainer: BasicTrainer, examples: list[Exam
     own = export_dtype(trainer.config.model)
     computed = getattr(torch, trainer.config.model.dtype)
     with rounded(trainer.policy, torch.float32 if own == computed else own):
-        micros = [trainer.share(trainer.arrange(examples), size)[0]]
-        reference.refresh(trainer.policy, 0, [(0, micros)])
-        scorer.score_without_gradient(0, micros[0].sequences)
+        micro = trainer.share(trainer.arrange(examples), size)[0]
+        keep_scores(reference, 0, [micro])
+        scorer.score_without_gradient(0, micro.sequences)
 
 
 def deal_heaviest(trainer: BasicTrainer) -> None:

@@ -211,8 +211,8 @@ def refuse_too_large(todo: Sequence[State], job: Job, acting: bool) -> None:
             error = ConfigError(
                 f"{made.runs[0]}: slurm.card",
                 job.card,
-                f"has no room for {'; '.join(made.over)}; the plan above says what would fit; rows were taken "
-                "to be as long as they may be: --over submits all the same",
+                f"has no room for {'; '.join(made.over)}; the plan above says what would fit; rows were "
+                "taken to be as long as they may be: --over submits all the same",
             )
             if acting:
                 raise error

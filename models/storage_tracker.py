@@ -102,7 +102,7 @@ class StorageTracker(TorchDispatchMode):
             size, part = storage.nbytes(), part_made_by(sys._getframe(1)) or self.making
             self._live[key] = (size, part)
             self._count(part, size)
-            weakref.finalize(storage, self._gone, key).atexit = False
+            weakref.finalize(storage, self._gone, key)
         return self._live[key]
 
     def _gone(self, key: int) -> None:
