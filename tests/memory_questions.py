@@ -56,7 +56,12 @@ WAYS = {
 
 def question(shape: str, *overrides: str, ranks: int = 1, loss: str = "dpo", gpu: bool = False) -> Question:
     """A run of ``loss`` on 4 examples a rank in two turns."""
-    settings = [f"model.batch_size={4 * ranks}", "model.gradient_accumulation_steps=2", "model.dtype=float32"]
+    settings = [
+        "model.name=small",
+        f"model.batch_size={4 * ranks}",
+        "model.gradient_accumulation_steps=2",
+        "model.dtype=float32",
+    ]
     config = make_config(
         f"loss={loss}", "humanline=true", "model.max_length=256", "model.packing=null", *settings, *overrides
     )
