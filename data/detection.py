@@ -91,6 +91,11 @@ def _is_transcript(values: Values) -> bool:
     return "prompt" not in values and isinstance(chosen, str) and chosen.startswith("\n\nHuman:")
 
 
+def _is_instruction(values: Values) -> bool:
+    """Alpaca's answers are texts; lists of messages bring the question themselves."""
+    return "prompt" not in values and not isinstance(values["chosen"], list)
+
+
 def _is_conversation(values: Values) -> bool:
     return isinstance(values["conversations"], list) and "prompt" not in values
 
@@ -106,7 +111,7 @@ _BY_COLUMNS: tuple[tuple[str, set[str], Callable[[Values], bool]], ...] = (
     ("ultrafeedback", {"instruction", "chosen_response", "rejected_response"}, _any),
     ("groups", {"completions", "rewards"}, _any),
     ("sharegpt", {"conversations"}, _is_conversation),
-    ("alpaca", {"instruction", "chosen", "rejected"}, lambda values: "prompt" not in values),
+    ("alpaca", {"instruction", "chosen", "rejected"}, _is_instruction),
     ("hh", {"chosen", "rejected"}, _is_transcript),
     ("preference", {"chosen", "rejected"}, _any),
     ("unpaired", {"prompt", "completion", "label"}, _any),

@@ -12,7 +12,9 @@ from data.rows import SUFFIXES, Dropped, Row, read_rows, table_rows
 
 _SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval)\w*(?:[-_.]|$)")
 """Where the name of a shard says which split it is of: train-00000-of-00002, test.jsonl, test_prefs-0."""
-_LABELS = re.compile(r"-\d{5}-of-\d{5}$")
+_LABELS = re.compile(r"-\d{5}-of-\d{5}(?:-[0-9a-f]+)?$")
+_ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files that ``datasets`` writes beside data: they say what the data are."""
 
 
 def folder_rows(folder: Path, split: str | None, key: str, split_key: str) -> Iterator[Row | Dropped]:
@@ -46,6 +48,7 @@ def shards(folder: Path) -> dict[str, list[Path]]:
     for path in sorted(folder.rglob("*")):
         inner = path.relative_to(folder)
         hidden = any(part.startswith((".", "_")) for part in inner.parts)
+        hidden = hidden or path.name in _ABOUT
         if not hidden and path.is_file() and path.name.endswith(SUFFIXES):
             found.setdefault(_split_of(inner), []).append(path)
     return found

@@ -141,7 +141,10 @@ def _why_not_had(error: Exception) -> str:
 
 # CSV
 
-_NO_TEXT = ("label", "labels", "reward", "rewards", "preference")
+_NO_TEXT = (
+    *("label", "labels", "reward", "rewards", "preference", "ratings", "history"),
+    *("better_response_id", "score_A", "score_B", "rank"),
+)
 """Columns of the known formats that hold no text: what a table writes as true, 1 or 0.5."""
 
 
@@ -171,7 +174,7 @@ def _cell(column: str, cell: str) -> Any:
     if column not in _NO_TEXT and not cell.startswith(("[{", '["')):
         return cell
     try:
-        value, _, fault = _parsed(cell.lower() if cell in ("True", "False") else cell, 0)
+        value, _, fault = _parsed(cell.lower() if cell.lower() in ("true", "false") else cell, 0)
     except json.JSONDecodeError:
         return cell
     return cell if fault else value

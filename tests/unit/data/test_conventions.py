@@ -63,6 +63,7 @@ MARKED = Group(PAIR.prompt, (Completion(BAD),), (-1.0,))
         ({"instruction": Q, "input": "", "output": GOOD}, "alpaca", SFT),
         ({"instruction": Q, "output": GOOD, "system": "Be brief."}, "alpaca", LED),
         ({"instruction": Q, "input": None, "chosen": GOOD, "rejected": BAD}, "alpaca", PAIR),
+        ({"instruction": Q, "chosen": said(Q, GOOD), "rejected": said(Q, BAD)}, "preference", PAIR),
         # ShareGPT
         ({"conversations": shared(Q, GOOD)}, "sharegpt", SFT),
         ({"conversations": said(Q, GOOD), "id": 3}, "sharegpt", SFT),

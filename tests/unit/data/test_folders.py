@@ -136,6 +136,8 @@ def test_prompts_are_held_out_of_a_folder_as_of_a_file(tmp_path) -> None:
             ["train_prefs-00000-of-00001.parquet", "test_prefs-00000-of-00001.parquet"],
             {"train_prefs": 1, "test_prefs": 1},
         ),
+        (["train-00000-of-00001-2a3ca2d4b5ca2f0b.parquet"], {"train": 1}),
+        (["data/test-00000-of-00001.parquet", "dataset_infos.json", "data/dataset_info.json"], {"test": 1}),
         (["mine.jsonl", "more.csv"], {"train": 2}),
         (["mine_train.jsonl", "mine_test.jsonl"], {"train": 1, "test": 1}),
         (["validation/a.json", "train/b.json"], {"validation": 1, "train": 1}),
@@ -191,7 +193,10 @@ def test_every_text_survives_the_table(tmp_path_factory, rows) -> None:
     ] == [cells for cells in rows if not cells[0].startswith(("[{", '["'))]
 
 
-@pytest.mark.parametrize(("cell", "reward"), [("True", 1), ("true", 1), ("1", 1), ("False", -1), ("0", -1)])
+@pytest.mark.parametrize(
+    ("cell", "reward"),
+    [("True", 1), ("true", 1), ("TRUE", 1), ("1", 1), ("False", -1), ("FALSE", -1), ("0", -1)],
+)
 def test_a_label_is_true_or_false_in_any_spelling(tmp_path, cell, reward) -> None:
     row = {"prompt": "1", "completion": "NA", "label": cell}
     (group,) = load(table(tmp_path / "a.csv", [row])).groups
@@ -207,3 +212,16 @@ def test_messages_in_a_cell_and_bad_lines(tmp_path) -> None:
         stream.write("one,two\nc,,d\n")
     loaded = load(path)
     assert [(d.row, d.reason) for d in loaded.dropped] == [(3, "2 cells, but 3 columns"), (4, "no 'chosen'")]
+
+
+@pytest.mark.parametrize(
+    ("row", "known"),
+    [
+        ({"instruction": "q", "generations": ["a", "b"], "ratings": [4.0, 3.0]}, ("q", "a", "b")),
+        ({"instruction": "q", "output": "a", "history": [["Hi", "Hello"]]}, ("q", "a")),
+    ],
+)
+def test_lists_of_a_known_format_are_read_from_cells(tmp_path, row, known) -> None:
+    cells = {key: json.dumps(value) if isinstance(value, list) else value for key, value in row.items()}
+    ours, same = load(table(tmp_path / "a.csv", [cells])), load(lines(tmp_path / "a.jsonl", [row]))
+    assert texts(ours) == [known] and ours.groups == same.groups
