@@ -60,13 +60,15 @@ class TensorBoard:
 
     def summary(self, values: Record) -> None:
         text = json.dumps(values, indent=2, sort_keys=True, default=str)
-        self._opened(0).add_text("summary", _fenced(text))
+        self._opened(None).add_text("summary", _fenced(text))
 
     def finish(self) -> None:
         if self._writer is not None:
             self._writer.close()
 
-    def _opened(self, step: int) -> SummaryWriter:
+    def _opened(self, step: int | None) -> SummaryWriter:
+        """The writer; when it is opened, lines of an earlier start from ``step`` on go out of sight. None: no
+        line was written since, and all of them stay."""
         if self._writer is None:
             self._writer = SummaryWriter(str(self._folder), purge_step=step)
             text = json.dumps(self._config, indent=2, sort_keys=True, default=str)

@@ -52,6 +52,18 @@ def test_steps_that_are_taken_again_stand_once_in_tensorboard(tmp_path):
     assert [event.step for event in read(tmp_path / "tensorboard").Scalars("loss")] == [0, 1, 2, 3, 4]
 
 
+def test_a_run_that_only_ends_again_takes_nothing_out_of_tensorboards_sight(tmp_path):
+    for lines in (LINES, []):
+        tracker = TensorBoard(tmp_path, CONFIG)
+        for line in lines:
+            tracker.log(line, line["step"])
+        tracker.summary({"loss": 0.5})
+        tracker.finish()
+    found = read(tmp_path / "tensorboard")
+    assert [event.step for event in found.Scalars("loss")] == [0, 1, 2, 3, 4]
+    assert len(found.Tensors("summary/text_summary")) == 2
+
+
 def told(run: Path, lines: list[dict], **settings) -> None:
     tracker = Trackio(run, CONFIG, **settings)
     for line in lines:
