@@ -32,6 +32,8 @@ HYDRAS = (
 )
 """Options that are Hydra's own, which takes them abbreviated too."""
 _OPTION = re.compile(r"--(?P<name>[A-Za-z][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
+_OPTIONAL = ("reward", "trackers")
+"""Folders of which none or several files are chosen: of a wrong one Hydra says nothing, or not what is there."""
 _DATA = (".json", ".jsonl", ".parquet", ".csv", ".gz")
 
 
@@ -95,7 +97,7 @@ def refuse_choices(arguments: list[str]) -> None:
             if not any((folder / key / f"{value}.yaml").is_file() for folder in folders):
                 _refuse_path(key, str(value))
             require(
-                key != "reward" or value in files,
+                key not in _OPTIONAL or value in files,
                 key,
                 value,
                 f"there is no such file in config/{key}; there are {there}{none}",

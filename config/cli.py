@@ -132,10 +132,9 @@ def compose(*words: str) -> tuple[Config, str]:
     refuse_choices(overrides)
     try:
         with initialize_config_dir(str(FOLDER), version_base="1.3"):
-            composed = hydra_compose("config", overrides=overrides)
+            config = load(hydra_compose("config", overrides=overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_in_our_words(error, overrides)) from None
-    config = load(composed)
     refuse_default_data(config, overrides)
     return config, run_name(config, overrides)
 

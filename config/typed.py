@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import is_dataclass
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
@@ -67,6 +67,9 @@ def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str, whole: Any, s
             require(
                 isinstance(value, dict | None), prefix + key, value, "is a mapping, as in {prompt: question}"
             )
+        if get_origin(known[key]) is dict or is_dataclass(known[key]):
+            said = f"is a mapping: give its settings, as in {prefix}{key}.name=value"
+            require(isinstance(value, dict) or value == "???", prefix + key, value, said)
         section = _dataclass_in(known[key])
         if section is None:
             continue

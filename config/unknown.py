@@ -24,8 +24,9 @@ NOTHING = "is not a setting, nothing would read it"
 def remedy(key: str, value: str, known: Iterable[str]) -> str:
     """What to say of ``key``, which none of the dotted settings ``known`` is.
 
-    In this order: a dotted name of another project's; the settings here that end in the same name; the losses
-    that have such a number; another project's name; a setting that is spelt almost so.
+    In this order: a dotted name of another project's; the rewards that have such a section; the settings here
+    that end in the same name; the losses that have such a number; another project's name; a setting that is
+    spelt almost so.
     """
     known = list(known)
     value = "" if is_secret(key, value) else value
@@ -33,6 +34,8 @@ def remedy(key: str, value: str, known: Iterable[str]) -> str:
     same = sorted((name for name in known if name.rpartition(".")[2] == last), key=_section)
     if last != key and (found := known_elsewhere(key, value)):
         return _of(*found, value)
+    if rewards := _rewards_with(key, known):
+        return f"{NOTHING} unless {' or '.join(rewards)} is chosen"
     if 0 < len(same) <= MOST_NAMED:
         return f"{NOTHING}; here it is {' or '.join(f'{name}={value}' if value else name for name in same)}"
     if losses := _losses_with(last):
@@ -76,6 +79,16 @@ def _losses_with(number: str) -> list[str]:
     """The losses whose file has this key of its own."""
     files = sorted((FOLDER / "loss").glob("*.yaml"))
     return [path.stem for path in files if number in section(f"loss/{path.name}:loss")]
+
+
+def _rewards_with(key: str, known: Iterable[str]) -> list[str]:
+    """What to type for the rewards that have the section which ``key`` is in, where another or none is
+    chosen."""
+    of, kind, *_ = [*key.split("."), ""]
+    if of != "reward" or kind == "" or f"reward.{kind}" in known:
+        return []
+    files = sorted((FOLDER / "reward").glob("*.yaml"))
+    return [f"reward={path.stem}" for path in files if kind in section(f"reward/{path.name}")]
 
 
 def names(schema: type, prefix: str = "") -> Iterator[str]:

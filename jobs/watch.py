@@ -289,6 +289,8 @@ class RunWatch:
     def round_planned(self, round_: Segment) -> None:
         """Of a run's steps only those of the rounds so far are known: the others will have as many each."""
         at = self.trainer.progress
+        if round_.end == 0:  # the run's examples are counted, and no round had any so far
+            return
         self.bar.total = round((at.step - at.position + round_.steps) / round_.end)
 
     def trained_seconds(self) -> float:

@@ -65,6 +65,8 @@ def test_what_cannot_be_composed_is_one_error_and_the_program_goes_on(tmp_path):
         compose("loss=dpo", "lerning_rate=1")
     with pytest.raises(ConfigError, match=r"lr=-1"):
         compose("loss=dpo", "lr=-1")
+    with pytest.raises(UserError, match=r"Interpolation key 'x' not found"):
+        compose("loss=dpo", "lr=${x}")
     config, name = compose("loss=dpo", "exp_name=x", "data=local", f"data.path={tmp_path}/none.jsonl")
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(UserError, match=r"none.jsonl"):

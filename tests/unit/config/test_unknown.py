@@ -39,6 +39,8 @@ ROWS = [(whose, row) for whose, rows in SOURCES for row in rows]
         ("logging_steps", "1", "nothing here would read it; none: every step has its line in metrics.jsonl"),
         ("model.batchsize", "8", "did you mean model.batch_size?"),
         ("humanlin", "true", "did you mean humanline?"),
+        ("reward.judge.model", "x", f"{NOTHING} unless reward=judge is chosen"),
+        ("reward.classifier.nam_or_path", "x", "reward=bradley_terry or reward=classifier is chosen"),
         ("loss.bet", "1", "did you mean loss.beta?"),
     ],
 )
