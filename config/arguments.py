@@ -33,7 +33,7 @@ HYDRAS = (
 """Options that are Hydra's own, which takes them abbreviated too."""
 _OPTION = re.compile(r"--(?P<name>[A-Za-z][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
 _OPTIONAL = ("reward", "trackers")
-"""Folders of which none or several files are chosen: of a wrong one Hydra says nothing, or not what is there."""
+"""Folders of which none or several files are chosen: of a wrong one Hydra does not say what there is."""
 _DATA = (".json", ".jsonl", ".parquet", ".csv", ".gz")
 
 
