@@ -27,9 +27,17 @@ __all__ = ["compose", "train"]
 
 
 def train(config: Config, name: str) -> dict[str, Any]:
-    """One run, from settings to an exported model; returns its summary. Raises UserError: what a user can
-    mend."""
+    """One run, from settings to an exported model; returns its summary. The program may go on after it.
+    Raises UserError: what a user can mend."""
     signals = Signals()
+    try:
+        return run(config, name, signals)
+    finally:
+        signals.restore()
+
+
+def run(config: Config, name: str, signals: Signals) -> dict[str, Any]:
+    """As ``train``, under these signals."""
     from jobs.job import Job
     from jobs.run_folder import RunFolder
     from models.distributed import on_main, start, stop
@@ -47,7 +55,6 @@ def train(config: Config, name: str) -> dict[str, Any]:
     finally:
         folder.release()
         stop()
-        signals.restore()
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="config")
@@ -57,7 +64,7 @@ def main(cfg: DictConfig) -> None:
     def work() -> None:
         config, name = settings(cfg)
         say_what_is_idle(idle(config))
-        train(config, name)
+        run(config, name, Signals())  # in force until the program has ended
 
     guarded(work)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from types import FrameType
 
 REQUEUE = 75
@@ -29,9 +30,10 @@ class Signals:
     def __init__(self) -> None:
         self.asked = False
         self._armed = False
-        self._before = {
-            number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGUSR1)
-        }
+        numbers: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1)
+        if threading.current_thread() is not threading.main_thread():
+            numbers = ()  # Python lets no other thread answer: a run in one is not asked to stop
+        self._before = {number: signal.signal(number, self._handle) for number in numbers}
 
     def restore(self) -> None:
         """The run is over, and its program may go on: signals mean to it what they meant before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import matplotlib as mpl
 import pytest
@@ -72,6 +73,13 @@ def test_what_cannot_be_composed_is_one_error_and_the_program_goes_on(tmp_path):
     with pytest.raises(UserError, match=r"none.jsonl"):
         train(config, name)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_run_in_a_thread_is_a_run(tmp_path):
+    small = ("n_examples=32", "n_eval_examples=4", "data.verifier=null", "wandb.enabled=false")
+    config, _ = compose("loss=kto", *small, f"runs_dir={tmp_path}", f"cache_dir={tmp_path}/cache")
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(train, config, "in-a-thread").result()["examples"] == 32
 
 
 def test_composed_settings_are_those_of_the_command_line():
