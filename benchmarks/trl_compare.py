@@ -28,7 +28,17 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer
 
-from benchmarks.measure import Variant, Work, alternate, in_fresh_process, machine, memory_of, ratio, table
+from benchmarks.measure import (
+    Sample,
+    Variant,
+    Work,
+    alternate,
+    in_fresh_process,
+    machine,
+    memory_of,
+    ratio,
+    table,
+)
 from benchmarks.parts import (
     Pair,
     Settings,
@@ -133,45 +143,65 @@ def trl_trainer(
     examples = [example for i in range(plan.steps) for example in plan.batch(i)]
     arguments = common(settings, folder, grouped)
     if settings.loss == "dpo":
-        rows = [
-            {
-                "prompt_ids": e.rows[0].prompt_ids.tolist(),
-                "chosen_ids": e.rows[0].completion_ids.tolist(),
-                "rejected_ids": e.rows[1].completion_ids.tolist(),
-                "length": max(map(len, e.rows)),
-            }
-            for e in examples
-        ]
-        return PreparedDPO(
-            model,
-            args=DPOConfig(beta=0.1, max_length=None, precompute_ref_log_probs=True, **arguments),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer,
-        )
+        return trl_dpo(examples, arguments, model, tokenizer)
     if settings.loss == "kto":
-        size = settings.micro_size
-        # As TRL prepares them: within a device's batch each prompt meets the completion before its own.
-        others = [
-            examples[i - 1 if i % size else min(i + size, len(examples)) - 1] for i in range(len(examples))
-        ]
-        rows = [
-            {
-                "prompt_ids": e.rows[0].prompt_ids.tolist(),
-                "completion_ids": e.rows[0].completion_ids.tolist(),
-                "KL_completion_ids": o.rows[0].completion_ids.tolist(),
-                "label": e.label > 0,
-            }
-            for e, o in zip(examples, others, strict=True)
-        ]
-        return PreparedKTO(
-            model,
-            args=KTOConfig(
-                beta=0.25, desirable_weight=1.1, max_length=None, precompute_ref_log_probs=True, **arguments
-            ),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer,
-        )
-    arguments.pop("train_sampling_strategy")
+        return trl_kto(examples, arguments, model, tokenizer, settings.micro_size)
+    return trl_grpo(examples, arguments, model, tokenizer)
+
+
+def trl_dpo(
+    examples: list[Example], arguments: dict[str, Any], model: Any, tokenizer: PreTrainedTokenizerFast
+) -> PreparedDPO:
+    rows = [
+        {
+            "prompt_ids": e.rows[0].prompt_ids.tolist(),
+            "chosen_ids": e.rows[0].completion_ids.tolist(),
+            "rejected_ids": e.rows[1].completion_ids.tolist(),
+            "length": max(map(len, e.rows)),
+        }
+        for e in examples
+    ]
+    return PreparedDPO(
+        model,
+        args=DPOConfig(beta=0.1, max_length=None, precompute_ref_log_probs=True, **arguments),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+
+
+def trl_kto(
+    examples: list[Example],
+    arguments: dict[str, Any],
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    size: int,
+) -> PreparedKTO:
+    """``size``: rows of a device's batch. As TRL prepares them: within it each prompt meets the completion
+    before its own."""
+    others = [examples[i - 1 if i % size else min(i + size, len(examples)) - 1] for i in range(len(examples))]
+    rows = [
+        {
+            "prompt_ids": e.rows[0].prompt_ids.tolist(),
+            "completion_ids": e.rows[0].completion_ids.tolist(),
+            "KL_completion_ids": o.rows[0].completion_ids.tolist(),
+            "label": e.label > 0,
+        }
+        for e, o in zip(examples, others, strict=True)
+    ]
+    return PreparedKTO(
+        model,
+        args=KTOConfig(
+            beta=0.25, desirable_weight=1.1, max_length=None, precompute_ref_log_probs=True, **arguments
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+
+
+def trl_grpo(
+    examples: list[Example], arguments: dict[str, Any], model: Any, tokenizer: PreTrainedTokenizerFast
+) -> UpdateOfGRPO:
+    arguments = {key: value for key, value in arguments.items() if key != "train_sampling_strategy"}
     trainer = UpdateOfGRPO(
         model,
         reward_funcs=lambda completions, **others: [0.0] * len(completions),
@@ -181,10 +211,8 @@ def trl_trainer(
         train_dataset=Dataset.from_list([{"prompt": "a", "index": i} for i in range(len(examples) // 2)]),
         processing_class=tokenizer,
     )
-    trainer.rows, trainer.beta = (
-        examples,
-        0.01,
-    )  # set here, or it would load a reference model, whose scores it is handed
+    trainer.rows = examples
+    trainer.beta = 0.01  # set here, or it would load a reference model, whose scores it is handed
     return trainer
 
 
@@ -240,7 +268,7 @@ def real_share(pairs: list[Pair]) -> float:
     return sum(map(len, rows)) / (len(rows) * max(map(len, rows)))
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -255,7 +283,40 @@ def main() -> None:
         "--memory-of",
         help="measure the memory of one variant in this process and print it (used by this command)",
     )
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def memory_apart(args: argparse.Namespace, loss: str, name: str) -> dict[str, float]:
+    """What one variant takes in a process of its own, MiB."""
+    same = [f"--{key}={value}" for key, value in vars(args).items() if key in ("data", "model")]
+    sizes = [f"--batch-pairs={args.batch_pairs}", f"--micro-pairs={args.micro_pairs}"]
+    sizes.append(f"--pairs={args.batch_pairs}")
+    given = [*same, *sizes, "--losses", loss, "--memory-of", name]
+    return in_fresh_process("benchmarks.trl_compare", *given)
+
+
+def compared(
+    args: argparse.Namespace, samples: dict[str, list[Sample]], memory: dict[str, dict[str, float]]
+) -> str:
+    """A line a variant."""
+    rivals = [name for name in samples if name.startswith("trl")]
+    lines = [
+        [
+            name,
+            f"{args.pairs / min(s.cpu for s in samples[name]):.2f}",
+            *(str(ratio(samples[rival], samples[name])) for rival in rivals),
+            *(str(ratio(samples[rival], samples[name], "wall")) for rival in rivals),
+            f"{memory[name]['step']:.0f}",
+            f"{memory[name]['peak']:.0f}",
+        ]
+        for name in samples
+    ]
+    cpu, wall = ([f"{kind}: {rival} / this" for rival in rivals] for kind in ("CPU", "wall"))
+    return table(["", "pairs / CPU s, best", *cpu, *wall, "MiB of the step", "MiB in all"], lines)
+
+
+def main() -> None:
+    args = parsed()
     torch.set_num_threads(1)
     config = shape(args.model)
     base = random_policy(config, torch.device("cpu"))
@@ -269,51 +330,14 @@ def main() -> None:
             return
         print(
             f"\n{loss}: {machine()}; {args.pairs} pairs, {args.batch_pairs} a step, {args.micro_pairs} at "
-            "once; "
-            f"{real_share(pairs):.0%} of a grid as wide as the longest row is real"
+            f"once; {real_share(pairs):.0%} of a grid as wide as the longest row is real"
         )
         if loss == "dpo":
             print(f"losses equal to {equal_losses(settings, pairs, base, tokenizer):.1e} nats")
         names = ["ours", "ours padded", "trl", *(["trl grouped"] if loss == "dpo" else [])]
         variants: dict[str, Variant] = {n: partial(whole, n, settings, pairs, base, tokenizer) for n in names}
         samples = alternate(variants, args.rounds)
-        common_args = [f"--{k}={v}" for k, v in vars(args).items() if k in ("data", "model")]
-        sizes = [
-            f"--batch-pairs={args.batch_pairs}",
-            f"--micro-pairs={args.micro_pairs}",
-            f"--pairs={args.batch_pairs}",
-        ]
-        memory = {
-            n: in_fresh_process(
-                "benchmarks.trl_compare", *common_args, *sizes, "--losses", loss, "--memory-of", n
-            )
-            for n in names
-        }
-        rivals = [n for n in names if n.startswith("trl")]
-        print(
-            table(
-                [
-                    "",
-                    "pairs / CPU s, best",
-                    *(f"CPU: {r} / this" for r in rivals),
-                    *(f"wall: {r} / this" for r in rivals),
-                    "MiB of the step",
-                    "MiB in all",
-                ],
-                [
-                    [
-                        n,
-                        f"{args.pairs / min(s.cpu for s in samples[n]):.2f}",
-                        *(str(ratio(samples[r], samples[n])) for r in rivals),
-                        *(str(ratio(samples[r], samples[n], "wall")) for r in rivals),
-                        f"{memory[n]['step']:.0f}",
-                        f"{memory[n]['peak']:.0f}",
-                    ]
-                    for n in names
-                ],
-            ),
-            flush=True,
-        )
+        print(compared(args, samples, {n: memory_apart(args, loss, n) for n in names}), flush=True)
 
 
 if __name__ == "__main__":

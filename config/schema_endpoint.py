@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from common.errors import require
 
 
 @dataclass
-class EndpointConfig:
+class EndpointConfig(ABC):
     """What every endpoint needs beside its address. ``timeout`` and ``backoff`` are seconds."""
 
     api_key_env: str | None
@@ -48,9 +49,9 @@ class EndpointConfig:
                 f"must be at least {least}",
             )
 
+    @abstractmethod
     def section(self) -> str:
         """Where these settings stand, as in ``reward.judge``."""
-        raise NotImplementedError
 
 
 def check_address(key: str, value: str, what: str) -> None:

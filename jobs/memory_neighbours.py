@@ -13,12 +13,10 @@ from config.defaults import with_defaults
 from config.schema import Config
 from config.schema_model import ModelConfig
 from config.schema_rewards import RewardModelConfig, TeacherConfig
+from jobs.retention import PROMPTS, TOKENS
 from models.shapes import architecture
 
 GIB = 2.0**30
-KL_PROMPTS, KL_TOKENS = 64, 256
-"""retention.kl: held-out prompts that the initial weights answer, and the longest answer
-(jobs/retention.py)."""
 
 
 def reward_model(config: Config) -> tuple[str, float] | None:
@@ -75,10 +73,8 @@ def own_answers(config: Config, found: PretrainedConfig, ranks: int, evaluates: 
         rows = config.sampler.batch_size or model.eval_batch_size
         most = answers(found, rows, model.max_prompt_length + config.max_tokens, model)
     if evaluates and config.retention.kl and model.head != "reward":
-        rows = min(model.eval_batch_size, math.ceil(KL_PROMPTS / ranks))
-        most = max(
-            most, answers(found, rows, min(model.max_length, model.max_prompt_length + KL_TOKENS), model)
-        )
+        rows = min(model.eval_batch_size, math.ceil(PROMPTS / ranks))
+        most = max(most, answers(found, rows, min(model.max_length, model.max_prompt_length + TOKENS), model))
     return most
 
 

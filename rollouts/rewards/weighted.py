@@ -44,7 +44,7 @@ class WeightedReward:
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
         """``metrics`` get ``reward_NAME``, the mean of a part's scores without its weight, and the part's own
-        metrics under its name."""
+        metrics as ``of_NAME_...``."""
         self.metrics = {}
         totals: list[float | Missing] = [0.0] * len(completions)
         for name, scorer in self.parts.items():
@@ -52,7 +52,7 @@ class WeightedReward:
             given = [verdict for verdict in found if not isinstance(verdict, Missing)]
             if given:
                 self.metrics[f"reward_{name}"] = fmean(given)
-            self.metrics |= {f"{name}_{key}": value for key, value in scorer.metrics.items()}
+            self.metrics |= {f"of_{name}_{key}": value for key, value in scorer.metrics.items()}
             totals = [self._added(name, total, verdict) for total, verdict in zip(totals, found, strict=True)]
         return totals
 
