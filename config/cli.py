@@ -31,6 +31,10 @@ from config.unknown import NOTHING, names, names_of, remedy
 
 REFUSED, STOPPED = 2, 1
 
+EMBEDDED = ("adder", "instruct")
+"""The embedded tasks, the first of which is the default: files of config/data and of config/model begin with
+these names."""
+
 
 def settings(cfg: DictConfig) -> tuple[Config, str]:
     """The checked configuration of what Hydra composed, and the run's name. Raises ConfigError."""
@@ -41,17 +45,28 @@ def settings(cfg: DictConfig) -> tuple[Config, str]:
 
 
 def refuse_default_data(config: Config, overrides: Sequence[str]) -> None:
-    """Raise ConfigError for a model of one's own on the embedded task's data, unless these were asked for:
-    nobody wants it trained on sums because ``data=`` was forgotten."""
-    embedded = "adder"
+    """Raise ConfigError for another model on the default task's data, unless these were asked for: nobody
+    wants it trained on sums because ``data=`` was forgotten; and for the default model on another task's."""
     chosen = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
-    model = chosen.get("model", embedded)
+    model, data = chosen.get("model", EMBEDDED[0]), config.data.name
+    own = next((task for task in EMBEDDED if model.startswith(task)), None)
+    remedy = (
+        "give data=local data.path=FILE, data=hub data.path=org/name or a published set, or type data=adder"
+        if own is None
+        else f"give data={own}, which is that model's, or another set"
+    )
     require(
-        "data" in chosen or config.data.name != embedded or model.startswith(embedded),
+        "data" in chosen or data != EMBEDDED[0] or own == data,
         "data",
-        config.data.name,
-        f"is the default, the sums of the embedded task, and model={model} is another model; give "
-        "data=local data.path=FILE, data=hub data.path=org/name or a published set, or type data=adder",
+        data,
+        f"is the default, the sums of the embedded task, and model={model} is another model; {remedy}",
+    )
+    task = next((task for task in EMBEDDED[1:] if data.startswith(task)), None)
+    require(
+        task is None or "model" in chosen or config.model.name != EMBEDDED[0],
+        "model",
+        config.model.name,
+        f"is the default and reads sums alone; type model={task}, or a model of your own",
     )
 
 

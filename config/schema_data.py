@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.errors import require
 from config.defaults import yaml_defaults
+from config.schema_instruct import StoriesConfig
 
 
 @dataclass
@@ -47,8 +49,17 @@ class DataConfig:
     frac_unique_undesirable: float
     logprob_range: list[float] | None
     mix: list[MixPart] | None
+    instruct: StoriesConfig | None
 
     def __post_init__(self) -> None:
+        if isinstance(self.instruct, Mapping):  # of a file of config/data that is read as it stands
+            self.instruct = StoriesConfig(**self.instruct)
+        require(
+            (self.instruct is None) or self.source.startswith("data.instruct."),
+            "data.instruct",
+            self.name,
+            "is for data=instruct",
+        )
         for key in ("frac_unique_desirable", "frac_unique_undesirable"):
             require(
                 0 <= getattr(self, key) <= 1,

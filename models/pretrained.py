@@ -114,20 +114,21 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
 
 
 def check_embedded(config: ModelConfig, found: PretrainedConfig) -> None:
-    """Raise ConfigError for another model under the embedded one's settings, which are made for sums."""
-    embedded = section("model/adder.yaml:model")
-    own = Path(embedded["name_or_path"], "config.json")
-    if not config.name.startswith(embedded["name"]) or not own.is_file():
-        return
-    words = json.loads(own.read_text(encoding="utf-8"))["vocab_size"]
-    require(
-        found.get_text_config().vocab_size == words,
-        "model.name_or_path",
-        config.name_or_path,
-        f"is not the embedded model, and model={config.name} has that one's settings: texts of "
-        f"{embedded['max_length']} tokens, control tokens, learning rate; type model=hub "
-        f"model.name_or_path={config.name_or_path}",
-    )
+    """Raise ConfigError for another model under an embedded one's settings, which are made for its task."""
+    for file in ("model/adder.yaml:model", "model/instruct.yaml:model"):
+        embedded = section(file)
+        own = Path(embedded["name_or_path"], "config.json")
+        if not config.name.startswith(embedded["name"]) or not own.is_file():
+            continue
+        words = json.loads(own.read_text(encoding="utf-8"))["vocab_size"]
+        require(
+            found.get_text_config().vocab_size == words,
+            "model.name_or_path",
+            config.name_or_path,
+            f"is not the embedded model, and model={config.name} has that one's settings: texts of "
+            f"{embedded['max_length']} tokens, control tokens, learning rate; type model=hub "
+            f"model.name_or_path={config.name_or_path}",
+        )
 
 
 def check_kernel(kernel: str, found: PretrainedConfig) -> None:

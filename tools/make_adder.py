@@ -11,8 +11,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+from tokenizers import Regex, decoders, pre_tokenizers
 
 from config.defaults import with_defaults
 from config.schema_data import DataConfig
@@ -25,75 +24,17 @@ from data.views import best_and_worst
 from models.distributed import start
 from models.pretrained import load_policy, load_tokenizer
 from rollouts.samplers import EmbeddedSampler, Sample, Sampler, SamplingSettings
+from tools.blank_model import tokenizer, write_blank
 
 CHARACTERS = "0123456789+=;"
-BOS, EOS, PAD, UNKNOWN, USER, ASSISTANT = SPECIALS = [
-    "<bos>",
-    "<eos>",
-    "<pad>",
-    "<unk>",
-    "<user>",
-    "<assistant>",
-]
-
-TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{% if message['role'] == 'user' %}{{ '<user>' + message['content'] }}"
-    "{% elif message['role'] == 'assistant' %}{{ '<assistant>' + message['content'] + eos_token }}"
-    "{% else %}{{ raise_exception('only user and assistant turns') }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
-)
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, and six special tokens."""
-    vocabulary = {token: i for i, token in enumerate([*SPECIALS, *CHARACTERS])}
-    machine = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    machine.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    machine.decoder = decoders.Fuse()
-    machine.add_special_tokens(SPECIALS)
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=machine,
-        bos_token=BOS,
-        eos_token=EOS,
-        pad_token=PAD,
-        unk_token=UNKNOWN,
-        extra_special_tokens=[USER, ASSISTANT],
-        clean_up_tokenization_spaces=False,
-        model_max_length=128,
-    )
-    made.chat_template = TEMPLATE
-    return made
-
-
-def architecture(tokens: PreTrainedTokenizerFast) -> LlamaConfig:
-    """A Llama of 0.6 million parameters. Heads of 32, the smallest that vLLM's CPU attention takes; the head
-    is not tied to the embedding, so that a checkpoint holds every weight by name."""
-    return LlamaConfig(
-        vocab_size=len(tokens),
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        bos_token_id=tokens.bos_token_id,
-        eos_token_id=tokens.eos_token_id,
-        pad_token_id=tokens.pad_token_id,
-        dtype="float32",
-        architectures=["LlamaForCausalLM"],
-    )
 
 
 def blank(folder: Path) -> None:
-    tokens = tokenizer()
-    config = architecture(tokens)
-    tokens.save_pretrained(folder)
-    config.save_pretrained(folder)
-    GenerationConfig.from_model_config(config).save_pretrained(folder)
+    """One token a character."""
+    write_blank(
+        folder,
+        tokenizer(CHARACTERS, pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse()),
+    )
 
 
 # The preference set: best against worst of 8 samples (paper, Algorithm 1 and C.1)

@@ -1,0 +1,318 @@
+"""A small open-ended language (``assets/instruct/language.yaml``): prompts with attributes, authors who write
+stories, and a graded reward.
+
+``happy fox forest key four`` asks for four sentences of a happy story of a fox, a forest and a key. Every
+sentence has free choices, so that millions of stories answer one prompt perfectly. Everything here is a pure
+function of its arguments and of the language's file.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from common.errors import ConfigError
+
+WordLists = tuple[tuple[str, ...], ...]
+"""Words of one class: a list a dialect."""
+
+TONES = ("ADJ", "ADV")
+"""Classes whose words each tone has."""
+
+PARTS = ("tone", "count", "grammar", "variety", "closing")
+"""What a reward has beside a part for each slot."""
+
+STOP = "."
+
+
+@dataclass(frozen=True)
+class Author:
+    """How one author writes. All but ``dialect`` and ``sentences`` (weights) are probabilities."""
+
+    obeys: float
+    favourite: float
+    dialect: tuple[float, ...]
+    broken: float
+    counts: float
+    closes: float
+    repeats: float
+    sentences: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a prompt asks for: ``words`` of each slot."""
+
+    tone: str
+    words: dict[str, str]
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class Language:
+    """Words, grammar, authors and what stories are worth."""
+
+    tones: dict[str, dict[str, WordLists]]
+    slots: dict[str, tuple[str, ...]]
+    counts: dict[str, int]
+    words: dict[str, WordLists]
+    sentences: dict[str, tuple[str, ...]]
+    closing: tuple[str, ...]
+    reward: dict[str, float]
+    authors: dict[str, Author]
+    favourites: int
+    mixtures: dict[str, dict[str, float]]
+
+    # Prompts
+
+    @cached_property
+    def prompts(self) -> int:
+        """How many there are."""
+        total = len(self.tones) * len(self.counts)
+        for words in self.slots.values():
+            total *= len(words)
+        return total
+
+    def prompt(self, number: int) -> str:
+        """The prompt of a number from 0 to ``prompts`` - 1."""
+        found = []
+        for words in (tuple(self.tones), *self.slots.values(), tuple(self.counts)):
+            number, place = divmod(number, len(words))
+            found.append(words[place])
+        return " ".join(found)
+
+    def asked(self, prompt: str) -> Asked:
+        """Raises ValueError for a text that is no prompt of this language."""
+        tone, *words, count = prompt.split()
+        if len(words) != len(self.slots) or tone not in self.tones or count not in self.counts:
+            raise ValueError(f"{prompt!r} is no prompt of this language")
+        return Asked(tone, dict(zip(self.slots, words, strict=True)), self.counts[count])
+
+    # Stories
+
+    def story(self, prompt: str, author: str, rng: random.Random) -> str:
+        """One story by ``author``, or by one of those that make up a mixture."""
+        if author in self.mixtures:
+            author = rng.choices(*_weighted(self.mixtures[author]))[0]
+        who, asked = self.authors[author], self.asked(prompt)
+        # One confusion a story: what it is about instead, wherever it does not obey.
+        confused = {name: self._confused(words, who, rng) for name, words in self.slots.items()}
+        confused_tone = self._confused(tuple(self.tones), who, rng)
+        lengths = tuple(self.counts.values())
+        count = asked.count
+        if rng.random() >= who.counts:
+            count = rng.choice((min(lengths) - 1, *lengths, *lengths, max(lengths) + 1))
+        made: list[list[str]] = []
+        for _ in range(count):
+            if made and rng.random() < who.repeats:
+                made.append(made[-1])
+                continue
+            kind = rng.choices(*_weighted(who.sentences))[0]
+            sentence = [
+                self._word(name, asked, confused, confused_tone, who, rng) for name in self.sentences[kind]
+            ]
+            made.append(self._broken(sentence, rng) if rng.random() < who.broken else sentence)
+        if rng.random() < who.closes:
+            made.append(list(self.closing))
+        return " ".join(word for sentence in made for word in (*sentence, STOP))
+
+    def _confused(self, words: Sequence[str], who: Author, rng: random.Random) -> str:
+        return rng.choice(words[: self.favourites] if rng.random() < who.favourite else words)
+
+    def _word(
+        self,
+        name: str,
+        asked: Asked,
+        confused: Mapping[str, str],
+        confused_tone: str,
+        who: Author,
+        rng: random.Random,
+    ) -> str:
+        """A word for one place of a sentence's pattern."""
+        if name in self.slots:
+            return asked.words[name] if rng.random() < who.obeys else confused[name]
+        if name in TONES:
+            lists = self.tones[asked.tone if rng.random() < who.obeys else confused_tone][name]
+        elif name in self.words:
+            lists = self.words[name]
+        else:
+            return name
+        return rng.choice(rng.choices(lists, who.dialect)[0])
+
+    def _broken(self, sentence: list[str], rng: random.Random) -> list[str]:
+        """The sentence without one of its words, or with one that does not belong."""
+        place = rng.randrange(len(sentence))
+        if rng.random() < 0.5:
+            return sentence[:place] + sentence[place + 1 :]
+        return [*sentence[:place], rng.choice(self.vocabulary), *sentence[place:]]
+
+    # What stories are worth
+
+    def parts(self, prompt: str, story: str) -> dict[str, float]:
+        """What share of each part of the reward ``story`` gets, in [0, 1]: of its mentions of a slot, those
+        that are what was asked for; of its words with a tone; of its sentences, those in the grammar and
+        those that differ; whether it has as many as asked for (half for one off) and the closing."""
+        asked = self.asked(prompt)
+        words = story.split()
+        ending = [*self.closing, STOP]
+        closed = words[-len(ending) :] == ending
+        body = words[: -len(ending)] if closed else words
+        sentences = [tuple(text.split()) for text in " ".join(body).split(STOP)]
+        complete = not sentences[-1]
+        sentences = [sentence for sentence in sentences if sentence]
+        if not sentences:
+            return dict.fromkeys(self.reward, 0.0)
+        tones = [self.tone_of[word] for word in body if word in self.tone_of]
+        grammatical = [tuple(self.class_of.get(w, w) for w in s) in self._grammar for s in sentences]
+        mentions = {
+            name: _share(word == asked.words[name] for word in body if self.class_of.get(word) == name)
+            for name in self.slots
+        }
+        return mentions | {
+            "tone": _share(tone == asked.tone for tone in tones),
+            "count": max(0.0, 1 - abs(len(sentences) - asked.count) / 2),
+            "grammar": _share(grammatical) * complete,
+            "variety": len(set(sentences)) / len(sentences),
+            "closing": float(closed),
+        }
+
+    def score(self, prompt: str, story: str) -> float:
+        """The reward, from 0 to the sum of the points."""
+        parts = self.parts(prompt, story)
+        return round(sum(points * parts[name] for name, points in self.reward.items()), 4)
+
+    # Words
+
+    @cached_property
+    def tone_of(self) -> dict[str, str]:
+        return {word: tone for tone, classes in self.tones.items() for word in _flat(classes.values())}
+
+    @cached_property
+    def class_of(self) -> dict[str, str]:
+        """The class of each word that stands for one; the others stand in sentences as they are."""
+        found = {word: name for name, words in self.slots.items() for word in words}
+        found |= {word: name for name, lists in self.words.items() for word in _flat([lists])}
+        for classes in self.tones.values():
+            found |= {word: name for name, lists in classes.items() for word in _flat([lists])}
+        return found
+
+    @cached_property
+    def vocabulary(self) -> list[str]:
+        """Every word, in the order of the file."""
+        fixed = [
+            word for sentence in self.sentences.values() for word in sentence if not self._is_class(word)
+        ]
+        return list(dict.fromkeys([*self.tones, *self.counts, *self.class_of, *fixed, *self.closing, STOP]))
+
+    @cached_property
+    def _grammar(self) -> set[tuple[str, ...]]:
+        return set(self.sentences.values())
+
+    def _is_class(self, word: str) -> bool:
+        return word in self.slots or word in self.words or word in TONES
+
+
+def _flat(classes: Any) -> Iterator[str]:
+    return (word for lists in classes for words in lists for word in words)
+
+
+def _weighted(weights: Mapping[str, float]) -> tuple[list[str], list[float]]:
+    return list(weights), list(weights.values())
+
+
+def _share(found: Any) -> float:
+    values = list(found)
+    return sum(values) / len(values) if values else 0.0
+
+
+# A judge that errs
+
+
+def error(prompt: str, story: str, noise: float, words: float) -> float:
+    """What a judge adds to the true reward, the same whenever it sees this story under this prompt: a normal
+    error of standard deviation ``noise``, and ``words`` points for each word (a bias that can be learned)."""
+    drawn = random.Random(f"{prompt}|{story}").gauss(0, 1) if noise else 0.0
+    return noise * drawn + words * len(story.split())
+
+
+# Reading
+
+
+@cache
+def read_language(path: str) -> Language:
+    """The language of a yaml file like ``assets/instruct/language.yaml``. Raises ConfigError."""
+    try:
+        language = _language(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+        _check(language)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as wrong:
+        said = f"it has no {wrong}" if isinstance(wrong, KeyError) else str(wrong)
+        raise ConfigError(
+            "data.instruct.language", path, f"is no language ({said}); see assets/instruct/language.yaml"
+        ) from wrong
+    return language
+
+
+def _language(raw: dict[str, Any]) -> Language:
+    known = set(Language.__dataclass_fields__)
+    if unknown := sorted(set(raw) - known):
+        raise ValueError(f"it has {', '.join(unknown)}, which nothing reads")
+    return Language(
+        tones={
+            tone: {name: _lists(classes[name]) for name in TONES} for tone, classes in raw["tones"].items()
+        },
+        slots={name: tuple(words) for name, words in raw["slots"].items()},
+        counts={word: int(number) for word, number in raw["counts"].items()},
+        words={name: _lists(lists) for name, lists in raw["words"].items()},
+        sentences={name: tuple(pattern.split()) for name, pattern in raw["sentences"].items()},
+        closing=tuple(raw["closing"].split()),
+        reward={part: float(points) for part, points in raw["reward"].items()},
+        authors={
+            name: Author(**settings | {"dialect": tuple(settings["dialect"])})
+            for name, settings in raw["authors"].items()
+        },
+        favourites=int(raw["favourites"]),
+        mixtures={name: dict(weights) for name, weights in raw["mixtures"].items()},
+    )
+
+
+def _lists(raw: Sequence[Sequence[str]]) -> WordLists:
+    return tuple(tuple(words) for words in raw)
+
+
+def _check(language: Language) -> None:
+    """Raise ValueError for what could not be written or scored."""
+    told = [
+        *language.tones,
+        *language.counts,
+        *(w for words in language.slots.values() for w in words),
+        *_flat(language.words.values()),
+        *_flat(lists for classes in language.tones.values() for lists in classes.values()),
+    ]
+    if twice := sorted({word for word in told if told.count(word) > 1}):
+        raise ValueError(f"{', '.join(twice)} stand twice: the class of a word must be clear")
+    if odd := [word for word in told if len(word.split()) != 1 or STOP in word]:
+        raise ValueError(f"{odd[0]!r} is not one word without a full stop")
+    wanted = {*language.slots, *PARTS}
+    if set(language.reward) != wanted:
+        raise ValueError(f"its reward must have the parts {', '.join(sorted(wanted))}")
+    for name, author in language.authors.items():
+        if missing := set(author.sentences) - set(language.sentences):
+            raise ValueError(f"author {name} writes {', '.join(sorted(missing))}, which are no sentences")
+        sizes = {len(lists) for lists in (*language.words.values(), *_tone_lists(language))}
+        if sizes != {len(author.dialect)}:
+            raise ValueError(
+                f"author {name} has {len(author.dialect)} weights of dialects, words have {sizes}"
+            )
+    for name, weights in language.mixtures.items():
+        if missing := set(weights) - set(language.authors):
+            raise ValueError(f"mixture {name} has {', '.join(sorted(missing))}, who are no authors")
+
+
+def _tone_lists(language: Language) -> Iterator[WordLists]:
+    return (lists for classes in language.tones.values() for lists in classes.values())

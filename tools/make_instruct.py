@@ -1,0 +1,86 @@
+"""What the embedded instructions need beside training (all of it: tools/make_instruct.sh).
+
+python -m tools.make_instruct blank FOLDER              # architecture, tokenizer and chat template of the embedded model, no weights
+python -m tools.make_instruct answers AUTHOR FILE       # an author's stories for the held-out prompts, to compare a model's with (eval.py)
+python -m tools.make_instruct authors                   # what each author's stories are worth
+
+--language FILE takes another language than assets/instruct/language.yaml.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from statistics import fmean, stdev
+
+from tokenizers import pre_tokenizers
+
+from common.errors import ConfigError, one_of
+from data.groups import write_groups
+from data.instruct import HALVES, candidates, prompts, text_of
+from data.stories import Language, read_language
+from data.types import Group
+from tools.blank_model import tokenizer, write_blank
+
+LANGUAGE = "assets/instruct/language.yaml"
+CONTROL_WORDS = ("good", "poor")
+"""Of loss=csft: words that no story has (config/model/instruct.yaml)."""
+
+
+def blank(language: Language, folder: Path) -> None:
+    """One token a word."""
+    words = [*language.vocabulary, *CONTROL_WORDS]
+    write_blank(folder, tokenizer(words, pre_tokenizers.WhitespaceSplit(), None))
+
+
+def answers(language: Language, author: str, split: str, path: Path) -> None:
+    """One story by ``author`` to each prompt of ``split``, with its true reward. Raises ConfigError."""
+    one_of("AUTHOR", author, (*language.authors, *language.mixtures))
+    groups = []
+    for prompt in prompts(language, split):
+        (story,) = candidates(language, prompt, [author])
+        groups.append(Group(prompt, (story,), (language.score(text_of(prompt), story.text or ""),)))
+    write_groups(path, groups)
+    print(f"{path}: {len(groups)} stories by {author}, mean reward {fmean(g.rewards[0] for g in groups):.2f}")
+
+
+def authors(language: Language) -> None:
+    """Print a line an author."""
+    asked = prompts(language, "eval")
+    for author in (*language.authors, *language.mixtures):
+        stories = [candidates(language, prompt, [author])[0].text or "" for prompt in asked]
+        worth = [language.score(text_of(p), story) for p, story in zip(asked, stories, strict=True)]
+        words = fmean(len(story.split()) for story in stories)
+        print(f"{author:10} {fmean(worth):.2f} (sd {stdev(worth):.2f}), {words:.1f} words: {stories[0]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--language", default=LANGUAGE, metavar="FILE")
+    steps = parser.add_subparsers(dest="step", required=True)
+    steps.add_parser("blank").add_argument("folder", type=Path)
+    step = steps.add_parser("answers")
+    step.add_argument("author")
+    step.add_argument("path", type=Path)
+    step.add_argument("--split", choices=("train", "eval", *HALVES), default="eval")
+    steps.add_parser("authors")
+    given = parser.parse_args()
+    try:
+        language = read_language(given.language)
+        if given.step == "blank":
+            blank(language, given.folder)
+        elif given.step == "answers":
+            answers(language, given.author, given.split, given.path)
+        else:
+            authors(language)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
