@@ -78,11 +78,9 @@ def judged(
     language: Language, asked: str | None, story: str, noise: float = 0.0, length_bias: float = 0.0
 ) -> float | None:
     """A judge's reward of a story; None for what is no prompt of the language."""
-    try:
-        points = language.score(asked or "", story)
-    except ValueError:
+    if asked is None or not language.is_prompt(asked):
         return None
-    return points + error(asked or "", story, noise, length_bias)
+    return language.score(asked, story) + error(asked, story, noise, length_bias)
 
 
 def embedded() -> Language:

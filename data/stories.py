@@ -94,6 +94,13 @@ class Language:
             raise ValueError(f"{prompt!r} is no prompt of this language")
         return Asked(tone, dict(zip(self.slots, words, strict=True)), self.counts[count])
 
+    def is_prompt(self, text: str) -> bool:
+        try:
+            self.asked(text)
+        except ValueError:
+            return False
+        return True
+
     # Stories
 
     def story(self, prompt: str, author: str, rng: random.Random) -> str:

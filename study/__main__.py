@@ -1,11 +1,13 @@
-"""The study, from plan to report.
+"""The study, from plans to reports: one plan for each of the two embedded tasks.
 
-    python -m study full           # tunes the twelve cells, then runs everything: hours on two cores; the same command goes on
-    python -m study quick          # with what full chose: the main figure, k and the controls, three seeds, in minutes
-    python -m study report         # of what is finished so far
+    python -m study full                 # tunes the main cells, then runs everything: hours; the same command goes on where it was
+    python -m study quick                # with what full chose: the main figure and some more, three seeds, in minutes
+    python -m study report               # of what is finished so far
+    python -m study full --task instruct # one of the tasks
     python -m study quick --seeds 11,12,13 --name other-seeds
 
-Runs lie in runs/<name>/, the report in results/<name>/ (report.html, report.md, figures, runs.jsonl).
+Runs lie in runs/<name>/<task>/, reports in results/<name>/: report.md and report.html are the first page, of both tasks; each
+task's own (report.html, report.md, figures, runs.jsonl) is in <task>/.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -13,17 +15,29 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import yaml  # type: ignore[import-untyped]
-
 from common.errors import ConfigError, StoppedError, require
-from common.files import check_name, write_whole
+from common.files import check_name
 from launch.grid import Run, Settings
-from study.plan import CHOSEN, DEFAULT_NORM, FULL, PLAN, QUICK, TUNED, Plan, best, read_chosen, read_plan
+from study.claims import Findings
+from study.plan import CHOSEN, FULL, QUICK, TASKS, Plan, read_chosen, read_plan
 from study.records import collect, finished
 from study.runner import run_all
+from study.tuning import Tuned, tune, write_chosen
+
+
+@dataclass(frozen=True)
+class Part:
+    """One plan's part of a study."""
+
+    name: str
+    plan: Path
+    runs_dir: Path
+    out: Path
+    records: Path | None
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -50,109 +64,130 @@ def parser() -> argparse.ArgumentParser:
     about.add_argument("--runs-dir", type=Path, help="where runs lie; runs/<name> if not given")
     about.add_argument("--out", type=Path, help="where the report goes; results/<name> if not given")
     about.add_argument(
-        "--records", type=Path, metavar="FILE", help="a runs.jsonl: runs that it has are not done again"
+        "--records",
+        type=Path,
+        metavar="PATH",
+        help="runs that it has are not done again: a runs.jsonl, or the folder of an earlier report",
     )
-    about.add_argument(
-        "--plan", type=Path, default=PLAN, metavar="FILE", help="another plan; what is chosen goes beside it"
+    chosen = about.add_mutually_exclusive_group()
+    chosen.add_argument("--task", choices=tuple(TASKS), help="one task's plan alone; both if not given")
+    chosen.add_argument(
+        "--plan", type=Path, metavar="FILE", help="another plan; what is chosen goes beside it"
     )
     about.add_argument("--only", default="", metavar="LIST", help="only these experiments, as in main,k")
     return about
 
 
-def act(options: argparse.Namespace) -> None:
-    require(options.jobs >= 1, "--jobs", options.jobs, "must be at least 1")
-    plan, mode = read_plan(options.plan), FULL if options.mode == "report" else options.mode
-    name = options.name or ("quick-study" if mode == QUICK else "study")
+def parts_of(options: argparse.Namespace) -> list[Part]:
+    """A part for each plan, the folders of which are the task's where there are several. Raises
+    ConfigError."""
+    name = options.name or ("quick-study" if options.mode == QUICK else "study")
     check_name("--name", name)
     runs_dir = (options.runs_dir or Path("runs") / name).resolve()
-    seeds, groups = seeds_of(options.seeds), plan.cells(mode)
-    asked = options.only.split(",") if options.only else list(groups)
-    for one in asked:
-        require(one in groups, "--only", one, f"is no experiment of {mode}; there are {', '.join(groups)}")
-    tuning: list[Run] = []
-    if mode == FULL:
-        chosen, tuning = tune(plan, runs_dir, options)
-    else:
-        chosen = read_chosen(options.plan.with_name(CHOSEN), plan.main)
-    cells = {cell for one in asked for cell in groups[one]}
-    wanted = [run for run in plan.runs(mode, chosen, seeds) if run.cell in cells]
-    if options.mode != "report":
-        do(wanted, runs_dir, options)
+    out = options.out or Path("results") / name
+    if options.records is not None:
+        require(options.records.exists(), "records", options.records, "is not a file, and no folder")
+    if options.plan is not None:
+        return [Part("", options.plan, runs_dir, out, options.records)]
+    tasks = [options.task] if options.task else list(TASKS)
+    parts = []
+    for task in tasks:
+        records = options.records
+        if records is not None and records.is_dir():
+            records = records / task / "runs.jsonl"
+        elif records is not None and len(tasks) > 1:
+            raise ConfigError("records", records, "is of one task: give --task, or the folder of both")
+        known = records if records is not None and records.exists() else None
+        parts.append(Part(task, TASKS[task], runs_dir / task, out / task, known))
+    return parts
+
+
+def act(options: argparse.Namespace) -> None:
+    require(options.jobs >= 1, "--jobs", options.jobs, "must be at least 1")
+    mode = FULL if options.mode == "report" else options.mode
+    parts = [(part, read_plan(part.plan)) for part in parts_of(options)]
+    seeds = seeds_of(options.seeds)
+    asked = options.only.split(",") if options.only else None
+    for one in asked or ():
+        there = list(dict.fromkeys(name for _, plan in parts for name in plan.cells(mode)))
+        require(one in there, "--only", one, f"is no experiment of {mode}; there are {', '.join(there)}")
+    if mode == QUICK:  # said of every part before anything is run
+        for part, plan in parts:
+            read_chosen(part.plan.with_name(CHOSEN), plan)
+    written = []
+    for part, plan in parts:
+        tuned = tune_part(plan, part, options) if mode == FULL else None
+        chosen = tuned.chosen if tuned else read_chosen(part.plan.with_name(CHOSEN), plan)
+        if not chosen:
+            print(f"{plan.title}: its tuning is not finished, and nothing else of it was run")
+            written.append((part, Findings("", plan.title, plan.measure, (), {}, None, 0.0, 0, 0)))
+            continue
+        experiments = [name for name in plan.cells(mode) if asked is None or name in asked]
+        cells = {cell for name in experiments for cell in plan.cells(mode)[name]}
+        wanted = [run for run in plan.runs(mode, chosen, seeds) if run.cell in cells]
+        if options.mode != "report":
+            do(wanted, part, options.jobs)
+        written.append((part, report_part(plan, mode, part, tuned, chosen, wanted)))
+    if options.plan is None and options.task is None:
+        from study.first_page import write_first_page
+
+        print(write_first_page(parts[0][0].out.parent, {part.name: found for part, found in written}))
+
+
+def report_part(
+    plan: Plan,
+    mode: str,
+    part: Part,
+    tuned: Tuned | None,
+    chosen: Mapping[str, Settings],
+    wanted: Sequence[Run],
+) -> Findings:
     from study.report import write_report  # matplotlib takes a second that a wrong command line need not wait
 
-    out = options.out or Path("results") / name
-    records = collect([*tuning, *wanted], runs_dir, options.records)
-    print(
-        write_report(
-            plan,
-            mode,
-            chosen,
-            records,
-            len(wanted) + len(tuning),
-            out,
-            " ".join(["python -m study", *(sys.argv[1:])]),
-        )
+    runs = [*(tuned.runs if tuned else []), *wanted]
+    found = write_report(
+        plan,
+        mode,
+        chosen,
+        collect(runs, part.runs_dir, part.records),
+        len(runs),
+        part.out,
+        " ".join(["python -m study", *(sys.argv[1:])]),
+        claims=part.plan.with_name("claims.yaml"),
+        tuned=tuned,
     )
+    print(found.said)
+    return found
 
 
-def tune(plan: Plan, runs_dir: Path, options: argparse.Namespace) -> tuple[dict[str, Settings], list[Run]]:
-    """What the twelve cells are run with, by the plan's rule, and the runs that it was chosen by. ``report``
-    runs nothing: it takes the file of an earlier tuning where the runs are not there."""
-    halves: list[Run] = []
-    values: dict[str, dict[float, float]] = {}
-    lrs: dict[str, float] = {}
-    if options.mode == "report" and not all(known(run, runs_dir, options.records) for run in plan.lr_runs()):
-        return read_chosen(options.plan.with_name(CHOSEN), plan.main), []
-    for half in ("lr", "norm"):
-        runs = plan.lr_runs() if half == "lr" else plan.norm_runs(lrs)
+def tune_part(plan: Plan, part: Part, options: argparse.Namespace) -> Tuned:
+    """What the main cells are run with, by the plan's rule. ``report`` runs nothing: it takes the file of an
+    earlier tuning where runs of it are not there, and chooses nothing where there is none."""
+    path = part.plan.with_name(CHOSEN)
+
+    def measure(runs: Sequence[Run]) -> dict[str, float]:
         if options.mode != "report":
-            do(runs, runs_dir, options)
-        halves += runs
-        for cell in plan.main:
-            tried = plan.tuning_runs(cell, lrs.get(cell))
-            by_name = {
-                record.name: record.after[plan.metric] for record in collect(tried, runs_dir, options.records)
-            }
-            values[cell] = {}
-            for key in dict.fromkeys(_tried(run, half) for run in tried):
-                found = [by_name[run.name] for run in tried if _tried(run, half) == key]
-                values[cell][key] = sum(found) / len(found)
-        if half == "lr":
-            lrs = {cell: best(values[cell]) for cell in plan.main}
-    chosen: dict[str, Settings] = {
-        cell: dict(zip(TUNED, (lrs[cell], best(values[cell])), strict=True)) for cell in plan.main
-    }
+            do(runs, part, options.jobs)
+        return {r.name: r.after[plan.metric] for r in collect(runs, part.runs_dir, part.records)}
+
+    try:
+        tuned = tune(plan, measure)
+    except KeyError:
+        if options.mode != "report":
+            raise
+        return Tuned(read_chosen(path, plan)) if path.is_file() else Tuned()
     if options.mode == FULL:
-        write_chosen(plan, chosen, options.plan.with_name(CHOSEN))
-    return chosen, halves
+        write_chosen(plan, tuned.chosen, path)
+    return tuned
 
 
-def _tried(run: Run, half: str) -> float:
-    return float(run.settings["lr" if half == "lr" else "model.max_grad_norm"])
-
-
-def known(run: Run, runs_dir: Path, records: Path | None) -> bool:
-    return bool(collect([run], runs_dir, records))
-
-
-def do(runs: Sequence[Run], runs_dir: Path, options: argparse.Namespace) -> None:
-    there = {record.name for record in collect(runs, runs_dir, options.records)}
+def do(runs: Sequence[Run], part: Part, jobs: int) -> None:
+    there = {record.name for record in collect(runs, part.runs_dir, part.records)}
     run_all(
-        [run for run in runs if run.name not in there or finished(runs_dir / run.name)],
-        runs_dir,
-        options.jobs,
+        [run for run in runs if run.name not in there or finished(part.runs_dir / run.name)],
+        part.runs_dir,
+        jobs,
     )
-
-
-def write_chosen(plan: Plan, chosen: dict[str, Settings], path: Path) -> None:
-    """The file that ``quick`` reads."""
-    rule = (
-        "# Written by `python -m study full`: per cell the learning rate, then the gradient norm, with the "
-        "best mean "
-        f"{plan.metric} on validation\n# (of lr {list(plan.lrs)} at norm {DEFAULT_NORM}, then norms "
-        f"{sorted({DEFAULT_NORM, *plan.norms})} at that lr; seeds {list(plan.tuning_seeds)}).\n"
-    )
-    write_whole(path, rule + yaml.safe_dump({"cells": chosen}, sort_keys=False))
 
 
 def seeds_of(text: str) -> list[int] | None:

@@ -15,7 +15,7 @@ from common.errors import require
 from reports.statistics import SIGNIFICANT, Comparison, Mean, holm, mean, paired
 from study.records import Record
 
-CLAIMS = Path(__file__).parent / "claims.yaml"
+CLAIMS = Path(__file__).parent / "adder" / "claims.yaml"
 SEEN, NOT_SEEN, REVERSED, NOT_RUN = "seen", "not seen", "reversed", "not run"
 GREATER, MATCH, SAME = "greater", "match", "same"
 FEWEST_SEEDS = 3
@@ -51,6 +51,25 @@ class Answer:
     p_holm: float | None = None
     other: Mean | None = None
     """The same difference of greedy accuracy, for comparison; nothing is tested on it."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a report found of one task."""
+
+    said: str
+    """What is printed."""
+    title: str
+    measure: str
+    """What the metric is, in words."""
+    answers: tuple[Answer, ...]
+    values: Mapping[str, Mapping[int, float]]
+    """Cell -> seed -> the metric after training."""
+    base: float | None
+    """The metric of the model that all start from."""
+    margin: float
+    runs: int
+    planned: int
 
 
 def read_claims(path: Path = CLAIMS) -> tuple[list[Claim], float, str]:

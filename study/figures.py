@@ -203,6 +203,26 @@ def side_by_side(values: Values, base: float | None, panels: Mapping[str, Any]) 
     return figure if found else None
 
 
+def dots(values: Values, cells: Sequence[str], measure: str) -> Figure:
+    """A line for each cell: its seeds, their mean, its interval."""
+    figure, axes = canvas(1, 6, 0.8 + 0.28 * len(cells))
+    ax = axes[0][0]
+    for y, cell in enumerate(reversed(cells)):
+        points = list(values.get(cell, {}).values())
+        middle = mean(points)
+        if middle is None:
+            continue
+        ax.plot(points, [y] * len(points), ".", color=GREY, markersize=4)
+        ax.plot(middle.value, y, "o", color=ORANGE if "hl" in cell else BLUE, markersize=5)
+        if middle.error is not None:
+            low, high = interval(middle)
+            ax.plot([low, high], [y, y], color="black", linewidth=1)
+    ax.set_yticks(range(len(cells)), list(reversed(cells)))
+    ax.set_xlabel(measure)
+    ax.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
+    return figure
+
+
 def quarters(values: Values, base: float | None) -> Figure | None:
     shades = ("#fdd49e", "#fdbb84", "#fc8d59", "#d7301f")
     names = ("lowest", "second", "third", "highest")

@@ -1,7 +1,7 @@
-"""What the study runs: ``plan.yaml`` read, checked, and turned into runs (``launch.grid.Run``).
+"""What the study runs: a plan read, checked, and turned into runs (``launch.grid.Run``).
 
-Tuning has the same runs in each of the twelve cells. Everything else inherits the tuned settings of the cell
-that it is ``like``.
+Tuning (``study.tuning``) has the same runs in each of the main cells. Everything else inherits the tuned
+settings of the cell that it is ``like``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import yaml  # type: ignore[import-untyped]
 from common.errors import ConfigError, require
 from launch.grid import Run, Settings
 
-PLAN, CHOSEN = Path(__file__).parent / "plan.yaml", "chosen.yaml"
-"""The plan, and what lies beside one once its tuning was run."""
+TASKS = {name: Path(__file__).parent / name / "plan.yaml" for name in ("adder", "instruct")}
+"""The plans that come with the project, one for each embedded task."""
+PLAN, CHOSEN = TASKS["adder"], "chosen.yaml"
+"""A plan, and what lies beside one once its tuning was run."""
 FULL, QUICK = "full", "quick"
 MAIN = "main"
-TUNED = ("lr", "model.max_grad_norm")
-DEFAULT_NORM = 1.0
 
 
 @dataclass(frozen=True)
@@ -37,50 +37,49 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Plan:
-    """The study's plan, read."""
+    """A study's plan, read."""
 
+    title: str
+    about: str
+    """What is trained on what, for the report's reader."""
+    measure: str
+    """What the metric is, in words."""
     base: Settings
     main: dict[str, Settings]
-    """The twelve cells, ``dpo-offline`` …, with all their settings but the tuned ones."""
+    """The main cells, ``dpo-offline`` …, with all their settings but the tuned ones."""
+    losses: dict[str, str]
+    """Main cell -> its loss."""
     experiments: tuple[Experiment, ...]
     tuning_seeds: tuple[int, ...]
     metric: str
     lrs: tuple[float, ...]
-    norms: tuple[float, ...]
-    """Tried beside ``DEFAULT_NORM``."""
+    then: dict[str, tuple[str, float]]
+    """Main cell -> the setting that is tuned at the best learning rate, and the value that it has till
+    then."""
+    then_name: str
+    factors: tuple[float, ...]
+    """What that value is multiplied by, beside 1."""
+    extend: int
+    """How often a grid is made longer where its best value is at its edge."""
     seeds: dict[str, dict[str, int]]
 
     # -- runs --------------------------------------------------------------------------------------
 
-    def lr_runs(self) -> list[Run]:
-        """Tuning, first half: every learning rate at the default norm, in every one of the twelve cells."""
-        return [
-            self._tuning(cell, lr, DEFAULT_NORM, seed)
-            for seed, lr, cell in itertools.product(self.tuning_seeds, self.lrs, self.main)
-        ]
+    def tuned(self, cell: str) -> tuple[str, str]:
+        """The two settings of a main cell that tuning chooses."""
+        return "lr", self.then[cell][0]
 
-    def norm_runs(self, lrs: Mapping[str, float]) -> list[Run]:
-        """Tuning, second half: the other norms at each cell's best learning rate."""
-        return [
-            self._tuning(cell, lrs[cell], norm, seed)
-            for seed, norm, cell in itertools.product(self.tuning_seeds, self.norms, self.main)
-        ]
-
-    def tuning_runs(self, cell: str, lr: float | None = None) -> list[Run]:
-        """A cell's runs of either half: those of all learning rates, or with ``lr`` those of all norms at
-        it."""
-        tried = (
-            [(one, DEFAULT_NORM) for one in self.lrs]
-            if lr is None
-            else [(lr, norm) for norm in sorted({DEFAULT_NORM, *self.norms})]
-        )
-        return [self._tuning(cell, one, norm, seed) for one, norm in tried for seed in self.tuning_seeds]
+    def tuning_run(self, cell: str, lr: float, value: float, seed: int) -> Run:
+        """``value``: of the second tuned setting."""
+        name = f"tune-{cell}-lr{lr:g}-{self.then_name}{value:g}"
+        tried = {"data.eval_split": "validation", "lr": lr, self.then[cell][0]: value}
+        return Run("study", name, seed, self.settings(cell) | tried, None)
 
     def runs(
         self, mode: str, chosen: Mapping[str, Settings], seeds: Sequence[int] | None = None
     ) -> list[Run]:
-        """The runs of ``full`` or ``quick`` with the settings that tuning chose (``cell -> {lr,
-        model.max_grad_norm}``).
+        """The runs of ``full`` or ``quick`` with the settings that tuning chose (``cell -> {setting:
+        value}``).
 
         A first three seeds of everything come first, then the rest, so that what is there early covers every
         question. ``seeds``: these instead of 1, 2, … (as many as there are)."""
@@ -94,11 +93,11 @@ class Plan:
         return [run for _, _, run in sorted(found, key=lambda item: item[:2])]
 
     def cells(self, mode: str) -> dict[str, list[str]]:
-        """Experiment -> its cells, the twelve first."""
+        """Experiment -> its cells, the main ones first."""
         return {MAIN: list(self.main)} | {e.name: list(e.cells) for e in self.experiments if mode in e.modes}
 
     def parent(self, cell: str) -> str:
-        """The one of the twelve whose tuned settings ``cell`` has."""
+        """The main cell whose tuned settings ``cell`` has."""
         return cell if cell in self.main else next(e.like[cell] for e in self.experiments if cell in e.cells)
 
     def settings(self, cell: str) -> Settings:
@@ -108,20 +107,20 @@ class Plan:
         )
         return self.base | self.main[self.parent(cell)] | own
 
-    def _tuning(self, cell: str, lr: float, norm: float, seed: int) -> Run:
-        name = f"tune-{cell}-lr{lr:g}-norm{norm:g}"
-        tried = {"data.eval_split": "validation", "lr": lr, "model.max_grad_norm": norm}
-        return Run("study", name, seed, self.settings(cell) | tried, None)
-
 
 def read_plan(path: Path = PLAN) -> Plan:
     """Raises ConfigError for what is not a plan: a part that is missing, unknown or of another kind, an
-    experiment's cell that is like none of the twelve, or is named twice."""
+    experiment's cell that is like none of the main ones, or is named twice."""
     raw = read_yaml("--plan", path, "is not a file")
+    require(isinstance(raw, dict), f"{path}", raw, "must be a mapping: see study/adder/plan.yaml")
+    raw = {"title": path.parent.name, "about": "", "measure": "sampled accuracy"} | raw
     parts(
         f"{path}",
         raw,
         {
+            "title": str,
+            "about": str,
+            "measure": str,
             "base": dict,
             "losses": dict,
             "variants": dict,
@@ -131,33 +130,51 @@ def read_plan(path: Path = PLAN) -> Plan:
             "experiments": dict,
         },
     )
-    parts("tuning", raw["tuning"], {"seeds": list, "metric": str, "lr": list, "max_grad_norm": list})
+    tuning = raw["tuning"]
+    parts("tuning", tuning, {"seeds": list, "metric": str, "lr": list, "then": dict, "extend": int})
+    parts("tuning.then", tuning["then"], {"name": str, "settings": dict, "factors": list})
     parts("seeds", raw["seeds"], {FULL: dict, QUICK: dict})
     for mode in (FULL, QUICK):
         parts(f"seeds.{mode}", raw["seeds"][mode], {MAIN: int, "other": int})
     for key in ("losses", "variants"):
         parts(key, raw[key], dict.fromkeys(raw[key], dict))
     main: dict[str, Settings] = {}
+    losses: dict[str, str] = {}
     for loss, variant in itertools.product(raw["losses"], raw["variants"]):
         settings: Settings = dict(raw["losses"][loss]) | dict(raw["variants"][variant])
         if settings.get("online"):
             settings["rounds.examples"] = raw["losses"][loss]["n_examples"]
         main[f"{loss}-{variant}"] = settings | raw["exceptions"].get(f"{loss}-{variant}", {})
+        losses[f"{loss}-{variant}"] = loss
     experiments = [_experiment(name, part, main) for name, part in raw["experiments"].items()]
     names = [*main, *(cell for e in experiments for cell in e.cells)]
     for name in names:
         require(names.count(name) == 1, "experiments", name, "names two cells")
-    tuning = raw["tuning"]
     return Plan(
+        raw["title"],
+        raw["about"],
+        raw["measure"],
         raw["base"],
         main,
+        losses,
         tuple(experiments),
         tuple(tuning["seeds"]),
         tuning["metric"],
         tuple(number("tuning: lr", lr) for lr in tuning["lr"]),
-        tuple(number("tuning: max_grad_norm", norm) for norm in tuning["max_grad_norm"]),
+        {cell: _then(tuning["then"]["settings"], loss, main[cell]) for cell, loss in losses.items()},
+        tuning["then"]["name"],
+        tuple(number("tuning.then: factors", factor) for factor in tuning["then"]["factors"]),
+        tuning["extend"],
         raw["seeds"],
     )
+
+
+def _then(settings: Any, loss: str, own: Settings) -> tuple[str, float]:
+    """The second tuned setting of a cell and its value before that: the cell's own where it has one."""
+    parts("tuning.then.settings", settings, {**dict.fromkeys(settings, dict), loss: dict})
+    require(len(settings[loss]) == 1, f"tuning.then.settings: {loss}", settings[loss], "must be one setting")
+    ((key, value),) = settings[loss].items()
+    return key, number(f"tuning.then.settings: {loss}.{key}", own.get(key, value))
 
 
 def _experiment(name: str, part: dict[str, Any], main: Mapping[str, Settings]) -> Experiment:
@@ -174,23 +191,20 @@ def _experiment(name: str, part: dict[str, Any], main: Mapping[str, Settings]) -
     return Experiment(name, tuple(part["in"]), cells, like)
 
 
-def best(values: Mapping[float, float]) -> float:
-    """The tried value with the highest mean of the metric; of equals the smallest. Raises ValueError of
-    nothing."""
-    return min(values, key=lambda tried: (-values[tried], tried))
-
-
-def read_chosen(path: Path, cells: Collection[str]) -> dict[str, Settings]:
-    """What tuning chose for ``cells``, from its file. Raises ConfigError where it was not run, or not for all
-    of them."""
+def read_chosen(path: Path, plan: Plan, cells: Collection[str] | None = None) -> dict[str, Settings]:
+    """What tuning chose for ``cells`` (None: all main ones), from its file. Raises ConfigError where it was
+    not run, or not for all of them."""
+    wanted = plan.main if cells is None else cells
     raw = read_yaml("chosen", path, "is not there: run `python -m study full`, which tunes first")
     parts(f"{path}", raw, {"cells": dict})
-    parts(f"{path}: cells", raw["cells"], dict.fromkeys(cells, dict))
-    for cell in cells:
-        parts(f"{path}: cells.{cell}", raw["cells"][cell], dict.fromkeys(TUNED, object))
+    parts(f"{path}: cells", raw["cells"], dict.fromkeys(wanted, dict))
+    for cell in wanted:
+        parts(f"{path}: cells.{cell}", raw["cells"][cell], dict.fromkeys(plan.tuned(cell), object))
     return {
-        cell: {key: number(f"{path}: cells.{cell}: {key}", raw["cells"][cell][key]) for key in TUNED}
-        for cell in cells
+        cell: {
+            key: number(f"{path}: cells.{cell}: {key}", raw["cells"][cell][key]) for key in plan.tuned(cell)
+        }
+        for cell in wanted
     }
 
 

@@ -10,7 +10,6 @@ import base64
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -19,10 +18,23 @@ import jinja2
 from launch.grid import Settings
 from launch.results import markdown
 from reports.statistics import mean
-from study.claims import FEWEST_SEEDS, GREATER, NOT_RUN, SEEN, Answer, answers, by_cell, interval, read_claims
-from study.figures import GREEDY, SAMPLED, figures, part_seconds, svg
-from study.plan import DEFAULT_NORM, MAIN, TUNED, Plan
+from study.claims import (
+    CLAIMS,
+    FEWEST_SEEDS,
+    GREATER,
+    NOT_RUN,
+    SEEN,
+    Answer,
+    Findings,
+    answers,
+    by_cell,
+    interval,
+    read_claims,
+)
+from study.figures import GREEDY, SAMPLED, dots, figures, part_seconds, svg
+from study.plan import MAIN, Plan
 from study.records import Record, write_records
+from study.tuning import Tuned
 
 Table = list[list[str]]
 
@@ -46,25 +58,34 @@ def write_report(
     planned: int,
     out: Path,
     command: str,
-) -> str:
-    """Write everything; returns what is printed: the claims' table and where the rest is."""
+    *,
+    claims: Path = CLAIMS,
+    tuned: Tuned | None = None,
+) -> Findings:
+    """Write everything. ``claims``: their file, the default one where it is not there. ``tuned``: None where
+    it is not known by which runs ``chosen`` was chosen."""
     out.mkdir(parents=True, exist_ok=True)
-    claims, margin, metric = read_claims()
+    asked, margin, metric = read_claims(claims if claims.is_file() else CLAIMS)
     final = [record for record in records if not record.cell.startswith("tune-")]
-    claims = [claim for claim in claims if claim.experiment in plan.cells(mode)]
-    found = answers(claims, by_cell(final, metric), margin, by_cell(final, GREEDY))
-    drawn = figures(final)
+    asked = [claim for claim in asked if claim.experiment in plan.cells(mode)]
+    values = by_cell(final, metric)
+    found = answers(asked, values, margin, by_cell(final, GREEDY))
+    drawn = figures(final) | {
+        name: (f"{title_of(name)}: mean, 95 % interval and every seed.", dots(values, cells, plan.measure))
+        for name, cells in plan.cells(mode).items()
+        if name not in FIGURES_OF and any(cell in values for cell in cells)
+    }
     for stem, (_, figure) in drawn.items():
         (out / f"{stem}.svg").write_bytes(svg(figure))
     captions = {stem: caption for stem, (caption, _) in drawn.items()}
     sections = [
         *opening(plan, mode, records, planned, command),
-        *claim_sections(found, margin),
+        *claim_sections(found, margin, plan.measure),
         *cell_sections(plan, mode, final, captions),
-        *tuning_sections(plan, chosen, records),
+        *tuning_sections(plan, chosen, tuned),
         origins(final),
     ]
-    title = "The study: the paper's comparisons in miniature"
+    title = f"The study: {plan.title}"
     (out / "report.md").write_text(as_markdown(title, sections), encoding="utf-8")
     (out / "report.html").write_text(as_html(title, sections, out), encoding="utf-8")
     write_records(out / "runs.jsonl", records)
@@ -73,7 +94,18 @@ def write_report(
     }
     told = ", ".join(f"{n} {word}" for word, n in counts.items() if n)
     where = f"Written to {out}/: report.html, report.md, runs.jsonl"
-    return f"{markdown(claims_table(found))}\n\n{told}; {len(records)} of {planned} runs. {where}"
+    start = mean([record.before[metric] for record in final if metric in record.before])
+    return Findings(
+        f"{markdown(claims_table(found))}\n\n{told}; {len(records)} of {planned} runs. {where}",
+        plan.title,
+        plan.measure,
+        tuple(found),
+        values,
+        start.value if start else None,
+        margin,
+        len(records),
+        planned,
+    )
 
 
 # -- sections --------------------------------------------------------------------------------------
@@ -92,20 +124,11 @@ def opening(plan: Plan, mode: str, records: Sequence[Record], planned: int, comm
         Section(
             "What this is",
             (
-                "Two-digit additions by a Llama of 0.6 million parameters that mostly forgets to carry "
-                f"(where every run starts: {begun}). "
-                "Offline pairs were sampled from another checkpoint than the one that is trained. Every "
-                "run, unless its settings say "
-                "otherwise, trains on 1,280 pairs (2,560 sequences) in 160 steps, offline or online in "
-                "rounds of 32 steps; humanline clips at "
-                "±1.5 nats and syncs every 16 steps. What is reported was measured on held-out prompts that "
-                "tuning did not see, four samples "
-                "each at temperature 0.7.",
+                f"{plan.about.strip()} Where every run starts: {begun or 'not known'}.",
                 f"Made by `{command}`: {len(records)} of {planned} planned runs ({mode}) are in it, "
                 f"{cpu:.1f} CPU hours. Each line of "
                 f"`runs.jsonl` is a run: `python train.py` with its `command` repeats it. {made_at(records)}",
-                "**Read it with care.** One task, one tiny model, one answer per prompt that is right: what "
-                "is seen here shows that the "
+                "**Read it with care.** One task, one tiny model: what is seen here shows that the "
                 "implementation does what it says and that an effect exists at this scale; what is not seen "
                 "here says nothing about 8 billion "
                 "parameters. Seeds change the order of the data, which half of the pairs is trained on, and "
@@ -128,14 +151,14 @@ def made_at(records: Sequence[Record]) -> str:
     return f"Made with: {', '.join(told)}."
 
 
-def claim_sections(found: Sequence[Answer], margin: float) -> list[Section]:
+def claim_sections(found: Sequence[Answer], margin: float, measure: str) -> list[Section]:
     tests = sum(a.claim.kind == GREATER and a.verdict != NOT_RUN for a in found)
     text = (
-        "Differences are in points of sampled accuracy, with 95 % intervals over seeds, paired by seed. "
+        f"Differences are in points of {measure}, with 95 % intervals over seeds, paired by seed. "
         "*Better* is decided by a "
         f"paired t-test, two-sided, Holm–Bonferroni over all {tests} of them; *not worse* by the interval's "
         "lower end against −"
-        f"{100 * margin:.0f} points, *the same* by the whole interval within ±{100 * margin:.0f}. Greedy: "
+        f"{100 * margin:g} points, *the same* by the whole interval within ±{100 * margin:g}. Greedy: "
         "the same difference of "
         f"greedy accuracy, not tested. With fewer than {FEWEST_SEEDS} seeds in common a claim counts as not "
         "run.",
@@ -193,7 +216,7 @@ FIGURES_OF = {
     "sampling": ("figure5",),
 }
 TITLES = {
-    MAIN: "The twelve cells",
+    MAIN: "The main cells",
     "k": "How often to sync",
     "ablation": "Humanline's parts",
     "controls": "Controls",
@@ -205,6 +228,11 @@ TITLES = {
 }
 
 
+def title_of(experiment: str) -> str:
+    """Its heading: of one that is not the paper's, its name in words."""
+    return TITLES.get(experiment, experiment.replace("-", " ").replace("_", " ").capitalize())
+
+
 def cell_sections(
     plan: Plan, mode: str, final: Sequence[Record], captions: Mapping[str, str]
 ) -> list[Section]:
@@ -213,13 +241,13 @@ def cell_sections(
     for name, cells in plan.cells(mode).items():
         here = [(cell, [r for r in final if r.cell == cell]) for cell in cells]
         if not any(runs for _, runs in here):
-            sections.append(Section(TITLES[name], ("No run of this experiment is finished.",)))
+            sections.append(Section(title_of(name), ("No run of this experiment is finished.",)))
             continue
-        stems = [stem for stem in FIGURES_OF[name] if stem in captions]
+        stems = [stem for stem in FIGURES_OF.get(name, (name,)) if stem in captions]
         if name == "ablation" and "sampling" not in plan.cells(mode) and "figure5" in captions:
             stems = ["figure5"]
         first = (stems[0], captions[stems[0]]) if stems else None
-        sections.append(Section(TITLES[name], (), cells_table(here), first))
+        sections.append(Section(title_of(name), (), cells_table(here), first))
         sections += [Section("", (), None, (stem, captions[stem])) for stem in stems[1:]]
     return sections
 
@@ -269,37 +297,48 @@ def spread(values: Sequence[float]) -> str:
     return f"{100 * middle.value:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-def tuning_sections(plan: Plan, chosen: Mapping[str, Settings], records: Sequence[Record]) -> list[Section]:
-    tried = {
-        (r.cell, r.seed): r.after[plan.metric]
-        for r in records
-        if r.cell.startswith("tune-") and plan.metric in r.after
-    }
-    head = [
-        "cell",
-        *(f"lr {lr:g}" for lr in plan.lrs),
-        *(f"norm {norm:g}" for norm in sorted({DEFAULT_NORM, *plan.norms})),
-        "chosen",
-    ]
+def tuning_sections(plan: Plan, chosen: Mapping[str, Settings], tuned: Tuned | None) -> list[Section]:
+    """What was tried in each main cell and what was chosen."""
+    grids = [] if tuned is None else [tuned.lrs, tuned.then]
+    columns = [sorted({value for grid in half.values() for value in grid}) for half in grids[:1]]
+    factors = sorted(
+        {
+            round(value / plan.then[cell][1], 6)
+            for half in grids[1:]
+            for cell, grid in half.items()
+            for value in grid
+        }
+    )
+    lrs = columns[0] if columns else []
+    head = ["cell", *(f"lr {lr:g}" for lr in lrs), *(f"{plan.then_name} × {f:g}" for f in factors), "chosen"]
     rows = [head]
     for cell in plan.main:
-        lr = float(chosen[cell]["lr"])
-        runs = [plan.tuning_runs(cell), plan.tuning_runs(cell, lr)]
-        values = [
-            [tried[name] for run in same if (name := (run.cell, run.seed)) in tried]
-            for half in runs
-            for _, same in groupby(half, key=lambda run: run.cell)
-        ]
-        picked = ", ".join(f"{key.rpartition('.')[2]} {chosen[cell][key]:g}" for key in TUNED)
-        rows.append([cell, *(told(found) for found in values), picked])
+        before = plan.then[cell][1]
+        found = (
+            []
+            if tuned is None
+            else [
+                *(told(tuned.lrs.get(cell, {}).get(lr, [])) for lr in lrs),
+                *(
+                    told(
+                        next(
+                            (v for x, v in tuned.then.get(cell, {}).items() if round(x / before, 6) == f), []
+                        )
+                    )
+                    for f in factors
+                ),
+            ]
+        )
+        picked = ", ".join(f"{name.rpartition('.')[2]} {chosen[cell][name]:g}" for name in plan.tuned(cell))
+        rows.append([cell, *found, picked])
     several = len(plan.tuning_seeds) > 1
     shown = f"seed{'s' * several} {', '.join(map(str, plan.tuning_seeds))}{': mean ± standard deviation' * several}"  # noqa: E501
     text = (
-        f"The same runs for each cell: the learning rate at max_grad_norm {DEFAULT_NORM:g}, then the norm "
-        "at the best learning "
-        f"rate; the best mean of {plan.metric} on validation prompts is taken, of equals the smaller value "
-        f"({shown}; per cent). "
-        "Further experiments were not tuned. Where seeds lie far apart, others might have chosen otherwise.",
+        f"The same rule for each cell: the learning rate first, then the {plan.then_name} at the best one; "
+        f"the best mean of {plan.metric} on validation prompts is taken, of equals the smaller value "
+        f"({shown}; per cent). A grid whose best value is at its edge is made longer, {plan.extend} times at "
+        "most. Further experiments were not tuned. Where seeds lie far apart, others might have chosen "
+        "otherwise.",
     )
     return [Section("Tuning", text, rows)]
 

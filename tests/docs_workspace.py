@@ -104,11 +104,14 @@ class _Reply(BaseHTTPRequestHandler):
 
 
 def write_all(here: Path) -> None:
+    from tests.other_language import write_other
+
     models(here)
     sets(here)
     answers(here)
     tasks(here / "tasks")
     (here / "my.yaml").write_text("partition: gpu\naccount: lab\ntime: '12:00:00'\n")
+    write_other(here / "kitchen.yaml")
     (here / "plan.yaml").write_text(json.dumps(PLAN))
     chosen = {"lr": 1e-4, "model.max_grad_norm": 1.0}
     (here / "chosen.yaml").write_text(
@@ -272,6 +275,7 @@ def tasks(folder: Path) -> None:
         (folder / f"{task['task']}.yaml").write_text(json.dumps(task))
 
 
+THEN = {"name": "norm", "settings": {"dpo": {"model.max_grad_norm": 1.0}}, "factors": []}
 PLAN = {
     "base": {
         "model": "adder",
@@ -286,7 +290,7 @@ PLAN = {
     "losses": {"dpo": {"loss": "dpo", "n_examples": 8, "model.batch_size": 8}},
     "variants": {"offline": {}, "offline-hl": {"humanline": True, "sync_freq": 1}},
     "exceptions": {},
-    "tuning": {"seeds": [100], "metric": "eval_accuracy_sampled", "lr": [1e-4], "max_grad_norm": []},
+    "tuning": {"seeds": [100], "metric": "eval_accuracy_sampled", "lr": [1e-4], "then": THEN, "extend": 0},
     "seeds": {"full": {"main": 1, "other": 1}, "quick": {"main": 1, "other": 1}},
     "experiments": {},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from config.schema_instruct import StoryJudgeConfig
 from data.instruct import judged, text_of
@@ -22,7 +23,18 @@ class StoryJudge:
         self.log_dir: Path | None = None
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
+        """``metrics`` get the mean of each part of the true reward, as ``reward_tone``, and ``reward_words``,
+        the mean length."""
+        asked = [(text_of(prompt), story) for prompt, story in zip(prompts, completions, strict=True)]
+        self.metrics = self._means([one for one in asked if self.language.is_prompt(one[0])])
         return [self._verdict(prompt, story) for prompt, story in zip(prompts, completions, strict=True)]
+
+    def _means(self, stories: Sequence[tuple[str, str]]) -> dict[str, float]:
+        if not stories:
+            return {}
+        parts = [self.language.parts(*one) for one in stories]
+        means = {f"reward_{name.lower()}": fmean(found[name] for found in parts) for name in parts[0]}
+        return means | {"reward_words": fmean(len(story.split()) for _, story in stories)}
 
     def _verdict(self, prompt: Prompt, story: str) -> float | Missing:
         found = judged(self.language, text_of(prompt), story, self.config.noise, self.config.length_bias)

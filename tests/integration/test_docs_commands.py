@@ -67,6 +67,7 @@ RULES = [
     Rule(r"(python label\.py|python -m launch\.results|accelerate launch)$", "--help"),
     # Training
     Rule(r"python train\.py --cfg job$"),
+    Rule(r"python train\.py .*own_share", f"{OFFLINE} data.instruct.prompts=8"),
     Rule(r"python train\.py .*exp_name=foreign", OFFLINE, {"n_examples=1280": "n_examples=8"}),
     Rule(  # a teacher has the student's tokenizer
         r"python train\.py .*reward=teacher", ONLINE, {"org/name": "assets/adder/model"}
@@ -83,7 +84,11 @@ RULES = [
         {r"(--nproc-per-node|--num-processes) \d": r"\1 2", r"\s*…": ""},
     ),
     Rule(r"python export\.py "),
+    # The second embedded task
+    Rule(r"tools/make_instruct\.sh "),
+    Rule(r"python -m tools\.make_instruct answers "),
     # The stages of a round
+    Rule(r"python sample\.py model=instruct", "limit=4 data.instruct.prompts=8 overwrite_out=true"),
     Rule(r"python sample\.py ", "limit=4 overwrite_out=true", {"limit=192": "limit=4"}),
     Rule(r"python label\.py ", "overwrite_out=true"),
     # Evaluation
@@ -113,8 +118,8 @@ RULES = [
     Rule(r"python -m launch\.results "),
     Rule(r"python -m launch\.doctor "),
     # The study, benchmarks
-    Rule(r"python -m study full --records docs/study/runs\.jsonl$", "--name published"),
-    Rule(r"python -m study ", STUDY),
+    Rule(r"python -m study full --task adder --records docs/study/adder/runs\.jsonl$", "--name published"),
+    Rule(r"python -m study ", STUDY, {r" --task instruct": ""}),
     Rule(r"python -m study\.prospect_figure ", "--prompts 4"),
     Rule(r"python -m benchmarks\.balance", "--data adder --ranks 2 --shapes 4x1 --batches 2"),
     Rule(r"python -m benchmarks\.profile", "--model tiny --batch-pairs 1 --steps 1"),
@@ -136,6 +141,17 @@ MADE = {
     r"runs/adder-": (
         "runs/adder-dpo-humanline-s1",
         [f"python -m launch.sweep sweeps/adder.yaml --local 2 {SWEPT}"],
+    ),
+    r"runs/stories": (
+        "runs/stories/summary.json",
+        [f"python train.py model=instruct data=instruct exp_name=stories {OFFLINE}"],
+    ),
+    r"model=kitchen": (
+        "kitchen-model/model.safetensors",
+        [
+            "python -m tests.docs tasks.md",
+            "tools/make_instruct.sh kitchen.yaml kitchen-model table",
+        ],
     ),
     r"in=samples\.jsonl": (
         "samples.jsonl",

@@ -13,6 +13,7 @@ from study.__main__ import main
 from study.plan import PLAN
 from study.records import read_records
 
+THEN = {"name": "norm", "settings": {"dpo": {"model.max_grad_norm": 1.0}}, "factors": [4.0]}
 SMALL = {
     "base": {
         "model": "adder",
@@ -29,7 +30,7 @@ SMALL = {
     "losses": {"dpo": {"loss": "dpo", "n_examples": 16, "model.batch_size": 8}},
     "variants": {"offline": {}, "offline-hl": {"humanline": True, "sync_freq": 1}},
     "exceptions": {},
-    "tuning": {"seeds": [100], "metric": "eval_accuracy_sampled", "lr": [1e-4], "max_grad_norm": [4.0]},
+    "tuning": {"seeds": [100], "metric": "eval_accuracy_sampled", "lr": [1e-4], "then": THEN, "extend": 0},
     "seeds": {"full": {"main": 3, "other": 1}, "quick": {"main": 2, "other": 1}},
     "experiments": {
         "ablation": {

@@ -20,65 +20,20 @@ from data.sources import load_groups, load_splits
 from data.stories import Language, error, read_language
 from data.types import Group
 from data.views import best_and_worst
+from tests.other_language import OTHER, kitchen, write_other
 from tests.tiny import ROOT, make_config
 from tools.make_instruct import blank
 
 ASSETS = ROOT / "assets" / "instruct"
 LANGUAGE = instruct.embedded()
 DATA = make_config("model=instruct", "data=instruct").data
+KITCHEN = kitchen()
 WRITERS = [*LANGUAGE.authors, *LANGUAGE.mixtures]
-
-OTHER = {  # another grammar of the same kind, in other words
-    "tones": {
-        "hot": {"ADJ": [["spicy"], ["fiery"]], "ADV": [["warmly"], ["burningly"]]},
-        "cold": {"ADJ": [["icy"], ["frosty"]], "ADV": [["coolly"], ["freezingly"]]},
-    },
-    "slots": {"COOK": ["ann", "bob", "cy"], "DISH": ["soup", "pie", "stew", "cake"]},
-    "counts": {"one": 1, "two": 2},
-    "words": {"MAKE": [["cooked"], ["served"]]},
-    "sentences": {"dish": "COOK MAKE a ADJ DISH", "how": "ADV COOK MAKE it"},
-    "closing": "enjoy",
-    "reward": {
-        "tone": 3,
-        "COOK": 2,
-        "DISH": 2,
-        "count": 1,
-        "grammar": 1,
-        "variety": 0.5,
-        "closing": 0.5,
-    },
-    "authors": {
-        "chef": {
-            "obeys": 0.9,
-            "favourite": 0.5,
-            "dialect": [0.2, 0.8],
-            "broken": 0.05,
-            "counts": 0.9,
-            "closes": 0.9,
-            "repeats": 0.05,
-            "sentences": {"dish": 2, "how": 1},
-        },
-        "guest": {
-            "obeys": 0.3,
-            "favourite": 0.5,
-            "dialect": [0.8, 0.2],
-            "broken": 0.3,
-            "counts": 0.3,
-            "closes": 0.3,
-            "repeats": 0.3,
-            "sentences": {"dish": 1, "how": 1},
-        },
-    },
-    "favourites": 2,
-    "mixtures": {"table": {"chef": 0.5, "guest": 0.5}},
-}
 
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    path = tmp_path / "kitchen.yaml"
-    path.write_text(yaml.safe_dump(OTHER, sort_keys=False))
-    return path
+    return write_other(tmp_path / "kitchen.yaml")
 
 
 def flawless(language: Language) -> Language:
@@ -378,14 +333,3 @@ def test_the_shipped_models_page_names_no_folder_of_a_machine_and_no_uncommitted
     page = (ASSETS / "model" / "README.md").read_text(encoding="utf-8")
     assert "train.py" in page and "+changes" not in page
     assert re.findall(r"(?<![\w.~:/<])/\w+/", page) == []
-
-
-def _kitchen() -> Language:
-    from data.stories import _check, _language
-
-    language = _language(OTHER)
-    _check(language)
-    return language
-
-
-KITCHEN = _kitchen()

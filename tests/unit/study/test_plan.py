@@ -3,6 +3,7 @@ early runs cover all."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 
@@ -13,7 +14,8 @@ from common.errors import ConfigError
 from launch.composing import Composer, compose_config
 from study.__main__ import main
 from study.plan import CHOSEN as FILE_OF_CHOSEN
-from study.plan import FULL, MAIN, PLAN, QUICK, best, read_chosen, read_plan
+from study.plan import FULL, MAIN, PLAN, QUICK, TASKS, read_chosen, read_plan
+from study.tuning import best, beyond, tune
 
 PLANNED = read_plan()
 CHOSEN = {cell: {"lr": 1e-4, "model.max_grad_norm": 1.0} for cell in PLANNED.main}
@@ -46,26 +48,85 @@ def test_offline_grpo_alone_has_another_clip():
     }
 
 
+def tuned(plan, peak):
+    """Tuning whose metric is highest at ``peak`` (cell -> lr)."""
+    asked = []
+
+    def measure(runs):
+        asked.extend(runs)
+        return {r.name: -abs(math.log(r.settings["lr"] / peak[r.name.split("-lr")[0]])) for r in runs}
+
+    return tune(plan, measure), asked
+
+
 def test_no_cell_is_tuned_more_than_another_and_none_on_what_is_reported():
-    lrs = dict.fromkeys(PLANNED.main, 0.0001)
-    tuning = [*PLANNED.lr_runs(), *PLANNED.norm_runs(lrs)]
-    counts = {cell: sum(run.cell.startswith(f"tune-{cell}-lr") for run in tuning) for cell in PLANNED.main}
+    found, asked = tuned(PLANNED, {f"tune-{cell}": 1e-4 for cell in PLANNED.main})
+    counts = {cell: sum(r.cell.startswith(f"tune-{cell}-lr") for r in found.runs) for cell in PLANNED.main}
     assert set(counts.values()) == {7 * len(PLANNED.tuning_seeds)}
-    assert {run.settings["data.eval_split"] for run in tuning} == {"validation"}
+    assert {run.name for run in asked} == {run.name for run in found.runs}
+    assert {run.settings["data.eval_split"] for run in found.runs} == {"validation"}
     first = {
-        run.cell.partition("-lr")[0]: run for run in tuning
+        run.cell.partition("-lr")[0]: run for run in found.runs
     }  # they differ in the numbers that are tuned, and in seeds
     assert len(first) == len(PLANNED.main)
     assert all(compose_config(run.overrides()).data.eval_split == "validation" for run in first.values())
     final = {run.seed for run in PLANNED.runs(FULL, CHOSEN)}
     assert not final & set(PLANNED.tuning_seeds)
-    assert len({run.name for run in tuning}) == len(tuning)
+    assert len({run.name for run in found.runs}) == len(found.runs)
+    assert {one["lr"] for one in found.chosen.values()} == {1e-4}
+    assert {one["model.max_grad_norm"] for one in found.chosen.values()} == {0.1}, "of equals the smallest"
 
 
-def test_the_runs_that_a_choice_looks_at_are_those_that_were_made():
-    made = {run.name for run in [*PLANNED.lr_runs(), *PLANNED.norm_runs(dict.fromkeys(PLANNED.main, 0.0003))]}
-    for cell in PLANNED.main:
-        assert {run.name for run in [*PLANNED.tuning_runs(cell), *PLANNED.tuning_runs(cell, 3e-4)]} <= made
+def test_the_runs_of_the_first_seed_come_first():
+    found, _ = tuned(PLANNED, {f"tune-{cell}": 1e-4 for cell in PLANNED.main})
+    lrs = [run for run in found.runs if run.settings["model.max_grad_norm"] == 1.0]
+    assert [run.seed for run in lrs] == sorted(run.seed for run in lrs)
+
+
+STORIES = read_plan(TASKS["instruct"])
+
+
+def test_a_grid_whose_best_is_at_its_edge_is_made_longer_by_its_own_ratio():
+    peak = {f"tune-{cell}": 4e-5 for cell in STORIES.main} | {
+        "tune-dpo-offline": 1.9e-4,
+        "tune-kto-online": 1e-9,
+    }
+    found, _ = tuned(STORIES, peak)
+    assert sorted(found.lrs["grpo-offline"]) == list(STORIES.lrs)
+    added = sorted(set(found.lrs["dpo-offline"]) - set(STORIES.lrs))
+    assert added == pytest.approx([1.35e-4, 2.025e-4, 3.04e-4], rel=0.01), "till one is worse"
+    assert found.chosen["dpo-offline"]["lr"] == added[1]
+    added = sorted(set(found.lrs["kto-online"]) - set(STORIES.lrs))
+    assert added == pytest.approx([3.56e-6, 5.33e-6, 8e-6], rel=0.01), "three times at most"
+    assert [len(found.then[cell]) for cell in ("dpo-offline", "grpo-online")] == [8, 8], "and its own edge"
+    assert len({run.name for run in found.runs}) == len(found.runs)
+
+
+@pytest.mark.parametrize(
+    ("grid", "choice", "more"),
+    [([1, 2, 4], 4, 8), ([4, 1, 2], 1, 0.5), ([1, 2, 4], 2, None), ([3], 3, None)],
+)
+def test_what_lies_beyond_a_grid(grid, choice, more):
+    assert beyond(grid, choice) == more
+
+
+def test_the_anchor_is_tuned_from_what_a_cell_has_and_for_each_loss_its_own():
+    assert STORIES.then["grpo-offline"] == ("loss.epsilon", 0.5)
+    assert STORIES.then["grpo-online"] == ("loss.epsilon", 0.15)
+    assert STORIES.then["dpo-offline-hl-k32"] == ("loss.beta", 1.0)
+    run = STORIES.tuning_run("kto-online", 4e-5, 0.625, 100)
+    config = compose_config(run.overrides())
+    assert (config.loss["beta"], config.lr, config.data.eval_split) == (0.625, 4e-5, "validation")
+
+
+def test_every_run_on_stories_is_one_that_train_accepts():
+    chosen = {cell: dict(zip(STORIES.tuned(cell), (1e-5, 0.3), strict=True)) for cell in STORIES.main}
+    composer = Composer()
+    for run in {run.cell: run for run in STORIES.runs(FULL, chosen)}.values():
+        config = composer.config(run)
+        examples = config.rounds.examples if config.online else config.n_examples
+        assert examples / config.model.batch_size == 160
+        assert config.data.eval_split == "test"
 
 
 @pytest.mark.parametrize("mode", [FULL, QUICK])
@@ -106,18 +167,18 @@ def test_a_further_cell_has_the_tuned_settings_of_the_cell_it_is_like():
 
 
 def test_of_equals_the_smallest_is_chosen():
-    assert best({1e-4: 0.5, 3e-5: 0.7, 1e-3: 0.7}) == 3e-5
+    assert best({1e-4: [0.5], 3e-5: [0.6, 0.8], 1e-3: [0.7]}) == 3e-5
 
 
 def test_quick_says_what_to_do_where_nothing_was_tuned(tmp_path):
     with pytest.raises(ConfigError, match="study full"):
-        read_chosen(tmp_path / "chosen.yaml", PLANNED.main)
+        read_chosen(tmp_path / "chosen.yaml", PLANNED)
 
 
 def test_what_full_chose_is_there_for_quick_and_was_tried():
-    chosen = read_chosen(PLAN.with_name(FILE_OF_CHOSEN), PLANNED.main)
+    chosen = read_chosen(PLAN.with_name(FILE_OF_CHOSEN), PLANNED)
     for found in chosen.values():
-        assert found["lr"] in PLANNED.lrs and found["model.max_grad_norm"] in (1.0, *PLANNED.norms)
+        assert found["lr"] in PLANNED.lrs and found["model.max_grad_norm"] in (1.0, *PLANNED.factors)
 
 
 def test_a_cell_like_none_is_refused(tmp_path):
@@ -159,7 +220,7 @@ def test_what_is_no_plan_is_refused_by_the_part_that_is_wrong(text, key, tmp_pat
 def test_what_is_not_chosen_for_every_cell_is_refused(text, tmp_path):
     (tmp_path / "chosen.yaml").write_text(text)
     with pytest.raises(ConfigError, match="chosen"):
-        read_chosen(tmp_path / "chosen.yaml", ["dpo-offline"])
+        read_chosen(tmp_path / "chosen.yaml", PLANNED, ["dpo-offline"])
 
 
 def test_plans_are_plain_values():

@@ -50,7 +50,7 @@ def made(tmp_path, mode, wanted=lambda run: True):
     runs = PLANNED.runs(mode, CHOSEN)
     records = [record(run) for run in runs if wanted(run)]
     printed = write_report(PLANNED, mode, CHOSEN, records, len(runs), tmp_path, "python -m study " + mode)
-    return records, (tmp_path / "report.md").read_text(), printed
+    return records, (tmp_path / "report.md").read_text(), printed.said
 
 
 def test_everything_that_was_run_is_in_the_report(tmp_path):
