@@ -252,6 +252,12 @@ class Config:
             f"loss={self.loss['name']} has no reference model, so there is nothing to sync",
         )
         require(
+            self.rounds.reset_reference or self.has_reference,
+            "rounds.reset_reference",
+            False,
+            f"loss={self.loss['name']} has no reference model that could stay",
+        )
+        require(
             self.humanline or self.sync_mode != "humanline",
             "sync_mode",
             self.sync_mode,
@@ -364,6 +370,11 @@ class Config:
     def has_reference(self) -> bool:
         """Whether the loss takes log-ratios against a reference; its yaml says so."""
         return bool(self.loss.get("reference", True))
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the reference outlives a round, by weights of its own."""
+        return self.online and self.has_reference and not self.rounds.reset_reference
 
     @property
     def reward_config(self) -> RewardConfig:

@@ -26,6 +26,7 @@ class RoundsConfig:
     lag: int
     passes: int
     replay: float
+    reset_reference: bool
 
     def __post_init__(self) -> None:
         for key in ("contexts", "contexts_per_round", "samples"):

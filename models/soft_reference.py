@@ -1,5 +1,5 @@
-"""The weights of a reference that only moves towards the policy: the one place that holds a second copy of
-them."""
+"""The weights of a reference that only moves towards the policy, or outlives a round: the one place that
+holds a second copy of them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ class SoftReference(nn.Module):
         for name, parameter in policy.named_parameters():
             if parameter.requires_grad:
                 self.register_buffer(_flat(name), parameter.detach().clone())
+
+    @classmethod
+    def part_of(cls, policy: nn.Module) -> SoftReference:
+        """The copy, as a part of the policy's module."""
+        made = cls(policy)
+        policy.add_module("soft_reference", made)
+        return made
 
     @torch.no_grad()
     def follow(self, policy: nn.Module, alpha: float) -> None:

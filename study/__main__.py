@@ -111,15 +111,17 @@ def act(options: argparse.Namespace) -> None:
     for one in asked or ():
         there = list(dict.fromkeys(name for _, plan in parts for name in plan.cells(mode)))
         require(one in there, "--only", one, f"is no experiment of {mode}; there are {', '.join(there)}")
-    if mode == QUICK:  # said of every part before anything is run
-        for part, plan in parts:
-            read_chosen(part.plan.with_name(CHOSEN), plan)
+    chosen_before = {
+        part.name: read_chosen(part.plan.with_name(CHOSEN), plan)
+        for part, plan in parts
+        if mode == QUICK and (len(parts) == 1 or part.plan.with_name(CHOSEN).is_file())
+    }  # read, and refused, of every part before anything is run
     written = []
     for part, plan in parts:
         tuned = tune_part(plan, part, options) if mode == FULL else None
-        chosen = tuned.chosen if tuned else read_chosen(part.plan.with_name(CHOSEN), plan)
+        chosen = tuned.chosen if tuned else chosen_before.get(part.name, {})
         if not chosen:
-            print(f"{plan.title}: its tuning is not finished, and nothing else of it was run")
+            print(f"{plan.title}: not run, as its tuning is not finished (python -m study full)")
             written.append((part, Findings("", plan.title, plan.measure, (), {}, None, 0.0, 0, 0)))
             continue
         experiments = [name for name in plan.cells(mode) if asked is None or name in asked]

@@ -24,7 +24,7 @@ from data.views import View
 from models.attention import packs_rows
 from models.distributed import World, clip_grad_norm
 from models.policy import Policy, causal_lm
-from models.reference import Reference
+from models.reference import Reference, Scored
 from models.routing import RouterBalance
 from models.soft_reference import SoftReference
 from trainers.corrections import Behavior, Correction
@@ -113,10 +113,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
         self.loss = loss
         self.world = world
         self.syncing = Syncing.from_config(config)
-        self.soft: SoftReference | None = None
-        if self.syncing.alpha < 1:
-            self.soft = SoftReference(policy)
-            policy.add_module("soft_reference", self.soft)
+        held = self.syncing.alpha < 1 or config.keeps_reference
+        self.soft = SoftReference.part_of(policy) if held else None
         self.balance: RouterBalance | None = None
         if config.model.router_aux_loss_coef is not None:
             self.balance = RouterBalance(cast(Policy, policy))
@@ -273,12 +271,12 @@ class BasicTrainer(ABC, Generic[Prepared]):
         """Move the reference to the policy as it is now, that of ``policy_step``, and score what will be
         compared with it."""
         at = self.progress
-        upcoming = self.upcoming(segment, at.position + 1, at.step + 1, policy_step)
-        if self.soft is None:
-            self.reference.refresh(self.policy, policy_step, upcoming)
-            return
-        self.soft.follow(self.policy, self.syncing.alpha)
-        with self.soft.in_place_of(self.policy):
+        if self.soft is not None:
+            self.soft.follow(self.policy, self.syncing.alpha)
+        self._refresh(policy_step, self.upcoming(segment, at.position + 1, at.step + 1, policy_step))
+
+    def _refresh(self, policy_step: int, upcoming: Scored) -> None:
+        with nullcontext() if self.soft is None else self.soft.in_place_of(self.policy):
             self.reference.refresh(self.policy, policy_step, upcoming)
 
     def _advance(self, record: StepRecord) -> StepRecord:
@@ -345,11 +343,14 @@ class BasicTrainer(ABC, Generic[Prepared]):
         watch.done()
 
     def start_segment(self, segment: Segment) -> None:
-        """The reference becomes the policy that the segment starts with (Algorithm 1, line 3)."""
-        if self.soft is not None:
-            self.soft.follow(self.policy, alpha=1.0)
+        """The reference becomes the policy that the segment starts with (Algorithm 1, line 3), or, where
+        ``rounds.reset_reference`` is false, stays."""
         step = self.progress.step
-        self.reference.refresh(self.policy, step, self.upcoming(segment, 0, step))
+        stays = self.config.keeps_reference and self.progress.segment > 0
+        if self.soft is not None and not stays:
+            self.soft.follow(self.policy, alpha=1.0)
+        since = self.reference.step if stays else step
+        self._refresh(since, self.upcoming(segment, 0, step, since))
 
     @property
     def fixed_reference(self) -> bool:

@@ -7,7 +7,7 @@
 | ``ema`` | before the update of every k-th step, by ``sync_alpha`` | a running mean of earlier policies |
 | ``reset`` | as ``humanline`` | the same; the optimizer's moments and step count start afresh |
 | ``kl`` | before the update of a step whose batch has KL(policy || reference) above ``sync_kl``, and of the k-th step since the last sync | the policy of a few steps before |
-| ``never`` | at the start alone (of every round) | the initial policy (the round's) |
+| ``never`` | at the start alone (of every round, unless ``rounds.reset_reference`` is false) | the initial policy (the round's) |
 
 The trust region's is Gorbatovski et al. 2024, arXiv 2404.09656; ``reset`` is ProRL's (Liu et al. 2025, arXiv
 2505.24864), at fixed steps.
@@ -20,7 +20,8 @@ log pi_ref - log pi_theta, a mean over the completion tokens of the global batch
 KL divergence").
 
 A reference that *is* the policy of some step needs no weights of its own (models.reference). One that only
-moves towards it, by ``sync_alpha`` < 1, does: ``SoftReference`` is the one place that holds them.
+moves towards it, by ``sync_alpha`` < 1, does, and so does one that outlives a round, which is compared with
+rows that nobody knew when it was the policy: ``SoftReference`` is the one place that holds them.
 """  # noqa: E501
 
 from __future__ import annotations

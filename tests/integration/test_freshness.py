@@ -90,3 +90,15 @@ def test_replayed_contexts_are_of_earlier_rounds(tmp_path):
         assert per_round[index, True] == len(own[index])
     trained(tmp_path, "cut", *settings, until=lines(run)[-1]["step"] - 1)
     assert_same(run_online(tmp_path, "cut", *DPO, *settings, "resume=true"), run)
+
+
+def test_a_reference_that_outlives_rounds_is_gone_on_with(tmp_path):
+    """Without syncing it stays at the initial weights: ``reference_step`` is 0 throughout. A run that is cut
+    off in a later round, or at the start of one, ends like the whole."""
+    settings = ("rounds.reset_reference=false", "sync_mode=never")
+    run, _ = trained(tmp_path, "whole", *settings)
+    assert {line["reference_step"] for line in lines(run)} == {0}
+    begins = [min(line["step"] for line in lines(run) if line["round"] == i) for i in range(4)]
+    for name, until in (("inside", begins[2] + 1), ("between", begins[2])):
+        trained(tmp_path, name, *settings, until=until)
+        assert_same(run_online(tmp_path, name, *DPO, *settings, "resume=true"), run)

@@ -15,7 +15,7 @@ from models.checkpoint import Checkpoints
 from models.distributed import start
 from models.export import full_state
 from models.policy import Policy
-from tests.engine import engine_config, make_segment, make_trainer, run, weights
+from tests.engine import Log, engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import tiny_policy
 from trainers.basic import BasicTrainer
 from trainers.losses.base import TokenScores
@@ -289,3 +289,49 @@ def test_a_draw_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4) and one["grad_norm"] == pytest.approx(
             other["grad_norm"], rel=1e-3
         )
+
+
+class Rounds:
+    """Segments one after another, as a source of rounds gives them; and as one for a plain loop."""
+
+    def __init__(self, *segments):
+        self.segments = segments
+        self.batches = [s.batch(i) for s in segments for i in range(s.steps)]
+        self.steps = len(self.batches)
+
+    def segment(self, index):
+        return self.segments[index] if index < len(self.segments) else None
+
+    def batch(self, step):
+        return self.batches[step]
+
+
+@pytest.mark.parametrize(
+    ("words", "k", "clipped"),
+    [
+        (("humanline=false",), 10**6, False),
+        (("humanline=true", "sync_mode=never"), 10**6, True),
+        (("humanline=true", "sync_freq=3"), 3, True),
+        (("humanline=true", "sync_freq=5"), 5, True),
+    ],
+    ids=["fixed", "fixed and clipped", "k = 3", "k = 5, over the end of a round"],
+)
+def test_a_reference_that_outlives_rounds_is_bit_identical_to_a_second_model(tmp_path, words, k, clipped):
+    online = ("online=true", "reward=adder", "rounds.contexts_per_round=8")
+    config = config_of(tmp_path, *online, "rounds.reset_reference=false", *words)
+    segments = [make_segment(config, pairs=4 * 4, seed=seed) for seed in (3, 4, 5)]
+    rounds, plain = Rounds(*segments), tiny_policy()
+    trainer, log = make_trainer(config, copy.deepcopy(plain)), Log()
+    trainer.train(rounds, log)
+    bounds = (config.log_epsilon_P, config.log_epsilon_R) if clipped else (-math.inf, math.inf)
+    assert [line["loss"] for line in log.lines] == live(trainer, plain, rounds, k, 1.0, *bounds, "ema")
+    final = weights(trainer)
+    assert all(torch.equal(final[name], p.detach()) for name, p in plain.named_parameters())
+    steps = [line["reference_step"] for line in log.lines]
+    assert steps == [max(0, (t - 1) // k * k) for t in range(12)]
+    reset = make_trainer(config_of(tmp_path, *online, *words), tiny_policy())
+    other = Log()
+    reset.train(Rounds(*segments), other)
+    assert [line["loss"] for line in other.lines][:4] == [line["loss"] for line in log.lines][:4]
+    assert other.lines[4]["loss"] != log.lines[4]["loss"]
+    assert [line["reference_step"] for line in other.lines][4::4] == [4, 8]

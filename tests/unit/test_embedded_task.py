@@ -68,9 +68,9 @@ def test_the_model_and_the_data_of_the_stories_go_together():
         compose("data=instruct")
     compose("model=instruct", "data=instruct")
     compose("model=instruct-init", "data=instruct-sft", "loss=sft")
+    sums = make_config("model=instruct", "data=instruct", f"model.name_or_path={EMBEDDED}", "dry_run=true")
     with pytest.raises(ConfigError, match=r"model.name_or_path=.*: is not the embedded model"):
-        given = ("model=instruct", "data=instruct", f"model.name_or_path={EMBEDDED}", "dry_run=true")
-        train(make_config(*given), "run")
+        train(sums, "run")
 
 
 @pytest.mark.parametrize(
