@@ -35,6 +35,7 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
         given = tree.get("correction")
         none = dict(section("correction/none.yaml"))
         tree["correction"] = {"reads_collision": False} | given if isinstance(given, dict) else none
+        tree.setdefault("environment", dict(section("environment/none.yaml")))
     if isinstance(reward := tree.get("reward"), dict) and "_target_" not in reward:
         given = {key: value for key, value in reward.items() if value is not None}
         kind = next((key for key in given if key not in ("name", "max_missing")), None)

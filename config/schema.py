@@ -17,6 +17,7 @@ from common.errors import one_of, require
 from config.defaults import nested, yaml_defaults
 from config.schema_correction import CorrectionConfig
 from config.schema_data import DataConfig
+from config.schema_environment import EnvironmentConfig
 from config.schema_humanline import BetaConfig
 from config.schema_model import ModelConfig
 from config.schema_plan import PlanConfig
@@ -93,6 +94,7 @@ class Config:
     trackers: dict[str, Any]
     wandb: WandbConfig = nested(WandbConfig)
     sampler: SamplerConfig = nested(SamplerConfig)
+    environment: EnvironmentConfig = nested(EnvironmentConfig)
     reward: dict[str, Any] | None = None
     rounds: RoundsConfig = nested(RoundsConfig)
     humanline_sampling: BetaConfig = nested(BetaConfig)

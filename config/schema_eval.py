@@ -12,7 +12,7 @@ from config.schema_benchmarks import AlpacaEvalConfig, LmEvalConfig
 
 KINDS = ("accuracy", "compare", "alpacaeval", "lm_eval")
 """What ``kind`` may be: each is a module of ``evals`` (its contract: the docstring of that package)."""
-READ = ("model", "data", "sampler", "reward", "seed", "runs_dir", "cache_dir", "wandb")
+READ = ("model", "data", "sampler", "environment", "reward", "seed", "runs_dir", "cache_dir", "wandb")
 """Of a run's settings those that an evaluation reads."""
 
 

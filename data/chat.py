@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 DEFAULT_TEMPLATE = Path(__file__).parent.parent / "config" / "templates" / "default.jinja"
 
-_MARK = "humanline-probe"
-_PADDED_MARK = f"\t\t{_MARK}\t\t"
+MARK = "humanline-probe"
+_PADDED_MARK = f"\t\t{MARK}\t\t"
 _DATE = "26 Jul 2024"
 """Templates that write today's date would render differently on every day (and Llama 3's own default is this
 one)."""
@@ -105,7 +105,7 @@ class Renderer:
             self._anchor = (
                 tokenizer.eos_token
             )  # this tokenizer puts a space before a text; a completion is in the middle of one
-        self._head, self._end, self.end_id = "", str(tokenizer.eos_token), int(tokenizer.eos_token_id)
+        self._head, self.end_text, self.end_id = "", str(tokenizer.eos_token), int(tokenizer.eos_token_id)
         self._strips_left = self._strips_right = False
         self._takes_system = True
         if template is not None:
@@ -160,7 +160,7 @@ class Renderer:
         rows = list(rows)
         distinct = list(dict.fromkeys(prompt for prompt, _ in rows))
         prompts = dict(zip(distinct, self.prompts(distinct), strict=True))
-        answers = iter(self._encode_answers([self._answer_text(c) for _, c in rows if c.token_ids is None]))
+        answers = iter(self.encode_inside([self._answer_text(c) for _, c in rows if c.token_ids is None]))
         return [
             self._sequence(prompts[prompt], next(answers) if c.token_ids is None else self._sampled(c))
             for prompt, c in rows
@@ -188,7 +188,7 @@ class Renderer:
             text = bare.removesuffix(ends[0]).removesuffix(ends[1])
         text = text.lstrip() if self._strips_left else text
         text = text.rstrip() if self._strips_right else text
-        return self._head + text + (self._end if completion.finished else "")
+        return self._head + text + (self.end_text if completion.finished else "")
 
     def _sampled(self, completion: Completion) -> list[int]:
         """Sampled ids as they are; the end token only where sampling stopped by itself and the sampler left
@@ -198,7 +198,8 @@ class Renderer:
         missing = completion.finished and (not ids or ids[-1] not in self.stop_token_ids)
         return [*ids, self.end_id] if missing else ids
 
-    def _encode_answers(self, texts: list[str]) -> list[list[int]]:
+    def encode_inside(self, texts: list[str]) -> list[list[int]]:
+        """Ids of texts that go on where tokens stand before them."""
         skip = 1 if self._anchor else 0
         return [ids[skip:] for ids in self._encode([self._anchor + text for text in texts])]
 
@@ -264,16 +265,17 @@ class Renderer:
         """The prompt's text up to the point where the answer begins."""
         if self.template is None:
             return "".join(turn.content for turn in turns)
-        if any(turn.role == "tool" for turn in turns) and not self._takes_tool:
+        if any(turn.role == "tool" for turn in turns) and not self.takes_tool:
             raise _RenderError(
                 "the chat template has no tool turns; model.chat_template may name one that has"
             )
         try:
-            return self._apply(turns if self._takes_system else _folded(turns), add_generation_prompt=True)
+            return self.apply(turns if self._takes_system else _folded(turns), add_generation_prompt=True)
         except jinja2.TemplateError as error:
             raise _RenderError(f"the chat template refuses the prompt: {error}") from error
 
-    def _apply(self, turns: Iterable[Turn], *, add_generation_prompt: bool) -> str:
+    def apply(self, turns: Iterable[Turn], *, add_generation_prompt: bool) -> str:
+        """What the template writes of ``turns``. Raises jinja2.TemplateError."""
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
         text = self.tokenizer.apply_chat_template(
             messages,
@@ -299,14 +301,14 @@ class Renderer:
         """Learn what the template puts before and after an answer, and whether it strips it."""
         ask = Turn("user", "a")
         try:
-            opened = self._apply([ask], add_generation_prompt=True)
-            closed = self._apply([ask, Turn("assistant", _MARK)], add_generation_prompt=False)
-            padded = self._apply([ask, Turn("assistant", _PADDED_MARK)], add_generation_prompt=False)
+            opened = self.apply([ask], add_generation_prompt=True)
+            closed = self.apply([ask, Turn("assistant", MARK)], add_generation_prompt=False)
+            padded = self.apply([ask, Turn("assistant", _PADDED_MARK)], add_generation_prompt=False)
         except jinja2.TemplateError as error:
             raise ConfigError(
                 "model.chat_template", "…", f"cannot render a question and an answer: {error}"
             ) from error
-        before, found, after = closed.rpartition(_MARK)
+        before, found, after = closed.rpartition(MARK)
         if not found:
             raise ConfigError(
                 "model.chat_template",
@@ -314,8 +316,8 @@ class Renderer:
                 "does not write the assistant's words; use a chat template that does",
             )
         self._head = before.removeprefix(opened) if before.startswith(opened) else ""
-        self._strips_left, self._strips_right = f"\t\t{_MARK}" not in padded, f"{_MARK}\t\t" not in padded
-        self._end, self.end_id = self._first_turn_token(after)
+        self._strips_left, self._strips_right = f"\t\t{MARK}" not in padded, f"{MARK}\t\t" not in padded
+        self.end_text, self.end_id = self._first_turn_token(after)
 
     def _first_turn_token(self, tail: str) -> tuple[str, int]:
         """(text to its end, id) of the first token in ``tail`` that is no ordinary text; the end of sequence
@@ -327,25 +329,25 @@ class Renderer:
         return tail.rstrip() + self.tokenizer.eos_token, self.tokenizer.eos_token_id
 
     @cached_property
-    def _takes_tool(self) -> bool:
+    def takes_tool(self) -> bool:
         """Whether the template writes a tool's result, and as something else than the assistant's words: some
         raise, some leave it out, some know two roles alone."""
         written = {}
         for role in ("tool", "assistant"):
-            turns = [Turn("user", "a"), Turn("assistant", "b"), Turn(role, _MARK)]
+            turns = [Turn("user", "a"), Turn("assistant", "b"), Turn(role, MARK)]
             try:
-                written[role] = self._apply(turns, add_generation_prompt=True)
+                written[role] = self.apply(turns, add_generation_prompt=True)
             except jinja2.TemplateError:
                 written[role] = ""
-        return _MARK in written["tool"] and written["tool"] != written["assistant"]
+        return MARK in written["tool"] and written["tool"] != written["assistant"]
 
     def _probe_system(self) -> None:
         """Learn whether the template takes a system turn: some raise, some leave it out."""
         try:
-            rendered = self._apply([Turn("system", _MARK), Turn("user", "a")], add_generation_prompt=True)
+            rendered = self.apply([Turn("system", MARK), Turn("user", "a")], add_generation_prompt=True)
         except jinja2.TemplateError:
             rendered = ""
-        self._takes_system = _MARK in rendered
+        self._takes_system = MARK in rendered
 
 
 def chat_fingerprint(

@@ -9,7 +9,8 @@ were divided by another temperature than 1, that is ``behavior_temperature``. Li
 Without ``token_ids`` there is nothing that ``behavior_logprobs`` could belong to, and they are not read.
 
 A completion with ``token_ids`` may also have ``loss_mask``, a 0 or 1 for each of them: 0 is context that the
-policy did not write; and ``token_rewards``, a number for each.
+policy did not write; and ``token_rewards``, a number for each. ``turns`` are the turns of a completion that
+is a conversation, the policy's last one at the end.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ def _completion_dict(completion: Completion) -> dict[str, Any]:
         made["loss_mask"] = [int(counts) for counts in completion.loss_mask]
     if completion.token_rewards is not None:
         made["token_rewards"] = list(completion.token_rewards)
+    if completion.turns:
+        made["turns"] = [{"role": turn.role, "content": turn.content} for turn in completion.turns]
     return made
 
 
@@ -144,6 +147,7 @@ def _completion(found: Any) -> Completion:
         float(at),
         None if mask is None else tuple(bool(counts) for counts in mask),
         None if rewards is None else tuple(float(reward) for reward in rewards),
+        turns(found["turns"], "turns") if found.get("turns") else (),
     )
 
 

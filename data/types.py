@@ -73,6 +73,9 @@ class Completion:
     None: all."""
     token_rewards: tuple[float, ...] | None = field(default=None, compare=False)
     """What each of ``token_ids`` is worth, read with ``loss.advantage=tokens``; None: nobody says."""
+    turns: tuple[Turn, ...] = ()
+    """The turns that ``text`` is made of, the policy's and those of who answered it, the policy's last one at
+    the end. Empty for a single answer."""
 
 
 @dataclass(frozen=True)

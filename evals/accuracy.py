@@ -23,7 +23,7 @@ from evals.base import Evaluation, Target, fingerprints
 from models.distributed import World, on_main
 from rollouts.generate import Request, settings_of
 from rollouts.samplers import Sample
-from rollouts.verify import Verifier
+from rollouts.verify import Verifier, answer_of
 
 MATHS = ("gsm8k", "math")
 MATH_VERIFY = "rollouts.rewards.verifier.accuracy"
@@ -134,7 +134,8 @@ def verified(
 ) -> list[Checked]:
     """Every answer with its verdict. Raises StoppedError for one that is neither 0 nor 1."""
     texts = [
-        [sample.completion(renderer.tokenizer).text or "" for sample in samples] for samples in of_prompt
+        [answer_of(prompt, sample, renderer) for sample in samples]
+        for prompt, samples in zip(asked, of_prompt, strict=True)
     ]
     flat = [
         (text, prompt.reference_answer) for prompt, each in zip(asked, texts, strict=True) for text in each
@@ -168,12 +169,12 @@ def items_of(by_kind: Mapping[str, list[Checked]], ks: Iterable[int]) -> Items:
 
 
 def summary(every: list[Checked]) -> dict[str, float]:
-    """``length`` (mean tokens, the stop token included), ``finished`` (share not cut by max_tokens),
-    ``no_verdict`` (share), and where there are several answers a prompt ``distinct`` (the mean share of
-    different texts among them)."""
+    """``length`` (mean tokens of the policy, the stop token included), ``finished`` (share not cut by
+    max_tokens), ``no_verdict`` (share), and where there are several answers a prompt ``distinct`` (the mean
+    share of different texts among them)."""
     samples = [sample for one in every for sample in one.samples]
     found = {
-        "length": fmean(len(s.token_ids) for s in samples),
+        "length": fmean(s.own_tokens for s in samples),
         "finished": fmean(s.finished for s in samples),
         "no_verdict": 1 - sum(len(one.known) for one in every) / len(samples),
     }

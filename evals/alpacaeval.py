@@ -42,6 +42,7 @@ from models.distributed import World
 from reports.metrics import plain
 from reports.provenance import git_commit, versions
 from rollouts.generate import Request, settings_of
+from rollouts.verify import answer_of
 
 OUTPUTS, ANNOTATIONS, CACHE = "outputs.json", "annotations.json", "judged.json"
 _NAMED = 3
@@ -170,8 +171,9 @@ def sampled(
     """The target's answers, in AlpacaEval's format."""
     renderer = _renderer(target, reference)
     request = Request("answers to AlpacaEval", 1, settings_of(target.config))
-    [drawn] = answers.sample(target, renderer, [prompt_of(row) for row in reference], [request], world)
-    texts = [sample.completion(renderer.tokenizer).text or "" for [sample] in drawn]
+    prompts = [prompt_of(row) for row in reference]
+    [drawn] = answers.sample(target, renderer, prompts, [request], world)
+    texts = [answer_of(p, sample, renderer) for p, [sample] in zip(prompts, drawn, strict=True)]
     name = f"{target.name}-{made['weights'][:8]}"
     outputs = [
         {

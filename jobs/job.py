@@ -22,6 +22,7 @@ from config.cli import say_what_is_idle
 from config.schema import Config
 from data.chat import make_renderer
 from data.quality import DataReport
+from jobs import idle_humanline
 from jobs.assembly import Offline, check_budget, check_ranks, make_loss, trainer_class
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator
@@ -29,7 +30,7 @@ from jobs.initial_scores import initial_scores
 from jobs.lengths import planned
 from jobs.likelihood import choose_groups, clippable_share, completion_means
 from jobs.memory_plan import describe_memory
-from jobs.online import Online, make_online_plan
+from jobs.online import Online, make_online_plan, round_steps
 from jobs.patience import EnoughError
 from jobs.plan import first_example, make_plan, training_segment
 from jobs.retention import InitialKL, load_second_task
@@ -49,6 +50,7 @@ from reports.provenance import scrub_text
 from reports.report import final_table, write_report
 from reports.trackers import check_trackers
 from reports.tracking import Tracker
+from rollouts.environments.play import Conversations, make_conversations
 from rollouts.verify import embedded_sampler, make_accuracy
 from trainers.basic import BasicTrainer
 from trainers.corrections import check_correction
@@ -61,6 +63,8 @@ class Job:
     def __init__(self, config: Config, folder: RunFolder, world: World) -> None:
         """``folder``: where the run lies; claimed, unless this is a dry run."""
         self.config, self.folder, self.world = config, folder, world
+        self.online: Online | None = None
+        self.conversations: Conversations | None = None
         disable_progress_bar()  # transformers draws one for every file; the run has its own
         self.say(f"{folder.name}: {config.variant} {config.loss['name']}, {world.size} x {world.device.type}")
         check_trackers(config.trackers)
@@ -90,6 +94,7 @@ class Job:
         check_budget(config, self.plan.train)
         if config.data.verifier is not None:
             import_function("data.verifier", config.data.verifier)
+            self.conversations = make_conversations(config, self.renderer, folder.path / "logs")
         self.second_task = load_second_task(config, self.renderer)
         self.report = DataReport.of(
             self.plan.loaded, self.plan.evaluation, self.plan.examples, self.plan.cuts
@@ -110,6 +115,15 @@ class Job:
                 f"{self.plan.train.n_examples} in all, "
                 f"{self.plan.steps} steps of {config.model.batch_size}"
             )
+
+        if (said := self.idle_humanline()) is not None:
+            self.say(said)
+
+    def idle_humanline(self) -> str | None:
+        """That humanline can change nothing in this run, where it is so."""
+        if self.online is not None:
+            return idle_humanline.notice(self.config, *round_steps(self.config, self.trainer_class))
+        return idle_humanline.notice(self.config, [part.steps for part in self.plan.parts], exact=True)
 
     def make_longer(self) -> None:
         """Plan the stretches of a run that goes on longer than it was planned to. Raises ConfigError for one
@@ -182,7 +196,9 @@ class Job:
 
     def make_evaluator(self, trainer: BasicTrainer, policy: Policy) -> Evaluator:
         config, held_out = self.config, self.plan.evaluation.groups
-        accuracy = make_accuracy(config, policy, self.renderer, held_out, self.world)
+        accuracy = make_accuracy(
+            config, policy, self.renderer, held_out, self.world, player=self.conversations
+        )
         retained = initial_kl = None
         if self.second_task is not None:
             task, groups = self.second_task
@@ -315,7 +331,9 @@ class Job:
         self.say("\n" + final_table(summary))
 
     def close(self) -> None:
-        """End the processes that rounds have started."""
+        """End the processes that rounds and evaluations have started."""
+        if self.conversations is not None:
+            self.conversations.close()
         if self.online is not None:
             self.online.close()
 

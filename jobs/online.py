@@ -3,6 +3,7 @@ loaded."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Protocol
 
@@ -46,9 +47,7 @@ def make_online_plan(config: Config, trainer: type[BasicTrainer], renderer: Rend
         f"data={config.data.name} has {len(prompts)} prompts to sample, and none comes twice in a round",
     )
     _check_references(config, prompts)
-    per_context = (
-        rounds.samples if rounds.feedback in ("threshold", "group") else 2 // trainer.rows_per_example
-    )
+    per_context = examples_per_context(config, trainer)
     row = Sequence(np.zeros(config.model.max_prompt_length, np.int32), np.zeros(config.max_tokens, np.int32))
     batch = (Example("", (row,) * trainer.rows_per_example),) * config.model.batch_size
     held_out = make_examples(evaluation.groups[: config.n_eval_examples], trainer.view_of(config), renderer)
@@ -64,6 +63,26 @@ def make_online_plan(config: Config, trainer: type[BasicTrainer], renderer: Rend
         examples=Examples((), dict(reasons)),
         cuts=cuts,
     )
+
+
+def examples_per_context(config: Config, trainer: type[BasicTrainer]) -> int:
+    """Examples that a context gives at most."""
+    rounds = config.rounds
+    return rounds.samples if rounds.feedback in ("threshold", "group") else 2 // trainer.rows_per_example
+
+
+def round_steps(config: Config, trainer: type[BasicTrainer]) -> tuple[list[int], bool]:
+    """(the steps of each round at most, whether they are so many unless samples go without a verdict)."""
+    rounds, left = config.rounds, config.rounds.contexts
+    contexts: list[int] = []
+    while left > 0:
+        sampled = min(left, rounds.sampled(len(contexts)))
+        contexts.append(sampled + rounds.replayed(len(contexts)))
+        left -= sampled
+    each = examples_per_context(config, trainer) * rounds.passes
+    keeps_all = rounds.fill or rounds.feedback == "threshold" or rounds.keeps_equal
+    steps = [math.ceil(count * each / config.model.batch_size) for count in contexts]
+    return steps, keeps_all and rounds.examples is None
 
 
 def _check_references(config: Config, prompts: list[Prompt]) -> None:
@@ -147,5 +166,6 @@ class Online:
         """End the processes of sampler and reward."""
         if self.engine is not None:
             self.engine.close()
+        self.sampling.close()
         if self.reward is not None:
             self.reward.close()

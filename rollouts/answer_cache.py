@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from data.types import Turn
 from reports.provenance import versions
 from rollouts.samplers import Sample
 
@@ -25,7 +26,7 @@ from rollouts.samplers import Sample
 def _code() -> str:
     """A digest of the code that decides what is sampled, committed or not."""
     root = Path(__file__).parents[1]
-    files = (path for part in ("models", "rollouts") for path in sorted((root / part).glob("*.py")))
+    files = (path for part in ("models", "rollouts") for path in sorted((root / part).rglob("*.py")))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
@@ -49,10 +50,7 @@ class AnswerCache:
                 raw = json.loads(line)
                 if raw.pop("sha256") != _digest(raw):
                     continue
-                found[raw["prompt_id"]] = [
-                    Sample(tuple(one["token_ids"]), one["finished"], tuple(one["logprobs"]))
-                    for one in raw["samples"]
-                ]
+                found[raw["prompt_id"]] = [_sample(one) for one in raw["samples"]]
             except (ValueError, KeyError, TypeError):
                 continue
         return found
@@ -77,6 +75,18 @@ class AnswerCache:
             stream.write("".join(json.dumps(line) + "\n" for line in lines).encode())
             stream.flush()
             os.fsync(stream.fileno())
+
+
+def _sample(one: Mapping[str, Any]) -> Sample:
+    """What ``asdict`` made of a sample, back from JSON."""
+    mask = one["loss_mask"]
+    return Sample(
+        tuple(one["token_ids"]),
+        one["finished"],
+        tuple(one["logprobs"]),
+        None if mask is None else tuple(mask),
+        tuple(Turn(**turn) for turn in one["turns"]),
+    )
 
 
 def _digest(line: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from data.types import Prompt
 from models.distributed import World, gather_objects, on_main
@@ -35,7 +36,7 @@ class Answers:
         """This rank's prompts."""
         return self.prompts[self.world.rank :: self.world.size]
 
-    def use_cache(self, cache_dir: Path, parts: Mapping[str, str]) -> None:
+    def use_cache(self, cache_dir: Path, parts: Mapping[str, Any]) -> None:
         """Let calls with ``initial`` take the initial weights' answers from ``cache_dir``, and leave them
         there. ``parts``: what answers depend on beside the sampling."""
         drawn = {"settings": asdict(self.settings), "n": self.n, "seed": self.seed}

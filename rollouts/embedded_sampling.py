@@ -14,6 +14,7 @@ from models.distributed import World
 from models.loading import load_sharded
 from models.policy import Policy
 from rollouts.engines import EmbeddedEngine
+from rollouts.environments.play import make_conversations
 from rollouts.samplers import EmbeddedSampler
 from rollouts.sampling import refuse_options
 
@@ -27,19 +28,34 @@ class EmbeddedSampling:
 
     def __init__(self, config: Config, renderer: Renderer, world: World, log_dir: Path) -> None:
         refuse_options(config)
+        self.conversations = make_conversations(config, renderer, log_dir)
         self.config, self.renderer, self.world = config, renderer, world
         self.rows = config.sampler.batch_size or config.model.eval_batch_size
 
     def engine(self, policy: Policy, prompts: list[Prompt]) -> EmbeddedEngine:
         several = self.world.size > 1
         device = self.world.device
-        sampler = EmbeddedSampler(policy, self.renderer, device, batch_size=self.rows, synced=several)
+        sampler = EmbeddedSampler(
+            policy,
+            self.renderer,
+            device,
+            batch_size=self.rows,
+            synced=several,
+            player=self.conversations,
+        )
         return EmbeddedEngine(sampler, self.world)
 
     @contextmanager
     def opened(self) -> Iterator[EmbeddedEngine]:
         policy, _ = load_sharded(self.config.model, self.world)
-        yield self.engine(policy, [])
+        try:
+            yield self.engine(policy, [])
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if self.conversations is not None:
+            self.conversations.close()
 
     def part(self, prompts: int, n: int) -> int:
         """A batch's worth on every rank."""

@@ -16,6 +16,7 @@ from data.types import Prompt
 from models.distributed import World, on_main
 from reports.progress import progress
 from rollouts.answer_cache import AnswerCache
+from rollouts.environments.play import facts_of, source_digest
 from rollouts.samplers import Sample, SamplingSettings
 from rollouts.sampling import make_sampling
 from rollouts.weights import weights_digest
@@ -103,6 +104,8 @@ def _kept(
         "model": [model.dtype, model.attn_implementation, model.max_length, model.max_prompt_length],
         "sampler": [sampler.name, sampler.dtype],
         "logit_temperature": model.logit_temperature,
+        **facts_of(config),
+        **source_digest(config),
     }
     kept = [
         AnswerCache(Path(config.cache_dir), shared | {"n": request.n, "settings": asdict(request.settings)})

@@ -7,6 +7,7 @@ Rank 0 alone does this. What is already on disk, made from the same inputs, is n
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
 import time
 from collections import Counter
@@ -18,11 +19,12 @@ from typing import Any
 from config.schema import Config
 from data.chat import Renderer
 from data.groups import to_dict
-from data.types import Group, Prompt
+from data.types import Completion, Group, Prompt
 from rollouts.engines import Engine
+from rollouts.environments.play import facts_of
 from rollouts.ledger import Line, RoundFolder, sampled_line, sampled_of
 from rollouts.rewards.base import Reward
-from rollouts.rounds import PromptSchedule, SampledPrompt, feedback
+from rollouts.rounds import PromptSchedule, SampledPrompt, asked_and_answered, feedback, own_tokens
 from rollouts.samplers import SamplingSettings
 
 Facts = dict[str, Any]
@@ -113,6 +115,7 @@ class RoundBuilder:
             "sampler": self.config.sampler.name,
             "samples": self.config.rounds.samples,
             **asdict(self.settings),
+            **facts_of(self.config),
         }
 
     def _sample(
@@ -134,6 +137,7 @@ class RoundBuilder:
 
     def _draw(self, prompts: list[Prompt], seed: int) -> list[Line]:
         how = {"sampler": self.config.sampler.name, **asdict(self.settings), "seed": seed}
+        how |= facts_of(self.config)
         answers = self.engine.sample(prompts, self.config.rounds.samples, self.settings, seed)
         lines, temperature = [], self.config.model.logit_temperature
         for prompt, samples in zip(prompts, answers, strict=True):
@@ -169,7 +173,7 @@ class RoundBuilder:
             stage: sum(stages[f"{stage}{suffix}"]["seconds"] for suffix in parts)
             for stage in ("samples", "scores")
         }
-        lengths = [len(c.token_ids or ()) for c in every]
+        lengths = [own_tokens(c) for c in every]
         return {
             "metrics": {
                 "reward": fmean(given) if given else None,
@@ -181,6 +185,7 @@ class RoundBuilder:
                 "sample_seconds": seconds["samples"],
                 "score_seconds": seconds["scores"],
                 "sample_tokens_per_second": sum(lengths) / max(seconds["samples"], 1e-9),
+                **(conversation_metrics(every) if self.config.environment.plays else {}),
                 **self._means(folder, parts),
             }
         }
@@ -194,6 +199,15 @@ class RoundBuilder:
                 if name.startswith("reward_"):
                     sums.setdefault(name, []).append((value, scored))
         return {name: sum(v * n for v, n in of) / sum(n for _, n in of) for name, of in sums.items()}
+
+
+def conversation_metrics(completions: list[Completion]) -> dict[str, float]:
+    """``turns`` of the policy and ``environment_tokens``, a completion; ``truncated``: how many were cut."""
+    return {
+        "turns": fmean(max(1, sum(turn.role == "assistant" for turn in c.turns)) for c in completions),
+        "environment_tokens": fmean(len(c.token_ids or ()) - own_tokens(c) for c in completions),
+        "truncated": sum(not c.finished for c in completions),
+    }
 
 
 def reward_settings(config: Config) -> Facts:
@@ -218,7 +232,10 @@ def score_lines(reward: Reward, sampled: list[SampledPrompt], renderer: Renderer
     lines = []
     for one in sampled:
         tokens = [next(flat) for _ in one.completions]
-        means = [None if found is None else fmean(found) for found in tokens]
+        means = [
+            None if found is None else math.fsum(found) / own_tokens(completion)
+            for found, completion in zip(tokens, one.completions, strict=True)
+        ]
         lines.append({"id": one.prompt.id, "scores": means, "token_rewards": tokens})
     return lines
 
@@ -242,7 +259,7 @@ def with_token_rewards(sampled: list[SampledPrompt], lines: list[Line]) -> list[
 def score_samples(reward: Reward, sampled: list[SampledPrompt]) -> list[list[float | None]]:
     """Every sample's reward, None for no verdict; the reward model's memory is given back. Raises
     RewardError."""
-    pairs = [(one.prompt, c.text or "") for one in sampled for c in one.completions]
+    pairs = [asked_and_answered(one.prompt, c) for one in sampled for c in one.completions]
     try:
         flat = iter(reward.score([prompt for prompt, _ in pairs], [text for _, text in pairs]))
     finally:

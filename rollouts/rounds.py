@@ -102,6 +102,20 @@ def with_scores(sampled: SampledPrompt, scores: Sequence[float | None]) -> Group
     return Group(sampled.prompt, tuple(c for c, _ in kept), tuple(s for _, s in kept))
 
 
+def asked_and_answered(prompt: Prompt, completion: Completion) -> tuple[Prompt, str]:
+    """What a reward is asked about, and the answer: of a conversation its last turn, and all of it before."""
+    if not completion.turns:
+        return prompt, completion.text or ""
+    *before, last = completion.turns
+    return replace(prompt, turns=(*prompt.turns, *before)), last.content
+
+
+def own_tokens(completion: Completion) -> int:
+    """How many of a completion's tokens the policy wrote."""
+    mask = completion.loss_mask
+    return len(completion.token_ids or ()) if mask is None else sum(mask)
+
+
 def _random_pair(group: Group, tau: float, seed: int) -> tuple[int, int] | None:
     """Two completions whose rewards differ, by ``tau`` or more, each such pair as likely; the better one
     first."""

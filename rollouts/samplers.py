@@ -9,7 +9,7 @@ drawn. The trainer scores samples itself.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -28,7 +28,7 @@ from transformers import (
 
 from common.errors import require
 from data.chat import Renderer, vocabulary_fingerprint
-from data.types import Completion, Prompt
+from data.types import Completion, Prompt, Turn
 from models.distributed import gather_objects, reshard
 from models.policy import Policy, causal_lm
 
@@ -53,7 +53,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sampled answer."""
+    """One sampled answer, or a conversation with an environment."""
 
     token_ids: tuple[int, ...]
     """ends with the stop token if ``finished``"""
@@ -61,7 +61,16 @@ class Sample:
     """False when it was cut by max_tokens: it has no stop token then"""
     logprobs: tuple[float, ...] = field(default=(), compare=False)
     """log mu: what the sampling policy thought of each token, nats, at model.logit_temperature and without
-    top-p; () where the sampler cannot say"""
+    top-p; nan of an environment's tokens; () where the sampler cannot say"""
+    loss_mask: tuple[bool, ...] | None = None
+    """which tokens the policy wrote; None: all"""
+    turns: tuple[Turn, ...] = ()
+    """``Completion.turns``"""
+
+    @property
+    def own_tokens(self) -> int:
+        """How many of the tokens the policy wrote."""
+        return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
 
     def completion(self, tokenizer: PreTrainedTokenizerBase, temperature: float = 1.0) -> Completion:
         """As the record of a groups file: the ids, which are trained on as they are, and the text, for
@@ -73,6 +82,8 @@ class Sample:
             vocabulary_fingerprint(tokenizer),
             self.logprobs or None,
             temperature if self.logprobs else 1.0,
+            self.loss_mask,
+            turns=self.turns,
         )
 
 
@@ -88,13 +99,30 @@ class Sampler(Protocol):
 
 
 @dataclass(frozen=True)
-class _Row:
-    """One sample to be made: where it goes, and its prompt's tokens."""
+class Row:
+    """One sample to be drawn."""
 
-    prompt: int
+    key: str
+    """what its random numbers belong to, with ``index`` and the seed: its prompt's id"""
     index: int
-    prompt_id: str
-    prompt_ids: np.ndarray
+    ids: np.ndarray
+    """[P] int32: the tokens that it goes on behind"""
+    max_tokens: int
+
+
+Draw = Callable[[list[Row], SamplingSettings, int, tuple[int, ...]], list[Sample]]
+"""(rows, settings, seed, the tokens that end a sample) -> their samples, in order."""
+
+
+class Player(Protocol):
+    """Who answers the policy while it is sampled (``rollouts.environments.play``)."""
+
+    def play(
+        self, draw: Draw, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int, synced: bool
+    ) -> list[list[Sample]]:
+        """``n`` conversations from each prompt on. ``synced``: every rank plays a share, and calls ``draw``
+        as often as the others."""
+        ...
 
 
 class EmbeddedSampler:
@@ -106,11 +134,19 @@ class EmbeddedSampler:
     """
 
     def __init__(
-        self, policy: Policy, renderer: Renderer, device: torch.device, *, batch_size: int, synced: bool
+        self,
+        policy: Policy,
+        renderer: Renderer,
+        device: torch.device,
+        *,
+        batch_size: int,
+        synced: bool,
+        player: Player | None = None,
     ) -> None:
         """``batch_size``: rows generated at once. ``synced``: the policy is sharded over several ranks, each
         of which samples a share of its own: every rank runs as many forwards as the slowest, and must call
-        ``sample`` even if its share is empty."""
+        ``sample`` even if its share is empty. ``player``: who answers the policy; None: nobody."""
+        self.player = player
         self.policy, self.renderer, self.device = policy, renderer, device
         self.batch_size, self.synced = batch_size, synced
 
@@ -118,30 +154,38 @@ class EmbeddedSampler:
         self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
     ) -> list[list[Sample]]:
         """``n`` answers to each prompt. Raises DataError for a prompt that cannot be rendered."""
-        ids = [self.renderer.prompt_ids(prompt) for prompt in prompts]
-        rows = [_Row(p, i, prompt.id, ids[p]) for p, prompt in enumerate(prompts) for i in range(n)]
-        rows.sort(key=lambda row: -len(row.prompt_ids))
-        batches = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
+        if self.player is not None:
+            return self.player.play(self.draw, prompts, n, settings, seed, self.synced)
+        rows = rows_of(self.renderer, prompts, n, settings)
+        drawn = self.draw(rows, settings, seed, self.renderer.stop_token_ids)
+        return [drawn[i : i + n] for i in range(0, len(drawn), n)]
+
+    def draw(
+        self, rows: list[Row], settings: SamplingSettings, seed: int, stops: tuple[int, ...]
+    ) -> list[Sample]:
+        """A sample of each row, which ends with one of ``stops`` or at its own ``max_tokens``."""
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
+        batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
         rounds = max(gather_objects(len(batches))) if self.synced else len(batches)
-        out: list[list[Sample]] = [[Sample((), False)] * n for _ in prompts]
+        out = [Sample((), False)] * len(rows)
         for batch in batches:
-            for row, sample in zip(batch, self._generate(batch, settings, seed), strict=True):
-                out[row.prompt][row.index] = sample
+            drawn = self._generate([rows[i] for i in batch], settings, seed, stops)
+            for i, sample in zip(batch, drawn, strict=True):
+                out[i] = sample
         for _ in range(rounds - len(batches)):
-            self._generate([_Row(0, 0, "", np.array(self.renderer.stop_token_ids[:1]))], settings, seed)
+            self._generate([Row("", 0, np.array(stops[:1]), settings.max_tokens)], settings, seed, stops)
         return out
 
-    def _generate(self, rows: list[_Row], settings: SamplingSettings, seed: int) -> list[Sample]:
-        stops = list(self.renderer.stop_token_ids)
-        input_ids, attention_mask = left_padded([row.prompt_ids for row in rows], stops[0])
-        width = input_ids.shape[1]
+    def _generate(
+        self, rows: list[Row], settings: SamplingSettings, seed: int, stops: tuple[int, ...]
+    ) -> list[Sample]:
+        input_ids, attention_mask = left_padded([row.ids for row in rows], stops[0])
+        width, longest = input_ids.shape[1], max(row.max_tokens for row in rows)
         config = GenerationConfig(
-            max_new_tokens=settings.max_tokens, do_sample=False, eos_token_id=stops, pad_token_id=stops[0]
+            max_new_tokens=longest, do_sample=False, eos_token_id=list(stops), pad_token_id=stops[0]
         )
         draws = (
-            []
-            if settings.temperature == 0
-            else [uniforms(seed, row.prompt_id, row.index, settings.max_tokens) for row in rows]
+            [] if settings.temperature == 0 else [uniforms(seed, row.key, row.index, longest) for row in rows]
         )
         logprobs = ChosenLogprobs(self.policy.temperature)
         with without_generation_defaults(self.policy):
@@ -154,9 +198,20 @@ class EmbeddedSampler:
             )
         reshard(self.policy)
         return [
-            _ended(row, values, set(stops), settings.max_tokens)
-            for row, values in zip(tokens[:, width:].tolist(), logprobs.values(), strict=True)
+            _ended(made, values, set(stops), row.max_tokens)
+            for row, made, values in zip(rows, tokens[:, width:].tolist(), logprobs.values(), strict=True)
         ]
+
+
+def rows_of(renderer: Renderer, prompts: list[Prompt], n: int, settings: SamplingSettings) -> list[Row]:
+    """``n`` rows of each prompt, those of one prompt together. Raises DataError for a prompt that cannot be
+    rendered."""
+    ids = [renderer.prompt_ids(prompt) for prompt in prompts]
+    return [
+        Row(prompt.id, i, of_prompt, settings.max_tokens)
+        for prompt, of_prompt in zip(prompts, ids, strict=True)
+        for i in range(n)
+    ]
 
 
 def left_padded(rows: list[np.ndarray], pad: int) -> tuple[Tensor, Tensor]:

@@ -50,6 +50,9 @@ class Sampling(Protocol):
         """How many prompts, ``n`` answers each, are answered between two movements of a progress bar."""
         ...
 
+    def close(self) -> None:
+        """End what it started beside the engine and what ``opened`` gives."""
+
 
 def make_sampling(config: Config, renderer: Renderer, world: World, log_dir: Path) -> Sampling:
     """The sampler that the settings name. What its processes print goes to ``log_dir``. Raises

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from common.imports import import_function
 from config.schema import Config
@@ -14,7 +15,9 @@ from data.views import prompts_of
 from models.distributed import World, gather_objects
 from models.policy import Policy
 from rollouts.answers import Answers
-from rollouts.samplers import EmbeddedSampler, Sampler, SamplingSettings
+from rollouts.environments.play import facts_of, source_digest
+from rollouts.rounds import asked_and_answered
+from rollouts.samplers import EmbeddedSampler, Player, Sample, Sampler, SamplingSettings
 
 Verifier = Callable[[list[str], list[str | None]], list[float | None]]
 """(completions, reference answers) -> verdicts in [0, 1]; None: no verdict, which is not a 0."""
@@ -48,8 +51,10 @@ class Accuracy:
         max_tokens: int,
         seed: int = 0,
         samples: int = 1,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
-        self.verifier, self.renderer = verifier, renderer
+        """``facts``: what answers depend on beside what ``use_cache`` is given."""
+        self.verifier, self.renderer, self.facts = verifier, renderer, facts or {}
         sampled = SamplingSettings(TEMPERATURE, 1.0, max_tokens)
         greedy = SamplingSettings(0.0, 1.0, max_tokens)
         self.answers = {
@@ -63,7 +68,7 @@ class Accuracy:
         """Let calls with ``initial`` take the initial weights' answers from ``cache_dir``, and leave them
         there. ``parts``: what answers depend on beside the sampling."""
         for answers in self.answers.values():
-            answers.use_cache(cache_dir, parts)
+            answers.use_cache(cache_dir, {**parts, **self.facts})
 
     def __call__(self, initial: bool = False) -> dict[str, float | None]:
         """``initial``: the policy has its initial weights."""
@@ -73,17 +78,19 @@ class Accuracy:
     def _measure(self, kind: str, initial: bool) -> float | None:
         answers = self.answers[kind]
         sampled = answers.mine(initial)
-        texts = [
-            sample.completion(self.renderer.tokenizer).text or ""
-            for of_prompt in sampled
-            for sample in of_prompt
-        ]
         mine = [prompt for prompt in answers.share for _ in range(answers.n)]
+        flat = [sample for of_prompt in sampled for sample in of_prompt]
+        texts = [answer_of(p, sample, self.renderer) for p, sample in zip(mine, flat, strict=True)]
         verdicts = self.verifier(texts, [p.reference_answer for p in mine])
         for prompt, text, verdict in list(zip(mine, texts, verdicts, strict=True))[:SHOWN]:
             self.samples.append((kind, prompt.turns[-1].content, text, prompt.reference_answer, verdict))
         known = [v for part in gather_objects(verdicts) for v in part if v is not None]
         return sum(known) / len(known) if known else None
+
+
+def answer_of(prompt: Prompt, sample: Sample, renderer: Renderer) -> str:
+    """The text that is checked: the answer, of a conversation the last one."""
+    return asked_and_answered(prompt, sample.completion(renderer.tokenizer))[1]
 
 
 def make_accuracy(
@@ -93,10 +100,11 @@ def make_accuracy(
     held_out: list[Group],
     world: World,
     task: DataConfig | None = None,
+    player: Player | None = None,
 ) -> Accuracy | None:
     """What evaluation calls, or None where answers cannot be checked: the verifier of ``task`` (None:
     ``data``) is none, or no held-out prompt has a reference answer. Prompts are taken by their id, so that
-    fewer of them are a fair draw. Raises ConfigError."""
+    fewer of them are a fair draw. ``player``: who answers the policy. Raises ConfigError."""
     data, key = (config.data, "data.verifier") if task is None else (task, "retention.verifier")
     if data.verifier is None:
         return None
@@ -106,18 +114,26 @@ def make_accuracy(
     if not prompts:
         return None
     return Accuracy(
-        embedded_sampler(config, policy, renderer, world),
+        embedded_sampler(config, policy, renderer, world, player),
         prompts,
         verifier,
         renderer,
         world,
         config.model.max_length - config.model.max_prompt_length,
         samples=config.n_eval_samples,
+        facts={} if player is None else {**facts_of(config), **source_digest(config)},
     )
 
 
-def embedded_sampler(config: Config, policy: Policy, renderer: Renderer, world: World) -> EmbeddedSampler:
-    """The policy as an evaluation's sampler."""
+def embedded_sampler(
+    config: Config, policy: Policy, renderer: Renderer, world: World, player: Player | None = None
+) -> EmbeddedSampler:
+    """The policy as an evaluation's sampler. ``player``: who answers it."""
     return EmbeddedSampler(
-        policy, renderer, world.device, batch_size=config.model.eval_batch_size, synced=world.size > 1
+        policy,
+        renderer,
+        world.device,
+        batch_size=config.model.eval_batch_size,
+        synced=world.size > 1,
+        player=player,
     )

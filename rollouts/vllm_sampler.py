@@ -26,7 +26,7 @@ from common.worker_process import WorkerError, WorkerProcess
 from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt, Sequence
-from rollouts.samplers import Sample, SamplingSettings
+from rollouts.samplers import Player, Row, Sample, SamplingSettings, rows_of
 from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow
 
 WORKER = "rollouts.vllm_worker"
@@ -50,12 +50,14 @@ class VllmSampler:
         dtype: str,
         log_dir: Path,
         temperature: float = 1.0,
+        player: Player | None = None,
     ) -> None:
         """``max_length``: longest prompt and completion together (model.max_length); ``dtype``: the trainer's
         compute dtype, which sampler.dtype overrides; ``log_dir``: for the engines' output; ``temperature``:
-        the one at which samples' log-probabilities are wanted (model.logit_temperature). Raises ConfigError
-        if vLLM is not installed."""
+        the one at which samples' log-probabilities are wanted (model.logit_temperature); ``player``: who
+        answers the policy, None: nobody. Raises ConfigError if vLLM is not installed."""
         require_installed()
+        self.player = player
         self.config, self.renderer, self.log_dir = config, renderer, log_dir
         self.version: int | None = None
         """version of the weights that samples would come from; None before the first load and while asleep"""
@@ -99,30 +101,41 @@ class VllmSampler:
     ) -> list[list[Sample]]:
         """``n`` answers to each prompt, with what the engine believed of them. Raises DataError if one cannot
         be rendered, and WorkerError."""
-        stops = self.renderer.stop_token_ids
-        rows = [(prompt.id, self.renderer.prompt_ids(prompt).tolist()) for prompt in prompts]
+        if self.player is not None:
+            return self.player.play(self.draw, prompts, n, settings, seed, synced=False)
+        rows = rows_of(self.renderer, prompts, n, settings)
+        samples = self.draw(rows, settings, seed, self.renderer.stop_token_ids, together=n)
+        return [samples[i : i + n] for i in range(0, len(samples), n)]
+
+    def draw(
+        self,
+        rows: list[Row],
+        settings: SamplingSettings,
+        seed: int,
+        stops: tuple[int, ...],
+        together: int = 1,
+    ) -> list[Sample]:
+        """A sample of each row, which ends with one of ``stops`` or at its own ``max_tokens``. ``together``:
+        rows of one prompt, which no two engines share. Raises WorkerError."""
         requests = [
             GenerateRequest(
-                row,
+                row.ids.tolist(),
                 settings.temperature,
                 settings.top_p,
-                settings.max_tokens,
+                row.max_tokens,
                 stops,
-                sample_seed(seed, prompt_id, i),
+                sample_seed(seed, row.key, row.index),
             )
-            for prompt_id, row in rows
-            for i in range(n)
+            for row in rows
         ]
         # Dealt out in runs, not one by one: the samples of a prompt share its part of the KV cache.
-        bounds = [
-            len(prompts) * k // self.config.data_parallel * n for k in range(self.config.data_parallel + 1)
-        ]
+        engines, prompts = self.config.data_parallel, len(rows) // together
+        bounds = [prompts * k // engines * together for k in range(engines + 1)]
         self._require_weights()
         answers = self._ask("generate", [(requests[i:j],) for i, j in pairwise(bounds)], self.config.timeout)
         drawn: list[Generated] = [each for answer in answers for each in answer]
         says = says_logprobs(settings, self._options.temperature)
-        samples = [Sample(each.token_ids, each.finished, each.logprobs if says else ()) for each in drawn]
-        return [samples[i : i + n] for i in range(0, len(samples), n)]
+        return [Sample(each.token_ids, each.finished, each.logprobs if says else ()) for each in drawn]
 
     def logprobs(self, rows: list[Sequence]) -> list[list[list[float]]]:
         """Log-probabilities of each row's completion tokens, nats, by every engine: [engines][rows][tokens].

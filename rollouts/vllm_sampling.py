@@ -15,6 +15,7 @@ from data.types import Prompt
 from models.distributed import World
 from models.policy import Policy
 from rollouts.engines import VllmEngine, probe_rows
+from rollouts.environments.play import make_conversations
 from rollouts.samplers import SamplingSettings
 from rollouts.sampling import refuse_options
 from rollouts.vllm_sampler import VllmSampler, require_installed, says_logprobs
@@ -38,6 +39,7 @@ class VllmSampling:
         refuse_options(config)
         check_logprobs(config)
         self.config, self.renderer, self.world, self.log_dir = config, renderer, world, log_dir
+        self.conversations = make_conversations(config, renderer, log_dir)
 
     def sampler(self) -> VllmSampler:
         """The engines, not started yet."""
@@ -49,6 +51,7 @@ class VllmSampling:
             dtype=model.dtype,
             log_dir=self.log_dir,
             temperature=model.logit_temperature,
+            player=self.conversations,
         )
 
     def engine(self, policy: Policy, prompts: list[Prompt]) -> VllmEngine:
@@ -65,7 +68,14 @@ class VllmSampling:
         )
         with self.sampler() as vllm:
             vllm.load(model_folder(self.config), 0)
-            yield OneProcess(vllm)
+            try:
+                yield OneProcess(vllm)
+            finally:
+                self.close()
+
+    def close(self) -> None:
+        if self.conversations is not None:
+            self.conversations.close()
 
     def part(self, prompts: int, n: int) -> int:
         return max(math.ceil(prompts / PARTS), math.ceil(IN_FLIGHT / n))

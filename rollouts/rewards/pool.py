@@ -42,15 +42,22 @@ class Pool:
     pickled. Processes start when they are first needed and live until ``close``.
 
     What they print, and the tracebacks of what they raise, goes to ``log_dir``: ``reward-0.log``,
-    ``reward-1.log``, …, one for each process at a time. The folder is made with the first task: until then a
-    run may still be refused, and leaves nothing. With None it goes nowhere.
+    ``reward-1.log``, … (``log_name``), one for each process at a time. The folder is made with the first
+    task: until then a run may still be refused, and leaves nothing. With None it goes nowhere.
     """
 
     def __init__(
-        self, loader: str, argument: Any, *, workers: int, timeout: float, log_dir: Path | None = None
+        self,
+        loader: str,
+        argument: Any,
+        *,
+        workers: int,
+        timeout: float,
+        log_dir: Path | None = None,
+        log_name: str = LOG_NAME,
     ) -> None:
         self.loader, self.argument, self.workers, self.timeout = loader, argument, workers, timeout
-        self.log_dir = log_dir
+        self.log_dir, self.log_name = log_dir, log_name
         self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
         self._logs_in_use: set[Path] = set()
         self._lock = threading.Lock()
@@ -111,7 +118,7 @@ class Pool:
 
     def _log(self, number: int) -> Path:
         assert self.log_dir is not None
-        return self.log_dir / LOG_NAME.format(number)
+        return self.log_dir / self.log_name.format(number)
 
     def _discard(self, worker: WorkerProcess) -> None:
         worker.close(grace=0.0)

@@ -89,18 +89,24 @@ class Teacher(ABC):
         verdicts: list[tuple[float, ...] | Missing] = [self._refused(*sample) for sample in samples]
         left = [i for i, verdict in enumerate(verdicts) if not verdict]
         for i, found in zip(left, self.logprobs([samples[i] for i in left]), strict=True):
-            known = samples[i][1].behavior_logprobs or ()
+            known, own = samples[i][1].behavior_logprobs or (), _own(samples[i][1])
             verdicts[i] = (
                 found
                 if isinstance(found, Missing)
-                else tuple(float(v - mu) for v, mu in zip(found, known, strict=True))
+                else tuple(
+                    float(v - mu) if mine else 0.0 for v, mu, mine in zip(found, known, own, strict=True)
+                )
             )
         return verdicts
 
     def _refused(self, prompt: np.ndarray, completion: Completion) -> tuple[float, ...] | Missing:
         """The reason why a sample has no verdict, or () where it may get one."""
         known, ids = completion.behavior_logprobs, completion.token_ids
-        if not ids or known is None or any(math.isnan(value) for value in known):
+        if (
+            not ids
+            or known is None
+            or any(mine and math.isnan(value) for value, mine in zip(known, _own(completion), strict=True))
+        ):
             return Missing(UNKNOWN)
         if len(prompt) + len(ids) > self.positions:
             return Missing(
@@ -113,6 +119,11 @@ class Teacher(ABC):
 
     def close(self) -> None:
         """End what it holds."""
+
+
+def _own(completion: Completion) -> tuple[bool, ...]:
+    """Of each token whether the policy wrote it: another's is worth 0."""
+    return completion.loss_mask or (True,) * len(completion.token_ids or ())
 
 
 class LocalTeacher(Teacher):

@@ -1,0 +1,84 @@
+"""The tokens that somebody else's turn adds to a conversation that is being sampled.
+
+The policy's tokens stay as they were sampled, and nothing before the turn is rendered again: what is added
+is what the chat template writes behind an answer, up to the point where the next one begins. So a template
+must write a longer conversation as a shorter one and something behind it; one that does not (it leaves out
+tool turns, or what was thought in earlier turns) would show the model other words than those it was trained
+on.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import jinja2
+
+from common.errors import ConfigError
+from data.chat import MARK, Renderer
+from data.types import Turn
+
+_ASK = Turn("user", "a")
+_ANSWER = "<think>\nb\n</think>\n\nc"
+"""An answer of the kind that some templates shorten once it is not the last one."""
+
+
+class AddedTurns:
+    """Turns of ``role`` (``tool``, ``user``, or ``assistant``: inside the policy's own turn) as token ids."""
+
+    def __init__(self, renderer: Renderer, role: str) -> None:
+        """Raises ConfigError for a chat template that cannot write such a turn behind an answer."""
+        self.renderer, self.role = renderer, role
+        if role != "assistant" and renderer.template is not None:
+            self._check()
+
+    def ids(self, content: str, closed: bool) -> list[int]:
+        """What stands between the policy's last token and its next one. ``closed``: that token ended its
+        turn."""
+        text = content
+        if self.role != "assistant":
+            end = "" if closed else self.renderer.end_text
+            text = end + (content if self.renderer.template is None else self._behind(content))
+        return self.renderer.encode_inside([text])[0] if text else []
+
+    def _behind(self, content: str) -> str:
+        """The template's text from the end of an answer's last token to the beginning of the next answer."""
+        turns = [_ASK, Turn("assistant", MARK), Turn(self.role, content)]
+        written = self.renderer.apply(turns, add_generation_prompt=True)
+        return written.partition(MARK)[2].removeprefix(self.renderer.end_text)
+
+    def _check(self) -> None:
+        try:
+            wrong = self._fault()
+        except jinja2.TemplateError as error:
+            wrong = f"the chat template refuses it behind an answer ({error})"
+        if wrong:
+            other = "tool" if self.role == "user" else "user"
+            raise ConfigError(
+                "environment.role",
+                self.role,
+                f"{wrong}; use environment.role={other}, or a template that can (model.chat_template)",
+            )
+
+    def _fault(self) -> str:
+        """What keeps the template from adding such a turn; "" where nothing does."""
+        if self.role == "tool" and not self.renderer.takes_tool:
+            return "the chat template has no tool turns"
+        ends = [self._written([MARK]), self._written([MARK, MARK])]
+        if not all(text.partition(MARK)[2].startswith(self.renderer.end_text) for text in ends):
+            return "the chat template closes an answer in another way where the conversation goes on"
+        for answer in ("b", _ANSWER):
+            opened = self.renderer.apply([_ASK], add_generation_prompt=True)
+            texts = [opened, self._written([answer]), self._written([answer, answer])]
+            if not all(later.startswith(before) for before, later in pairwise(texts)):
+                return (
+                    "the chat template writes the beginning of a conversation in another way once it goes "
+                    "on, so that the model would be shown other tokens than it sampled"
+                )
+            if answer not in texts[1]:
+                return "the chat template leaves out words of an earlier answer"
+        return ""
+
+    def _written(self, answers: list[str]) -> str:
+        """A question, and answers each of which is followed by a turn of the role."""
+        turns = [turn for a in answers for turn in (Turn("assistant", a), Turn(self.role, "d"))]
+        return self.renderer.apply([_ASK, *turns], add_generation_prompt=True)

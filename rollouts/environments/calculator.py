@@ -1,0 +1,66 @@
+r"""A calculator: ``<<12*7>>`` in the policy's turn is answered by ``84``.
+
+The marks are a regular expression, so that a tokenizer without such marks can call it too: with
+``environment.role=assistant``, ``environment.stops=["="]`` and ``environment.options.call=([0-9+]+)=$`` the
+sum behind each ``=`` is filled in, which is how calculation annotations are sampled in Cobbe et al. 2021
+(arXiv 2110.14168).
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+MOST_CHARACTERS = 200
+"""Of an expression: what is longer is not computed. Without powers none then takes any time."""
+
+_PAIRS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_LEADING_ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")
+
+
+def calculate(
+    conversation: list[dict[str, str]], *, call: str = "<<(.+?)>>", failed: str = "error"
+) -> str | None:
+    """The value of the last call in the policy's last turn; None, the end, where it has none. ``call``: a
+    regular expression whose first group is the expression; ``failed``: the answer where that has no value."""
+    calls = list(re.finditer(call, conversation[-1]["content"]))
+    if not calls:
+        return None
+    try:
+        return shown(value(calls[-1][1]))
+    except (SyntaxError, ValueError, ArithmeticError, MemoryError, RecursionError):
+        return failed
+
+
+def value(expression: str) -> Fraction:
+    """The exact value of numbers, + - * / and brackets. Raises SyntaxError, ValueError, ZeroDivisionError."""
+    if len(expression) > MOST_CHARACTERS:
+        raise ValueError(f"longer than {MOST_CHARACTERS} characters")
+    plain = _LEADING_ZEROS.sub("", expression.replace(",", "").replace("$", "").strip())
+    return _value(ast.parse(plain, mode="eval").body)
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Fraction(str(node.value))
+    if isinstance(node, ast.BinOp) and type(node.op) in _PAIRS:
+        return _PAIRS[type(node.op)](_value(node.left), _value(node.right))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        inner = _value(node.operand)
+        return -inner if isinstance(node.op, ast.USub) else inner
+    raise ValueError("only numbers, + - * / and brackets are computed")
+
+
+def shown(number: Fraction) -> str:
+    """A whole number as it is, another one with up to six decimals."""
+    if number.denominator == 1:
+        return str(number.numerator)
+    return f"{float(number):.6f}".rstrip("0").rstrip(".")

@@ -1,0 +1,50 @@
+"""A guessing game: the policy guesses the prompt's reference answer, a whole number, and is told ``higher``
+or ``lower`` until it is right."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_NUMBER = re.compile(r"-?\d+")
+
+
+def play(
+    conversation: list[dict[str, str]],
+    reference: str | None,
+    *,
+    higher: str = "higher",
+    lower: str = "lower",
+    unreadable: str = "a number",
+) -> str | None:
+    """What is said of the last turn's guess; None, the end, where it is right. Raises ValueError for a prompt
+    whose reference answer is no whole number: nothing is to be guessed."""
+    if reference is None or not _NUMBER.fullmatch(reference.strip()):
+        raise ValueError(f"the reference answer is {reference!r}, not a whole number")
+    guess = guessed(conversation[-1]["content"])
+    if guess is None:
+        return unreadable
+    secret = int(reference)
+    return None if guess == secret else higher if guess < secret else lower
+
+
+def guessed(text: str) -> int | None:
+    """The last whole number in a text, of at most 18 digits."""
+    found = [number for number in _NUMBER.findall(text) if len(number) <= 18]
+    return int(found[-1]) if found else None
+
+
+def reward(
+    completions: list[list[dict[str, str]]], prompts: list[list[dict[str, str]]], reference: list[Any]
+) -> list[float | None]:
+    """One over the number of guesses where the last one is right, else 0; None without a reference answer. A
+    reward function (``reward.function.path``): ``prompts`` are the conversations before the last guess."""
+    return [
+        None if secret is None else _worth(guess[-1]["content"], before, str(secret))
+        for guess, before, secret in zip(completions, prompts, reference, strict=True)
+    ]
+
+
+def _worth(guess: str, before: list[dict[str, str]], secret: str) -> float:
+    guesses = 1 + sum(turn["role"] == "assistant" for turn in before)
+    return 1 / guesses if str(guessed(guess)) == secret.strip() else 0.0

@@ -1,0 +1,195 @@
+"""Conversations of the policy with an environment: rounds of generation over those that are not at their end,
+all in one batch.
+
+Token in, token out: the policy's tokens are kept as they were sampled, and each next turn of it goes on
+behind all tokens before it. The environment's tokens lie between them and are marked as not the policy's
+(``loss_mask``). Random numbers belong to (seed, prompt, sample, turn), so that the same weights play the same
+games in whatever company, and in a round that was killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.errors import ConfigError, require
+from common.imports import import_function
+from common.worker_process import WorkerError
+from config.schema import Config
+from config.schema_environment import EnvironmentConfig
+from data.chat import Renderer
+from data.turns import AddedTurns
+from data.types import Prompt, Turn
+from models.distributed import gather_objects
+from rollouts.environments.process import Call, EnvironmentProcess
+from rollouts.samplers import Draw, Row, Sample, SamplingSettings, rows_of
+
+
+@dataclass
+class _Conversation:
+    """One of them, as far as it has come."""
+
+    prompt: Prompt
+    row: Row
+    """the prompt's tokens, and how many may come behind them"""
+    turns: list[Turn] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    own: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    taken: int = 0
+    """turns of the policy"""
+    begin: int = 0
+    """where its last turn's message begins in ``tokens``"""
+    open: bool = True
+    finished: bool = False
+
+    @property
+    def room(self) -> int:
+        return self.row.max_tokens - len(self.tokens)
+
+    def take(self, sample: Sample) -> None:
+        """The policy's next turn."""
+        self.tokens += sample.token_ids
+        self.own += [True] * len(sample.token_ids)
+        self.logprobs += sample.logprobs
+        self.taken += 1
+
+    def add(self, ids: list[int], known: bool) -> None:
+        """Tokens of the environment. ``known``: whether the sampler says log-probabilities."""
+        self.tokens += ids
+        self.own += [False] * len(ids)
+        self.logprobs += [math.nan] * len(ids) if known else []
+
+    def sample(self) -> Sample:
+        mask = None if all(self.own) else tuple(self.own)
+        turns = tuple(self.turns) if len(self.turns) > 1 else ()
+        return Sample(tuple(self.tokens), self.finished, tuple(self.logprobs), mask, turns)
+
+
+class Conversations:
+    """A ``rollouts.samplers.Player``: the environment that the settings name."""
+
+    def __init__(self, config: EnvironmentConfig, renderer: Renderer, log_dir: Path) -> None:
+        """Raises ConfigError: a chat template without such turns, stops that are no tokens, a function that
+        cannot be had."""
+        self.config, self.renderer = config, renderer
+        self.added = {config.role: AddedTurns(renderer, config.role)}
+        self.stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *self._markers())))
+        self.process = EnvironmentProcess(config, log_dir)
+
+    def _markers(self) -> list[int]:
+        found = [self.renderer.encode_inside([text])[0] if text else [] for text in self.config.stops]
+        for text, ids in zip(self.config.stops, found, strict=True):
+            require(
+                len(ids) == 1,
+                "environment.stops",
+                text,
+                f"is {len(ids)} tokens of the model's tokenizer: only single tokens can interrupt it",
+            )
+        return [ids[0] for ids in found]
+
+    def close(self) -> None:
+        """End its processes."""
+        self.process.close()
+
+    def play(
+        self, draw: Draw, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int, synced: bool
+    ) -> list[list[Sample]]:
+        """``n`` conversations from each prompt on, of at most ``settings.max_tokens`` tokens behind it.
+        Raises DataError for a prompt that cannot be rendered, and WorkerError."""
+        rows = rows_of(self.renderer, prompts, n, settings)
+        every = [_Conversation(prompts[i // n], row) for i, row in enumerate(rows)]
+        while True:
+            live = [one for one in every if one.open]
+            if not (any(gather_objects(bool(live))) if synced else live):
+                break
+            drawn = draw([self._row(one) for one in live], settings, seed, self.stops)
+            for one, sample in zip(live, drawn, strict=True):
+                self._take(one, sample)
+            self._answer([one for one in live if one.open], seed)
+        samples = [one.sample() for one in every]
+        return [samples[i : i + n] for i in range(0, len(samples), n)]
+
+    def _row(self, one: _Conversation) -> Row:
+        """What is drawn next of a conversation: its first turn exactly as without an environment."""
+        first, limit = one.row, self.config.max_turn_tokens
+        key = first.key if one.taken == 0 else f"{first.key}/{one.taken}"
+        ids = np.concatenate([first.ids, np.array(one.tokens, np.int32)])
+        return Row(key, first.index, ids, one.room if limit is None else min(one.room, limit))
+
+    def _take(self, one: _Conversation, sample: Sample) -> None:
+        one.take(sample)
+        inside = self.config.role == "assistant"
+        said = self.renderer.tokenizer.decode(one.tokens[one.begin :], skip_special_tokens=True)
+        if inside and one.turns:
+            one.turns.pop()
+        one.turns.append(Turn("assistant", str(said)))
+        ended = bool(sample.token_ids) and sample.token_ids[-1] in self.renderer.stop_token_ids
+        one.finished = ended
+        last = one.taken == self.config.max_turns or not sample.finished
+        one.open = not (last or (inside and ended))
+
+    def _answer(self, asked: list[_Conversation], seed: int) -> None:
+        """Ask the environment for the next turn of each."""
+        calls = [self._call(one, seed) for one in asked]
+        for one, answer in zip(asked, self.process.answers(calls) if calls else [], strict=True):
+            if answer is None:
+                one.open = False
+            else:
+                self._add(one, Turn(answer["role"], answer["content"]))
+
+    def _call(self, one: _Conversation, seed: int) -> Call:
+        own = hashlib.blake2b(f"{seed}/{one.prompt.id}/environment".encode(), digest_size=8).digest()
+        return {
+            "conversation": [
+                {"role": turn.role, "content": turn.content} for turn in (*one.prompt.turns, *one.turns)
+            ],
+            "reference": one.prompt.reference_answer,
+            "prompt_id": one.prompt.id,
+            "seed": int.from_bytes(own) >> 1,
+            "turn": one.taken,
+        }
+
+    def _add(self, one: _Conversation, turn: Turn) -> None:
+        """The environment's turn; a conversation without room for it and for a token behind it is cut."""
+        if turn.role not in self.added:
+            try:
+                self.added[turn.role] = AddedTurns(self.renderer, turn.role)
+            except ConfigError as error:
+                raise WorkerError(f"environment.path={self.config.path}: {error}") from error
+        ids = self.added[turn.role].ids(turn.content, closed=one.finished)
+        one.finished = False
+        if one.room <= len(ids):
+            one.open = False
+            return
+        one.add(ids, known=len(one.logprobs) == len(one.tokens))
+        if turn.role != "assistant":
+            one.turns.append(turn)
+            one.begin = len(one.tokens)
+
+
+def make_conversations(config: Config, renderer: Renderer, log_dir: Path) -> Conversations | None:
+    """Who answers the policy; None where nobody does. Raises ConfigError."""
+    return Conversations(config.environment, renderer, log_dir) if config.environment.plays else None
+
+
+def facts_of(config: Config) -> dict[str, Any]:
+    """What samples depend on of the environment, as plain data; {} without one."""
+    return {"environment": asdict(config.environment)} if config.environment.plays else {}
+
+
+def source_digest(config: Config) -> dict[str, str]:
+    """A digest of the file that the environment's code stands in, for what is kept across runs; {} without
+    one. Raises ConfigError."""
+    if not config.environment.plays:
+        return {}
+    found = import_function("environment.path", str(config.environment.path))
+    file = inspect.getsourcefile(found)
+    content = b"" if file is None else Path(file).read_bytes()
+    return {"environment_code": hashlib.sha256(content).hexdigest()}

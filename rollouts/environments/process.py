@@ -1,0 +1,110 @@
+"""A user's environment in processes of its own, which can be killed: what it raises, or never returns, is one
+message and no hang."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, require
+from common.imports import import_function
+from common.worker_process import WorkerError
+from config.schema_environment import ROLES, EnvironmentConfig
+from rollouts.rewards.base import Missing, RewardError
+from rollouts.rewards.pool import Pool
+
+Call = dict[str, Any]
+"""What one call is made with: ``conversation`` and FIELDS."""
+
+FIELDS = ("reference", "prompt_id", "seed", "turn")
+"""What an environment may ask for beside the conversation: the prompt's reference answer, its id, a number
+that belongs to the seed and the prompt, and how many turns the policy has had."""
+
+LOG_NAME = "environment-{}.log"
+
+
+class EnvironmentProcess:
+    """The function or class that ``environment.path`` names."""
+
+    def __init__(self, config: EnvironmentConfig, log_dir: Path) -> None:
+        """Raises ConfigError: it cannot be imported, or does not take its options."""
+        self.config = config
+        argument = (config.path, config.options, config.role)
+        self._pool = Pool(
+            "rollouts.environments.process.load",
+            argument,
+            workers=config.workers,
+            timeout=config.timeout,
+            log_dir=log_dir,
+            log_name=LOG_NAME,
+        )
+        try:
+            check(str(config.path), config.options)
+            self._pool.start()
+        except RewardError as error:
+            raise ConfigError("environment.path", config.path, str(error)) from error
+
+    def answers(self, calls: Sequence[Call]) -> list[dict[str, str] | None]:
+        """The next turn of each conversation, {"role", "content"}, or None for its end. Raises WorkerError
+        where one has none: samples of a broken environment are not trained on."""
+        found = self._pool.map(calls)
+        failed = [answer.reason for answer in found if isinstance(answer, Missing)]
+        if failed:
+            raise WorkerError(
+                f"environment.path={self.config.path} failed on {len(failed)} of {len(found)} conversations: "
+                f"{failed[0]}"
+            )
+        return found
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def check(path: str, options: dict[str, Any]) -> None:
+    """Raise ConfigError for a path that names nothing, and for options that it does not take."""
+    found = import_function("environment.path", path)
+    parameters = inspect.signature(found).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    known = [name for name in parameters if name not in ("conversation", *FIELDS)]
+    for name, value in options.items():
+        said = f"{path} does not take it; it takes {', '.join(known) or 'none'}"
+        require(takes_all or name in known, f"environment.options.{name}", value, said)
+
+
+# In the worker process
+
+
+def load(argument: tuple[str, dict[str, Any], str]) -> Callable[[Call], dict[str, str] | None]:
+    """The environment, made to answer one conversation. A class is made with the options, and then called.
+    Raises ConfigError."""
+    path, options, role = argument
+    function = import_function("environment.path", path)
+    if inspect.isclass(function):
+        function, options = function(**options), {}
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+    def answer(call: Call) -> dict[str, str] | None:
+        fields = {name: call[name] for name in FIELDS if takes_all or name in parameters}
+        return turn_of(function(call["conversation"], **fields, **options), role)
+
+    return answer
+
+
+def turn_of(returned: Any, role: str) -> dict[str, str] | None:
+    """What an environment returned as a turn: a text is one of ``environment.role``. Raises TypeError,
+    ValueError."""
+    if returned is None:
+        return None
+    turn = {"role": role, "content": returned} if isinstance(returned, str) else returned
+    if not isinstance(turn, dict) or not isinstance(turn.get("content"), str):
+        raise TypeError(f"it returned a {type(returned).__name__}: give a text, a turn with one, or None")
+    if turn.get("role") not in ROLES:
+        raise ValueError(f"it returned a turn of the role {turn.get('role')!r}: use {', '.join(ROLES)}")
+    if (turn["role"] == "assistant") != (role == "assistant"):
+        raise ValueError(
+            f"it returned a turn of the role {turn['role']}, which environment.role={role} does not go with"
+        )
+    return {"role": turn["role"], "content": turn["content"]}

@@ -1,0 +1,110 @@
+"""When humanline can change nothing: what is said of the schedule holds of the weights, to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from config.schema import Config
+from jobs.assembly import Offline, trainer_class
+from jobs.idle_humanline import notice
+from jobs.online import round_steps
+from tests.engine import Log, engine_config, make_segment, make_trainer, weights
+from tests.tiny import make_config
+
+ONLINE = ("online=true", "model.batch_size=2", "wandb.enabled=false")
+FREE = ("log_epsilon_P=-.inf", "log_epsilon_R=.inf")
+
+
+def trained(config: Config, rounds: list[int]) -> dict[str, torch.Tensor]:
+    """The weights behind rounds of so many steps each, of random pairs."""
+    trainer = make_trainer(config)
+    size = config.model.batch_size
+    segments = [
+        dataclasses.replace(make_segment(config, steps * size, seed=i), index=i)
+        for i, steps in enumerate(rounds)
+    ]
+    trainer.train(Offline(*segments), Log())
+    return weights(trainer)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in other)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> dict[tuple[int, ...], dict[str, torch.Tensor]]:
+    """The weights without humanline, by the rounds' steps."""
+    config = engine_config(tmp_path_factory.mktemp("plain"), "dpo", *ONLINE)
+    return {rounds: trained(config, list(rounds)) for rounds in SHAPES}
+
+
+SHAPES = [(1, 1, 1), (2, 2, 2), (3, 3), (4, 4), (3, 1, 3)]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_without_clipping_it_speaks_exactly_where_the_weights_are_the_same(plain, tmp_path, k):
+    config = engine_config(tmp_path, "dpo", *ONLINE, *FREE, "humanline=true", f"sync_freq={k}")
+    for rounds, without in plain.items():
+        said = notice(config, list(rounds), exact=True)
+        assert (said is not None) == same(trained(config, list(rounds)), without), (k, rounds, said)
+
+
+@pytest.mark.parametrize("mode", ["reset", "kl", "never"])
+def test_other_ways_to_sync_are_the_same_without_humanline(tmp_path, mode):
+    settings = (*ONLINE, *FREE, f"sync_mode={mode}", "sync_freq=2")
+    with_it, without = (
+        engine_config(tmp_path, "dpo", *settings, f"humanline={on}") for on in ("true", "false")
+    )
+    assert "can change nothing" in (notice(with_it, [4, 4], exact=True) or "")
+    assert same(trained(with_it, [4, 4]), trained(without, [4, 4]))
+
+
+def test_one_step_a_round_is_the_same_with_the_papers_bounds(plain, tmp_path):
+    config = engine_config(tmp_path, "dpo", *ONLINE, "humanline=true", "lr=0.003")
+    assert "log-ratios are 0" in (notice(config, [1, 1, 1], exact=False) or "")
+    assert same(trained(config, [1, 1, 1]), plain[1, 1, 1])
+
+
+def test_a_bound_that_may_bind_is_no_silence_about_syncing():
+    config = make_config("loss=dpo", "online=true", "humanline=true")
+    said = notice(config, [2, 2], exact=False)
+    assert said is not None and "only clips" in said
+    sampling = make_config("loss=dpo", "online=true", "humanline=true", "humanline_mode=sample")
+    assert "only clips" in (notice(sampling, [1, 1], exact=False) or "")
+    assert notice(config, [3, 3], exact=False) is None
+    assert notice(make_config("loss=dpo", "online=true"), [1, 1], exact=True) is None
+
+
+def test_rounds_that_may_be_smaller_are_spoken_of_only_where_any_size_is_the_same():
+    config = make_config("loss=dpo", "online=true", "humanline=true", *FREE, "sync_freq=4")
+    assert notice(config, [4, 4], exact=True) is not None
+    assert notice(config, [4, 4], exact=False) is None
+    assert notice(config, [4, 1], exact=False) is not None
+    for rounds in itertools.product(range(1, 5), range(1, 2)):
+        assert notice(config, list(rounds), exact=True) is not None
+
+
+def test_offline_the_reference_first_changes_behind_step_k():
+    for k, steps in itertools.product((1, 2, 5), range(1, 9)):
+        config = make_config("loss=dpo", "humanline=true", *FREE, f"sync_freq={k}")
+        assert (notice(config, [steps], exact=True) is not None) == (steps <= k + 1)
+        assert notice(config, [1, 1], exact=True) is None, "the second stretch starts with its own reference"
+
+
+def test_the_steps_of_rounds_are_those_that_are_planned():
+    config = make_config(
+        "loss=dpo",
+        "online=true",
+        "rounds.contexts=20",
+        "rounds.contexts_per_round=8",
+        "model.batch_size=4",
+        "rounds.passes=2",
+    )
+    trainer = trainer_class(config)
+    assert round_steps(config, trainer) == ([4, 4, 2], False)
+    replaying = dataclasses.replace(config.rounds, replay=0.25, passes=1)
+    assert round_steps(dataclasses.replace(config, rounds=replaying), trainer) == ([2, 2, 2], False)
