@@ -27,6 +27,12 @@ class EnvironmentConfig:
     options: dict[str, Any]
 
     def __post_init__(self) -> None:
+        require(
+            self.path is not None or self.name == "none",
+            "environment.path",
+            self.path,
+            "name the function that answers the policy, as in environment.path=my_module.play",
+        )
         one_of("environment.role", self.role, ROLES)
         require(
             self.max_turns >= 2,

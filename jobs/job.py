@@ -50,7 +50,7 @@ from reports.provenance import scrub_text
 from reports.report import final_table, write_report
 from reports.trackers import check_trackers
 from reports.tracking import Tracker
-from rollouts.environments.play import Conversations, make_conversations
+from rollouts.conversations import Conversations, make_conversations
 from rollouts.verify import embedded_sampler, make_accuracy
 from trainers.basic import BasicTrainer
 from trainers.corrections import check_correction

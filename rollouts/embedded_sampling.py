@@ -13,8 +13,8 @@ from data.types import Prompt
 from models.distributed import World
 from models.loading import load_sharded
 from models.policy import Policy
+from rollouts.conversations import make_conversations
 from rollouts.engines import EmbeddedEngine
-from rollouts.environments.play import make_conversations
 from rollouts.samplers import EmbeddedSampler
 from rollouts.sampling import refuse_options
 

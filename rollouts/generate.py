@@ -16,7 +16,7 @@ from data.types import Prompt
 from models.distributed import World, on_main
 from reports.progress import progress
 from rollouts.answer_cache import AnswerCache
-from rollouts.environments.play import facts_of, source_digest
+from rollouts.conversations import facts_of, source_digest
 from rollouts.samplers import Sample, SamplingSettings
 from rollouts.sampling import make_sampling
 from rollouts.weights import weights_digest

@@ -20,8 +20,8 @@ from config.schema import Config
 from data.chat import Renderer
 from data.groups import to_dict
 from data.types import Completion, Group, Prompt
+from rollouts.conversations import facts_of
 from rollouts.engines import Engine
-from rollouts.environments.play import facts_of
 from rollouts.ledger import Line, RoundFolder, sampled_line, sampled_of
 from rollouts.rewards.base import Reward
 from rollouts.rounds import PromptSchedule, SampledPrompt, asked_and_answered, feedback, own_tokens

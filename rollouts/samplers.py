@@ -115,7 +115,7 @@ Draw = Callable[[list[Row], SamplingSettings, int, tuple[int, ...]], list[Sample
 
 
 class Player(Protocol):
-    """Who answers the policy while it is sampled (``rollouts.environments.play``)."""
+    """Who answers the policy while it is sampled (``rollouts.conversations``)."""
 
     def play(
         self, draw: Draw, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int, synced: bool

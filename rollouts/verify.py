@@ -15,7 +15,7 @@ from data.views import prompts_of
 from models.distributed import World, gather_objects
 from models.policy import Policy
 from rollouts.answers import Answers
-from rollouts.environments.play import facts_of, source_digest
+from rollouts.conversations import facts_of, source_digest
 from rollouts.rounds import asked_and_answered
 from rollouts.samplers import EmbeddedSampler, Player, Sample, Sampler, SamplingSettings
 

@@ -14,8 +14,8 @@ from data.chat import Renderer
 from data.types import Prompt
 from models.distributed import World
 from models.policy import Policy
+from rollouts.conversations import make_conversations
 from rollouts.engines import VllmEngine, probe_rows
-from rollouts.environments.play import make_conversations
 from rollouts.samplers import SamplingSettings
 from rollouts.sampling import refuse_options
 from rollouts.vllm_sampler import VllmSampler, require_installed, says_logprobs

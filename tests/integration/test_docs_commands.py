@@ -159,7 +159,7 @@ MADE = {
     ),
     r"launch\.sweep sweeps/off_policy": ("foreign.jsonl", ["cp assets/adder/pairs.jsonl foreign.jsonl"]),
     r"data\.path=groups\.jsonl": ("groups.jsonl", ["cp assets/adder/pairs.jsonl groups.jsonl"]),
-    r"loss=hinge|trainer=sequence_sft|reward=length|sampler=fixed|data=questions|trackers=\[csv\]": (
+    r"loss=hinge|trainer=sequence|reward=length|sampler=fixed|second_try|data=questions|trackers=\[csv\]": (
         "config/loss/hinge.yaml",
         ["python -m tests.docs extend.md"],
     ),
