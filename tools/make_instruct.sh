@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes assets/instruct/model again, with this project's own trainer: about 15 minutes on one CPU core. The stories are written when they are
+# Makes assets/instruct/model again, with this project's own trainer: about 20 minutes on one CPU core. The stories are written when they are
 # read (data/stories.py); only the model is a file.
 #
 #   tools/make_instruct.sh                          # the embedded model

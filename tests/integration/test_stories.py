@@ -1,5 +1,5 @@
-"""The embedded instructions from end to end: every loss offline, rounds with both samplers, a model against
-an author."""
+"""The embedded instructions from end to end: each kind of loss offline, rounds with both samplers, a model
+against an author."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from config.files import FOLDER
+from data.instruct import embedded
 from rollouts.vllm_sampler import installed
 from tests.integration.online import lines, rounds, run_online
 from tests.tiny import ROOT, make_config
+from tools.make_instruct import answers
 from train import train
 
 TASK = ("model=instruct", "data=instruct", "data.instruct.prompts=64")
@@ -27,17 +28,18 @@ SHORT = (
     "diagnostics=false",
     "seed=3",
 )
-OFFLINE = sorted(path.stem for path in (FOLDER / "loss").glob("*.yaml") if path.stem not in ("ppo",))
+OFFLINE = ("dpo", "kto", "grpo", "csft", "bradley_terry")
+"""One of each kind: pairs, single examples, groups, control words, a head of its own."""
 
 
 def offline(folder: Path, name: str, *words: str) -> Path:
-    train(make_config(*TASK, *SHORT, f"runs_dir={folder}", f"cache_dir={folder}/cache", *words), name)
+    train(make_config(*SHORT, f"runs_dir={folder}", f"cache_dir={folder}/cache", *words), name)
     return folder / name
 
 
 @pytest.mark.parametrize("loss", OFFLINE)
-def test_every_loss_trains_on_stories(loss: str, tmp_path: Path) -> None:
-    run = offline(tmp_path, "r", f"loss={loss}", "data.verifier=null")
+def test_each_kind_of_loss_trains_on_stories(loss: str, tmp_path: Path) -> None:
+    run = offline(tmp_path, "r", *TASK, f"loss={loss}", "data.verifier=null")
     (line,) = lines(run)
     assert line["loss"] == line["loss"]
     assert line["examples"] == 8
@@ -50,8 +52,11 @@ def test_a_run_improves_what_is_measured_and_an_author_is_compared_with(tmp_path
         tmp_path,
         "sft",
         "loss=sft",
-        "data=instruct-sft",
-        "data.subset=strong",
+        "model=instruct",
+        "data=instruct",
+        "data.instruct.authors=[strong,bad]",
+        "data.instruct.noise=0",
+        "data.instruct.prompts=640",
         "n_examples=640",
         "model.batch_size=64",
         "lr=1e-3",
@@ -61,12 +66,7 @@ def test_a_run_improves_what_is_measured_and_an_author_is_compared_with(tmp_path
     summary = json.loads((run / "summary.json").read_text())
     before, after = (summary[when]["eval_accuracy_sampled"] for when in ("before", "after"))
     assert 0.4 < before < 0.65 < after
-    python = [sys.executable, "-m"]
-    subprocess.run(
-        [*python, "tools.make_instruct", "answers", "strong", f"{tmp_path}/strong.jsonl"],
-        cwd=ROOT,
-        check=True,
-    )
+    answers(embedded(), "strong", "eval", tmp_path / "strong.jsonl")
     said = subprocess.run(
         [sys.executable, "eval.py", f"run={run}", "kind=compare", "data=instruct", "reward=instruct",
          f"against={tmp_path}/strong.jsonl", "limit=100", "resamples=200"],
@@ -88,7 +88,7 @@ def test_rounds_of_stories_are_labelled_as_the_offline_pairs_are(sampler: str, t
     own = ("sampler.enforce_eager=true",) if sampler == "vllm" else ()
     run = run_online(
         tmp_path, "r", "loss=grpo", "humanline=true", "online=true", "reward=instruct_proxy",
-        f"sampler={sampler}", *TASK, *own,
+        f"sampler={sampler}", "rounds.contexts=24", "rounds.contexts_per_round=12", *TASK, *own,
     )  # fmt: skip
     for folder in rounds(run):
         means = folder.record["metrics"]
