@@ -9,6 +9,9 @@ from typing import Any
 from common.errors import one_of, require
 from config.defaults import yaml_defaults
 
+TRANSFERS = ("shared_memory", "ipc", "nccl", "disk")
+"""How weights reach vLLM: its own backends ``ipc`` and ``nccl``, ours on one machine, and a folder."""
+
 
 @dataclass
 @yaml_defaults("sampler/embedded.yaml", "sampler/vllm.yaml")
@@ -32,6 +35,7 @@ class SamplerConfig:
     enforce_eager: bool
     start_timeout: float
     timeout: float
+    weight_transfer: str
     options: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -43,6 +47,7 @@ class SamplerConfig:
             self.batch_size,
             "must be at least 1, or null",
         )
+        one_of("sampler.weight_transfer", self.weight_transfer, ("auto", *TRANSFERS))
         one_of("sampler.dtype", self.dtype, (None, "float32", "bfloat16", "float16"))
         require(
             self.max_tokens is None or self.max_tokens >= 1,
@@ -65,6 +70,18 @@ class SamplerConfig:
             "is a share of the GPU's memory: must lie in (0, 1]",
         )
         self._check_devices()
+        require(
+            self.weight_transfer != "ipc" or self.shares_devices,
+            "sampler.weight_transfer",
+            self.weight_transfer,
+            "needs an engine on the trainer's GPUs, and sampler.devices gives it others: use nccl or auto",
+        )
+        require(
+            self.weight_transfer != "nccl" or not self.shares_devices,
+            "sampler.weight_transfer",
+            self.weight_transfer,
+            "needs an engine with GPUs of its own: name them in sampler.devices, or use ipc or auto",
+        )
 
     def _check_devices(self) -> None:
         if self.devices is None:

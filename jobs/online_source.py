@@ -164,7 +164,7 @@ class OnlineSource:
         weights = (
             str(self.engine.run_on_main(lambda: folder.record["weights"]))
             if inside
-            else self._publish(index, first)
+            else self._publish(index, first, keep=True)
         )
         builder = self.builder
         if builder is None:
@@ -182,9 +182,9 @@ class OnlineSource:
         prefetch, self._prefetch = self._prefetch, None
         self.engine.run_on_main(lambda: None if prefetch is None else prefetch.result())
 
-    def _publish(self, index: int, first: int) -> str:
+    def _publish(self, index: int, first: int, keep: bool = False) -> str:
         """Let the engine sample the round from the policy as it is now, if anything is left to sample;
-        returns the weights' fingerprint."""
+        ``keep``: while the policy is trained. Returns the weights' fingerprint."""
         folder, builder, step = self.round(index), self.builder, self.trainer.progress.step
         weights = weights_fingerprint(
             (name, local(p.detach())) for name, p in self.trainer.policy.named_parameters()
@@ -193,7 +193,7 @@ class OnlineSource:
         wanted = self.config.rounds.sampled(index)
         if self.engine.run_on_main(lambda: _required(builder).needs_weights(folder, first, wanted, weights)):
             start = time.monotonic()
-            published = self.engine.publish(folder.weights, index)
+            published = self.engine.publish(folder.weights, index, keep)
             published["publish_seconds"] = time.monotonic() - start
         begun = {"round": index, "weights": weights, "sampled_step": step, **published}
         self.engine.run_on_main(lambda: folder.note(begun))

@@ -4,8 +4,10 @@ generation config."""
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -13,8 +15,12 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
 
+from models.distributed import local
 from models.policy import Policy, causal_lm
+
+_BASE = ".base_layer.weight"
 
 
 def full_state(policy: Policy) -> dict[str, Tensor]:
@@ -31,25 +37,67 @@ def full_state(policy: Policy) -> dict[str, Tensor]:
     return merge_adapters(named, policy) if named else {}
 
 
+def whole_weights(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of what ``export`` writes of ``full_state``, one by one, where the weights lie: whole on
+    every rank, and perhaps the policy's own. Every rank goes through all of it, in step with the others. Tied
+    weights come under each of their names."""
+    model = causal_lm(policy.model)
+    for _, layer in itertools.groupby(_plain_weights(policy), key=lambda pair: _layer_of(pair[0])):
+        # Some models hold their weights in other tensors than their checkpoints do (experts, fused).
+        stored = revert_weight_conversion(model, dict(layer))
+        for name, tensor in stored.items():
+            yield name, _cast(tensor, dtype)
+
+
+def _plain_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """Each weight whole, as ``full_state`` has it."""
+    state = get_model_state_dict(policy)
+    named = {
+        name.removeprefix("model."): tensor
+        for name, tensor in state.items()
+        if isinstance(tensor, Tensor) and name.startswith("model.")
+    }
+    layers = _adapted(policy)
+    for name, tensor in named.items():
+        if layers and ".lora_" in name:
+            continue
+        value = local(tensor)
+        if name.endswith(_BASE) and (layer := layers.get(name.removesuffix(_BASE))) is not None:
+            value = _merged(name.removesuffix(_BASE), layer, value, lambda key: local(named[key]))
+        yield (_plain(name) if layers else name), value
+
+
+def _layer_of(name: str) -> str:
+    """What a name begins with, up to its first number: the same for all weights of one layer."""
+    first = re.match(r"(.*?\.\d+)\.", name)
+    return first[1] if first else ""
+
+
 def merge_adapters(state: dict[str, Tensor], policy: Policy) -> dict[str, Tensor]:
     """``state`` of a model with LoRA as that of the model without: W + scaling B A, in float32 (Hu et al.
     2021, eq. 3)."""
-    layers = {name: module for name, module in policy.model.named_modules() if isinstance(module, LoraLayer)}
+    layers = _adapted(policy)
     if not layers:
         return state
     merged = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
     for name, layer in layers.items():
-        (adapter,) = layer.active_adapters
-        base = merged[f"{name}.base_layer.weight"].float()
-        down, up = (state[f"{name}.lora_{half}.{adapter}.weight"].float() for half in "AB")
-        delta = (up @ down) * layer.scaling[adapter]
-        merged[f"{name}.base_layer.weight"] = base + (
-            delta.T if getattr(layer, "fan_in_fan_out", False) else delta
-        )
-    return {
-        name.removeprefix("base_model.model.").replace(".base_layer.", "."): tensor
-        for name, tensor in merged.items()
-    }
+        merged[f"{name}{_BASE}"] = _merged(name, layer, merged[f"{name}{_BASE}"], state.__getitem__)
+    return {_plain(name): tensor for name, tensor in merged.items()}
+
+
+def _adapted(policy: Policy) -> dict[str, LoraLayer]:
+    return {name: module for name, module in policy.model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _merged(name: str, layer: LoraLayer, base: Tensor, get: Callable[[str], Tensor]) -> Tensor:
+    (adapter,) = layer.active_adapters
+    down, up = (get(f"{name}.lora_{half}.{adapter}.weight").float() for half in "AB")
+    delta = (up @ down) * layer.scaling[adapter]
+    return base.float() + (delta.T if getattr(layer, "fan_in_fan_out", False) else delta)
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def export(
@@ -87,6 +135,15 @@ def export(
         folder.rename(old)
     part.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def config_json(policy: Policy, dtype: torch.dtype) -> str:
+    """The ``config.json`` of what ``export`` writes."""
+    model = causal_lm(policy.model)
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # as save_pretrained does
+    config.dtype = dtype
+    return str(config.to_json_string(use_diff=True))
 
 
 def _system_error(error: Exception) -> int | None:

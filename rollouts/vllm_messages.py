@@ -24,6 +24,10 @@ class EngineOptions:
     """whether it must be able to give its GPU memory back"""
     temperature: float = 1.0
     """the one at which log-probabilities of sampled tokens are wanted"""
+    transfer: str | None = None
+    """vLLM's backend of weight transfer; None: weights come from folders alone"""
+    model_config: str = ""
+    """config.json of a model that is started without weights"""
 
 
 @dataclass(frozen=True)

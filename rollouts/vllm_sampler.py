@@ -1,11 +1,12 @@
 """The vLLM sampler: engines in processes of their own that live across rounds and take each round's weights
 in place.
 
-Weights go over as a Hugging Face folder of safetensors with a version number, prompts and samples as token
-ids. The trainer compares log-probabilities after every load (``rollouts.probe``) and recomputes those of the
-samples: the engine's are a diagnostic.
+Weights come by vLLM's weight transfer (``rollouts.transfer``), or as a Hugging Face folder of safetensors,
+under a version that the engine says with every answer; prompts and samples are token ids. The trainer
+compares log-probabilities after every hand-over (``rollouts.probe``) and recomputes those of the samples: the
+engine's are a diagnostic.
 
-On GPUs the engine shares the trainer's devices (``sleep`` gives the memory back until the next ``load``) or
+On GPUs the engine shares the trainer's devices (``sleep`` gives the memory back until the next weights) or
 has its own (``sampler.devices``); several copies (``sampler.data_parallel``) share the work. The tests run
 the CPU engine: sleep, tensor parallelism and own devices follow vLLM's documented interface.
 """
@@ -17,6 +18,7 @@ import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,21 @@ class VllmSampler:
         """What the engine computes in: with the trainer's, it decides how much noise a probe may show."""
         return self._options.dtype
 
+    @property
+    def running(self) -> bool:
+        """Whether there are engines."""
+        return bool(self._workers)
+
+    @property
+    def engine_workers(self) -> int:
+        """Processes with a part of a model, of all engines."""
+        return self.config.data_parallel * self.config.tensor_parallel
+
+    def transfers_by(self, backend: str | None) -> None:
+        """Engines that are started from now on take weights by this backend of vLLM's; None: from folders
+        alone."""
+        self._options = replace(self._options, transfer=backend)
+
     def load(self, folder: Path, version: int) -> None:
         """Take the weights of a Hugging Face folder (config.json, *.safetensors): in place, waking up first
         if asleep.
@@ -87,14 +104,51 @@ class VllmSampler:
         """
         path, self.version = str(folder.resolve()), version
         if self._workers:
-            self._ask("load", [(path, version)] * len(self._workers), self.config.timeout)
-            return
+            self._ask_all("load", path, str(version))
+        else:
+            self._start(path, str(version))
+
+    def start(self, model_config: str) -> bool:
+        """Have engines that can be sent weights: they are started where there are none, which is True.
+        ``model_config``: the text of the model's config.json. Raises WorkerError; no engine is left then."""
+        if self._workers:
+            return False
+        self.version, self._options = None, replace(self._options, model_config=model_config)
+        self._start(None, "")
+        return True
+
+    def _start(self, folder: str | None, version: str) -> None:
         with self._closed_on_failure():
             for replica in range(self.config.data_parallel):
-                self._workers.append(self._start(replica))
-            self._ask(
-                "start", [(self._options, path, version)] * len(self._workers), self.config.start_timeout
-            )
+                self._workers.append(self._worker(replica))
+        start = (self._options, folder, version)
+        self._ask("start", [start] * len(self._workers), self.config.start_timeout)
+
+    def own_head(self) -> bool:
+        """Whether the engines want the output head by its name, even if it is tied to the embeddings."""
+        return bool(self._ask_all("own_head")[0])
+
+    # What vLLM's trainer engines call (rollouts.transfer.Client). All engines work at once.
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """``rank_offset``, where there is one, is the first engine's: each of the others is behind the one
+        before."""
+        infos = [dict(init_info) for _ in self._workers]
+        if "rank_offset" in init_info:
+            for k, info in enumerate(infos):
+                info["rank_offset"] += k * self.config.tensor_parallel
+        self._ask("init_weight_transfer_engine", [(info,) for info in infos], self.config.start_timeout)
+
+    def start_weight_update(self) -> None:
+        self.version = None
+        self._ask_all("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self._ask_all("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.version = int(weight_version or 0)
+        self._ask_all("finish_weight_update", str(self.version))
 
     def sample(
         self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
@@ -145,7 +199,7 @@ class VllmSampler:
         """
         tokens: list[TokenRow] = [[*row.prompt_ids.tolist(), *row.completion_ids.tolist()] for row in rows]
         self._require_weights()
-        answers = self._ask("logprobs", [(tokens,)] * len(self._workers), self.config.timeout)
+        answers = self._ask_all("logprobs", tokens)
         return [
             [values[len(row.prompt_ids) - 1 :] for row, values in zip(rows, answer, strict=True)]
             for answer in answers
@@ -156,7 +210,7 @@ class VllmSampler:
         Raises WorkerError."""
         if self._workers and self.config.shares_devices:
             self.version = None
-            self._ask("sleep", [()] * len(self._workers), self.config.timeout)
+            self._ask_all("sleep")
 
     def close(self) -> None:
         """End the engines."""
@@ -173,13 +227,16 @@ class VllmSampler:
     def _require_weights(self) -> None:
         if self.version is None:
             raise WorkerError(
-                "the vLLM sampler has no weights (never loaded, asleep, or closed by a failure): call load "
-                "first"
+                "the vLLM sampler has no weights (never given any, asleep, or closed by a failure): call "
+                "load first"
             )
 
-    def _start(self, replica: int) -> WorkerProcess:
+    def _worker(self, replica: int) -> WorkerProcess:
         environment = engine_environment(self.config, replica, os.environ)
         return WorkerProcess(WORKER, log=self.log_dir / f"vllm-{replica}.log", env=environment)
+
+    def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
+        return self._ask(method, [arguments] * len(self._workers), self.config.timeout)
 
     def _ask(self, method: str, arguments: list[tuple[Any, ...]], timeout: float) -> list[Any]:
         """One request to each engine, all at work at once; the answers in order, all from the weights of
@@ -189,10 +246,9 @@ class VllmSampler:
                 worker.send(method, *each)
             replies = [worker.receive(timeout) for worker in self._workers]
             versions = [version for version, _ in replies]
-            if any(version != self.version for version in versions):
-                raise WorkerError(
-                    f"the engines answered from weights of version {versions}, not {self.version}"
-                )
+            wanted = "" if self.version is None else str(self.version)
+            if any(version != wanted for version in versions):
+                raise WorkerError(f"the engines answered from weights of version {versions}, not {wanted!r}")
             return [value for _, value in replies]
 
     @contextmanager

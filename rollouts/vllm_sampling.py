@@ -15,9 +15,9 @@ from data.types import Prompt
 from models.distributed import World
 from models.policy import Policy
 from rollouts.conversations import make_conversations
-from rollouts.engines import VllmEngine, probe_rows
 from rollouts.samplers import SamplingSettings
 from rollouts.sampling import refuse_options
+from rollouts.vllm_engine import VllmEngine, probe_rows
 from rollouts.vllm_sampler import VllmSampler, require_installed, says_logprobs
 from rollouts.weights import model_folder
 

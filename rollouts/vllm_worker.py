@@ -1,5 +1,4 @@
-"""The worker process that holds a vLLM engine: ``python -m rollouts.vllm_worker``. The only module that
-imports vllm.
+"""The worker process that holds a vLLM engine: ``python -m rollouts.vllm_worker``.
 
 The engine core runs in this very process (VLLM_ENABLE_V1_MULTIPROCESSING=0, set by the owner), so that it
 ends with it; with tensor_parallel above 1 the engine starts processes of its own, of this process's group.
@@ -7,38 +6,46 @@ ends with it; with tensor_parallel above 1 the engine starts processes of its ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, TypeVar
 
-from safetensors import safe_open
 from vllm import LLM, SamplingParams
+from vllm.config import WeightTransferConfig
 from vllm.platforms import current_platform
 
 from common.worker_process import serve
+from rollouts.vllm_backend import EXTENSION
 from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow
 
-if TYPE_CHECKING:
-    import torch
-
-
-HEAD = "lm_head.weight"
+T = TypeVar("T")
+NONE = ""
+"""The version of weights of which not all are there."""
 
 
 class Engine:
-    """vLLM behind the few requests that rounds need. Every answer is (version of the weights it comes from,
-    value)."""
+    """vLLM's offline engine behind the few requests that rounds need. Every answer is (vLLM's weight version
+    that it comes from, value)."""
 
     def __init__(self) -> None:
         self._llm: LLM | None = None
-        self._version: int | None = None
         self._asleep = False
 
-    def start(self, options: EngineOptions, folder: str, version: int) -> tuple[int, None]:
-        """Make the engine, with the weights in ``folder``."""
+    def start(self, options: EngineOptions, folder: str | None, version: str) -> tuple[str, None]:
+        """Make the engine: with the weights in ``folder``; None: by ``options.model_config`` alone, to be
+        sent weights."""
+        with tempfile.TemporaryDirectory() as alone:
+            if folder is None:
+                (Path(alone) / "config.json").write_text(options.model_config, encoding="utf-8")
+            self._llm = self._made(options, folder or alone, "auto" if folder else "dummy")
+        self._llm.update_weight_version(version if folder else NONE)
+        return self._said(None)
+
+    def _made(self, options: EngineOptions, folder: str, load_format: str) -> LLM:
         cpu = current_platform.is_cpu()
-        self._llm = LLM(
+        return LLM(
             folder,
+            load_format=load_format,
             skip_tokenizer_init=True,
             dtype=options.dtype,
             max_model_len=options.max_length,
@@ -52,19 +59,46 @@ class Engine:
             generation_config="vllm",
             # of prompts they are at temperature 1 in either mode
             logprobs_mode="raw_logprobs" if options.temperature == 1 else "processed_logprobs",
-            worker_extension_cls="rollouts.vllm_worker.WeightReader",
+            worker_extension_cls=EXTENSION,
+            weight_transfer_config=WeightTransferConfig(options.transfer) if options.transfer else None,
             enable_chunked_prefill=not cpu,
         )  # vLLM winds the random generator of a cut prompt back, which a CPU's cannot
-        self._version = version
-        return version, None
 
-    def load(self, folder: str, version: int) -> tuple[int, None]:
+    def load(self, folder: str, version: str) -> tuple[str, None]:
         """Take the weights in ``folder`` in place, waking up first if asleep."""
+        self._begin().collective_rpc("read_weights", args=(folder,))
+        return self._end(version)
+
+    def own_head(self) -> tuple[str, bool]:
+        """Whether the engine wants the output head by its name, even if it is tied to the embeddings."""
+        return self._said(self._started().collective_rpc("has_own_head")[0][0])
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> tuple[str, None]:
+        self._started().init_weight_transfer_engine({"init_info": init_info})
+        return self._said(None)
+
+    def start_weight_update(self) -> tuple[str, None]:
+        """Wakes the weights' memory up first, if asleep: an update sent to a sleeping engine ends it."""
+        self._begin().start_weight_update()
+        return self._said(None)
+
+    def update_weights(self, update_info: Any) -> tuple[str, None]:
+        self._started().update_weights({"update_info": update_info})
+        return self._said(None)
+
+    def finish_weight_update(self, version: str) -> tuple[str, None]:
+        self._started().finish_weight_update()
+        return self._end(version)
+
+    def _begin(self) -> LLM:
         llm = self._started()
-        self._version = None  # until all of it has succeeded, nothing may be drawn
+        llm.update_weight_version(NONE)  # until all of them are there, nothing may be drawn
         if self._asleep:
             llm.wake_up(tags=["weights"])
-        llm.collective_rpc("read_weights", args=(folder,))
+        return llm
+
+    def _end(self, version: str) -> tuple[str, None]:
+        llm = self._started()
         if self._asleep:
             llm.wake_up(tags=["kv_cache"])
             self._asleep = False
@@ -72,17 +106,19 @@ class Engine:
             raise RuntimeError(
                 "the prefix cache of the old weights could not be dropped: requests are still running"
             )
-        self._version = version
-        return version, None
+        llm.update_weight_version(version)
+        return self._said(None)
 
-    def sleep(self) -> tuple[None, None]:
-        """Give back weights and KV cache (level 2): the next weights come from a file anyway. No effect on a
-        CPU."""
-        self._started().sleep(level=2)
-        self._asleep, self._version = True, None
-        return None, None
+    def sleep(self) -> tuple[str, None]:
+        """Give back weights and KV cache (level 2): the next weights come from the trainer anyway. No effect
+        on a CPU."""
+        llm = self._started()
+        llm.sleep(level=2)
+        llm.update_weight_version(NONE)
+        self._asleep = True
+        return self._said(None)
 
-    def generate(self, requests: list[GenerateRequest]) -> tuple[int, list[Generated]]:
+    def generate(self, requests: list[GenerateRequest]) -> tuple[str, list[Generated]]:
         """One sample a request, in order."""
         outputs = self._awake().generate(
             [{"prompt_token_ids": request.prompt} for request in requests],
@@ -97,19 +133,22 @@ class Engine:
                 step[token].logprob for token, step in zip(sample.token_ids, sample.logprobs, strict=True)
             )
             drawn.append(Generated(tuple(sample.token_ids), sample.finish_reason == "stop", values))
-        assert self._version is not None
-        return self._version, drawn
+        return self._said(drawn)
 
-    def logprobs(self, rows: list[TokenRow]) -> tuple[int, list[list[float]]]:
+    def logprobs(self, rows: list[TokenRow]) -> tuple[str, list[list[float]]]:
         """log p(token | what is before it) of every token but the first, nats. Rows must be shorter than
         max_length."""
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         outputs = self._awake().generate([{"prompt_token_ids": row} for row in rows], params, use_tqdm=False)
-        assert self._version is not None
-        return self._version, [
-            [step[token].logprob for token, step in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
-            for row, output in zip(rows, outputs, strict=True)
-        ]
+        return self._said(
+            [
+                [step[token].logprob for token, step in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
+                for row, output in zip(rows, outputs, strict=True)
+            ]
+        )
+
+    def _said(self, value: T) -> tuple[str, T]:
+        return self._started().get_weight_version(), value
 
     def _started(self) -> LLM:
         if self._llm is None:
@@ -117,11 +156,10 @@ class Engine:
         return self._llm
 
     def _awake(self) -> LLM:
-        if self._version is None:
-            raise RuntimeError(
-                "the engine has no weights: it sleeps, or its last load failed; load weights first"
-            )
-        return self._started()
+        llm = self._started()
+        if llm.get_weight_version() == NONE:
+            raise RuntimeError("the engine has no weights: it sleeps, or was not sent all of them")
+        return llm
 
 
 def _sampling_params(request: GenerateRequest) -> SamplingParams:
@@ -152,51 +190,17 @@ def _sampling_params(request: GenerateRequest) -> SamplingParams:
     )
 
 
-class WeightReader:
-    """Mixed into each of the engine's own workers (vLLM's worker_extension_cls), which so read the files
-    themselves."""
-
-    def read_weights(self, folder: str) -> None:
-        """Take the safetensors files of a Hugging Face folder in place. Raises FileNotFoundError if there are
-        none."""
-        model = self.get_model()  # type: ignore[attr-defined]
-        tied = self.model_config.hf_text_config.tie_word_embeddings  # type: ignore[attr-defined]
-        has_head = any(
-            name == HEAD for name, _ in model.named_parameters(remove_duplicate=False)
-        )  # Gemma's has none: all in one
-        tensors = checkpoint_tensors(Path(folder), add_head=tied and has_head)
-        self.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
-
-
-def checkpoint_tensors(folder: Path, add_head: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of all in the folder's safetensors files; ``add_head``: with the embeddings as the
-    output head if it is not there.
-
-    A tied checkpoint is saved without its head, and an engine whose model has a head of its own (as vLLM's
-    Llama and Qwen do on a CPU) would go on with the old one and report success.
-    """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"no *.safetensors in {folder}")
-    head, embeddings = False, None
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                tensor = tensors.get_tensor(name)
-                head = head or name == HEAD
-                if name.endswith("embed_tokens.weight"):
-                    embeddings = tensor
-                yield name, tensor
-    if add_head and not head and embeddings is not None:
-        yield HEAD, embeddings
-
-
 def main() -> None:
     engine = Engine()
     serve(
         {
             "start": engine.start,
             "load": engine.load,
+            "own_head": engine.own_head,
+            "init_weight_transfer_engine": engine.init_weight_transfer_engine,
+            "start_weight_update": engine.start_weight_update,
+            "update_weights": engine.update_weights,
+            "finish_weight_update": engine.finish_weight_update,
             "sleep": engine.sleep,
             "generate": engine.generate,
             "logprobs": engine.logprobs,

@@ -8,20 +8,11 @@ from tests.fake_engine import FakeEngine
 
 
 class ShortEngine(FakeEngine):
-    def generate(self, requests: list[GenerateRequest]) -> tuple[int | None, list[Generated]]:
+    def generate(self, requests: list[GenerateRequest]) -> tuple[str, list[Generated]]:
         return self.version, [
             Generated((each.prompt[-1], each.stop_token_ids[0]), True, (-0.5, -0.5)) for each in requests
         ]
 
 
 if __name__ == "__main__":
-    engine = ShortEngine()
-    serve(
-        {
-            "start": engine.start,
-            "load": engine.load,
-            "sleep": engine.sleep,
-            "generate": engine.generate,
-            "logprobs": engine.logprobs,
-        }
-    )
+    serve(ShortEngine().handlers())

@@ -1,7 +1,12 @@
 """Speaks the vLLM worker's protocol without vLLM. A sample is (the prompt's tokens, the seed's last digits,
-the version, the process)."""
+the process)."""
 
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from common.worker_process import serve
 from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow
@@ -9,38 +14,56 @@ from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, To
 
 class FakeEngine:
     def __init__(self) -> None:
-        self.version: int | None = None
+        self.version = ""
+        self.weights: dict[str, bytes] = {}
 
-    def start(self, options: EngineOptions, folder: str, version: int) -> tuple[int | None, None]:
-        return self.load(folder, version)
+    def start(self, options: EngineOptions, folder: str | None, version: str) -> tuple[str, None]:
+        return (self.version, None) if folder is None else self.load(folder, version)
 
-    def load(self, folder: str, version: int) -> tuple[int | None, None]:
+    def load(self, folder: str, version: str) -> tuple[str, None]:
         if folder.endswith("broken"):
             raise FileNotFoundError(folder)
         self.version = self.version if folder.endswith("ignored") else version
         return version, None
 
-    def sleep(self) -> tuple[None, None]:
-        self.version = None
-        return None, None
+    def own_head(self) -> tuple[str, bool]:
+        return self.version, True
 
-    def generate(self, requests: list[GenerateRequest]) -> tuple[int | None, list[Generated]]:
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> tuple[str, None]:
+        return self.version, None
+
+    def start_weight_update(self) -> tuple[str, None]:
+        self.version, self.weights = "", {}
+        return self.version, None
+
+    def update_weights(self, info: dict[str, Any]) -> tuple[str, None]:
+        memory = Path(info["path"]).read_bytes()
+        parts = zip(info["names"], info["dtype_names"], info["shapes"], info["offsets"], strict=True)
+        for name, dtype, shape, offset in parts:
+            size = torch.empty(shape, dtype=getattr(torch, dtype), device="meta").nbytes
+            self.weights[name] = memory[offset : offset + size]
+        return self.version, None
+
+    def finish_weight_update(self, version: str) -> tuple[str, None]:
+        self.version = version
+        return self.version, None
+
+    def sleep(self) -> tuple[str, None]:
+        self.version = ""
+        return self.version, None
+
+    def generate(self, requests: list[GenerateRequest]) -> tuple[str, list[Generated]]:
         return self.version, [
             Generated((*each.prompt, each.seed % 1000, os.getpid()), True, (-0.5,)) for each in requests
         ]
 
-    def logprobs(self, rows: list[TokenRow]) -> tuple[int | None, list[list[float]]]:
+    def logprobs(self, rows: list[TokenRow]) -> tuple[str, list[list[float]]]:
         return self.version, [[-float(token) for token in row[1:]] for row in rows]
+
+    def handlers(self) -> dict[str, Callable[..., Any]]:
+        names = [name for name in dir(self) if not name.startswith("_") and name != "handlers"]
+        return {name: method for name in names if callable(method := getattr(self, name))}
 
 
 if __name__ == "__main__":
-    engine = FakeEngine()
-    serve(
-        {
-            "start": engine.start,
-            "load": engine.load,
-            "sleep": engine.sleep,
-            "generate": engine.generate,
-            "logprobs": engine.logprobs,
-        }
-    )
+    serve(FakeEngine().handlers())

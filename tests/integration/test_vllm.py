@@ -18,8 +18,11 @@ from common.worker_process import ROOT, WorkerError
 from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt, Sequence, Turn
+from models.distributed import start
+from rollouts import transfer
 from rollouts.probe import check_probe
 from rollouts.samplers import SamplingSettings
+from rollouts.transfer import HEAD, Patient, SharedMemory, Source
 from rollouts.vllm_sampler import VllmSampler, installed
 from tests.programs import until
 from tests.tiny_tokenizers import tiny_tokenizer
@@ -131,7 +134,7 @@ from config.schema_sampler import SamplerConfig
 folder = Path(sys.argv[1])
 worker = WorkerProcess(WORKER, log=folder / "owned.log", env=engine_environment(SamplerConfig(name="vllm", separate=True), 0, {}))
 options = EngineOptions("float32", 512, 1, 0.4, None, True, True)
-worker.call("start", options, str(folder / "weights-0"), 0, timeout=900)
+worker.call("start", options, str(folder / "weights-0"), "0", timeout=900)
 worker.send("generate", [GenerateRequest([1, 2, 3], 1.0, 1.0, 500, (), seed) for seed in range(2000)])  # minutes of work
 print(worker.pid, flush=True)
 worker.receive(600)
@@ -156,6 +159,7 @@ def sampler(world: World, owner: subprocess.Popen) -> Iterator[VllmSampler]:
     with VllmSampler(
         config, RENDERER, max_length=MAX_LENGTH, dtype="float32", log_dir=world.folder
     ) as sampler:
+        sampler.transfers_by("shared_memory")
         sampler.load(world.written(), world.version)
         yield sampler
 
@@ -205,6 +209,41 @@ def test_older_weights_under_a_new_version_are_caught(sampler, world):
         check_probe(sampler.logprobs(rows)[0], world.logprobs(rows), "bfloat16", now)
     sampler.load(world.written(), world.version)
     check_probe(sampler.logprobs(rows)[0], world.logprobs(rows), "bfloat16", now)
+
+
+def written_by(pid: int) -> int:
+    """Bytes that a process has given to ``write``, whatever it wrote to."""
+    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["wchar"])
+
+
+@pytest.mark.parametrize("part_bytes", [10**9, 5000])
+def test_weights_from_memory_are_those_from_a_folder_and_nothing_is_written(
+    sampler, world, monkeypatch, part_bytes
+):
+    """Also where the parts cut through a layer, of which vLLM then keeps the first tensors."""
+    monkeypatch.setattr(transfer, "PART_BYTES", part_bytes)
+    folder = world.publish(70 + part_bytes % 2)
+    sampler.load(folder, world.version)
+    wanted = sampler.logprobs(ROWS), sampler.sample(PROMPTS, 2, PAPERS, seed=1)
+    older = World(world.folder)
+    older.version = world.version + 1
+    older.publish(60)
+    source = Source(world.model.state_dict().items)
+    for model, same in ((older.model, False), (world.model, True)):
+        source = Source(model.state_dict().items)
+        assert sampler.own_head() and HEAD in dict(source)
+        pids = (os.getpid(), sampler._workers[0].pid)
+        before = [written_by(pid) for pid in pids]
+        world.version += 1
+        patient = Patient(sampler, str(world.version))
+        SharedMemory(patient, source, start()).send_weights()
+        patient.check()
+        size = sum(tensor.nbytes for _, tensor in source)
+        assert all(written_by(pid) - was < size / 10 for pid, was in zip(pids, before, strict=True))
+        assert sampler.version == world.version
+        found = sampler.logprobs(ROWS), sampler.sample(PROMPTS, 2, PAPERS, seed=1)
+        assert (found == wanted) == same
 
 
 def test_a_sample_ends_at_a_stop_token_or_at_the_limit_and_says_which(sampler):

@@ -97,7 +97,7 @@ def test_log_probabilities_are_those_of_the_completions_tokens(sampler, tmp_path
 def test_an_engine_that_kept_an_older_version_is_an_error(sampler, tmp_path):
     sampler.load(tmp_path, 0)
     sampler.load(tmp_path / "ignored", 1)
-    with pytest.raises(WorkerError, match=r"version \[0\], not 1"):
+    with pytest.raises(WorkerError, match=r"version \['0'\], not '1'"):
         sampler.sample(PROMPTS, 1, SETTINGS, seed=1)
 
 

@@ -1,0 +1,91 @@
+"""Seconds in which a round's weights reach a vLLM engine and are proved to be there: from a folder on disk
+against memory that trainer and engine share, in turn, with the same engine.
+
+    python -m benchmarks.hand_over                       # 45 M float32 weights
+    python -m benchmarks.hand_over --layers 8 --width 1024 --rounds 10
+
+Timed is ``VllmEngine.publish`` as a round calls it: the weights' way (with what is written for it), and the
+probe, which trainer and engine score. Every hand-over brings other weights than the one before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+from benchmarks.measure import Spread, Work, alternate, machine, table
+from benchmarks.parts import llama, random_policy
+from config.defaults import with_defaults
+from config.schema_sampler import SamplerConfig
+from data.chat import Renderer
+from data.types import Prompt, Turn
+from models.distributed import start
+from rollouts.engines import Facts
+from rollouts.vllm_engine import VllmEngine, probe_rows
+from rollouts.vllm_sampler import VllmSampler
+from tests.tiny_tokenizers import tiny_tokenizer
+
+WAYS = ("disk", "shared_memory")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--vocabulary", type=int, default=16384)
+    parser.add_argument("--rounds", type=int, default=6)
+    args = parser.parse_args()
+    logging.disable_progress_bar()
+    width, world = args.width, start()
+    policy = random_policy(
+        llama(args.vocabulary, width, args.layers, 8, 4, 4 * width, positions=512), world.device
+    )
+    weights = sum(parameter.numel() for parameter in policy.parameters())
+    print(f"{machine()}\n{weights / 1e6:.0f} M weights, float32\n")
+    tokenizer = tiny_tokenizer("llama3")
+    renderer = Renderer(tokenizer, max_length=320, max_prompt_length=256, template=tokenizer.chat_template)
+    probe = probe_rows([Prompt((Turn("user", f"What is {i} + {i}?"),)) for i in range(16)], renderer)
+    with tempfile.TemporaryDirectory() as folder:
+        sampler = VllmSampler(
+            with_defaults(SamplerConfig, name="vllm", separate=True),
+            renderer,
+            max_length=320,
+            dtype="float32",
+            log_dir=Path(folder),
+        )
+        engine = VllmEngine(sampler, policy, renderer, world, probe, "float32")
+        engine.publish(Path(folder) / "weights", 0, False)  # starts it, able to take either
+        versions = iter(range(1, 10_000))
+        facts: dict[str, list[Facts]] = {way: [] for way in WAYS}
+
+        def publish(way: str) -> list[Work]:
+            return [partial(published, way)]
+
+        def published(way: str) -> None:
+            engine.backend = way
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    parameter.mul_(1.01)
+            version = next(versions)
+            facts[way].append(engine.publish(Path(folder) / f"weights-{version}", version, False))
+
+        alternate({way: partial(publish, way) for way in WAYS}, args.rounds)
+        engine.close()
+    print(table(["", "weights, s", "probe, s"], [row(way, facts[way][1:]) for way in WAYS]))
+
+
+def row(way: str, facts: list[Facts]) -> list[str]:
+    """What a way took, without its first time."""
+    weights = Spread.of(one["write_seconds"] + one["load_seconds"] for one in facts)
+    return [way, str(weights), str(Spread.of(one["probe_seconds"] for one in facts))]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""The trainer's side of vLLM's weight transfer: a round's weights go from memory to the engines, and never to
+a disk.
+
+``ipc`` (the engine stands on the trainer's own GPUs) and ``nccl`` (it has GPUs of its own) are vLLM's own
+trainer engines. ``shared_memory`` is ours, for one machine and without a GPU; vLLM's side of it is
+``rollouts.vllm_backend``. All speak to the engines through vLLM's four calls (``VLLMWeightSyncClient``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from common.worker_process import WorkerError
+from config.schema_sampler import SamplerConfig
+from models.distributed import World
+
+T = TypeVar("T")
+HEAD = "lm_head.weight"
+PART_BYTES = 512 * 1024**2
+"""Weights are shared so many bytes at a time, or one tensor where that is larger: what a hand-over needs of
+memory beside the model's two copies."""
+_ALIGNED = 64
+
+
+class Client(Protocol):
+    """What vLLM's trainer engines ask of an engine: vLLM's ``VLLMWeightSyncClient``, which is structural."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: Any) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class Transfer(Protocol):
+    """A way to the engines, made anew with them."""
+
+    def send_weights(self) -> None:
+        """Every rank calls it. Raises WorkerError where the client does."""
+
+
+@dataclass(frozen=True)
+class Meta:
+    """As vLLM's ``ParamMeta``."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Source:
+    """The weights as an engine wants them: vLLM's ``WeightSource``, of which its engines use these two."""
+
+    def __init__(self, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+        """``weights``: goes through them from the beginning; every rank in step (it gathers)."""
+        self._weights = weights
+        self._metadata: list[Meta] | None = None
+        self.without: frozenset[str] = frozenset()
+        """names that the engine has no place for"""
+
+    def metadata(self) -> list[Meta]:
+        """What iterating gives. The first call goes through all weights."""
+        if self._metadata is None:
+            self._metadata = [Meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+        return self._metadata
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for name, tensor in self._weights() if name not in self.without)
+
+
+class Patient:
+    """A client whose first error waits until the weights were gone through: a rank that left in the middle
+    would leave the others in a gathering for ever."""
+
+    def __init__(self, client: Client | None, version: str = "") -> None:
+        """``client``: None on ranks above 0, which tell the engines nothing. ``version``: what the weights
+        are called once they are there."""
+        self._client, self.version = client, version
+        self._error: WorkerError | None = None
+
+    def check(self) -> None:
+        """Raise the first error, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call(lambda client: client.init_weight_transfer_engine(init_info))
+
+    def start_weight_update(self) -> None:
+        self._call(lambda client: client.start_weight_update())
+
+    def update_weights(self, update_info: Any) -> None:
+        self._call(lambda client: client.update_weights(update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call(lambda client: client.finish_weight_update(weight_version or self.version))
+
+    def _call(self, ask: Callable[[Client], None]) -> None:
+        if self._client is None or self._error is not None:
+            return
+        try:
+            ask(self._client)
+        except WorkerError as error:
+            self._error = error
+
+
+class SharedMemory:
+    """Weights in memory that this process shares with the engines on its machine."""
+
+    def __init__(self, client: Client, source: Source, world: World) -> None:
+        self.client, self.source, self.world = client, source, world
+        client.init_weight_transfer_engine({})
+
+    def send_weights(self) -> None:
+        self.client.start_weight_update()
+        for part in parts(self.source, PART_BYTES):
+            if self.world.is_main:
+                with shared(part) as info:
+                    self.client.update_weights(info)
+        self.client.finish_weight_update()
+
+
+def parts(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """``weights`` in lists of at most so many bytes, or of one tensor."""
+    part: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in weights:
+        if part and size + tensor.nbytes > most:
+            yield part
+            part, size = [], 0
+        part.append((name, tensor))
+        size += tensor.nbytes
+    if part:
+        yield part
+
+
+@contextlib.contextmanager
+def shared(part: list[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
+    """The update info of ``rollouts.vllm_backend`` for these weights, which lie in memory with a path while
+    the context lasts. The memory has no name in any file system: it goes with the processes that hold it."""
+    offsets, size = [], 0
+    for _, tensor in part:
+        offsets.append(size)
+        size += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+    size = max(size, 1)
+    descriptor = os.memfd_create("humanline-weights")
+    try:
+        os.ftruncate(descriptor, size)
+        memory = mmap.mmap(descriptor, size)
+        for (_, tensor), offset in zip(part, offsets, strict=True):
+            if count := tensor.numel():
+                place = torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=offset)
+                place.view(tensor.shape).copy_(tensor)
+        yield {
+            "path": f"/proc/{os.getpid()}/fd/{descriptor}",
+            "size": size,
+            "names": [name for name, _ in part],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in part],
+            "shapes": [list(tensor.shape) for _, tensor in part],
+            "offsets": offsets,
+        }
+    finally:
+        os.close(descriptor)
+
+
+def make_transfer(
+    backend: str, client: Client, source: Source, world: World, *, workers: int, address: str
+) -> Transfer:
+    """The way to engines that have just been started. Every rank calls it. ``workers``: of all engines
+    together; ``address``: of this machine, as the engines know it. Raises WorkerError where the client does,
+    and what vLLM raises."""
+    if backend == "shared_memory":
+        return SharedMemory(client, source, world)
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # seconds to import
+
+    made: Transfer = WeightTransferTrainerFactory.trainer_init(
+        trainer_info(backend, world.rank, workers, address), client=client, source=source
+    )
+    return made
+
+
+def trainer_info(backend: str, rank: int, workers: int, address: str) -> Any:
+    """What vLLM's trainer engine of that name is made with. In parts of bounded size (``packed``)."""
+    if backend == "ipc":
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+        return IPCTrainerInitInfo(rank=rank, packed=True)
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    return NCCLTrainerInitInfo(
+        rank=rank,
+        master_address=address,
+        master_port=free_port() if rank == 0 else 0,
+        world_size=1 + workers,
+        packed=True,
+    )
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as tried:
+        tried.bind(("", 0))
+        return int(tried.getsockname()[1])
+
+
+def chosen(config: SamplerConfig, device: torch.device) -> str:
+    """The backend that ``sampler.weight_transfer`` means on this device."""
+    if config.weight_transfer != "auto":
+        return config.weight_transfer
+    if device.type != "cpu":
+        return "ipc" if config.shares_devices else "nccl"
+    return "shared_memory" if hasattr(os, "memfd_create") else "disk"

@@ -1,0 +1,144 @@
+"""What this project adds inside vLLM's own workers: a weight transfer backend for one machine, and reading
+weights from a folder.
+
+vLLM imports this module where its ``worker_extension_cls`` is ``rollouts.vllm_backend.WorkerExtension``, in
+each of its workers and before they make their backends. So the backend is known there by its name, in an
+engine of ours as in a server (``vllm serve --worker-extension-cls …``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+HEAD = "lm_head.weight"
+BACKEND = "shared_memory"
+EXTENSION = "rollouts.vllm_backend.WorkerExtension"
+
+
+@dataclass
+class SharedMemoryInitInfo(WeightTransferInitInfo):
+    """Trainer and engine have nothing to agree on before the first weights."""
+
+
+@dataclass
+class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
+    """Some of the weights, and where their bytes lie."""
+
+    path: str
+    """a file that can be mapped into memory, to be found by this path while the call lasts"""
+    size: int
+    """its bytes"""
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    offsets: list[int]
+    """the first byte of each tensor, a multiple of its element's size"""
+
+    def __post_init__(self) -> None:
+        lengths = {len(of) for of in (self.names, self.dtype_names, self.shapes, self.offsets)}
+        if len(lengths) != 1:
+            raise ValueError(f"names, dtype_names, shapes and offsets have {sorted(lengths)} entries")
+
+
+class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
+    """Takes weights in checkpoint format from memory that the trainer shares, in any number of parts."""
+
+    init_info_cls = SharedMemoryInitInfo
+    update_info_cls = SharedMemoryUpdateInfo
+
+    def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
+        """There is nothing to meet for."""
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":  # where torch has no accelerator to wait for
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
+        self.model.load_weights(mapped(update_info))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Nothing is held: what is mapped goes with the tensors that lie in it."""
+
+
+def mapped(info: SharedMemoryUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of each. They lie in the shared memory itself and keep it, without its path: vLLM may
+    hold a layer's first tensors until the last of them has come. Raises OSError where it is not there."""
+    with open(info.path, "rb") as file:
+        # A copy on write: torch has no tensors that cannot be written to.
+        memory = mmap.mmap(file.fileno(), info.size, access=mmap.ACCESS_COPY)
+    parts = zip(info.names, info.dtype_names, info.shapes, info.offsets, strict=True)
+    for name, dtype_name, shape, offset in parts:
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        if count := math.prod(shape):
+            yield name, torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+        else:
+            yield name, torch.empty(shape, dtype=dtype)
+
+
+with contextlib.suppress(ValueError):  # it is known already
+    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)
+
+
+class WorkerExtension:
+    """Mixed into each of the engine's own workers (vLLM's ``worker_extension_cls``). Every method is called
+    by ``collective_rpc`` and returns what JSON can say."""
+
+    def has_own_head(self) -> list[bool]:
+        """Whether the model has an output head by that name, also where it is tied to the embeddings. Gemma's
+        has none: all in one."""
+        names = self.get_model().named_parameters(remove_duplicate=False)  # type: ignore[attr-defined]
+        return [any(name == HEAD for name, _ in names)]
+
+    def read_weights(self, folder: str) -> None:
+        """Take the safetensors files of a Hugging Face folder in place. Raises FileNotFoundError if there are
+        none."""
+        tied = self.model_config.hf_text_config.tie_word_embeddings  # type: ignore[attr-defined]
+        (has_head,) = self.has_own_head()
+        tensors = checkpoint_tensors(Path(folder), add_head=tied and has_head)
+        self.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
+
+
+def checkpoint_tensors(folder: Path, add_head: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of all in the folder's safetensors files; ``add_head``: with the embeddings as the
+    output head if it is not there.
+
+    A tied checkpoint is saved without its head, and an engine whose model has a head of its own (as vLLM's
+    Llama and Qwen do on a CPU) would go on with the old one and report success.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no *.safetensors in {folder}")
+    head, embeddings = False, None
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                tensor = tensors.get_tensor(name)
+                head = head or name == HEAD
+                if name.endswith("embed_tokens.weight"):
+                    embeddings = tensor
+                yield name, tensor
+    if add_head and not head and embeddings is not None:
+        yield HEAD, embeddings

@@ -1,0 +1,247 @@
+"""vLLM as the sampler of rounds: it takes the policy's weights, proves that it has them, and samples beside
+rank 0."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from common.files import write_whole
+from common.worker_process import WorkerError
+from data.batches import collate
+from data.chat import Renderer
+from data.types import Prompt, Sequence
+from models.distributed import World, from_main
+from models.export import config_json, export, full_state, whole_weights
+from models.policy import Policy, causal_lm
+from models.reference import score
+from rollouts.engines import Facts, attempt, outcome
+from rollouts.probe import Probe, check_probe
+from rollouts.samplers import Sample, SamplingSettings
+from rollouts.transfer import HEAD, Patient, Source, Transfer, chosen, make_transfer
+from rollouts.vllm_sampler import VllmSampler
+
+T = TypeVar("T")
+
+PROBE_ROWS = 16
+_PROBE = "probe.json"
+_COARSENESS = ("float32", "float16", "bfloat16")
+
+
+def probe_rows(prompts: list[Prompt], renderer: Renderer) -> list[Sequence]:
+    """A fixed probe batch: the tokens of some prompts, each but the first to be predicted."""
+    rows = [renderer.prompt_ids(prompt) for prompt in prompts[:PROBE_ROWS]]
+    return [Sequence(ids[:1], ids[1:]) for ids in rows if len(ids) > 1]
+
+
+class TransferError(WorkerError):
+    """Engines that run, and were not brought to have the trainer's weights."""
+
+
+class VllmEngine:
+    """vLLM beside rank 0. Weights go over by ``sampler.weight_transfer``; then engine and trainer score the
+    probe, and must agree.
+
+    An engine that dies while it samples is started again, once a round: its weights are sent again, or read
+    from where they were kept, and the prompts that were asked for are answered from the beginning.
+    """
+
+    def __init__(
+        self,
+        sampler: VllmSampler,
+        policy: Policy,
+        renderer: Renderer,
+        world: World,
+        probe: list[Sequence],
+        trained_in: str,
+    ) -> None:
+        """``probe``: rows on which engine and trainer must agree; ``trained_in``: the trainer's compute
+        dtype."""
+        self.sampler, self.policy, self.renderer, self.world = sampler, policy, renderer, world
+        self.probe, self.trained_in = probe, trained_in
+        self.backend = chosen(sampler.config, world.device)
+        self._probed: Probe | None = None
+        self._said: list[list[float]] = []
+        self._version, self._worked = 0, False
+        self._proving = 0.0
+        """seconds of the probe in this hand-over"""
+        self._kept: Path | None = None
+        self._restarted = False
+        self._source = Source(partial(whole_weights, policy, getattr(torch, sampler.dtype)))
+        self._client = Patient(sampler if world.is_main else None)
+        self._transfer: Transfer | None = None
+        self.sampler.transfers_by(None if self.backend == "disk" else self.backend)
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def publish(self, folder: Path, version: int, keep: bool) -> Facts:
+        scoring = time.monotonic()
+        with self.policy.at_temperature(1.0):  # what vLLM says of a prompt's tokens
+            scores = score(self.policy, collate(self.probe, self.world.device))
+        self._said = [
+            values[: len(row.completion_ids)].tolist() for row, values in zip(self.probe, scores, strict=True)
+        ]
+        self._version, self._kept, self._restarted = version, None, False
+        if self.sampler.config.shares_devices and self.world.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()  # what the engine wakes up to use
+        start, self._proving = time.monotonic(), 0.0
+        if keep or self.backend == "disk":
+            self._write(folder)
+        written = time.monotonic()
+        try:
+            self.run_on_main(self._give)
+        except TransferError as error:
+            if self._worked or self.sampler.config.weight_transfer != "auto":
+                raise
+            self._fall_back(folder, error)
+        self._worked = True
+        return self.run_on_main(
+            lambda: {
+                "weight_transfer": self.backend,
+                "write_seconds": written - start,
+                "load_seconds": time.monotonic() - written - self._proving,
+                "probe_seconds": start - scoring + self._proving,
+                **self._probe_facts(),
+            }
+        )
+
+    def _probe_facts(self) -> Facts:
+        assert self._probed is not None, "rank 0 has compared engine and trainer"
+        return {"probe_largest": self._probed.largest, "probe_mean": self._probed.mean}
+
+    def _fall_back(self, folder: Path, error: TransferError) -> None:
+        """Go by the disk from here on: the first try in memory failed. Every rank."""
+        if self.world.is_main:
+            print(
+                f"{error}\nweights go through a folder on disk instead (sampler.weight_transfer)", flush=True
+            )
+        self.sampler.close()
+        self.backend, self._probed = "disk", None
+        self.sampler.transfers_by(None)
+        if self._kept is None:
+            self._write(folder)
+        self.run_on_main(self._give)
+
+    def _write(self, folder: Path) -> None:
+        """Every rank."""
+        state = full_state(self.policy)
+
+        def write() -> None:
+            export(state, self.policy, self.renderer.tokenizer, folder, getattr(torch, self.sampler.dtype))
+            write_whole(folder / _PROBE, json.dumps(self._said))
+
+        self.run_on_main(write)
+        self._kept = folder
+
+    def _give(self) -> None:
+        """The weights of now, or those that were kept. Rank 0, inside ``run_on_main``."""
+        if self.backend == "disk":
+            assert self._kept is not None
+            self.sampler.load(self._kept, self._version)
+            self._prove(self._said)
+            return
+        fresh = self.sampler.start(config_json(self.policy, getattr(torch, self.sampler.dtype)))
+        try:
+            without = frozenset[str]() if self._wants_head() else frozenset((HEAD,))
+            self._client.version = str(self._version)
+            from_main(("send", (fresh, without)))
+            self._send(fresh, without)
+            self._client.check()
+            self._prove(self._said)
+        except (WorkerError, RuntimeError, ValueError, OSError) as error:
+            raise TransferError(f"weight transfer by {self.backend} failed: {error}") from error
+
+    def _wants_head(self) -> bool:
+        tied = causal_lm(self.policy.model).config.get_text_config().tie_word_embeddings
+        return not tied or self.sampler.own_head()
+
+    def _send(self, fresh: bool, without: frozenset[str]) -> None:
+        """Every rank. ``fresh``: the engines have just been started."""
+        self._source.without = without
+        if fresh or self._transfer is None:
+            self._transfer = None
+            made = attempt(self._connected)
+            said = from_main(None if made[1] is None else f"{type(made[1]).__name__}: {made[1]}")
+            if said is not None:
+                raise WorkerError(said)
+            self._transfer = outcome(made)
+        assert self._transfer is not None
+        self._transfer.send_weights()
+
+    def _connected(self) -> Transfer:
+        made = make_transfer(
+            self.backend,
+            self._client,
+            self._source,
+            self.world,
+            workers=self.sampler.engine_workers,
+            address="127.0.0.1",
+        )
+        self._client.check()
+        return made
+
+    def reload_weights(self, folder: Path, version: int) -> None:
+        self._version, self._kept, self._restarted = version, folder, False
+        self.sampler.load(folder, version)
+        self._prove(json.loads((folder / _PROBE).read_text()))
+
+    def _prove(self, trainer: list[list[float]]) -> None:
+        """Raise WorkerError unless the engines say of the probe what the trainer does."""
+        start = time.monotonic()
+        dtype = max(self.trained_in, self.sampler.dtype, key=_COARSENESS.index)
+        for engine in self.sampler.logprobs(self.probe):
+            probed = check_probe(engine, trainer, dtype, self._probed)
+        self._probed, self._proving = probed, self._proving + time.monotonic() - start
+
+    # -- samples -----------------------------------------------------------------------------------
+
+    def run_on_main(self, work: Callable[[], T]) -> T:
+        if not self.world.is_main:
+            return outcome(self._help())  # type: ignore[no-any-return]
+        done = attempt(work)
+        from_main(("done", done))
+        return outcome(done)  # type: ignore[no-any-return]
+
+    def _help(self) -> tuple[object, BaseException | None]:
+        """Gather weights whenever rank 0 sends some, until it has done its work."""
+        while True:
+            kind, value = from_main(None)
+            if kind == "done":
+                return value  # type: ignore[no-any-return]
+            attempt(partial(self._send, *value))  # what goes wrong, rank 0 says
+
+    def sample(
+        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
+    ) -> list[list[Sample]]:
+        try:
+            return self.sampler.sample(prompts, n, settings, seed)
+        except WorkerError as error:
+            if self._restarted:
+                raise
+            self._restart(error)
+        return self.sampler.sample(prompts, n, settings, seed)
+
+    def _restart(self, error: WorkerError) -> None:
+        self._restarted = True
+        print(f"{error}\nit is started again, and samples the round's prompts again", flush=True)
+        self.sampler.close()
+        self._probed = None  # a new process has no older weights
+        if self._kept is not None:
+            self.sampler.load(self._kept, self._version)
+            self._prove(json.loads((self._kept / _PROBE).read_text()))
+        else:
+            self._give()
+
+    def sleep(self) -> None:
+        self.sampler.sleep()
+
+    def close(self) -> None:
+        self.sampler.close()

@@ -1,0 +1,49 @@
+"""Weights that go over one by one are those that would be written: names, values and dtype."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from models.export import config_json, export, full_state, whole_weights
+from models.policy import Policy
+from tests.unit.models.test_families import FAMILIES, tiny
+from tests.unit.models.test_lora import load, perturb
+from tests.unit.models.test_policy import tokenizer
+
+
+def stored(policy: Policy, folder, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    export(full_state(policy), policy, tokenizer(), folder, dtype)
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same(policy: Policy, folder, dtype: torch.dtype) -> None:
+    wanted, given = stored(policy, folder, dtype), dict(whole_weights(policy, dtype))
+    for name, tensor in wanted.items():
+        assert given[name].dtype == tensor.dtype and torch.equal(given[name], tensor), name
+    again = given.keys() - wanted.keys()
+    assert all(any(torch.equal(given[name], tensor) for tensor in wanted.values()) for name in again), (
+        f"{again} are not tied"
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_architectures_weights_come_as_its_checkpoints_have_them(tmp_path, family):
+    assert_same(tiny(family), tmp_path / "model", torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_come_merged(tmp_path, dtype):
+    policy = load(tmp_path / "base", dtype)
+    perturb(policy)
+    assert_same(policy, tmp_path / "model", torch.float32)
+    assert not any("lora" in name for name, _ in whole_weights(policy, torch.float32))
+
+
+def test_the_config_is_that_of_the_folder(tmp_path):
+    policy = load(tmp_path / "base")
+    stored(policy, tmp_path / "model", torch.bfloat16)
+    assert json.loads(config_json(policy, torch.bfloat16)) == json.loads(
+        (tmp_path / "model" / "config.json").read_text()
+    )

@@ -1,0 +1,134 @@
+"""How weights reach engines, and what happens to a round when one of them is killed: with processes that only
+pretend to be engines."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.worker_process import WorkerError
+from models.distributed import start
+from rollouts import transfer, vllm_engine, vllm_sampler
+from rollouts.samplers import SamplingSettings
+from rollouts.vllm_engine import TransferError, VllmEngine, probe_rows
+from tests.tiny import tiny_policy
+from tests.unit.rollouts.test_vllm_sampler import PROMPTS, RENDERER, make
+
+SETTINGS = SamplingSettings(temperature=0.7, top_p=0.95, max_tokens=8)
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    """An engine says of a token's log-probability what the trainer does."""
+    monkeypatch.setattr(vllm_sampler, "WORKER", "tests.fake_engine")
+    monkeypatch.setattr(vllm_sampler, "installed", lambda: True)
+    monkeypatch.setattr(vllm_engine, "score", lambda policy, rows: [-row.completion_ids for row in probes()])
+
+
+def probes():
+    rows = probe_rows(PROMPTS, RENDERER)
+    return [type(row)(row.prompt_ids, torch.from_numpy(row.completion_ids).double()) for row in rows]
+
+
+@pytest.fixture
+def engine(tmp_path) -> Iterator[VllmEngine]:
+    made = engine_of(tmp_path)
+    yield made
+    made.close()
+
+
+def engine_of(folder: Path, **settings) -> VllmEngine:
+    sampler = make(folder / "logs", **settings)
+    return VllmEngine(sampler, tiny_policy(), RENDERER, start(), probe_rows(PROMPTS, RENDERER), "float32")
+
+
+def kill(engine: VllmEngine) -> None:
+    os.kill(engine.sampler._workers[0].pid, signal.SIGKILL)
+
+
+def drawn(engine: VllmEngine) -> list[tuple[int, ...]]:
+    return [row[0].token_ids[:-1] for row in engine.sample(PROMPTS, 1, SETTINGS, seed=1)]
+
+
+def test_weights_go_over_in_memory_and_no_folder_is_made(engine, tmp_path):
+    for version in range(3):
+        facts = engine.publish(tmp_path / "weights", version, False)
+        assert facts["weight_transfer"] == "shared_memory" and facts["probe_largest"] == 0.0
+        assert engine.sampler.version == version
+    assert drawn(engine)
+    assert not (tmp_path / "weights").exists()
+
+
+def test_weights_that_must_be_kept_are_beside(engine, tmp_path):
+    assert engine.publish(tmp_path / "weights", 0, True)["weight_transfer"] == "shared_memory"
+    assert (tmp_path / "weights" / "model.safetensors").exists()
+    engine.reload_weights(tmp_path / "weights", 4)
+    assert engine.sampler.version == 4
+    engine.publish(tmp_path / "others", 5, False)
+    assert engine.sampler.version == 5
+
+
+@pytest.fixture
+def unreachable(monkeypatch):
+    """Memory that the engine's processes cannot find, as from another container."""
+    shared = transfer.shared
+
+    class Elsewhere:
+        def __init__(self, part):
+            self.context = shared(part)
+
+        def __enter__(self):
+            return self.context.__enter__() | {"path": "/proc/self/fd/9999"}
+
+        def __exit__(self, *error):
+            return self.context.__exit__(*error)
+
+    monkeypatch.setattr(transfer, "shared", Elsewhere)
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_a_first_try_that_fails_goes_on_by_disk_and_says_so(engine, tmp_path, capsys):
+    assert engine.publish(tmp_path / "weights", 0, False)["weight_transfer"] == "disk"
+    said = capsys.readouterr().out
+    assert "weight transfer by shared_memory failed" in said and "No such file" in said
+    assert "a folder on disk instead" in said
+    assert drawn(engine)
+    assert engine.publish(tmp_path / "more", 1, False)["weight_transfer"] == "disk"
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_a_way_that_was_asked_for_is_not_left(tmp_path):
+    engine = engine_of(tmp_path, weight_transfer="shared_memory")
+    with pytest.raises(TransferError, match="weight transfer by shared_memory failed"):
+        engine.publish(tmp_path / "weights", 0, False)
+    engine.close()
+
+
+def test_a_later_failure_ends_the_round_and_changes_no_way(engine, tmp_path, request):
+    engine.publish(tmp_path / "weights", 0, False)
+    request.getfixturevalue("unreachable")
+    with pytest.raises(TransferError):
+        engine.publish(tmp_path / "weights", 1, False)
+    assert engine.backend == "shared_memory"
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_killed_engine_is_started_again_and_gives_the_same_samples(engine, tmp_path, keep, capsys):
+    engine.publish(tmp_path / "weights", 3, keep)
+    before = drawn(engine)
+    kill(engine)
+    assert drawn(engine) == before and engine.sampler.version == 3
+    assert "SIGKILL" in (said := capsys.readouterr().out) and "started again" in said
+    assert drawn(engine) == before and not capsys.readouterr().out
+    kill(engine)
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        drawn(engine)
+    engine.publish(tmp_path / "next", 4, keep)  # another round, another try
+    kill(engine)
+    assert drawn(engine) == before
