@@ -9,7 +9,6 @@ trainer engines. ``shared_memory`` is ours, for one machine and without a GPU; v
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -158,11 +157,8 @@ def shared(part: list[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
     descriptor = os.memfd_create("humanline-weights")
     try:
         os.ftruncate(descriptor, size)
-        memory = mmap.mmap(descriptor, size)
         for (_, tensor), offset in zip(part, offsets, strict=True):
-            if count := tensor.numel():
-                place = torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=offset)
-                place.view(tensor.shape).copy_(tensor)
+            _write(descriptor, tensor, offset)
         yield {
             "path": f"/proc/{os.getpid()}/fd/{descriptor}",
             "size": size,
@@ -173,6 +169,14 @@ def shared(part: list[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
         }
     finally:
         os.close(descriptor)
+
+
+def _write(descriptor: int, tensor: Tensor, offset: int) -> None:
+    """By calls, not through a mapping, whose pages would be made one by one: a third of the time."""
+    content = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    while content:
+        written = os.pwrite(descriptor, content, offset)
+        content, offset = content[written:], offset + written
 
 
 def make_transfer(
