@@ -173,7 +173,7 @@ def shared(part: list[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
 
 def _write(descriptor: int, tensor: Tensor, offset: int) -> None:
     """By calls, not through a mapping, whose pages would be made one by one: a third of the time."""
-    content = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     while content:
         written = os.pwrite(descriptor, content, offset)
         content, offset = content[written:], offset + written
