@@ -224,7 +224,7 @@ class VllmEngine:
         try:
             return self.sampler.sample(prompts, n, settings, seed)
         except WorkerError as error:
-            if self._restarted:
+            if self._restarted or self.sampler.running:  # it was not an engine
                 raise
             self._restart(error)
         return self.sampler.sample(prompts, n, settings, seed)
