@@ -3,10 +3,10 @@ construction compare nothing.
 
 Humanline does two things. It syncs: at steps 0, k, 2k … the reference becomes the policy before the update
 (``trainers.syncing``), and the steps behind see it up to the next sync, or to the end of their segment: a
-round starts with the policy as its reference anyway. So the sync of step t changes a later step of its
-segment only if the segment began before t and goes on behind t: all of a segment of two steps sees the policy
-that it began with. And it clips, which changes nothing where a bound is infinite, or where each step is the
-first of its segment, whose log-ratios are 0.
+round starts with the policy as its reference anyway, unless ``rounds.reset_reference`` is false. So the sync
+of step t changes a later step of its segment only if the segment began before t and goes on behind t: all of
+a segment of two steps sees the policy that it began with. And it clips, which changes nothing where a bound
+is infinite, or where each step is the first of its segment, whose log-ratios are 0.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ def notice(config: Config, segments: Sequence[int], exact: bool) -> str | None:
     """
     if not config.humanline or not segments:
         return None
+    if config.keeps_reference:  # rounds are one stretch to it
+        segments = [sum(segments)]
     moot, clips = not moves(config, segments, exact), can_clip(config, max(segments))
     if clips and not moot:
         return None
@@ -53,7 +55,7 @@ def moves(config: Config, segments: Sequence[int], exact: bool) -> bool:
     if config.syncing != "humanline":
         return False
     k, planned = config.sync_freq, sum(segments)
-    if not config.online:
+    if not config.online or config.keeps_reference:
         return len(segments) > 1 or planned > k + 1
     if not exact:
         return max(segments) > 2 and planned > k + 1
@@ -79,7 +81,7 @@ def _why_no_sync(config: Config, segments: Sequence[int]) -> str:
     if config.syncing != "humanline":
         return f"sync_mode={config.syncing} syncs without it too"
     k, planned = config.sync_freq, sum(segments)
-    if config.online:
+    if config.online and not config.keeps_reference:
         return (
             f"rounds of at most {max(segments)} steps: with sync_freq={k} all steps of a round are compared "
             "with the policy that it began with"

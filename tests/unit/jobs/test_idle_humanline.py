@@ -53,6 +53,16 @@ def test_without_clipping_it_speaks_exactly_where_the_weights_are_the_same(plain
         assert (said is not None) == same(trained(config, list(rounds)), without), (k, rounds, said)
 
 
+@pytest.mark.parametrize("k", [1, 2, 4, 6])
+def test_a_reference_that_outlives_rounds_sees_them_as_one(tmp_path, k):
+    kept = (*ONLINE, *FREE, "rounds.reset_reference=false", f"sync_freq={k}")
+    with_it, without = (engine_config(tmp_path, "dpo", *kept, f"humanline={on}") for on in ("true", "false"))
+    for rounds in ([1, 1, 1], [2, 2, 2], [3, 3]):
+        said = notice(with_it, rounds, exact=True)
+        assert (said is not None) == same(trained(with_it, rounds), trained(without, rounds)), (k, rounds)
+        assert (said is not None) == (sum(rounds) <= k + 1)
+
+
 @pytest.mark.parametrize("mode", ["reset", "kl", "never"])
 def test_other_ways_to_sync_are_the_same_without_humanline(tmp_path, mode):
     settings = (*ONLINE, *FREE, f"sync_mode={mode}", "sync_freq=2")
