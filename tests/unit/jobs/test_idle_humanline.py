@@ -11,8 +11,11 @@ import torch
 from config.schema import Config
 from jobs.assembly import Offline, trainer_class
 from jobs.idle_humanline import notice
+from jobs.job import Job
 from jobs.online import round_steps
-from tests.engine import Log, engine_config, make_segment, make_trainer, weights
+from jobs.run_folder import RunFolder
+from models.distributed import start
+from tests.engine import Log, engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import make_config
 
 ONLINE = ("online=true", "model.batch_size=2", "wandb.enabled=false")
@@ -103,6 +106,31 @@ def test_offline_the_reference_first_changes_behind_step_k():
         config = make_config("loss=dpo", "humanline=true", *FREE, f"sync_freq={k}")
         assert (notice(config, [steps], exact=True) is not None) == (steps <= k + 1)
         assert notice(config, [1, 1], exact=True) is None, "the second stretch starts with its own reference"
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_offline_the_weights_say_the_same(tmp_path, k):
+    """Four steps: at k = 3 none sees another reference than the first."""
+    words = ("model.batch_size=2", "wandb.enabled=false", *FREE, f"sync_freq={k}")
+    found = []
+    for on in ("true", "false"):
+        config = engine_config(tmp_path, "dpo", *words, f"humanline={on}")
+        trainer, log = run(config, make_segment(config, 8))
+        assert len(log) == 4
+        found.append(weights(trainer))
+    assert same(*found) == (k == 3)
+
+
+def test_it_is_said_when_a_job_is_planned(tmp_path, capsys):
+    def said(*words: str) -> str:
+        given = ("loss=dpo", "humanline=true", "dry_run=true", f"runs_dir={tmp_path}", *words)
+        config = make_config(*given)
+        Job(config, RunFolder(config, "r"), start()).close()
+        return capsys.readouterr().out
+
+    assert "note: humanline=true can change nothing in this run: with" in said("n_examples=64", *FREE)
+    assert "note: humanline=true only clips" in said("n_examples=64")
+    assert "note: humanline" not in said("n_examples=128", *FREE)
 
 
 def test_the_steps_of_rounds_are_those_that_are_planned():
