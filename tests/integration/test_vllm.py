@@ -1,6 +1,7 @@
 """The vLLM sampler with the real engine, on a CPU: its numbers and greedy tokens are those of transformers,
 round after round."""
 
+import math
 import os
 import signal
 import subprocess
@@ -20,11 +21,13 @@ from data.chat import Renderer
 from data.types import Prompt, Sequence, Turn
 from models.distributed import start
 from rollouts import transfer
+from rollouts.conversations import Conversations
 from rollouts.probe import check_probe
 from rollouts.samplers import SamplingSettings
 from rollouts.transfer import HEAD, Patient, SharedMemory, Source
 from rollouts.vllm_sampler import VllmSampler, installed
 from tests.programs import until
+from tests.tiny import make_config
 from tests.tiny_tokenizers import tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(
@@ -188,6 +191,32 @@ def test_greedy_tokens_and_log_probabilities_are_transformers_own_in_every_round
         ]
         sampler.load(world.publish(world.version + 1), world.version)
     assert sampler._workers[0].pid == worker
+
+
+def test_a_conversation_goes_on_behind_its_own_tokens(sampler, world, tmp_path):
+    """Greedy turns, each transformers' own behind all tokens before it, and their log-probabilities."""
+    path = "environment.path=tests.unit.rollouts.environment_functions.twice"
+    given = ("environment=function", path, "environment.role=tool", "environment.max_turn_tokens=6")
+    settings = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=160)
+    sampler.player = playing = Conversations(make_config("loss=dpo", *given).environment, RENDERER, tmp_path)
+    playing.stops = (*playing.stops, *(world.greedy(prompt, 3)[-1] for prompt in PROMPTS))
+    try:
+        one, again = (sampler.sample(PROMPTS, 1, settings, seed=0) for _ in range(2))
+    finally:
+        playing.close()
+        sampler.player = None
+    assert one == again
+    assert all(len(sample.turns) >= 3 for [sample] in one)
+    for prompt, [sample] in zip(PROMPTS, one, strict=True):
+        ids, own = RENDERER.prompt_ids(prompt).tolist(), sample.loss_mask or (True,) * len(sample.token_ids)
+        for token, counts in zip(sample.token_ids, own, strict=True):
+            if counts:
+                assert token == int(world.logits(ids)[-1].argmax())
+            ids.append(token)
+        start = len(ids) - len(sample.token_ids)
+        wanted = world.completion_logprobs(ids[:start], ids[start:])
+        for value, mu, counts in zip(wanted, sample.logprobs, own, strict=True):
+            assert math.isnan(mu) if not counts else abs(value - mu) < 1e-4
 
 
 def test_older_weights_under_a_new_version_are_caught(sampler, world):
