@@ -45,6 +45,7 @@ from models.policy import Policy
 from models.pretrained import check_model, export_dtype, load_tokenizer
 from models.reference import Reference
 from models.routing import routing_notice
+from reports.answers import example_lines
 from reports.model_card import write_model_card
 from reports.provenance import scrub_text
 from reports.report import final_table, write_report
@@ -328,7 +329,7 @@ class Job:
             ) from error
         run.tracker.summary(summary["after"])
         run.tracker.close()
-        self.say("\n" + final_table(summary))
+        self.say("\n" + "\n".join([final_table(summary), *example_lines(folder)]))
 
     def close(self) -> None:
         """End the processes that rounds and evaluations have started."""

@@ -25,6 +25,8 @@ from jobs.signals import Requeue, Signals
 from models.checkpoint import Checkpoints, everywhere
 from models.checkpoint_reading import CheckpointError
 from models.distributed import Watchdog, any_rank, from_main, on_main
+from reports.answers import FILE as ANSWERS
+from reports.answers import keep_answers
 from reports.metrics import restore
 from reports.progress import progress, status
 from reports.tracking import NullTracker, Tracking
@@ -161,14 +163,21 @@ class RunWatch:
 
     def _evaluate(self, first: bool = False) -> Metrics:
         """The evaluation of the weights as they are; a few samples go to the tracker's table, behind the line
-        of the step before."""
+        of the step before, and into the run's folder."""
         self._flush()
         values = self.evaluator.evaluate(first)
         if self.evaluator.accuracy is not None:
-            self.tracker.table(
-                "samples", Accuracy.columns, self.evaluator.accuracy.samples, self.trainer.progress.step
-            )
+            step, rows = self.trainer.progress.step, self.evaluator.accuracy.samples
+            self.tracker.table("samples", Accuracy.columns, rows, step)
+            on_main(lambda: self._keep_answers(step, rows))
         return values
+
+    def _keep_answers(self, step: int, rows: list[Any]) -> None:
+        """Without room for them the run goes on."""
+        try:
+            keep_answers(self.folder, step, Accuracy.columns, rows)
+        except OSError as error:
+            self.bar.say(f"{self.folder / ANSWERS} could not be written: {error}")
 
     def _stop_if_asked(self) -> None:
         if any_rank(self.signals.asked):

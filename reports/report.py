@@ -18,6 +18,7 @@ import yaml  # type: ignore[import-untyped]
 
 from common.files import write_whole
 from config.schema_trainer import loss_numbers
+from reports.answers import before_and_after
 from reports.charts import charts
 from reports.diagnostic_charts import diagnostic_charts
 from reports.metrics import read_metrics
@@ -90,8 +91,8 @@ def duration(seconds: float) -> str:
 
 def write_report(run_dir: Path) -> Path:
     """Write ``run_dir/report.html``, self-contained, from config.yaml, metrics.jsonl, diagnostics.jsonl,
-    summary.json and data_report.json as far as they are there; returns its path. Secrets in them are left
-    out. Raises OSError."""
+    answers.jsonl, summary.json and data_report.json as far as they are there; returns its path. Secrets in
+    them are left out. Raises OSError."""
     config = scrub(_read(run_dir / "config.yaml"))
     summary = scrub(_read(run_dir / "summary.json"))
     data = scrub(_read(run_dir / "data_report.json"))
@@ -110,6 +111,7 @@ def write_report(run_dir: Path) -> Path:
         headline=_headline(config, summary, records),
         command=summary.get("command"),
         compared=compared(summary),
+        answers=before_and_after(run_dir),
         charts=[
             (title, base64.b64encode(svg).decode())
             for title, svg in charts([*records, *_end(summary, records)])

@@ -1,0 +1,95 @@
+"""Sample answers of a run's evaluations, to be looked at: ``answers.jsonl`` in the run's folder, the same
+prompts before, during and after training.
+
+A line: ``{"step", "kind": sampled or greedy, "prompt", "answer", "reference", "verdict"}``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.files import write_whole
+
+FILE = "answers.jsonl"
+SHOWN = 4
+"""Prompts that the report shows the answers to: the first, whatever became of them."""
+_MOST_CHARACTERS = 160
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A prompt's answers at either end of a run."""
+
+    kind: str
+    prompt: str
+    reference: str
+    before: str
+    after: str
+
+
+def keep_answers(run_dir: Path, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Add what was answered before ``step``. Lines of this step and later ones, which a run that was killed
+    may have left, go. Raises OSError."""
+    path = run_dir / FILE
+    earlier = [line for line in read_answers(path) if line["step"] < step]
+    lines = [*earlier, *({"step": step, **dict(zip(columns, row, strict=True))} for row in rows)]
+    write_whole(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+def read_answers(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file; [] where there is none, or where it is damaged: it is only looked at."""
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        return []
+
+
+def before_and_after(run_dir: Path) -> list[Answered]:
+    """The greedy answers to the first prompts, before training and after it; where there are none, sampled
+    ones."""
+    lines = read_answers(run_dir / FILE)
+    for kind in ("greedy", "sampled"):
+        own = [line for line in lines if line["kind"] == kind]
+        ends = {end(line["step"] for line in own) for end in (min, max)} if own else set()
+        if len(ends) == 2:
+            first, last = ([line for line in own if line["step"] == step] for step in sorted(ends))
+            asked = {line["prompt"]: line for line in reversed(last)}
+            once = {line["prompt"]: line for line in reversed(first) if line["prompt"] in asked}
+            return [_answered(once[p], asked[p]) for p in list(reversed(once))[:SHOWN]]
+    return []
+
+
+def _answered(before: dict[str, Any], after: dict[str, Any]) -> Answered:
+    reference = "" if before["reference"] is None else str(before["reference"])
+    return Answered(before["kind"], before["prompt"], reference, told(before), told(after))
+
+
+def told(line: dict[str, Any]) -> str:
+    """An answer and its verdict."""
+    verdict = "no verdict" if line["verdict"] is None else f"{round(line['verdict'], 3):g}"
+    return f"{line['answer']} ({verdict})"
+
+
+def example_lines(run_dir: Path) -> list[str]:
+    """The first prompt's answers, for the terminal."""
+    found = before_and_after(run_dir)[:1]
+    return [
+        line
+        for one in found
+        for line in (
+            f"{one.kind} answer to {shortened(one.prompt)!r}, with its verdict",
+            f"  before  {shortened(one.before)}",
+            f"  after   {shortened(one.after)}",
+        )
+    ]
+
+
+def shortened(text: str) -> str:
+    """In one line, with the middle left out of what is long: the verdict is at the end."""
+    line = " ".join(text.split())
+    half = _MOST_CHARACTERS // 2
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[:half]} … {line[-half:]}"

@@ -1,0 +1,77 @@
+"""Sample answers before and after training: what is kept, what a killed run leaves, what is shown."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from reports.answers import FILE, before_and_after, example_lines, keep_answers, read_answers
+from reports.report import write_report
+from rollouts.verify import Accuracy
+
+
+def rows(word, verdict=1.0, prompts=("1+1=", "2+2=", "3+3=", "4+4=", "5+5="), samples=2):
+    drawn = [("sampled", p, f"{word} {p} drawn {n}", "9", verdict) for p in prompts for n in range(samples)]
+    return drawn + [("greedy", p, f"{word} {p}", "9", verdict) for p in prompts]
+
+
+def kept(folder, step, word, **given):
+    keep_answers(folder, step, Accuracy.columns, rows(word, **given))
+
+
+def test_the_ends_of_a_run_are_compared_by_prompt(tmp_path):
+    kept(tmp_path, 0, "old", verdict=0.0)
+    kept(tmp_path, 20, "middle")
+    kept(tmp_path, 40, "new", verdict=0.75, prompts=("3+3=", "1+1=", "2+2="))
+    found = before_and_after(tmp_path)
+    assert [(one.kind, one.prompt, one.before, one.after) for one in found] == [
+        ("greedy", p, f"old {p} (0)", f"new {p} (0.75)") for p in ("1+1=", "2+2=", "3+3=")
+    ]
+    assert found[0].reference == "9"
+
+
+def test_what_a_killed_run_left_of_later_steps_goes(tmp_path):
+    for step in (0, 10, 20, 30):
+        kept(tmp_path, step, f"life one, {step}")
+    kept(tmp_path, 20, "life two")
+    lines = read_answers(tmp_path / FILE)
+    assert sorted({line["step"] for line in lines}) == [0, 10, 20]
+    assert all(line["answer"].startswith("life two") for line in lines if line["step"] == 20)
+
+
+@pytest.mark.parametrize("text", [None, "", "{", '{"step": 0}\nnonsense\n'])
+def test_a_file_that_is_not_there_or_damaged_shows_nothing(tmp_path, text):
+    if text is not None:
+        (tmp_path / FILE).write_text(text)
+    assert before_and_after(tmp_path) == [] and example_lines(tmp_path) == []
+    kept(tmp_path, 0, "only the beginning")
+    assert before_and_after(tmp_path) == []
+
+
+def test_where_nothing_was_greedy_samples_are_shown_once_a_prompt(tmp_path):
+    for step, word in ((0, "old"), (9, "new")):
+        keep_answers(tmp_path, step, Accuracy.columns, rows(word)[:10])
+    found = before_and_after(tmp_path)
+    assert [one.prompt for one in found] == ["1+1=", "2+2=", "3+3=", "4+4="]
+    assert found[0].before == "old 1+1= drawn 0 (1)"
+
+
+def test_the_terminal_gets_one_line_each_with_the_verdict_at_its_end(tmp_path):
+    long = "step\n" * 200
+    for step, verdict in ((0, 0.0), (9, None)):
+        keep_answers(tmp_path, step, Accuracy.columns, [("greedy", "why?", long, None, verdict)])
+    said = example_lines(tmp_path)
+    assert said[0] == "greedy answer to 'why?', with its verdict"
+    assert said[1].endswith("step (0)") and said[2].endswith("step (no verdict)")
+    assert all("\n" not in line and len(line) < 180 for line in said)
+
+
+def test_the_report_shows_texts_as_texts(tmp_path):
+    (tmp_path / "summary.json").write_text(json.dumps({"before": {}, "after": {}}))
+    for step in (0, 9):
+        keep_answers(
+            tmp_path, step, Accuracy.columns, [("greedy", "<b>why</b>?", f"<i>{step}</i>", "ß & co", 0.5)]
+        )
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "&lt;b&gt;why&lt;/b&gt;?" in page and "&lt;i&gt;9&lt;/i&gt; (0.5)" in page and "ß &amp; co" in page
