@@ -22,7 +22,7 @@ from study.report import Section, Table, as_html, as_markdown
 FIGURE = "figure1"
 CAPTION = (
     "The four variants of each loss on both tasks, at equal numbers of examples: mean, 95 % interval and "
-    "every seed. Dashed: the model that all start from."
+    "every seed. Dashed: the model that all start from. The axes do not begin at 0."
 )
 
 
@@ -90,7 +90,7 @@ def overview(found: Sequence[Findings]) -> Figure | None:
             everything = [*values, *([] if one.base is None else [one.base])]
             room = max(0.02, 0.1 * (max(everything) - min(everything)))
             ax.set_ylim(max(0.0, min(everything) - room), min(1.02, max(everything) + room))
-        ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        ax.yaxis.set_major_formatter(PercentFormatter(1.0))
         ax.set_title(one.title, fontsize=9)
         ax.set_ylabel(one.measure)
     figure.legend(*axes[0][0].get_legend_handles_labels(), fontsize=7.5, ncols=4, loc="outside upper center")
