@@ -26,6 +26,7 @@ import numpy as np
 from common.errors import ConfigError, DataError, require
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
+from data.tool_calls import writes_calls
 from data.types import Completion, Prompt, Sequence, Turn
 
 if TYPE_CHECKING:
@@ -269,6 +270,10 @@ class Renderer:
             raise _RenderError(
                 "the chat template has no tool turns; model.chat_template may name one that has"
             )
+        if any(turn.role == "assistant" and turn.calls for turn in turns) and not self.takes_calls:
+            raise _RenderError(
+                "the chat template writes no tool_calls; model.chat_template may name one that does"
+            )
         try:
             return self.apply(turns if self._takes_system else _folded(turns), add_generation_prompt=True)
         except jinja2.TemplateError as error:
@@ -276,9 +281,8 @@ class Renderer:
 
     def apply(self, turns: Iterable[Turn], *, add_generation_prompt: bool) -> str:
         """What the template writes of ``turns``. Raises jinja2.TemplateError."""
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
         text = self.tokenizer.apply_chat_template(
-            messages,
+            [turn.message for turn in turns],
             chat_template=self.template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
@@ -340,6 +344,11 @@ class Renderer:
             except jinja2.TemplateError:
                 written[role] = ""
         return MARK in written["tool"] and written["tool"] != written["assistant"]
+
+    @cached_property
+    def takes_calls(self) -> bool:
+        """Whether the template writes the calls of an assistant's turn."""
+        return writes_calls(lambda turns: self.apply(turns, add_generation_prompt=True))
 
     def _probe_system(self) -> None:
         """Learn whether the template takes a system turn: some raise, some leave it out."""

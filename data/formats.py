@@ -16,6 +16,7 @@ from typing import Any
 
 from config.schema_data import DataConfig
 from data.rows import Dropped, Row
+from data.tool_calls import of_message
 from data.types import Completion, Group, Prompt, Turn
 
 Values = Mapping[str, Any]
@@ -111,21 +112,29 @@ def turns(found: Any, column: str) -> tuple[Turn, ...]:
         found = [found]
     if not isinstance(found, list) or not found:
         raise RowError(f"{column!r} is neither a string nor a list of messages")
-    return tuple(_turn(message, column) for message in found)
+    calling = any(isinstance(message, Mapping) and message.get("tool_calls") for message in found)
+    return tuple(_turn(message, column, calling) for message in found)
 
 
-def _turn(message: Any, column: str) -> Turn:
+def _turn(message: Any, column: str, calling: bool) -> Turn:
+    """``calling``: whether the conversation has calls of tools."""
     if not isinstance(message, Mapping):
         raise RowError(f"a message of {column!r} is a {type(message).__name__}, not an object")
     said, content = message.get("role"), message.get("content")
     if "from" in message and said is None:
         said, content = message["from"], message.get("value")
+    try:
+        calls = of_message(message) if calling else ""
+    except ValueError as error:
+        raise RowError(f"in a message of {column!r} {error}") from error
+    if content is None and message.get("tool_calls"):
+        content = ""
     if not isinstance(content, str):
         raise RowError(f"a message of {column!r} has no 'content' string")
     role = ROLES.get(said) if isinstance(said, str) else None
     if role is None:
         raise RowError(f"a message of {column!r} has the role {shown(said)}")
-    return Turn(role, content)
+    return Turn(role, content, calls)
 
 
 def prompt_of(conversation: tuple[Turn, ...], reference: Any = None) -> Prompt:
@@ -162,6 +171,8 @@ def answered(head: tuple[Turn, ...], found: Any, column: str) -> tuple[tuple[Tur
     messages = turns(found, column)
     if messages[-1].role != "assistant":
         raise RowError(f"{column!r} does not end with an assistant turn")
+    if messages[-1].calls:
+        raise RowError(f"{column!r} ends with a call of a tool and without an answer")
     before, answer = messages[:-1], messages[-1].content
     if not before or before[0].role == "assistant":
         return head + before, answer

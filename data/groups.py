@@ -65,7 +65,7 @@ def to_dict(group: Group) -> dict[str, Any]:
     """The JSON object of a group."""
     return {
         "id": group.prompt.id,
-        "prompt": [{"role": turn.role, "content": turn.content} for turn in group.prompt.turns],
+        "prompt": [turn.message for turn in group.prompt.turns],
         "reference": group.prompt.reference_answer,
         "completions": [_completion_dict(completion) for completion in group.completions],
         "rewards": list(group.rewards),
@@ -90,7 +90,7 @@ def _completion_dict(completion: Completion) -> dict[str, Any]:
     if completion.token_rewards is not None:
         made["token_rewards"] = list(completion.token_rewards)
     if completion.turns:
-        made["turns"] = [{"role": turn.role, "content": turn.content} for turn in completion.turns]
+        made["turns"] = [turn.message for turn in completion.turns]
     return made
 
 

@@ -16,7 +16,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,6 +32,14 @@ class Turn:
 
     role: str
     content: str
+    calls: str = ""
+    """What the message says of calls of tools, as JSON (``data.tool_calls``); "" for nothing."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """As chat templates, files and reward functions have it."""
+        said: dict[str, Any] = {"role": self.role, "content": self.content}
+        return said | json.loads(self.calls) if self.calls else said
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,8 @@ class Prompt:
     def id(self) -> str:
         """Identity by content (16 hex digits): two rows with the same turns have the same prompt, whatever
         file they came from."""
-        text = json.dumps([[t.role, t.content] for t in self.turns], ensure_ascii=False)
+        words = [[t.role, t.content, t.calls] if t.calls else [t.role, t.content] for t in self.turns]
+        text = json.dumps(words, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

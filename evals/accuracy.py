@@ -187,7 +187,7 @@ def rows_of(by_kind: Mapping[str, list[Checked]]) -> Iterable[dict[str, Any]]:
     """A line an answer."""
     for kind, every in by_kind.items():
         for one in every:
-            asked = [{"role": turn.role, "content": turn.content} for turn in one.prompt.turns]
+            asked = [turn.message for turn in one.prompt.turns]
             for i, (sample, text, verdict) in enumerate(
                 zip(one.samples, one.texts, one.verdicts, strict=True)
             ):

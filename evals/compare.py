@@ -205,7 +205,7 @@ def row_of(one: Judged) -> dict[str, Any]:
     texts = [[_text(c) for c in side.completions] for side in one.sampled]
     return {
         "prompt_id": prompt.id,
-        "prompt": [{"role": turn.role, "content": turn.content} for turn in prompt.turns],
+        "prompt": [turn.message for turn in prompt.turns],
         "reference": prompt.reference_answer,
         "answers": texts[0],
         "rewards": one.scores[0],

@@ -147,9 +147,7 @@ class Conversations:
     def _call(self, one: _Conversation, seed: int) -> Call:
         own = hashlib.blake2b(f"{seed}/{one.prompt.id}/environment".encode(), digest_size=8).digest()
         return {
-            "conversation": [
-                {"role": turn.role, "content": turn.content} for turn in (*one.prompt.turns, *one.turns)
-            ],
+            "conversation": [turn.message for turn in (*one.prompt.turns, *one.turns)],
             "reference": one.prompt.reference_answer,
             "prompt_id": one.prompt.id,
             "seed": int.from_bytes(own) >> 1,

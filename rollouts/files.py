@@ -172,7 +172,7 @@ def _scalar(
 def _prompt(i: int, one: SampledPrompt) -> Line:
     line: Line = {
         "prompt_id": i,
-        "prompt": [{"role": turn.role, "content": turn.content} for turn in one.prompt.turns],
+        "prompt": [turn.message for turn in one.prompt.turns],
     }
     return line if one.prompt.reference_answer is None else line | {"reference": one.prompt.reference_answer}
 

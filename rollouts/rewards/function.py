@@ -63,9 +63,7 @@ def columns(prompts: Sequence[Prompt], completions: Sequence[str], conversationa
     answer goes by each of the names that data sets give it."""
     references = [prompt.reference_answer for prompt in prompts]
     if conversational:
-        asked: list[Any] = [
-            [{"role": t.role, "content": t.content} for t in prompt.turns] for prompt in prompts
-        ]
+        asked: list[Any] = [[turn.message for turn in prompt.turns] for prompt in prompts]
         answers: list[Any] = [[{"role": "assistant", "content": text}] for text in completions]
     else:
         asked, answers = (

@@ -1,0 +1,71 @@
+"""Calls of tools in conversations, in OpenAI's shape: an assistant's message with ``tool_calls``, answered by
+messages of the role ``tool``.
+
+A turn keeps what its message has beside role and content as canonical JSON, as the chat template is given it.
+Arguments that come as a text of JSON are read: templates write them out themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jinja2
+
+from data.types import Turn
+
+_NAME = "humanline_probe_call"
+OF_A_RESULT = ("name", "tool_call_id")
+"""What a tool's message may say of the call that it answers."""
+
+
+def of_message(message: Mapping[str, Any]) -> str:
+    """What a message says of calls, as JSON; "" where it says nothing. Raises ValueError for calls that are
+    none."""
+    found: dict[str, Any] = {}
+    if message.get("tool_calls"):
+        found["tool_calls"] = [_call(call) for call in _list(message["tool_calls"])]
+    elif message.get("role") == "tool":
+        found |= {key: message[key] for key in OF_A_RESULT if isinstance(message.get(key), str)}
+    return json.dumps(found, sort_keys=True, ensure_ascii=False) if found else ""
+
+
+def _list(calls: Any) -> list[Any]:
+    if not isinstance(calls, list):
+        raise ValueError(f"'tool_calls' is a {type(calls).__name__}, not a list")
+    return calls
+
+
+def _call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError("one of 'tool_calls' has no 'function' with a 'name'")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise ValueError(f"the arguments of a call of {function['name']} are no JSON") from error
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"the arguments of a call of {function['name']} are no object")
+    known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {
+        **known,
+        "type": "function",
+        "function": {"name": function["name"], "arguments": dict(arguments)},
+    }
+
+
+def writes_calls(apply: Callable[[Iterable[Turn]], str]) -> bool:
+    """Whether a chat template writes an assistant's calls: many leave them out without a word."""
+    call = {"id": "abcdefghi", "function": {"name": _NAME, "arguments": {"a": 1}}}
+    turns = [
+        Turn("user", "a"),
+        Turn("assistant", "", of_message({"tool_calls": [call]})),
+        Turn("tool", "b", of_message({"role": "tool", "name": _NAME, "tool_call_id": "abcdefghi"})),
+    ]
+    try:
+        return apply(turns).count(_NAME) > apply([turns[0], Turn("assistant", ""), turns[2]]).count(_NAME)
+    except (jinja2.TemplateError, TypeError):
+        return False

@@ -1,0 +1,96 @@
+"""Conversations with calls of tools: read, rendered by the template, kept in files, and refused in a
+sentence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from data.chat import Renderer
+from data.formats import RowError, prompt_completion, prompt_of, turns
+from data.groups import from_dict, to_dict
+from data.rows import Dropped, Row
+from data.types import Completion, Group, Prompt, Turn
+from tests.tiny import make_config
+from tests.tiny_tokenizers import tiny_tokenizer
+
+HERMES = (  # as Qwen 2.5's
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] or '') }}"
+    "{% for c in m['tool_calls'] or [] %}{{ '<tool_call>' + c['function']['name'] + ' ' + "
+    "c['function']['arguments'] | tojson + '</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CALL = {"id": "c1", "type": "function", "function": {"name": "times", "arguments": '{"a": 12, "b": 7}'}}
+MESSAGES = [
+    {"role": "user", "content": "12 by 7?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "name": "times", "content": "84"},
+    {"role": "assistant", "content": "It is 84.", "tool_calls": None},
+]
+
+
+def renderer(template: str | None = HERMES) -> Renderer:
+    tokenizer = tiny_tokenizer("qwen2")
+    template = template or tokenizer.chat_template
+    return Renderer(tokenizer, max_length=400, max_prompt_length=300, template=template)
+
+
+def group_of(messages: object) -> Group | Dropped:
+    row = Row("a.jsonl", 1, {"messages": messages})
+    return next(iter(prompt_completion([row], make_config("loss=sft").data)))
+
+
+def test_a_conversation_with_a_call_is_rendered_and_its_answer_alone_is_trained() -> None:
+    group, made = group_of(MESSAGES), renderer()
+    row = made.sequence(group.prompt, group.completions[0])
+    decode = made.tokenizer.decode
+    assert decode(row.prompt_ids) == (
+        "<|im_start|>user\n12 by 7?<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>times {"a": 12, "b": 7}</tool_call><|im_end|>\n'
+        "<|im_start|>tool\n84<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert decode(row.completion_ids) == "It is 84.<|im_end|>"
+
+
+def test_arguments_are_the_same_as_a_text_and_as_an_object() -> None:
+    other = json.loads(json.dumps(MESSAGES))
+    other[1]["tool_calls"][0]["function"]["arguments"] = {"b": 7, "a": 12}
+    assert group_of(other).prompt == group_of(MESSAGES).prompt
+
+
+def test_files_keep_the_calls_and_what_has_none_is_as_it_was() -> None:
+    group = group_of(MESSAGES)
+    assert from_dict(json.loads(json.dumps(to_dict(group)))) == group
+    assert from_dict(to_dict(group)).prompt.id == group.prompt.id
+    without = Prompt((*group.prompt.turns[:1], Turn("assistant", ""), Turn("tool", "84")))
+    assert without.id != group.prompt.id
+    plain = [{k: v for k, v in m.items() if k != "tool_calls"} for m in MESSAGES]
+    plain[1]["content"] = "<<12*7>>"
+    assert all(turn.calls == "" for turn in turns(plain, "messages"))
+    assert to_dict(Group(prompt_of(turns(plain[:3], "p"))))["prompt"][2] == {"role": "tool", "content": "84"}
+
+
+def test_a_template_that_leaves_calls_out_is_told_of() -> None:
+    made, group = renderer(tiny_tokenizer("qwen2").chat_template), group_of(MESSAGES)
+    said = made.sequence(group.prompt, Completion("It is 84."))
+    assert isinstance(said, str) and "writes no tool_calls; model.chat_template may name one" in said
+
+
+@pytest.mark.parametrize(
+    ("calls", "says"),
+    [
+        ("times", "'tool_calls' is a str, not a list"),
+        ([{"name": "times"}], "has no 'function' with a 'name'"),
+        ([{"function": {"name": "times", "arguments": "{"}}], "call of times are no JSON"),
+        ([{"function": {"name": "times", "arguments": "[1]"}}], "call of times are no object"),
+    ],
+)
+def test_what_is_no_call_is_named(calls: object, says: str) -> None:
+    with pytest.raises(RowError, match=says):
+        turns([*MESSAGES[:1], {"role": "assistant", "tool_calls": calls}], "messages")
+
+
+def test_a_conversation_that_ends_with_a_call_has_no_answer() -> None:
+    dropped = group_of(MESSAGES[:2])
+    assert isinstance(dropped, Dropped) and "ends with a call of a tool" in dropped.reason
