@@ -96,6 +96,9 @@ def idle(config: Config) -> dict[str, list[str]]:
         f"sync_mode={config.syncing}": ["sync_kl"] if config.syncing != "kl" else [],
         "dry_run=false": [] if config.dry_run else ["plan"],
         "online=false": [] if config.online else ["rounds", "sampler", "reward"],
+        "online=false and data.verifier=null": []
+        if config.online or config.data.verifier is not None
+        else ["environment"],
         "online=true (rounds.contexts says how long)": ["n_epochs", "n_examples"] if config.online else [],
         "model.use_peft=false": [] if config.model.use_peft else ["model.peft"],
         "correction=none": ["correction.low", "correction.high", "correction.delta", "correction.mismatch"]

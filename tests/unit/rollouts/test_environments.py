@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from common.errors import ConfigError
 from common.worker_process import WorkerError
+from config.cli import idle
 from config.schema_environment import EnvironmentConfig
 from config.schema_model import ModelConfig
 from data import adder
@@ -342,3 +343,12 @@ def test_equal_calls_of_a_seeded_environment_get_equal_fields(policy, renderer, 
     said = [[s.turns[1].content for s in of_prompt if len(s.turns) > 1] for of_prompt in one]
     assert all(len(set(contents)) == 1 for contents in said), "a prompt's samples play the same game"
     assert one != other
+
+
+def test_an_environment_that_nobody_meets_is_said_to_have_no_effect() -> None:
+    def because(*words: str) -> list[str]:
+        config = make_config("loss=dpo", "environment=adder_guessing", *words)
+        return [reason for reason, keys in idle(config).items() if "environment" in keys]
+
+    assert because("data.verifier=null") == ["online=false and data.verifier=null"]
+    assert because() == because("online=true", "data.verifier=null") == []
