@@ -36,6 +36,7 @@ class SamplerConfig:
     start_timeout: float
     timeout: float
     weight_transfer: str
+    urls: list[str] | None
     options: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -70,6 +71,7 @@ class SamplerConfig:
             "is a share of the GPU's memory: must lie in (0, 1]",
         )
         self._check_devices()
+        self._check_urls()
         require(
             self.weight_transfer != "ipc" or self.shares_devices,
             "sampler.weight_transfer",
@@ -82,6 +84,35 @@ class SamplerConfig:
             self.weight_transfer,
             "needs an engine with GPUs of its own: name them in sampler.devices, or use ipc or auto",
         )
+
+    def _check_urls(self) -> None:
+        if self.urls is None:
+            return
+        require(self.separate, "sampler.urls", self.urls, "needs sampler=vllm")
+        for url in self.urls:
+            scheme, _, host = url.partition("://")
+            require(
+                scheme in ("http", "https") and bool(host),
+                "sampler.urls",
+                url,
+                "is no address of a server: write it as http://host:port",
+            )
+        require(
+            len({url.rstrip("/") for url in self.urls}) == len(self.urls) > 0,
+            "sampler.urls",
+            self.urls,
+            "must name at least one server, and none twice",
+        )
+        for key, value, default in (
+            ("devices", self.devices, None),
+            ("data_parallel", self.data_parallel, 1),
+        ):
+            require(
+                value == default,
+                f"sampler.{key}",
+                value,
+                f"is of engines that a run starts itself; with sampler.urls leave it at {default}",
+            )
 
     def _check_devices(self) -> None:
         if self.devices is None:
@@ -111,4 +142,4 @@ class SamplerConfig:
     def shares_devices(self) -> bool:
         """Whether the engine stands on the trainer's own GPUs, and so must give its memory back while the
         trainer trains."""
-        return self.devices is None
+        return self.devices is None and self.urls is None

@@ -119,10 +119,10 @@ class Online:
             config.rounds.lag == 0
             or not config.sampler.separate
             or world.device.type == "cpu"
-            or config.sampler.devices is not None,
+            or not config.sampler.shares_devices,
             "rounds.lag",
             config.rounds.lag,
-            "samples while the trainer trains, so vLLM needs GPUs of its own: name them in sampler.devices",
+            "samples while the trainer trains, so vLLM needs other GPUs: sampler.devices or sampler.urls",
         )
         self.sampling = make_sampling(config, renderer, world, folder / "logs")
         outcome(from_main(attempt(self._make_reward) if world.is_main else None))

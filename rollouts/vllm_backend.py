@@ -26,6 +26,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rollouts.vllm_messages import SHAPE
+
 HEAD = "lm_head.weight"
 BACKEND = "shared_memory"
 EXTENSION = "rollouts.vllm_backend.WorkerExtension"
@@ -111,6 +113,11 @@ class WorkerExtension:
         has none: all in one."""
         names = self.get_model().named_parameters(remove_duplicate=False)  # type: ignore[attr-defined]
         return [any(name == HEAD for name, _ in names)]
+
+    def model_shape(self) -> dict[str, Any]:
+        """What the model's config says of its sizes."""
+        config = self.model_config.hf_text_config  # type: ignore[attr-defined]
+        return {name: getattr(config, name, None) for name in SHAPE}
 
     def read_weights(self, folder: str) -> None:
         """Take the safetensors files of a Hugging Face folder in place. Raises FileNotFoundError if there are

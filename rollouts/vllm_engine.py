@@ -183,7 +183,7 @@ class VllmEngine:
             self._source,
             self.world,
             workers=self.sampler.engine_workers,
-            address="127.0.0.1",
+            address=self.sampler.address if self.world.is_main else "",
         )
         self._client.check()
         return made

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 TokenRow = list[int]
 
+SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+"""What two configs have in common if their models can take each other's weights."""
+
 
 @dataclass(frozen=True)
 class EngineOptions:

@@ -30,6 +30,7 @@ from data.chat import Renderer
 from data.types import Prompt, Sequence
 from rollouts.samplers import Player, Row, Sample, SamplingSettings, rows_of
 from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow
+from rollouts.vllm_server import ServerEngine, address_towards, alive
 
 WORKER = "rollouts.vllm_worker"
 
@@ -63,17 +64,19 @@ class VllmSampler:
         self.config, self.renderer, self.log_dir = config, renderer, log_dir
         self.version: int | None = None
         """version of the weights that samples would come from; None before the first load and while asleep"""
-        self._options = EngineOptions(
-            dtype=config.dtype or dtype,
-            max_length=max_length,
-            tensor_parallel=config.tensor_parallel,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            max_sequences=config.batch_size,
-            enforce_eager=config.enforce_eager,
-            sleeps=config.shares_devices,
-            temperature=temperature,
-        )
-        self._workers: list[WorkerProcess] = []
+        self._options = engine_options(config, max_length, dtype, temperature)
+        self._workers: list[WorkerProcess | ServerEngine] = []
+        self._urls = list(config.urls or ())
+        self._sizes = [config.tensor_parallel] * (len(self._urls) or config.data_parallel)
+
+    @property
+    def address(self) -> str:
+        """This machine's, as the engines know it."""
+        return address_towards(self._urls[0]) if self._urls else "127.0.0.1"
+
+    def sizes_are(self, workers: list[int]) -> None:
+        """How many workers each server of ``sampler.urls`` has."""
+        self._sizes = list(workers)
 
     @property
     def dtype(self) -> str:
@@ -88,7 +91,7 @@ class VllmSampler:
     @property
     def engine_workers(self) -> int:
         """Processes with a part of a model, of all engines."""
-        return self.config.data_parallel * self.config.tensor_parallel
+        return sum(self._sizes)
 
     def transfers_by(self, backend: str | None) -> None:
         """Engines that are started from now on take weights by this backend of vLLM's; None: from folders
@@ -119,10 +122,25 @@ class VllmSampler:
 
     def _start(self, folder: str | None, version: str) -> None:
         with self._closed_on_failure():
-            for replica in range(self.config.data_parallel):
-                self._workers.append(self._worker(replica))
+            if self._urls:
+                self._leave_the_dead()
+                self._workers += [ServerEngine(url) for url in self._urls]
+            else:
+                for replica in range(self.config.data_parallel):
+                    self._workers.append(self._worker(replica))
         start = (self._options, folder, version)
         self._ask("start", [start] * len(self._workers), self.config.start_timeout)
+
+    def _leave_the_dead(self) -> None:
+        """Go on with the servers that are left. Raises WorkerError where none is."""
+        well = [alive(url) for url in self._urls]
+        if not any(well):
+            raise WorkerError(f"none of sampler.urls={','.join(self._urls)} answers")
+        for url, answers in zip(self._urls, well, strict=True):
+            if not answers:
+                print(f"{url} does not answer: the others sample in its place", flush=True)
+        self._sizes = [size for size, answers in zip(self._sizes, well, strict=True) if answers]
+        self._urls = [url for url, answers in zip(self._urls, well, strict=True) if answers]
 
     def own_head(self) -> bool:
         """Whether the engines want the output head by its name, even if it is tied to the embeddings."""
@@ -136,7 +154,7 @@ class VllmSampler:
         infos = [dict(init_info) for _ in self._workers]
         if "rank_offset" in init_info:
             for k, info in enumerate(infos):
-                info["rank_offset"] += k * self.config.tensor_parallel
+                info["rank_offset"] += sum(self._sizes[:k])
         self._ask("init_weight_transfer_engine", [(info,) for info in infos], self.config.start_timeout)
 
     def start_weight_update(self) -> None:
@@ -183,7 +201,7 @@ class VllmSampler:
             for row in rows
         ]
         # Dealt out in runs, not one by one: the samples of a prompt share its part of the KV cache.
-        engines, prompts = self.config.data_parallel, len(rows) // together
+        engines, prompts = len(self._sizes), len(rows) // together
         bounds = [prompts * k // engines * together for k in range(engines + 1)]
         self._require_weights()
         answers = self._ask("generate", [(requests[i:j],) for i, j in pairwise(bounds)], self.config.timeout)
@@ -260,6 +278,20 @@ class VllmSampler:
         except BaseException:
             self.close()
             raise
+
+
+def engine_options(config: SamplerConfig, max_length: int, dtype: str, temperature: float) -> EngineOptions:
+    """What an engine is made with: as ``VllmSampler`` has these."""
+    return EngineOptions(
+        dtype=config.dtype or dtype,
+        max_length=max_length,
+        tensor_parallel=config.tensor_parallel,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        max_sequences=config.batch_size,
+        enforce_eager=config.enforce_eager,
+        sleeps=config.shares_devices,
+        temperature=temperature,
+    )
 
 
 def installed() -> bool:

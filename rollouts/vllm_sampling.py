@@ -8,17 +8,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from transformers import AutoConfig
+
 from common.errors import require
 from config.schema import Config
 from data.chat import Renderer
 from data.types import Prompt
-from models.distributed import World
+from models.distributed import World, from_main
 from models.policy import Policy
+from models.pretrained import resolve_model_path
 from rollouts.conversations import make_conversations
+from rollouts.engines import attempt, outcome
 from rollouts.samplers import SamplingSettings
 from rollouts.sampling import refuse_options
+from rollouts.transfer import chosen
 from rollouts.vllm_engine import VllmEngine, probe_rows
-from rollouts.vllm_sampler import VllmSampler, require_installed, says_logprobs
+from rollouts.vllm_messages import SHAPE
+from rollouts.vllm_sampler import VllmSampler, engine_options, require_installed, says_logprobs
+from rollouts.vllm_server import check_servers, serve_command
 from rollouts.weights import model_folder
 
 T = TypeVar("T")
@@ -39,12 +46,26 @@ class VllmSampling:
         refuse_options(config)
         check_logprobs(config)
         self.config, self.renderer, self.world, self.log_dir = config, renderer, world, log_dir
+        self._sizes: list[int] | None = None
+        if config.sampler.urls:
+            self._sizes = outcome(from_main(attempt(self._ask_servers) if world.is_main else None))
         self.conversations = make_conversations(config, renderer, log_dir)
+
+    def _ask_servers(self) -> list[int]:
+        """Whether the servers are such as this run needs. Raises ConfigError."""
+        model = self.config.model
+        options = engine_options(self.config.sampler, model.max_length, model.dtype, model.logit_temperature)
+        backend, path = chosen(self.config.sampler, self.world.device), resolve_model_path(model.name_or_path)
+        theirs = AutoConfig.from_pretrained(path, revision=model.revision).get_text_config()
+        shape = {name: getattr(theirs, name) for name in SHAPE if hasattr(theirs, name)}
+        cpu = self.world.device.type == "cpu"
+        command = serve_command(str(path), options, backend, 8000, cpu)
+        return check_servers(list(self.config.sampler.urls or ()), options, backend, shape, command)
 
     def sampler(self) -> VllmSampler:
         """The engines, not started yet."""
         model = self.config.model
-        return VllmSampler(
+        made = VllmSampler(
             self.config.sampler,
             self.renderer,
             max_length=model.max_length,
@@ -53,6 +74,9 @@ class VllmSampling:
             temperature=model.logit_temperature,
             player=self.conversations,
         )
+        if self._sizes is not None:
+            made.sizes_are(self._sizes)
+        return made
 
     def engine(self, policy: Policy, prompts: list[Prompt]) -> VllmEngine:
         probe = probe_rows(prompts, self.renderer)

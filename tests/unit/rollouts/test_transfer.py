@@ -154,6 +154,7 @@ def test_auto_goes_by_where_the_engine_stands():
     assert chosen(sampler_config(), cpu) == "shared_memory"
     assert chosen(sampler_config(), gpu) == "ipc"
     assert chosen(sampler_config(devices=[1]), gpu) == "nccl"
+    assert chosen(sampler_config(urls=["http://node:8000"]), gpu) == "nccl"
     assert chosen(sampler_config(weight_transfer="disk"), gpu) == "disk"
 
 
@@ -184,6 +185,7 @@ def test_vllms_own_backends_are_made_with_what_they_take():
     class Two(VllmSampler):
         def __init__(self):
             self.config, self._workers = sampler_config(tensor_parallel=2, data_parallel=2), [None, None]
+            self._sizes = [2, 2]
 
         def _ask(self, method, arguments, timeout):
             asked.append([info for (info,) in arguments])

@@ -179,6 +179,11 @@ def test_without_vllm_the_message_says_what_to_install(tmp_path, monkeypatch):
         ("data_parallel", 0),
         ("devices", [0, 1]),
         ("timeout", 0.0),
+        ("weight_transfer", "post"),
+        ("weight_transfer", "nccl"),
+        ("urls", ["node:8000"]),
+        ("urls", []),
+        ("urls", ["http://node:8000", "http://node:8000/"]),
     ],
 )
 def test_values_out_of_range_are_refused_by_their_key(key, value):
@@ -187,6 +192,14 @@ def test_values_out_of_range_are_refused_by_their_key(key, value):
 
 
 @pytest.mark.parametrize(("key", "value"), [("devices", [0]), ("data_parallel", 2)])
+def test_servers_are_not_started_so_nothing_is_said_of_how(key, value):
+    with pytest.raises(ConfigError, match=rf"^sampler\.{key}=.*with sampler\.urls leave it at"):
+        SamplerConfig(name="vllm", separate=True, urls=["http://node:8000"], **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("devices", [0]), ("data_parallel", 2), ("urls", ["http://node:8000"])]
+)
 def test_the_embedded_sampler_has_no_engines(key, value):
     with pytest.raises(ConfigError, match=rf"^sampler\.{key}=.*sampler=vllm"):
         SamplerConfig(name="embedded", **{key: value})

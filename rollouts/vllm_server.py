@@ -1,0 +1,292 @@
+"""An engine that is a vLLM server of its own (what ``vllm serve`` starts), driven by its HTTP interface:
+tokens in and out, vLLM's weight transfer, vLLM's weight version.
+
+``ServerEngine`` answers the requests of ``rollouts.vllm_worker``, so the sampler does not know which it has.
+``check_servers`` asks a server what it is before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shlex
+import socket
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as TooLate
+from typing import Any
+
+import httpx2
+
+from common.errors import ConfigError, require
+from common.worker_process import WorkerError
+from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow
+
+EXTENSION = "rollouts.vllm_backend.WorkerExtension"
+TESTED = "0.32."
+"""The versions of vLLM that this was written for and tested with begin so."""
+KEY = "sampler.urls"
+IN_FLIGHT = 512
+"""Samples that a server is asked for at once; it queues what it has no room for."""
+NONE = ""
+RESETS = 20
+_ONE_TOKEN = {"max_tokens": 1, "detokenize": False}
+ASK_S = 60.0
+"""Seconds that a server has to say what it is."""
+
+
+class ServerEngine:
+    """One server. Requests are answered in order; one thread at a time may use it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._thread = ThreadPoolExecutor(1)
+        self._asked: list[Future[Any]] = []
+        self._doing: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+
+    def send(self, method: str, *arguments: Any) -> None:
+        self._asked.append(self._thread.submit(self._answer, method, arguments))
+
+    def _answer(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        async def answer() -> Any:
+            self._doing = (asyncio.get_running_loop(), asyncio.current_task())  # type: ignore[assignment]
+            return await getattr(self, method)(*arguments)
+
+        return asyncio.run(answer())
+
+    def receive(self, timeout: float) -> Any:
+        """The reply to the oldest unanswered request. Raises WorkerError, which names the address."""
+        try:
+            return self._asked.pop(0).result(timeout)
+        except TooLate as error:
+            raise WorkerError(f"{self.url} did not answer within {timeout:g} s") from error
+        except (httpx2.HTTPError, KeyError, TypeError, ValueError) as error:
+            raise WorkerError(f"{self.url}: {type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        """Let go of what is asked of it. The server lives on: it is not ours."""
+        if self._doing is not None:
+            loop, task = self._doing
+            with contextlib.suppress(RuntimeError):  # it has been answered
+                loop.call_soon_threadsafe(task.cancel)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # -- what rollouts.vllm_worker answers too ---------------------------------------------------------
+
+    async def start(self, options: EngineOptions, folder: str | None, version: str) -> tuple[str, None]:
+        if folder is not None:
+            return await self.load(folder, version)
+        await self._post("abort_requests", {})  # of a client that is gone
+        return await self._versioned(NONE)
+
+    async def load(self, folder: str, version: str) -> tuple[str, None]:
+        """From a folder that the server can read too."""
+        await self._versioned(NONE)
+        await self._rpc("read_weights", folder)
+        return await self._fresh(version)
+
+    async def own_head(self) -> tuple[str, bool]:
+        return await self._said((await self._rpc("has_own_head"))[0][0])
+
+    async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> tuple[str, None]:
+        await self._post("init_weight_transfer_engine", {"init_info": init_info})
+        return await self._said(None)
+
+    async def start_weight_update(self) -> tuple[str, None]:
+        await self._versioned(NONE)
+        await self._post("start_weight_update")
+        return NONE, None
+
+    async def update_weights(self, update_info: Any) -> tuple[str, None]:
+        await self._post("update_weights", {"update_info": update_info})
+        return await self._said(None)
+
+    async def finish_weight_update(self, version: str) -> tuple[str, None]:
+        await self._post("finish_weight_update")
+        return await self._fresh(version)
+
+    async def sleep(self) -> tuple[str, None]:
+        """It has devices of its own, and keeps its memory."""
+        return await self._said(None)
+
+    async def generate(self, requests: list[GenerateRequest]) -> tuple[str, list[Generated]]:
+        replies = await self._each([(list(one.prompt), sampling_params(one)) for one in requests])
+        return await self._said([_drawn(reply["choices"][0]) for reply in replies])
+
+    async def logprobs(self, rows: list[TokenRow]) -> tuple[str, list[list[float]]]:
+        params = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+        replies = await self._each([(row, params) for row in rows])
+        return await self._said(
+            [
+                [step[str(token)]["logprob"] for token, step in zip(row[1:], steps[1:], strict=True)]
+                for row, steps in zip(rows, (reply["prompt_logprobs"] for reply in replies), strict=True)
+            ]
+        )
+
+    # -- HTTP ------------------------------------------------------------------------------------------
+
+    async def _each(self, asked: list[tuple[TokenRow, dict[str, Any]]]) -> list[dict[str, Any]]:
+        room = asyncio.Semaphore(IN_FLIGHT)
+        async with httpx2.AsyncClient(
+            timeout=None, limits=httpx2.Limits(max_connections=IN_FLIGHT)
+        ) as client:
+
+            async def one(token_ids: TokenRow, params: dict[str, Any]) -> dict[str, Any]:
+                async with room:
+                    body = {"token_ids": token_ids, "sampling_params": params}
+                    return _content(await client.post(f"{self.url}/inference/v1/generate", json=body))
+
+            return list(await asyncio.gather(*(one(*each) for each in asked)))
+
+    async def _fresh(self, version: str) -> tuple[str, None]:
+        """All of the weights are there, and nothing of the old ones is left."""
+        for _ in range(RESETS):
+            if (await self._post("reset_prefix_cache"))["success"]:
+                return await self._versioned(version)
+            await asyncio.sleep(1.0)  # requests of a client that is gone are still being ended
+        raise WorkerError(f"{self.url}: the prefix cache of the old weights could not be dropped")
+
+    async def _versioned(self, version: str) -> tuple[str, None]:
+        await self._post("update_weight_version", {"new_version": version})
+        return version, None
+
+    async def _said(self, value: Any) -> tuple[str, Any]:
+        async with httpx2.AsyncClient(timeout=None) as client:
+            found = _content(await client.get(f"{self.url}/weight_info"))
+        return str(found["weight_version"]), value
+
+    async def _rpc(self, method: str, *arguments: str) -> Any:
+        return (await self._post("collective_rpc", {"method": method, "args": list(arguments)}))["results"]
+
+    async def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        async with httpx2.AsyncClient(timeout=None) as client:
+            return _content(await client.post(f"{self.url}/{path}", json=body))
+
+
+def _content(response: httpx2.Response) -> dict[str, Any]:
+    """Raises ValueError with what the server said of its refusal."""
+    if response.status_code != 200:
+        raise ValueError(f"{response.status_code} for {response.url}: {response.text[:500]}")
+    return dict(response.json()) if response.content else {}
+
+
+def sampling_params(request: GenerateRequest) -> dict[str, Any]:
+    """As ``rollouts.vllm_worker`` has it: every field that could change a sample."""
+    return {
+        "n": 1,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": request.seed,
+        "max_tokens": request.max_tokens,
+        "min_tokens": 0,
+        "stop_token_ids": list(request.stop_token_ids),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+
+
+def _drawn(choice: dict[str, Any]) -> Generated:
+    tokens, said = choice["token_ids"], choice["logprobs"]["content"]
+    if [one["token_id"] for one in said] != tokens:
+        raise ValueError("the log-probabilities are of other tokens than those that were drawn")
+    return Generated(tuple(tokens), choice["finish_reason"] == "stop", tuple(one["logprob"] for one in said))
+
+
+# -- what a server is ----------------------------------------------------------------------------------
+
+
+def serve_command(model: str, options: EngineOptions, backend: str, port: int, cpu: bool) -> list[str]:
+    """What starts a server that ``sampler.urls`` takes: words for a shell, in this project's folder."""
+    words = ["env", "PYTHONPATH=.", "VLLM_SERVER_DEV_MODE=1", "python", "-m"]
+    words += ["vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
+    words += ["--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "vllm", "--seed", "0"]
+    words += ["--dtype", options.dtype, "--max-model-len", str(options.max_length)]
+    words += ["--logprobs-mode", logprobs_mode(options)]
+    words += ["--worker-extension-cls", EXTENSION]
+    if backend != "disk":
+        words += ["--weight-transfer-config", json.dumps({"backend": backend})]
+    if options.tensor_parallel > 1:
+        words += ["--tensor-parallel-size", str(options.tensor_parallel)]
+    return words + (["--enforce-eager", "--no-enable-chunked-prefill"] if cpu else [])
+
+
+def check_servers(
+    urls: list[str], options: EngineOptions, backend: str, shape: dict[str, Any], command: list[str]
+) -> list[int]:
+    """How many workers each server has. ``shape``: what the trainer's model says of ``SHAPE``; ``command``:
+    what starts a server that would do. Raises ConfigError: key, address and remedy."""
+    return [_check(url.rstrip("/"), options, backend, shape, shlex.join(command)) for url in urls]
+
+
+def _check(url: str, options: EngineOptions, backend: str, shape: dict[str, Any], command: str) -> int:
+    version = str(_asked(url, "version", command)["version"])
+    if not version.startswith(TESTED):
+        raise ConfigError(
+            KEY, url, f"is vLLM {version}; this was tested with {TESTED}x: install vllm=={TESTED}0 there"
+        )
+    said = _asked(url, "server_info?config_format=json", command)["vllm_config"]
+    model, extension = said["model_config"], said["parallel_config"]["worker_extension_cls"]
+    _require(extension == EXTENSION, url, f"was started without --worker-extension-cls {EXTENSION}", command)
+    has = _asked(url, "collective_rpc", command, {"method": "model_shape"})["results"][0]
+    other = [f"{name} {has[name]}, not {value}" for name, value in shape.items() if has[name] != value]
+    _require(not other, url, f"serves another model, {model['model']}: {', '.join(other)}", command)
+    wanted = {
+        "--dtype": (str(model["dtype"]).removeprefix("torch."), options.dtype),
+        "--logprobs-mode": (model["logprobs_mode"], logprobs_mode(options)),
+        "--weight-transfer-config": (
+            (said.get("weight_transfer_config") or {}).get("backend"),
+            None if backend == "disk" else backend,
+        ),
+    }
+    for flag, (found, value) in wanted.items():
+        _require(value in (None, found), url, f"was started with {flag} {found}, not {value}", command)
+    longest = model["max_model_len"]
+    short = f"was started with --max-model-len {longest}, and model.max_length is {options.max_length}"
+    _require(longest >= options.max_length, url, short, command)
+    _asked(url, "inference/v1/generate", command, {"token_ids": [1, 1], "sampling_params": _ONE_TOKEN})
+    return int(_asked(url, "get_world_size", command)["world_size"])
+
+
+def _require(condition: bool, url: str, said: str, command: str) -> None:
+    require(condition, KEY, url, f"{said}; start a server there: {command}")
+
+
+def logprobs_mode(options: EngineOptions) -> str:
+    """Which log-probabilities of sampled tokens vLLM says; of prompts they are at temperature 1 in either."""
+    return "raw_logprobs" if options.temperature == 1 else "processed_logprobs"
+
+
+def _asked(url: str, path: str, command: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    method = "GET" if body is None else "POST"
+    try:
+        response = httpx2.request(method, f"{url}/{path}", json=body, timeout=ASK_S)
+        if response.status_code == 200:
+            return dict(response.json())
+        said = f"answers {response.status_code} to /{path} ({response.text[:200]})"
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        said = f"does not answer ({error or type(error).__name__})"
+    except (TypeError, ValueError):
+        said = f"answers /{path} with something that is no JSON object"
+    raise ConfigError(KEY, url, f"{said}; start a server there: {command}")
+
+
+def address_towards(url: str) -> str:
+    """This machine's address, as the server at ``url`` knows it."""
+    host = httpx2.URL(url).host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        asked.connect((socket.gethostbyname(host), 9))  # nothing is sent
+        return str(asked.getsockname()[0])
+
+
+def alive(url: str) -> bool:
+    """Whether the server's engine is well."""
+    try:
+        return httpx2.get(f"{url.rstrip('/')}/health", timeout=ASK_S).status_code == 200
+    except httpx2.HTTPError:
+        return False

