@@ -68,7 +68,8 @@ def servers(tmp_path_factory) -> Iterator[list[Server]]:
     folder = tmp_path_factory.mktemp("servers")
     made: list[Server] = []
     try:
-        made += [Server(folder), Server(folder)]
+        for _ in range(2):
+            made.append(Server(folder))
         yield [server.wait() for server in made]
     finally:
         for server in made:
