@@ -68,8 +68,7 @@ def servers(tmp_path_factory) -> Iterator[list[Server]]:
     folder = tmp_path_factory.mktemp("servers")
     made: list[Server] = []
     try:
-        for _ in range(2):
-            made.append(Server(folder))
+        made.extend(Server(folder) for _ in range(2))  # one by one: the first is ended if the second fails
         yield [server.wait() for server in made]
     finally:
         for server in made:
