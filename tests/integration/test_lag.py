@@ -71,7 +71,7 @@ class Second:
 @pytest.fixture(autouse=True)
 def second(monkeypatch):
     def second(config, renderer, world, log_dir):
-        return SimpleNamespace(engine=lambda policy, prompts: Second(policy, renderer))
+        return SimpleNamespace(engine=lambda policy, prompts: Second(policy, renderer), close=lambda: None)
 
     monkeypatch.setattr(jobs.online, "make_sampling", second)
     monkeypatch.setattr(Second, "threads", set())

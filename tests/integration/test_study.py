@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from study.__main__ import main
-from study.plan import PLAN
+from study.plan import PLAN, TASKS
 from study.records import read_records
+from tests.tiny import ROOT
 
 THEN = {"name": "norm", "settings": {"dpo": {"model.max_grad_norm": 1.0}}, "factors": [4.0]}
 SMALL = {
@@ -173,5 +174,34 @@ def test_what_cannot_be_honoured_is_refused(words, key, tmp_path, capsys):
     assert not (tmp_path / "runs").exists(), "nothing is run, nor tuned, before it is said"
 
 
-def test_the_studys_own_plan_is_the_default():
-    assert PLAN.is_file()
+PUBLISHED = ROOT / "docs" / "study"
+
+
+def test_the_published_first_page_is_made_of_the_published_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr("study.__main__.run_all", lambda runs, *rest: pytest.fail("ran something"))
+    assert main(["report", "--records", str(PUBLISHED), "--out", str(tmp_path)]) == 0
+    for name in ("report.md", "adder/runs.jsonl"):
+        assert (tmp_path / name).read_bytes() == (PUBLISHED / name).read_bytes(), name
+    made, published = (
+        [line for line in (folder / "adder" / "report.md").read_text().splitlines() if "Made by" not in line]
+        for folder in (tmp_path, PUBLISHED)
+    )
+    assert made == published
+
+
+def test_quick_runs_what_is_tuned_and_says_what_is_not(tmp_path, monkeypatch, capsys):
+    """The runs of quick are the first seeds of full: here all are known."""
+    asked = []
+    monkeypatch.setattr("study.__main__.run_all", lambda runs, *rest: asked.extend(runs))
+    monkeypatch.setitem(TASKS, "instruct", shutil.copy(TASKS["instruct"], tmp_path / "plan.yaml"))
+    assert main(["quick", "--records", str(PUBLISHED), "--out", str(tmp_path / "out")]) == 0
+    assert asked == []
+    said = capsys.readouterr().out
+    assert "(stories): not run, as its tuning is not finished (python -m study full)" in said
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "**Instructions with many good answers (stories)**: not run yet." in page
+    assert "| adder | DPO |" in page and "(3) |" in page
+    with pytest.raises(SystemExit):
+        main(["quick", "--task", "adder", "--plan", str(PLAN)])
+    assert main(["quick", "--task", "instruct", "--out", str(tmp_path / "out")]) == 2
+    assert "run `python -m study full`" in capsys.readouterr().err
