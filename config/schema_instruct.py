@@ -44,6 +44,12 @@ class StoriesConfig:
             "name the groups file of the model's own answers (sample.py, then label.py), of which "
             f"data.instruct.own_share={self.own_share:g} of the prompts are to be",
         )
+        require(
+            self.own is None or self.own_share > 0,
+            "data.instruct.own_share",
+            self.own_share,
+            f"nothing would read data.instruct.own={self.own}: give a share above 0, or leave the file out",
+        )
 
 
 @dataclass

@@ -8,8 +8,9 @@ function of its arguments and of the language's file.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -27,6 +28,9 @@ TONES = ("ADJ", "ADV")
 
 PARTS = ("tone", "count", "grammar", "variety", "closing")
 """What a reward has beside a part for each slot."""
+
+CHANCES = ("obeys", "favourite", "broken", "counts", "closes", "repeats")
+"""What an author does with some probability."""
 
 STOP = "."
 
@@ -252,16 +256,15 @@ def error(prompt: str, story: str, noise: float, words: float) -> float:
 
 
 @cache
-def read_language(path: str) -> Language:
-    """The language of a yaml file like ``assets/instruct/language.yaml``. Raises ConfigError."""
+def read_language(path: str, key: str = "data.instruct.language") -> Language:
+    """The language of a yaml file like ``assets/instruct/language.yaml``. ``key``: the setting that names it.
+    Raises ConfigError."""
     try:
         language = _language(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
         _check(language)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as wrong:
         said = f"it has no {wrong}" if isinstance(wrong, KeyError) else str(wrong)
-        raise ConfigError(
-            "data.instruct.language", path, f"is no language ({said}); see assets/instruct/language.yaml"
-        ) from wrong
+        raise ConfigError(key, path, f"is no language ({said}); see assets/instruct/language.yaml") from wrong
     return language
 
 
@@ -278,14 +281,22 @@ def _language(raw: dict[str, Any]) -> Language:
         words={name: _lists(lists) for name, lists in raw["words"].items()},
         sentences={name: tuple(pattern.split()) for name, pattern in raw["sentences"].items()},
         closing=tuple(raw["closing"].split()),
-        reward={part: float(points) for part, points in raw["reward"].items()},
-        authors={
-            name: Author(**settings | {"dialect": tuple(settings["dialect"])})
-            for name, settings in raw["authors"].items()
-        },
+        reward=_numbers(raw["reward"]),
+        authors={name: _author(settings) for name, settings in raw["authors"].items()},
         favourites=int(raw["favourites"]),
-        mixtures={name: dict(weights) for name, weights in raw["mixtures"].items()},
+        mixtures={name: _numbers(weights) for name, weights in raw["mixtures"].items()},
     )
+
+
+def _author(settings: dict[str, Any]) -> Author:
+    dialect = tuple(float(weight) for weight in settings["dialect"])
+    sentences = _numbers(settings["sentences"])
+    chances = {key: settings[key] for key in settings if key not in ("dialect", "sentences")}
+    return Author(dialect=dialect, sentences=sentences, **_numbers(chances))
+
+
+def _numbers(raw: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in raw.items()}
 
 
 def _lists(raw: Sequence[Sequence[str]]) -> WordLists:
@@ -294,31 +305,63 @@ def _lists(raw: Sequence[Sequence[str]]) -> WordLists:
 
 def _check(language: Language) -> None:
     """Raise ValueError for what could not be written or scored."""
-    told = [
-        *language.tones,
-        *language.counts,
-        *(w for words in language.slots.values() for w in words),
-        *_flat(language.words.values()),
-        *_flat(lists for classes in language.tones.values() for lists in classes.values()),
+    _check_words(language)
+    for name, pattern in language.sentences.items():
+        _require(bool(pattern), f"sentence {name} has no word")
+    _require(bool(language.closing), "its closing has no word")
+    wanted = {*language.slots, *PARTS}
+    if set(language.reward) != wanted or set(language.slots) & set(PARTS):
+        raise ValueError(f"its reward must have the parts {', '.join(sorted(wanted))}")
+    _require(min(language.reward.values()) >= 0 < max(language.reward.values()), "its reward has no points")
+    for name, author in language.authors.items():
+        _check_author(language, name, author)
+    for name, weights in language.mixtures.items():
+        if missing := set(weights) - set(language.authors):
+            raise ValueError(f"mixture {name} has {', '.join(sorted(missing))}, who are no authors")
+        _require(name not in language.authors, f"mixture {name} has the name of an author")
+        _check_weights(f"mixture {name}", weights.values())
+
+
+def _check_words(language: Language) -> None:
+    lists = [
+        *([words] for words in language.slots.values()),
+        *language.words.values(),
+        *_tone_lists(language),
     ]
+    told = [*language.tones, *language.counts, *_flat(lists)]
     if twice := sorted({word for word in told if told.count(word) > 1}):
         raise ValueError(f"{', '.join(twice)} stand twice: the class of a word must be clear")
     if odd := [word for word in told if len(word.split()) != 1 or STOP in word]:
         raise ValueError(f"{odd[0]!r} is not one word without a full stop")
-    wanted = {*language.slots, *PARTS}
-    if set(language.reward) != wanted:
-        raise ValueError(f"its reward must have the parts {', '.join(sorted(wanted))}")
-    for name, author in language.authors.items():
-        if missing := set(author.sentences) - set(language.sentences):
-            raise ValueError(f"author {name} writes {', '.join(sorted(missing))}, which are no sentences")
-        sizes = {len(lists) for lists in (*language.words.values(), *_tone_lists(language))}
-        if sizes != {len(author.dialect)}:
-            raise ValueError(
-                f"author {name} has {len(author.dialect)} weights of dialects, words have {sizes}"
-            )
-    for name, weights in language.mixtures.items():
-        if missing := set(weights) - set(language.authors):
-            raise ValueError(f"mixture {name} has {', '.join(sorted(missing))}, who are no authors")
+    _require(bool(language.slots and language.tones and language.counts), "it lacks slots, tones or counts")
+    _require(all(words for each in lists for words in each), "a list of words is empty")
+    _require(min(language.counts.values()) >= 1, "a story has at least one sentence")
+    _require(language.favourites >= 1, "favourites must be at least 1")
+
+
+def _check_author(language: Language, name: str, author: Author) -> None:
+    if missing := set(author.sentences) - set(language.sentences):
+        raise ValueError(f"author {name} writes {', '.join(sorted(missing))}, which are no sentences")
+    sizes = {len(lists) for lists in (*language.words.values(), *_tone_lists(language))}
+    if sizes != {len(author.dialect)}:
+        raise ValueError(f"author {name} has {len(author.dialect)} weights of dialects, words have {sizes}")
+    _check_weights(f"the dialect of author {name}", author.dialect)
+    _check_weights(f"the sentences of author {name}", author.sentences.values())
+    chances = {key: getattr(author, key) for key in CHANCES}
+    if wrong := [key for key, chance in chances.items() if not 0 <= chance <= 1]:
+        raise ValueError(f"{wrong[0]} of author {name} is {chances[wrong[0]]:g}, and a probability")
+
+
+def _check_weights(whose: str, weights: Collection[float]) -> None:
+    _require(
+        len(weights) > 0 and min(weights) >= 0 and 0 < sum(weights) < math.inf,
+        f"{whose} must have weights of 0 or more, not all 0",
+    )
+
+
+def _require(condition: bool, said: str) -> None:
+    if not condition:
+        raise ValueError(said)
 
 
 def _tone_lists(language: Language) -> Iterator[WordLists]:

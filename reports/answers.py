@@ -15,6 +15,7 @@ from typing import Any
 from common.files import write_whole
 
 FILE = "answers.jsonl"
+KEYS = {"step", "kind", "prompt", "answer", "reference", "verdict"}
 SHOWN = 4
 """Prompts that the report shows the answers to: the first, whatever became of them."""
 _MOST_CHARACTERS = 160
@@ -43,9 +44,11 @@ def keep_answers(run_dir: Path, step: int, columns: Sequence[str], rows: Sequenc
 def read_answers(path: Path) -> list[dict[str, Any]]:
     """The lines of a file; [] where there is none, or where it is damaged: it is only looked at."""
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError):
         return []
+    whole = all(isinstance(line, dict) and line.keys() >= KEYS for line in lines)
+    return lines if whole else []
 
 
 def before_and_after(run_dir: Path) -> list[Answered]:

@@ -111,6 +111,8 @@ def act(options: argparse.Namespace) -> None:
     for one in asked or ():
         there = list(dict.fromkeys(name for _, plan in parts for name in plan.cells(mode)))
         require(one in there, "--only", one, f"is no experiment of {mode}; there are {', '.join(there)}")
+    if asked is not None:  # a task that has none of them is neither tuned nor reported
+        parts = [(part, plan) for part, plan in parts if set(asked) & set(plan.cells(mode))]
     chosen_before = {
         part.name: read_chosen(part.plan.with_name(CHOSEN), plan)
         for part, plan in parts

@@ -69,7 +69,7 @@ def main() -> int:
     steps.add_parser("authors")
     given = parser.parse_args()
     try:
-        language = read_language(given.language)
+        language = read_language(given.language, "--language")
         if given.step == "blank":
             blank(language, given.folder)
         elif given.step == "answers":

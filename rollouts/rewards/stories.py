@@ -18,7 +18,7 @@ class StoryJudge:
 
     def __init__(self, config: StoryJudgeConfig) -> None:
         """Raises ConfigError for a file that is no language."""
-        self.config, self.language = config, read_language(config.language)
+        self.config, self.language = config, read_language(config.language, "reward.instruct.language")
         self.metrics: dict[str, float] = {}
         self.log_dir: Path | None = None
 

@@ -4,6 +4,7 @@ against an author."""
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +42,7 @@ def offline(folder: Path, name: str, *words: str) -> Path:
 def test_each_kind_of_loss_trains_on_stories(loss: str, tmp_path: Path) -> None:
     run = offline(tmp_path, "r", *TASK, f"loss={loss}", "data.verifier=null")
     (line,) = lines(run)
-    assert line["loss"] == line["loss"]
+    assert math.isfinite(line["loss"]) and line["grad_norm"] > 0
     assert line["examples"] == 8
 
 

@@ -193,7 +193,10 @@ def test_quick_runs_what_is_tuned_and_says_what_is_not(tmp_path, monkeypatch, ca
     """The runs of quick are the first seeds of full: here all are known."""
     asked = []
     monkeypatch.setattr("study.__main__.run_all", lambda runs, *rest: asked.extend(runs))
-    monkeypatch.setitem(TASKS, "instruct", shutil.copy(TASKS["instruct"], tmp_path / "plan.yaml"))
+    for task in TASKS:  # what full chooses is written beside the plan
+        shutil.copytree(TASKS[task].parent, tmp_path / task)
+        monkeypatch.setitem(TASKS, task, tmp_path / task / "plan.yaml")
+    (tmp_path / "instruct" / "chosen.yaml").unlink(missing_ok=True)
     assert main(["quick", "--records", str(PUBLISHED), "--out", str(tmp_path / "out")]) == 0
     assert asked == []
     said = capsys.readouterr().out
@@ -201,6 +204,12 @@ def test_quick_runs_what_is_tuned_and_says_what_is_not(tmp_path, monkeypatch, ca
     page = (tmp_path / "out" / "report.md").read_text()
     assert "**Instructions with many good answers (stories)**: not run yet." in page
     assert "| adder | DPO |" in page and "(3) |" in page
+    assert main(["full", "--only", "k", "--records", str(PUBLISHED), "--out", str(tmp_path / "k")]) == 0
+    assert asked == [], "stories have no such experiment: they are not tuned for it"
+    chosen, again = (
+        yaml.safe_load((folder / "chosen.yaml").read_text()) for folder in (PLAN.parent, tmp_path / "adder")
+    )
+    assert chosen == again, "the rule chooses of the published runs what was chosen"
     with pytest.raises(SystemExit):
         main(["quick", "--task", "adder", "--plan", str(PLAN)])
     assert main(["quick", "--task", "instruct", "--out", str(tmp_path / "out")]) == 2

@@ -233,6 +233,7 @@ def test_a_share_of_the_answers_may_be_the_models_own(tmp_path: Path) -> None:
         (["data.instruct.noise=nan"], r"data.instruct.noise=nan"),
         (["data.instruct.length_bias=inf"], r"data.instruct.length_bias=inf"),
         (["data.instruct.own_share=0.5"], r"data.instruct.own=None: name the groups file"),
+        (["data.instruct.own=own.jsonl"], r"data.instruct.own_share=0.0: nothing would read .*own.jsonl"),
         (["data.instruct.prompts=100000"], r"data.instruct.prompts=100000: this language has 95232"),
         (["data.instruct.language=nowhere.yaml"], r"data.instruct.language=nowhere.yaml: is no language"),
         (["data.eval_split=dev"], r"data.eval_split=dev: must be validation or test"),
@@ -294,6 +295,10 @@ def test_another_languages_data_and_judge(other: Path, tmp_path: Path) -> None:
     ]
 
 
+def author(**change):
+    return {"authors": OTHER["authors"] | {"chef": OTHER["authors"]["chef"] | change}}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -305,6 +310,21 @@ def test_another_languages_data_and_judge(other: Path, tmp_path: Path) -> None:
         ({"words": {"MAKE": [["cooked"]]}}, "weights of dialects"),
         ({"extra": 1}, "extra, which nothing reads"),
         ({"slots": {"COOK": ["ann bob"], "DISH": ["soup"]}}, "'ann bob' is not one word"),
+        ({"slots": {"COOK": [], "DISH": ["soup"]}}, "a list of words is empty"),
+        ({"slots": {"COOK": ["ann"], "DISH": ["soup"], "tone": ["x"]}}, "reward must have the parts"),
+        ({"favourites": 0}, "favourites must be at least 1"),
+        ({"counts": {"none": 0}}, "at least one sentence"),
+        ({"words": {"MAKE": [[], ["served"]]}}, "a list of words is empty"),
+        ({"sentences": {"dish": "", "how": "ADV COOK"}}, "sentence dish has no word"),
+        ({"closing": ""}, "its closing has no word"),
+        ({"mixtures": {"table": {"chef": -1, "guest": 2}}}, "mixture table must have weights"),
+        ({"mixtures": {"chef": {"guest": 1}}}, "mixture chef has the name of an author"),
+        ({"reward": dict.fromkeys(OTHER["reward"], 0)}, "its reward has no points"),
+        (author(obeys="often"), "could not convert"),
+        (author(closes=2), "closes of author chef is 2, and a probability"),
+        (author(dialect=[0, 0]), "the dialect of author chef must have weights"),
+        (author(sentences={}), "the sentences of author chef must have weights"),
+        (author(sentences={"dish": float("nan")}), "the sentences of author chef must have weights"),
     ],
 )
 def test_a_file_that_is_no_language_is_refused(change, message: str, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_what_a_killed_run_left_of_later_steps_goes(tmp_path):
     assert all(line["answer"].startswith("life two") for line in lines if line["step"] == 20)
 
 
-@pytest.mark.parametrize("text", [None, "", "{", '{"step": 0}\nnonsense\n'])
+@pytest.mark.parametrize("text", [None, "", "{", '{"step": 0}\nnonsense\n', '{"a": 1}\n', "3\n"])
 def test_a_file_that_is_not_there_or_damaged_shows_nothing(tmp_path, text):
     if text is not None:
         (tmp_path / FILE).write_text(text)

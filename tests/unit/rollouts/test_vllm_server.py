@@ -1,0 +1,128 @@
+"""Servers that cannot be used, by their addresses: what they say of themselves is answered here, by HTTP."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError
+from common.worker_process import WorkerError
+from rollouts.vllm_messages import EngineOptions
+from rollouts.vllm_sampler import VllmSampler
+from rollouts.vllm_server import EXTENSION, check_servers
+
+OPTIONS = EngineOptions(
+    dtype="float32",
+    max_length=64,
+    tensor_parallel=1,
+    gpu_memory_utilization=0.4,
+    max_sequences=None,
+    enforce_eager=True,
+    sleeps=False,
+    temperature=1.0,
+)
+SHAPE = {"vocab_size": 19}
+MODEL = {"model": "m", "dtype": "torch.float32", "logprobs_mode": "raw_logprobs", "max_model_len": 64}
+
+
+def said(extension: str = EXTENSION, backend: str = "shared_memory", **model: Any) -> dict[str, Any]:
+    """What ``/server_info`` answers."""
+    config = {
+        "model_config": MODEL | model,
+        "parallel_config": {"worker_extension_cls": extension},
+        "weight_transfer_config": {"backend": backend},
+    }
+    return {"vllm_config": config}
+
+
+@dataclass
+class Stand:
+    """A server that says what it is told to: path -> JSON."""
+
+    url: str = ""
+    says: dict[str, Any] = field(
+        default_factory=lambda: {
+            "version": {"version": "0.32.0"},
+            "server_info": said(),
+            "collective_rpc": {"results": [SHAPE]},
+            "inference/v1/generate": {},
+            "get_world_size": {"world_size": 2},
+        }
+    )
+
+
+@pytest.fixture
+def stand() -> Iterator[Stand]:
+    made = Stand()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(made.says[self.path.strip("/").partition("?")[0]]).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"] or 0))
+            self.do_GET()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    made.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield made
+    server.shutdown()
+    server.server_close()
+
+
+def check(stand: Stand) -> list[int]:
+    return check_servers([stand.url], OPTIONS, "shared_memory", SHAPE, ["serve", "this"])
+
+
+def test_a_server_that_would_do_says_how_many_workers_it_has(stand):
+    assert check(stand) == [2]
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "message"),
+    [
+        (
+            "version",
+            {"version": "0.31.1"},
+            r"is vLLM 0\.31\.1; this was tested with 0\.32\.x: install vllm==",
+        ),
+        ("server_info", said(extension=""), r"without --worker-extension-cls .*: serve this"),
+        ("server_info", said(backend="nccl"), r"with --weight-transfer-config nccl, not shared_memory"),
+        ("server_info", said(dtype="torch.bfloat16"), r"with --dtype bfloat16, not float32"),
+        (
+            "server_info",
+            said(logprobs_mode="raw_logits"),
+            r"with --logprobs-mode raw_logits, not raw_logprobs",
+        ),
+        ("server_info", said(max_model_len=32), r"--max-model-len 32, and model.max_length is 64"),
+        ("collective_rpc", {"results": [{"vocab_size": 7}]}, r"another model, m: vocab_size 7, not 19"),
+        ("version", [1], r"with something that is no JSON object"),
+    ],
+)
+def test_a_server_that_would_not_do_is_refused_with_key_address_and_remedy(stand, path, answer, message):
+    stand.says[path] = answer
+    with pytest.raises(ConfigError, match=message) as refused:
+        check(stand)
+    assert (refused.value.key, refused.value.value) == ("sampler.urls", stand.url)
+
+
+def test_with_no_server_left_the_addresses_are_named():
+    sampler = SimpleNamespace(_urls=["http://127.0.0.1:9", "http://127.0.0.1:1"], _sizes=[1, 1])
+    with pytest.raises(
+        WorkerError, match=r"none of sampler.urls=http://127.0.0.1:9,http://127.0.0.1:1 answers"
+    ):
+        VllmSampler._leave_the_dead(sampler)
