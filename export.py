@@ -2,17 +2,20 @@
 
 python export.py runs/NAME                      # the newest sound checkpoint, to runs/NAME/model
 python export.py runs/NAME --step 80 --to DIR   # another one, elsewhere
+python export.py runs/NAME --push-to-hub org/name   # to the hub, with its card
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import ConfigError, StoppedError, require
 from config.cli import guarded
-from config.load import load_saved
+from config.load import load_saved, settings_of
 
 
 def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: bool = True) -> Path:
@@ -68,7 +71,22 @@ def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: 
     return folder
 
 
-if __name__ == "__main__":
+def push_run(run: Path, exported: Path | None, repository: str, private: bool) -> str:
+    """Upload the model of a run, ``exported`` or what its model/ holds, with its card; returns its address.
+    Raises ConfigError, StoppedError."""
+    from jobs.hub import check_push, push
+    from reports.model_card import write_model_card
+
+    check_push(repository)
+    folder = exported or run / "model"
+    if not (folder / "README.md").is_file():
+        summary = run / "summary.json"
+        told = json.loads(summary.read_text()) if summary.is_file() and exported is None else {}
+        write_model_card(folder, settings_of((run / "config.yaml").read_text()), told)
+    return push(folder, repository, private)
+
+
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -82,11 +100,23 @@ if __name__ == "__main__":
         action="store_true",
         help="run code that comes with the run's model, if it has any",
     )
-    given = parser.parse_args()
-    guarded(
-        lambda: print(
-            '{0}: AutoModelForCausalLM.from_pretrained("{0}")'.format(
-                export_run(given.run, given.step, given.to, given.trust_remote_code)
-            )
-        )
+    parser.add_argument(
+        "--push-to-hub", metavar="ORG/NAME", help="upload it; a model/ that is there is taken as it is"
     )
+    parser.add_argument("--public", action="store_true", help="a new repository on the hub is public")
+    given = parser.parse_args(words)
+
+    def work() -> None:
+        done = given.step is None and given.to is None and (given.run / "model" / "config.json").is_file()
+        exported = None
+        if given.push_to_hub is None or not done:
+            exported = export_run(given.run, given.step, given.to, given.trust_remote_code)
+            print(f'{exported}: AutoModelForCausalLM.from_pretrained("{exported}")')
+        if given.push_to_hub is not None:
+            print(push_run(given.run, exported, given.push_to_hub, not given.public))
+
+    guarded(work)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,7 @@ Exit codes are those of config.cli.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import hydra
@@ -26,17 +27,20 @@ from jobs.signals import Signals
 __all__ = ["compose", "train"]
 
 
-def train(config: Config, name: str) -> dict[str, Any]:
+def train(config: Config, name: str, observers: Sequence[Any] = ()) -> dict[str, Any]:
     """One run, from settings to an exported model; returns its summary. The program may go on after it.
-    Raises UserError: what a user can mend."""
+
+    ``observers``: objects with some of the methods of ``jobs.observers.Observer``, told of the run beside
+    those that ``callbacks`` names. Raises UserError: what a user can mend.
+    """
     signals = Signals()
     try:
-        return run(config, name, signals)
+        return run(config, name, signals, observers)
     finally:
         signals.restore()
 
 
-def run(config: Config, name: str, signals: Signals) -> dict[str, Any]:
+def run(config: Config, name: str, signals: Signals, observers: Sequence[Any] = ()) -> dict[str, Any]:
     """As ``train``, under these signals."""
     from jobs.job import Job
     from jobs.run_folder import RunFolder
@@ -47,7 +51,7 @@ def run(config: Config, name: str, signals: Signals) -> dict[str, Any]:
     try:
         if not config.dry_run:
             on_main(folder.claim)
-        job = Job(config, folder, world)
+        job = Job(config, folder, world, observers)
         try:
             return job.describe() if config.dry_run else job.run(signals)
         finally:

@@ -10,7 +10,6 @@ probe, which trainer and engine score. Every hand-over brings other weights than
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from transformers.utils import logging
 
 from benchmarks.measure import Spread, Work, alternate, machine, table
-from benchmarks.parts import llama, random_policy
+from benchmarks.parts import policy_of_size, size_parser
 from config.defaults import with_defaults
 from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
@@ -34,19 +33,12 @@ WAYS = ("disk", "shared_memory")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--vocabulary", type=int, default=16384)
+    parser = size_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=6)
     args = parser.parse_args()
     logging.disable_progress_bar()
-    width, world = args.width, start()
-    policy = random_policy(
-        llama(args.vocabulary, width, args.layers, 8, 4, 4 * width, positions=512), world.device
-    )
+    world = start()
+    policy = policy_of_size(args, world.device)
     weights = sum(parameter.numel() for parameter in policy.parameters())
     print(f"{machine()}\n{weights / 1e6:.0f} M weights, float32\n")
     tokenizer = tiny_tokenizer("llama3")

@@ -1,13 +1,17 @@
 """How long before the first step: imports, data preparation in pairs a second, and from the command to the
-first line of metrics.
+first line of metrics; and the memory that preparation takes.
 
 python -m benchmarks.startup                     # 60,000 pairs made of the preference data
 python -m benchmarks.startup --pairs 6000 --no-command
+python -m benchmarks.startup --memory            # 60,000 pairs from a file to the first batch
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -16,8 +20,13 @@ from pathlib import Path
 
 from benchmarks.measure import ROOT, Sample, machine, table, timed
 from benchmarks.parts import SHARED, real_rows, trained_tokenizer
+from config.defaults import with_defaults
+from config.schema_data import DataConfig
+from data.batches import Segment, token_count
 from data.chat import DEFAULT_TEMPLATE, Renderer
 from data.examples import Examples, make_examples
+from data.quality import DataReport
+from data.sources import load_splits
 from data.token_cache import TokenCache
 from data.types import Completion, Group, Prompt, Turn
 from data.views import pairs
@@ -73,6 +82,62 @@ def preparation(count: int, path: Path, format_: str) -> tuple[Sample, Sample, i
     return first, second, made[1].count
 
 
+def write_pairs(path: Path, count: int, made_of: Path, format_: str) -> None:
+    """``count`` pairs as a .jsonl of conversations."""
+    with path.open("w") as file:
+        for group in groups(made_of, format_, count):
+            chosen, rejected = (completion.text for completion in group.completions)
+            row = {"prompt": [turn.message for turn in group.prompt.turns]}
+            for name, text in (("chosen", chosen), ("rejected", rejected)):
+                row[name] = [{"role": "assistant", "content": str(text)}]
+            file.write(json.dumps(row) + "\n")
+
+
+def read_pairs(path: Path, cache: Path) -> None:
+    """One start on the pairs of ``path``, to its first batches, said as JSON: memory of the process (MiB, the
+    most there was) with its libraries alone and at the end, and seconds."""
+    with path.open() as file:
+        tokenizer = trained_tokenizer(list(itertools.islice(file, 3000)), 8192)
+    renderer = Renderer(
+        tokenizer, max_length=512, max_prompt_length=256, template=DEFAULT_TEMPLATE.read_text()
+    )
+    local = {"name": "local", "source": "data.sources.local", "path": str(path), "eval_fraction": 0.001}
+    settings = with_defaults(DataConfig, **local)
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    train, evaluation = load_splits(settings)
+    made = make_examples(train.groups, pairs, renderer, TokenCache(cache))
+    DataReport.of(train, evaluation, made, dict(renderer.cuts))
+    plan = Segment(made.groups, 64, made.count, seed=0)
+    tokens = sum(token_count(plan.batch(i)) for i in range(10)) / 640
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    took = time.perf_counter() - began
+    print(json.dumps({"before": before / 1024, "most": most / 1024, "seconds": took, "tokens": tokens}))
+
+
+def memory(count: int, made_of: Path, format_: str) -> list[list[str]]:
+    """Rows of the table of ``--memory``: the first start, and the second, each in a process of its own."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "pairs.jsonl"
+        write_pairs(path, count, made_of, format_)
+        for name in ("first", "second"):
+            command = [sys.executable, "-m", "benchmarks.startup", "--read", str(path)]
+            said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+            found = json.loads(said.splitlines()[-1])
+            more = found["most"] - found["before"]
+            rows.append(
+                [
+                    name,
+                    f"{found['tokens']:.0f}",
+                    f"{found['before']:.0f}",
+                    f"{more:.0f}",
+                    f"{more * 2**20 / count:.0f}",
+                    f"{found['seconds']:.0f}",
+                ]
+            )
+    return rows
+
+
 def first_steps(starts: int = 2) -> list[float]:
     """Seconds from the command to its first line of metrics (which is written when the second step is under
     way), for one start after the other with the same cache_dir."""
@@ -110,7 +175,16 @@ def main() -> None:
     parser.add_argument("--path", type=Path, default=SHARED / "hh_harmless_test.jsonl.gz")
     parser.add_argument("--format", default="hh")
     parser.add_argument("--no-command", action="store_true", help="leave out the run of train.py")
+    parser.add_argument("--memory", action="store_true", help="measure memory, and nothing else")
+    parser.add_argument("--read", type=Path, help="(one start of --memory, on this file)")
     args = parser.parse_args()
+    if args.read is not None:
+        read_pairs(args.read, args.read.parent / "cache")
+        return
+    if args.memory:
+        head = ["start", "tokens a pair", "libraries, MiB", "more for the data, MiB", "bytes a pair", "s"]
+        print(f"{machine()}\n\n{table(head, memory(args.pairs, args.path, args.format))}")
+        return
     code = "import time, sys; t = time.process_time(); import jobs.job; print(time.process_time() - t)"
     imports = float(
         subprocess.run(

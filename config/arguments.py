@@ -32,6 +32,8 @@ HYDRAS = (
 )
 """Options that are Hydra's own, which takes them abbreviated too."""
 _OPTION = re.compile(r"--(?P<name>[A-Za-z][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
+_OPEN = re.compile(r"(evaluations|callbacks)[.=]")
+"""Settings whose keys are the user's own: Hydra adds one to a mapping only where it is told to."""
 _OPTIONAL = ("reward", "trackers")
 """Folders of which none or several files are chosen: of a wrong one Hydra does not say what there is."""
 _DATA = (".json", ".jsonl", ".parquet", ".csv", ".gz")
@@ -39,7 +41,8 @@ _DATA = (".json", ".jsonl", ".parquet", ".csv", ".gz")
 
 def as_settings(arguments: list[str]) -> list[str]:
     """``--lr 1e-5``, ``--lr=1e-5`` and ``--resume`` as ``lr=1e-5`` and ``resume=true``; a ``-`` within a name
-    is a ``_``. Several values are a list. Hydra's own options, and everything else, stay as they are."""
+    is a ``_``. Several values are a list. Mappings whose keys are the user's own get Hydra's ``++``. Hydra's
+    own options, and everything else, stay as they are."""
     words, at = [], 0
     while at < len(arguments):
         word = arguments[at]
@@ -56,7 +59,7 @@ def as_settings(arguments: list[str]) -> list[str]:
         if len(values) > 1:
             value = f"[{','.join(values)}]"
         words.append(f"{found['name'].replace('-', '_')}={value}")
-    return words
+    return [f"++{word}" if _OPEN.match(word) else word for word in words]
 
 
 def _is_value(word: str) -> bool:

@@ -104,6 +104,8 @@ def idle(config: Config) -> dict[str, list[str]]:
         "correction=none": ["correction.low", "correction.high", "correction.delta", "correction.mismatch"]
         if config.correction._target_ is None
         else [],
+        f"optimizer={config.optimizer}": ["muon"] if config.optimizer != "Muon" else [],
+        "push_to_hub=null": ["hub_private"] if config.push_to_hub is None else [],
         "scheduler=constant": ["min_lr_ratio"] if config.scheduler == "constant" else [],
     }
 

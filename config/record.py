@@ -4,6 +4,7 @@ settings."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ RECORD = "config.yaml"
 LOCK = "run.lock"
 """Held by the process that is at work in the folder (common.lock)."""
 KIND = "humanline run"
+MAY_CHANGE = ("eval_every",)
+"""Settings that a run may go on with others of: they change what is measured, and nothing that is trained."""
+LENGTH = ("n_epochs", "n_examples")
+"""What says how long an offline run is."""
 _SECTIONS = {"model", "data", "loss", "trainer", "runs_dir"}
 
 
@@ -77,6 +82,18 @@ def changes(folder: Path, config: Config) -> list[Change]:
     """
     before = settings_before(folder)
     return changed(before, config) if before else []
+
+
+def may_be_longer(config: Config) -> bool:
+    """Whether a run with these settings may be made longer: its learning rate is where it ended."""
+    return not config.online and config.scheduler == "constant" and config.data.logprob_range is None
+
+
+def refused_changes(found: Iterable[Change], config: Config) -> list[Change]:
+    """Those of ``found`` (``changes``) that the run cannot go on with. How much longer it may be made is
+    known only once the data are loaded (``jobs.lengths``)."""
+    longer = LENGTH if may_be_longer(config) else ()
+    return [other for other in found if other.key not in (*MAY_CHANGE, *longer)]
 
 
 def _record(folder: Path) -> str:

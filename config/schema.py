@@ -18,8 +18,10 @@ from config.defaults import nested, yaml_defaults
 from config.schema_correction import CorrectionConfig
 from config.schema_data import DataConfig
 from config.schema_environment import EnvironmentConfig
+from config.schema_evaluations import check_keep_best, evaluation_sets
 from config.schema_humanline import BetaConfig
 from config.schema_model import ModelConfig
+from config.schema_optimizer import OPTIMIZERS, MuonConfig
 from config.schema_plan import PlanConfig
 from config.schema_retention import RetentionConfig
 from config.schema_rewards import RewardConfig, completed
@@ -74,8 +76,10 @@ class Config:
     n_eval_examples: int | None
     n_eval_prompts: int | None
     n_eval_samples: int
+    evaluations: dict[str, Any]
     eval_every: int | None
     save_every: int | None
+    async_save: bool
     keep_checkpoints: int
     keep_best: str | None
     patience: int | None
@@ -92,6 +96,10 @@ class Config:
     replicas: int
     watchdog_seconds: float
     trackers: dict[str, Any]
+    callbacks: dict[str, Any]
+    push_to_hub: str | None
+    hub_private: bool
+    report: bool
     wandb: WandbConfig = nested(WandbConfig)
     sampler: SamplerConfig = nested(SamplerConfig)
     environment: EnvironmentConfig = nested(EnvironmentConfig)
@@ -99,6 +107,7 @@ class Config:
     rounds: RoundsConfig = nested(RoundsConfig)
     humanline_sampling: BetaConfig = nested(BetaConfig)
     correction: CorrectionConfig = nested(CorrectionConfig)
+    muon: MuonConfig = nested(MuonConfig)
     retention: RetentionConfig = nested(RetentionConfig)
     plan: PlanConfig = nested(PlanConfig)
 
@@ -140,18 +149,8 @@ class Config:
             require(getattr(self, key) >= 1, key, getattr(self, key), "must be at least 1")
         require(self.watchdog_seconds > 0, "watchdog_seconds", self.watchdog_seconds, "must be above 0")
         require(0 <= self.seed < 2**32, "seed", self.seed, "must lie in [0, 2^32)")
-        one_of(
-            "keep_best",
-            self.keep_best,
-            (
-                None,
-                "eval_loss",
-                "eval_reward_margin",
-                "eval_reward_accuracy",
-                "eval_accuracy_sampled",
-                "eval_accuracy_greedy",
-            ),
-        )
+        check_keep_best(self.keep_best, self.evaluations)
+        evaluation_sets(self.evaluations, self.data)
         require(
             self.patience is None or (self.keep_best is not None and self.eval_every is not None),
             "patience",
@@ -159,7 +158,7 @@ class Config:
             f"counts evaluations (eval_every={self.eval_every}) of one number (keep_best={self.keep_best}): "
             "give both",
         )
-        one_of("optimizer", self.optimizer, ("AdamW",))
+        one_of("optimizer", self.optimizer, OPTIMIZERS)
         one_of("scheduler", self.scheduler, ("constant", "cosine", "linear"))
 
     def _check_combinations(self) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 from common.errors import one_of, require
 from config.defaults import nested, yaml_defaults
 
+SELECTIVE = "selective"
+"""Of model.activation_checkpointing."""
+
 
 @dataclass
 @yaml_defaults("model/base.yaml:peft")
@@ -56,7 +59,7 @@ class ModelConfig:
     max_prompt_length: int
     max_grad_norm: float
     logit_temperature: float
-    activation_checkpointing: bool
+    activation_checkpointing: Any
     compile: bool
     packing: bool | None
     router_aux_loss_coef: float | None
@@ -101,6 +104,15 @@ class ModelConfig:
             "model.router_aux_loss_coef",
             self.router_aux_loss_coef,
             "must be above 0, or null for no auxiliary loss",
+        )
+        key, value = "model.activation_checkpointing", self.activation_checkpointing
+        one_of(key, value, (False, True, SELECTIVE))
+        require(
+            value != SELECTIVE or not self.compile,
+            key,
+            value,
+            "chooses among a layer's operations, of which model.compile=true makes one: choose true, or "
+            "model.compile=false",
         )
         one_of("model.head", self.head, (None, "value", "reward"))
         require(

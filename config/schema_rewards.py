@@ -4,8 +4,8 @@ with the project."""
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, is_dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 from common.errors import one_of, require
 from common.imports import import_function
@@ -100,6 +100,11 @@ class RewardModelConfig:
         )
         require(self.batch_tokens >= 1, f"{key}.batch_tokens", self.batch_tokens, "must be at least 1")
 
+    @property
+    def loads_model(self) -> bool:
+        """Whether its model is loaded by the run itself."""
+        return True
+
     def _key(self) -> str:
         return "reward.armorm"
 
@@ -145,6 +150,11 @@ class TeacherConfig(EndpointConfig):
                 getattr(self, key),
                 "is of an endpoint, and reward.teacher.base_url=null has none: leave one of them out",
             )
+
+    @property
+    def loads_model(self) -> bool:
+        """Whether its model is loaded by the run itself."""
+        return self.base_url is None
 
     def section(self) -> str:
         return "reward.teacher"
@@ -268,6 +278,21 @@ class RewardConfig:
         share = float(tree["max_missing"]) if max_missing is None else max_missing
         needs = bool(tree["needs_reference"]) or _compares(settings)
         return cls(kind, share, needs, str(tree["_target_"]), kind, settings)
+
+    def models_alone(self) -> RewardConfig | None:
+        """This reward without the parts that load no model in the run's own processes; None where there is no
+        other."""
+        if isinstance(self.settings, HasParts):
+            settings = self.settings.models_alone()
+            return None if settings is None else replace(self, settings=settings)
+        return self if getattr(self.settings, "loads_model", False) else None
+
+
+@runtime_checkable
+class HasParts(Protocol):
+    """Settings of a reward that is made of others."""
+
+    def models_alone(self) -> Any: ...
 
 
 def _compares(settings: Any) -> bool:

@@ -48,6 +48,15 @@ class WeightedConfig:
         """Whether one of the parts compares with the prompt's reference answer."""
         return any(part.reward.needs_reference for part in self.found().values())
 
+    def models_alone(self) -> WeightedConfig | None:
+        """The parts that load a model in the run's own processes; None where there are none."""
+        parts = {
+            name: self.parts[name]
+            for name, part in self.found().items()
+            if part.reward.models_alone() is not None
+        }
+        return WeightedConfig(parts=parts) if parts else None
+
     def found(self) -> dict[str, Part]:
         """Each part, with its reward's settings typed. Raises ConfigError."""
         return {name: self._part(name, dict(settings)) for name, settings in self.parts.items()}

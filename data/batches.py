@@ -16,6 +16,7 @@ from torch import Tensor
 
 from config.schema_model import ModelConfig
 from data.balance import example_tokens, in_turns, partition, row_tokens, share_tokens
+from data.example_table import ExampleGroups, has_behavior, sizes_of
 from data.types import Example, Microbatch, Sequence, Sequences
 
 FILL = Example(prompt_id="", rows=(Sequence(np.zeros(1, np.int32), np.zeros(0, np.int32)),))
@@ -54,7 +55,7 @@ class Segment:
     may be short.
     """
 
-    groups: tuple[tuple[Example, ...], ...]
+    groups: ExampleGroups
     batch_size: int
     n_examples: int
     """Examples trained on in all (n_epochs x the number there is, or n_examples)."""
@@ -63,7 +64,9 @@ class Segment:
     start: float = 0.0
     end: float = 1.0
     """The share of the whole plan consumed before and after this segment (the schedule's clock)."""
-    _orders: dict[int, list[Example]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _orders: dict[int, tuple[np.ndarray, np.ndarray]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def steps(self) -> int:
@@ -76,9 +79,8 @@ class Segment:
         out: list[Example] = []
         while first < last:
             epoch, offset = divmod(first, self.epoch_size)
-            take = self._order(epoch)[offset : offset + last - first]
-            out.extend(take)
-            first += len(take)
+            out.extend(self._of_epoch(epoch, offset, offset + last - first))
+            first = i * self.batch_size + len(out)
         return out
 
     def progress(self, i: int) -> float:
@@ -87,23 +89,32 @@ class Segment:
         return self.start + (self.end - self.start) * done
 
     @cached_property
+    def _sizes(self) -> np.ndarray:
+        return sizes_of(self.groups)
+
+    @cached_property
     def epoch_size(self) -> int:
-        return sum(len(group) for group in self.groups)
+        return int(self._sizes.sum())
 
     @cached_property
     def has_behavior(self) -> bool:
         """Whether the log-probability under the policy that wrote it is known of any token."""
-        rows = (row for group in self.groups for example in group for row in example.rows)
-        return any(row.behavior_logprobs is not None for row in rows)
+        return has_behavior(self.groups)
 
-    def _order(self, epoch: int) -> list[Example]:
+    def _of_epoch(self, epoch: int, first: int, last: int) -> list[Example]:
+        """The examples [first, last) of an epoch, as many as it has: those of their groups alone are made."""
         if epoch not in self._orders:
-            rng = np.random.default_rng([self.seed, self.index, epoch])
+            order = np.random.default_rng([self.seed, self.index, epoch]).permutation(len(self.groups))
             self._orders.clear()
-            self._orders[epoch] = [
-                example for g in rng.permutation(len(self.groups)) for example in self.groups[g]
-            ]
-        return self._orders[epoch]
+            self._orders[epoch] = order, np.cumsum(self._sizes[order])
+        order, ends = self._orders[epoch]
+        at = int(np.searchsorted(ends, first, side="right"))
+        begin = int(ends[at] - self._sizes[order[at]])
+        out: list[Example] = []
+        while at < len(order) and begin + len(out) < last:
+            out.extend(self.groups[int(order[at])])
+            at += 1
+        return out[first - begin : last - begin]
 
 
 def deal(

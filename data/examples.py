@@ -4,56 +4,32 @@ named."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 
 from data.chat import Renderer
+from data.example_table import ExampleGroups, ExampleTable, Wanted, sizes_of, with_tokens
 from data.token_cache import TokenCache
-from data.types import Completion, Example, Group, Sequence
+from data.token_rows import Rendered, TokenRows
+from data.types import Group
 from data.views import View
+
+_SAYS_NOTHING = "its rewards say nothing (too few completions, or all equal)"
 
 
 @dataclass(frozen=True)
 class Examples:
     """The examples of each group that gave any, and why the others gave none."""
 
-    groups: tuple[tuple[Example, ...], ...]
+    groups: ExampleGroups
     dropped: dict[str, int]
     """reason -> number of groups"""
 
     @property
     def count(self) -> int:
-        return sum(len(group) for group in self.groups)
-
-
-def with_behavior(row: Sequence | str, completion: Completion) -> Sequence | str:
-    """The row with the log-probabilities that its writer gave its tokens. They are not known of an end token
-    that the row got here."""
-    if completion.behavior_logprobs is None or isinstance(row, str):
-        return row
-    known = completion.behavior_logprobs[: len(row.completion_ids)]
-    found = np.full(len(row.completion_ids), np.nan, np.float32)
-    found[: len(known)] = known
-    return replace(row, behavior_logprobs=found)
-
-
-def with_tokens(row: Sequence | str, completion: Completion) -> Sequence | str:
-    """The row with what is known of each of its tokens: log mu, whether it counts, its reward; or the reason
-    why it cannot be trained on. An end token that the row got here counts, and is worth 0."""
-    row = with_behavior(row, completion)
-    if isinstance(row, str):
-        return row
-    size = len(row.completion_ids)
-    if completion.token_rewards is not None:
-        rewards = np.zeros(size, np.float32)
-        rewards[: len(completion.token_rewards)] = completion.token_rewards[:size]
-        row = replace(row, token_rewards=rewards)
-    if completion.loss_mask is not None and not all(completion.loss_mask):
-        mask = np.ones(size, bool)
-        mask[: len(completion.loss_mask)] = completion.loss_mask[:size]
-        row = replace(row, loss_mask=mask) if mask.any() else "its loss_mask leaves no token to train on"
-    return row
+        return int(sizes_of(self.groups).sum())
 
 
 def make_examples(
@@ -62,31 +38,35 @@ def make_examples(
     """Tokenise what ``view`` wants of each group, or read from ``cache`` what an earlier start made of the
     same rows. A group of which any wanted row cannot be tokenised (no completion token left) is dropped
     whole, so that every loss drops the same groups."""
-    groups = list(groups)
-    wanted = [view(group) for group in groups]
-    rows = [
-        (g.prompt, g.completions[i])
-        for g, ws in zip(groups, wanted, strict=True)
-        for w in ws
-        for i in w.completions
-    ]
-    rendered = iter(renderer.sequences(rows) if cache is None else cache.sequences(renderer, rows))
-    kept: list[tuple[Example, ...]] = []
+    wanted = Wanted(groups if isinstance(groups, Seq) else list(groups), view)
+    rows = renderer.sequences(wanted) if cache is None else cache.sequences(renderer, wanted)
+    if not isinstance(rows, TokenRows):
+        rows = [with_tokens(row, completion) for row, (_, completion) in zip(rows, wanted, strict=True)]
+    why = _reasons(wanted, rows)
     dropped: dict[str, int] = {}
-    for group, wants in zip(groups, wanted, strict=True):
-        made = [
-            (want, [with_tokens(next(rendered), group.completions[i]) for i in want.completions])
-            for want in wants
-        ]
-        failed = [row for _, sequences in made for row in sequences if isinstance(row, str)]
-        if not wants or failed:
-            reason = failed[0] if failed else "its rewards say nothing (too few completions, or all equal)"
-            dropped[reason] = dropped.get(reason, 0) + 1
-            continue
-        kept.append(
-            tuple(
-                Example(group.prompt.id, tuple(s for s in sequences if isinstance(s, Sequence)), want.label)
-                for want, sequences in made
-            )
-        )
-    return Examples(tuple(kept), dropped)
+    for group in sorted(why):
+        dropped[why[group]] = dropped.get(why[group], 0) + 1
+    kept = np.setdiff1d(np.arange(len(wanted.ends)), np.array(list(why), np.int64))
+    table = ExampleTable(wanted, rows, kept)
+    if not isinstance(rows, TokenRows):
+        return Examples(tuple(table), dropped)  # few: held, and not made again for every batch
+    if not wanted.flags.any():
+        wanted.groups = ()  # nothing is read from them any more
+    return Examples(table, dropped)
+
+
+def _reasons(wanted: Wanted, rows: Rendered) -> dict[int, str]:
+    """Why a group gives no example, of those that give none: the first of its rows that cannot be trained
+    on, or that nothing of it is wanted."""
+    if isinstance(rows, TokenRows):
+        look_at = np.flatnonzero((rows.sizes < 0) | (wanted.flags > 0)).tolist()
+    else:
+        look_at = [r for r, row in enumerate(rows) if isinstance(row, str)]
+    why = {int(group): _SAYS_NOTHING for group in np.flatnonzero(wanted.first_rows == wanted.last_rows)}
+    for place in look_at:
+        row = rows[place]
+        if wanted.flags[place] and isinstance(rows, TokenRows):
+            row = with_tokens(row, wanted.completion(place))
+        if isinstance(row, str):
+            why.setdefault(wanted.group(place), row)
+    return why

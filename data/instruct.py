@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from common.errors import ConfigError, DataError, require
@@ -104,13 +104,14 @@ def candidates(language: Language, prompt: Prompt, authors: Sequence[str]) -> li
     ]
 
 
-def pair(language: Language, prompt: Prompt, answers: Sequence[Completion], config: StoriesConfig) -> Group:
+def pair(
+    language: Language, prompt: Prompt, answers: Sequence[Completion], noise: float, length_bias: float
+) -> Group:
     """The best and the worst of ``answers`` by the judge, with its rewards; the prompt alone where it finds
     none better."""
     asked = text_of(prompt)
     rewards = tuple(
-        judged(language, asked, answer.text or "", config.noise, config.length_bias) or 0.0
-        for answer in answers
+        judged(language, asked, answer.text or "", noise, length_bias) or 0.0 for answer in answers
     )
     ends = best_and_worst(Group(prompt, tuple(answers), rewards))
     if ends is None:
@@ -135,13 +136,31 @@ def story_pairs(config: DataConfig, split: str) -> Loaded:
             f"this language has {len(asked)} prompts that are not held out; give as many at most",
         )
         own = own_answers(settings, asked)
-        answered = [(p, own.get(p.id) or candidates(language, p, settings.authors)) for p in asked]
+        by_authors = _told(language, tuple(p for p in asked if p.id not in own), settings)
+        by_model = [
+            pair(language, p, own[p.id], settings.noise, settings.length_bias) for p in asked if p.id in own
+        ]
+        found = {group.prompt.id: group for group in (*by_authors, *by_model)}
+        groups = [found[p.id] for p in asked]
     else:
         half = "eval" if config.eval_split is None else config.eval_split
         require(half in ("eval", *HALVES), "data.eval_split", half, f"must be {' or '.join(HALVES)}, or null")
-        answered = [(p, candidates(language, p, settings.authors)) for p in prompts(language, half)]
-    groups = [pair(language, prompt, answers, settings) for prompt, answers in answered]
+        groups = list(_told(language, prompts(language, half), settings))
     return Loaded(groups, len(groups), origin=f"stories by {', '.join(settings.authors)} ({split})")
+
+
+def _told(language: Language, asked: tuple[Prompt, ...], settings: StoriesConfig) -> tuple[Group, ...]:
+    """The pairs of the authors' stories, kept for the next run of this process: a study has hundreds."""
+    return _kept(language, asked, tuple(settings.authors), settings.noise, settings.length_bias)
+
+
+@lru_cache(maxsize=4)
+def _kept(
+    language: Language, asked: tuple[Prompt, ...], authors: tuple[str, ...], noise: float, length_bias: float
+) -> tuple[Group, ...]:
+    return tuple(
+        pair(language, prompt, candidates(language, prompt, authors), noise, length_bias) for prompt in asked
+    )
 
 
 def _settings(config: DataConfig) -> StoriesConfig:
@@ -184,10 +203,10 @@ def demonstrations(config: DataConfig, split: str) -> Loaded:
     known = [*language.authors, *language.mixtures]
     require(config.subset in known, "data.subset", config.subset, f"name an author: {', '.join(known)}")
     assert config.subset is not None
-    groups = list(_told(language, split, config.subset))
+    groups = list(_demonstrated(language, split, config.subset))
     return Loaded(groups, len(groups), origin=f"stories by {config.subset} ({split})")
 
 
-def _told(language: Language, split: str, author: str) -> Iterator[Group]:
+def _demonstrated(language: Language, split: str, author: str) -> Iterator[Group]:
     for prompt in prompts(language, split):
         yield Group(prompt, tuple(candidates(language, prompt, [author])), (1.0,))

@@ -4,7 +4,7 @@ learns nothing from."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from data.types import Group
 
@@ -19,9 +19,8 @@ FITTING = {
 """What the rows are called -> what trains on them."""
 
 
-def kind_of(groups: Iterable[Group]) -> str:
+def kind_of(groups: Sequence[Group]) -> str:
     """The kind, a key of FITTING, that most of the groups are of."""
-    groups = list(groups)
     labelled = any(len(group.rewards) == 1 and group.rewards[0] <= 0 for group in groups)
     return Counter(_kind(group, labelled) for group in groups).most_common(1)[0][0]
 
@@ -36,9 +35,8 @@ def _kind(group: Group, labelled: bool) -> str:
     return "pairs" if group.rewards == (1.0, -1.0) else "scored groups"
 
 
-def advice(groups: Iterable[Group]) -> str:
+def advice(groups: Sequence[Group]) -> str:
     """In a sentence what the rows are and what to train on them; nothing where there are none."""
-    groups = list(groups)
     if not groups:
         return ""
     kind = kind_of(groups)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from common.errors import ConfigError
 from config.files import group_file
 from config.schema_data import DataConfig, MixPart
+from data.group_store import Groups, gathered, picked, prompt_ids
 from data.rows import Loaded
 from data.sources import load_groups, load_splits
-from data.types import Group
 
 
 def mixed(config: DataConfig, split: str) -> Loaded:
@@ -26,10 +29,11 @@ def mixed(config: DataConfig, split: str) -> Loaded:
         loaded = [load_groups(part, "eval") for part in parts]
     else:
         both = [load_splits(part) for part in parts]
-        held_out = {group.prompt.id for _, evaluation in both for group in evaluation.groups}
+        held_out = np.concatenate([prompt_ids(evaluation.groups) for _, evaluation in both])
         loaded = [
-            replace(train, groups=[g for g in train.groups if g.prompt.id not in held_out])
+            replace(train, groups=picked(train.groups, np.flatnonzero(~np.isin(ids, held_out))))
             for train, _ in both
+            for ids in [prompt_ids(train.groups)]
         ]
     chosen = by_weight([part.groups for part in loaded], weights)
     origin = "; ".join(
@@ -37,7 +41,7 @@ def mixed(config: DataConfig, split: str) -> Loaded:
         for groups, part in zip(chosen, loaded, strict=True)
     )
     return Loaded(
-        [group for groups in chosen for group in groups],
+        gathered(itertools.chain(*chosen)),
         sum(part.read for part in loaded),
         [row for part in loaded for row in part.dropped],
         origin,
@@ -69,7 +73,7 @@ def part_config(part: MixPart) -> DataConfig:
     return DataConfig(**settings | own)
 
 
-def by_weight(sets: Sequence[list[Group]], weights: Sequence[float]) -> list[list[Group]]:
+def by_weight(sets: Sequence[Groups], weights: Sequence[float]) -> list[Groups]:
     """Of each set as many groups as its weight asks, none twice: the largest mix that the sets allow. Which
     ones, prompt ids decide, so that they are the same whatever the order of the rows. An empty set has no
     say."""
@@ -77,4 +81,7 @@ def by_weight(sets: Sequence[list[Group]], weights: Sequence[float]) -> list[lis
         (len(groups) / weight for groups, weight in zip(sets, weights, strict=True) if groups), default=0.0
     )
     counts = [int(scale * weight + 1e-9) for weight in weights]
-    return [sorted(groups, key=lambda g: g.prompt.id)[:n] for groups, n in zip(sets, counts, strict=True)]
+    return [
+        picked(groups, np.argsort(prompt_ids(groups), kind="stable")[:n])
+        for groups, n in zip(sets, counts, strict=True)
+    ]

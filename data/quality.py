@@ -9,18 +9,19 @@ lowest trained clearly worse.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from common.markdown import literal
+from data.example_table import row_lengths
 from data.examples import Examples
+from data.group_store import prompt_ids
 from data.rows import Dropped, Loaded
 from data.selection import Selection
 from data.spread import Spread
-from data.types import Group
 
 PAPER_WORST_QUARTILE = (-1.03, -0.36)
 """Mean token log-probability (nats) of the paper's lowest quarter of offline completions, under the initial
@@ -75,15 +76,16 @@ class DataReport:
     @classmethod
     def of(cls, loaded: Loaded, evaluation: Loaded, examples: Examples, cut: Mapping[str, int]) -> DataReport:
         """The report before anything is scored. ``cut`` is ``Renderer.cuts``."""
-        rows = [row for group in examples.groups for example in group for row in example.rows]
+        prompts, completions = row_lengths(examples.groups)
+        ids, held_out = prompt_ids(loaded.groups), prompt_ids(evaluation.groups)
         return cls(
             origin=loaded.origin,
             evaluation_origin=evaluation.origin,
             read=loaded.read,
             groups=len(loaded.groups),
-            prompts=len(_prompts(loaded.groups)),
+            prompts=len(np.unique(ids)),
             evaluation_groups=len(evaluation.groups),
-            shared_prompts=len(_prompts(loaded.groups) & _prompts(evaluation.groups)),
+            shared_prompts=len(np.intersect1d(ids, held_out)),
             examples=examples.count,
             dropped=dict(Counter(row.reason for row in loaded.dropped).most_common()),
             named=tuple(loaded.dropped[:_NAMED]),
@@ -91,8 +93,8 @@ class DataReport:
             cut={what: n for what, n in cut.items() if n},
             format=loaded.format,
             unused=loaded.unused,
-            prompt_tokens=Spread.of(len(row.prompt_ids) for row in rows),
-            completion_tokens=Spread.of(len(row.completion_ids) for row in rows),
+            prompt_tokens=Spread.of(prompts),
+            completion_tokens=Spread.of(completions),
         )
 
     def with_logprobs(
@@ -130,13 +132,13 @@ class DataReport:
 
     def with_selection(self, selection: Selection, kept: Examples) -> DataReport:
         """The report of the groups that ``data.logprob_range`` kept: their examples and lengths."""
-        rows = [row for group in kept.groups for example in group for row in example.rows]
+        prompts, completions = row_lengths(kept.groups)
         return replace(
             self,
             selection=selection,
             examples=kept.count,
-            prompt_tokens=Spread.of(len(row.prompt_ids) for row in rows),
-            completion_tokens=Spread.of(len(row.completion_ids) for row in rows),
+            prompt_tokens=Spread.of(prompts),
+            completion_tokens=Spread.of(completions),
         )
 
     def warnings(self) -> list[str]:
@@ -260,10 +262,6 @@ def _example(shown: Sequence[str]) -> list[str]:
         for title, text in zip(titles, shown, strict=True)
     )
     return ["### The first example, as the model reads it", "", *(line for block in blocks for line in block)]
-
-
-def _prompts(groups: Iterable[Group]) -> set[str]:
-    return {group.prompt.id for group in groups}
 
 
 def _counts(title: str, unit: str, counts: Mapping[str, int]) -> list[str]:

@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -66,7 +66,7 @@ class Dropped:
 class Loaded:
     """What a source gives: the groups it could make and an account of the rest."""
 
-    groups: list[Group]
+    groups: Sequence[Group]
     read: int
     """Rows read, good and bad. Several rows may make one group (scored samples) or several groups one
     conversation tree."""

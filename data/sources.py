@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from common.errors import ConfigError, DataError, one_of
 from common.imports import import_function
 from config.schema_data import DataConfig
@@ -21,6 +23,7 @@ from data import hub, published
 from data.detection import Columns, format_of, is_feedback
 from data.folders import folder_rows, is_saved
 from data.formats import Values
+from data.group_store import gathered, picked, prompt_ids
 from data.rows import SUFFIXES, Dropped, Loaded, Row, read_rows
 from data.types import Group, Prompt, Turn
 from data.views import keep_shares
@@ -61,7 +64,9 @@ def load_splits(config: DataConfig) -> tuple[Loaded, Loaded]:
 def _thinned(config: DataConfig, loaded: Loaded) -> Loaded:
     """Training data with the shares of desirable and undesirable examples that are kept of them."""
     shares = (config.frac_unique_desirable, config.frac_unique_undesirable)
-    return loaded if shares == (1, 1) else replace(loaded, groups=keep_shares(loaded.groups, *shares))
+    return (
+        loaded if shares == (1, 1) else replace(loaded, groups=gathered(keep_shares(loaded.groups, *shares)))
+    )
 
 
 def _holds_out(config: DataConfig) -> bool:
@@ -91,30 +96,35 @@ def _finished(config: DataConfig, loaded: Loaded) -> Loaded:
     the split so that it does not change who is held out."""
     if config.score_threshold > 0:
         far = [
-            g
-            for g in loaded.groups
-            if len(g.rewards) < 2 or max(g.rewards) - min(g.rewards) >= config.score_threshold
+            i
+            for i, group in enumerate(loaded.groups)
+            if len(group.rewards) < 2 or max(group.rewards) - min(group.rewards) >= config.score_threshold
         ]
         close = len(loaded.groups) - len(far)
         why = Dropped(
             loaded.origin, 0, f"rewards differ by less than data.score_threshold={config.score_threshold:g}"
         )
-        loaded = replace(loaded, groups=far, dropped=[*loaded.dropped, *[why] * close])
+        kept = picked(loaded.groups, np.array(far, np.int64))
+        loaded = replace(loaded, groups=kept, dropped=[*loaded.dropped, *[why] * close])
     if config.system_prompt is None:
         return loaded
     system = Turn("system", published.SYSTEM_PROMPTS.get(config.system_prompt, config.system_prompt))
-    return replace(loaded, groups=[with_system(group, system) for group in loaded.groups])
+    return replace(loaded, groups=gathered(with_system(group, system) for group in loaded.groups))
 
 
 def hold_out(loaded: Loaded, fraction: float, split: str) -> Loaded:
     """The training or the evaluation part of ``loaded``: the ``fraction`` of the prompts with the smallest
     ids, at least one, is evaluation; all groups of a prompt stay together. A single prompt is not held out.
     """
-    ids = sorted({group.prompt.id for group in loaded.groups})
-    count = math.ceil(fraction * len(ids)) if len(ids) > 1 else 0
-    evaluation = set(ids[:count])
-    kept = [group for group in loaded.groups if (group.prompt.id in evaluation) == (split == "eval")]
-    how = f"{count} of {len(ids)} prompts held out for evaluation by prompt id (data.eval_fraction={fraction:g})"  # noqa: E501
+    ids = prompt_ids(loaded.groups)
+    distinct = np.unique(ids)
+    count = math.ceil(fraction * len(distinct)) if len(distinct) > 1 else 0
+    evaluation = np.isin(ids, distinct[:count])
+    kept = picked(loaded.groups, np.flatnonzero(evaluation == (split == "eval")))
+    how = (
+        f"{count} of {len(distinct)} prompts held out for evaluation by prompt id "
+        f"(data.eval_fraction={fraction:g})"
+    )
     return replace(loaded, groups=kept, origin=f"{loaded.origin}; {how}")
 
 
@@ -223,11 +233,15 @@ def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str) -> L
         return loaded
     loaded.format, form = format_of(config, first)
     seen = Columns(config.columns)
-    for result in form(map(seen.watched, itertools.chain([first], stream)), config):
-        if isinstance(result, Dropped):
-            loaded.dropped.append(result)
-        else:
-            loaded.groups.append(result)
+
+    def usable() -> Iterator[Group]:
+        for result in form(map(seen.watched, itertools.chain([first], stream)), config):
+            if isinstance(result, Dropped):
+                loaded.dropped.append(result)
+            else:
+                yield result
+
+    loaded.groups = gathered(usable())
     loaded.unused = seen.unused()
     return loaded
 

@@ -4,7 +4,8 @@ nothing to it."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 
@@ -48,35 +49,29 @@ def labelled(group: Group) -> list[ExampleSpec]:
     return [] if found is None else [ExampleSpec((found[0],), 1.0), ExampleSpec((found[1],), -1.0)]
 
 
-def keep_shares(groups: list[Group], desirable: float, undesirable: float) -> list[Group]:
+def keep_shares(groups: Seq[Group], desirable: float, undesirable: float) -> Iterator[Group]:
     """The groups with these shares of their desirable and undesirable examples (see ``labelled``) left,
     whichever rows prompt ids decide. A pair that loses one half becomes an unpaired example; what has no
     example stays as it is."""
-    wanted = [
-        {want.label: want.completions[0] for want in labelled(group)} if group.rewards else {}
-        for group in groups
-    ]
-    kept: dict[float, set[int]] = {}
-    for label, share in ((1.0, desirable), (-1.0, undesirable)):
-        having = sorted(
-            (i for i, found in enumerate(wanted) if label in found),
-            key=lambda i: (_shuffled(groups[i], label), i),
-        )
-        kept[label] = set(having[: round(share * len(having))])
-    out = []
-    for i, (group, found) in enumerate(zip(groups, wanted, strict=True)):
+    having: dict[float, list[tuple[str, int]]] = {1.0: [], -1.0: []}
+    for i, group in enumerate(groups):
+        for want in labelled(group) if group.rewards else []:
+            having[want.label].append((_shuffled(group, want.label), i))
+    kept = {
+        label: {i for _, i in sorted(having[label])[: round(share * len(having[label]))]}
+        for label, share in ((1.0, desirable), (-1.0, undesirable))
+    }
+    for i, group in enumerate(groups):
+        found = {want.label: want.completions[0] for want in labelled(group)} if group.rewards else {}
         left = [(label, completion) for label, completion in found.items() if i in kept[label]]
         if len(left) == len(found):
-            out.append(group)
+            yield group
         elif left:
-            out.append(
-                replace(
-                    group,
-                    completions=tuple(group.completions[c] for _, c in left),
-                    rewards=tuple(label for label, _ in left),
-                )
+            yield replace(
+                group,
+                completions=tuple(group.completions[c] for _, c in left),
+                rewards=tuple(label for label, _ in left),
             )
-    return out
 
 
 def _shuffled(group: Group, label: float) -> str:

@@ -15,6 +15,7 @@ from config.schema import Config
 from config.schema_trainer import loss_numbers
 from data.balance import row_tokens
 from data.batches import Segment
+from data.example_table import longest
 from trainers.basic import BasicTrainer
 from trainers.losses.base import LossResult, TokenScores
 
@@ -126,17 +127,13 @@ def check_budget(config: Config, plan: Segment) -> None:
     budget = config.model.microbatch_tokens
     if budget is None:
         return
-    longest = max((example for group in plan.groups for example in group), key=row_tokens)
-    where = (
-        f"the example of prompt {longest.prompt_id}"
-        if longest.prompt_id
-        else "the longest that may be sampled"
-    )
+    most = longest(plan.groups)
+    where = f"the example of prompt {most.prompt_id}" if most.prompt_id else "the longest that may be sampled"
     require(
-        row_tokens(longest) <= budget,
+        row_tokens(most) <= budget,
         "model.microbatch_tokens",
         budget,
-        f"{where} has {row_tokens(longest)} tokens: allow as many, or lower model.max_length",
+        f"{where} has {row_tokens(most)} tokens: allow as many, or lower model.max_length",
     )
 
 

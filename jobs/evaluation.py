@@ -8,6 +8,7 @@ ranks, but for rounding.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
@@ -38,7 +39,7 @@ class Evaluator:
     ``held_out``: their plan, one epoch of them, or None where there are none. ``accuracy`` samples answers
     and checks them, or is None where nothing can be checked; ``retained`` does so on a second task.
     ``initial_kl`` compares with the initial weights, or is None. ``dtype`` is what the model will be exported
-    in: it is judged as it will be used.
+    in: it is judged as it will be used. ``named``: evaluators of further sets, by name.
     """
 
     def __init__(
@@ -49,7 +50,9 @@ class Evaluator:
         dtype: torch.dtype,
         retained: Accuracy | None = None,
         initial_kl: InitialKL | None = None,
+        named: Mapping[str, Evaluator] | None = None,
     ) -> None:
+        self.named = dict(named or {})
         self.trainer, self.accuracy = trainer, accuracy
         self.retained, self.initial_kl = retained, initial_kl
         # Weights that are cast to the export dtype for computing anyway need no rounding first.
@@ -65,6 +68,8 @@ class Evaluator:
     def prepare(self, parts: dict[str, str]) -> None:
         """Score the held-out rows under the initial weights, which the policy must still have, as they will
         be used."""
+        for other in self.named.values():
+            other.prepare(parts)
         parts = parts | {"rounded to": str(self.dtype)}
         for measured in (self.accuracy, self.retained):
             if measured is not None:
@@ -80,20 +85,25 @@ class Evaluator:
 
     def evaluate(self, initial: bool = False) -> Metrics:
         """``eval_loss``, ``eval_reward_{chosen,rejected,margin,accuracy}``, ``eval_drift`` (nats a token)
-        and, where answers can be checked, ``eval_accuracy_{sampled,greedy}``; of the initial weights' answers
+        and, where answers can be checked, ``eval_accuracy_{sampled,greedy}`` and ``eval_length_sampled``
+        (tokens an answer); of the initial weights' answers
         ``eval_kl_initial`` (nats a token), of a second task ``eval_retained_{sampled,greedy}``. The same on
         every rank. Without a reference: the loss's own metrics. ``initial``: of the initial weights, whose
-        answers an earlier run may have left."""
+        answers an earlier run may have left. Of a named set its name stands behind ``eval_``."""
         with rounded(self.trainer.policy, self.dtype):
             out: Metrics = self._scores() if self.batches else {}
             if self.accuracy is not None:
                 out |= self.accuracy(initial)
             if self.retained is not None:
                 retained = self.retained(initial)
-                out |= {name.replace("accuracy", "retained"): value for name, value in retained.items()}
+                out |= {f"retained_{kind}": retained[f"accuracy_{kind}"] for kind in ("sampled", "greedy")}
             if self.initial_kl is not None:
                 out["kl_initial"] = self.initial_kl()
-        return {f"eval_{name}": value for name, value in out.items()}
+        found = {f"eval_{name}": value for name, value in out.items()}
+        for name, other in self.named.items():
+            measured = other.evaluate(initial).items()
+            found |= {f"eval_{name}_{key.removeprefix('eval_')}": value for key, value in measured}
+        return found
 
     @torch.no_grad()
     def _scores(self) -> Metrics:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from common.errors import StoppedError
@@ -17,10 +19,13 @@ from data.types import Example, Microbatch, Sequence
 from models.distributed import barrier, gather_objects
 from models.reference import Reference
 from models.score_cache import ScoreCache
+from models.score_table import ScoreTable
 from reports.progress import progress
 from trainers.basic import BasicTrainer
 
 SECONDS_PER_SHARD = 20.0
+WINDOW = 65_536
+"""Rows that are in memory at once where rows are scored alone."""
 
 
 def rows_of(batch: list[Example]) -> list[Sequence]:
@@ -34,15 +39,15 @@ def rows_of(batch: list[Example]) -> list[Sequence]:
 
 def initial_scores(
     trainer: BasicTrainer,
-    batches: list[list[Example]],
+    batches: Seq[list[Example]],
     size: Size,
     reference: Reference,
     parts: dict[str, str],
     what: str,
     arranged: bool = False,
-) -> dict[str, Tensor]:
+) -> ScoreTable:
     """Key -> [C] log-probabilities (nats, float32, CPU) of every row of ``batches`` under the policy as it is
-    now.
+    now. ``batches`` are asked for one by one, several times.
 
     ``reference`` decides by its keys whether scores belong to (step, row), made from the very microbatches of
     ``size`` examples that will be trained, or to the row, made in batches of ``size`` rows. ``parts``: what
@@ -50,8 +55,8 @@ def initial_scores(
     where it was. ``arranged``: the trainer has arranged the batches already.
     """
     if not arranged:
-        batches = [trainer.arrange(batch) for batch in batches]
-    wanted = {reference.key(i, row): row for i, batch in enumerate(batches) for row in rows_of(batch)}
+        batches = Arranged(trainer, batches)
+    wanted = _wanted(batches, reference)
     if not reference.by_row:
         several = trainer.packing and trainer.world.size > 1
         parts = parts | {
@@ -59,59 +64,106 @@ def initial_scores(
             + f", {dealing(True)}" * several,
             "packing": str(trainer.packing),
         }
-        parts["rows"] = hashlib.sha256("\n".join(wanted).encode()).hexdigest()
+        parts["rows"] = hashlib.sha256(b"\n".join(wanted.tolist())).hexdigest()
     cache = ScoreCache(Path(trainer.config.cache_dir), parts, trainer.world.rank)
     known = _on_every_rank(cache)
-    missing = {key: row for key, row in wanted.items() if key not in known}
-    todo = list(_work(trainer, batches, missing, size, reference))
+    missing = wanted[known.missing(wanted)]
+    work, forwards = _work(trainer, batches, missing, size, reference)
     new: dict[str, Tensor] = {}
     written = time.monotonic()
-    for step, micros in progress(todo, what, unit="forward", shown=trainer.world.is_main and bool(todo)):
-        new.update(reference.scored(trainer.policy, step, micros()))
-        if time.monotonic() - written > SECONDS_PER_SHARD:
-            cache.write(new)
-            new, written = {}, time.monotonic()
+    with progress(forwards, what, unit="forward", shown=trainer.world.is_main and forwards > 0) as bar:
+        for step, micros in work:
+            new.update(reference.scored(trainer.policy, step, micros))
+            bar.update()
+            if time.monotonic() - written > SECONDS_PER_SHARD:
+                cache.write(new)
+                new, written = {}, time.monotonic()
     if new:
         cache.write(new)
     barrier()
-    if todo:
+    if len(missing):
         known = _on_every_rank(cache)
-    if any(key not in known for key in wanted):
+    if known.missing(wanted).any():
         raise StoppedError(
             f"{cache.folder}: scores that were just written are not there; is cache_dir a folder that every "
             "rank sees?"
         )
-    return {key: known[key] for key in wanted}
+    return known
 
 
-def _on_every_rank(cache: ScoreCache) -> dict[str, Tensor]:
+class Arranged(Seq[list[Example]]):
+    """Batches as the trainer arranges them, each when it is asked for."""
+
+    def __init__(self, trainer: BasicTrainer, batches: Seq[list[Example]]) -> None:
+        self.trainer, self.batches = trainer, batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        return self.trainer.arrange(self.batches[at])
+
+
+def _wanted(batches: Seq[list[Example]], reference: Reference) -> np.ndarray:
+    """[rows] S: the key of every row of ``batches``, each once, where it comes first."""
+    keys = [
+        np.array([reference.key(i, row).encode() for row in rows_of(batch)], "S")
+        for i, batch in enumerate(batches)
+    ]
+    every = np.concatenate([np.zeros(0, "S1"), *keys])
+    return every[np.sort(np.unique(every, return_index=True)[1])]
+
+
+def _on_every_rank(cache: ScoreCache) -> ScoreTable:
     """The scores that every rank can read: the same everywhere, so that all agree on what is left to do.
     Nobody goes on, and writes, before everybody has read."""
     shards = cache.shards()
     seen = set.intersection(*map(set, gather_objects(list(shards))))
-    return {key: values for name in sorted(seen) for key, values in shards[name].items()}
+    return ScoreTable([shards[name] for name in sorted(seen)])
+
+
+Work = Iterator[tuple[int, list[Microbatch]]]
+"""(step, this rank's microbatches), as many on every rank"""
 
 
 def _work(
     trainer: BasicTrainer,
-    batches: list[list[Example]],
-    missing: dict[str, Sequence],
+    batches: Seq[list[Example]],
+    missing: np.ndarray,
     size: Size,
     reference: Reference,
-) -> Iterator[tuple[int, Callable[[], list[Microbatch]]]]:
-    """(step, how to make this rank's microbatches) of what is missing: as many on every rank."""
+) -> tuple[Work, int]:
+    """What is left to score, and how many pieces it comes in. ``missing``: [n] S, keys."""
     if not reference.by_row:
-        steps = {int(key.split("/")[0]) for key in missing}
-        yield from ((i, partial(trainer.share, batch, size)) for i, batch in enumerate(batches) if i in steps)
-        return
+        steps = sorted({int(key.split(b"/")[0]) for key in missing.tolist()})
+        return ((i, trainer.share(batches[i], size)) for i in steps), len(steps)
     assert isinstance(size, int), "rows that are scored alone are counted"
-    rows = sorted(missing.values(), key=len, reverse=True)
     stride = size * trainer.world.size
-    for first in range(0, len(rows), stride):
-        alone = [Example(prompt_id=row.key, rows=(row,)) for row in rows[first : first + stride]]
-        yield 0, partial(_alone, trainer, alone, size)
+    whole, rest = divmod(len(missing), WINDOW)
+    forwards = whole * -(-WINDOW // stride) + -(-rest // stride)
+    return _alone(trainer, _windows(batches, missing), size, stride), forwards
 
 
-def _alone(trainer: BasicTrainer, examples: list[Example], size: int) -> list[Microbatch]:
-    mine = cut(examples, trainer.world.rank, trainer.world.size, size, 1, trainer.packing)
-    return [microbatch(part, trainer.world.device, trainer.packing) for part in mine]
+def _windows(batches: Seq[list[Example]], missing: np.ndarray) -> Iterator[list[Sequence]]:
+    """The rows of these keys, WINDOW at a time, the longest first."""
+    left = set(missing.tolist())
+    rows: list[Sequence] = []
+    for batch in batches:
+        for row in rows_of(batch):
+            key = row.key.encode()
+            if key in left:
+                left.remove(key)
+                rows.append(row)
+            if len(rows) == WINDOW or (rows and not left):
+                yield sorted(rows, key=len, reverse=True)
+                rows = []
+
+
+def _alone(trainer: BasicTrainer, windows: Iterator[list[Sequence]], size: int, stride: int) -> Work:
+    for rows in windows:
+        for first in range(0, len(rows), stride):
+            alone = [Example(prompt_id=row.key, rows=(row,)) for row in rows[first : first + stride]]
+            mine = cut(alone, trainer.world.rank, trainer.world.size, size, 1, trainer.packing)
+            yield 0, [microbatch(part, trainer.world.device, trainer.packing) for part in mine]

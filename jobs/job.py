@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,18 @@ from jobs import idle_humanline
 from jobs.assembly import Offline, check_budget, check_ranks, make_loss, trainer_class
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator
+from jobs.evaluation_sets import EvaluationSet, load_evaluation_sets
+from jobs.hub import check_push, push_or_say
 from jobs.initial_scores import initial_scores
 from jobs.lengths import planned
 from jobs.likelihood import choose_groups, clippable_share, completion_means
 from jobs.memory_plan import describe_memory
+from jobs.observers import Observers
 from jobs.online import Online, make_online_plan, round_steps
 from jobs.patience import EnoughError
-from jobs.plan import first_example, make_plan, training_segment
+from jobs.plan import first_example, make_plan, training_segment, without_texts
 from jobs.retention import InitialKL, load_second_task
+from jobs.row_scores import OfRows, PlannedBatches, Sums
 from jobs.run_folder import RunFolder
 from jobs.signals import Signals
 from jobs.watch import RunWatch
@@ -52,7 +56,7 @@ from reports.report import final_table, write_report
 from reports.trackers import check_trackers
 from reports.tracking import Tracker
 from rollouts.conversations import Conversations, make_conversations
-from rollouts.verify import embedded_sampler, make_accuracy
+from rollouts.verify import Accuracy, embedded_sampler, make_accuracy
 from trainers.basic import BasicTrainer
 from trainers.corrections import check_correction
 
@@ -61,14 +65,19 @@ class Job:
     """Builds and runs. Everything a user can get wrong is found in ``__init__``, before weights are
     loaded."""
 
-    def __init__(self, config: Config, folder: RunFolder, world: World) -> None:
-        """``folder``: where the run lies; claimed, unless this is a dry run."""
+    def __init__(
+        self, config: Config, folder: RunFolder, world: World, observers: Sequence[Any] = ()
+    ) -> None:
+        """``folder``: where the run lies; claimed, unless this is a dry run. ``observers``: those beside the
+        ones that ``callbacks`` names."""
         self.config, self.folder, self.world = config, folder, world
         self.online: Online | None = None
         self.conversations: Conversations | None = None
         disable_progress_bar()  # transformers draws one for every file; the run has its own
         self.say(f"{folder.name}: {config.variant} {config.loss['name']}, {world.size} x {world.device.type}")
         check_trackers(config.trackers)
+        on_main(lambda: check_push(config.push_to_hub))
+        self.observers = Observers.of(config.callbacks, observers, world, make=not config.dry_run)
         check_ranks(config, (config.dry_run and config.plan.ranks) or world.size)
         self.loss, self.trainer_class = make_loss(config), trainer_class(config)
         say_what_is_idle(self.trainer_class.unread(config))
@@ -97,24 +106,32 @@ class Job:
             import_function("data.verifier", config.data.verifier)
             self.conversations = make_conversations(config, self.renderer, folder.path / "logs")
         self.second_task = load_second_task(config, self.renderer)
+        self.evaluation_sets = load_evaluation_sets(
+            config, self.trainer_class, self.renderer, self.plan.loaded.groups
+        )
         self.report = DataReport.of(
             self.plan.loaded, self.plan.evaluation, self.plan.examples, self.plan.cuts
         ).with_example(first_example(self.plan, self.renderer))
-        for line in self.report.beginning():
+        for line in [*self.report.beginning(), *(one.about for one in self.evaluation_sets)]:
             self.say(line)
         self.online = Online(config, self.plan, self.renderer, world, folder.path) if config.online else None
+        self.plan = self.plan if config.online else without_texts(self.plan)
+        self.say_plan()
+
+    def say_plan(self) -> None:
+        """How long the run will be."""
         if self.online is not None:
             self.say(self.online.describe(self.plan, self.trainer_class.counts))
         else:
             kept = (
                 f", of which {share} will be kept (data.logprob_range)"
-                if (share := config.data.logprob_range)
+                if (share := self.config.data.logprob_range)
                 else ""
             )
             self.say(
                 f"{self.plan.examples.count} {self.trainer_class.counts} to train on{kept}, "
                 f"{self.plan.train.n_examples} in all, "
-                f"{self.plan.steps} steps of {config.model.batch_size}"
+                f"{self.plan.steps} steps of {self.config.model.batch_size}"
             )
 
         if (said := self.idle_humanline()) is not None:
@@ -166,9 +183,8 @@ class Job:
         if config.data.logprob_range is not None:
             self.choose_groups(trainer, parts, folder)
         self.score_training_rows(trainer, parts)
-        run = RunWatch(
-            config, folder, trainer, evaluator, self.plan.steps, signals, self.make_diagnostics(trainer)
-        )
+        diagnostics, steps = self.make_diagnostics(trainer), self.plan.steps
+        run = RunWatch(config, folder, trainer, evaluator, steps, signals, diagnostics, self.observers)
         state = run.resume() if exists else None
         if exists:
             self.say(
@@ -180,6 +196,7 @@ class Job:
             run.tracker = Tracker(
                 folder, asdict(config), config.wandb, bool(state), state["wandb_id"] if state else None
             )
+        self.observers.start(folder, asdict(config), trainer.progress.step)
         self.train(trainer, policy, run)
         return self.finish(run, folder, policy)
 
@@ -188,8 +205,8 @@ class Job:
         online = None if self.online is None else self.online.source(trainer, policy, run)
         try:
             trainer.train(online or Offline(*self.plan.parts), run)
-        except EnoughError:
-            run.stop_early()
+        except EnoughError as why:
+            run.stop_early(str(why))
             return
         step = trainer.progress.step
         if step == 0 or (self.online is None and step != self.plan.steps):
@@ -203,14 +220,27 @@ class Job:
         retained = initial_kl = None
         if self.second_task is not None:
             task, groups = self.second_task
-            retained = make_accuracy(config, policy, self.renderer, groups, self.world, task)
+            retained = make_accuracy(
+                config, policy, self.renderer, groups, self.world, task, section="retention"
+            )
         if config.retention.kl and held_out and config.model.head != "reward":
             sampler = embedded_sampler(config, policy, self.renderer, self.world)
             room = config.model.max_length - config.model.max_prompt_length
             initial_kl = InitialKL(trainer, sampler, held_out, self.renderer, room)
-        return Evaluator(
-            trainer, self.plan.held_out, accuracy, export_dtype(config.model), retained, initial_kl
-        )
+        dtype = export_dtype(config.model)
+        named = {
+            one.name: Evaluator(trainer, one.held_out, self.accuracy_on(one, policy), dtype)
+            for one in self.evaluation_sets
+        }
+        return Evaluator(trainer, self.plan.held_out, accuracy, dtype, retained, initial_kl, named)
+
+    def accuracy_on(self, one: EvaluationSet, policy: Policy) -> Accuracy | None:
+        """Of answers to a further evaluation set's prompts; None where they cannot be checked."""
+        if not one.checkable:
+            return None
+        player = self.conversations if one.played else None
+        of = (self.config, policy, self.renderer, one.checkable, self.world, one.data, player)
+        return make_accuracy(*of, section=f"evaluations.{one.name}")
 
     def make_diagnostics(self, trainer: BasicTrainer) -> Diagnostics | None:
         """What follows the trainer beside its metrics, if asked for and there is a reference to compare
@@ -267,15 +297,10 @@ class Job:
                 else config.reference_batch_size or config.model.eval_batch_size
             )
             every = 1 if fixed else max(1, plan.n_examples // (config.drift_examples or plan.n_examples))
-            batches = [self.plan.batch(i) for i in range(0, self.plan.steps, every)]
+            batches = PlannedBatches(self.plan, range(0, self.plan.steps, every))
             known = initial_scores(trainer, batches, size, reference, parts, "score training rows")
-            scores = {
-                row.key: known[reference.key(i, row)]
-                for i, batch in enumerate(batches)
-                for example in batch
-                for row in example.rows
-            }
-            trainer.use_initial_scores({key: float(v.sum()) for key, v in scores.items()}, known)
+            scores = OfRows(known, batches, reference)
+            trainer.use_initial_scores(Sums(scores), known)
             if (
                 config.data.logprob_range is None
             ):  # else the report has them already, of every row that is kept
@@ -297,10 +322,11 @@ class Job:
             "before": run.before,
             "after": run.after,
             "steps": run.trainer.progress.step,
-            "stopped_early": run.patience.spent,
+            "stopped_early": run.stopped_early,
             "examples": run.trainer.progress.examples,
             "tokens_per_second": run.tokens_timed / seconds,
             "seconds": seconds,
+            "checkpoint_seconds": run.saving_seconds,
             "run_dir": str(folder),
             "loads_as": "AutoModelForSequenceClassification"
             if self.config.model.head == "reward"
@@ -320,7 +346,8 @@ class Job:
             export(state, policy, self.tokenizer, folder / "model", export_dtype(self.config.model))
             write_model_card(folder / "model", asdict(self.config), summary)
             write_whole(folder / "summary.json", json.dumps(summary, indent=2))
-            write_report(folder)
+            if self.config.report:
+                write_report(folder)
         except OSError as error:
             raise StoppedError(
                 f"the run is trained, but what it leaves could not be written ({error}); make room: the "
@@ -329,6 +356,9 @@ class Job:
             ) from error
         run.tracker.summary(summary["after"])
         run.tracker.close()
+        self.observers.end(summary)
+        if self.config.push_to_hub is not None:
+            push_or_say(folder, self.config.push_to_hub, self.config.hub_private)
         self.say("\n" + "\n".join([final_table(summary), *example_lines(folder)]))
 
     def close(self) -> None:
@@ -344,9 +374,9 @@ class Job:
         """What the run would do; nothing is written, no weights are loaded."""
         self.say(self.report.to_markdown())
         plan, ranks = self.plan, self.config.plan.ranks or self.world.size
+        sets = [plan.held_out, *(one.held_out for one in self.evaluation_sets)]
+        held_out = [part for part in sets if part is not None]
         self.say(
-            on_main(
-                lambda: describe_memory(self.config, plan.train, plan.held_out, self.trainer_class, ranks)
-            )
+            on_main(lambda: describe_memory(self.config, plan.train, held_out, self.trainer_class, ranks))
         )
         return {"steps": self.plan.steps, "examples": self.plan.train.n_examples}

@@ -11,25 +11,18 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.files import write_whole
-from config.record import settings_before, started
+from config.record import LENGTH, settings_before, started
 from config.schema import Config
 from data.batches import Segment
 
 LENGTHS = "lengths.json"
 """Of a run that was made longer: the examples it was planned to train on, each time."""
-SETTINGS = ("n_epochs", "n_examples")
-"""What says how long an offline run is."""
 
 
 def examples_of(n_epochs: int | None, n_examples: int | None, count: int) -> int:
     """Examples that a run trains on in all, of ``count`` that there are."""
     units = (n_epochs or 10**9) * count
     return min(units, n_examples or units)
-
-
-def may_be_longer(config: Config) -> bool:
-    """Whether a run with these settings may be made longer: its learning rate is where it ended."""
-    return not config.online and config.scheduler == "constant" and config.data.logprob_range is None
 
 
 def planned(folder: Path, config: Config, count: int) -> tuple[int, ...]:
@@ -41,11 +34,11 @@ def planned(folder: Path, config: Config, count: int) -> tuple[int, ...]:
     before = settings_before(folder) if started(folder) else {}
     if config.online or not before:
         return ()
-    given = {key: before.get(key) for key in SETTINGS}
+    given = {key: before.get(key) for key in LENGTH}
     ends = _recorded(folder) or [examples_of(given["n_epochs"], given["n_examples"], count)]
     now = examples_of(config.n_epochs, config.n_examples, count)
     if now < ends[-1]:
-        key = next((key for key in SETTINGS if given[key] != getattr(config, key)), "n_epochs")
+        key = next((key for key in LENGTH if given[key] != getattr(config, key)), "n_epochs")
         raise ConfigError(
             key,
             getattr(config, key),

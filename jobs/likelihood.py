@@ -15,23 +15,22 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from common.files import write_whole
+from data.example_table import ExampleGroups, picked_groups
 from data.examples import Examples
 from data.quality import can_be_clipped
 from data.selection import Selection, select
 from data.spread import Spread
-from data.types import Example
 from jobs.initial_scores import initial_scores
 from jobs.run_folder import SELECTION
 from models.distributed import on_main
 from models.reference import Reference
 from trainers.basic import BasicTrainer
 
-Groups = tuple[tuple[Example, ...], ...]
 Scores = Mapping[str, Tensor]
 """Row key -> [C] log-probabilities of its completion tokens under the initial weights, nats"""
 
 
-def score_groups(trainer: BasicTrainer, groups: Groups, parts: dict[str, str]) -> Scores:
+def score_groups(trainer: BasicTrainer, groups: ExampleGroups, parts: dict[str, str]) -> Scores:
     """The scores of every row of these groups under the policy as it is now, from the cache on disk where it
     has them."""
     size = trainer.config.reference_batch_size or trainer.config.model.eval_batch_size
@@ -56,10 +55,11 @@ def choose_groups(
     scores = score_groups(trainer, examples.groups, parts)
     fresh = select(group_means(examples.groups, scores), share)
     selection = on_main(lambda: kept_before(folder / SELECTION, examples.groups, fresh))
-    return replace(examples, groups=tuple(examples.groups[g] for g in selection.kept)), selection, scores
+    kept = picked_groups(examples.groups, np.array(selection.kept, np.int64))
+    return replace(examples, groups=kept), selection, scores
 
 
-def group_means(groups: Groups, scores: Scores) -> np.ndarray:
+def group_means(groups: ExampleGroups, scores: Scores) -> np.ndarray:
     """[groups] the mean log-probability of a group's completion tokens, nats; float64. A row counts once,
     however many examples it is in."""
     out = np.empty(len(groups))
@@ -69,7 +69,7 @@ def group_means(groups: Groups, scores: Scores) -> np.ndarray:
     return out
 
 
-def kept_before(path: Path, groups: Groups, fresh: Selection) -> Selection:
+def kept_before(path: Path, groups: ExampleGroups, fresh: Selection) -> Selection:
     """The selection that the run of this file was started with; ``fresh``, written to the file, where there
     is none.
 
@@ -98,7 +98,7 @@ def kept_before(path: Path, groups: Groups, fresh: Selection) -> Selection:
     )
 
 
-def completion_means(groups: Groups, scores: Scores) -> dict[str, np.ndarray]:
+def completion_means(groups: ExampleGroups, scores: Scores) -> dict[str, np.ndarray]:
     """ "chosen" and "rejected" (or desirable and not) -> mean token log-probability of each completion, nats;
     NaN where it was not scored."""
     kinds: dict[str, list[float]] = {"chosen": [], "rejected": []}

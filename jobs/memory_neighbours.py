@@ -13,35 +13,46 @@ from config.defaults import with_defaults
 from config.schema import Config
 from config.schema_model import ModelConfig
 from config.schema_rewards import RewardModelConfig, TeacherConfig
+from config.schema_weighted import WeightedConfig
 from jobs.retention import PROMPTS, TOKENS
 from models.shapes import architecture
 
 GIB = 2.0**30
 
 
-def reward_model(config: Config) -> tuple[str, float] | None:
-    """(its name, GiB of its weights and of one layer's work over the tokens that go through it at once), None
-    where the reward has no model of its own here. It stands on rank 0's GPU while a round is scored.
+def reward_models(config: Config) -> dict[str, float]:
+    """Part -> GiB of a reward model's weights and of one layer's work over the tokens that go through it at
+    once; {} where the reward loads none. They stand on every rank's GPU while a round is scored, those of a
+    weighted sum together.
 
-    Raises ConfigError where its architecture cannot be had.
+    Raises ConfigError where an architecture cannot be had.
     """
-    if not config.online or config.reward is None:
-        return None
-    settings = config.reward_config.settings
-    if isinstance(settings, TeacherConfig):
-        if settings.base_url is not None:
-            return None
-        tokens = settings.batch_size * config.model.max_length
-    elif isinstance(settings, RewardModelConfig):
-        tokens = settings.batch_tokens
+    alone = config.reward_config.models_alone() if config.online and config.reward is not None else None
+    if alone is None:
+        return {}
+    if isinstance(alone.settings, WeightedConfig):
+        found = {f"reward model of {name}": part.reward for name, part in alone.settings.found().items()}
     else:
-        return None
+        name = getattr(alone.settings, "name_or_path", alone.name)
+        found = {f"reward model {name}": alone}
+    known = RewardModelConfig, TeacherConfig
+    return {
+        name: of_model(config, one.settings) for name, one in found.items() if isinstance(one.settings, known)
+    }
+
+
+def of_model(config: Config, settings: RewardModelConfig | TeacherConfig) -> float:
+    """GiB of one reward model. Raises ConfigError."""
+    if isinstance(settings, TeacherConfig):
+        tokens = settings.batch_size * config.model.max_length
+    else:
+        tokens = settings.batch_tokens
     model = with_defaults(
         ModelConfig, name="reward", name_or_path=settings.name_or_path, revision=settings.revision
     )
     found, width = architecture(model), getattr(torch, settings.dtype).itemsize
     weights = parameters_of(found) * width
-    return settings.name_or_path, (weights + tokens * layer_work(found) * width) / GIB
+    return (weights + tokens * layer_work(found) * width) / GIB
 
 
 def parameters_of(found: PretrainedConfig) -> int:

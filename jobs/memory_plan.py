@@ -22,7 +22,7 @@ from data.balance import row_tokens, share_tokens
 from data.batches import Segment, Size, deal, size_of
 from data.types import Example, Sequence
 from jobs.assembly import trainer_class
-from jobs.memory_neighbours import GIB, engine_weights, own_answers, reward_model
+from jobs.memory_neighbours import GIB, engine_weights, own_answers, reward_models
 from jobs.memory_simulation import Answer, Question, answer
 from jobs.memory_simulation import evaluates as of_evaluation
 from models.attention import packs_rows
@@ -119,16 +119,13 @@ class MemoryPlan:
 
 
 def describe_memory(
-    config: Config, train: Segment, held_out: Segment | None, trainer: type[BasicTrainer], ranks: int
+    config: Config, train: Segment, held_out: list[Segment], trainer: type[BasicTrainer], ranks: int
 ) -> str:
     """The plan in words, for the data of a dry run; or in one sentence why there is none."""
     card = card_here(config)
     batch = heaviest_batch(config, train, trainer, ranks, card is not None)
-    held = (
-        []
-        if held_out is None
-        else max((held_out.batch(i) for i in range(held_out.steps)), key=lambda b: sum(map(row_tokens, b)))
-    )
+    evaluated = (part.batch(i) for part in held_out for i in range(part.steps))
+    held = max(evaluated, key=lambda batch: sum(map(row_tokens, batch)), default=[])
     worker = WorkerProcess("jobs.memory_plan", log=None, env={"CUDA_VISIBLE_DEVICES": ""})
     try:
         said: str = worker.call("of_examples", config, batch, held, ranks, card, timeout=SECONDS)["text"]
@@ -256,15 +253,24 @@ def make_plan(
                 f"sampler {share:.1f} GiB, and its weights alone take {weights:.1f}"
             )
     try:
-        model = reward_model(asked.config)
+        models = reward_models(asked.config)
     except ConfigError as error:
-        model = None
+        models = NOTHING
         notes.append(f"the reward model is not counted: {error}")
-    if model is not None:
-        situations.append(Situation("scoring", resident | beside | {f"reward model {model[0]}": model[1]}))
+    if models:
+        situations.append(Situation("scoring", resident | beside | models))
+        if scores_while_training(asked.config, asked.ranks):
+            step = situations[0].parts
+            situations.append(Situation("scoring beside the training step", {**step, **models}))
     if card is not None:
         notes.append(what_fits(asked, given, card, situations[0], ask))
     return MemoryPlan(asked.ranks, given, card, tuple(situations), tuple(notes))
+
+
+def scores_while_training(config: Config, ranks: int) -> bool:
+    """Whether a round is scored while the one before it is trained on: by one rank, as it is sampled ahead.
+    Several score together, between steps."""
+    return ranks == 1 and config.rounds.lag > 0 and config.sampler.separate
 
 
 def peak(given: Answer, evaluates: bool) -> dict[str, int]:
@@ -303,7 +309,7 @@ def what_fits(
         if slope > 0 and (tokens := given.tokens + spare / slope) >= longest:
             return f"a step would fit with model.microbatch_tokens={in_thousands(tokens)}"
     checkpointing = (
-        "" if asked.config.model.activation_checkpointing else "model.activation_checkpointing=true, "
+        "" if asked.config.model.activation_checkpointing is True else "model.activation_checkpointing=true, "
     )
     return (
         f"not even microbatches of one example fit, the longest of which has {longest:,} tokens: "

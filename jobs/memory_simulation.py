@@ -157,9 +157,11 @@ def take_steps(tracker: StorageTracker, trainer: BasicTrainer, segment: Segment)
 
 def keep_scores(reference: Reference, step: int, micros: list[Microbatch]) -> None:
     """What the reference keeps of these microbatches, without the forward."""
-    for sequences in sequences_of(micros):
-        for row in sequences.rows:
-            reference.scores[reference.key(step, row)] = torch.zeros(len(row.counted))
+    reference.scores = dict(reference.scores) | {
+        reference.key(step, row): torch.zeros(len(row.counted))
+        for sequences in sequences_of(micros)
+        for row in sequences.rows
+    }
 
 
 @torch.no_grad()

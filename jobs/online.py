@@ -18,9 +18,10 @@ from data.types import Example, Prompt, Sequence
 from data.views import prompts_of
 from jobs.online_source import OnlineSource, RoundWatch
 from jobs.plan import Plan, load_data
-from models.distributed import World, from_main
+from models.distributed import World, from_main, gather_objects
 from models.policy import Policy
-from rollouts.engines import Engine, attempt, outcome
+from models.ranks import attempt, outcome
+from rollouts.engines import Engine
 from rollouts.rewards.base import Reward
 from rollouts.rewards.factory import make_reward
 from rollouts.round_builder import RoundBuilder
@@ -126,6 +127,9 @@ class Online:
         )
         self.sampling = make_sampling(config, renderer, world, folder / "logs")
         outcome(from_main(attempt(self._make_reward) if world.is_main else None))
+        for made in gather_objects(None if world.is_main else attempt(self._make_share)):
+            if made is not None:
+                outcome(made)
 
     def _make_reward(self) -> None:
         reward = make_reward(self.config.reward_config, self.world.device, self.folder / "logs")
@@ -140,11 +144,19 @@ class Online:
         if reward.gives_tokens:
             reward.check_tokenizer(self.renderer.tokenizer)
 
+    def _make_share(self) -> None:
+        """What a rank above 0 has of the reward: its models, of which it scores a share."""
+        models = self.config.reward_config.models_alone()
+        if models is not None:
+            self.reward = make_reward(models, self.world.device)
+
     def source(self, trainer: BasicTrainer, policy: Policy, watch: OnlineWatch) -> OnlineSource:
         """The rounds of ``trainer``'s run, followed by ``watch``."""
         engine = self.engine = self.sampling.engine(policy, list(self.contexts.prompts))
-        builder = None
         if self.reward is not None:
+            self.reward.share_over(engine.ranks)
+        builder = None
+        if self.world.is_main and self.reward is not None:
             builder = RoundBuilder(
                 self.config, self.contexts, self.renderer, engine, self.reward, watch.between_stages
             )

@@ -9,7 +9,7 @@ start as it does for any segment.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from data.examples import Examples, make_examples
 from data.types import Group
 from data.views import View
 from models.distributed import local
+from models.ranks import ShareError
 from models.reference import weights_fingerprint
 from reports.metrics import read_metrics
 from rollouts.engines import Engine, Prefetch
@@ -74,9 +75,14 @@ class OnlineSource:
         """``builder`` is None on ranks above 0; ``folder`` is the run's."""
         self.config, self.trainer, self.renderer, self.contexts = config, trainer, renderer, contexts
         self.engine, self.builder, self.folder, self.watch = engine, builder, folder, watch
+        self.ranks = engine.ranks
         self.view = view_of_rounds(config, trainer.view_of(config))
         self._entered: float | None = None
         self._prefetch: Prefetch | None = None
+        self._left_over: Callable[[], None] | None = None
+        several = self.ranks.world.size > 1
+        self._scores_together = several and config.reward_config.models_alone() is not None
+        """Whether all ranks score, which they can do between steps alone."""
 
     def round(self, index: int) -> RoundFolder:
         return RoundFolder(self.folder / "rounds" / f"{index:03d}")
@@ -89,7 +95,7 @@ class OnlineSource:
         """
         try:
             return self._segment(index)
-        except (WorkerError, RewardError) as error:
+        except (WorkerError, RewardError, ShareError) as error:
             raise StoppedError(
                 f"round {index}: {error}\nthe same command with resume=true goes on with this round"
             ) from error
@@ -129,12 +135,12 @@ class OnlineSource:
 
     def _done(self, index: int) -> bool:
         """Whether the round is on disk, whatever weights it was sampled from."""
-        return self.engine.run_on_main(lambda: self.round(index).done("groups"))
+        return self.ranks.run_on_main(lambda: self.round(index).done("groups"))
 
     def _make(self, index: int) -> None:
         first, wanted = self._first(index), self.config.rounds.sampled(index)
         weights = self._publish(index, first)
-        self.engine.run_on_main(
+        self.ranks.run_on_main(
             lambda: _required(self.builder).build(self.round(index), first, wanted, weights)
         )
 
@@ -142,7 +148,7 @@ class OnlineSource:
         """The round's first context, which is where the one before ended; behind the last one if there is no
         round before it."""
         behind = [0, self.contexts.planned]
-        return self.engine.run_on_main(
+        return self.ranks.run_on_main(
             lambda: 0 if index == 0 else int(self.round(index - 1).record.get("contexts", behind)[1])
         )
 
@@ -151,7 +157,7 @@ class OnlineSource:
         alone end the run."""
         if self.config.rounds.examples is None:
             return None
-        trained = self.engine.run_on_main(
+        trained = self.ranks.run_on_main(
             lambda: sum(int(self.round(i).record["examples"]) for i in range(index))
         )
         trained *= self.config.rounds.passes
@@ -159,10 +165,11 @@ class OnlineSource:
 
     def _start_prefetch(self, index: int, inside: bool) -> None:
         """Sample and score a round beside the training of the one before, from the weights that that one
-        starts with. ``inside``: it has started, and they are those that were published then."""
+        starts with; what all ranks score is only sampled. ``inside``: it has started, and they are those that
+        were published then."""
         first, wanted, folder = self._first(index), self.config.rounds.sampled(index), self.round(index)
         weights = (
-            str(self.engine.run_on_main(lambda: folder.record["weights"]))
+            str(self.ranks.run_on_main(lambda: folder.record["weights"]))
             if inside
             else self._publish(index, first, keep=True)
         )
@@ -173,14 +180,24 @@ class OnlineSource:
         def work() -> None:
             if inside and builder.needs_weights(folder, first, wanted, weights):
                 self.engine.reload_weights(folder.weights, index)
-            builder.build(folder, first, wanted, weights)
+            (builder.sample if self._scores_together else builder.build)(folder, first, wanted, weights)
 
         self._prefetch = Prefetch(work)
+        if self._scores_together:
+            self._left_over = partial(builder.build, folder, first, wanted, weights)
 
     def _join(self) -> None:
-        """Wait for the round that is being made ahead, if one is."""
+        """Wait for the round that is being made ahead, if one is, and do what is left of it."""
         prefetch, self._prefetch = self._prefetch, None
-        self.engine.run_on_main(lambda: None if prefetch is None else prefetch.result())
+        left_over, self._left_over = self._left_over, None
+
+        def work() -> None:
+            if prefetch is not None:
+                prefetch.result()
+            if left_over is not None:
+                left_over()
+
+        self.ranks.run_on_main(work)
 
     def _publish(self, index: int, first: int, keep: bool = False) -> str:
         """Let the engine sample the round from the policy as it is now, if anything is left to sample;
@@ -191,12 +208,12 @@ class OnlineSource:
         )
         published: Facts = {}
         wanted = self.config.rounds.sampled(index)
-        if self.engine.run_on_main(lambda: _required(builder).needs_weights(folder, first, wanted, weights)):
+        if self.ranks.run_on_main(lambda: _required(builder).needs_weights(folder, first, wanted, weights)):
             start = time.monotonic()
             published = self.engine.publish(folder.weights, index, keep)
             published["publish_seconds"] = time.monotonic() - start
         begun = {"round": index, "weights": weights, "sampled_step": step, **published}
-        self.engine.run_on_main(lambda: folder.note(begun))
+        self.ranks.run_on_main(lambda: folder.note(begun))
         return weights
 
     def _enter(self, index: int, inside: bool) -> Segment:
@@ -214,7 +231,7 @@ class OnlineSource:
         noted = {"examples": count, "replayed": count - parts[-1].count, "untrainable": parts[-1].dropped}
         if not inside:
             noted["trained_seconds"] = self.watch.trained_seconds()
-        self.engine.run_on_main(lambda: folder.note(noted))
+        self.ranks.run_on_main(lambda: folder.note(noted))
         planned, units, left = self.contexts.planned, count * self.config.rounds.passes, self._left(index)
         if left is not None:
             units, planned = min(units, left), int(self.config.rounds.examples or 0)
@@ -246,15 +263,14 @@ class OnlineSource:
         """Examples of groups of round ``index``, with the step that sampled them."""
         made = make_examples(groups, self.view, self.renderer)
         step = self.round(index).record["sampled_step"]
-        return replace(
-            made, groups=tuple(tuple(replace(e, sampled_step=step) for e in group) for group in made.groups)
-        )
+        sampled = [tuple(replace(e, sampled_step=step) for e in group) for group in made.groups]
+        return replace(made, groups=sampled)
 
     def _close(self, index: int) -> None:
         """Note what training on the round came to: time, KL, staleness, and what each device had to do."""
         trained, now = self.watch.trained_seconds(), time.monotonic()
         wall = None if self._entered is None else now - self._entered
-        self.engine.run_on_main(lambda: self._note_end(index, trained, wall))
+        self.ranks.run_on_main(lambda: self._note_end(index, trained, wall))
 
     def _note_end(self, index: int, trained: float, wall: float | None) -> None:
         folder = self.round(index)

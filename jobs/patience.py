@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class EnoughError(Exception):
-    """Training ends before its planned end. What there is to do at the end is still to be done."""
+    """Training ends before its planned end; the message says why. What there is to do at the end is still to
+    be done."""
 
 
 class Patience:

@@ -4,18 +4,20 @@ loaded."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from common.errors import require
+from common.errors import ConfigError, require
 from config.schema import Config
 from data.batches import Segment
 from data.chat import Renderer, vocabulary_fingerprint
+from data.example_table import ExampleGroups, sizes_of
 from data.examples import Examples, make_examples
+from data.group_store import Groups
 from data.groups import check_token_ids
 from data.kinds import advice
 from data.selection import places
@@ -70,13 +72,13 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -
     loaded, evaluation = load_data(config, renderer)
     examples = _tokenised(config, loaded.groups, trainer, renderer)
     cuts = dict(renderer.cuts)
-    require(
-        examples.count > 0,
-        "data.path",
-        config.data.path,
-        f"gives loss={config.loss['name']} no example: {loaded.read} rows read, "
-        f"{examples.dropped or 'none'} dropped{advice(loaded.groups)}",
-    )
+    if examples.count == 0:
+        raise ConfigError(
+            "data.path",
+            config.data.path,
+            f"gives loss={config.loss['name']} no example: {loaded.read} rows read, "
+            f"{examples.dropped or 'none'} dropped{advice(loaded.groups)}",
+        )
     expected = examples.groups
     if config.data.logprob_range is not None:
         first, last = places(len(examples.groups), config.data.logprob_range)
@@ -89,7 +91,7 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -
         expected = examples.groups[: last - first]
     held_out = make_examples(evaluation.groups[: config.n_eval_examples], trainer.view_of(config), renderer)
     for made, of in ((examples, loaded), (held_out, evaluation)):
-        check_vocabulary(renderer.tokenizer, _ids(made), of.origin.partition(";")[0])
+        check_vocabulary(renderer.tokenizer, token_ids(made), of.origin.partition(";")[0])
     return Plan(
         train=training_segment(config, expected),
         held_out=Segment(held_out.groups, config.model.eval_batch_size, held_out.count, seed=0)
@@ -100,6 +102,12 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -
         examples=examples,
         cuts=cuts,
     )
+
+
+def without_texts(plan: Plan) -> Plan:
+    """The plan without the groups that were read, which take a file where they are many: offline nothing
+    needs their texts once they are token ids and were reported on."""
+    return replace(plan, loaded=replace(plan.loaded, groups=()))
 
 
 def first_example(plan: Plan, renderer: Renderer) -> list[str]:
@@ -115,7 +123,7 @@ def first_example(plan: Plan, renderer: Renderer) -> list[str]:
     return [str(decode(ids)) for ids in itertools.islice(prompts, 1)]
 
 
-def _ids(examples: Examples) -> Iterator[np.ndarray]:
+def token_ids(examples: Examples) -> Iterator[np.ndarray]:
     """The token ids of every row: of its prompt, of its completion."""
     for group in examples.groups:
         for example in group:
@@ -127,19 +135,29 @@ def load_data(config: Config, renderer: Renderer) -> tuple[Loaded, Loaded]:
     """Training and evaluation data. Raises ConfigError, and DataError for token ids that are not the model's
     own where they would be read: online nobody reads those of the training data."""
     loaded, evaluation = load_splits(config.data)
-    read = [*evaluation.groups, *([] if config.online else loaded.groups)]
     if config.loss.get("advantage") == "tokens" and not config.online:
         check_token_rewards(loaded.groups)
-    sampled = [group for group in read if any(c.token_ids is not None for c in group.completions)]
-    if sampled:
-        tokenizer, text = renderer.tokenizer, model_config(config.model).get_text_config()
-        size = getattr(text, "vocab_size", None) or len(tokenizer)  # some have more rows than tokens
-        check_token_ids(sampled, vocabulary_fingerprint(tokenizer), size)
-        check_temperatures(config, sampled)
+    read = evaluation.groups if config.online else itertools.chain(evaluation.groups, loaded.groups)
+    check_read(config, read, renderer)
     return loaded, evaluation
 
 
-def check_token_rewards(groups: list[Group]) -> None:
+def check_read(config: Config, read: Iterable[Group], renderer: Renderer) -> None:
+    """Raise ConfigError, or DataError, for completions given as tokens of another model or at another
+    temperature, where they would be read."""
+    sampled = (group for group in read if any(c.token_ids is not None for c in group.completions))
+    first = next(sampled, None)
+    if first is None:
+        return
+    tokenizer, text = renderer.tokenizer, model_config(config.model).get_text_config()
+    size = getattr(text, "vocab_size", None) or len(tokenizer)  # some have more rows than tokens
+    fingerprint = vocabulary_fingerprint(tokenizer)
+    for group in itertools.chain([first], sampled):
+        check_token_ids([group], fingerprint, size)
+        check_temperatures(config, [group])
+
+
+def check_token_rewards(groups: Iterable[Group]) -> None:
     """Raise ConfigError where a completion has no reward for each token."""
     for group in groups:
         missing = sum(completion.token_rewards is None for completion in group.completions)
@@ -153,7 +171,7 @@ def check_token_rewards(groups: list[Group]) -> None:
         )
 
 
-def check_temperatures(config: Config, groups: list[Group]) -> None:
+def check_temperatures(config: Config, groups: Iterable[Group]) -> None:
     """Raise ConfigError where a correction would divide by log-probabilities of another temperature than the
     trainer's."""
     wanted, correction = config.model.logit_temperature, config.correction
@@ -172,16 +190,14 @@ def check_temperatures(config: Config, groups: list[Group]) -> None:
             )
 
 
-def training_segment(config: Config, groups: tuple[tuple[Example, ...], ...]) -> Segment:
+def training_segment(config: Config, groups: ExampleGroups) -> Segment:
     """Offline training on these groups: all epochs of it, as far as ``n_examples`` goes."""
-    count = sum(len(group) for group in groups)
+    count = int(sizes_of(groups).sum())
     units = examples_of(config.n_epochs, config.n_examples, count)
     return Segment(groups, config.model.batch_size, units, config.seed)
 
 
-def _tokenised(
-    config: Config, groups: list[Group], trainer: type[BasicTrainer], renderer: Renderer
-) -> Examples:
+def _tokenised(config: Config, groups: Groups, trainer: type[BasicTrainer], renderer: Renderer) -> Examples:
     """The examples of ``groups``. Rank 0 makes them, on all of the machine's cores, and the others read what
     it wrote; a rank that does not see its files, or a dry run, which writes none, makes its own."""
     cache = TokenCache(Path(config.cache_dir), write=not config.dry_run)

@@ -20,6 +20,7 @@ from config.schema import Config
 from config.schema_data import DataConfig
 from data.batches import cut, microbatch
 from data.chat import Renderer
+from data.group_store import Groups
 from data.second_task import second_task
 from data.types import Example, Group, Microbatch, Sequence
 from data.views import prompts_of
@@ -61,7 +62,7 @@ class InitialKL:
     """
 
     def __init__(
-        self, trainer: BasicTrainer, sampler: Sampler, groups: list[Group], renderer: Renderer, tokens: int
+        self, trainer: BasicTrainer, sampler: Sampler, groups: Groups, renderer: Renderer, tokens: int
     ) -> None:
         """``groups``: held-out ones, whose first prompts by id are answered; ``tokens``: what the model has
         room for."""

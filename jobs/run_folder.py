@@ -15,14 +15,23 @@ from common.errors import ConfigError, require
 from common.files import check_name, part_of, write_if_changed, write_whole
 from common.lock import FileLock, LockedError
 from config.load import ABSENT, Change, dump
-from config.record import KIND, LOCK, MARKER, RECORD, changes, marked, started, unmarked_run
+from config.record import (
+    KIND,
+    LENGTH,
+    LOCK,
+    MARKER,
+    RECORD,
+    changes,
+    marked,
+    refused_changes,
+    started,
+    unmarked_run,
+)
 from config.schema import Config
 from jobs import lengths
 
 LOGS = "logs"
 """What the processes of a run say; they may be at it when an older run is deleted, so it stays."""
-MAY_CHANGE = ("eval_every",)
-"""Settings that a run may go on with others of: they change what is measured, and nothing that is trained."""
 SELECTION = "selection.json"
 """Which groups are trained on (jobs.likelihood), chosen before the first step."""
 _NAMED = 5
@@ -149,17 +158,15 @@ class RunFolder:
             self._check_changes()
 
     def _check_changes(self) -> None:
-        """Raise ConfigError for settings that the run cannot go on with. How much longer it may be is known
-        only once the data are loaded (``jobs.lengths``)."""
-        config, path = self.config, self.path
-        longer = lengths.SETTINGS if lengths.may_be_longer(config) else ()
-        found = [other for other in changes(path, config) if other.key not in (*MAY_CHANGE, *longer)]
+        """Raise ConfigError for settings that the run cannot go on with."""
+        path = self.path
+        found = refused_changes(changes(path, self.config), self.config)
         if not found:
             return
         first, *others = found
         why = (
             "; only a run with scheduler=constant can be made longer, offline and without data.logprob_range"
-            if first.key in lengths.SETTINGS
+            if first.key in LENGTH
             else ""
         )
         also = "".join(f"; {other.key}={other.now} was {other.before}" for other in others[:_NAMED])

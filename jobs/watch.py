@@ -3,32 +3,34 @@ left when it is done."""
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from common.errors import StoppedError
-from common.files import write_whole
 from config.schema import Config
 from data.batches import Segment, dealing
-from data.types import Example, Microbatch
+from data.types import Microbatch
 from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator, Metrics
 from jobs.gate import check_first_scores
+from jobs.observers import Observers
 from jobs.patience import EnoughError, Patience
 from jobs.signals import Requeue, Signals
+from jobs.skipped import write_batch
 from models.checkpoint import Checkpoints, everywhere
 from models.checkpoint_reading import CheckpointError
 from models.distributed import Watchdog, any_rank, from_main, on_main
 from reports.answers import FILE as ANSWERS
 from reports.answers import keep_answers
+from reports.evaluations import evaluation_lines
 from reports.metrics import restore
-from reports.progress import progress, status
+from reports.progress import progress, round_line, status
 from reports.tracking import NullTracker, Tracking
 from rollouts.round_builder import TABLE_COLUMNS
 from rollouts.verify import Accuracy
@@ -50,15 +52,22 @@ class RunWatch:
         total_steps: int,
         signals: Signals,
         diagnostics: Diagnostics | None = None,
+        observers: Observers | None = None,
     ) -> None:
+        self.observers = observers or Observers()
         self.config, self.folder, self.trainer, self.evaluator = config, folder, trainer, evaluator
         self.tracker: Tracking = NullTracker()
         self.signals, self.diagnostics = signals, diagnostics
         self.watchdog = Watchdog(trainer.world, config.watchdog_seconds)
-        self.checkpoints = Checkpoints(folder / "checkpoints", trainer.world, config.keep_checkpoints)
+        self.checkpoints = Checkpoints(
+            folder / "checkpoints", trainer.world, config.keep_checkpoints, config.async_save
+        )
+        self.saving_seconds = 0.0
+        """How long steps have waited for checkpoints."""
         self.bar = progress(total_steps, "train", done=trainer.progress.step, shown=trainer.world.is_main)
         self.bar.wait()
         self.patience = Patience(config.patience)
+        self.stopped_early = False
         self._first_step = True
         self.before: Metrics = {}
         self.after: Metrics = {}
@@ -96,6 +105,8 @@ class RunWatch:
         self._marks, self.before, self._evaluated = state["marks"], state["before"], state["evaluated"]
         self.seconds, self.tokens_timed = state["seconds"], state["tokens_timed"]
         self.patience.restore(state.get("patience", self.patience.state()))  # an earlier version has none
+        self.saving_seconds = state.get("saving_seconds", 0.0)
+        self.observers.restore(state.get("asked_to_stop"))
         if self.diagnostics is not None:
             self.diagnostics.restore(state["diagnostics"])
 
@@ -111,9 +122,12 @@ class RunWatch:
             "patience": self.patience.state(),
             "seconds": self.seconds,
             "tokens_timed": self.tokens_timed,
+            "saving_seconds": self.saving_seconds,
             "wandb_id": self.tracker.wandb_id,
             "diagnostics": None if self.diagnostics is None else self.diagnostics.state(),
         }
+        if (asked := self.observers.state()) is not None:
+            state["asked_to_stop"] = asked
         mine = trainer.reference_scores()
         step, records = trainer.progress.step, self.tracker.copy_to
         self.checkpoints.save(step, trainer.policy, trainer.optimizer, state, mine, records)
@@ -127,7 +141,7 @@ class RunWatch:
 
     def _scored(self, value: float) -> float:
         """A value of ``keep_best`` as a score, or a score as the value."""
-        return -value if self.config.keep_best == "eval_loss" else value
+        return -value if (self.config.keep_best or "").endswith("_loss") else value
 
     # -- the watch ---------------------------------------------------------------------------------
 
@@ -141,14 +155,20 @@ class RunWatch:
         if self._due("eval", self.config.eval_every) or first:
             self._evaluated = self._evaluate(first)
             if self.trainer.world.is_main and self._evaluated:
-                self.bar.say(evaluation_line(self.trainer.progress.step, self._evaluated))
+                for line in evaluation_lines(self.trainer.progress.step, self._evaluated):
+                    self.bar.say(line)
             self.patience.judge(self._score())
             if first:
                 self.before = self._evaluated
         if self._due("save", self.config.save_every or self.config.eval_every) or first:
             self._save_or_warn(first)
         if self.patience.spent:
-            raise EnoughError
+            raise EnoughError(
+                f"the last {self.patience.limit} evaluations of {self.config.keep_best} were no better than "
+                f"the best before them ({self._scored(self.patience.best or 0.0):.4f})"
+            )
+        if (why := self.observers.stops(self.trainer.progress.step)) is not None:
+            raise EnoughError(why)
         self._started = time.perf_counter()
 
     def _diagnose(self, first: bool = False, last: bool = False) -> None:
@@ -170,6 +190,11 @@ class RunWatch:
             step, rows = self.trainer.progress.step, self.evaluator.accuracy.samples
             self.tracker.table("samples", Accuracy.columns, rows, step)
             on_main(lambda: self._keep_answers(step, rows))
+        for name, other in self.evaluator.named.items():
+            if other.accuracy is not None:
+                at, kept = self.trainer.progress.step, other.accuracy.samples
+                self.tracker.table(f"samples_{name}", Accuracy.columns, kept, at)
+        self.observers.evaluation(self.trainer.progress.step, values)
         return values
 
     def _keep_answers(self, step: int, rows: list[Any]) -> None:
@@ -184,6 +209,7 @@ class RunWatch:
             self._save_or_warn(
                 first=False
             )  # without room for another, the checkpoint before it is gone on from
+            self.settle()
             if self.trainer.world.is_main:
                 print(
                     f"asked to stop before step {self.trainer.progress.step}; the same command with "
@@ -197,13 +223,29 @@ class RunWatch:
         start; one that no longer can goes on with what it has saved, and says so."""
         if self._saved == self.trainer.progress:
             return
+        begun = time.perf_counter()
+        self.settle()
         try:
             self.save()
+            if first:
+                self.checkpoints.finish()
         except CheckpointError as error:
             if first:
                 raise StoppedError(str(error)) from error
-            if self.trainer.world.is_main:
-                print(f"{error}; the run goes on, the checkpoints before it stay", flush=True)
+            self._warn(error)
+        self.saving_seconds += time.perf_counter() - begun
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written, if one is."""
+        try:
+            self.checkpoints.finish()
+        except CheckpointError as error:
+            self._saved = None
+            self._warn(error)
+
+    def _warn(self, error: CheckpointError) -> None:
+        if self.trainer.world.is_main:
+            print(f"{error}; the run goes on, the checkpoints before it stay", flush=True)
 
     def _due(self, what: str, every: int | None) -> bool:
         """Whether another ``every`` examples have gone by since this was last true."""
@@ -244,10 +286,12 @@ class RunWatch:
                 "tokens_per_second_per_rank": speed / self.trainer.world.size,
                 "seconds": seconds,
             }
+            | gpu_memory(self.trainer.world.device)
         )
         if skipped:
             line["skipped"] = True
         self.tracker.log(line)
+        self.observers.step(line)
         self.bar.set_postfix_str(status(line), refresh=False)
         self.bar.update()
         if self._first_step:
@@ -294,6 +338,8 @@ class RunWatch:
             self.tracker.table("samples", TABLE_COLUMNS, table, self.trainer.progress.step)
         if metrics and self.trainer.world.is_main:
             self.bar.say(round_line(facts["round"], metrics))
+        if metrics:
+            self.observers.round(facts["round"], self.trainer.progress.step, metrics)
 
     def round_planned(self, round_: Segment) -> None:
         """Of a run's steps only those of the rounds so far are known: the others will have as many each."""
@@ -317,15 +363,12 @@ class RunWatch:
         staleness = int(behind) if behind.is_integer() else behind
         return {"round": self._round["round"], "staleness": staleness, **metrics}
 
-    def stop_early(self) -> None:
+    def stop_early(self, why: str) -> None:
         """What is to be done where training ends before its planned end."""
-        step, best = self.trainer.progress.step, self.patience.best or 0.0
+        step = self.trainer.progress.step
         if self.trainer.world.is_main:
-            self.bar.say(
-                f"stopped before step {step}: the last {self.patience.limit} evaluations of "
-                f"{self.config.keep_best} were no better than the best before them ({self._scored(best):.4f})"
-            )
-        self.bar.total = step
+            self.bar.say(f"stopped before step {step}: {why}")
+        self.stopped_early, self.bar.total = True, step
         self.done()
 
     def done(self) -> None:
@@ -335,51 +378,11 @@ class RunWatch:
         self.watchdog.close()
         self.after = self._evaluate()
         self._save_or_warn(first=False)
+        self.settle()
 
 
-def evaluation_line(step: int, values: Metrics) -> str:
-    """An evaluation in a line, for the terminal."""
-    shown = (
-        ("eval_reward_margin", "margin {:+.4f}"),
-        ("eval_reward_accuracy", "reward accuracy {:.1%}"),
-        ("eval_accuracy_sampled", "sampled accuracy {:.1%}"),
-        ("eval_accuracy_greedy", "greedy accuracy {:.1%}"),
-        ("eval_loss", "loss {:.4f}"),
-        ("eval_kl_initial", "KL from the start {:.4f}"),
-    )
-    known = [form.format(values[key]) for key, form in shown if values.get(key) is not None]
-    return f"evaluation at step {step}: {', '.join(known) or 'nothing to measure'}"
-
-
-def round_line(index: int, metrics: dict[str, Any]) -> str:
-    """A round's samples in a line, for the terminal."""
-    reward = "no reward" if metrics["reward"] is None else f"reward {metrics['reward']:.3f}"
+def gpu_memory(device: torch.device) -> dict[str, float]:
+    """The most that tensors have held of this rank's GPU so far, GiB; nothing without one."""
     return (
-        f"round {index}: {metrics['contexts']} contexts, {metrics['keep_rate']:.0%} kept, {reward}, "
-        f"{metrics['length']:.0f} tokens a sample, {metrics['finished']:.0%} finished; "
-        f"sampled in {metrics['sample_seconds']:.1f} s, scored in {metrics['score_seconds']:.1f} s"
+        {"gpu_memory_gib": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}
     )
-
-
-def write_batch(path: Path, batch: list[Example]) -> str:
-    """The rows of a batch as token ids, one example a line, for replay; returns where they are, or why they
-    are not."""
-    lines = [
-        json.dumps(
-            {
-                "prompt_id": e.prompt_id,
-                "label": e.label,
-                "rows": [
-                    {"prompt_ids": r.prompt_ids.tolist(), "completion_ids": r.completion_ids.tolist()}
-                    | ({} if r.loss_mask is None else {"loss_mask": r.loss_mask.tolist()})
-                    for r in e.rows
-                ],
-            }
-        )
-        for e in batch
-    ]
-    try:
-        write_whole(path, "\n".join(lines) + "\n")
-    except OSError as error:
-        return f"the batch could not be written to {path} ({error})"
-    return f"the batch is in {path}"

@@ -33,6 +33,7 @@ IDLE = (
     "log_epsilon_R",
     "wandb",
     "trackers",
+    "callbacks",
 )
 """Settings that a plan without data does not depend on: cells that differ in them alone have one plan."""
 

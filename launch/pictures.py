@@ -1,4 +1,5 @@
-"""The results as a page: the tables, a chart of the cells side by side, and a learning curve per cell."""
+"""The results as a page: the tables, the cells side by side, their learning curves in one picture, and those
+of each with its seeds."""
 
 from __future__ import annotations
 
@@ -13,11 +14,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from config.schema_evaluations import named_measure
 from launch.cells import Cell
 from launch.collect import FINISHED, Result
-from reports.statistics import mean
+from reports.statistics import Mean, mean
 
 BLUE, GREY = "#0072B2", "#888888"
+COLORS = (BLUE, "#E69F00", "#009E73", "#C0392B", "#AA5C99", "#56B4E9", "#7F5539", "#444444")
+STROKES = ("-", "--", ":")
+GAP = {"wspace": 0.3}
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -35,6 +40,7 @@ STYLE: dict[Any, Any] = {
 WORDS = {
     "eval_accuracy_sampled": "sampled accuracy",
     "eval_accuracy_greedy": "greedy accuracy",
+    "eval_length_sampled": "answer length, tokens",
     "eval_loss": "evaluation loss",
     "eval_reward_margin": "evaluation margin, β·nats",
     "eval_reward_accuracy": "evaluation reward accuracy",
@@ -43,6 +49,15 @@ WORDS = {
     "eval_retained_sampled": "second task, sampled accuracy",
     "eval_retained_greedy": "second task, greedy accuracy",
 }
+
+
+def in_words(metric: str) -> str:
+    """A metric as an axis says it, that of a named evaluation set with its name."""
+    named = named_measure(metric)
+    if named is None:
+        return WORDS.get(metric, metric)
+    name, measure = named
+    return f"{name}: {WORDS.get(f'eval_{measure}', measure)}"
 
 
 def write_html(
@@ -61,9 +76,12 @@ def write_html(
     )
     with rc_context(STYLE):
         overview = svg(bars(cells, metric))
+        together = overlay(cells, metric)
+        drawn = [(cell, curve(cell, metric, limits(cells, metric))) for cell in cells]
         curves = [
-            (cell.name, cell.progress, svg(curve(cell, metric, limits(cells, metric)))) for cell in cells
+            (cell.name, cell.progress, None if figure is None else svg(figure)) for cell, figure in drawn
         ]
+        overlaid = None if together is None else svg(together)
     page = environment.get_template("results.html.j2").render(
         name=name,
         notes=notes,
@@ -71,8 +89,9 @@ def write_html(
         table=table,
         tests=tests,
         overview=overview,
+        overlaid=overlaid,
         curves=curves,
-        metric=WORDS.get(metric, metric),
+        metric=in_words(metric),
     )
     path.write_text(page, encoding="utf-8")
 
@@ -104,48 +123,77 @@ def bars(cells: Sequence[Cell], metric: str) -> Figure:
             )
     axes.set_yticks(range(len(cells)), [cell.name for cell in cells])
     axes.set_ylim(len(cells) - 0.5, -0.5)
-    axes.set_xlabel(f"{WORDS.get(metric, metric)} (mean ± standard error over seeds; dots are seeds)")
+    axes.set_xlabel(f"{in_words(metric)} (mean ± standard error over seeds; dots are seeds)")
     return figure
 
 
-def curve(cell: Cell, metric: str, span: tuple[float, float] | None) -> Figure:
+def overlay(cells: Sequence[Cell], metric: str) -> Figure | None:
+    """The mean curve of every cell, of the held-out metric (or of the evaluation's loss, where no run has a
+    curve of it); None where fewer than two cells have one."""
+    key = metric if limits(cells, metric) is not None else "eval_loss"
+    lines = [(cell.name, mean_curve(cell.chosen, key)) for cell in cells]
+    lines = [(name, line) for name, line in lines if len(line) > 1]
+    if len(lines) < 2:
+        return None
+    figure = Figure(figsize=(7, 3.2 + 0.16 * len(lines)))
+    axes = figure.subplots()
+    for i, (name, line) in enumerate(lines):
+        style = STROKES[i // len(COLORS) % len(STROKES)]
+        xs, ys = [x for x, _ in line], [y.value for _, y in line]
+        axes.plot(xs, ys, style, color=COLORS[i % len(COLORS)], marker=".", linewidth=1.4, label=name)
+    axes.set_xlabel("training examples")
+    axes.set_ylabel(in_words(key))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    columns = 2 if len(lines) > 3 else 1
+    axes.legend(fontsize=7, ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.18))
+    return figure
+
+
+def curve(cell: Cell, metric: str, span: tuple[float, float] | None) -> Figure | None:
     """Held-out metric over training examples beside the training loss: seeds thin (dashed: unfinished), their
-    mean thick."""
-    figure = Figure(figsize=(7, 2.2))
-    left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.3})
-    drawn = metric if span is not None else "eval_loss"
-    draw(left, cell.chosen, drawn, marked=True)
-    if span is not None:
-        left.set_ylim(*span)
-    draw(right, cell.chosen, "loss", marked=False)
-    left.set_title(WORDS.get(drawn, drawn))
-    right.set_title("training loss")
-    for axes in (left, right):
+    mean thick; a single seed thick. One of the two alone where the other has no numbers, None where neither
+    has."""
+    held_out = metric if span is not None else "eval_loss"
+    keys = [key for key in (held_out, "loss") if any(points_of(run, key) for run in cell.chosen)]
+    if not keys:
+        return None
+    figure = Figure(figsize=(3.5 * len(keys), 2.2))
+    for axes, key in zip(figure.subplots(1, len(keys), squeeze=False, gridspec_kw=GAP)[0], keys, strict=True):
+        draw(axes, cell.chosen, key, marked=key == held_out)
+        if key == metric and span is not None:
+            axes.set_ylim(*span)
+        axes.set_title("training loss" if key == "loss" else in_words(key))
         axes.set_xlabel("training examples")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     return figure
 
 
-def draw(axes: Axes, runs: Sequence[Result], key: str, marked: bool) -> None:
+def mean_curve(runs: Sequence[Result], key: str) -> list[tuple[int, Mean]]:
+    """(examples, mean over seeds) where as many seeds are as anywhere: else a mean jumps as one ends."""
     at: dict[int, list[float]] = {}
     for run in runs:
-        points = points_of(run, key)
-        for x, y in points:
+        for x, y in points_of(run, key):
             at.setdefault(x, []).append(y)
+    most = max(map(len, at.values()), default=0)
+    found = [(x, mean(ys)) for x, ys in sorted(at.items()) if len(ys) == most]
+    return [(x, middle) for x, middle in found if middle is not None]
+
+
+def draw(axes: Axes, runs: Sequence[Result], key: str, marked: bool) -> None:
+    begun = [(run, points) for run in runs if (points := points_of(run, key))]
+    alone = len(begun) == 1
+    for run, points in begun:
         axes.plot(
-            *zip(*points, strict=True) if points else ([], []),
-            color=GREY,
-            alpha=0.6,
-            linewidth=0.8,
+            *zip(*points, strict=True),
+            color=BLUE if alone else GREY,
+            alpha=1.0 if alone else 0.6,
+            linewidth=1.8 if alone else 0.8,
             linestyle="-" if run.status == FINISHED else "--",
             marker="." if marked else "",
         )
-    most = max(map(len, at.values()), default=0)
-    means = [
-        (x, mean(ys)) for x, ys in sorted(at.items()) if len(ys) == most
-    ]  # where all seeds are: else a mean jumps as one ends
-    if most > 1:
-        xs, ms = [x for x, _ in means], [m for _, m in means if m is not None]
+    if not alone:
+        means = mean_curve(runs, key)
+        xs, ms = [x for x, _ in means], [m for _, m in means]
         axes.plot(xs, [m.value for m in ms], color=BLUE, linewidth=1.8, marker="." if marked else "")
         low, high = [m.value - (m.error or 0) for m in ms], [m.value + (m.error or 0) for m in ms]
         axes.fill_between(xs, low, high, color=BLUE, alpha=0.2, linewidth=0)

@@ -25,12 +25,14 @@ from launch.collect import FINISHED, Result, of_folders, of_sweep
 from launch.grid import read_sweep
 from launch.slurm import ROOT
 from launch.status import FAILED
+from reports.evaluations import names_of, of_name
 from reports.statistics import Comparison, Mean, compare
 
 PREFERRED = ("eval_accuracy_sampled", "eval_reward_accuracy", "eval_reward_margin", "eval_loss")
 SHOWN = (
     "eval_accuracy_sampled",
     "eval_accuracy_greedy",
+    "eval_length_sampled",
     "eval_reward_margin",
     "eval_reward_accuracy",
     "eval_drift",
@@ -41,9 +43,11 @@ SHOWN = (
 
 
 def metrics_of(results: Iterable[Result]) -> list[str]:
-    """The columns: held-out metrics in a fixed order, then every number of the evaluation files."""
+    """The columns: held-out metrics in a fixed order, then those of named sets, then every number of the
+    evaluation files."""
     present = {key for run in results for key in run.values}
-    return [key for key in SHOWN if key in present] + sorted(key for key in present if "/" in key)
+    named = [of_name(key, name) for name in names_of(sorted(present)) for key in SHOWN]
+    return [key for key in (*SHOWN, *named) if key in present] + sorted(key for key in present if "/" in key)
 
 
 def rows(cells: Sequence[Cell], metrics: Sequence[str]) -> list[list[str]]:

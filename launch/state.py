@@ -9,7 +9,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from config.load import Change
-from config.record import changes, started
+from config.record import LENGTH, changes, refused_changes, started
 from config.schema import Config
 from launch.composing import Composer
 from launch.grid import CONFIG_DIR, Run
@@ -65,13 +65,26 @@ def inspect(run: Run, composer: Composer | None = None) -> State:
         raise ConfigError(f"{run.name}: {error.key}", error.value, error.remedy) from error
     folder = folder_of(config, run)
     begun = started(folder)
-    if begun and (others := changes(folder, config)):
-        other = others[0]
-        return State(run, config, CHANGED, f"{other.key}: {other.before} there, {other.now} here", other)
+    found = changes(folder, config) if begun else []
+    longer = [other for other in found if other.key in LENGTH]
+    if others := [*refused_changes(found, config), *filter(shorter, longer)]:
+        return State(run, config, CHANGED, told(others[0]), others[0])
+    if longer:
+        return State(run, config, PARTIAL, f"made longer, {told(longer[0])}")
     if (folder / "summary.json").exists():
         return State(run, config, FINISHED)
     last = last_line(folder)
     return State(run, config, PARTIAL if begun else NEW, f"step {last['step']}" if last else "")
+
+
+def told(other: Change) -> str:
+    """A setting that is another, in words."""
+    return f"{other.key}: {other.before} there, {other.now} here"
+
+
+def shorter(other: Change) -> bool:
+    """Whether a run that is there would be made shorter, as far as its settings alone say."""
+    return other.before is not None and other.now is not None and other.now < other.before
 
 
 def last_line(folder: Path) -> dict[str, Any]:

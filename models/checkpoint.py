@@ -13,8 +13,10 @@ import json
 import re
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -33,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from data.batches import dealing
 from models.checkpoint_reading import CheckpointError, Planner, Reader, reason
-from models.distributed import World, any_rank, gather_objects
+from models.distributed import Group, World, any_rank, aside, gather_objects
 
 T = TypeVar("T")
 FAILURES = (SafetensorError, OSError, RuntimeError, ValueError)
@@ -41,6 +44,10 @@ FAILURES = (SafetensorError, OSError, RuntimeError, ValueError)
 for the failure of any rank."""
 UNSAID = dealing(packed=False)
 """How rows were dealt in a checkpoint that does not say: one of an earlier version."""
+UNSHARED = StagingOptions(
+    use_async_staging=False, use_shared_memory=False, use_pinned_memory=False, use_non_blocking_copy=False
+)
+"""A copy that is done when training goes on."""
 _NAME = re.compile(r"step_[0-9]{8,}")
 
 FOREIGN = (TypeError, LookupError, AttributeError)
@@ -50,8 +57,13 @@ FOREIGN = (TypeError, LookupError, AttributeError)
 class Checkpoints:
     """The checkpoints of one run. Every method is called by every rank."""
 
-    def __init__(self, folder: Path, world: World, keep: int) -> None:
+    def __init__(self, folder: Path, world: World, keep: int, behind: bool = False) -> None:
+        """``behind``: shards are written by a thread, from a copy in the memory of the CPU, while training
+        goes on. A checkpoint is there, as any other, once it is whole; one that a kill cuts off is not."""
         self.folder, self.world, self.keep = folder, world, keep
+        self._stager = DefaultStager(UNSHARED) if behind else None
+        self._group = aside() if behind else None
+        self._writing: Writing | None = None
 
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}"
@@ -74,8 +86,10 @@ class Checkpoints:
         tensors; ``records``, called by rank 0 with the unfinished folder, adds files to it.
 
         Raises CheckpointError on every rank if any could not write (a full disk); what was there before
-        stays, and nothing else does.
+        stays, and nothing else does. Where shards are written behind, ``finish`` raises what becomes known
+        later, and is called first: one is written at a time.
         """
+        self.finish()
         part = self.folder / f"step_{step:08d}.part"
 
         def prepare() -> dict[str, Any]:
@@ -91,17 +105,45 @@ class Checkpoints:
                 about = state | {"fresh_optimizer": not optimizer.state}
                 (part / "state.json").write_text(json.dumps(about, indent=2))
 
-        try:
+        stager = self._stager
+        with self._whole_or_not_at_all(part, step):
             tensors = everywhere(prepare)
-            everywhere(lambda: dcp.save(tensors, checkpoint_id=part))
-            everywhere(write)  # a rank that still writes has unfinished files in the folder
-            sums = gather_objects(everywhere(lambda: _checksums(part, self.world.rank)))
-            files = {name: value for of_rank in sums for name, value in of_rank.items()}
-            everywhere(lambda: self._publish(part, step, files) if self.world.is_main else None)
+            if stager is None:
+                everywhere(lambda: dcp.save(tensors, checkpoint_id=part))
+                everywhere(write)  # a rank that still writes has unfinished files in the folder
+                self._seal(part, step)
+            else:
+                everywhere(write)  # of this moment, as the copy is
+                staged = everywhere(lambda: stager.stage(tensors))
+                self._writing = Writing(lambda: self._write_behind(part, step, staged))
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if one is. Raises CheckpointError, as ``save``."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _write_behind(self, part: Path, step: int, staged: Any) -> None:
+        group = self._group
+        with self._whole_or_not_at_all(part, step):
+            everywhere(lambda: dcp.save(staged, checkpoint_id=part, process_group=group), group=group)
+            self._seal(part, step)
+
+    @contextmanager
+    def _whole_or_not_at_all(self, part: Path, step: int) -> Iterator[None]:
+        try:
+            yield
         except CheckpointError as error:
             if self.world.is_main:
                 shutil.rmtree(part, ignore_errors=True)
             raise CheckpointError(f"checkpoint {self.path(step)} could not be written: {error}") from error
+
+    def _seal(self, part: Path, step: int) -> None:
+        """Add up the files, rename the folder into place, forget the oldest."""
+        group = self._group
+        sums = gather_objects(everywhere(lambda: _checksums(part, self.world.rank), group=group), group)
+        files = {name: value for of_rank in sums for name, value in of_rank.items()}
+        everywhere(lambda: self._publish(part, step, files) if self.world.is_main else None, group=group)
         if self.world.is_main:
             self._forget()
 
@@ -199,9 +241,32 @@ class Checkpoints:
         )
 
 
-def everywhere(work: Callable[[], T], path: Path | None = None) -> T:
+class Writing(Thread):
+    """What a thread does beside the training. The process need not wait for it to end."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__(name="checkpoint", daemon=True)
+        self.work = work
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.work()
+        except BaseException as error:  # raised where it is waited for
+            self.error = error
+
+    def result(self) -> None:
+        """Wait for it. Raises what it raised."""
+        self.join()
+        if self.error is not None:
+            raise self.error
+
+
+def everywhere(work: Callable[[], T], path: Path | None = None, group: Group | None = None) -> T:
     """What ``work`` gives on this rank, once every rank has done it. Raises CheckpointError on every rank
-    where it failed on any, with what went wrong there; ``path`` is what could not be loaded."""
+    where it failed on any, with what went wrong there; ``path`` is what could not be loaded; ``group``: as of
+    ``gather_objects``."""
     value, problem = None, ""
     try:
         value = work()
@@ -217,7 +282,7 @@ def everywhere(work: Callable[[], T], path: Path | None = None) -> T:
         if path is None:
             raise
         problem = reason(error)
-    problems = [text for text in gather_objects(problem) if text]
+    problems = [text for text in gather_objects(problem, group) if text]
     if problems:
         raise CheckpointError(problems[0] if path is None else f"{path} cannot be loaded: {problems[0]}")
     return cast(T, value)

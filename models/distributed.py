@@ -12,10 +12,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from common.errors import UserError
 
@@ -35,6 +36,9 @@ T = TypeVar("T")
 _patient: dist.ProcessGroup | None = None
 """A gloo group for waits on the CPU: ranks may wait for hours while one samples or scores a round, or writes
 a checkpoint. A rank that dies ends them all the same; a device that hangs does not pass through here."""
+
+
+Group = dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,16 @@ def shard(policy: nn.Module, blocks: Iterable[nn.Module], world: World, dtype: t
     register_fsdp_forward_method(policy, "generate")
 
 
+def reduced_once(policy: nn.Module, world: World, turns: Sequence[T]) -> Iterator[T]:
+    """The turns of a step, each to be run forward and backward on. Gradients are reduced over the ranks of a
+    replica at each of them, over the replicas (the nodes) at the last alone: what is reduced till then stays,
+    sharded, on its rank."""
+    for i, turn in enumerate(turns):
+        if world.mesh.ndim > 1 and isinstance(policy, FSDPModule):
+            policy.set_requires_all_reduce(i == len(turns) - 1)
+        yield turn
+
+
 def reshard(policy: nn.Module) -> None:
     """Shard the root again after a forward without backward: FSDP2 leaves it whole, and stale after the next
     optimizer step."""
@@ -161,6 +175,33 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     return local(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
 
 
+def by_turns(tensors: Iterable[Tensor], work: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    """This rank's shard of ``work`` of every whole tensor, in order. Each is done by one rank and handed to
+    the others, as many at once as there are ranks. ``work`` keeps shape and type."""
+    rank, size, rest = dist.get_rank(), dist.get_world_size(), iter(tensors)
+    while turn := list(islice(rest, size)):
+        mine = None
+        for owner, tensor in enumerate(turn):
+            whole = local(tensor)  # on every rank; all but its owner let it go
+            mine = whole if owner == rank else mine
+        done = None if mine is None else work(mine).contiguous()
+        for owner, tensor in enumerate(turn):
+            result = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            if owner == rank and done is not None:
+                result = done
+            dist.broadcast(result, src=owner)
+            yield _placed_as(result, tensor)
+
+
+def _placed_as(whole: Tensor, tensor: Tensor) -> Tensor:
+    """This rank's shard of ``whole``, which every rank has, as ``tensor`` is sharded."""
+    if not isinstance(tensor, DTensor):
+        return whole
+    mesh = tensor.device_mesh
+    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return everywhere.redistribute(placements=tensor.placements).to_local()
+
+
 def sum_over_ranks(tensor: Tensor) -> Tensor:
     """``tensor`` (on the device) summed over ranks, in place."""
     dist.all_reduce(tensor)
@@ -177,12 +218,18 @@ def gather_values(values: Tensor, fill: float) -> Tensor:
     return torch.cat(every)
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: Any, group: Group | None = None) -> list[Any]:
     """``value`` of every rank, in rank order, on every rank. Small Python objects only (goes through the
-    CPU)."""
+    CPU). ``group``: that of another thread (``aside``); None: of the thread that trains."""
     out: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(out, value, group=_patient)
+    dist.all_gather_object(out, value, group=_patient if group is None else group)
     return out
+
+
+def aside() -> Group | None:
+    """A group of all ranks for a thread beside the one that trains: what they send must not meet. Every rank
+    calls it."""
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def from_main(value: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -279,12 +279,38 @@ def decoder_blocks(model: Policy | PreTrainedModel | PeftModel) -> list[nn.Modul
     )
 
 
-def checkpoint_activations(blocks: list[nn.Module]) -> None:
-    """Keep only each block's input for the backward and recompute the rest. Call it before sharding, whose
-    hooks must lie outside.
+def checkpoint_activations(blocks: list[nn.Module], selective: bool = False) -> None:
+    """Keep only each block's input for the backward and recompute the rest; ``selective``: keep what is dear
+    to recompute too (``keep_dear``). Call it before sharding, whose hooks must lie outside.
 
     transformers' own switch does nothing in eval mode; a wrapper module would change the names of the
     weights.
     """
+    more: dict[str, Any] = {"context_fn": keep_dear} if selective else {}
     for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        block.forward = partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **more
+        )
+
+
+def keep_dear() -> Any:
+    """Contexts of a block's forward and of its recomputation: what attention gives is kept, and every second
+    matrix product, as torchtitan does; the rest, and the products between, is recomputed."""
+    products = 0
+
+    def policy(_: Any, op: Any, *args: Any, **keywords: Any) -> CheckpointPolicy:
+        nonlocal products
+        name = str(op)
+        if "attention" in name or "attn" in name:
+            return CheckpointPolicy.MUST_SAVE
+        if any(f".{product}." in name for product in PRODUCTS):
+            products += 1
+            if products % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+"""Names of torch's matrix products, as ``aten.mm.default`` has them."""

@@ -28,7 +28,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from common.errors import ConfigError, require
 from config.defaults import section
-from config.schema_model import ModelConfig
+from config.schema_model import SELECTIVE, ModelConfig
 from models.heads import RewardModel, ValuePolicy
 from models.policy import Policy, checkpoint_activations, decoder_blocks
 from models.routing import check_routing
@@ -266,7 +266,7 @@ def _finished(policy: Policy, config: ModelConfig) -> Policy:
         for block in decoder_blocks(policy):
             block.forward = torch.compile(block.forward, dynamic=True)
     if config.activation_checkpointing:
-        checkpoint_activations(decoder_blocks(policy))
+        checkpoint_activations(decoder_blocks(policy), config.activation_checkpointing == SELECTIVE)
     return policy
 
 

@@ -10,7 +10,7 @@ special. Losses and weights are bit-identical to a run with a second model
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ class Reference:
         self.by_row = by_row
         self.step = 0
         """The step whose weights the reference has."""
-        self.scores: dict[str, Tensor] = {}
+        self.scores: Mapping[str, Tensor] = {}
 
     def key(self, step: int, row: Sequence) -> str:
         return row.key if self.by_row else f"{step}/{row.key}"
@@ -56,8 +56,10 @@ class Reference:
         """Make the reference the policy as it is now, before the update of ``step``: score ``upcoming`` and
         forget the rest."""
         self.step, self.scores = step, {}
+        new: dict[str, Tensor] = {}
         for at, microbatches in upcoming:
-            self.scores.update(self.scored(policy, at, microbatches))
+            new.update(self.scored(policy, at, microbatches))
+        self.scores = new
 
     def scored(self, policy: nn.Module, step: int, microbatches: Iterable[Microbatch]) -> dict[str, Tensor]:
         """Key -> [C] log-probabilities of the completion tokens of every row of these microbatches, nats, on

@@ -6,17 +6,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from uuid import uuid4
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from common.errors import StoppedError
+from models.score_table import Shard, packed
 
-Shards = dict[str, dict[str, Tensor]]
+Shards = dict[str, Shard]
 """Name of a file -> its scores"""
+LAYOUT = "keys, ends, values"
+"""Part of what names a folder: other versions lay out their files otherwise."""
 
 
 class ScoreCache:
@@ -25,9 +30,9 @@ class ScoreCache:
 
     def __init__(self, root: Path, parts: dict[str, str], rank: int) -> None:
         """``parts``: all that a score depends on."""
-        self.key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+        self.parts, self.rank = parts | {"layout": LAYOUT}, rank
+        self.key = hashlib.sha256(json.dumps(self.parts, sort_keys=True).encode()).hexdigest()[:24]
         self.folder = root / "scores" / self.key
-        self.parts, self.rank = parts, rank
 
     def shards(self) -> Shards:
         """Every shard written so far, of any rank. One that is not as it was written is said, and removed:
@@ -45,19 +50,20 @@ class ScoreCache:
                 path.unlink(missing_ok=True)
         return found
 
-    def _read(self, path: Path) -> dict[str, Tensor]:
-        with safe_open(path, framework="pt") as file:
+    def _read(self, path: Path) -> Shard:
+        with safe_open(path, framework="numpy") as file:  # a copy, which is forgotten once it is checked
             known = (file.metadata() or {}).get("sha256")
-            scores = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if known is None:
             raise ValueError("it has no checksum")
-        if known != self._digest(scores):
+        if known != self._digest(found):
             raise ValueError("it is damaged, its checksum is another")
-        return scores
+        with safe_open(path, framework="pt") as file:  # values stay where they lie
+            return {name: file.get_tensor(name) for name in found}
 
     def write(self, scores: dict[str, Tensor]) -> None:
         """One more shard: written beside, then renamed. Raises StoppedError where that cannot be."""
-        scores = {key: values.float().cpu().contiguous() for key, values in scores.items()}
+        shard = packed(scores)
         name = f"{self.rank:04d}-{uuid4().hex}.safetensors"  # a process number may be another node's too
         part = self.folder / f".{name}.part"
         try:
@@ -65,7 +71,8 @@ class ScoreCache:
             if not (about := self.folder / "about.json").exists():
                 part.write_text(json.dumps(self.parts, indent=2, sort_keys=True))
                 os.replace(part, about)  # of several at once one stays: they say the same
-            save_file(scores, part, metadata={"sha256": self._digest(scores)})
+            digest = self._digest({name: values.numpy() for name, values in shard.items()})
+            save_file(shard, part, metadata={"sha256": digest})
             os.replace(part, self.folder / name)
         except (SafetensorError, OSError) as error:
             part.unlink(missing_ok=True)
@@ -74,10 +81,10 @@ class ScoreCache:
                 print(f"rank {self.rank}: {said}", flush=True)  # programs print rank 0's errors alone
             raise StoppedError(said) from error
 
-    def _digest(self, scores: dict[str, Tensor]) -> str:
+    def _digest(self, shard: Mapping[str, np.ndarray]) -> str:
         """Of the key and every score, 64 hex digits: the file format has no checksum of its own."""
         digest = hashlib.sha256(self.key.encode())
-        for name in sorted(scores):
-            digest.update(f"\n{name} {tuple(scores[name].shape)} {scores[name].dtype}\n".encode())
-            digest.update(scores[name].numpy().data)
+        for name in sorted(shard):
+            digest.update(f"\n{name} {shard[name].shape} {shard[name].dtype}\n".encode())
+            digest.update(np.ascontiguousarray(shard[name]).data)
         return digest.hexdigest()

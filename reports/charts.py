@@ -13,6 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
+from reports.evaluations import names_of, of_name
+
 Record = dict[str, Any]
 
 BLUE, ORANGE, GREEN, PURPLE = (
@@ -86,6 +88,11 @@ PANELS = (
             Curve("eval_accuracy_greedy", "greedy", ORANGE, True),
         ),
         share=True,
+    ),
+    Panel(
+        "Length of answers",
+        "tokens",
+        (Curve("eval_length_sampled", "", BLUE, True),),
     ),
     Panel(
         "Kept of the initial weights: second task",
@@ -177,6 +184,34 @@ PANELS = (
     Panel("Learning rate", "per step", (Curve("lr", "", GREEN, exact=True),), from_zero=True, form="{x:.1e}"),
     Panel("Speed", "tokens/s", (Curve("tokens_per_second", "", PURPLE),), from_zero=True, form="{x:,.0f}"),
 )
+
+
+_NAMED = {
+    "eval_loss": ("Loss on every evaluation set", "loss per unit", False),
+    "eval_accuracy_sampled": ("Sampled answers that are right, on every set", "share of prompts", True),
+    "eval_accuracy_greedy": ("Greedy answers that are right, on every set", "share of prompts", True),
+    "eval_length_sampled": ("Length of answers, on every set", "tokens", False),
+    "eval_reward_margin": ("Reward margin on every evaluation set", "chosen − rejected, β·nats", False),
+    "eval_reward_accuracy": ("Reward accuracy on every evaluation set", "share of pairs", True),
+    "eval_drift": ("Drift on every evaluation set", "nats per token", False),
+}
+_COLORS = (BLUE, ORANGE, GREEN, PURPLE, "#56B4E9", "#E69F00", "#000000")
+
+
+def named_panels(records: Sequence[Record]) -> list[Panel]:
+    """Where there are named evaluation sets: for each measure a panel with all of them beside the run's own
+    held-out set."""
+    names = names_of(dict.fromkeys(key for record in records for key in record))
+    if not names:
+        return []
+    found = []
+    for key, (title, unit, share) in _NAMED.items():
+        keys = [("held out", key), *((name, of_name(key, name)) for name in names)]
+        curves = tuple(
+            Curve(own, label, _COLORS[i % len(_COLORS)], True) for i, (label, own) in enumerate(keys)
+        )
+        found.append(Panel(title, unit, curves, share))
+    return found
 
 
 def points(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -271,8 +306,11 @@ def _draw_curve(axes: Axes, curve: Curve, steps: np.ndarray, values: np.ndarray)
         axes.plot(x, thinned(mean, MOST_POINTS), color=curve.color, linewidth=1.6, label=curve.label)
 
 
-def charts(records: Sequence[Record], panels: Sequence[Panel] = PANELS) -> list[tuple[str, bytes]]:
-    """(title, SVG) of each panel that has something to show."""
+def charts(records: Sequence[Record], panels: Sequence[Panel] | None = None) -> list[tuple[str, bytes]]:
+    """(title, SVG) of each panel that has something to show; None: a run's, those of its named evaluation
+    sets behind them."""
+    if panels is None:
+        panels = [*PANELS, *named_panels(records)]
     with matplotlib.rc_context(STYLE):
         return [(panel.title, svg(figure)) for panel in panels if (figure := draw(panel, records))]
 

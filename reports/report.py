@@ -1,5 +1,7 @@
 """What a run has to show for itself: the table printed at its end, and ``report.html``.
 
+    python -m reports.report runs/NAME      # draws it again, or for the first time
+
 ``summary.json`` (written by the trainer) has ``before`` and ``after``, the ``eval_*`` metrics at either end,
 and ``tokens_per_second``, ``seconds``, ``run_dir``, ``command``. Whatever is missing is left out: a killed
 run can be reported too.
@@ -9,24 +11,28 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import yaml  # type: ignore[import-untyped]
 
+from common.errors import ConfigError, require
 from common.files import write_whole
 from config.schema_trainer import loss_numbers
 from reports.answers import before_and_after
 from reports.charts import charts
 from reports.diagnostic_charts import diagnostic_charts
+from reports.evaluations import names_of, of_name
 from reports.metrics import read_metrics
 from reports.provenance import scrub, variant
 
 MEASURES = (
     ("eval_accuracy_sampled", "sampled accuracy", "{:.1%}"),
     ("eval_accuracy_greedy", "greedy accuracy", "{:.1%}"),
+    ("eval_length_sampled", "length of sampled answers (tokens)", "{:.1f}"),
     ("eval_reward_margin", "evaluation margin (β·nats)", "{:+.4f}"),
     ("eval_reward_accuracy", "evaluation reward accuracy", "{:.1%}"),
     ("eval_loss", "evaluation loss", "{:.4f}"),
@@ -42,7 +48,12 @@ def compared(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(label, before, after), formatted, of every measure that was taken at either end."""
     ends = [summary.get(end) or {} for end in ("before", "after")]
     rows = []
-    for key, label, form in MEASURES:
+    named = names_of([*ends[0], *ends[1]])
+    measures = [
+        *MEASURES,
+        *((of_name(key, name), f"{name}: {label}", form) for name in named for key, label, form in MEASURES),
+    ]
+    for key, label, form in measures:
         before, after = (
             ABSENT if end.get(key) is None else form.format(round(end[key], 6) + 0.0) for end in ends
         )  # no "-0.0000"
@@ -92,7 +103,7 @@ def duration(seconds: float) -> str:
 def write_report(run_dir: Path) -> Path:
     """Write ``run_dir/report.html``, self-contained, from config.yaml, metrics.jsonl, diagnostics.jsonl,
     answers.jsonl, summary.json and data_report.json as far as they are there; returns its path. Secrets in
-    them are left out. Raises OSError."""
+    them are left out. Raises ConfigError for a file that is damaged, OSError."""
     config = scrub(_read(run_dir / "config.yaml"))
     summary = scrub(_read(run_dir / "summary.json"))
     data = scrub(_read(run_dir / "data_report.json"))
@@ -192,8 +203,35 @@ def _settings(config: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON or YAML file's mapping; {} where there is no such file."""
+    """A JSON or YAML file's mapping; {} where there is no such file. Raises ConfigError for a damaged one."""
     if not path.exists():
         return {}
-    text = path.read_text(encoding="utf-8")
-    return (json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)) or {}
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = (json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)) or {}
+    except (ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError("RUN", path, f"is damaged ({why}); move it away to report the rest") from error
+    require(isinstance(found, dict), "RUN", path, "is damaged (no mapping); move it away to report the rest")
+    return found
+
+
+def main(words: Sequence[str]) -> int:
+    """Draw the report of each run that is named; 2 where one is no run, or cannot be read or written."""
+    try:
+        for word in words:
+            folder = Path(word)
+            there = (folder / "run.json").is_file()
+            require(there, "RUN", word, "is no run's folder; name one, as in runs/NAME")
+            print(write_report(folder))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -20,8 +19,6 @@ from rollouts.conversations import facts_of, source_digest
 from rollouts.samplers import Sample, SamplingSettings
 from rollouts.sampling import make_sampling
 from rollouts.weights import weights_digest
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ def generate_answers(
                     bar.update(len(part))
             return [every[prompt.id] for prompt in asked]
 
-        made: list[list[list[Sample]]] = sampler.run_on_main(
+        made: list[list[list[Sample]]] = sampler.ranks.run_on_main(
             lambda: [draw(*one) for one in zip(requests, kept, known, strict=True)]
         )
     if world.device.type == "cuda":

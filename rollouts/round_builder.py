@@ -54,6 +54,10 @@ class RoundBuilder:
         whole = folder.done("samples", self._sampling_inputs(first, end, weights))
         return not (whole and (not self.config.rounds.fill or folder.done("groups")))
 
+    def sample(self, folder: RoundFolder, first: int, wanted: int, weights: str) -> None:
+        """What ``build`` does first, alone: the samples of the ``wanted`` contexts."""
+        self._sample(folder, "samples", first, min(first + wanted, self.contexts.planned), weights)
+
     def build(self, folder: RoundFolder, first: int, wanted: int, weights: str) -> None:
         """The round of the ``wanted`` contexts from ``first`` on, sampled from ``weights`` (their
         fingerprint): up to ``groups.jsonl``."""

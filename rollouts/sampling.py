@@ -3,10 +3,9 @@ name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from common.errors import require
 from common.imports import import_function
@@ -15,16 +14,15 @@ from data.chat import Renderer
 from data.types import Prompt
 from models.distributed import World
 from models.policy import Policy
+from models.ranks import Ranks
 from rollouts.engines import Engine
 from rollouts.samplers import Sample, SamplingSettings
 
-T = TypeVar("T")
-
 
 class OpenSampler(Protocol):
-    """A sampler with its weights. ``run_on_main`` and ``sample`` as of ``rollouts.engines.Engine``."""
+    """A sampler with its weights. ``ranks`` and ``sample`` as of ``rollouts.engines.Engine``."""
 
-    def run_on_main(self, work: Callable[[], T]) -> T: ...
+    ranks: Ranks
 
     def sample(
         self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ SHOWN = 16
 class Accuracy:
     """What evaluation calls for ``accuracy_sampled`` (``samples`` answers a prompt at temperature 0.7, top-p
     1, always the same seed) and ``accuracy_greedy`` (one): the mean verdict over ``prompts``, None where
-    there is no verdict at all.
+    there is no verdict at all; and for ``length_sampled``, their mean number of tokens.
 
     Every rank calls it and samples its own share; the result is the same on every rank.
     """
@@ -73,9 +73,12 @@ class Accuracy:
     def __call__(self, initial: bool = False) -> dict[str, float | None]:
         """``initial``: the policy has its initial weights."""
         self.samples = []
-        return {f"accuracy_{kind}": self._measure(kind, initial) for kind in self.answers}
+        found = {kind: self._measure(kind, initial) for kind in self.answers}
+        accuracies = {f"accuracy_{kind}": accuracy for kind, (accuracy, _) in found.items()}
+        return accuracies | {"length_sampled": found["sampled"][1]}
 
-    def _measure(self, kind: str, initial: bool) -> float | None:
+    def _measure(self, kind: str, initial: bool) -> tuple[float | None, float]:
+        """(the mean verdict, the mean number of tokens that the policy wrote in an answer)"""
         answers = self.answers[kind]
         sampled = answers.mine(initial)
         mine = [prompt for prompt in answers.share for _ in range(answers.n)]
@@ -84,8 +87,10 @@ class Accuracy:
         verdicts = self.verifier(texts, [p.reference_answer for p in mine])
         for prompt, text, verdict in list(zip(mine, texts, verdicts, strict=True))[:SHOWN]:
             self.samples.append((kind, prompt.turns[-1].content, text, prompt.reference_answer, verdict))
-        known = [v for part in gather_objects(verdicts) for v in part if v is not None]
-        return sum(known) / len(known) if known else None
+        gathered = gather_objects((verdicts, [sample.own_tokens for sample in flat]))
+        known = [v for part, _ in gathered for v in part if v is not None]
+        lengths = [n for _, part in gathered for n in part]
+        return sum(known) / len(known) if known else None, sum(lengths) / len(lengths)
 
 
 def answer_of(prompt: Prompt, sample: Sample, renderer: Renderer) -> str:
@@ -97,18 +102,20 @@ def make_accuracy(
     config: Config,
     policy: Policy,
     renderer: Renderer,
-    held_out: list[Group],
+    held_out: Sequence[Group],
     world: World,
     task: DataConfig | None = None,
     player: Player | None = None,
+    section: str = "data",
 ) -> Accuracy | None:
     """What evaluation calls, or None where answers cannot be checked: the verifier of ``task`` (None:
     ``data``) is none, or no held-out prompt has a reference answer. Prompts are taken by their id, so that
-    fewer of them are a fair draw. ``player``: who answers the policy. Raises ConfigError."""
-    data, key = (config.data, "data.verifier") if task is None else (task, "retention.verifier")
+    fewer of them are a fair draw. ``player``: who answers the policy. ``section``: where ``task`` stands
+    among the settings. Raises ConfigError."""
+    data = task or config.data
     if data.verifier is None:
         return None
-    verifier: Verifier = import_function(key, data.verifier)
+    verifier: Verifier = import_function(f"{section}.verifier", data.verifier)
     prompts = sorted((p for p in prompts_of(held_out) if p.reference_answer is not None), key=lambda p: p.id)
     prompts = prompts[: config.n_eval_prompts]
     if not prompts:

@@ -21,8 +21,9 @@ from data.types import Prompt, Sequence
 from models.distributed import World, from_main
 from models.export import config_json, export, full_state, whole_weights
 from models.policy import Policy, causal_lm
+from models.ranks import Ranks, attempt, outcome
 from models.reference import score
-from rollouts.engines import Facts, attempt, outcome
+from rollouts.engines import Facts
 from rollouts.probe import Probe, check_probe
 from rollouts.samplers import Sample, SamplingSettings
 from rollouts.transfer import HEAD, Patient, Source, Transfer, chosen, make_transfer
@@ -77,6 +78,9 @@ class VllmEngine:
         self._source = Source(partial(whole_weights, policy, getattr(torch, sampler.dtype)))
         self._client = Patient(sampler if world.is_main else None)
         self._transfer: Transfer | None = None
+        self.ranks = Ranks(world)
+        # what goes wrong elsewhere, rank 0 says
+        self._send_all = self.ranks.together(self._send if world.is_main else partial(_quietly, self._send))
         self.sampler.transfers_by(None if self.backend == "disk" else self.backend)
 
     # -- weights -----------------------------------------------------------------------------------
@@ -97,13 +101,13 @@ class VllmEngine:
             self._write(folder)
         written = time.monotonic()
         try:
-            self.run_on_main(self._give)
+            self.ranks.run_on_main(self._give)
         except TransferError as error:
             if self._worked or self.sampler.config.weight_transfer != "auto":
                 raise
             self._fall_back(folder, error)
         self._worked = True
-        return self.run_on_main(
+        return self.ranks.run_on_main(
             lambda: {
                 "weight_transfer": self.backend,
                 "write_seconds": written - start,
@@ -128,7 +132,7 @@ class VllmEngine:
         self.sampler.transfers_by(None)
         if self._kept is None:
             self._write(folder)
-        self.run_on_main(self._give)
+        self.ranks.run_on_main(self._give)
 
     def _write(self, folder: Path) -> None:
         """Every rank."""
@@ -138,11 +142,11 @@ class VllmEngine:
             export(state, self.policy, self.renderer.tokenizer, folder, getattr(torch, self.sampler.dtype))
             write_whole(folder / _PROBE, json.dumps(self._said))
 
-        self.run_on_main(write)
+        self.ranks.run_on_main(write)
         self._kept = folder
 
     def _give(self) -> None:
-        """The weights of now, or those that were kept. Rank 0, inside ``run_on_main``."""
+        """The weights of now, or those that were kept. Rank 0, inside ``ranks.run_on_main``."""
         if self.backend == "disk":
             assert self._kept is not None
             self.sampler.load(self._kept, self._version)
@@ -152,8 +156,7 @@ class VllmEngine:
         try:
             without = frozenset[str]() if self._wants_head() else frozenset((HEAD,))
             self._client.version = str(self._version)
-            from_main(("send", (fresh, without)))
-            self._send(fresh, without)
+            self._send_all((fresh, without))
             self._client.check()
             self._prove(self._said)
         except (WorkerError, RuntimeError, ValueError, OSError) as error:
@@ -163,8 +166,9 @@ class VllmEngine:
         tied = causal_lm(self.policy.model).config.get_text_config().tie_word_embeddings
         return not tied or self.sampler.own_head()
 
-    def _send(self, fresh: bool, without: frozenset[str]) -> None:
-        """Every rank. ``fresh``: the engines have just been started."""
+    def _send(self, asked: tuple[bool, frozenset[str]]) -> None:
+        """Every rank. ``asked``: whether the engines have just been started, and what is not sent."""
+        fresh, without = asked
         self._source.without = without
         if fresh or self._transfer is None:
             self._transfer = None
@@ -203,21 +207,6 @@ class VllmEngine:
 
     # -- samples -----------------------------------------------------------------------------------
 
-    def run_on_main(self, work: Callable[[], T]) -> T:
-        if not self.world.is_main:
-            return outcome(self._help())  # type: ignore[no-any-return]
-        done = attempt(work)
-        from_main(("done", done))
-        return outcome(done)  # type: ignore[no-any-return]
-
-    def _help(self) -> tuple[object, BaseException | None]:
-        """Gather weights whenever rank 0 sends some, until it has done its work."""
-        while True:
-            kind, value = from_main(None)
-            if kind == "done":
-                return value  # type: ignore[no-any-return]
-            attempt(partial(self._send, *value))  # what goes wrong, rank 0 says
-
     def sample(
         self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
     ) -> list[list[Sample]]:
@@ -245,3 +234,7 @@ class VllmEngine:
 
     def close(self) -> None:
         self.sampler.close()
+
+
+def _quietly(work: Callable[[T], object], value: T) -> None:
+    attempt(partial(work, value))

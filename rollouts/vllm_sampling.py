@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from transformers import AutoConfig
 
@@ -17,8 +16,8 @@ from data.types import Prompt
 from models.distributed import World, from_main
 from models.policy import Policy
 from models.pretrained import resolve_model_path
+from models.ranks import Ranks, attempt, outcome
 from rollouts.conversations import make_conversations
-from rollouts.engines import attempt, outcome
 from rollouts.samplers import SamplingSettings
 from rollouts.sampling import refuse_options
 from rollouts.transfer import chosen
@@ -27,8 +26,6 @@ from rollouts.vllm_messages import SHAPE
 from rollouts.vllm_sampler import VllmSampler, engine_options, require_installed, says_logprobs
 from rollouts.vllm_server import check_servers, serve_command
 from rollouts.weights import model_folder
-
-T = TypeVar("T")
 
 PARTS, IN_FLIGHT = 20, 512
 """vLLM is asked in so many parts, so that there is something to show and to keep, but for at least so many
@@ -93,7 +90,7 @@ class VllmSampling:
         with self.sampler() as vllm:
             vllm.load(model_folder(self.config), 0)
             try:
-                yield OneProcess(vllm)
+                yield OneProcess(vllm, self.world)
             finally:
                 self.close()
 
@@ -122,8 +119,5 @@ def check_logprobs(config: Config) -> None:
 class OneProcess:
     """vLLM outside of rounds: its processes are its own, and there is no other rank to help."""
 
-    def __init__(self, sampler: VllmSampler) -> None:
-        self.sample = sampler.sample
-
-    def run_on_main(self, work: Callable[[], T]) -> T:
-        return work()
+    def __init__(self, sampler: VllmSampler, world: World) -> None:
+        self.sample, self.ranks = sampler.sample, Ranks(world)

@@ -24,7 +24,7 @@ from common.files import check_name
 from launch.grid import Run, Settings
 from study.claims import Findings
 from study.plan import CHOSEN, FULL, QUICK, TASKS, Plan, read_chosen, read_plan
-from study.records import collect, finished
+from study.records import collect, finished, write_records
 from study.runner import run_all
 from study.tuning import Tuned, tune, write_chosen
 
@@ -118,24 +118,37 @@ def act(options: argparse.Namespace) -> None:
         for part, plan in parts
         if mode == QUICK and (len(parts) == 1 or part.plan.with_name(CHOSEN).is_file())
     }  # read, and refused, of every part before anything is run
+    if options.mode != "report":
+        for _, plan in parts:
+            print(forecast(plan, mode, options.jobs))
     written = []
     for part, plan in parts:
         tuned = tune_part(plan, part, options) if mode == FULL else None
         chosen = tuned.chosen if tuned else chosen_before.get(part.name, {})
         if not chosen:
-            print(f"{plan.title}: not run, as its tuning is not finished (python -m study full)")
+            print(unfinished(plan, part, tuned))
             written.append((part, Findings("", plan.title, plan.measure, (), {}, None, 0.0, 0, 0)))
             continue
         experiments = [name for name in plan.cells(mode) if asked is None or name in asked]
         cells = {cell for name in experiments for cell in plan.cells(mode)[name]}
         wanted = [run for run in plan.runs(mode, chosen, seeds) if run.cell in cells]
         if options.mode != "report":
-            do(wanted, part, options.jobs)
+            do(plan, wanted, part, options.jobs)
         written.append((part, report_part(plan, mode, part, tuned, chosen, wanted)))
     if options.plan is None and options.task is None:
         from study.first_page import write_first_page
 
         print(write_first_page(parts[0][0].out.parent, {part.name: found for part, found in written}))
+
+
+def forecast(plan: Plan, mode: str, jobs: int) -> str:
+    """What all of ``mode`` takes, said before it begins."""
+    runs = plan.all_runs(mode)
+    hours = sum(map(plan.cost, runs)) / 3600
+    return (
+        f"{plan.title}: {len(runs)} runs, about {hours:.1f} CPU hours, {hours / jobs:.1f} hours {jobs} at a "
+        "time, were none of them there; runs that are finished are not done again"
+    )
 
 
 def report_part(
@@ -166,12 +179,15 @@ def report_part(
 
 def tune_part(plan: Plan, part: Part, options: argparse.Namespace) -> Tuned:
     """What the main cells are run with, by the plan's rule. ``report`` runs nothing: it takes the file of an
-    earlier tuning where runs of it are not there, and chooses nothing where there is none."""
+    earlier tuning where runs of it are not there, and chooses nothing where there is none: then it has the
+    runs that were asked for."""
     path = part.plan.with_name(CHOSEN)
+    asked: list[Run] = []
 
     def measure(runs: Sequence[Run]) -> dict[str, float]:
+        asked.extend(runs)
         if options.mode != "report":
-            do(runs, part, options.jobs)
+            do(plan, runs, part, options.jobs)
         return {r.name: r.after[plan.metric] for r in collect(runs, part.runs_dir, part.records)}
 
     try:
@@ -179,18 +195,32 @@ def tune_part(plan: Plan, part: Part, options: argparse.Namespace) -> Tuned:
     except KeyError:
         if options.mode != "report":
             raise
-        return Tuned(read_chosen(path, plan)) if path.is_file() else Tuned()
+        if path.is_file():
+            return Tuned(read_chosen(path, plan))
+        return Tuned(runs=list({run.name: run for run in asked}.values()))  # a longer grid asks again
     if options.mode == FULL:
         write_chosen(plan, tuned.chosen, path)
     return tuned
 
 
-def do(runs: Sequence[Run], part: Part, jobs: int) -> None:
+def unfinished(plan: Plan, part: Part, tuned: Tuned | None) -> str:
+    """What is said of a plan whose tuning is not finished. The records of its finished runs are written, so
+    that it can go on elsewhere (``--records``)."""
+    begun = collect(tuned.runs, part.runs_dir, part.records) if tuned is not None else []
+    if begun:
+        part.out.mkdir(parents=True, exist_ok=True)
+        write_records(part.out / "runs.jsonl", begun)
+    kept = f"; {len(begun)} of its runs are, in {part.out / 'runs.jsonl'}" if begun else ""
+    return f"{plan.title}: not run, as its tuning is not finished (python -m study full){kept}"
+
+
+def do(plan: Plan, runs: Sequence[Run], part: Part, jobs: int) -> None:
     there = {record.name for record in collect(runs, part.runs_dir, part.records)}
     run_all(
         [run for run in runs if run.name not in there or finished(part.runs_dir / run.name)],
         part.runs_dir,
         jobs,
+        plan.cost,
     )
 
 

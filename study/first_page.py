@@ -16,8 +16,8 @@ from common.files import write_whole
 from reports.statistics import mean
 from study.claims import NOT_RUN, Answer, Findings
 from study.figures import LOSSES, VARIANTS, bars, canvas, svg
+from study.pages import Section, Table, as_html, as_markdown
 from study.plan import MAIN
-from study.report import Section, Table, as_html, as_markdown
 
 FIGURE = "figure1"
 CAPTION = (

@@ -59,9 +59,15 @@ class Plan:
     then_name: str
     factors: tuple[float, ...]
     """What that value is multiplied by, beside 1."""
+    tuning_settings: Settings
+    """What tuning's runs have beside those of their cell."""
     extend: int
     """How often a grid is made longer where its best value is at its edge."""
     seeds: dict[str, dict[str, int]]
+    quick: tuple[str, ...]
+    """The main cells that ``quick`` has."""
+    seconds: dict[str, float]
+    """What an ``offline`` and an ``online`` run take of a core, about."""
 
     # -- runs --------------------------------------------------------------------------------------
 
@@ -72,7 +78,7 @@ class Plan:
     def tuning_run(self, cell: str, lr: float, value: float, seed: int) -> Run:
         """``value``: of the second tuned setting."""
         name = f"tune-{cell}-lr{lr:g}-{self.then_name}{value:g}"
-        tried = {"data.eval_split": "validation", "lr": lr, self.then[cell][0]: value}
+        tried = self.tuning_settings | {"data.eval_split": "validation", "lr": lr, self.then[cell][0]: value}
         return Run("study", name, seed, self.settings(cell) | tried, None)
 
     def runs(
@@ -94,7 +100,24 @@ class Plan:
 
     def cells(self, mode: str) -> dict[str, list[str]]:
         """Experiment -> its cells, the main ones first."""
-        return {MAIN: list(self.main)} | {e.name: list(e.cells) for e in self.experiments if mode in e.modes}
+        main = {MAIN: list(self.quick if mode == QUICK else self.main)}
+        return main | {e.name: list(e.cells) for e in self.experiments if mode in e.modes}
+
+    def cost(self, run: Run) -> float:
+        """Seconds of a core that it takes, about."""
+        return self.seconds["online" if run.settings.get("online") else "offline"]
+
+    def all_runs(self, mode: str) -> list[Run]:
+        """As many runs as the mode has and as they cost, as if every grid's first values were best: ``full``
+        with those of tuning, where no grid is made longer."""
+        first = {cell: {"lr": self.lrs[0], self.then[cell][0]: self.then[cell][1]} for cell in self.main}
+        tried = [
+            self.tuning_run(cell, lr, self.then[cell][1] * factor, seed)
+            for cell in self.main
+            for lr, factor in [*((lr, 1.0) for lr in self.lrs), *((self.lrs[0], f) for f in self.factors)]
+            for seed in self.tuning_seeds
+        ]
+        return (tried if mode == FULL else []) + self.runs(mode, first)
 
     def parent(self, cell: str) -> str:
         """The main cell whose tuned settings ``cell`` has."""
@@ -111,33 +134,7 @@ class Plan:
 def read_plan(path: Path = PLAN) -> Plan:
     """Raises ConfigError for what is not a plan: a part that is missing, unknown or of another kind, an
     experiment's cell that is like none of the main ones, or is named twice."""
-    raw = read_yaml("--plan", path, "is not a file")
-    require(isinstance(raw, dict), f"{path}", raw, "must be a mapping: see study/adder/plan.yaml")
-    raw = {"title": path.parent.name, "about": "", "measure": "sampled accuracy"} | raw
-    parts(
-        f"{path}",
-        raw,
-        {
-            "title": str,
-            "about": str,
-            "measure": str,
-            "base": dict,
-            "losses": dict,
-            "variants": dict,
-            "exceptions": dict,
-            "tuning": dict,
-            "seeds": dict,
-            "experiments": dict,
-        },
-    )
-    tuning = raw["tuning"]
-    parts("tuning", tuning, {"seeds": list, "metric": str, "lr": list, "then": dict, "extend": int})
-    parts("tuning.then", tuning["then"], {"name": str, "settings": dict, "factors": list})
-    parts("seeds", raw["seeds"], {FULL: dict, QUICK: dict})
-    for mode in (FULL, QUICK):
-        parts(f"seeds.{mode}", raw["seeds"][mode], {MAIN: int, "other": int})
-    for key in ("losses", "variants"):
-        parts(key, raw[key], dict.fromkeys(raw[key], dict))
+    raw, tuning = _read(path)
     main: dict[str, Settings] = {}
     losses: dict[str, str] = {}
     for loss, variant in itertools.product(raw["losses"], raw["variants"]):
@@ -164,9 +161,56 @@ def read_plan(path: Path = PLAN) -> Plan:
         {cell: _then(tuning["then"]["settings"], loss, main[cell]) for cell, loss in losses.items()},
         tuning["then"]["name"],
         tuple(number("tuning.then: factors", factor) for factor in tuning["then"]["factors"]),
+        tuning["settings"],
         tuning["extend"],
         raw["seeds"],
+        tuple(f"{loss}-{variant}" for loss in raw["losses"] for variant in raw["quick"]),
+        raw["seconds"],
     )
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(a plan's file with all of its parts, its part of tuning with all of its own). Raises ConfigError."""
+    raw = read_yaml("--plan", path, "is not a file")
+    require(isinstance(raw, dict), f"{path}", raw, "must be a mapping: see study/adder/plan.yaml")
+    raw = {
+        "title": path.parent.name,
+        "about": "",
+        "measure": "sampled accuracy",
+        "quick": list(raw["variants"]) if isinstance(raw.get("variants"), dict) else [],
+        "seconds": {"offline": 20, "online": 50},
+    } | raw
+    parts(
+        f"{path}",
+        raw,
+        {
+            "title": str,
+            "about": str,
+            "measure": str,
+            "base": dict,
+            "losses": dict,
+            "variants": dict,
+            "exceptions": dict,
+            "tuning": dict,
+            "quick": list,
+            "seconds": dict,
+            "seeds": dict,
+            "experiments": dict,
+        },
+    )
+    tuning = {"settings": {}} | raw["tuning"]
+    kinds = {"settings": dict, "seeds": list, "metric": str, "lr": list, "then": dict, "extend": int}
+    parts("tuning", tuning, kinds)
+    parts("tuning.then", tuning["then"], {"name": str, "settings": dict, "factors": list})
+    parts("seeds", raw["seeds"], {FULL: dict, QUICK: dict})
+    for mode in (FULL, QUICK):
+        parts(f"seeds.{mode}", raw["seeds"][mode], {MAIN: int, "other": int})
+    parts("seconds", raw["seconds"], dict.fromkeys(("offline", "online"), int))
+    for variant in raw["quick"]:
+        require(variant in raw["variants"], "quick", variant, f"is none of {', '.join(raw['variants'])}")
+    for key in ("losses", "variants"):
+        parts(key, raw[key], dict.fromkeys(raw[key], dict))
+    return raw, tuning
 
 
 def _then(settings: Any, loss: str, own: Settings) -> tuple[str, float]:

@@ -32,7 +32,9 @@ class Record:
     """What follows ``python train.py``."""
     before: dict[str, float]
     after: dict[str, float]
-    """``eval_*`` of the initial and of the trained weights."""
+    """``eval_*`` of the initial and of the trained weights; ``before`` also ``train_logprob_chosen`` and
+    ``train_logprob_rejected``, of the training rows under the initial weights, nats a token, where they were
+    scored."""
     steps: int
     examples: int
     seconds: dict[str, float]
@@ -72,7 +74,7 @@ def read_record(run: Run, folder: Path) -> Record:
         run.cell,
         run.seed,
         command(run),
-        numbers(summary["before"]),
+        numbers(summary["before"]) | training_rows(folder / "data_report.json"),
         numbers(summary["after"]),
         summary["steps"],
         summary["examples"],
@@ -91,6 +93,14 @@ def read_record(run: Run, folder: Path) -> Record:
         _mean(clipped) if run.settings.get("humanline") else None,
         facts.get("commit"),
     )
+
+
+def training_rows(path: Path) -> dict[str, float]:
+    """What a run's data report says of its rows' mean token log-probability, by side."""
+    sides = (json.loads(path.read_text()).get("logprob") or {}) if path.is_file() else {}
+    return {
+        f"train_logprob_{side}": sides[side]["mean"] for side in ("chosen", "rejected") if sides.get(side)
+    }
 
 
 def command(run: Run) -> list[str]:

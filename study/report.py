@@ -6,14 +6,12 @@ number comes from.
 
 from __future__ import annotations
 
-import base64
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
-import jinja2
+from matplotlib.figure import Figure
 
 from launch.grid import Settings
 from launch.results import markdown
@@ -31,23 +29,12 @@ from study.claims import (
     interval,
     read_claims,
 )
-from study.figures import GREEDY, SAMPLED, dots, figures, part_seconds, svg
+from study.figures import GREEDY, SAMPLED, Values, dots, figures, part_seconds, svg
+from study.pages import Section, Table, as_html, as_markdown
 from study.plan import MAIN, Plan
 from study.records import Record, write_records
 from study.tuning import Tuned
-
-Table = list[list[str]]
-
-
-@dataclass(frozen=True)
-class Section:
-    """A heading with text (markdown paragraphs), then a table, then a figure's stem and caption; any may be
-    missing."""
-
-    title: str
-    text: tuple[str, ...] = ()
-    table: Table | None = None
-    figure: tuple[str, str] | None = None
+from study.why import WHY, why_figures, why_sections
 
 
 def write_report(
@@ -70,11 +57,7 @@ def write_report(
     asked = [claim for claim in asked if claim.experiment in plan.cells(mode)]
     values = by_cell(final, metric)
     found = answers(asked, values, margin, by_cell(final, GREEDY))
-    drawn = figures(final) | {
-        name: (f"{title_of(name)}: mean, 95 % interval and every seed.", dots(values, cells, plan.measure))
-        for name, cells in plan.cells(mode).items()
-        if name not in FIGURES_OF and any(cell in values for cell in cells)
-    }
+    drawn = all_figures(plan, mode, records, chosen, tuned, values)
     for stem, (_, figure) in drawn.items():
         (out / f"{stem}.svg").write_bytes(svg(figure))
     captions = {stem: caption for stem, (caption, _) in drawn.items()}
@@ -82,6 +65,7 @@ def write_report(
         *opening(plan, mode, records, planned, command),
         *claim_sections(found, margin, plan.measure),
         *cell_sections(plan, mode, final, captions),
+        *why_sections(plan, final, chosen, captions),
         *tuning_sections(plan, chosen, tuned),
         origins(final),
     ]
@@ -106,6 +90,25 @@ def write_report(
         len(records),
         planned,
     )
+
+
+def all_figures(
+    plan: Plan,
+    mode: str,
+    records: Sequence[Record],
+    chosen: Mapping[str, Settings],
+    tuned: Tuned | None,
+    values: Values,
+) -> dict[str, tuple[str, Figure]]:
+    """File stem -> (caption, figure): the paper's, those of why, and a plain one of each other experiment.
+    ``values``: of the final runs, by cell and seed."""
+    final = [record for record in records if not record.cell.startswith("tune-")]
+    plain = {
+        name: (f"{title_of(name)}: mean, 95 % interval and every seed.", dots(values, cells, plan.measure))
+        for name, cells in plan.cells(mode).items()
+        if name not in (*FIGURES_OF, *WHY) and any(cell in values for cell in cells)
+    }
+    return figures(final) | why_figures(plan, records, chosen, tuned) | plain
 
 
 # -- sections --------------------------------------------------------------------------------------
@@ -365,33 +368,5 @@ def origins(final: Sequence[Record]) -> Section:
                 ),
             ]
         )
-    text = ("Each run folder holds `config.yaml`, `metrics.jsonl`, `summary.json` and its own report.",)
+    text = ("Each run folder holds `config.yaml`, `metrics.jsonl` and `summary.json`.",)
     return Section("Where the numbers come from", text, rows)
-
-
-# -- forms -----------------------------------------------------------------------------------------
-
-
-def as_markdown(title: str, sections: Sequence[Section]) -> str:
-    parts = [f"# {title}"]
-    for section in sections:
-        parts += [f"## {section.title}"] if section.title else []
-        parts += section.text
-        parts += [markdown(section.table)] if section.table else []
-        if section.figure:
-            parts.append(f"![{section.figure[1]}]({section.figure[0]}.svg)\n\n*{section.figure[1]}*")
-    return "\n\n".join(parts) + "\n"
-
-
-def as_html(title: str, sections: Sequence[Section], out: Path) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
-    )
-    pictures = {
-        s.figure[0]: base64.b64encode((out / f"{s.figure[0]}.svg").read_bytes()).decode()
-        for s in sections
-        if s.figure
-    }
-    return environment.get_template("report.html.j2").render(
-        title=title, sections=sections, pictures=pictures
-    )

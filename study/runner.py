@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -32,8 +32,6 @@ from study.records import FACTS, finished
 
 RUNS_OF_A_PROCESS = 40
 """About as many, then it is replaced: nothing that a library keeps grows for hours."""
-ONLINE_COST = 2.5
-"""What an online run takes of the time of an offline one, for the estimate of the time left."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +40,11 @@ class Outcome:
     error: str | None
 
 
-def run_all(runs: Sequence[Run], runs_dir: Path, jobs: int) -> None:
-    """Do what is left of ``runs``, ``jobs`` at a time. Raises StoppedError, once the others are done, if any
-    failed."""
+def run_all(runs: Sequence[Run], runs_dir: Path, jobs: int, cost_of: Callable[[Run], float]) -> None:
+    """Do what is left of ``runs``, ``jobs`` at a time. ``cost_of``: seconds of a core that a run takes,
+    about, for the time left. Raises StoppedError, once the others are done, if any failed."""
     todo = [run for run in runs if not finished(runs_dir / run.name)]
-    cost = {run.name: ONLINE_COST if run.settings.get("online") else 1.0 for run in runs}
+    cost = {run.name: cost_of(run) for run in runs}
     if not todo:
         return
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the processes when they import torch
@@ -54,7 +52,7 @@ def run_all(runs: Sequence[Run], runs_dir: Path, jobs: int) -> None:
     bar = progress(
         round(sum(cost.values())),
         "study",
-        unit="offline run",
+        unit="CPU second",
         done=round(sum(cost.values()) - sum(cost[r.name] for r in todo)),
     )
     with bar:

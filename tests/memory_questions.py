@@ -45,6 +45,7 @@ SHAPES: dict[str, PretrainedConfig] = {
 WAYS = {
     "full": [],
     "checkpointed": ["model.activation_checkpointing=true"],
+    "selective": ["model.activation_checkpointing=selective"],
     "LoRA": ["model.use_peft=true", "model.peft.lora_r=8"],
     "checkpointed LoRA": [
         "model.use_peft=true",

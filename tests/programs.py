@@ -13,7 +13,6 @@ import json
 import multiprocessing.spawn
 import os
 import resource
-import select
 import shutil
 import signal
 import socket
@@ -22,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class Program:
         return "".join(path.read_text(errors="replace") for path in dict.fromkeys((self.stdout, self.stderr)))
 
     def _ended(self, seconds: float) -> int | None:
-        if self._code is None and select.select([self._asked], [], [], seconds)[0]:
+        if self._code is None and wait([self._asked], seconds):
             self._code = int(self._answers.readline() or -signal.SIGKILL)
         return self._code
 

@@ -18,7 +18,6 @@ import json
 import multiprocessing.spawn
 import os
 import runpy
-import select
 import signal
 import socket
 import subprocess
@@ -27,6 +26,7 @@ import threading
 import traceback
 import types
 import weakref
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from tests import quick_start
@@ -62,7 +62,7 @@ STAND_INS, FIRST = "QUICK_PYTHON_STAND_INS", "QUICK_PYTHON_FIRST"
 is called before anything."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _SAFE = 512
-"""Descriptors from here on are this file's own while a program's are put where they belong."""
+"""Least descriptor that is this file's own while a program's are put where they belong."""
 
 CLIENT = """#!{python} -ISs
 import json, os, signal, socket, sys
@@ -167,7 +167,7 @@ def main(address: str, python: str) -> int:
     gone: set[int] = set()
     while True:
         listening = {pid: connection for pid, connection in running.items() if pid not in gone}
-        ready, _, _ = select.select([listener, woken, 0, *listening.values()], [], [])
+        ready = wait([listener, woken, 0, *listening.values()])
         if 0 in ready:
             for pid in running:
                 _kill(pid)
@@ -269,9 +269,10 @@ def _take_files(theirs: list[int], ours: list[int], connection: socket.socket) -
     """The client's files under its own numbers, and nothing else open."""
     import fcntl
 
-    safe = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _SAFE) for fd in ours]
+    aside = max((_SAFE, *(number + 1 for number in theirs)))
+    safe = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, aside) for fd in ours]
     connection.detach()
-    os.closerange(0, _SAFE)
+    os.closerange(0, aside)
     for number, fd in zip(theirs, safe, strict=True):
         os.dup2(fd, number, inheritable=True)
         os.close(fd)

@@ -22,7 +22,8 @@ TINY = {
 
 def save_armorm(path, **settings):
     torch.manual_seed(0)
-    model = ArmoRM(LlamaConfig(**TINY, num_objectives=5, gating_hidden_dim=16, gating_n_hidden=2, **settings))
+    head = {"num_objectives": 5, "gating_hidden_dim": 16, "gating_n_hidden": 2}
+    model = ArmoRM(LlamaConfig(**(TINY | head | settings)))
     with torch.no_grad():
         model.reward_transform_matrix += 0.3 * torch.randn(5, 5)
         model.gating.logit_scale.fill_(1.7)

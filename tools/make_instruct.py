@@ -2,6 +2,7 @@
 
 python -m tools.make_instruct blank FOLDER              # architecture, tokenizer and chat template of the embedded model, no weights
 python -m tools.make_instruct answers AUTHOR FILE       # an author's stories for the held-out prompts, to compare a model's with (eval.py)
+python -m tools.make_instruct texts GROUPS FILE         # the same groups without tokens, gzipped: assets/instruct/own.jsonl.gz
 python -m tools.make_instruct authors                   # what each author's stories are worth
 
 --language FILE takes another language than assets/instruct/language.yaml.
@@ -10,17 +11,20 @@ python -m tools.make_instruct authors                   # what each author's sto
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 
 from tokenizers import pre_tokenizers
 
-from common.errors import ConfigError, one_of
-from data.groups import write_groups
+from common.errors import UserError, one_of
+from data.groups import read_groups, to_dict, write_groups
 from data.instruct import HALVES, candidates, prompts, text_of
 from data.stories import Language, read_language
-from data.types import Group
+from data.types import Completion, Group
 from tools.blank_model import tokenizer, write_blank
 
 LANGUAGE = "assets/instruct/language.yaml"
@@ -45,6 +49,16 @@ def answers(language: Language, author: str, split: str, path: Path) -> None:
     print(f"{path}: {len(groups)} stories by {author}, mean reward {fmean(g.rewards[0] for g in groups):.2f}")
 
 
+def texts(labelled: Path, path: Path) -> None:
+    """A groups file with its answers as texts alone, a fortieth of it. The same groups give the same bytes.
+    Raises DataError."""
+    groups = read_groups(labelled)
+    bare = [replace(g, completions=tuple(Completion(text=c.text) for c in g.completions)) for g in groups]
+    lines = "".join(json.dumps(to_dict(group)) + "\n" for group in bare)
+    path.write_bytes(gzip.compress(lines.encode(), mtime=0))
+    print(f"{path}: the answers to {len(groups)} prompts")
+
+
 def authors(language: Language) -> None:
     """Print a line an author."""
     asked = prompts(language, "eval")
@@ -66,6 +80,9 @@ def main() -> int:
     step.add_argument("author")
     step.add_argument("path", type=Path)
     step.add_argument("--split", choices=("train", "eval", *HALVES), default="eval")
+    step = steps.add_parser("texts")
+    step.add_argument("groups", type=Path)
+    step.add_argument("path", type=Path)
     steps.add_parser("authors")
     given = parser.parse_args()
     try:
@@ -74,9 +91,11 @@ def main() -> int:
             blank(language, given.folder)
         elif given.step == "answers":
             answers(language, given.author, given.split, given.path)
+        elif given.step == "texts":
+            texts(given.groups, given.path)
         else:
             authors(language)
-    except ConfigError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

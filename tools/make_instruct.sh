@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes assets/instruct/model again, with this project's own trainer: about 20 minutes on one CPU core. The stories are written when they are
-# read (data/stories.py); only the model is a file.
+# Makes assets/instruct/model again, with this project's own trainer: about 20 minutes on one CPU core; and its answers to the prompts that
+# are trained on, own.jsonl.gz. The authors' stories are written when they are read (data/stories.py).
 #
 #   tools/make_instruct.sh                          # the embedded model
 #   tools/make_instruct.sh kitchen.yaml kitchen-model table   # of another language, pre-trained on its author table; run: kitchen-model-run/
@@ -23,3 +23,8 @@ OMP_NUM_THREADS=1 "$PYTHON" train.py loss=sft model=instruct-init model.name_or_
     runs_dir="$RUNS" model.batch_size=64 n_epochs=2 scheduler=cosine min_lr_ratio=0.05 eps=1e-8 overwrite=true wandb.enabled=false ${OWN[@]+"${OWN[@]}"}
 mkdir -p "$MODEL"
 cp "$RUNS"/base/model/* "$MODEL"/
+if [ $# -eq 0 ]; then
+    "$PYTHON" sample.py model=instruct data=instruct rounds.samples=4 sampler.batch_size=1024 seed=1 out="$RUNS/own-samples.jsonl" overwrite_out=true
+    "$PYTHON" label.py in="$RUNS/own-samples.jsonl" reward=instruct rounds.feedback=group out="$RUNS/own-groups.jsonl" overwrite_out=true
+    "$PYTHON" -m tools.make_instruct texts "$RUNS/own-groups.jsonl" assets/instruct/own.jsonl.gz
+fi

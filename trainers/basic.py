@@ -22,7 +22,7 @@ from data.batches import Segment, Size, deal, dealing, microbatch, size_of, toke
 from data.types import Example, Microbatch
 from data.views import View
 from models.attention import packs_rows
-from models.distributed import World, clip_grad_norm
+from models.distributed import World, clip_grad_norm, reduced_once
 from models.policy import Policy, causal_lm
 from models.reference import Reference, Scored
 from models.routing import RouterBalance
@@ -226,13 +226,14 @@ class BasicTrainer(ABC, Generic[Prepared]):
         prepared = self.prepare([(at.step, micro) for micro in micros], self.scorer)
         if self.balance is not None:
             self.balance.begin([micro.sequences for micro in micros])
-        for micro, item in zip(micros, prepared, strict=True):
+        turns_of_mine = list(zip(micros, prepared, strict=True))
+        for micro, item in reduced_once(self.policy, self.world, turns_of_mine):
             with nullcontext() if self.balance is None else self.balance.watched():
                 scores = self.scorer.score(at.step, micro.sequences)
             scores = self.correction.tokens(scores, micro)
             result = self.correction.examples(self.compute_loss(micro, scores, item), scores, micro)
             # Ranks' gradients are averaged and the loss is the global batch's mean, hence the factor. They
-            # are reduced at every microbatch: holding that back would keep whole float32 gradients.
+            # are sharded at every microbatch: holding that back would keep whole float32 gradients.
             total = result.total * (self.world.size / denominator)
             if self.balance is not None:
                 total = total + self.routers_share(self.balance.part(micro.sequences), len(micros), meters)
@@ -360,7 +361,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
 
     # -- what a run remembers of its trainer -----------------------------------------------------------
 
-    def use_initial_scores(self, initial_logprobs: Mapping[str, float], scores: dict[str, Tensor]) -> None:
+    def use_initial_scores(self, initial_logprobs: Mapping[str, float], scores: Mapping[str, Tensor]) -> None:
         """Take in what the initial weights think of the training rows: ``initial_logprobs`` for ``drift``
         (row key -> nats), and ``scores`` (key -> [C] nats) for a reference that stays at the initial weights,
         read where ``fixed_reference`` says so."""

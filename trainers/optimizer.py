@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from common.errors import require
 from config.schema import Config
+from models.policy import Policy, decoder_blocks
+from trainers.muon import MuonWithAdamW, matrices
 
 
-def make_optimizer(policy: nn.Module, config: Config) -> torch.optim.AdamW:
-    """Fused AdamW over the trainable weights, which must be float32: updates of 5e-6 round away in
-    bfloat16."""
+def make_optimizer(policy: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """The optimizer over the trainable weights, which must be float32: updates of 5e-6 round away in
+    bfloat16. Raises ConfigError for a model that has nothing for it."""
     params = [p for p in policy.parameters() if p.requires_grad]
     narrow = {p.dtype for p in params} - {torch.float32}
     assert not narrow, f"master weights must be float32, found {narrow}"
+    if config.optimizer == "Muon":
+        return make_muon(policy, params, config)
+    return make_adamw(params, config)
+
+
+def make_adamw(params: list[nn.Parameter], config: Config) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         params,
         lr=config.lr,
@@ -23,6 +33,27 @@ def make_optimizer(policy: nn.Module, config: Config) -> torch.optim.AdamW:
         eps=config.eps,
         weight_decay=config.weight_decay,
         fused=True,
+    )
+
+
+def make_muon(policy: nn.Module, params: list[nn.Parameter], config: Config) -> MuonWithAdamW:
+    muon, found = config.muon, matrices(decoder_blocks(cast(Policy, policy)))
+    require(
+        bool(found),
+        "optimizer",
+        "Muon",
+        "is for the matrices of a model's layers, and none of these is a linear map that is trained: use "
+        "optimizer=AdamW",
+    )
+    theirs = {id(p) for p in found}
+    rest = [p for p in params if id(p) not in theirs]
+    return MuonWithAdamW(
+        found,
+        make_adamw(rest, config) if rest else None,
+        lr_ratio=1.0 if muon.lr is None else muon.lr / config.lr,
+        weight_decay=config.weight_decay,
+        momentum=muon.momentum,
+        adjust_lr=muon.adjust_lr,
     )
 
 
@@ -41,15 +72,15 @@ def lr_factor(progress: float, config: Config) -> float:
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape
 
 
-def update(optimizer: torch.optim.AdamW, lr: float, skip: Tensor) -> None:
-    """One optimizer step at ``lr``, or none at all where ``skip`` ([] float32 on the device) is 1: decided
-    there, without the host.
+def update(optimizer: torch.optim.Optimizer, lr: float, skip: Tensor) -> None:
+    """One optimizer step at ``lr`` (a group's "lr_ratio" times that), or none at all where ``skip`` ([]
+    float32 on the device) is 1: decided there, without the host.
 
     AdamW's fused kernel takes the flag as mixed-precision training's "found inf"; weights, moments and step
     count stay as they are.
     """
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_ratio", 1.0)
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.found_inf = skip  # type: ignore[attr-defined]
     optimizer.step()

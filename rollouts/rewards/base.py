@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from common.errors import StoppedError
 from data.types import Completion, Prompt
+
+if TYPE_CHECKING:
+    from models.ranks import Ranks  # a verifier needs no torch
 
 EXAMPLES = 3
 """Completions without a verdict that an error shows."""
@@ -65,6 +68,11 @@ class Reward(Protocol):
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Raise ConfigError where tokens of ``tokenizer`` are not those that it rewards."""
 
+    def share_over(self, ranks: Ranks) -> None:
+        """From here on let every rank score a share with its models, and release them, when rank 0 scores.
+        Every rank calls it once; those above 0 have a reward of the models alone
+        (``RewardConfig.models_alone``)."""
+
     def release(self) -> None:
         """Free the accelerator's memory until the next ``score``."""
 
@@ -73,7 +81,10 @@ class Reward(Protocol):
 
 
 class Scorer(Protocol):
-    """One kind of reward. It says why there is no verdict and leaves the policy about that to ``Checked``."""
+    """One kind of reward. It says why there is no verdict and leaves the policy about that to ``Checked``.
+
+    One whose settings say ``loads_model`` also has ``share_over``, as of ``Reward``.
+    """
 
     metrics: dict[str, float]
     log_dir: Path | None
@@ -119,6 +130,10 @@ class Checked:
         verdicts = [v if isinstance(v, Missing) else finite(fmean(v)) for v in found]
         self._account(verdicts, prompts, [c.text or "" for _, c in samples], start)
         return [None if isinstance(v, Missing) else tokens for v, tokens in zip(verdicts, found, strict=True)]
+
+    def share_over(self, ranks: Ranks) -> None:
+        if hasattr(self.scorer, "share_over"):
+            self.scorer.share_over(ranks)
 
     def _account(
         self,

@@ -7,7 +7,7 @@ attention, or masked.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -33,6 +33,7 @@ from data.chat import Renderer, load_template
 from data.types import Completion, Prompt
 from data.types import Sequence as Row
 from models.pretrained import not_found, reachable
+from models.ranks import Ranks, alone
 from rollouts.rewards.base import Missing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -113,7 +114,11 @@ class Conversations:
 
 
 class ModelReward:
-    """A reward model, loaded at the first ``score`` and moved off its device by ``release``."""
+    """A reward model, loaded at the first ``score`` and moved off its device by ``release``.
+
+    Batches are those of a single process however many ranks share them, so that scores are the same to the
+    bit.
+    """
 
     def __init__(
         self, config: RewardModelConfig, place: Place, head: RewardHead, device: torch.device | str
@@ -126,23 +131,36 @@ class ModelReward:
         self.metrics: dict[str, float] = {}
         self.log_dir: Path | None = None
         self._model: PreTrainedModel | None = None
+        self._of_batches = alone(self._of_batch)
+        self._free: Callable[[None], None] = self._off_device
 
-    @torch.no_grad()
+    def share_over(self, ranks: Ranks) -> None:
+        """As of ``Reward``."""
+        self._of_batches, self._free = ranks.dealt(self._of_batch), ranks.together(self._off_device)
+
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
-        model = self._loaded()
         verdicts: list[float | Missing] = []
         real: list[tuple[int, Row]] = []
         for i, row in enumerate(self.place.conversations.rows(prompts, completions)):
             verdicts.append(row if isinstance(row, Missing) else Missing("not scored"))
             if isinstance(row, Row):
                 real.append((i, row))
-        for batch in by_length(real, self.config.batch_tokens):
-            values = self.head.rewards(model, [row for _, row in batch], self.device).float().cpu().tolist()
+        batches = list(by_length(real, self.config.batch_tokens))
+        found = self._of_batches([[row for _, row in batch] for batch in batches])
+        for batch, values in zip(batches, found, strict=True):
             for (i, _), value in zip(batch, values, strict=True):
                 verdicts[i] = value
         return verdicts
 
+    @torch.no_grad()
+    def _of_batch(self, rows: list[Row]) -> list[float]:
+        values: list[float] = self.head.rewards(self._loaded(), rows, self.device).float().cpu().tolist()
+        return values
+
     def release(self) -> None:
+        self._free(None)
+
+    def _off_device(self, _: None) -> None:
         if self._model is not None:
             self._model.to("cpu")  # type: ignore[arg-type]  # a wrapper of transformers loses the signature
             if self.device.type == "cuda":

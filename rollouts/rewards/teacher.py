@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from data.types import Completion, Prompt
 from data.types import Sequence as Row
 from models.policy import Policy, causal_lm
 from models.pretrained import check_model, load_policy, load_tokenizer
+from models.ranks import Ranks, alone
 from models.reference import score
 from rollouts.rewards.base import Missing
 from rollouts.rewards.endpoint import Endpoint, FailedError
@@ -136,20 +138,36 @@ class LocalTeacher(Teacher):
         text = check_model(self.config).get_text_config()
         self.positions = getattr(text, "max_position_embeddings", None) or math.inf
         self._policy: Policy | None = None
+        self._of_batches = alone(self._of_batch)
+        self._free: Callable[[None], None] = self._off_device
 
-    @torch.no_grad()
+    def share_over(self, ranks: Ranks) -> None:
+        """As of ``Reward``: the batches are those of a single process."""
+        self._of_batches, self._free = ranks.dealt(self._of_batch), ranks.together(self._off_device)
+
     def logprobs(self, samples: Sequence[Sample]) -> list[Sequence[float] | Missing]:
         found: list[Sequence[float] | Missing] = [()] * len(samples)
         longest_first = sorted(range(len(samples)), key=lambda i: -len(samples[i][1].token_ids or ()))
-        for first in range(0, len(samples), self.settings.batch_size):
-            part = longest_first[first : first + self.settings.batch_size]
-            rows = [Row(samples[i][0], np.array(samples[i][1].token_ids, np.int32)) for i in part]
-            values = score(self._loaded(), collate(rows, self.device)).float().cpu().numpy()
-            for i, row, of_row in zip(part, rows, values, strict=True):
-                found[i] = of_row[: len(row.completion_ids)]
+        size = self.settings.batch_size
+        parts = [longest_first[first : first + size] for first in range(0, len(samples), size)]
+        batches = [
+            [Row(samples[i][0], np.array(samples[i][1].token_ids, np.int32)) for i in part] for part in parts
+        ]
+        for part, values in zip(parts, self._of_batches(batches), strict=True):
+            for i, of_row in zip(part, values, strict=True):
+                found[i] = of_row
         return found
 
+    @torch.no_grad()
+    def _of_batch(self, rows: list[Row]) -> list[Any]:
+        """[T] float32 log-probabilities of each row's completion tokens."""
+        values = score(self._loaded(), collate(rows, self.device)).float().cpu().numpy()
+        return [of_row[: len(row.completion_ids)] for row, of_row in zip(rows, values, strict=True)]
+
     def release(self) -> None:
+        self._free(None)
+
+    def _off_device(self, _: None) -> None:
         if self._policy is not None:
             self._policy.to("cpu")
             if self.device.type == "cuda":

@@ -17,6 +17,8 @@ from rollouts.rewards.base import Missing, Scorer, finite
 if TYPE_CHECKING:
     import torch
 
+    from models.ranks import Ranks
+
 
 class WeightedReward:
     """A completion that one of the parts has no verdict of has none."""
@@ -62,6 +64,12 @@ class WeightedReward:
         if isinstance(verdict, Missing):
             return Missing(f"{name}: {verdict.reason}")
         return total + self.weights[name] * verdict
+
+    def share_over(self, ranks: Ranks) -> None:
+        """The parts that are models."""
+        for scorer in self.parts.values():
+            if hasattr(scorer, "share_over"):
+                scorer.share_over(ranks)
 
     def release(self) -> None:
         for scorer in self.parts.values():

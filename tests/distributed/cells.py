@@ -3,10 +3,8 @@ out."""
 
 from __future__ import annotations
 
-import os
 import pickle
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +16,13 @@ from config.schema_model import ModelConfig
 from data.batches import Segment, collate
 from data.types import Example, Sequence
 from jobs.evaluation import Evaluator
-from models.distributed import World, local, start
+from models.distributed import World, local
 from models.loading import load_sharded
 from models.policy import Policy
 from models.pretrained import load_policy
 from models.reference import score, weights_fingerprint
+from tests.distributed.joining import join
 from tests.engine import engine_config, make_trainer, run, weights
-from tests.programs import HANG
 from tests.tiny import KINDS, VOCABULARY, random_groups, tiny_llama, tiny_policy
 from tests.unit.models.test_families import tiny
 
@@ -105,7 +103,11 @@ def run_cells(settings: list[Config], out: Path, world: World | None = None) -> 
         groups = uneven_groups(KINDS[loss])
         segment = Segment(groups, config.model.batch_size, sum(map(len, groups)), seed=0)
         name, trainer = f"{cell}-{k}", make_trainer(config, policy_of(cell), world)
-        evaluator = Evaluator(trainer, segment, None, torch.float32) if k == 1 else None
+        evaluator = None
+        if k == 1:
+            few = Segment(groups[:5], config.model.batch_size, sum(map(len, groups[:5])), seed=0)
+            named = {"few": Evaluator(trainer, few, None, torch.float32)}
+            evaluator = Evaluator(trainer, segment, None, torch.float32, named=named)
         if evaluator is not None:
             evaluator.prepare({"cell": cell})
         _, lines = run(config, segment, trainer)
@@ -152,13 +154,7 @@ def check_loading(folder: Path, world: World) -> None:
 
 def worker(rank: int, ranks: int, replicas: int, store: str, folder: str) -> None:
     """One of ``ranks`` spawned processes; ``folder`` has their ``configs``, pickled."""
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
-    timeout = timedelta(seconds=HANG)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timeout
-    )
-    world = start(replicas)
+    world = join(rank, ranks, store, replicas)
     settings = pickle.loads((Path(folder) / "configs").read_bytes())
     run_cells(settings, Path(folder) / "out.npz", world)
     check_loading(Path(folder), world)

@@ -3,12 +3,14 @@ undisturbed one.
 
     python -m tests.distributed.torture --kills 50      # make torture
 
-Every step appears exactly once in metrics.jsonl, and the final weights are equal to the bit.
+It writes its checkpoints now while training waits, now behind it (``async_save``). Every step appears exactly
+once in metrics.jsonl, and the final weights are equal to the bit.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -141,8 +143,9 @@ def torture(
     assert whole.wait(HANG) == 0, (folder / "whole.log").read_text()[-3000:]
     run, done = folder / "hurt", Counter[str]()
     arguments = command(folder, "hurt", steps, ranks)
+    behind = itertools.cycle(("true", "false"))
     while not (run / "summary.json").exists():
-        process = start(arguments, folder / "hurt.log")
+        process = start([*arguments, f"async_save={next(behind)}"], folder / "hurt.log")
         if sum(done.values()) < kills:
             # Some are hurt while they start, most after a few steps of their own.
             target = lines(run) + rng.randrange(0, max(2, steps // kills))

@@ -39,7 +39,10 @@ def run_online(folder: Path, name: str, *overrides: str) -> Path:
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    text = (run / "metrics.jsonl").read_text()
+    return [
+        json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()
+    ]  # not what is being written
 
 
 def rounds(run: Path) -> list[RoundFolder]:

@@ -29,6 +29,7 @@ NOT_RUN = {
     "hydra-submitit-launcher==1.2.0": "would change the environment of the tests, from the package index",
     "pip install -r requirements/trackers.txt": "is installed in the environment of the tests",
     "hf auth login": "would ask the hub for a token",
+    "python export.py runs/NAME --push-to-hub org/name": "would upload; tests/integration/test_hub.py does",
 }
 EVERY = "n_eval_examples=2 n_eval_prompts=1 wandb.enabled=false"
 OFFLINE, ONLINE = f"n_examples=8 {EVERY}", f"rounds.contexts=2 rounds.contexts_per_round=2 {EVERY}"
@@ -117,6 +118,7 @@ RULES = [
     Rule(r"python -m launch\.sweep "),
     Rule(r"python -m launch\.results "),
     Rule(r"python -m launch\.doctor "),
+    Rule(r"python -m reports\.report "),
     # The study, benchmarks
     Rule(r"python -m study full --task adder --records docs/study/adder/runs\.jsonl$", "--name published"),
     Rule(r"python -m study ", STUDY, {r" --task instruct": ""}),
@@ -159,7 +161,8 @@ MADE = {
     ),
     r"launch\.sweep sweeps/off_policy": ("foreign.jsonl", ["cp assets/adder/pairs.jsonl foreign.jsonl"]),
     r"data\.path=groups\.jsonl": ("groups.jsonl", ["cp assets/adder/pairs.jsonl groups.jsonl"]),
-    r"loss=hinge|trainer=sequence|reward=length|sampler=fixed|second_try|data=questions|trackers=\[csv\]": (
+    r"loss=hinge|trainer=sequence|reward=length|sampler=fixed|second_try|data=questions"
+    r"|trackers=\[csv\]|LengthLimit": (
         "config/loss/hinge.yaml",
         ["python -m tests.docs extend.md"],
     ),
@@ -273,6 +276,15 @@ def test_what_is_added_as_the_docs_say_does_its_work(workspace: Workspace) -> No
     assert float(lines[1].split(",")[1]) == json.loads(metrics[0])["loss"]
     refused = workspace.do("! python train.py loss=dpo trackers=[csv] +trackers.csv.fil=x 2>&1")
     assert "trackers.csv.fil=x" in refused and "it takes file" in refused
+
+
+def test_a_callback_of_the_docs_ends_its_run(workspace: Workspace) -> None:
+    workspace.make("LengthLimit")
+    callback = "callbacks.length._target_=reports.length_limit.LengthLimit callbacks.length.tokens=5"
+    said = workspace.do(f"python train.py loss=dpo {callback} exp_name=limited {OFFLINE}")
+    assert "stopped before step 0: callbacks.length asked for it: answers have" in said
+    lengths = (workspace.folder / "runs" / "limited" / "lengths.txt").read_text().splitlines()
+    assert [line.split()[0] for line in lengths] == ["0", "0"], "before the first step, and at the end"
 
 
 def test_what_is_not_run_is_still_in_the_docs_and_every_rule_is_used() -> None:

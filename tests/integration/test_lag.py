@@ -15,7 +15,7 @@ import torch
 import jobs.online
 from models.export import full_state
 from models.pretrained import load_policy
-from rollouts.engines import attempt, outcome
+from models.ranks import Ranks
 from rollouts.ledger import RoundFolder
 from rollouts.round_builder import RoundBuilder
 from rollouts.samplers import EmbeddedSampler
@@ -40,8 +40,8 @@ class Second:
 
     threads: set[str] = set()  # noqa: RUF012
 
-    def __init__(self, policy, renderer):
-        self.policy = policy
+    def __init__(self, policy, renderer, world):
+        self.policy, self.ranks = policy, Ranks(world)
         self.other = load_policy(make_config().model, torch.device("cpu"))
         self.sampler = EmbeddedSampler(
             self.other, renderer, torch.device("cpu"), batch_size=256, synced=False
@@ -56,9 +56,6 @@ class Second:
     def reload_weights(self, folder, version):
         self.other.model.load_state_dict(torch.load(folder / "weights.pt"))
 
-    def run_on_main(self, work):
-        return outcome(attempt(work))
-
     def sample(self, prompts, n, settings, seed):
         self.threads.add(threading.current_thread().name)
         return self.sampler.sample(prompts, n, settings, seed)
@@ -71,7 +68,9 @@ class Second:
 @pytest.fixture(autouse=True)
 def second(monkeypatch):
     def second(config, renderer, world, log_dir):
-        return SimpleNamespace(engine=lambda policy, prompts: Second(policy, renderer), close=lambda: None)
+        return SimpleNamespace(
+            engine=lambda policy, prompts: Second(policy, renderer, world), close=lambda: None
+        )
 
     monkeypatch.setattr(jobs.online, "make_sampling", second)
     monkeypatch.setattr(Second, "threads", set())

@@ -56,9 +56,11 @@ def test_the_example_notebook_runs_from_top_to_bottom(kernel):
 
 
 def test_the_lines_of_the_page_run(kernel):
-    (block,) = [b for b in blocks(ROOT / "docs" / "notebook.md") if b.language == "python"]
-    names = kernel("\n".join(block.lines))
+    first, second = [b for b in blocks(ROOT / "docs" / "notebook.md") if b.language == "python"]
+    names = kernel("\n".join(first.lines))
     assert len(names["metrics"]) == 4 and names["summary"]["after"]
+    names = kernel("\n".join(second.lines))
+    assert names["observed"]["stopped_early"] and names["observed"]["steps"] < 4
 
 
 def test_what_cannot_be_composed_is_one_error_and_the_program_goes_on(tmp_path):

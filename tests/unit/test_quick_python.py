@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+
 from tests import programs
 
 NAMED = """
@@ -26,3 +30,27 @@ def test_programs_make_up_names_of_their_own():
 
 def test_nothing_runs_beside_a_program():
     assert programs.run("-c", LEFT).stdout.split() == ["1", "True"]
+
+
+def test_it_does_not_matter_how_many_files_are_open():
+    """More than ``select`` can look at, which the many tests of one process leave behind between them."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        assert programs.run("-c", "print('said')", timeout=60).stdout == "said\n"
+
+
+def test_files_that_are_handed_over_keep_their_numbers(tmp_path):
+    """Those that a program gets are put aside first, and not where one of them belongs."""
+    numbers = [516, 517, 518, 1100]
+    for number in numbers:
+        file = os.open(tmp_path / str(number), os.O_CREAT | os.O_WRONLY)
+        os.dup2(file, number)
+        os.close(file)
+    code = f"import os\nfor n in {numbers}: os.write(n, str(n).encode())"
+    try:
+        subprocess.run([programs.quick_python().python, "-c", code], pass_fds=numbers, check=True, timeout=60)
+    finally:
+        for number in numbers:
+            os.close(number)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {str(n): str(n) for n in numbers}

@@ -56,6 +56,19 @@ def test_every_example_once_an_epoch_and_only_the_last_batch_short(
     ]
 
 
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(1, 7), st.integers(1, 50))
+def test_batches_are_slices_of_the_shuffled_groups(sizes, batch_size, units):
+    """Groups of any sizes, their examples side by side, epoch after epoch."""
+    groups = [tuple(Example(f"{g}", (row(1, 1),)) for _ in range(n)) for g, n in enumerate(sizes)]
+    plan = Segment(groups, batch_size, units, seed=3, index=2)
+    orders = (np.random.default_rng([3, 2, epoch]).permutation(len(groups)) for epoch in range(units))
+    stream = [example for order in orders for g in order for example in groups[g]][:units]
+    assert [plan.batch(i) for i in range(plan.steps)] == [
+        stream[i : i + batch_size] for i in range(0, units, batch_size)
+    ]
+
+
 def test_each_segment_has_an_order_of_its_own():
     """Rounds of as many groups would be trained on in one order otherwise."""
     one = segment(40, 2, 8, 80)

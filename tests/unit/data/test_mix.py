@@ -106,7 +106,7 @@ def test_a_data_file_is_what_the_command_line_would_compose():
 @given(st.integers(1, 50), st.floats(0, 1), st.floats(0, 1))
 def test_shares_of_each_label_are_kept(n, desirable, undesirable):
     groups = [pair(i) for i in range(n)]
-    left = keep_shares(groups, desirable, undesirable)
+    left = list(keep_shares(groups, desirable, undesirable))
     labels = [want.label for group in left for want in labelled(group)]
     assert (labels.count(1.0), labels.count(-1.0)) == (round(desirable * n), round(undesirable * n))
     words = {
@@ -122,7 +122,7 @@ def test_shares_of_each_label_are_kept(n, desirable, undesirable):
 
 def test_the_two_labels_are_drawn_apart():
     """Half of each: about a quarter of the prompts keep both, a quarter none."""
-    left = keep_shares([pair(i) for i in range(400)], 0.5, 0.5)
+    left = list(keep_shares([pair(i) for i in range(400)], 0.5, 0.5))
     both = sum(len(group.rewards) == 2 for group in left)
     assert 60 < both < 140 and len(left) == 400 - both
 

@@ -4,6 +4,7 @@ clipped."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -11,7 +12,10 @@ import torch
 
 from common.errors import ConfigError
 from data.selection import select
+from jobs import initial_scores
 from jobs.likelihood import clippable_share, completion_means, group_means, kept_before, score_groups
+from jobs.row_scores import OfRows, Sums
+from models.reference import Reference
 from tests.engine import engine_config, make_trainer
 from tests.tiny import random_groups, tiny_policy
 
@@ -43,6 +47,40 @@ def test_a_groups_place_is_the_mean_over_all_its_completion_tokens(tmp_path, los
     np.testing.assert_allclose(
         kinds["rejected"], [np.mean(expected[2 * g + 1]) for g in range(9)], rtol=0, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("window", [1, 5, 18, 100])
+def test_rows_that_are_scored_alone_come_in_windows(tmp_path, monkeypatch, window):
+    """Each row once, in as many forwards as were counted beforehand."""
+    groups = random_groups(9, seed=3, kind="pairs")
+    config = engine_config(tmp_path, "dpo", "reference_batch_size=4")
+    trainer, batches = make_trainer(config), [list(group) for group in groups]
+    rows = [row for group in groups for example in group for row in example.rows]
+    monkeypatch.setattr(initial_scores, "WINDOW", window)
+    missing, reference = np.array([row.key.encode() for row in rows]), Reference(by_row=True)
+    work, forwards = initial_scores._work(trainer, batches, missing, 4, reference)
+    seen = [[row.key for micro in micros for row in micro.sequences.rows] for _, micros in work]
+    assert len(seen) == forwards and sorted(itertools.chain(*seen)) == sorted(row.key for row in rows)
+    scores = score_groups(trainer, groups, {"weights": "test"})
+    for row in rows:
+        np.testing.assert_allclose(scores[row.key], by_hand(row), rtol=0, atol=1e-5)
+
+
+def test_a_row_has_the_scores_of_the_last_batch_that_has_it():
+    (first,), (second,) = random_groups(2, seed=3, kind="pairs")
+    batches = [[first, second], [first]]
+    scores = {
+        f"{i}/{row.key}": torch.full((3,), -float(i + 1))
+        for i, batch in enumerate(batches)
+        for example in batch
+        for row in example.rows
+    }
+    found = OfRows(scores, batches, Reference())
+    for example, value in ((first, -2.0), (second, -1.0)):
+        for row in example.rows:
+            assert found[row.key].tolist() == [value] * 3 and Sums(found)[row.key] == 3 * value
+    assert len(found) == 4 and set(found) == {row.key for row in (*first.rows, *second.rows)}
+    assert found.get("0" * 32) is None
 
 
 def test_a_run_that_goes_on_keeps_its_groups(tmp_path):

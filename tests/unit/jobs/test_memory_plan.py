@@ -18,7 +18,7 @@ from config.schema import Config
 from data.batches import Segment
 from data.types import Example, Sequence
 from jobs.assembly import trainer_class
-from jobs.memory_neighbours import own_answers, parameters_of, reward_model
+from jobs.memory_neighbours import own_answers, parameters_of, reward_models
 from jobs.memory_plan import Card, describe_memory, heaviest_batch, make_plan
 from jobs.memory_simulation import Answer, Question
 from launch.composing import Composer
@@ -163,9 +163,23 @@ def test_a_sampler_on_the_same_gpus_is_counted() -> None:
 
 def test_a_reward_model_is_counted_by_its_weights() -> None:
     config = make_config("experiment=dpo-online")
-    name, size = reward_model(config) or ("", 0.0)
-    assert name == "RLHFlow/ArmoRM-Llama3-8B-v0.1" and 15 < size < 20
-    assert reward_model(make_config("experiment=math-grpo-online")) is None
+    ((name, size),) = reward_models(config).items()
+    assert name == "reward model RLHFlow/ArmoRM-Llama3-8B-v0.1" and 15 < size < 20
+    assert reward_models(make_config("experiment=math-grpo-online")) == {}
+    parts = "{a:{reward:armorm,weight:1},b:{reward:armorm,weight:1,dtype:float32},adder:{weight:1}}"
+    summed = make_config("experiment=dpo-online", "reward=weighted", f"reward.weighted.parts={parts}")
+    assert reward_models(summed) == {"reward model of a": size, "reward model of b": pytest.approx(2 * size)}
+
+
+def test_one_rank_scores_beside_its_training_where_it_samples_ahead() -> None:
+    words = ("experiment=dpo-online", "rounds.lag=1", "sampler.devices=[1]")
+    config = make_config(*words)
+    lines, _ = planned(room=60.0, config=config, ranks=1)
+    (beside,) = [line for line in lines if "scoring beside the training step" in line]
+    assert "activations 10.00" in beside and "reward model RLHFlow" in beside
+    for of_config, ranks in ((config, 2), (make_config(*words, "rounds.lag=0"), 1)):
+        lines, _ = planned(room=60.0, config=of_config, ranks=ranks)
+        assert any("scoring: " in line for line in lines) and not any("beside the" in x for x in lines)
 
 
 def test_own_answers_grow_with_their_rows() -> None:
@@ -182,7 +196,7 @@ def test_the_dry_run_says_why_there_is_no_plan(quick_python: None) -> None:
     config = make_config("loss=grpo", "loss.shape=m2po", "model.batch_size=4")
     row = Sequence(np.arange(5, dtype=np.int32), np.arange(5, dtype=np.int32))
     segment = Segment(tuple((Example(f"p{i}", (row,)),) for i in range(4)), 4, 4, seed=0)
-    said = describe_memory(config, segment, None, PairedPreferenceTrainer, 1)
+    said = describe_memory(config, segment, [], PairedPreferenceTrainer, 1)
     assert said.startswith("The memory could not be planned: ") and "\n" not in said
     assert "DataDependentOutput" in said
 

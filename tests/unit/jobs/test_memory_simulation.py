@@ -36,6 +36,7 @@ def test_a_step_takes_what_was_planned(worker: WorkerProcess) -> None:
     asked = [question(shape, *WAYS[way]) for shape, way in CASES]
     asked += [question("deep", loss="kto"), question("deep", "model.dtype=bfloat16", "model.packing=false")]
     asked += [question("deep", "sync_mode=ema", "sync_alpha=0.5", "humanline=false")]
+    asked += [question(shape, "optimizer=Muon") for shape in ("deep", "wide")]
     off = {
         str(i): planned / taken - 1
         for i, (planned, taken) in enumerate(
@@ -61,6 +62,16 @@ def test_ranks_share_what_is_sharded(worker: WorkerProcess) -> None:
     for part in ("weights", "optimizer"):
         assert few[part] == pytest.approx(8 * many[part], rel=0.05)
     assert few["gathered blocks"] == pytest.approx(many["gathered blocks"], rel=0.05)
+
+
+def test_muon_keeps_one_moment_of_the_matrices(worker: WorkerProcess) -> None:
+    """And AdamW's two of the rest, here the embedding and the norms."""
+    found = [
+        answered(worker, question("deep", f"optimizer={name}", ranks=4)).resident["optimizer"]
+        for name in ("AdamW", "Muon")
+    ]
+    matrices = 4 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160)
+    assert found[0] - found[1] == pytest.approx(4 * matrices / 4, rel=0.01)
 
 
 def test_a_gpu_has_its_own_ways(worker: WorkerProcess) -> None:

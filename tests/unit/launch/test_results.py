@@ -154,9 +154,11 @@ def test_unfinished_and_unstarted_runs_are_shown(tmp_path: Path, capsys: pytest.
     assert (rows[0]["wandb group"], rows[0]["wandb tags"]) == ("dpo-offline", "s s-dpo dpo offline")
     page = (tmp_path / "o" / "index.html").read_text()
     assert "lr=-1: must be &lt;above&gt; 0" in page
-    assert page.count("<svg") == 3 and "http" not in page.split("<svg")[0], (
-        "one overview, a curve a cell, nothing from elsewhere"
+    assert page.count("<svg") == 2 and "http" not in page.split("<svg")[0], (
+        "one overview, a curve of the cell that has begun, nothing from elsewhere"
     )
+    assert page.count("No run of it has a number yet.") == 1 and "All cells" not in page
+    assert "<title>s: results</title>" in page
 
 
 def test_the_table_is_the_raw_numbers(tmp_path: Path) -> None:
@@ -169,6 +171,8 @@ def test_the_table_is_the_raw_numbers(tmp_path: Path) -> None:
         raw = np.array(values[row["cell"].split("-")[1]])
         assert float(row[f"{METRIC} mean"]) == pytest.approx(raw.mean())
         assert float(row[f"{METRIC} se"]) == pytest.approx(raw.std(ddof=1) / math.sqrt(3))
+    page = (tmp_path / "o" / "index.html").read_text()
+    assert page.count("<svg") == 4 and page.count("All cells") == 1, "the cells, all curves, and each cell's"
     text = (tmp_path / "o" / "table.md").read_text()
     assert f"{stats.ttest_rel(values['kto'], values['dpo']).pvalue:.4f}" in text
 

@@ -84,6 +84,53 @@ def test_a_checkpoint_that_finds_no_room_leaves_those_before_it_and_nothing_else
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
 
 
+# -- behind the training -----------------------------------------------------------------------------
+
+
+def test_what_is_written_behind_is_what_was_there_when_it_was_saved(tmp_path):
+    config = engine_config(tmp_path / "cache", "kto", "model.batch_size=8")
+    first = run(config, make_segment(config, 8), make_trainer(config))[0]
+    twin = run(config, make_segment(config, 8), make_trainer(config))[0]
+    assert same(first, twin)
+    kept = Checkpoints(tmp_path / "kept", start(), 3, behind=True)
+    mine = {"x": torch.arange(3.0)}
+    kept.save(1, first.policy, first.optimizer, STATE, mine)
+    with torch.no_grad():  # training goes on, in place
+        for parameter in first.policy.parameters():
+            parameter.mul_(2)
+        for state in first.optimizer.state.values():
+            state["exp_avg"].add_(1)
+    mine["x"].zero_()
+    kept.finish()
+    kept.finish()
+    other = fresh(twin)
+    state, own = Checkpoints(tmp_path / "kept", start(), 3).load(kept.path(1), other.policy, other.optimizer)
+    assert same(twin, other) and state["place"] == 3 and torch.equal(own["x"], torch.arange(3.0))
+    kept.save(2, first.policy, first.optimizer, STATE, {})
+    kept.save(3, first.policy, first.optimizer, STATE, {})
+    assert [path.name for path in kept.all()][:2] == ["step_00000001", "step_00000002"], "one at a time"
+    kept.finish()
+    kept.load(kept.path(3), other.policy, other.optimizer)
+    assert same(first, other), "the copy of an earlier save is not what a later one writes"
+
+
+@pytest.mark.parametrize("room", [100, 200_000], ids=lambda n: f"{n} bytes")
+def test_written_behind_a_checkpoint_that_finds_no_room_is_told_of_later(trainer, tmp_path, room):
+    kept = Checkpoints(tmp_path, start(), 1, behind=True)
+
+    def save(step: int) -> None:
+        kept.save(step, trainer.policy, trainer.optimizer, STATE, {})
+        kept.finish()
+
+    save(1)
+    with full_disk(room), pytest.raises(CheckpointError, match=r"step_00000002 could not be written"):
+        save(2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    assert kept.problem(kept.path(1)) == ""
+    save(3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
+
+
 def test_a_folder_that_cannot_be_made_is_said(trainer, tmp_path):
     (tmp_path / "file").write_text("")
     kept = Checkpoints(tmp_path / "file", start(), 1)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
@@ -143,6 +145,28 @@ def test_compiled_layers_agree_with_plain_ones(run, monkeypatch):
     assert list(plain.state_dict()) == list(compiled.state_dict())
     for n in (3, 5):  # another shape needs no other answer
         torch.testing.assert_close(compiled(batch(n)), plain(batch(n)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", [True, "selective"])
+@pytest.mark.parametrize("pack", [False, True])
+def test_what_is_recomputed_is_what_was_computed(run, how, pack):
+    """Scores and gradients to the bit; of the products a part is done again."""
+
+    def stepped(**settings_: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
+        policy = load_policy(settings(run, **settings_), CPU)
+        if pack:
+            policy.use_packed_attention()
+        with FlopCounterMode(display=False) as counter:
+            scores = policy(batch(pack=pack))
+            scores.square().sum().backward()
+        return scores, {n: p.grad for n, p in policy.named_parameters()}, counter.get_total_flops()
+
+    scores, gradients, least = stepped()
+    found, others, flops = stepped(activation_checkpointing=how)
+    _, _, most = stepped(activation_checkpointing=True)
+    assert torch.equal(found, scores)
+    assert all(torch.equal(others[name], gradient) for name, gradient in gradients.items())
+    assert least < flops < most if how == "selective" else least < flops == most
 
 
 # -- loading ---------------------------------------------------------------------------------------

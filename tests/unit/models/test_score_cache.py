@@ -10,6 +10,7 @@ import torch
 
 from common.errors import StoppedError
 from models.score_cache import ScoreCache
+from models.score_table import ScoreTable
 from tests.full_disk import full_disk
 
 PARTS = {"weights": "abc", "dtype": "float32"}
@@ -17,7 +18,7 @@ SCORES = {"0/a": torch.tensor([-0.5, -1.25]), "0/b": torch.tensor([-3.0]), "1/a"
 
 
 def read(cache: ScoreCache) -> dict[str, torch.Tensor]:
-    return {key: values for shard in cache.shards().values() for key, values in shard.items()}
+    return dict(ScoreTable(list(cache.shards().values())))
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -22,12 +22,10 @@ def _always_due(monkeypatch):
 
 
 def run(stream: io.StringIO, **options) -> str:
+    shown = {"lr": 5e-6, "tokens_per_second": 1234.5, "gpu_memory_gib": 3.04}
     with progress(6, "train", done=2, stream=stream, **options) as bar:
         for step in range(2, 6):
-            bar.set_postfix_str(
-                status({"step": step, "loss": step / 10, "lr": 5e-6, "tokens_per_second": 1234.5}),
-                refresh=False,
-            )
+            bar.set_postfix_str(status({"step": step, "loss": step / 10, **shown}), refresh=False)
             bar.update()
     return stream.getvalue()
 
@@ -37,7 +35,7 @@ def test_a_log_file_gets_whole_lines():
     assert lines.pop() == ""
     assert "\r" not in "".join(lines)
     assert [line.split(",")[0] for line in lines] == [f"train: {n}/6 steps" for n in range(2, 7)]
-    assert lines[-1].endswith("loss 0.5000, lr 5.00e-06, 1,234 tokens/s")
+    assert lines[-1].endswith("loss 0.5000, lr 5.00e-06, 1,234 tokens/s, 3.0 GiB")
 
 
 def test_a_log_file_is_not_flooded(monkeypatch):

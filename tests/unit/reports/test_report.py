@@ -17,12 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from reports import report
 from reports.charts import PANELS, charts, draw, points, running_mean, thinned
 from reports.report import compared, duration, final_table, flat, write_report
 
 BEFORE = {
     "eval_accuracy_sampled": 0.4375,
     "eval_accuracy_greedy": 0.5,
+    "eval_length_sampled": 3.25,
     "eval_reward_margin": -0.0,
     "eval_reward_accuracy": 0.5,
     "eval_kl_initial": 0.0,
@@ -32,6 +34,7 @@ BEFORE = {
 AFTER = {
     "eval_accuracy_sampled": 0.625,
     "eval_accuracy_greedy": 0.75,
+    "eval_length_sampled": 3.75,
     "eval_reward_margin": 0.25,
     "eval_reward_accuracy": 0.8,
 }
@@ -167,6 +170,26 @@ def test_any_run_can_be_reported_also_an_unfinished_one(tmp_path, lines):
 
 def test_a_run_without_any_file_can_be_reported(tmp_path):
     assert "not finished" in Page(write_report(tmp_path)).text
+
+
+def test_the_report_of_a_run_can_be_asked_for_later(tmp_path, capsys):
+    run = make_run(tmp_path / "a-run", [line(0), line(1)])
+    (run / "run.json").write_text("{}")
+    assert report.main([str(run)]) == 0
+    assert capsys.readouterr().out.strip() == str(run / "report.html")
+    assert Page(run / "report.html").charts
+    assert report.main([str(tmp_path)]) == 2, "no run's folder"
+    assert "is no run's folder" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
+    for damaged in ('{"before":', "[1]"):
+        (run / "summary.json").write_text(damaged)
+        assert report.main([str(run)]) == 2
+        assert "summary.json: is damaged" in capsys.readouterr().err.replace("RUN=", "")
+    (run / "summary.json").unlink()
+    (run / "report.html").unlink()
+    (run / "report.html").mkdir()
+    assert report.main([str(run)]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_a_report_tells_no_secrets(tmp_path, monkeypatch):

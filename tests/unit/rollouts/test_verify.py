@@ -70,7 +70,21 @@ def test_no_verdict_is_not_a_wrong_answer(renderer, world):
 
     assert Accuracy(Scripted(renderer), PROMPTS, judge, renderer, world, 24)()["accuracy_sampled"] == 0.5
     nobody = Accuracy(Scripted(renderer), PROMPTS, lambda texts, _: [None] * len(texts), renderer, world, 24)
-    assert nobody() == {"accuracy_sampled": None, "accuracy_greedy": None}
+    assert nobody() == {"accuracy_sampled": None, "accuracy_greedy": None, "length_sampled": 3.9}
+
+
+def test_the_length_of_answers_is_their_mean_number_of_tokens(renderer, world):
+    @dataclass
+    class OfLengths(Scripted):
+        def sample(self, prompts, n, settings, seed):
+            if settings.temperature == 0:
+                return [[Sample((1,) * 24, True)] for _ in prompts]
+            last = Sample((1,) * 10, True, loss_mask=(False,) + (True,) * 9)
+            made = [Sample((1,) * (i + 1), True) for i in range(len(prompts) - 1)]
+            return [[sample] * n for sample in (*made, last)]
+
+    values = Accuracy(OfLengths(renderer), PROMPTS, adder.accuracy, renderer, world, 24, samples=3)()
+    assert values["length_sampled"] == (sum(range(1, 10)) + 9) / 10, "of the last, one token is not its own"
 
 
 def test_the_ranks_share_the_prompts_between_them(renderer, world):
@@ -87,6 +101,7 @@ def test_evaluation_samples_once_as_the_policy_would_and_once_greedily(renderer,
     assert Accuracy(sampler, PROMPTS, adder.accuracy, renderer, world, 24)() == {
         "accuracy_sampled": 1.0,
         "accuracy_greedy": 1.0,
+        "length_sampled": 3.9,
     }
     assert [(n, settings) for _, n, settings, _ in sampler.calls] == [
         (1, SETTINGS),
@@ -101,12 +116,12 @@ def test_the_initial_weights_answer_once_for_all_runs_that_start_from_them(rende
         return accuracy(initial)
 
     first, again = Scripted(renderer, wrong={prompt.id for prompt in PROMPTS[:3]}), Scripted(renderer)
-    assert measured(first, "a") == {"accuracy_sampled": 0.7, "accuracy_greedy": 0.7} and len(first.calls) == 2
-    assert measured(again, "a") == {"accuracy_sampled": 0.7, "accuracy_greedy": 0.7} and not again.calls
-    assert (
-        measured(again, "a", prompts=PROMPTS[:3]) == {"accuracy_sampled": 0.0, "accuracy_greedy": 0.0}
-        and not again.calls
-    )
+    found = {"accuracy_sampled": 0.7, "accuracy_greedy": 0.7, "length_sampled": 3.4}
+    assert measured(first, "a") == pytest.approx(found) and len(first.calls) == 2
+    assert measured(again, "a") == pytest.approx(found) and not again.calls
+    wrong = measured(again, "a", prompts=PROMPTS[:3])
+    assert wrong == {"accuracy_sampled": 0.0, "accuracy_greedy": 0.0, "length_sampled": 2.0}
+    assert not again.calls
     assert measured(again, "a", initial=False)["accuracy_sampled"] == 1.0, "trained weights are always asked"
     assert measured(again, "b")["accuracy_sampled"] == 1.0
     assert len(again.calls) == 4
@@ -119,6 +134,7 @@ def test_several_samples_of_a_prompt_are_as_many_verdicts(renderer, world):
     assert Accuracy(sampler, PROMPTS, adder.accuracy, renderer, world, 24, samples=4)() == {
         "accuracy_sampled": 0.7,
         "accuracy_greedy": 0.7,
+        "length_sampled": 3.4,
     }
     assert [n for _, n, _, _ in sampler.calls] == [4, 1]
 

@@ -12,7 +12,7 @@ import yaml
 
 from common.errors import ConfigError
 from launch.composing import Composer, compose_config
-from study.__main__ import main
+from study.__main__ import forecast, main
 from study.plan import CHOSEN as FILE_OF_CHOSEN
 from study.plan import FULL, MAIN, PLAN, QUICK, TASKS, read_chosen, read_plan
 from study.tuning import best, beyond, tune
@@ -87,17 +87,19 @@ STORIES = read_plan(TASKS["instruct"])
 
 
 def test_a_grid_whose_best_is_at_its_edge_is_made_longer_by_its_own_ratio():
-    peak = {f"tune-{cell}": 4e-5 for cell in STORIES.main} | {
-        "tune-dpo-offline": 1.9e-4,
+    peak = {f"tune-{cell}": STORIES.lrs[2] for cell in STORIES.main} | {
+        "tune-dpo-offline": 2.1 * STORIES.lrs[-1],
         "tune-kto-online": 1e-9,
     }
     found, _ = tuned(STORIES, peak)
     assert sorted(found.lrs["grpo-offline"]) == list(STORIES.lrs)
     added = sorted(set(found.lrs["dpo-offline"]) - set(STORIES.lrs))
-    assert added == pytest.approx([1.35e-4, 2.025e-4, 3.04e-4], rel=0.01), "till one is worse"
+    wanted = [STORIES.lrs[-1] * 1.5**n for n in (1, 2, 3)]
+    assert added == pytest.approx(wanted, rel=0.01), "till one is worse"
     assert found.chosen["dpo-offline"]["lr"] == added[1]
     added = sorted(set(found.lrs["kto-online"]) - set(STORIES.lrs))
-    assert added == pytest.approx([3.56e-6, 5.33e-6, 8e-6], rel=0.01), "three times at most"
+    wanted = [STORIES.lrs[0] / 1.5**n for n in (3, 2, 1)]
+    assert added == pytest.approx(wanted, rel=0.01), "three times at most"
     assert [len(found.then[cell]) for cell in ("dpo-offline", "grpo-online")] == [8, 8], "and its own edge"
     assert len({run.name for run in found.runs}) == len(found.runs)
 
@@ -113,10 +115,13 @@ def test_what_lies_beyond_a_grid(grid, choice, more):
 def test_the_anchor_is_tuned_from_what_a_cell_has_and_for_each_loss_its_own():
     assert STORIES.then["grpo-offline"] == ("loss.epsilon", 0.5)
     assert STORIES.then["grpo-online"] == ("loss.epsilon", 0.15)
-    assert STORIES.then["dpo-offline-hl-k32"] == ("loss.beta", 1.0)
+    assert STORIES.then["dpo-offline-hl-k16"] == ("loss.beta", 1.0)
     run = STORIES.tuning_run("kto-online", 4e-5, 0.625, 100)
     config = compose_config(run.overrides())
     assert (config.loss["beta"], config.lr, config.data.eval_split) == (0.625, 4e-5, "validation")
+    assert config.n_eval_prompts == 192
+    final = next(run for run in STORIES.runs(FULL, {c: {"lr": 1e-5} for c in STORIES.main}))
+    assert compose_config(final.overrides()).n_eval_prompts is None, "a result is measured on all of them"
 
 
 def test_every_run_on_stories_is_one_that_train_accepts():
@@ -125,7 +130,7 @@ def test_every_run_on_stories_is_one_that_train_accepts():
     for run in {run.cell: run for run in STORIES.runs(FULL, chosen)}.values():
         config = composer.config(run)
         examples = config.rounds.examples if config.online else config.n_examples
-        assert examples / config.model.batch_size == 160
+        assert examples / config.model.batch_size == 80
         assert config.data.eval_split == "test"
 
 
@@ -146,6 +151,32 @@ def test_seeds_are_ten_in_full_and_three_in_quick_and_can_be_given():
     assert all(len(seeds(full, cell)) >= 10 for cell in PLANNED.cells(FULL)[MAIN])
     assert all(seeds(quick, cell) == [1, 2, 3] for part in PLANNED.cells(QUICK).values() for cell in part)
     assert all(seeds(PLANNED.runs(QUICK, CHOSEN, [11, 12]), cell) == [11, 12] for cell in PLANNED.main)
+
+
+def test_quick_has_the_four_variants_of_every_loss_and_full_all_of_them():
+    four = {
+        f"{loss}-{v}"
+        for loss in ("dpo", "kto", "grpo")
+        for v in ("offline", "offline-hl", "online", "online-hl")
+    }
+    assert set(STORIES.cells(QUICK)[MAIN]) == set(PLANNED.cells(QUICK)[MAIN]) == four
+    assert set(STORIES.cells(FULL)[MAIN]) == set(STORIES.main) > four
+    assert list(STORIES.cells(QUICK)) == list(PLANNED.cells(QUICK)) == [MAIN], "both fit into twenty minutes"
+
+
+def test_what_a_study_takes_is_said_before_it_begins():
+    online = sum("online" in cell for cell in STORIES.quick)
+    assert len(STORIES.all_runs(QUICK)) == 3 * len(STORIES.quick)
+    seconds = 3 * (20 * (len(STORIES.quick) - online) + 50 * online)
+    assert f"about {seconds / 3600:.1f} CPU hours, {seconds / 3600 / 2:.1f} hours 2 at a time" in forecast(
+        STORIES, QUICK, 2
+    )
+    assert seconds < 2 * 15 * 60
+    full = STORIES.all_runs(FULL)
+    tuning = [run for run in full if run.cell.startswith("tune-")]
+    assert len(tuning) == len(STORIES.main) * 3 * (6 + 4) == len({run.name for run in tuning})
+    assert len(full) - len(tuning) == 10 * sum(map(len, STORIES.cells(FULL).values()))
+    assert sum(map(STORIES.cost, full)) < 11 * 3600, "with the five hours of sums less than sixteen"
 
 
 def test_three_seeds_of_everything_come_before_a_fourth_of_anything():

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 from common.errors import ConfigError
 from launch.grid import Run
-from study.plan import FULL, QUICK, read_plan
-from study.records import FACTS, Record, collect, read_records, write_records
+from study.__main__ import main
+from study.plan import FULL, PLAN, QUICK, TASKS, read_plan
+from study.records import FACTS, Record, collect, command, read_records, write_records
 from study.report import write_report
 
 PLANNED = read_plan()
@@ -101,11 +102,9 @@ def test_a_report_of_half_the_runs_says_what_is_missing(tmp_path):
 def test_quick_asks_only_what_it_ran(tmp_path):
     _, text, printed = made(tmp_path, QUICK)
     assert "not run |" not in printed and "Sampling more rarely" not in text
-    assert (
-        (tmp_path / "figure1.svg").exists()
-        and (tmp_path / "figure8.svg").exists()
-        and (tmp_path / "controls.svg").exists()
-    )
+    assert (tmp_path / "figure1.svg").exists() and not (tmp_path / "figure8.svg").exists()
+    full = made(tmp_path, FULL, lambda run: run.seed <= 3)
+    assert full and (tmp_path / "figure8.svg").exists() and (tmp_path / "controls.svg").exists()
 
 
 def test_the_same_runs_give_the_same_bytes(tmp_path):
@@ -127,6 +126,39 @@ def test_a_record_of_other_settings_stands_for_no_run(tmp_path):
     write_records(tmp_path / "runs.jsonl", [record(run)])  # its command is not that run's
     with pytest.raises(ConfigError, match="other settings"):
         collect([run], tmp_path, tmp_path / "runs.jsonl")
+
+
+@pytest.mark.parametrize("longer", [False, True])
+def test_tuning_that_is_not_finished_leaves_its_runs_to_go_on_with_elsewhere(
+    tmp_path, monkeypatch, capsys, longer
+):
+    """Each once, also those of a grid that was made ``longer``, which are asked for again."""
+    monkeypatch.setitem(TASKS, "adder", tmp_path / "adder" / "plan.yaml")  # without what an earlier one chose
+    (tmp_path / "adder").mkdir()
+    (tmp_path / "adder" / "plan.yaml").write_text(PLAN.read_text())
+    whole = [
+        PLANNED.tuning_run(cell, lr, PLANNED.then[cell][1], seed)
+        for seed in PLANNED.tuning_seeds
+        for lr in PLANNED.lrs
+        for cell in PLANNED.main
+    ]
+    runs = whole if longer else [PLANNED.tuning_run("kto-online", lr, 1.0, 100) for lr in PLANNED.lrs[:2]]
+    found = [replace(record(run), command=command(run)) for run in runs]
+    known = [replace(one, after=one.after | {PLANNED.metric: i / len(runs)}) for i, one in enumerate(found)]
+    write_records(tmp_path / "begun.jsonl", known)
+    words = [
+        "report",
+        "--task",
+        "adder",
+        "--records",
+        str(tmp_path / "begun.jsonl"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert main(words) == 0
+    assert f"{len(known)} of its runs are, in" in capsys.readouterr().out
+    left = list(read_records(tmp_path / "out" / "adder" / "runs.jsonl"))
+    assert sorted(left, key=lambda one: one.name) == sorted(known, key=lambda one: one.name)
 
 
 def test_a_record_is_read_from_the_runs_own_folder(tmp_path):

@@ -14,7 +14,7 @@ import torch
 from common.errors import ConfigError
 from config.schema_correction import CorrectionConfig
 from data.batches import collate
-from data.examples import with_behavior
+from data.example_table import with_behavior
 from data.formats import RowError
 from data.groups import from_dict, to_dict
 from data.types import Completion, Sequence

@@ -81,7 +81,7 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
             mine = trainer.microbatches(batch)
             for sequences in sequences_of(mine):
                 own.lookup(0, sequences)  # KeyError for a row that another rank has scored
-            micros, other.scores = micros + mine, other.scores | own.scores
+            micros, other.scores = micros + mine, {**other.scores, **own.scores}
         assert trainer.packing == (ranks > 1) and len(micros) % ranks == 0
         if tokens is not None:
             assert len(micros) > ranks, "more than one turn"

@@ -1,0 +1,152 @@
+"""The settings of further evaluation sets (``evaluations``): names, and where their rows come from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from common.errors import ConfigError, one_of, require
+from config.files import group_file
+from config.schema_data import DataConfig
+from config.typed import typed
+
+OF_ROWS = ("loss", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "drift")
+OF_ANSWERS = ("accuracy_sampled", "accuracy_greedy", "length_sampled")
+MEASURED = (*OF_ROWS, *OF_ANSWERS)
+"""What is measured of every set, of the unnamed one too: ``eval_<measure>``, ``eval_<name>_<measure>``."""
+_ONLY_UNNAMED = ("kl_initial", "retained_sampled", "retained_greedy")
+RANKED = ("loss", "reward_margin", "reward_accuracy", "accuracy_sampled", "accuracy_greedy")
+"""Measures that ``keep_best`` may name."""
+KEYS = (
+    "data",
+    "path",
+    "split",
+    "revision",
+    "subset",
+    "data_dir",
+    "format",
+    "columns",
+    "system_prompt",
+    "score_threshold",
+    "verifier",
+    "mix",
+)
+"""What may be said of a set: the file of config/data that it starts from, and what is put in its place."""
+_OF_FILES = ("data.sources.local", "data.sources.hub_table")
+_OWN_WORD = {"eval_path": "path", "eval_split": "split"}
+"""Settings of the data -> what they are called here."""
+_OF_DATA = re.compile(rf"\bdata\.({'|'.join((*KEYS, *_OWN_WORD))})\b")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
+
+
+def named_measure(key: str) -> tuple[str, str] | None:
+    """("hard", "loss") of ``eval_hard_loss``; None for what is no measure of a named set."""
+    rest = key.removeprefix("eval_")
+    if rest == key or rest in (*MEASURED, *_ONLY_UNNAMED):
+        return None
+    found = next((measure for measure in MEASURED if rest.endswith(f"_{measure}")), None)
+    return None if found is None else (rest.removesuffix(f"_{found}"), found)
+
+
+def check_keep_best(key: str | None, evaluations: Mapping[str, Any]) -> None:
+    """Raise ConfigError where ``keep_best`` names no measure of the run."""
+    named = (f"eval_{name}_{measure}" for name in evaluations for measure in RANKED)
+    one_of("keep_best", key, (None, *(f"eval_{measure}" for measure in RANKED), *named))
+
+
+def evaluation_sets(evaluations: Mapping[str, Any], own: DataConfig) -> dict[str, DataConfig]:
+    """Name -> where its rows come from: the split "eval" of these settings. ``own``: the run's data, which a
+    set without ``data`` starts from.
+
+    Raises ConfigError: a name that is none or is taken by a number of the run, an unknown key, a wrong type.
+    """
+    for name in evaluations:
+        _check_name(name)
+    return {name: _settings(name, given, own) for name, given in evaluations.items()}
+
+
+def _check_name(name: str) -> None:
+    key = f"evaluations.{name}"
+    require(
+        _NAME.fullmatch(name) is not None,
+        key,
+        name,
+        "is a name of letters, digits and _, which begins with a letter",
+    )
+    taken = [m for m in (*MEASURED, *_ONLY_UNNAMED) if m == name or m.startswith(f"{name}_")]
+    require(
+        not taken,
+        key,
+        name,
+        f"would stand before its numbers as in eval_{(taken or [''])[0]}, a number of the run; take another",
+    )
+
+
+def _settings(name: str, given: Any, own: DataConfig) -> DataConfig:
+    key = f"evaluations.{name}"
+    require(
+        isinstance(given, dict) and bool(given),
+        key,
+        given,
+        f"is a mapping, as in {key}.path=hard.jsonl or {key}.data=hh_helpful",
+    )
+    for word, value in given.items():
+        require(
+            word in KEYS, f"{key}.{word}", value, f"is not a setting of a set; it takes {', '.join(KEYS)}"
+        )
+    source = given.get("data")
+    require(
+        source is not None or any(given.get(word) is not None for word in KEYS),
+        key,
+        given,
+        "names the run's own held-out rows; give path, split or another data",
+    )
+    require(source is None or isinstance(source, str), f"{key}.data", source, "is a file of config/data")
+    start = asdict(own) if source is None else group_file("data", f"{key}.data", source)
+    found = start | {word: value for word, value in given.items() if word not in ("data", "path", "split")}
+    found |= _place(given)
+    files = found.get("source") in _OF_FILES
+    if given.get("path") is not None and not files:
+        # What a task makes of its own files is no business of another file.
+        found |= {"source": _OF_FILES[0], "instruct": None, "mix": given.get("mix")}
+    require(
+        given.get("split") is None or given.get("path") is not None or files,
+        f"{key}.split",
+        given.get("split"),
+        f"data={found.get('name')} has no splits to choose from; give a path",
+    )
+    require(
+        found.get("path") != "???", f"{key}.path", None, f"data={source} is a set of your own: name its file"
+    )
+    return _typed(key, found)
+
+
+def _place(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the rows are: all of ``path``, or its part ``split``; that part of the set's own path."""
+    path, split = given.get("path"), given.get("split")
+    if split is not None:
+        return {"eval_path": None, "eval_split": split} | ({} if path is None else {"path": path})
+    return {} if path is None else {"path": path, "eval_path": path, "eval_split": None}
+
+
+def _typed(key: str, found: dict[str, Any]) -> DataConfig:
+    try:
+        return typed(OmegaConf.create(found), DataConfig, f"{key}.")
+    except ConfigError as error:
+        raise of_set(key, error) from error
+
+
+def of_set(key: str, error: ConfigError) -> ConfigError:
+    """What is said of ``data`` said of the set ``key`` of ``evaluations``."""
+    if error.key == key:
+        return error
+    section, _, word = error.key.removeprefix(f"{key}.").rpartition(".")
+    if section not in ("", "data"):
+        return ConfigError(error.key, error.value, f"for {key}, {error.remedy}")
+    word = _OWN_WORD.get(word, word)
+    remedy = _OF_DATA.sub(lambda found: f"{key}.{_OWN_WORD.get(found[1], found[1])}", error.remedy)
+    return ConfigError(f"{key}.{word}" if word in KEYS else key, error.value, remedy)

@@ -1,0 +1,238 @@
+"""Examples that are made when they are asked for: of each the numbers that make it lie in columns, and of its
+rows the places in a table of rows."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import overload
+
+import numpy as np
+
+from data.balance import row_tokens
+from data.token_rows import Rendered, TokenRows
+from data.types import Completion, Example, Group, Prompt, Sequence
+from data.views import View
+
+ExampleGroups = Seq[tuple[Example, ...]]
+"""The examples of each group."""
+
+
+def with_behavior(row: Sequence | str, completion: Completion) -> Sequence | str:
+    """The row with the log-probabilities that its writer gave its tokens. They are not known of an end token
+    that the row got here."""
+    if completion.behavior_logprobs is None or isinstance(row, str):
+        return row
+    known = completion.behavior_logprobs[: len(row.completion_ids)]
+    found = np.full(len(row.completion_ids), np.nan, np.float32)
+    found[: len(known)] = known
+    return replace(row, behavior_logprobs=found)
+
+
+def with_tokens(row: Sequence | str, completion: Completion) -> Sequence | str:
+    """The row with what is known of each of its tokens: log mu, whether it counts, its reward; or the reason
+    why it cannot be trained on. An end token that the row got here counts, and is worth 0."""
+    row = with_behavior(row, completion)
+    if isinstance(row, str):
+        return row
+    size = len(row.completion_ids)
+    if completion.token_rewards is not None:
+        rewards = np.zeros(size, np.float32)
+        rewards[: len(completion.token_rewards)] = completion.token_rewards[:size]
+        row = replace(row, token_rewards=rewards)
+    if completion.loss_mask is not None and not all(completion.loss_mask):
+        mask = np.ones(size, bool)
+        mask[: len(completion.loss_mask)] = completion.loss_mask[:size]
+        row = replace(row, loss_mask=mask) if mask.any() else "its loss_mask leaves no token to train on"
+    return row
+
+
+_MORE, _BEHAVIOR = 1, 2
+
+
+def _flags(completion: Completion) -> int:
+    """_MORE where ``with_tokens`` adds to the completion's row, with _BEHAVIOR where that is log mu."""
+    if completion.behavior_logprobs is not None:
+        return _MORE | _BEHAVIOR
+    return _MORE * (completion.token_rewards is not None or completion.loss_mask is not None)
+
+
+class Wanted(Collection[tuple[Prompt, Completion]]):
+    """What a view wants of groups, in columns. To iterate over it gives (prompt, completion) of every row,
+    read from the groups anew."""
+
+    def __init__(self, groups: Seq[Group], view: View) -> None:
+        ends, row_ends, labels = array("q"), array("q"), array("d")
+        completions, flags = array("i"), array("b")
+        prompt_ids = bytearray()
+        for group in groups:
+            prompt_ids += group.prompt.id.encode()
+            for want in view(group):
+                labels.append(want.label)
+                completions.extend(want.completions)
+                flags.extend(_flags(group.completions[i]) for i in want.completions)
+                row_ends.append(len(completions))
+            ends.append(len(labels))
+        self.groups: Seq[Group] = groups
+        self.prompt_ids = np.frombuffer(bytes(prompt_ids), "S16")
+        self.ends, self.row_ends = np.array(ends), np.array(row_ends)
+        """[groups], [examples] int64: how many examples, how many rows there are up to the end of each"""
+        self.labels, self.completions, self.flags = np.array(labels), np.array(completions), np.array(flags)
+        """[examples] float64; [rows] int32: its place in the group; [rows] int8"""
+        self.last_rows = np.append(0, self.row_ends)[self.ends]
+        self.first_rows = np.append(0, self.last_rows)[:-1]
+        """[groups] int64: the row behind the last of each, and its first"""
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def __contains__(self, row: object) -> bool:
+        return any(row == own for own in self)
+
+    def __iter__(self) -> Iterator[tuple[Prompt, Completion]]:
+        for group, first, last in zip(self.groups, self.first_rows, self.last_rows, strict=True):
+            for place in self.completions[first:last].tolist():
+                yield group.prompt, group.completions[place]
+
+    def completion(self, row: int) -> Completion:
+        """The completion of a row, read from its group."""
+        return self.groups[self.group(row)].completions[int(self.completions[row])]
+
+    def group(self, row: int) -> int:
+        """The group of a row."""
+        return int(np.searchsorted(self.last_rows, row, side="right"))
+
+
+class ExampleTable(Seq[tuple[Example, ...]]):
+    """The examples of groups. Where the rows are in a file, nothing of them is in memory but about 100 bytes
+    an example; what a file of token ids does not say (log mu, masks, token rewards) is read from the
+    groups."""
+
+    def __init__(self, wanted: Wanted, rows: Rendered, kept: np.ndarray) -> None:
+        """``rows``: those of ``wanted``; a list has what ``with_tokens`` adds already. ``kept`` [n] int64:
+        the groups of ``wanted`` to give."""
+        self._wanted, self._rows, self._kept = wanted, rows, kept
+        self._starts = np.append(0, wanted.ends)[:-1]
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[Example, ...]: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> ExampleGroups: ...
+
+    def __getitem__(self, at: int | slice) -> tuple[Example, ...] | ExampleGroups:
+        if isinstance(at, slice):
+            return self.pick(np.arange(len(self))[at])
+        group = int(self._kept[at])
+        prompt_id = self._wanted.prompt_ids[group].decode()
+        return tuple(
+            Example(prompt_id, tuple(self._row(r) for r in self._places(example)), label)
+            for example, label in self._of_group(group)
+        )
+
+    def __iter__(self) -> Iterator[tuple[Example, ...]]:
+        return (self[g] for g in range(len(self)))
+
+    def pick(self, indices: np.ndarray) -> ExampleTable:
+        """The groups at ``indices`` ([n] int64), in that order."""
+        return ExampleTable(self._wanted, self._rows, self._kept[indices])
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """[groups] int64: how many examples each has."""
+        return self._wanted.ends[self._kept] - self._starts[self._kept]
+
+    @property
+    def has_behavior(self) -> bool:
+        """Whether log mu is known of any row."""
+        return bool((self._wanted.flags[self._row_places()] & _BEHAVIOR).any())
+
+    def row_lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """[rows], [rows]: prompt and completion tokens of every row, in order."""
+        prompts, completions = self._all_lengths()
+        places = self._row_places()
+        return prompts[places], completions[places]
+
+    def longest(self) -> Example:
+        """The first of the examples with most tokens."""
+        examples = _ranges(self._starts[self._kept], self._wanted.ends[self._kept])
+        total = np.append(0, np.cumsum(np.add(*self._all_lengths(), dtype=np.int64)))
+        ends = self._wanted.row_ends
+        tokens = total[ends[examples]] - total[np.append(0, ends)[examples]]
+        most = int(tokens.argmax())
+        group = int(np.searchsorted(np.cumsum(self.sizes), most, side="right"))
+        return self[group][int(examples[most] - self._starts[self._kept[group]])]
+
+    def _of_group(self, group: int) -> Iterator[tuple[int, float]]:
+        """(number, label) of each example of a group of ``wanted``."""
+        first, last = int(self._starts[group]), int(self._wanted.ends[group])
+        return zip(range(first, last), self._wanted.labels[first:last].tolist(), strict=True)
+
+    def _places(self, example: int) -> range:
+        ends = self._wanted.row_ends
+        return range(int(ends[example - 1]) if example else 0, int(ends[example]))
+
+    def _row(self, place: int) -> Sequence:
+        row = self._rows[place]
+        if self._wanted.flags[place] and isinstance(self._rows, TokenRows):
+            row = with_tokens(row, self._wanted.completion(place))
+        assert isinstance(row, Sequence), "a group with a row that cannot be trained on is not kept"
+        return row
+
+    def _row_places(self) -> np.ndarray:
+        return _ranges(self._wanted.first_rows[self._kept], self._wanted.last_rows[self._kept])
+
+    def _all_lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of every row of ``wanted``; 0 of one that cannot be trained on."""
+        assert isinstance(self._rows, TokenRows), "rows in memory are held as examples"
+        return self._rows.prompt_sizes, np.maximum(self._rows.sizes, 0)
+
+
+def _ranges(first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """first[0] … last[0] - 1, first[1] … last[1] - 1, and so on."""
+    sizes = last - first
+    before = np.append(0, np.cumsum(sizes))
+    return np.repeat(first - before[:-1], sizes) + np.arange(before[-1])
+
+
+def sizes_of(groups: ExampleGroups) -> np.ndarray:
+    """[groups] int64: how many examples each has."""
+    if isinstance(groups, ExampleTable):
+        return groups.sizes
+    return np.array([len(group) for group in groups], np.int64)
+
+
+def row_lengths(groups: ExampleGroups) -> tuple[np.ndarray, np.ndarray]:
+    """[rows], [rows]: prompt and completion tokens of every row, in order."""
+    if isinstance(groups, ExampleTable):
+        return groups.row_lengths()
+    rows = [row for group in groups for example in group for row in example.rows]
+    return (
+        np.array([len(row.prompt_ids) for row in rows], np.int64),
+        np.array([len(row.completion_ids) for row in rows], np.int64),
+    )
+
+
+def longest(groups: ExampleGroups) -> Example:
+    """The first of the examples with most tokens."""
+    if isinstance(groups, ExampleTable):
+        return groups.longest()
+    return max((example for group in groups for example in group), key=row_tokens)
+
+
+def has_behavior(groups: ExampleGroups) -> bool:
+    """Whether the log-probability under the policy that wrote it is known of any token."""
+    if isinstance(groups, ExampleTable):
+        return groups.has_behavior
+    rows = (row for group in groups for example in group for row in example.rows)
+    return any(row.behavior_logprobs is not None for row in rows)
+
+
+def picked_groups(groups: ExampleGroups, indices: np.ndarray) -> ExampleGroups:
+    """The groups at ``indices`` ([n] int64), in that order."""
+    return groups.pick(indices) if isinstance(groups, ExampleTable) else [groups[i] for i in indices]

@@ -1,0 +1,142 @@
+"""Further held-out sets that every evaluation of a run measures (``evaluations``)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.errors import ConfigError, DataError, require
+from common.imports import import_function
+from config.schema import Config
+from config.schema_data import DataConfig
+from config.schema_evaluations import evaluation_sets, of_set
+from data.batches import Segment
+from data.chat import Renderer
+from data.examples import Examples, make_examples
+from data.group_store import Groups, prompt_ids
+from data.kinds import advice
+from data.quality import shortened
+from data.sources import load_groups
+from data.types import Group
+from data.views import prompts_of
+from data.vocabulary import check_vocabulary
+from jobs.plan import check_read, token_ids
+from rollouts.rounds import usable_prompts
+from trainers.basic import BasicTrainer
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """A set that was loaded. Its rows are measured under the loss, its prompts are answered; either may be
+    none."""
+
+    name: str
+    data: DataConfig
+    held_out: Segment | None
+    checkable: Sequence[Group]
+    """Groups whose prompts are answered: they have a reference answer, and ``data`` has a verifier."""
+    played: bool
+    """Whether the run's environment answers the policy: the set is of the run's own task."""
+    about: str
+    """What was read, in a sentence."""
+
+
+def load_evaluation_sets(
+    config: Config, trainer: type[BasicTrainer], renderer: Renderer, trained_on: Groups
+) -> list[EvaluationSet]:
+    """The sets that ``config.evaluations`` names, in its order. ``trained_on``: the training groups, of which
+    a set should have none.
+
+    Raises ConfigError and DataError, which name the set: rows that cannot be read, that are of another
+    model's tokens, of which neither the loss nor a verifier can use any.
+    """
+    seen = prompt_ids(trained_on)
+    found = []
+    for name, data in evaluation_sets(config.evaluations, config.data).items():
+        key = f"evaluations.{name}"
+        try:
+            found.append(_loaded(config, name, data, trainer, renderer, seen))
+        except ConfigError as error:
+            raise of_set(key, error) from error
+        except DataError as error:
+            raise DataError(f"{key}: {error}") from error
+    _check_ranked(config, found)
+    return found
+
+
+def _loaded(
+    config: Config,
+    name: str,
+    data: DataConfig,
+    trainer: type[BasicTrainer],
+    renderer: Renderer,
+    seen: np.ndarray,
+) -> EvaluationSet:
+    key = f"evaluations.{name}"
+    loaded = load_groups(data, "eval")
+    origin = loaded.origin.partition(";")[0]
+    require(loaded.groups != [], key, origin, "has no held-out row; give path or split")
+    check_read(config, loaded.groups, renderer)
+    before = Counter(renderer.cuts)
+    examples = make_examples(loaded.groups[: config.n_eval_examples], trainer.view_of(config), renderer)
+    cut = (renderer.cuts - before)["completion end"]
+    check_vocabulary(renderer.tokenizer, token_ids(examples), origin)
+    checkable: list[Group] = []
+    if data.verifier is not None and config.model.head != "reward":
+        import_function(f"{key}.verifier", data.verifier)
+        usable, _ = usable_prompts(prompts_of(loaded.groups), renderer)
+        ids = {prompt.id for prompt in usable if prompt.reference_answer is not None}
+        checkable = [group for group in loaded.groups if group.prompt.id in ids]
+    require(
+        examples.count > 0 or checkable != [],
+        key,
+        origin,
+        f"gives loss={config.loss['name']} no example: {_dropped(examples)}{advice(loaded.groups)}; and "
+        + (
+            "it has no verifier that could check answers"
+            if data.verifier is None
+            else "no prompt has a reference answer to check answers by"
+        ),
+    )
+    shared = len(np.intersect1d(prompt_ids(loaded.groups), seen))
+    said = [
+        f"{examples.count} {trainer.counts}" if examples.count else "no row that the loss can use",
+        *([f"{len(prompts_of(checkable))} prompts whose answers are checked"] if checkable else []),
+        *([f"{len(loaded.dropped)} of {loaded.read} rows dropped"] if loaded.dropped else []),
+        *([f"groups dropped: {_dropped(examples)}"] if examples.dropped else []),
+        *([f"{cut} completions lost their end"] if cut else []),
+        *([f"{shared} of its prompts are trained on"] if shared else []),
+    ]
+    return EvaluationSet(
+        name,
+        data,
+        Segment(examples.groups, config.model.eval_batch_size, examples.count, seed=0)
+        if examples.count
+        else None,
+        checkable,
+        played=data.source == config.data.source,
+        about=f"{key}: {', '.join(said)} ({shortened(origin)})",
+    )
+
+
+def _dropped(examples: Examples) -> str:
+    return ", ".join(f"{n} x {reason}" for reason, n in examples.dropped.items()) or "no group"
+
+
+def _check_ranked(config: Config, sets: list[EvaluationSet]) -> None:
+    """Raise ConfigError where ``keep_best`` names a number that its set cannot have."""
+    for one in sets:
+        measured = {
+            **dict.fromkeys(("loss", "reward_margin", "reward_accuracy"), one.held_out is not None),
+            **dict.fromkeys(("accuracy_sampled", "accuracy_greedy"), bool(one.checkable)),
+        }
+        for measure, there in measured.items():
+            require(
+                there or config.keep_best != f"eval_{one.name}_{measure}",
+                "keep_best",
+                config.keep_best,
+                f"evaluations.{one.name} has no such number: {one.about}",
+            )

@@ -1,0 +1,69 @@
+"""A run's exported model to the Hugging Face hub (``push_to_hub``), by the hub's own client."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, get_token
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from common.errors import ConfigError, StoppedError, require
+from common.secrets import scrub_text
+from reports.provenance import git_commit
+
+ROOT = Path(__file__).parents[1]
+
+
+def check_push(repository: str | None) -> None:
+    """Raise ConfigError where ``push_to_hub`` could not be honoured: no id, no token here, offline. Nobody is
+    asked: the hub may be out of reach until the end."""
+    if repository is None:
+        return
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise ConfigError(
+            "push_to_hub", repository, f"is no id of a repository, as org/name is: {error}"
+        ) from error
+    require(repository.count("/") == 1, "push_to_hub", repository, "names no owner: write it as org/name")
+    require(
+        not constants.HF_HUB_OFFLINE,
+        "push_to_hub",
+        repository,
+        "nothing is uploaded with HF_HUB_OFFLINE=1: unset it",
+    )
+    require(
+        get_token() is not None,
+        "push_to_hub",
+        repository,
+        "needs a token that may write: `hf auth login` once, or HF_TOKEN in the environment",
+    )
+
+
+def push(model_dir: Path, repository: str, private: bool) -> str:
+    """Upload an exported model with its card, in one commit; returns its address. A repository that is there
+    keeps who may see it. Raises StoppedError."""
+    api = HfApi()
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        said = api.upload_folder(
+            repo_id=repository,
+            folder_path=model_dir,
+            commit_message=f"Trained with humanline {git_commit(ROOT) or ''}".strip(),
+        )
+    except Exception as error:  # the client's parts raise what they like
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise StoppedError(scrub_text(f"the model could not be uploaded to {repository} ({text})")) from error
+    return str(said.repo_url)
+
+
+def push_or_say(run_dir: Path, repository: str, private: bool) -> None:
+    """``push`` of a run's model/. Where it fails, that is said with the command that tries again: the run is
+    done."""
+    try:
+        print(f"uploaded to {push(run_dir / 'model', repository, private)}", flush=True)
+    except StoppedError as error:
+        again = f"python export.py {run_dir} --push-to-hub {repository}{'' if private else ' --public'}"
+        print(f"warning: {error}; the run is done, {again} tries again", file=sys.stderr, flush=True)

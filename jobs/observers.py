@@ -1,0 +1,237 @@
+"""Callbacks: small observers of a run, given as objects (``train(config, name, observers=[…])``) or by their
+import path (``callbacks``).
+
+Rank 0 has them. They are told numbers, as copies, and may ask for a stop; nothing else that they do changes a
+number of the run.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.errors import ConfigError, UserError, require
+from common.imports import import_function
+from common.secrets import scrub_text
+from models.distributed import World, any_rank, on_main
+from reports.metrics import plain
+from reports.provenance import scrub
+
+Asks = str | bool | None
+"""What an observer returns: the reason for a stop, or True; None or False where the run shall go on."""
+
+
+class Observer:
+    """What an observer may have: any class with some of these methods is one, whatever it starts from. All
+    of them are optional."""
+
+    def on_start(self, run_dir: Path, config: dict[str, Any], step: int) -> None:
+        """Training begins, or goes on, before ``step``. ``config``: all settings as plain data, without
+        secrets."""
+
+    def on_step(self, record: dict[str, Any]) -> Asks:
+        """A line of metrics.jsonl, told while the next step is under way: a stop is before the step after
+        that."""
+        return None
+
+    def on_evaluation(self, step: int, values: dict[str, Any]) -> Asks:
+        """The evaluation of the weights before ``step``: its ``eval_*``. A stop is before that step."""
+        return None
+
+    def on_round(self, index: int, values: dict[str, Any]) -> Asks:
+        """Online: what was sampled for a round. A stop is before its next step."""
+        return None
+
+    def on_end(self, summary: dict[str, Any]) -> None:
+        """The run is done: what summary.json says."""
+
+
+METHODS = ("on_start", "on_step", "on_evaluation", "on_round", "on_end")
+
+
+class Observers:
+    """Those of a run. Every rank has one of these, rank 0 the observers. One that raises is told of, and the
+    run goes on without it: an observer is not worth a run, as a tracker is not."""
+
+    def __init__(self, members: Mapping[str, Any] | None = None, present: bool = False) -> None:
+        """``present``: some rank has observers, so that all ask each other whether one wants a stop."""
+        self._members = dict(members or {})
+        self.present = present or bool(self._members)
+        self._stop: tuple[int, str] | None = None
+
+    @classmethod
+    def of(
+        cls, callbacks: Mapping[str, Any], given: Sequence[Any], world: World, make: bool = True
+    ) -> Observers:
+        """Those that the settings name, and those that are ``given``. ``make``: whether rank 0 makes the
+        former (a dry run only looks at them). Raises ConfigError on every rank."""
+        for name, tree in callbacks.items():
+            check_callback(name, tree)
+        for i, observer in enumerate(given):
+            check_observer(f"observers[{i}]", observer)
+        made: dict[str, Any] = {}
+        if make:
+            on_main(
+                lambda: made.update({f"callbacks.{name}": _made(name, t) for name, t in callbacks.items()})
+            )
+        if world.is_main:
+            made |= {f"observers[{i}]": observer for i, observer in enumerate(given)}
+        return cls(made, bool(callbacks) or len(given) > 0)
+
+    def start(self, run_dir: Path, config: dict[str, Any], step: int) -> None:
+        self._tell("on_start", run_dir, scrub(config), step)
+
+    def step(self, record: dict[str, Any]) -> None:
+        self._ask(record["step"] + 2, "on_step", plain(record))
+
+    def evaluation(self, step: int, values: Mapping[str, Any]) -> None:
+        self._ask(step, "on_evaluation", step, plain(dict(values)))
+
+    def round(self, index: int, step: int, values: Mapping[str, Any]) -> None:
+        self._ask(step, "on_round", index, plain(dict(values)))
+
+    def end(self, summary: dict[str, Any]) -> None:
+        self._tell("on_end", plain(summary))
+
+    def stops(self, step: int) -> str | None:
+        """Why the run is to end before ``step``; None where it goes on. The same on every rank, but for the
+        words."""
+        asked = self._stop is not None and self._stop[0] <= step
+        if not self.present or not any_rank(asked):
+            return None
+        return "" if self._stop is None else self._stop[1]
+
+    def state(self) -> list[Any] | None:
+        """The stop that was asked for, for a checkpoint."""
+        return None if self._stop is None else list(self._stop)
+
+    def restore(self, state: list[Any] | None) -> None:
+        """A run that had been asked to stop ends there again, as long as it has observers."""
+        if state is not None and self.present:
+            self._stop = (int(state[0]), str(state[1]))
+
+    def _ask(self, stop_at: int, method: str, *arguments: Any) -> None:
+        for name, asked in self._tell(method, *arguments):
+            if asked and self._stop is None:
+                self._stop = (stop_at, f"{name} asked for it{f': {asked}' if isinstance(asked, str) else ''}")
+
+    def _tell(self, method: str, *arguments: Any) -> list[tuple[str, Any]]:
+        """Call the method of each observer that has it; returns what they return."""
+        said = []
+        for name, observer in list(self._members.items()):
+            call = getattr(observer, method, None)
+            if call is None:
+                continue
+            try:
+                with _own_random_numbers():
+                    asked = call(*copy.deepcopy(arguments))
+                if not isinstance(asked, str | bool | np.bool_ | None):
+                    raise TypeError(f"it returned {asked!r}, which is neither the reason for a stop nor True")
+                said.append((name, asked))
+            except Exception as error:
+                del self._members[name]
+                print(f"warning: {_failure(name, method, error)}", file=sys.stderr, flush=True)
+        return said
+
+
+def check_callback(name: str, tree: Any) -> None:
+    """Raise ConfigError for a callback that cannot be made from its settings: no class, a key that it does
+    not take or lacks, no method of an observer."""
+    key = f"callbacks.{name}"
+    shaped = isinstance(tree, dict) and isinstance(tree.get("_target_"), str)
+    require(shaped, key, tree, f"needs a _target_, as in {key}._target_=my_module.MyObserver")
+    cls = import_function(f"{key}._target_", tree["_target_"])
+    takes = {
+        word: p
+        for word, p in inspect.signature(cls).parameters.items()
+        if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_KEYWORD)
+    }
+    anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    for word, value in tree.items():
+        require(
+            word == "_target_" or word in takes or anything,
+            f"{key}.{word}",
+            value,
+            f"{tree['_target_']} does not take it; it takes {', '.join(takes) or 'no settings'}",
+        )
+    for word, p in takes.items():
+        needed = p.default is p.empty and p.kind is not p.VAR_KEYWORD
+        require(not needed or word in tree, f"{key}.{word}", "???", "has no default; give it")
+    if inspect.isclass(cls):
+        check_observer(f"{key}._target_", cls)
+
+
+def check_observer(key: str, observer: Any) -> None:
+    """Raise ConfigError for what is no observer: none of the methods, one that nothing would call, one
+    that does not take what it is told."""
+    value = observer.__qualname__ if inspect.isclass(observer) else type(observer).__qualname__
+    own = [word for word in dir(observer) if word.startswith("on_")]
+    known = f"an observer has some of {', '.join(METHODS)} (docs/extend.md)"
+    for word in own:
+        require(word in METHODS, key, value, f"nothing calls its {word}; {known}")
+    require(own != [], key, value, f"is no observer: {known}")
+    for word in own:
+        method = getattr(observer, word)
+        require(callable(method), key, value, f"its {word} is not a method; {known}")
+        wanted = list(inspect.signature(getattr(Observer, word)).parameters)[1:]
+        told = [None] * (len(wanted) + (1 if _unbound(observer, word) else 0))
+        try:
+            inspect.signature(method).bind(*told)
+        except TypeError as error:
+            raise ConfigError(key, value, f"its {word} takes ({', '.join(wanted)}): {error}") from error
+
+
+def _unbound(observer: Any, word: str) -> bool:
+    """Whether the method, got from a class, still takes ``self``."""
+    return inspect.isclass(observer) and not isinstance(
+        inspect.getattr_static(observer, word), staticmethod | classmethod
+    )
+
+
+def _made(name: str, tree: Mapping[str, Any]) -> Any:
+    key = f"callbacks.{name}"
+    make: Callable[..., Any] = import_function(f"{key}._target_", tree["_target_"])
+    given = {word: value for word, value in tree.items() if word != "_target_"}
+    try:
+        with _own_random_numbers():
+            observer = make(**given)
+    except UserError:
+        raise
+    except Exception as error:
+        raise ConfigError(key, tree["_target_"], f"could not be made: {_where(error)}") from error
+    check_observer(f"{key}._target_", observer)
+    return observer
+
+
+def _failure(name: str, method: str, error: Exception) -> str:
+    return f"{name}: {method} failed, {_where(error)}; the run goes on without it"
+
+
+def _where(error: Exception) -> str:
+    """File, line and words of an error, in the code that it came from."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call here
+    at = f"{frames[0].filename}, line {frames[0].lineno}: " if frames else ""
+    text = " ".join(str(error).split())
+    return scrub_text(f"{at}{type(error).__name__}{f': {text}' if text else ''}")
+
+
+@contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    """What an observer draws takes no random number from the run."""
+    ours = (torch.get_rng_state(), random.getstate(), np.random.get_state())
+    try:
+        yield
+    finally:
+        torch.set_rng_state(ours[0])
+        random.setstate(ours[1])
+        np.random.set_state(ours[2])

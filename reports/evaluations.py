@@ -1,0 +1,38 @@
+"""Evaluations in words: the lines on the terminal, and the measures of each named set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from config.schema_evaluations import named_measure
+
+_SHOWN = (
+    ("eval_reward_margin", "margin {:+.4f}"),
+    ("eval_reward_accuracy", "reward accuracy {:.1%}"),
+    ("eval_accuracy_sampled", "sampled accuracy {:.1%}"),
+    ("eval_accuracy_greedy", "greedy accuracy {:.1%}"),
+    ("eval_loss", "loss {:.4f}"),
+    ("eval_kl_initial", "KL from the start {:.4f}"),
+)
+
+
+def names_of(keys: Iterable[str]) -> list[str]:
+    """The named sets that have a measure among ``keys``, in their order."""
+    return list(dict.fromkeys(found[0] for key in keys if (found := named_measure(key)) is not None))
+
+
+def of_name(key: str, name: str) -> str:
+    """``eval_loss`` as a named set has it: ``eval_<name>_loss``."""
+    return f"eval_{name}_{key.removeprefix('eval_')}"
+
+
+def evaluation_lines(step: int, values: Mapping[str, float | None]) -> list[str]:
+    """An evaluation in a line, and one for each named set, for the terminal."""
+
+    def told(keys: Mapping[str, str]) -> str:
+        known = (form.format(values[key]) for key, form in keys.items() if values.get(key) is not None)
+        return ", ".join(known) or "nothing to measure"
+
+    own = told(dict(_SHOWN))
+    named = {name: {of_name(key, name): form for key, form in _SHOWN} for name in names_of(values)}
+    return [f"evaluation at step {step}: {own}", *(f"  {name}: {told(keys)}" for name, keys in named.items())]

@@ -1,0 +1,129 @@
+"""What a rank does in the tests of scoring on several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.errors import StoppedError, UserError
+from config.schema_rewards import RewardConfig, TeacherConfig
+from config.schema_weighted import WeightedConfig
+from data.types import Completion, Prompt, Turn
+from models.distributed import World, stop
+from models.ranks import Ranks
+from rollouts.rewards.base import Reward
+from rollouts.rewards.factory import make_reward
+from tests.distributed.joining import join
+from tests.tiny import ROOT
+
+LENGTHS = {"max_length": 400, "max_prompt_length": 200, "dtype": "float32", "batch_tokens": 120}
+TEXTS = [f"{'the other one ' * (i % 5)}and {i}" for i in range(10)] + ["too long " * 200]
+"""11 that no number of ranks here divides, of which the last has no verdict."""
+PROMPTS = [Prompt((Turn("user", f"what is {i}?"),)) for i in range(len(TEXTS))]
+
+
+def weighted(armorm: Path) -> RewardConfig:
+    """Two models and a function between them."""
+    function = {"reward": "function", "path": "tests.unit.rollouts.reward_functions.lengths"}
+    parts: dict[str, Any] = {
+        "first": {"weight": 1.0, "reward": "armorm", "name_or_path": str(armorm), **LENGTHS},
+        "length": {"weight": -0.05, **function},
+        "second": {"weight": 0.5, "reward": "armorm", "name_or_path": str(armorm), **LENGTHS},
+    }
+    parts["second"] |= {"dtype": "bfloat16", "batch_tokens": 4096}  # fewer batches than ranks
+    return RewardConfig.of_kind("weighted", WeightedConfig(parts=parts), 0.5)
+
+
+def teacher() -> RewardConfig:
+    model = str(ROOT / "assets" / "adder" / "model")
+    return RewardConfig.of_kind(
+        "teacher", TeacherConfig(name_or_path=model, dtype="float32", batch_size=2), 0.5
+    )
+
+
+def of_tokens() -> list[tuple[np.ndarray, Completion]]:
+    rng, samples = np.random.default_rng(0), []
+    for n in (3, 7, 5, 2, 9, 4, 6):
+        mu, ids = tuple(-rng.random(n)), tuple(int(i) for i in rng.integers(3, 15, n))
+        samples.append((rng.integers(3, 15, 4).astype(np.int32), Completion("x", ids, behavior_logprobs=mu)))
+    return samples
+
+
+def shared(config: RewardConfig, ranks: Ranks) -> Reward:
+    """As ``jobs.online`` makes it: all of it on rank 0, its models elsewhere."""
+    mine = config if ranks.world.is_main else config.models_alone()
+    assert mine is not None
+    reward = make_reward(mine)
+    reward.share_over(ranks)
+    return reward
+
+
+def scored(world: World, armorm: Path) -> dict[str, Any]:
+    """What rank 0 gets of every reward, twice; the same on every rank."""
+    ranks = Ranks(world)
+    summed, of_teacher = shared(weighted(armorm), ranks), shared(teacher(), ranks)
+    samples = of_tokens()
+
+    def work() -> dict[str, Any]:
+        found = []
+        for _ in range(2):  # released in between
+            found.append([summed.score(PROMPTS, TEXTS), of_teacher.score_tokens(PROMPTS[:7], samples)])
+            summed.release()
+            of_teacher.release()
+        return {"scores": found, "metrics": {k: v for k, v in summed.metrics.items() if "reward_" in k}}
+
+    given = ranks.run_on_main(work)
+    for reward in (summed, of_teacher):
+        reward.close()
+    return given
+
+
+def score(rank: int, ranks: int, store: str, folder: str) -> None:
+    found = scored(join(rank, ranks, store), Path(folder) / "armorm")
+    (Path(folder) / f"{ranks}-{rank}.json").write_text(json.dumps(found))
+    stop()
+
+
+def fail(rank: int, ranks: int, store: str, folder: str, how: str) -> None:
+    """The last rank has no weights any more when it is to score, or another model than it is taken for."""
+    own, world = Path(folder) / f"armorm-{how}-{rank}", join(rank, ranks, store)
+    last = rank == ranks - 1
+    shutil.copytree(Path(folder) / ("small" if last and how == "vocabulary" else "armorm"), own)
+    line = Ranks(world)
+    reward = shared(weighted(own), line)
+    if last and how == "weights":
+        (own / "model.safetensors").unlink()
+    try:
+        line.run_on_main(lambda: reward.score(PROMPTS, TEXTS))
+        said = "nothing"
+    except UserError as error:
+        said = f"{type(error).__name__}: {error}"
+    line.run_on_main(reward.release)  # they listen still
+    (Path(folder) / f"{how}-{rank}").write_text(said)
+    reward.close()
+    stop()
+
+
+def die(rank: int, ranks: int, store: str, folder: str) -> None:
+    """The last rank is killed within its share."""
+    world = join(rank, ranks, store)
+    line = Ranks(world)
+
+    def work(item: int) -> int:
+        if rank == ranks - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return item
+
+    each = line.dealt(work)
+    try:
+        line.run_on_main(lambda: each(list(range(10))))
+    except StoppedError:
+        raise AssertionError("who is killed says nothing") from None
+    finally:
+        (Path(folder) / f"ended-{rank}").touch()

@@ -1,0 +1,91 @@
+"""Rounds that a reward model scores, on two ranks: killed while scoring they go on to the same result, and
+sampling ahead changes no score."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from safetensors.torch import load_file
+
+from tests import programs
+from tests.distributed.scoring import lagging
+from tests.distributed.torture import ranks_of
+from tests.integration.online import SHORT, lines, rounds
+from tests.programs import in_ranks, torchrun
+from tests.tiny_armorm import save_armorm
+
+LIMITS = "max_length:400,max_prompt_length:200,dtype:float32,batch_tokens:600"
+
+
+@pytest.fixture(scope="module")
+def armorm(tmp_path_factory):
+    return save_armorm(tmp_path_factory.mktemp("reward") / "armorm")
+
+
+def start(folder, armorm, slow=0):
+    model = f"model:{{reward:armorm,weight:1,name_or_path:{armorm},{LIMITS}}}"
+    function = "slow:{reward:function,weight:1,path:tests.integration.rewarding.slow,conversational:false}"
+    words = (
+        "train.py",
+        *SHORT,
+        "online=true",
+        "loss=kto",
+        "resume=true",
+        "reward=weighted",
+        f"reward.weighted.parts={{{model},{function}}}",
+        f"runs_dir={folder}",
+        f"cache_dir={folder}/cache",
+        "exp_name=r",
+    )
+    return programs.start(*torchrun(2, *words), env={"SLOW_REWARD": str(slow), "OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.slow
+def test_killed_while_scoring(tmp_path, armorm):
+    whole = start(tmp_path / "whole", armorm)
+    assert whole.wait() == 0, whole.said()[-3000:]
+    first = tmp_path / "killed" / "r" / "rounds" / "000"
+    killed = start(tmp_path / "killed", armorm, slow=60)
+    while not (first / "samples.jsonl").exists():
+        assert killed.poll() is None, killed.said()[-3000:]
+        time.sleep(0.01)
+    for pid in (*ranks_of(killed), killed.pid):
+        os.kill(pid, signal.SIGKILL)
+    killed.wait()
+    sampled = (first / "samples.jsonl").stat().st_mtime_ns
+    assert not (first / "scores.jsonl").exists()
+    last = start(tmp_path / "killed", armorm)
+    assert last.wait() == 0, last.said()[-3000:]
+    assert (first / "samples.jsonl").stat().st_mtime_ns == sampled, "what was on disk was sampled again"
+    runs = [tmp_path / name / "r" for name in ("whole", "killed")]
+    for a, b in zip(*map(rounds, runs), strict=True):
+        assert a.file("scores").read_bytes() == b.file("scores").read_bytes()
+        means = a.record["metrics"]
+        assert means["reward"] == pytest.approx(means["reward_model"] + means["reward_slow"])
+    one, other = (load_file(run / "model" / "model.safetensors") for run in runs)
+    assert all((one[name] == other[name]).all() for name in one)
+    assert any("round_reward_model" in line for line in lines(runs[0]))
+
+
+def test_what_is_sampled_beside_the_training_all_ranks_score(tmp_path, armorm):
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        in_ranks(lagging, (ranks, str(tmp_path / f"store-{ranks}"), str(folder), armorm), ranks)
+    (alone,) = threads(tmp_path / "1")
+    shares = threads(tmp_path / "2")
+    assert set(alone) > {"MainThread"}, "one rank scores beside its training"
+    assert [set(share) for share in shares] == [{"MainThread"}] * 2
+    assert sum(map(len, shares)) == len(alone)
+    one, two = (rounds(tmp_path / str(ranks) / "r") for ranks in (1, 2))
+    assert [a.record["sampled_step"] for a in one] == [b.record["sampled_step"] for b in two]
+    for a, b in list(zip(one, two, strict=True))[:2]:  # both from the initial weights
+        assert a.file("scores").read_bytes() == b.file("scores").read_bytes()
+
+
+def threads(folder):
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("scored-*.json"))]

@@ -1,0 +1,156 @@
+"""Uploading to the hub: by the hub's own client, to a server that speaks as the hub does."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from common.errors import ConfigError
+from config.cli import compose
+from export import main as export_main
+from train import train
+
+TOKEN = "hf_" + "t" * 20
+
+
+class Hub(ThreadingHTTPServer):
+    """What the hub's client is told: the files of each repository, and which are private."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files: dict[str, dict[str, bytes]] = {}
+        self.private: dict[str, bool] = {}
+        self.messages: list[str] = []
+        self.refuses = 0
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *given) -> None: ...
+
+    def do_POST(self) -> None:
+        said = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}" or self.server.refuses:
+            self._answer(self.server.refuses or 401, {"error": "You may not write here"})
+        elif self.path == "/api/repos/create":
+            asked = json.loads(said)
+            name = "/".join(filter(None, (asked.get("organization"), asked["name"])))
+            private = asked.get("private", asked.get("visibility") == "private")
+            self.server.private.setdefault(name, private)
+            self._answer(200, {"url": f"{self.server.url}/{name}", "name": name, "id": "1"})
+        elif self.path == "/api/validate-yaml":
+            self._answer(200, {"errors": [], "warnings": []})
+        elif "/preupload/" in self.path:
+            files = json.loads(said)["files"]
+            modes = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]
+            self._answer(200, {"files": modes})
+        else:
+            repository = self.path.removeprefix("/api/models/").partition("/commit/")[0]
+            for line in map(json.loads, said.splitlines()):
+                if line["key"] == "header":
+                    self.server.messages.append(line["value"]["summary"])
+                else:
+                    content = base64.b64decode(line["value"]["content"])
+                    self.server.files.setdefault(repository, {})[line["value"]["path"]] = content
+            url = f"{self.server.url}/{repository}"
+            self._answer(200, {"commitOid": "a" * 40, "commitUrl": f"{url}/commit/{'a' * 40}"})
+
+    def do_GET(self) -> None:
+        self._answer(404, {"error": "Not found"})
+
+    def _answer(self, status: int, content: dict) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def hub(monkeypatch) -> Iterator[Hub]:
+    server = Hub()
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def trained(folder: Path, *more: str) -> tuple[dict, Path]:
+    words = ("loss=dpo", "n_examples=32", "n_eval_examples=4", "data.verifier=null", "wandb.enabled=false")
+    places = (f"runs_dir={folder}", f"cache_dir={folder}/cache", "diagnostics=false", "report=false")
+    config, _ = compose(*words, *places, *more)
+    return train(config, "run"), folder / "run"
+
+
+def test_the_model_goes_up_private_with_its_card_only_when_asked_for(tmp_path, hub, capsys):
+    trained(tmp_path / "plain")
+    assert hub.private == {} and hub.files == {}
+    _, run = trained(tmp_path, "push_to_hub=org/name")
+    sent = {path.name: path.read_bytes() for path in (run / "model").iterdir()}
+    assert hub.files == {"org/name": sent} and hub.private == {"org/name": True}
+    assert b"Trained with the humanline framework" in sent["README.md"] and "model.safetensors" in sent
+    assert hub.messages[0].startswith("Trained with humanline")
+    assert f"{hub.url}/org/name" in capsys.readouterr().out
+    trained(tmp_path / "public", "push_to_hub=org/open", "hub_private=false")
+    assert hub.private["org/open"] is False
+
+
+def test_a_failed_upload_costs_no_run_and_the_command_that_is_named_tries_again(tmp_path, hub, capsys):
+    hub.refuses = 403
+    summary, run = trained(tmp_path, "push_to_hub=org/name")
+    said = capsys.readouterr()
+    again = f"python export.py {run} --push-to-hub org/name"
+    assert summary["examples"] == 32 and (run / "summary.json").is_file()
+    assert "could not be uploaded to org/name" in said.err and "You may not write here" in said.err
+    assert again in said.err and TOKEN not in said.err + said.out
+    with pytest.raises(SystemExit) as ended:
+        export_main(again.split()[2:])
+    assert ended.value.code == 1
+    hub.refuses = 0
+    export_main(again.split()[2:])
+    assert set(hub.files["org/name"]) == {path.name for path in (run / "model").iterdir()}
+    assert hub.private == {"org/name": True}
+
+
+@pytest.mark.parametrize(
+    ("words", "token", "message"),
+    [
+        (["push_to_hub=org/name/more"], TOKEN, r"push_to_hub=org/name/more: is no id of a repository"),
+        (["push_to_hub=org/na me"], TOKEN, r"push_to_hub=org/na me: is no id"),
+        (["push_to_hub=name"], TOKEN, r"push_to_hub=name: names no owner: write it as org/name"),
+        (["push_to_hub=org/name"], None, r"push_to_hub=org/name: needs a token .*`hf auth login`"),
+    ],
+)
+def test_what_could_not_be_uploaded_is_refused_before_weights_load(
+    tmp_path, hub, monkeypatch, words, token, message
+):
+    if token is None:
+        monkeypatch.setattr("jobs.hub.get_token", lambda: None)
+    monkeypatch.setattr("jobs.job.load_sharded", lambda *given: pytest.fail("weights were loaded"))
+    with pytest.raises(ConfigError, match=message):
+        trained(tmp_path, *words)
+    assert hub.private == {}
+
+
+def test_nothing_is_promised_offline(tmp_path, hub, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE=1: unset it"):
+        trained(tmp_path, "push_to_hub=org/name")

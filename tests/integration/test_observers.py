@@ -1,0 +1,228 @@
+"""Observers of a run: what they are told, that they change no number, that their stop holds, and that one
+that fails costs nothing but itself."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import ConfigError
+from config.cli import compose
+from jobs.observers import METHODS, Observer, Observers, check_observer
+from models.distributed import start
+from tests.integration.test_evaluation_sets import numbers
+from train import train
+
+SMALL = (
+    "loss=dpo",
+    "humanline=true",
+    "lr=1e-3",
+    "n_examples=256",
+    "eval_every=64",
+    "n_eval_examples=8",
+    "data.verifier=null",
+    "wandb.enabled=false",
+    "diagnostics=false",
+    "report=false",
+)
+HERE = "tests.integration.test_observers"
+
+
+def config_of(folder: Path, *more: str):
+    return compose(*SMALL, f"runs_dir={folder}", f"cache_dir={folder}/cache", "exp_name=x", *more)[0]
+
+
+class Recorder:
+    """Keeps what it is told, spoils it, and draws random numbers."""
+
+    told: list[tuple]
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed, self.told = seed, []
+
+    def _keep(self, *what):
+        self.told.append(json.loads(json.dumps(what, default=str)))
+        torch.manual_seed(self.seed)
+        random.seed(self.seed)
+        np.random.seed(self.seed)
+        for part in what:
+            if isinstance(part, dict):
+                part.clear()
+
+    def on_start(self, run_dir, config, step):
+        assert run_dir.is_dir()
+        self._keep("start", config, step)
+
+    def on_step(self, record):
+        self._keep("step", record)
+
+    def on_evaluation(self, step, values):
+        self._keep("evaluation", step, values)
+
+    def on_round(self, index, values):
+        self._keep("round", index, values)
+
+    def on_end(self, summary):
+        self._keep("end", summary)
+
+
+class Stops:
+    """Asks for a stop at a step, or at an evaluation."""
+
+    def __init__(self, *, at: int, of: str = "step") -> None:
+        self.at, self.of = at, of
+
+    def on_step(self, record):
+        return "enough" if self.of == "step" and record["step"] == self.at else None
+
+    def on_evaluation(self, step, values):
+        return self.of == "evaluation" and step == self.at
+
+
+class Fails:
+    def on_step(self, record):
+        print(1 / (record["step"] - 1))
+
+    def on_evaluation(self, step, values):
+        return False
+
+
+class Returns:
+    def on_evaluation(self, step, values):
+        return values["eval_loss"]
+
+
+class Unmakeable:
+    def __init__(self) -> None:
+        raise RuntimeError("no room at all")
+
+    def on_end(self, summary): ...
+
+
+class Misspelt:
+    def on_evaluate(self, step, values): ...
+
+
+class TooFew:
+    def on_step(self): ...
+
+
+class Nothing:
+    pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """With a run that nobody observes."""
+    folder = tmp_path_factory.mktemp("runs")
+    train(config_of(folder), "plain")
+    return folder
+
+
+def test_what_is_told_is_what_the_run_keeps_and_nothing_changes(folder):
+    observer = Recorder(3)
+    config = config_of(folder, f"callbacks.other._target_={HERE}.Recorder", "callbacks.other.seed=5")
+    summary = train(config, "observed", observers=[observer])
+    weights = [folder / name / "model" / "model.safetensors" for name in ("plain", "observed")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert numbers(folder / "observed") == numbers(folder / "plain")
+    lines = [json.loads(line) for line in (folder / "observed" / "metrics.jsonl").read_text().splitlines()]
+    told = {
+        kind: [rest for first, *rest in observer.told if first == kind] for kind in ("step", "evaluation")
+    }
+    assert [record for (record,) in told["step"]] == lines
+    evaluated = [[r["step"], {k: v for k, v in r.items() if "eval_" in k}] for r in lines if "eval_loss" in r]
+    assert told["evaluation"] == [*evaluated, [8, summary["after"]]]
+    (kind, settings, step), *_, (last, ended) = observer.told
+    assert (kind, step, settings["lr"], last, ended) == ("start", 0, 1e-3, "end", summary)
+
+
+@pytest.mark.parametrize(("of", "at", "before"), [("step", 2, 4), ("evaluation", 4, 4)])
+def test_a_stop_ends_the_run_well_and_there_again_when_it_is_resumed(folder, of, at, before, capsys):
+    words = (f"callbacks.mine._target_={HERE}.Stops", f"callbacks.mine.at={at}", f"callbacks.mine.of={of}")
+    name = f"stopped-{of}"
+    summary = train(config_of(folder, *words), name)
+    assert summary["stopped_early"] and summary["steps"] == before
+    assert f"stopped before step {before}: callbacks.mine asked for it" in capsys.readouterr().out
+    assert numbers(folder / name) == numbers(folder / "plain")[:before]
+    (folder / name / "summary.json").unlink()
+    shutil.rmtree(folder / name / "model")
+    again = train(config_of(folder, *words, "resume=true"), name)
+    assert (again["steps"], again["after"]) == (before, summary["after"])
+    without = train(config_of(folder, "resume=true"), name)
+    assert without["steps"] == 8 and not without["stopped_early"]
+    weights = [folder / run / "model" / "model.safetensors" for run in ("plain", name)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_one_that_raises_is_told_of_with_its_line_and_the_run_goes_on(folder, capsys):
+    recorder = Recorder()
+    train(config_of(folder, f"callbacks.bad._target_={HERE}.Fails"), "failing", [recorder, Returns()])
+    err = capsys.readouterr().err.splitlines()
+    (said,) = [line for line in err if "callbacks.bad" in line]
+    assert sum("observers[1]: on_evaluation failed, TypeError: it returned 0.69" in line for line in err) == 1
+    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "1 / (" in text)
+    assert f"on_step failed, {__file__}, line {line}: ZeroDivisionError: division by zero" in said
+    assert numbers(folder / "failing") == numbers(folder / "plain")
+    assert sum(kind == "step" for kind, *_ in recorder.told) == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["callbacks.a=b"], r"callbacks\.a=b: needs a _target_, as in callbacks\.a\._target_="),
+        (["callbacks.a.seed=1"], r"callbacks\.a=.*: needs a _target_"),
+        (["callbacks.a._target_=no.such"], r"callbacks\.a\._target_=no\.such: cannot be imported"),
+        ([f"callbacks.a._target_={HERE}.Nothing"], r"_target_=Nothing: is no observer: .*on_start, on_step"),
+        ([f"callbacks.a._target_={HERE}.Misspelt"], r"nothing calls its on_evaluate; .*on_evaluation"),
+        ([f"callbacks.a._target_={HERE}.TooFew"], r"its on_step takes \(record\): too many"),
+        ([f"callbacks.a._target_={HERE}.Stops"], r"callbacks\.a\.at=\?\?\?: has no default; give it"),
+        ([f"callbacks.a._target_={HERE}.Stops", "callbacks.a.att=1"], r"a\.att=1: .*it takes at, of"),
+        (
+            [f"callbacks.a._target_={HERE}.Unmakeable"],
+            r"could not be made: .*line \d+: RuntimeError: no room",
+        ),
+        (["callbacks=null"], r"callbacks=None: is a mapping"),
+    ],
+)
+def test_what_is_no_observer_is_refused_before_weights_load(folder, monkeypatch, words, message):
+    monkeypatch.setattr("jobs.job.load_sharded", lambda *given: pytest.fail("weights were loaded"))
+    with pytest.raises(ConfigError, match=message):
+        train(config_of(folder, *words), "refused")
+
+
+def test_objects_are_checked_as_classes_are(folder):
+    for observer, message in (
+        (Nothing(), "is no observer"),
+        (Misspelt(), "on_evaluate"),
+        (TooFew(), "takes"),
+    ):
+        with pytest.raises(ConfigError, match=rf"observers\[1\]=\w+: .*{message}"):
+            train(config_of(folder), "refused", observers=[Recorder(), observer])
+    check_observer("x", Observer())
+    check_observer("x", Observer)
+    assert all(hasattr(Recorder, method) for method in METHODS)
+
+
+def test_rounds_are_told_and_may_be_the_last():
+    class Rounds:
+        def on_round(self, index, values):
+            return f"reward {values['reward']}" if index == 1 else None
+
+    observers = Observers.of({}, [Rounds()], start())
+    observers.round(0, 3, {"reward": 0.5})
+    assert observers.stops(3) is None
+    observers.round(1, 7, {"reward": 0.25})
+    assert observers.stops(6) is None and "observers[0] asked for it: reward 0.25" in str(observers.stops(7))
+    again = Observers.of({}, [Recorder()], start())
+    again.restore(json.loads(json.dumps(observers.state())))
+    assert again.stops(7) == observers.stops(7)
+    nobody = Observers()
+    nobody.restore(observers.state())
+    assert nobody.stops(7) is None

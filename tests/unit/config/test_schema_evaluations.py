@@ -1,0 +1,91 @@
+"""Named evaluation sets: what may be said of one, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import ConfigError
+from config.arguments import as_settings
+from config.cli import compose
+from config.schema_evaluations import MEASURED, evaluation_sets, named_measure
+from tests.tiny import make_config
+
+
+def sets(*words: str):
+    config, _ = compose(*words)
+    return evaluation_sets(config.evaluations, config.data)
+
+
+def test_a_set_is_a_file_of_settings_or_differs_from_the_runs_own_data():
+    found = sets(
+        "evaluations.hard.path=hard.jsonl",
+        "--evaluations.helpful.data",
+        "hh_helpful",
+        "evaluations.theirs={data: hub, path: org/name, split: test}",
+    )
+    assert list(found) == ["hard", "helpful", "theirs"]
+    hard = found["hard"]
+    assert (hard.source, hard.path, hard.eval_path) == ("data.sources.local", "hard.jsonl", "hard.jsonl")
+    assert hard.verifier == "data.adder.accuracy", "as the run's own data"
+    assert found["helpful"].name == "hh_helpful" and found["helpful"].eval_split == "test"
+    theirs = found["theirs"]
+    assert (theirs.path, theirs.eval_path, theirs.eval_split) == ("org/name", None, "test")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evaluations.a-b.path=x"], r"evaluations\.a-b=a-b: .*letters, digits and _"),
+        (["evaluations={9a: {path: x}}"], r"evaluations\.9a=9a: .*begins with a letter"),
+        (["evaluations.reward.path=x"], r"evaluations\.reward=reward: .*eval_reward_chosen"),
+        (["evaluations.loss.path=x"], r"evaluations\.loss=loss: .*eval_loss"),
+        (["evaluations.kl.path=x"], r"evaluations\.kl=kl: .*eval_kl_initial"),
+        (["evaluations.retained.path=x"], r"evaluations\.retained=retained: .*eval_retained_sampled"),
+        (["evaluations.hard.data=nothing"], r"evaluations\.hard\.data=nothing: there is no such file"),
+        (["evaluations.hard.data=local"], r"evaluations\.hard\.path=None: .*name its file"),
+        (
+            ["evaluations.hard.verifer=x"],
+            r"evaluations\.hard\.verifer=x: is not a setting of a set",
+        ),
+        (["evaluations.hard=hh"], r"evaluations\.hard=hh: is a mapping, as in evaluations\.hard\.path="),
+        (["evaluations.hard={}"], r"evaluations\.hard=\{\}: is a mapping"),
+        (["evaluations.hard.data=null"], r"names the run's own held-out rows; give path"),
+        (["evaluations.hard.split=test"], r"evaluations\.hard\.split=test: data=adder has no splits"),
+        (["evaluations.hard.data=mix"], r"evaluations\.hard\.mix=None: .*'evaluations\.hard\.mix="),
+        (["evaluations.hard={path: x, columns: y}"], r"evaluations\.hard\.columns=y: is a mapping"),
+        (["evaluations=null"], r"evaluations=None: is a mapping"),
+        (["keep_best=eval_hard_loss"], r"keep_best=eval_hard_loss: use one of"),
+        (
+            ["evaluations.hard.path=x", "keep_best=eval_hard_drift"],
+            r"eval_hard_loss, eval_hard_rew",
+        ),
+    ],
+)
+def test_what_is_no_set_is_refused_with_key_and_remedy(words: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        compose(*words)
+
+
+NAMES = st.from_regex(r"[A-Za-z][A-Za-z0-9_]{0,12}", fullmatch=True)
+
+
+@settings(max_examples=50, deadline=None)
+@given(NAMES, st.sampled_from(MEASURED))
+def test_a_name_and_a_measure_are_told_from_their_key(name: str, measure: str):
+    try:
+        evaluation_sets({name: {"path": "x"}}, make_config().data)
+    except ConfigError:
+        return
+    assert named_measure(f"eval_{name}_{measure}") == (name, measure)
+
+
+def test_numbers_of_the_unnamed_set_have_no_name():
+    own = (*MEASURED, "kl_initial", "retained_sampled", "retained_greedy")
+    assert all(named_measure(f"eval_{measure}") is None for measure in own)
+    assert named_measure("reward_margin") is None and named_measure("gsm8k/accuracy") is None
+
+
+def test_a_key_of_ones_own_needs_no_plus_sign():
+    assert as_settings(["evaluations.a.path=x", "lr=1"]) == ["++evaluations.a.path=x", "lr=1"]

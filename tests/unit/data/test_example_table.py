@@ -1,0 +1,148 @@
+"""Examples that are made when they are asked for are those that were held before: from a file of token ids
+and from memory, of any groups."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import views
+from data.batches import Segment
+from data.example_table import (
+    ExampleTable,
+    has_behavior,
+    longest,
+    picked_groups,
+    row_lengths,
+    sizes_of,
+    with_tokens,
+)
+from data.examples import Examples, make_examples
+from data.group_store import gathered
+from data.token_cache import TokenCache
+from data.types import Completion, Example, Group, Prompt, Sequence, Turn
+from tests.unit.data.test_token_cache import renderer
+
+VIEWS = (views.pairs, views.labelled, views.group_advantages, views.demonstrations)
+
+
+@st.composite
+def completions(draw: st.DrawFn) -> Completion:
+    if draw(st.booleans()):
+        words = draw(st.sampled_from(["", "yes", "no no", "there " * 40]))
+        return Completion(words, finished=draw(st.booleans()))
+    ids = tuple(draw(st.lists(st.integers(5, 9), min_size=1, max_size=6)))
+    some = st.one_of(st.none(), st.lists(st.floats(-4, 0, width=32), min_size=len(ids), max_size=len(ids)))
+    masks = st.one_of(st.none(), st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)))
+    known, rewards, mask = draw(some), draw(some), draw(masks)
+    return Completion(
+        token_ids=ids,
+        finished=draw(st.booleans()),
+        behavior_logprobs=None if known is None else tuple(known),
+        token_rewards=None if rewards is None else tuple(rewards),
+        loss_mask=None if mask is None else tuple(mask),
+    )
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    of = draw(st.lists(completions(), max_size=4))
+    number = draw(st.integers(0, 9))
+    turns = (Turn("system", "endless " * 80),) if number == 9 else ()
+    prompt = Prompt((*turns, Turn("user", f"question {number} " + "the " * (number * 5))))
+    return Group(prompt, tuple(of), tuple(draw(st.sampled_from([0.0, 1.0, -1.0, 0.5])) for _ in of))
+
+
+def held(wanted: list[Group], view: views.View) -> tuple[list[tuple[Example, ...]], dict[str, int]]:
+    """All examples at once, group by group, and why the other groups gave none."""
+    made: list[tuple[Example, ...]] = []
+    dropped: dict[str, int] = {}
+    of = renderer()
+    for group in wanted:
+        wants = view(group)
+        rows = [
+            [
+                with_tokens(of.sequence(group.prompt, group.completions[i]), group.completions[i])
+                for i in want.completions
+            ]
+            for want in wants
+        ]
+        bad = [row for example in rows for row in example if isinstance(row, str)]
+        if not wants or bad:
+            why = bad[0] if bad else "its rewards say nothing (too few completions, or all equal)"
+            dropped[why] = dropped.get(why, 0) + 1
+        else:
+            sound = [tuple(row for row in example if isinstance(row, Sequence)) for example in rows]
+            labels = [want.label for want in wants]
+            made.append(tuple(map(Example, itertools.repeat(group.prompt.id), sound, labels)))
+    return made, dropped
+
+
+def plain(made: Any) -> list[object]:
+    def values(array: np.ndarray | None) -> object:
+        return None if array is None else (array.dtype.str, array.tolist())
+
+    def row(of: Sequence) -> object:
+        extras = (of.behavior_logprobs, of.loss_mask, of.token_rewards)
+        return (values(of.prompt_ids), values(of.completion_ids), repr([values(a) for a in extras]), of.key)
+
+    return [[(e.prompt_id, e.label, [row(r) for r in e.rows]) for e in group] for group in made]
+
+
+def same(made: Examples, want: list[tuple[Example, ...]], dropped: dict[str, int]) -> None:
+    assert list(made.dropped.items()) == list(dropped.items())
+    assert plain(made.groups) == plain(want) and len(made.groups) == len(want)
+    assert made.count == sum(map(len, want)) and sizes_of(made.groups).tolist() == [len(g) for g in want]
+    assert [a.tolist() for a in row_lengths(made.groups)] == [a.tolist() for a in row_lengths(want)]
+    assert has_behavior(made.groups) == has_behavior(want)
+    if want:
+        assert plain([[longest(made.groups)]]) == plain([[longest(want)]])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(groups(), max_size=8), st.sampled_from(VIEWS), st.booleans())
+def test_a_table_gives_what_would_be_held(tmp_path_factory, wanted, view, in_file):
+    want, dropped = held(wanted, view)
+    cache = TokenCache(tmp_path_factory.mktemp("cache"), worth=1)
+    of = gathered(wanted, 0 if in_file else 100)
+    for made in (make_examples(of, view, renderer(), cache) for _ in range(2)):  # written, then read
+        same(made, want, dropped)
+    same(make_examples(of, view, renderer()), want, dropped)
+    order = np.random.default_rng(len(wanted)).permutation(len(want))
+    assert plain(picked_groups(made.groups, order)) == plain([want[i] for i in order])
+    assert plain(made.groups[1:]) == plain(want[1:])
+
+
+def pairs_of(count: int) -> Iterator[Group]:
+    for i in range(count):
+        prompt = Prompt((Turn("user", f"question {i} " + "the one " * 20),))
+        yield Group(prompt, (Completion("yes " * 40), Completion("no " * 40)), (1.0, -1.0))
+
+
+def most_memory(folder: Path, count: int) -> tuple[int, int]:
+    """(the most memory at once, what is left at the end), bytes, of pairs made into batches."""
+    gc.collect()
+    tracemalloc.start()
+    made = make_examples(gathered(pairs_of(count), 100), views.pairs, renderer(), TokenCache(folder, worth=1))
+    assert made.count == count and isinstance(made.groups, ExampleTable)
+    plan = Segment(made.groups, 8, count, seed=0)
+    assert len({example.prompt_id for i in range(3) for example in plan.batch(i)}) == 24
+    gc.collect()
+    left, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return most, left
+
+
+def test_memory_grows_by_less_than_a_row_of_text_a_pair(tmp_path):
+    """A pair here is 600 characters and 150 tokens: held as objects it takes 3,000 bytes."""
+    few, many = most_memory(tmp_path, 500), most_memory(tmp_path, 1_500)
+    most, left = ((b - a) / 1_000 for a, b in zip(few, many, strict=True))
+    assert most < 800 and left < 200, (most, left)
