@@ -5,30 +5,39 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from common.errors import require
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file beside its place, down to the disk, then rename it: a reader sees all of it or nothing.
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to be written beside its place, which it takes once it is on the disk: a reader sees all of it
+    or nothing.
 
     Raises OSError (a full disk); what was there before stays, and nothing is left beside it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = part_of(path)
     try:
-        with part.open("w", encoding="utf-8") as stream:
-            stream.write(text)
+        with part.open("wb") as stream:
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text so. Raises OSError."""
+    with whole_file(path) as stream:
+        stream.write(text.encode())
 
 
 def write_if_changed(path: Path, text: str) -> None:
@@ -38,7 +47,7 @@ def write_if_changed(path: Path, text: str) -> None:
 
 
 def part_of(path: Path) -> Path:
-    """Where ``write_whole`` writes ``path`` before it is renamed."""
+    """Where ``path`` is written before it is renamed."""
     return path.with_name(f".{path.name}.part")
 
 

@@ -26,6 +26,8 @@ class RoundsConfig:
     lag: int
     passes: int
     replay: float
+    compress: bool
+    keep_weights: bool
     reset_reference: bool
 
     def __post_init__(self) -> None:

@@ -85,7 +85,7 @@ class OnlineSource:
         """Whether all ranks score, which they can do between steps alone."""
 
     def round(self, index: int) -> RoundFolder:
-        return RoundFolder(self.folder / "rounds" / f"{index:03d}")
+        return RoundFolder(self.folder / "rounds" / f"{index:03d}", self.config.rounds.compress)
 
     def segment(self, index: int) -> Segment | None:
         """The round's segment, made now or found on disk; None when all planned contexts were sampled.
@@ -210,7 +210,7 @@ class OnlineSource:
         wanted = self.config.rounds.sampled(index)
         if self.ranks.run_on_main(lambda: _required(builder).needs_weights(folder, first, wanted, weights)):
             start = time.monotonic()
-            published = self.engine.publish(folder.weights, index, keep)
+            published = self.engine.publish(folder.weights, index, keep or self.config.rounds.keep_weights)
             published["publish_seconds"] = time.monotonic() - start
         begun = {"round": index, "weights": weights, "sampled_step": step, **published}
         self.ranks.run_on_main(lambda: folder.note(begun))

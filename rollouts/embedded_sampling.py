@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from config.schema import Config
 from data.chat import Renderer
 from data.types import Prompt
@@ -43,7 +45,7 @@ class EmbeddedSampling:
             synced=several,
             player=self.conversations,
         )
-        return EmbeddedEngine(sampler, self.world)
+        return EmbeddedEngine(sampler, self.world, getattr(torch, self.config.model.dtype))
 
     @contextmanager
     def opened(self) -> Iterator[EmbeddedEngine]:

@@ -8,9 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+from transformers import PreTrainedTokenizerBase
+
 from common.worker_process import WorkerError
 from data.types import Prompt
 from models.distributed import World, gather_objects
+from models.export import export, full_state
+from models.policy import Policy
 from models.ranks import Ranks, attempt, outcome
 from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
 
@@ -44,13 +49,17 @@ class Engine(Protocol):
 
 
 class EmbeddedEngine:
-    """The policy itself samples, every rank a share of the prompts. There is nothing to publish."""
+    """The policy itself samples, every rank a share of the prompts. It has the weights already."""
 
-    def __init__(self, sampler: EmbeddedSampler, world: World) -> None:
-        self.sampler, self.world, self.ranks = sampler, world, Ranks(world)
+    def __init__(self, sampler: EmbeddedSampler, world: World, dtype: torch.dtype) -> None:
+        """``dtype``: what the policy computes in, in which kept weights are written."""
+        self.sampler, self.world, self.dtype, self.ranks = sampler, world, dtype, Ranks(world)
         self._shares = self.ranks.together(self._share)
 
     def publish(self, folder: Path, version: int, keep: bool) -> Facts:
+        if keep:
+            tokenizer = self.sampler.renderer.tokenizer
+            write_weights(self.ranks, self.sampler.policy, tokenizer, folder, self.dtype)
         return {}
 
     def reload_weights(self, folder: Path, version: int) -> None:
@@ -73,6 +82,14 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """It has no process of its own."""
+
+
+def write_weights(
+    ranks: Ranks, policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype
+) -> None:
+    """The policy as it is now, as a model in ``folder``. Every rank calls it. Raises OSError on all."""
+    state = full_state(policy)
+    ranks.run_on_main(lambda: export(state, policy, tokenizer, folder, dtype))
 
 
 class Prefetch:

@@ -1,5 +1,5 @@
 """What a round leaves on disk: ``rounds/003/samples.jsonl``, ``scores.jsonl``, ``groups.jsonl`` and
-``round.json``.
+``round.json``; with ``rounds.compress`` the first three end in ``.jsonl.gz``.
 
 Each file is written whole, then renamed; before that, ``round.json`` says of it what it was made from, how,
 how many lines, and its checksum. So a stage is done exactly if its file is the one that ``round.json``
@@ -9,14 +9,18 @@ promises for the inputs at hand, and a round that was killed goes on with the fi
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import io
+import itertools
 import json
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO
 
 from common.errors import DataError
-from common.files import write_whole
+from common.files import whole_file, write_whole
 from data.groups import from_dict, to_dict
 from data.types import Group
 from rollouts.rounds import SampledPrompt
@@ -24,12 +28,16 @@ from rollouts.rounds import SampledPrompt
 Facts = dict[str, Any]
 Line = dict[str, Any]
 
+LEVEL = 3
+"""Of compression: a fifth larger than the smallest, in a fifth of the time."""
+
 
 class RoundFolder:
     """The files of one round. One process writes them."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, compress: bool = False) -> None:
+        """``compress``: how files are written; either kind is read."""
+        self.path, self.compress = path, compress
 
     @property
     def record(self) -> Facts:
@@ -43,49 +51,114 @@ class RoundFolder:
 
     @property
     def weights(self) -> Path:
-        """Where the weights lie that the round is sampled from, until it is."""
+        """Where the weights lie that the round is sampled from, where they are on disk."""
         return self.path / "weights"
 
     def file(self, stage: str) -> Path:
-        return self.path / f"{stage}.jsonl"
+        """The stage's file as it was promised, else as it would be written now."""
+        said = self._promise(stage)
+        if said is None:
+            return self._named(stage, self.compress)
+        return self.path / said.get("file", f"{stage}.jsonl")
+
+    def _named(self, stage: str, compress: bool) -> Path:
+        return self.path / f"{stage}.jsonl{'.gz' if compress else ''}"
 
     def checksum(self, stage: str) -> str:
         """The stage's checksum, by which what is made from it names it."""
         return str(self.record["stages"][stage]["sha256"])
 
+    def _promise(self, stage: str, inputs: Facts | None = None) -> Facts | None:
+        """What ``round.json`` says of the stage's file; None where nothing, or of other ``inputs``."""
+        said: Facts | None = self.record.get("stages", {}).get(stage)
+        if said is None or (inputs is not None and said["inputs"] != json.loads(json.dumps(inputs))):
+            return None
+        return said
+
     def done(self, stage: str, inputs: Facts | None = None) -> bool:
         """Whether the stage's file is the one that was promised, made from ``inputs`` (None: from
         whatever)."""
-        said, path = self.record.get("stages", {}).get(stage), self.file(stage)
-        if (
-            said is None
-            or not path.exists()
-            or (inputs is not None and said["inputs"] != json.loads(json.dumps(inputs)))
-        ):
+        said, path = self._promise(stage, inputs), self.file(stage)
+        if said is None or not path.exists():
             return False
-        return bool(said["sha256"] == _sha256(path.read_bytes()))
+        with path.open("rb") as stream:
+            return bool(said["sha256"] == hashlib.file_digest(stream, "sha256").hexdigest())
 
     def write(self, stage: str, lines: Iterable[Line], inputs: Facts, facts: Facts) -> None:
         """The stage's file, and what is said of it: what it was made from (settings included), and ``facts``
-        (counts, seconds)."""
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        said = {"inputs": inputs, "lines": text.count("\n"), **facts, "sha256": _sha256(text.encode())}
-        self.note({"stages": self.record.get("stages", {}) | {stage: said}})
-        write_whole(self.file(stage), text)
+        (counts, seconds). Raises OSError."""
+        path = self._named(stage, self.compress)
+        with whole_file(path) as stream:
+            written = _Summed(stream)
+            count = _write_lines(lines, written, self.compress)
+            said = {"inputs": inputs, "lines": count, **facts, "file": path.name}
+            promised = said | {"sha256": written.digest.hexdigest()}
+            self.note({"stages": self.record.get("stages", {}) | {stage: promised}})
+        self._named(stage, not self.compress).unlink(missing_ok=True)
+
+    def found(self, stage: str, inputs: Facts | None = None) -> list[Line] | None:
+        """The lines of a stage that is done, made from ``inputs`` (None: from whatever); None of one that is
+        not. The file is read once."""
+        said, path = self._promise(stage, inputs), self.file(stage)
+        if said is None or not path.exists():
+            return None
+        content = path.read_bytes()
+        if said["sha256"] != hashlib.sha256(content).hexdigest():
+            return None
+        with _opened(io.BytesIO(content), path) as lines:
+            return [json.loads(line) for line in lines]
 
     def read(self, stage: str) -> list[Line]:
         """The lines of a stage that is done. Raises DataError if it is not."""
-        if not self.done(stage):
+        lines = self.found(stage)
+        if lines is None:
             raise DataError(
                 f"{self.file(stage)} is not as it was written; delete {self.path} and resume from a "
                 "checkpoint before it, "
                 "or start the run afresh with overwrite=true"
             )
-        return [json.loads(line) for line in self.file(stage).read_text(encoding="utf-8").split("\n") if line]
+        return lines
+
+    def first(self, stage: str, count: int) -> list[Line]:
+        """At most ``count`` lines of a stage that is done, to be looked at: what comes behind them is neither
+        read nor checked."""
+        path = self.file(stage)
+        with path.open("rb") as stream, _opened(stream, path) as lines:
+            return [json.loads(line) for line in itertools.islice(lines, count)]
 
     def groups(self) -> list[Group]:
         """What is trained on. Raises DataError."""
         return [from_dict(line) for line in self.read("groups")]
+
+
+class _Summed(io.RawIOBase):
+    """Writes to ``stream``, and sums up what was written."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream, self.digest = stream, hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        self.digest.update(content)
+        return self.stream.write(content)
+
+
+def _write_lines(lines: Iterable[Line], stream: _Summed, compress: bool) -> int:
+    """Returns how many they are. The same lines give the same bytes: a compressed file holds neither its name
+    nor the time."""
+    count = 0
+    with gzip.GzipFile("", "wb", LEVEL, stream, mtime=0) if compress else nullcontext(stream) as into:
+        for line in lines:
+            into.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
+            count += 1
+    return count
+
+
+def _opened(stream: IO[bytes], path: Path) -> IO[bytes]:
+    """The lines of a file, whichever kind it is."""
+    return gzip.GzipFile(fileobj=stream) if path.suffix == ".gz" else stream
 
 
 def sampled_line(sampled: SampledPrompt) -> Line:
@@ -98,7 +171,3 @@ def sampled_of(line: Line) -> SampledPrompt:
     """What ``sampled_line`` wrote. Raises RowError."""
     group = from_dict(line | {"rewards": [0.0] * len(line["completions"])})
     return SampledPrompt(group.prompt, group.completions)
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()

@@ -65,22 +65,25 @@ class RoundBuilder:
         groups: list[list[Group]] = []
         dropped: Counter[str] = Counter()
         parts: list[str] = []
+        completions: list[Completion] = []
+        scores: list[list[list[float | None]]] = []
         while end < self.contexts.planned and len(groups) < wanted and (not parts or self.config.rounds.fill):
             begin, end = end, min(end + wanted - len(groups), self.contexts.planned)
             suffix = f".{len(parts)}" if parts else ""
             sampled = self._sample(folder, f"samples{suffix}", begin, end, weights)
-            scores = self._score(folder, suffix, sampled)
-            sampled = with_token_rewards(sampled, folder.read(f"scores{suffix}"))
-            for one, values in zip(sampled, scores, strict=True):
-                made = feedback(one, values, self.config.rounds, self.config.seed)
+            scored = self._score(folder, suffix, sampled)
+            for one, line in zip(with_token_rewards(sampled, scored), scored, strict=True):
+                made = feedback(one, line["scores"], self.config.rounds, self.config.seed)
                 if isinstance(made, str):
                     dropped[made] += 1
                 else:
                     groups.append(made)
             parts.append(suffix)
+            completions += [completion for one in sampled for completion in one.completions]
+            scores.append([line["scores"] for line in scored])
         inputs = {
             "scores": [folder.checksum(f"scores{suffix}") for suffix in parts],
-            "feedback": asdict(self.config.rounds),
+            "feedback": self._feedback_settings(),
         }
         if not folder.done("groups", inputs):
             folder.write(
@@ -99,13 +102,18 @@ class RoundBuilder:
                 "parts": parts,
                 "kept": len(groups),
                 "dropped": dropped,
-                **self._metrics(folder, parts),
+                "metrics": self._metrics(folder.record["stages"], parts, completions, scores),
             }
         )
 
+    def _feedback_settings(self) -> Facts:
+        """What the groups are made by. How a round is kept on disk changes none of them."""
+        return {k: v for k, v in asdict(self.config.rounds).items() if k not in ("compress", "keep_weights")}
+
     def _sampled(self, folder: RoundFolder) -> None:
         """All samples of the round are on disk: the weights that they came from need not be."""
-        shutil.rmtree(folder.weights, ignore_errors=True)
+        if not self.config.rounds.keep_weights:
+            shutil.rmtree(folder.weights, ignore_errors=True)
         self.engine.sleep()
 
     # -- stages ------------------------------------------------------------------------------------
@@ -126,7 +134,8 @@ class RoundBuilder:
         self, folder: RoundFolder, stage: str, first: int, end: int, weights: str
     ) -> list[SampledPrompt]:
         inputs = self._sampling_inputs(first, end, weights)
-        if not folder.done(stage, inputs):
+        lines = folder.found(stage, inputs)
+        if lines is None:
             start, lines = time.monotonic(), []
             for seed, prompts in self.contexts.take(first, end):
                 lines += self._draw(prompts, seed)
@@ -137,7 +146,7 @@ class RoundBuilder:
             }
             folder.write(stage, lines, inputs, facts)
             self.pause()
-        return [sampled_of(line) for line in folder.read(stage)]
+        return [sampled_of(line) for line in lines]
 
     def _draw(self, prompts: list[Prompt], seed: int) -> list[Line]:
         how = {"sampler": self.config.sampler.name, **asdict(self.settings), "seed": seed}
@@ -149,14 +158,14 @@ class RoundBuilder:
             lines.append(sampled_line(SampledPrompt(prompt, completions)) | {"sampling": how})
         return lines
 
-    def _score(
-        self, folder: RoundFolder, suffix: str, sampled: list[SampledPrompt]
-    ) -> list[list[float | None]]:
+    def _score(self, folder: RoundFolder, suffix: str, sampled: list[SampledPrompt]) -> list[Line]:
+        """A line a prompt, as ``score_lines`` makes them."""
         stage, inputs = (
             f"scores{suffix}",
             {"samples": folder.checksum(f"samples{suffix}"), "reward": reward_settings(self.config)},
         )
-        if not folder.done(stage, inputs):
+        lines = folder.found(stage, inputs)
+        if lines is None:
             if not self.config.rounds.fill:  # else more may have to be sampled from the same weights
                 self._sampled(folder)
             start = time.monotonic()
@@ -165,44 +174,47 @@ class RoundBuilder:
                 stage, lines, inputs, {"seconds": time.monotonic() - start, "metrics": self.reward.metrics}
             )
             self.pause()
-        return [line["scores"] for line in folder.read(stage)]
+        return lines
 
-    def _metrics(self, folder: RoundFolder, parts: list[str]) -> Facts:
-        """What is logged of the round's samples, and a few of them to be looked at."""
-        samples = [sampled_of(line) for suffix in parts for line in folder.read(f"samples{suffix}")]
-        scores = [line["scores"] for suffix in parts for line in folder.read(f"scores{suffix}")]
-        stages, every = folder.record["stages"], [c for one in samples for c in one.completions]
-        given = [s for values in scores for s in values if s is not None]
+    def _metrics(
+        self,
+        stages: Facts,
+        parts: list[str],
+        completions: list[Completion],
+        scores: list[list[list[float | None]]],
+    ) -> Facts:
+        """What is logged of the round's samples. ``scores``: by part, prompt and sample."""
+        given = [s for part in scores for values in part for s in values if s is not None]
+        prompts = sum(map(len, scores))
         seconds = {
             stage: sum(stages[f"{stage}{suffix}"]["seconds"] for suffix in parts)
             for stage in ("samples", "scores")
         }
-        lengths = [own_tokens(c) for c in every]
+        lengths = [own_tokens(c) for c in completions]
         return {
-            "metrics": {
-                "reward": fmean(given) if given else None,
-                "no_verdict": 1 - len(given) / len(every),
-                "keep_rate": folder.record["stages"]["groups"]["contexts"] / len(samples),
-                "contexts": len(samples),
-                "length": fmean(lengths),
-                "finished": fmean(c.finished for c in every),
-                "sample_seconds": seconds["samples"],
-                "score_seconds": seconds["scores"],
-                "sample_tokens_per_second": sum(lengths) / max(seconds["samples"], 1e-9),
-                **(conversation_metrics(every) if self.config.environment.plays else {}),
-                **self._means(folder, parts),
-            }
+            "reward": fmean(given) if given else None,
+            "no_verdict": 1 - len(given) / len(completions),
+            "keep_rate": stages["groups"]["contexts"] / prompts,
+            "contexts": prompts,
+            "length": fmean(lengths),
+            "finished": fmean(c.finished for c in completions),
+            "sample_seconds": seconds["samples"],
+            "score_seconds": seconds["scores"],
+            "sample_tokens_per_second": sum(lengths) / max(seconds["samples"], 1e-9),
+            **(conversation_metrics(completions) if self.config.environment.plays else {}),
+            **part_means(stages, parts, [sum(map(len, part)) for part in scores]),
         }
 
-    def _means(self, folder: RoundFolder, parts: list[str]) -> dict[str, float]:
-        """What the reward says of its own parts (``reward_...``): the mean over the round's completions."""
-        sums: dict[str, list[tuple[float, int]]] = {}
-        for suffix in parts:
-            scored = sum(len(line["scores"]) for line in folder.read(f"scores{suffix}"))
-            for name, value in folder.record["stages"][f"scores{suffix}"]["metrics"].items():
-                if name.startswith("reward_"):
-                    sums.setdefault(name, []).append((value, scored))
-        return {name: sum(v * n for v, n in of) / sum(n for _, n in of) for name, of in sums.items()}
+
+def part_means(stages: Facts, parts: list[str], counts: list[int]) -> dict[str, float]:
+    """What the reward says of its own parts (``reward_...``): the mean over the round's completions, of which
+    each of ``parts`` has so many."""
+    sums: dict[str, list[tuple[float, int]]] = {}
+    for suffix, count in zip(parts, counts, strict=True):
+        for name, value in stages[f"scores{suffix}"]["metrics"].items():
+            if name.startswith("reward_"):
+                sums.setdefault(name, []).append((value, count))
+    return {name: sum(v * n for v, n in of) / sum(n for _, n in of) for name, of in sums.items()}
 
 
 def conversation_metrics(completions: list[Completion]) -> dict[str, float]:
@@ -275,7 +287,8 @@ def samples_table(folder: RoundFolder) -> list[list[Any]]:
     """Rows of (prompt, completion, reward, tokens, finished) of the round's first contexts, for the
     tracker."""
     rows: list[list[Any]] = []
-    for line, scored in zip(folder.read("samples")[:_SHOWN_CONTEXTS], folder.read("scores"), strict=False):
+    scores = folder.first("scores", _SHOWN_CONTEXTS)
+    for line, scored in zip(folder.first("samples", _SHOWN_CONTEXTS), scores, strict=True):
         for completion, value in zip(line["completions"], scored["scores"], strict=True):
             rows.append(
                 [

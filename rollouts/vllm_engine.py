@@ -19,11 +19,11 @@ from data.batches import collate
 from data.chat import Renderer
 from data.types import Prompt, Sequence
 from models.distributed import World, from_main
-from models.export import config_json, export, full_state, whole_weights
+from models.export import config_json, whole_weights
 from models.policy import Policy, causal_lm
 from models.ranks import Ranks, attempt, outcome
 from models.reference import score
-from rollouts.engines import Facts
+from rollouts.engines import Facts, write_weights
 from rollouts.probe import Probe, check_probe
 from rollouts.samplers import Sample, SamplingSettings
 from rollouts.transfer import HEAD, Patient, Source, Transfer, chosen, make_transfer
@@ -136,13 +136,9 @@ class VllmEngine:
 
     def _write(self, folder: Path) -> None:
         """Every rank."""
-        state = full_state(self.policy)
-
-        def write() -> None:
-            export(state, self.policy, self.renderer.tokenizer, folder, getattr(torch, self.sampler.dtype))
-            write_whole(folder / _PROBE, json.dumps(self._said))
-
-        self.ranks.run_on_main(write)
+        dtype = getattr(torch, self.sampler.dtype)
+        write_weights(self.ranks, self.policy, self.renderer.tokenizer, folder, dtype)
+        self.ranks.run_on_main(lambda: write_whole(folder / _PROBE, json.dumps(self._said)))
         self._kept = folder
 
     def _give(self) -> None:

@@ -17,7 +17,6 @@ from models.distributed import World, start, stop
 from models.loading import load_sharded
 from models.storage_tracker import local_part
 
-
 STEPS = 6
 """Steps that are watched, all after the first. Of each rank the least of their peaks counts: gloo's own
 threads may keep a gathered block for a moment after it was waited for, which no step needs."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.worker_process import WorkerError
+from jobs.audit import audit, settings_of
 from rollouts.vllm_sampler import installed
 from tests.integration.online import assert_same, lines, rounds, run_online
 
@@ -61,7 +62,7 @@ def test_two_rounds_with_a_kill_between_sampling_and_scoring(resumed):
 def test_an_engine_killed_in_mid_round_is_started_again_and_the_round_goes_on(
     resumed, tmp_path, monkeypatch, capsys
 ):
-    """By disk, so that both ways have given the same samples."""
+    """By disk, so that both ways have given the same samples; and the weights that were kept are theirs."""
     from rollouts.vllm_sampler import VllmSampler
 
     sample, killed = VllmSampler.sample, []
@@ -73,7 +74,8 @@ def test_an_engine_killed_in_mid_round_is_started_again_and_the_round_goes_on(
         return sample(self, *of)
 
     monkeypatch.setattr(VllmSampler, "sample", kill_soon)
-    run = run_online(tmp_path, "r", "loss=kto", *VLLM, "sampler.weight_transfer=disk")
+    kept = ("sampler.weight_transfer=disk", "rounds.keep_weights=true")
+    run = run_online(tmp_path, "r", "loss=kto", *VLLM, *kept)
     assert killed and "started again" in capsys.readouterr().out
     assert rounds(run)[1].record["weight_transfer"] == "disk"
     whole, _ = resumed
@@ -82,6 +84,8 @@ def test_an_engine_killed_in_mid_round_is_started_again_and_the_round_goes_on(
             whole / f"rounds/{name}/samples.jsonl"
         ).read_bytes()
     assert_same(run, whole)
+    for found in audit(run, settings_of(run)):
+        assert found.tokens > 100 and found.largest < 1e-3 and not found.damaged
 
 
 @pytest.mark.slow

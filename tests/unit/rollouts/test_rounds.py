@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from dataclasses import replace
@@ -134,24 +135,43 @@ def test_equal_groups_are_kept_or_dropped():
 # -- the ledger ------------------------------------------------------------------------------------
 
 
-def test_a_stage_is_done_for_the_inputs_it_was_made_from(tmp_path):
-    folder = RoundFolder(tmp_path / "000")
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_stage_is_done_for_the_inputs_it_was_made_from(tmp_path, compress):
+    folder = RoundFolder(tmp_path / "000", compress)
     assert not folder.done("samples", {"weights": "a"})
     folder.write("samples", [{"x": 1}, {"x": 2}], {"weights": "a"}, {"seconds": 1.0})
     assert folder.done("samples", {"weights": "a"})
     assert folder.done("samples")
     assert not folder.done("samples", {"weights": "b"})
-    assert folder.read("samples") == [{"x": 1}, {"x": 2}]
+    assert folder.read("samples") == folder.found("samples", {"weights": "a"}) == [{"x": 1}, {"x": 2}]
+    assert folder.found("samples", {"weights": "b"}) is None
+    assert folder.first("samples", 1) == [{"x": 1}] and len(folder.first("samples", 9)) == 2
     assert folder.record["stages"]["samples"]["lines"] == 2
+    assert folder.checksum("samples") == hashlib.sha256(folder.file("samples").read_bytes()).hexdigest()
 
 
+@pytest.mark.parametrize("compress", [False, True])
+def test_the_same_lines_give_the_same_file_and_either_kind_is_read(tmp_path, compress):
+    lines = [{"text": "a\u2028b\x85c\n", "x": 0.1 + i} for i in range(100)]
+    folders = [RoundFolder(tmp_path / name, compress) for name in "ab"]
+    for folder in folders:
+        folder.write("samples", lines, {}, {})
+    first, second = (folder.file("samples") for folder in folders)
+    assert first.read_bytes() == second.read_bytes() and first.suffix == (".gz" if compress else ".jsonl")
+    other = RoundFolder(first.parent, not compress)  # of a run that goes on with the other setting
+    assert other.read("samples") == lines
+    other.write("samples", lines, {}, {})
+    assert other.read("samples") == lines and not first.exists()
+
+
+@pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("damage", ["cut", "gone", "promised only"])
-def test_a_stage_that_was_not_written_whole_is_not_done(tmp_path, damage):
-    folder = RoundFolder(tmp_path / "000")
+def test_a_stage_that_was_not_written_whole_is_not_done(tmp_path, damage, compress):
+    folder = RoundFolder(tmp_path / "000", compress)
     folder.write("samples", [{"x": 1}, {"x": 2}], {}, {})
     path = folder.file("samples")
     if damage == "cut":
-        path.write_text(path.read_text()[:-5])
+        path.write_bytes(path.read_bytes()[:-5])
     else:
         path.unlink()
     if damage == "promised only":  # killed between the promise and the rename
@@ -168,8 +188,9 @@ def test_samples_keep_their_token_ids_and_how_they_ended(tmp_path):
     assert "rewards" not in line
 
 
-def test_a_rounds_groups_file_trains_offline(tmp_path):
-    folder = RoundFolder(tmp_path / "000")
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_rounds_groups_file_trains_offline(tmp_path, compress):
+    folder = RoundFolder(tmp_path / "000", compress)
     made = [
         g
         for i in range(3)

@@ -1,0 +1,106 @@
+"""Seconds and bytes that a round's files take: written, and read again by what trains on them.
+
+    python -m benchmarks.ledger                  # 1,024 prompts with 8 samples of 400 tokens each
+    python -m benchmarks.ledger --prompts 256 --repeats 5
+
+Timed is all of ``RoundBuilder.build`` and of reading its groups, with samples and scores that are there at
+once. The samples have no sense: compressed, text that has some takes less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from benchmarks.measure import Spread, Work, alternate, machine, table
+from data.chat import make_renderer
+from data.types import Prompt, Turn
+from models.pretrained import load_tokenizer
+from rollouts.ledger import RoundFolder
+from rollouts.round_builder import RoundBuilder, samples_table
+from rollouts.rounds import PromptSchedule
+from rollouts.samplers import Sample
+from tests.tiny import make_config
+
+SAMPLES = 8
+WEIGHTS = "of a benchmark"
+
+
+class Ready:
+    """A sampler and a reward that have their answers already."""
+
+    gives_tokens, metrics = False, {}
+
+    def __init__(self, tokens: int) -> None:
+        rng = random.Random(0)
+        # as many digits as float32 has, which is how samplers report them
+        self.answers = [
+            Sample(
+                tuple(rng.randrange(3, 14) for _ in range(tokens)),
+                True,
+                tuple(round(-rng.random() * 3, 8) for _ in range(tokens)),
+            )
+            for _ in range(64)
+        ]
+
+    def sample(self, prompts: list[Prompt], n: int, *_: Any) -> list[list[Sample]]:
+        return [[self.answers[(i * n + k) % 64] for k in range(n)] for i in range(len(prompts))]
+
+    def score(self, prompts: list[Prompt], answers: list[str]) -> list[float | None]:
+        return [(i * 7 % 11) / 10 for i in range(len(answers))]
+
+    def release(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompts", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args()
+    config = make_config(
+        "loss=grpo",
+        "online=true",
+        "reward=adder",
+        "rounds.feedback=group",
+        f"rounds.samples={SAMPLES}",
+        f"rounds.contexts={given.prompts}",
+        f"rounds.contexts_per_round={given.prompts}",
+    )
+    renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
+    prompts = [Prompt((Turn("user", f"{i // 100:02d}+{i % 100:02d}="),)) for i in range(given.prompts)]
+    ready = cast(Any, Ready(given.tokens))
+    contexts = PromptSchedule(prompts, given.prompts, 0)
+    builder = RoundBuilder(config, contexts, renderer, ready, ready, lambda: None)
+    print(f"{machine()}\n{given.prompts * SAMPLES:,} samples of {given.tokens} tokens\n")
+    sizes: dict[str, int] = {}
+
+    def variant(compress: bool) -> list[Work]:
+        def work() -> None:
+            with tempfile.TemporaryDirectory() as path:
+                folder = RoundFolder(Path(path), compress)
+                builder.build(folder, 0, given.prompts, WEIGHTS)
+                assert len(folder.groups()) == given.prompts
+                samples_table(folder)
+                sizes[str(compress)] = sum(file.stat().st_size for file in Path(path).iterdir())
+
+        return [work]
+
+    taken = alternate({str(on): partial(variant, on) for on in (False, True)}, given.repeats)
+    rows = [
+        [name.lower(), str(Spread.of(one.cpu for one in samples)), f"{sizes[name] / 1e6:.1f}"]
+        for name, samples in taken.items()
+    ]
+    print(table(["rounds.compress", "CPU s", "MB on disk"], rows))
+
+
+if __name__ == "__main__":
+    main()

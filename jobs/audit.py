@@ -1,0 +1,211 @@
+"""A run's rounds, checked by what they left: every file against the checksum that was promised of it, and the
+samples against the weights that they came from, where ``rounds.keep_weights`` kept them.
+
+    python -m jobs.audit runs/NAME
+    python -m jobs.audit runs/NAME --rounds 0,7 --prompts 64
+
+The weights are loaded and the samples scored by transformers alone: nothing of the trainer's or the sampler's
+own code has a part in it. Leaves with 1 where a file is not what it was, or the weights did not write the
+samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.errors import ConfigError, StoppedError, require
+from config.cli import guarded
+from config.load import load_saved
+from config.schema import Config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from data.chat import Renderer
+    from rollouts.ledger import RoundFolder
+
+TOKENS = 8192
+"""About as many, padding included, are scored at once."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sample: its prompt's tokens and its own, and what the sampler said of them."""
+
+    prompt_ids: np.ndarray
+    """[P]"""
+    token_ids: tuple[int, ...]
+    """[T]"""
+    said: np.ndarray
+    """[T] nats, nan for a token that the policy did not write"""
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was found of a round."""
+
+    index: int
+    damaged: tuple[str, ...]
+    """Stages whose files are not what was promised."""
+    tokens: int
+    """Of samples that were scored again; 0 where no weights were kept."""
+    largest: float
+    """Largest difference of a token's log-probability, nats."""
+    mean: float
+    """Mean absolute difference, nats."""
+
+
+def settings_of(run: Path) -> Config:
+    """Raises ConfigError."""
+    record = run / "config.yaml"
+    require(record.is_file(), "run", run, "is not the folder of a run: it has no config.yaml")
+    return load_saved(record.read_text())
+
+
+def audit(
+    run: Path, config: Config, chosen: Sequence[int] | None = None, prompts: int | None = None
+) -> Iterator[Audit]:
+    """The rounds of a run in order, or the ``chosen`` ones. ``prompts``: so many of each sampling's are
+    scored at most. Raises ConfigError."""
+    require(prompts is None or prompts >= 1, "prompts", prompts, "must be at least 1")
+    folders = {int(path.name): path for path in sorted((run / "rounds").glob("[0-9]*"))}
+    require(bool(folders), "run", run, "has no rounds: it was trained offline, or stopped before the first")
+    missing = sorted(set(chosen or ()) - set(folders))
+    require(not missing, "rounds", missing, f"there are rounds {min(folders)} to {max(folders)}")
+    from data.chat import make_renderer
+    from models.pretrained import load_tokenizer
+    from rollouts.ledger import RoundFolder
+
+    renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
+    for index in folders if chosen is None else chosen:
+        yield _of_round(RoundFolder(folders[index]), index, config, renderer, prompts)
+
+
+def _of_round(
+    folder: RoundFolder, index: int, config: Config, renderer: Renderer, prompts: int | None
+) -> Audit:
+    stages = list(folder.record.get("stages", {}))
+    damaged = tuple(stage for stage in stages if not folder.done(stage))
+    rows = [
+        row
+        for stage in stages
+        if stage.startswith("samples") and stage not in damaged
+        for row in _rows(folder, stage, renderer, prompts)
+    ]
+    if not (folder.weights / "config.json").is_file() or not rows:
+        return Audit(index, damaged, 0, math.nan, math.nan)
+    differences = np.concatenate(list(_differences(_load(folder.weights, config), rows)))
+    differences = np.abs(differences[~np.isnan(differences)])
+    if not differences.size:
+        return Audit(index, damaged, 0, math.nan, math.nan)
+    return Audit(index, damaged, differences.size, float(differences.max()), float(differences.mean()))
+
+
+def _rows(folder: RoundFolder, stage: str, renderer: Renderer, prompts: int | None) -> Iterator[Row]:
+    from rollouts.ledger import sampled_of
+
+    for line in folder.read(stage)[:prompts]:
+        sampled = sampled_of(line)
+        ids = renderer.prompt_ids(sampled.prompt)
+        for one in sampled.completions:
+            if one.token_ids and one.behavior_logprobs is not None:
+                said = np.array(one.behavior_logprobs)
+                yield Row(ids, one.token_ids, said, one.behavior_temperature)
+
+
+def _load(folder: Path, config: Config) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, config.model.dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, trust_remote_code=config.model.trust_remote_code
+    )
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def _differences(model: PreTrainedModel, rows: list[Row]) -> Iterator[np.ndarray]:
+    """Of each row, what the sampler said of its tokens less what ``model`` says, nats."""
+    import torch
+
+    rows = sorted(rows, key=lambda row: len(row.prompt_ids) + len(row.token_ids), reverse=True)
+    longest = len(rows[0].prompt_ids) + len(rows[0].token_ids)
+    at_once = max(1, TOKENS // longest)
+    for first in range(0, len(rows), at_once):
+        batch = rows[first : first + at_once]
+        whole = [torch.tensor([*row.prompt_ids.tolist(), *row.token_ids]) for row in batch]
+        ids = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in whole], batch_first=True)
+        with torch.no_grad():
+            logits = model(input_ids=ids.to(model.device), attention_mask=mask.to(model.device)).logits
+        for row, line in zip(batch, logits, strict=True):
+            begin = len(row.prompt_ids) - 1
+            own = line[begin : begin + len(row.token_ids)].float() / row.temperature
+            picked = own.log_softmax(-1).gather(-1, torch.tensor(row.token_ids, device=own.device)[:, None])
+            yield row.said - picked[:, 0].cpu().numpy()
+
+
+def report(found: Audit, dtype: str) -> tuple[str, bool]:
+    """(a line about a round, whether all is well with it). ``dtype``: the coarser of those that sampled and
+    that are compared with."""
+    from rollouts.probe import NOISE
+
+    largest, mean = NOISE[dtype]
+    faults = [f"{stage} is not as it was written" for stage in found.damaged]
+    if found.tokens and (found.largest > largest or found.mean > mean):
+        faults.append(f"these weights did not write these samples (rounding explains {mean:g} nats)")
+    scored = "nothing to score: no weights were kept, or no samples are left"
+    if found.tokens:
+        scored = (
+            f"{found.tokens:,} tokens scored, differences {found.mean:.1e} nats in the mean, "
+            f"{found.largest:.1e} at most"
+        )
+    return "; ".join([f"round {found.index}: {scored}", *faults]), not faults
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("--rounds", help="these alone, as in 0,7")
+    parser.add_argument("--prompts", type=int, help="at most so many of a sampling's prompts are scored")
+    given = parser.parse_args(words)
+
+    def work() -> None:
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()  # transformers draws one for the weights of every round
+        config, well = settings_of(given.run), True
+        for found in audit(given.run, config, _numbers(given.rounds), given.prompts):
+            line, sound = report(found, _coarser(config))
+            print(line, flush=True)
+            well &= sound
+        if not well:
+            raise StoppedError(f"{given.run}: its rounds are not all what they say")
+
+    guarded(work)
+
+
+def _numbers(given: str | None) -> list[int] | None:
+    try:
+        return None if given is None else [int(number) for number in given.split(",")]
+    except ValueError:
+        raise ConfigError("rounds", given, "must be numbers with commas between them, as in 0,7") from None
+
+
+def _coarser(config: Config) -> str:
+    dtypes = ("float32", "float16", "bfloat16")
+    return max(config.model.dtype, config.sampler.dtype or config.model.dtype, key=dtypes.index)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Rounds whose weights were kept, checked by what they left."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs.audit import audit, main, settings_of
+from tests.integration.online import assert_same, cut_off, lines, rounds, run_online
+
+ROUNDS = ("online=true", "loss=dpo", "humanline=true", "lr=1e-3", "model.batch_size=4")
+KEPT = (*ROUNDS, "rounds.compress=true", "rounds.keep_weights=true")
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory) -> Path:
+    return run_online(tmp_path_factory.mktemp("kept"), "r", *KEPT)
+
+
+@pytest.fixture
+def copied(kept, tmp_path) -> Path:
+    return Path(shutil.copytree(kept, tmp_path / "r"))
+
+
+def test_the_kept_weights_say_of_the_samples_what_the_sampler_did(kept):
+    found = list(audit(kept, settings_of(kept)))
+    assert [one.index for one in found] == [0, 1]
+    for one, folder in zip(found, rounds(kept), strict=True):
+        own = sum(len(c["token_ids"]) for line in folder.read("samples") for c in line["completions"])
+        assert (one.damaged, one.tokens) == ((), own)
+        assert one.largest < 1e-4
+    (one,) = audit(kept, settings_of(kept), chosen=[1], prompts=2)
+    assert one.index == 1 and one.tokens < found[1].tokens
+
+
+def test_how_a_round_is_kept_changes_nothing_of_the_run(kept, tmp_path):
+    plain = run_online(tmp_path, "r", *ROUNDS)
+    assert_same(plain, kept)
+    for one, other in zip(rounds(plain), rounds(kept), strict=True):
+        for stage in ("samples", "scores", "groups"):
+            assert one.file(stage).name == f"{stage}.jsonl" and other.file(stage).name == f"{stage}.jsonl.gz"
+            assert one.read(stage) == other.read(stage)
+        assert not one.weights.exists()
+    assert all("weights" not in line for line in lines(plain))
+
+
+def test_a_run_that_was_cut_off_keeps_the_same(kept, tmp_path):
+    with cut_off(at=4):
+        run_online(tmp_path, "r", *KEPT)
+    run = run_online(tmp_path, "r", *KEPT, "resume=true")
+    assert_same(run, kept)
+    for path in kept.glob("rounds/*/weights/model.safetensors"):
+        assert (run / path.relative_to(kept)).read_bytes() == path.read_bytes()
+    for path in kept.glob("rounds/*/*.gz"):
+        assert (run / path.relative_to(kept)).read_bytes() == path.read_bytes()
+
+
+def test_what_is_not_as_it_was_is_named(copied, capsys):
+    first, second = (folder.path for folder in rounds(copied))
+    for name in ("model.safetensors", "config.json"):  # those of the other round
+        shutil.copy(second / "weights" / name, first / "weights" / name)
+    scores = second / "scores.jsonl.gz"
+    content = bytearray(scores.read_bytes())
+    content[20] ^= 1
+    scores.write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        main([str(copied)])
+    assert ended.value.code == 1
+    said = capsys.readouterr().out.splitlines()
+    assert "round 0" in said[0] and "did not write these samples" in said[0]
+    assert "round 1" in said[1] and "scores is not as it was written" in said[1]
+
+
+def test_compressed_groups_train_offline(kept, tmp_path):
+    path = rounds(kept)[0].file("groups")
+    words = ["loss=dpo", "data=local", f"data.path={path}", "data.eval_fraction=0", "model.batch_size=4"]
+    words += [f"runs_dir={tmp_path}", "exp_name=offline", "wandb.enabled=false", "report=false"]
+    done = subprocess.run([sys.executable, "train.py", *words], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert len(lines(tmp_path / "offline")) == -(-len(rounds(kept)[0].groups()) // 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [([], "has no config.yaml"), (["--rounds", "7"], "rounds 0 to 1"), (["--rounds", "x"], "as in 0,7")],
+)
+def test_what_cannot_be_audited_is_refused(kept, tmp_path, capsys, words, says):
+    with pytest.raises(SystemExit) as ended:
+        main([str(kept if words else tmp_path), *words])
+    assert ended.value.code == 2 and says in capsys.readouterr().err
