@@ -129,7 +129,8 @@ def _load(folder: Path, config: Config) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, trust_remote_code=config.model.trust_remote_code
     )
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    torch.nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu")
+    return model.eval()
 
 
 def _differences(model: PreTrainedModel, rows: list[Row]) -> Iterator[np.ndarray]:

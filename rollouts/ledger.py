@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from common.errors import DataError
 from common.files import whole_file, write_whole
@@ -156,7 +156,7 @@ def _write_lines(lines: Iterable[Line], stream: _Summed, compress: bool) -> int:
     return count
 
 
-def _opened(stream: IO[bytes], path: Path) -> IO[bytes]:
+def _opened(stream: BinaryIO, path: Path) -> BinaryIO | gzip.GzipFile:
     """The lines of a file, whichever kind it is."""
     return gzip.GzipFile(fileobj=stream) if path.suffix == ".gz" else stream
 
