@@ -33,9 +33,10 @@ WEIGHTS = "of a benchmark"
 class Ready:
     """A sampler and a reward that have their answers already."""
 
-    gives_tokens, metrics = False, {}
+    gives_tokens = False
 
     def __init__(self, tokens: int) -> None:
+        self.metrics: dict[str, float] = {}
         rng = random.Random(0)
         # as many digits as float32 has, which is how samplers report them
         self.answers = [
