@@ -272,9 +272,21 @@ def draw(panel: Panel, records: Sequence[Record]) -> Figure | None:
         axes.set_ylim(max(axes.get_ylim()[0], -0.02), min(max(axes.get_ylim()[1], 1e-3), 1.02))
     if panel.from_zero:
         axes.set_ylim(bottom=0.0, top=max(axes.get_ylim()[1], 1e-12))
-    if any(curve.label for curve, _, _ in curves):
-        axes.legend()
+    put_legend(figure, axes)
     return figure
+
+
+LINE = 74
+"""Characters of a legend's labels that fit beside each other under a chart, so many of each mark included."""
+MARK = 8
+
+
+def put_legend(figure: Figure, axes: Axes) -> None:
+    """The curves' names below the chart, where no curve runs; nothing where none has a name."""
+    handles, labels = axes.get_legend_handles_labels()
+    if labels:
+        columns = max(1, LINE // (max(map(len, labels)) + MARK))
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))
 
 
 def _draw_curve(axes: Axes, curve: Curve, steps: np.ndarray, values: np.ndarray) -> None:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from reports.behavior_charts import behavior_charts
-from reports.charts import BLUE, GREEN, ORANGE, PURPLE, STYLE, Curve, Panel, Record, charts, svg
+from reports.charts import BLUE, GREEN, ORANGE, PURPLE, STYLE, Curve, Panel, Record, charts, put_legend, svg
 
 COLORS = {"chosen": BLUE, "rejected": ORANGE, "neutral": PURPLE}
 PANELS = (
@@ -146,10 +146,7 @@ def spread(first: Record, intervals: Sequence[Record]) -> Figure:
     if noise := (first["noise"] or {}).get("rms"):
         axes.axhline(noise, color="#888888", linestyle=":", label=f"noise of a log-ratio, {noise:.1g}")
     axes.set_yscale("log")
-    if axes.get_legend_handles_labels()[
-        0
-    ]:  # none where the reference was synced at every step that was drawn
-        axes.legend()
+    put_legend(figure, axes)  # none where the reference was synced at every step that was drawn
     return figure
 
 
@@ -181,7 +178,7 @@ def by_position(first: Record, intervals: Sequence[Record]) -> Figure:
     axes.set_xticks(range(longest), names, rotation=30 if longest > 7 else 0)
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
     axes.set_ylim(bottom=0.0, top=max(axes.get_ylim()[1], 1e-3))
-    axes.legend()
+    put_legend(figure, axes)
     return figure
 
 

@@ -22,6 +22,7 @@ import yaml  # type: ignore[import-untyped]
 from common.errors import ConfigError, require
 from common.files import write_whole
 from config.schema_trainer import loss_numbers
+from reports import data_tables
 from reports.answers import before_and_after
 from reports.charts import charts
 from reports.diagnostic_charts import diagnostic_charts
@@ -109,11 +110,6 @@ def write_report(run_dir: Path) -> Path:
     data = scrub(_read(run_dir / "data_report.json"))
     records = read_metrics(run_dir / "metrics.jsonl")
     diagnostics = read_metrics(run_dir / "diagnostics.jsonl")
-    tables = [
-        ("Settings", _settings(config)),
-        ("Data", list(flat(data))),
-        ("Every setting", list(flat(config))),
-    ]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
     )
@@ -131,7 +127,14 @@ def write_report(run_dir: Path) -> Path:
             (title, base64.b64encode(svg).decode()) for title, svg in diagnostic_charts(diagnostics)
         ],
         noise=next((line["noise"] for line in diagnostics if line.get("noise")), None),
-        tables=[(title, rows) for title, rows in tables if rows],
+        settings=_settings(config),
+        data={
+            "facts": data_tables.facts(data),
+            "tables": data_tables.tables(data),
+            "example": data_tables.example(data),
+            "warnings": data.get("warnings") or [],
+        },
+        every_setting=list(flat(config)),
     )
     path = run_dir / "report.html"
     write_whole(path, page)
@@ -155,7 +158,9 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else "null" if value is None else str(value)
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)  # as yaml has it
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _headline(config: dict[str, Any], summary: dict[str, Any], records: list[dict[str, Any]]) -> str:
@@ -187,9 +192,9 @@ def _settings(config: dict[str, Any]) -> list[tuple[str, str]]:
     clipping = [f"{key} {_text(config.get(key))}" for key in ("log_epsilon_P", "log_epsilon_R", "sync_freq")]
     chosen = {
         "variant": variant(config) if config else None,
-        "loss": " ".join(
+        "loss": ", ".join(
             [str(config.get("loss", {}).get("name", "")), *(f"{k} {_text(v)}" for k, v in loss.items())]
-        ).strip(),
+        ),
         "humanline": ", ".join(clipping) if config.get("humanline") else None,
         "model": model.get("name_or_path"),
         "LoRA": f"rank {model.get('peft', {}).get('lora_r')}" if model.get("use_peft") else None,

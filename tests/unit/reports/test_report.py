@@ -17,6 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from data.examples import Examples
+from data.quality import DataReport
+from data.rows import Dropped, Loaded
+from data.types import Completion, Example, Group, Prompt, Sequence, Turn
 from reports import report
 from reports.charts import PANELS, charts, draw, points, running_mean, thinned
 from reports.report import compared, duration, final_table, flat, write_report
@@ -124,14 +128,13 @@ class Page(HTMLParser):
 
 def test_the_report_says_what_ran_what_came_of_it_and_shows_every_curve(tmp_path):
     lines = [line(0) | BEFORE, *(line(step) for step in range(1, 10))]
-    data = {"train": {"dropped": {"no tokens": 20}}}
-    page = Page(write_report(make_run(tmp_path, lines, config=CONFIG, summary=SUMMARY, data=data)))
+    page = Page(write_report(make_run(tmp_path, lines, config=CONFIG, summary=SUMMARY)))
     said = re.sub(r"\s+", " ", page.text)
     for expected in (
         "offline+humanline DPO",
         "10 steps",
         "320 examples",
-        "dpo beta 0.1",
+        "dpo, beta 0.1",
         "sync_freq 4",
         "some/model",
         "<pairs>",
@@ -139,13 +142,47 @@ def test_the_report_says_what_ran_what_came_of_it_and_shows_every_curve(tmp_path
         "sampled accuracy 43.8% 62.5%",
         "+0.0000 +0.2500",
         "2 min 05 s",
-        "train.dropped.no tokens 20",
     ):
         assert expected in said, expected
     assert set(page.charts) == {panel.title for panel in PANELS}
     for svg in page.charts.values():
         assert ElementTree.fromstring(svg).tag.endswith("svg")
     assert page.fetched == []  # opens without a network
+
+
+def test_the_report_shows_what_was_trained_on_as_tables(tmp_path):
+    prompts, said = [Prompt((Turn("user", f"{i}+1="),)) for i in range(3)], Completion("2")
+    groups = [Group(prompt, (said, said), (1.0, -1.0)) for prompt in prompts]
+    rows = (Sequence(np.arange(4, dtype=np.int32), np.arange(1, 3 + i, dtype=np.int32)) for i in range(6))
+    examples = [(Example(str(i), (next(rows), next(rows))),) for i in range(3)]
+    lost = [Dropped("a.jsonl", 7, "no <text>"), Dropped("a.jsonl", 9, "no <text>")]
+    loaded = Loaded(groups, read=1005, dropped=lost, origin="mine.jsonl", format="pairs", unused=("note",))
+    held_out = Loaded(groups[:1], read=1, origin="others.jsonl")
+    found = DataReport.of(loaded, held_out, Examples(tuple(examples), {"equal": 4}), {"oldest turns": 5})
+    found = found.with_logprobs({"chosen": np.array([-0.25, -2.0, np.nan])}, clippable_share=0.125)
+    found = found.with_example(["<bos>1+1=", "2<eos>"])
+    page = Page(write_report(make_run(tmp_path, [], config=CONFIG, data=found.to_dict())))
+    shown = re.sub(r"\s+", " ", page.text)
+    for expected in (
+        "trained on mine.jsonl",
+        "evaluated on others.jsonl",
+        "read as pairs",
+        "columns that nothing reads note",
+        "to train on 1,005 rows read, 3 groups of 3 prompts, 3 examples",
+        "first of the rows dropped a.jsonl, row 7: no <text>; a.jsonl, row 9: no <text>",
+        "to evaluate on 1 groups",
+        "prompts on both sides 1",
+        "paper's lowest quarter 50.0%",
+        "at first, at most 12.5%",
+        "Warning. 1 prompts are both trained on and evaluated with",
+        "Rows dropped reason rows no <text> 2",
+        "Groups without an example reason groups equal 4",
+        "Shortened reason times oldest turns 5",
+        "prompt 6 4 4 4 4 4 4",
+        "chosen 2 -1.125 -2.000",
+        "prompt <bos>1+1= completion 2<eos>",
+    ):
+        assert expected in shown, expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""What a run trained on, for its report: data_report.json as tables that people read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Facts = Mapping[str, Any]
+
+SPREADS = (
+    ("count", "{:,}"),
+    ("mean", "{}"),
+    ("minimum", "{}"),
+    ("lower_quartile", "{}"),
+    ("median", "{}"),
+    ("upper_quartile", "{}"),
+    ("maximum", "{}"),
+)
+"""Keys of a spread in the file, and how they are shown; ``{}``: as the table's numbers are."""
+COLUMNS = ("count", "mean", "minimum", "25 %", "median", "75 %", "maximum")
+COUNTS = (
+    ("dropped", "Rows dropped", "rows"),
+    ("untrainable", "Groups without an example", "groups"),
+    ("cut", "Shortened", "times"),
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with a heading. The first column is text, the others are numbers."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def facts(data: Facts) -> list[tuple[str, str]]:
+    """(label, value) of what the report says in a word or two; what it does not say is left out."""
+    return [(label, value) for label, value in _facts(data) if value]
+
+
+def _facts(data: Facts) -> Iterator[tuple[str, str]]:
+    yield "trained on", _text(data.get("origin"))
+    yield "evaluated on", _text(data.get("evaluation_origin"))
+    yield "read as", _text(data.get("format"))
+    yield "columns that nothing reads", ", ".join(map(str, data.get("unused") or ()))
+    if "read" in data:
+        counts = (f"{data.get(key) or 0:,}" for key in ("read", "groups", "prompts", "examples"))
+        yield "to train on", "{} rows read, {} groups of {} prompts, {} examples".format(*counts)
+    named = (f"{row['file']}, row {row['row']}: {row['reason']}" for row in data.get("named") or ())
+    yield "first of the rows dropped", "; ".join(named)
+    if data.get("evaluation_groups") is not None:
+        yield "to evaluate on", f"{data['evaluation_groups']:,} groups"
+    if data.get("shared_prompts"):
+        yield "prompts on both sides", f"{data['shared_prompts']:,}"
+    if chosen := data.get("selection"):
+        left_out = f"{chosen['below']:,} were less likely, {chosen['above']:,} more likely"
+        yield "kept by log-probability", f"{chosen['kept']:,} groups; of the others {left_out}"
+    if data.get("poor_share") is not None:
+        yield "completions as unlikely as the paper's lowest quarter", f"{data['poor_share']:.1%}"
+    if data.get("clippable_share") is not None:
+        yield "tokens that can be clipped from above at first, at most", f"{data['clippable_share']:.1%}"
+
+
+def tables(data: Facts) -> list[Table]:
+    """Reasons with their counts, then lengths and log-probabilities; none that would be empty."""
+    found = [
+        Table(
+            title,
+            ("reason", unit),
+            [(str(why), f"{count:,}") for why, count in (data.get(key) or {}).items()],
+        )
+        for key, title, unit in COUNTS
+    ]
+    lengths = {"prompt": data.get("prompt_tokens"), "completion": data.get("completion_tokens")}
+    found.append(_spreads("Lengths", "tokens", lengths, "{:,.0f}"))
+    title = "Mean token log-probability of a completion under the initial model"
+    found.append(_spreads(title, "nats", data.get("logprob") or {}, "{:.3f}"))
+    return [table for table in found if table.rows]
+
+
+def _spreads(title: str, unit: str, spreads: Mapping[str, Any], form: str) -> Table:
+    rows = [
+        (name, *((form if how == "{}" else how).format(spread[key]) for key, how in SPREADS))
+        for name, spread in spreads.items()
+        if spread
+    ]
+    return Table(title, (unit, *COLUMNS), rows)
+
+
+def example(data: Facts) -> list[tuple[str, str]]:
+    """("prompt", text), then ("completion", text) of each answer of the first example."""
+    shown = [str(text) for text in data.get("example") or ()]
+    return list(zip(["prompt"] + ["completion"] * len(shown), shown, strict=False))
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
