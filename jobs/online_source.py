@@ -78,6 +78,7 @@ class OnlineSource:
         self.ranks = engine.ranks
         self.view = view_of_rounds(config, trainer.view_of(config))
         self._entered: float | None = None
+        self._kept: dict[int, list[str]] = {}
         self._prefetch: Prefetch | None = None
         self._left_over: Callable[[], None] | None = None
         several = self.ranks.world.size > 1
@@ -250,14 +251,20 @@ class OnlineSource:
 
     def _examples(self, index: int) -> list[Examples]:
         """What is trained on in the round, of each round that it comes from: those before it, then itself."""
-        own = [self.round(i).groups() for i in range(index + 1 if self.config.rounds.replay else 0)]
-        contexts = [list(dict.fromkeys(group.prompt.id for group in groups)) for groups in own[:-1]]
-        count = self.config.rounds.replayed(index)
+        earlier = [self._kept_prompts(i) for i in range(index if self.config.rounds.replay else 0)]
         made = []
-        for i, chosen in enumerate(replayed(contexts, count, index, self.config.seed)):
-            again = set(chosen)
-            made.append(self._made(i, [group for group in own[i] if group.prompt.id in again]))
-        return [*made, self._made(index, own[-1] if own else self.round(index).groups())]
+        chosen = replayed(earlier, self.config.rounds.replayed(index), index, self.config.seed)
+        for i, prompts in enumerate(map(set, chosen)):
+            if prompts:
+                groups = [group for group in self.round(i).groups() if group.prompt.id in prompts]
+                made.append(self._made(i, groups))
+        return [*made, self._made(index, self.round(index).groups())]
+
+    def _kept_prompts(self, index: int) -> list[str]:
+        """The ids of the contexts that round ``index`` kept. Its groups are read for them once a process."""
+        if index not in self._kept:
+            self._kept[index] = list(dict.fromkeys(group.prompt.id for group in self.round(index).groups()))
+        return self._kept[index]
 
     def _made(self, index: int, groups: list[Group]) -> Examples:
         """Examples of groups of round ``index``, with the step that sampled them."""
