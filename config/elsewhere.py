@@ -130,7 +130,7 @@ TRL = (
     _row("max_steps", "n_examples=320", "steps times batch size"),
     _row("warmup_ratio", "warmup=0.1"),
     _row("lr_scheduler_type", "scheduler=cosine"),
-    _row("optim", "optimizer=AdamW | optimizer=Muon"),
+    _row("optim", "optimizer=AdamW | optimizer=Muon | optimizer=AdamW8bit"),
     _row("adam_beta1", "beta1=0.9"),
     _row("adam_beta2", "beta2=0.999"),
     _row("adam_epsilon", "eps=1e-8"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from common.errors import one_of, require
 from config.defaults import yaml_defaults
 
-OPTIMIZERS = ("AdamW", "Muon")
+OPTIMIZERS = ("AdamW", "Muon", "AdamW8bit")
 
 
 @dataclass

@@ -59,6 +59,7 @@ from rollouts.conversations import Conversations, make_conversations
 from rollouts.verify import Accuracy, embedded_sampler, make_accuracy
 from trainers.basic import BasicTrainer
 from trainers.corrections import check_correction
+from trainers.optimizer import check_optimizer
 
 
 class Job:
@@ -76,6 +77,7 @@ class Job:
         disable_progress_bar()  # transformers draws one for every file; the run has its own
         self.say(f"{folder.name}: {config.variant} {config.loss['name']}, {world.size} x {world.device.type}")
         check_trackers(config.trackers)
+        check_optimizer(config)
         on_main(lambda: check_push(config.push_to_hub))
         self.observers = Observers.of(config.callbacks, observers, world, make=not config.dry_run)
         check_ranks(config, (config.dry_run and config.plan.ranks) or world.size)

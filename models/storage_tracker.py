@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 Moment = tuple[str, int | None]
@@ -76,8 +76,8 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local part comes by itself
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # a DTensor's local part, or what else is wrapped, comes by itself
         result = func(*args, **(kwargs or {}))
         if func.namespace == "prim" or within(NEVER_THERE, sys._getframe(1)):
             return result

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv, or install more into it:  tools/venv.sh REQUIREMENTS_FILE...
+# INTO=FOLDER installs into a folder of its own, without what the packages need: PYTHONPATH=FOLDER finds them.
 # Takes the first Python 3.11 or newer that it finds; PYTHON=/path/to/python chooses another.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -54,5 +55,5 @@ fi
 
 for requirements in "$@"; do
     echo "installing $requirements (minutes, the first time)"
-    pip_install -r "$requirements"
+    pip_install ${INTO:+--no-deps --upgrade --target "$INTO"} -r "$requirements"
 done

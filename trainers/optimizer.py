@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import math
+from types import ModuleType
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from common.errors import require
+from common.errors import ConfigError, require
 from config.schema import Config
 from models.policy import Policy, decoder_blocks
 from trainers.muon import MuonWithAdamW, matrices
+
+
+def check_optimizer(config: Config) -> None:
+    """Raises ConfigError for an optimizer whose package is not there."""
+    if config.optimizer == "AdamW8bit":
+        eight_bits()
+
+
+def eight_bits() -> ModuleType:
+    """The module of AdamW8bit, imported when it is first asked for: torchao costs two seconds. Raises
+    ConfigError where it is not installed.
+
+    Its warnings as it is imported are of kernels and names that this optimizer does not use.
+    """
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        return importlib.import_module("trainers.adamw8bit")
+    except (ImportError, AttributeError) as missing:
+        raise ConfigError(
+            "optimizer",
+            "AdamW8bit",
+            f"torchao is not installed as it is needed ({missing}): pip install -r "
+            "requirements/small-gpus.txt, or use another optimizer",
+        ) from missing
+    finally:
+        logging.disable(before)
 
 
 def make_optimizer(policy: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -22,6 +52,8 @@ def make_optimizer(policy: nn.Module, config: Config) -> torch.optim.Optimizer:
     assert not narrow, f"master weights must be float32, found {narrow}"
     if config.optimizer == "Muon":
         return make_muon(policy, params, config)
+    if config.optimizer == "AdamW8bit":
+        return make_adamw8bit(params, config)
     return make_adamw(params, config)
 
 
@@ -34,6 +66,17 @@ def make_adamw(params: list[nn.Parameter], config: Config) -> torch.optim.AdamW:
         weight_decay=config.weight_decay,
         fused=True,
     )
+
+
+def make_adamw8bit(params: list[nn.Parameter], config: Config) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = eight_bits().AdamW8bit(
+        params,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+    )
+    return made
 
 
 def make_muon(policy: nn.Module, params: list[nn.Parameter], config: Config) -> MuonWithAdamW:
@@ -76,8 +119,8 @@ def update(optimizer: torch.optim.Optimizer, lr: float, skip: Tensor) -> None:
     """One optimizer step at ``lr`` (a group's "lr_ratio" times that), or none at all where ``skip`` ([]
     float32 on the device) is 1: decided there, without the host.
 
-    AdamW's fused kernel takes the flag as mixed-precision training's "found inf"; weights, moments and step
-    count stay as they are.
+    AdamW's fused kernel takes the flag as mixed-precision training's "found inf", and so do the others;
+    weights, moments and step count stay as they are.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_ratio", 1.0)

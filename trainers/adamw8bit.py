@@ -1,0 +1,179 @@
+"""AdamW whose moments are kept in 8 bits (Dettmers et al., arXiv 2110.02861).
+
+torchao gives the numbers: the step of its ``AdamW8bit``, compiled on a GPU as it is there, and its 8-bit
+tensors. Its class looks at shards, cuts them into blocks across rows, and always steps. Here a block lies
+within a row of the whole weights, so that moments are the same on however many ranks and any number of ranks
+can read them; they are plain tensors in the state, hence in checkpoints; and a step may be skipped on the
+device.
+
+To be imported by ``trainers.optimizer.eight_bits`` alone, which says what is missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchao.optim.adam import single_param_adam
+from torchao.optim.subclass_8bit import OptimState8bit
+
+from models.storage_tracker import local_part
+
+BLOCK = 256
+"""At most so many values share a scale, as in torchao."""
+NARROWEST = 8
+"""Rows that no block of as many values or more divides keep float32 moments."""
+FEWEST = 4096
+"""Tensors of fewer values keep float32 moments, as in torchao."""
+PIECE = 2**22
+"""So many values of a tensor are moved at once: what a step takes beside the state does not grow with it."""
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+"""AdamW's names of its moments -> whether they have signs."""
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """AdamW. An attribute ``found_inf`` ([] float32 on the device), where there is one, leaves weights and
+    state as they are if it is 1, as AdamW's fused kernel has it.
+
+    The state of a parameter is ``step`` ([] float32) and of each moment either ``exp_avg`` (float32, like the
+    parameter) or ``exp_avg_codes`` (uint8, like the parameter) and ``exp_avg_scale`` (float32 [..., blocks of
+    a row]), sharded like the parameter.
+    """
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        compiled: bool | None = None,
+    ) -> None:
+        """``compiled``: whether torch.compile makes one kernel of a step; None: on a GPU."""
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        device = params[0].device
+        self._maps = {
+            signed: OptimState8bit.zeros((BLOCK,), signed, BLOCK, device).qmap for signed in MOMENTS.values()
+        }
+        compiled = device.type == "cuda" if compiled is None else compiled
+        self._move = in_one_kernel() if compiled else single_param_adam
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update at each group's "lr". ``closure`` is not called."""
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                if not self.state[p]:
+                    self.state[p] = beginning(p)
+                lr = torch.full((), group["lr"], device=p.device)
+                skip = torch.zeros_like(lr, dtype=torch.bool) if found_inf is None else found_inf > 0
+                self._update(p, group, lr, skip)
+
+    def _update(self, p: nn.Parameter, group: dict[str, Any], lr: Tensor, skip: Tensor) -> None:
+        """Move a parameter and its state, or, where ``skip`` ([] bool) is true, neither."""
+        state = self.state[p]
+        step = state["step"] + 1
+        for gradient, *before in pieces(p, state):
+            after = [tensor.clone() for tensor in before]
+            self._move(
+                after[0],
+                gradient,
+                step,
+                *self._moments(after[1:]),
+                None,
+                lr,
+                *group["betas"],
+                group["weight_decay"],
+                group["eps"],
+                True,
+                False,
+            )
+            for old, new in zip(before, after, strict=True):
+                torch.where(skip, old, new, out=old)
+        torch.where(skip, state["step"], step, out=state["step"])
+
+    def _moments(self, tensors: list[Tensor]) -> Iterator[Tensor]:
+        """The two moments as torchao has them, over ``tensors``: them, or codes and scales by turns."""
+        if len(tensors) == len(MOMENTS):
+            yield from tensors
+            return
+        for codes, scale, signed in zip(tensors[::2], tensors[1::2], MOMENTS.values(), strict=True):
+            yield OptimState8bit(codes, scale, self._maps[signed], signed, dtype=torch.float32)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of any optimizer, but that codes stay bytes: torch would make them float32."""
+        super().load_state_dict({**state_dict, "state": {}})
+        theirs, mine = (
+            itertools.chain.from_iterable(group["params"] for group in groups)
+            for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        for key, p in zip(theirs, mine, strict=True):
+            if key in state_dict["state"]:
+                self.state[p] = dict(state_dict["state"][key])
+
+
+def in_one_kernel() -> Callable[..., None]:
+    """torchao's step, compiled for each shape of its arguments, however many there are."""
+    made = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
+
+    def move(*arguments: Any) -> None:
+        with torch._dynamo.utils.disable_cache_limit():
+            made(*arguments)
+
+    return move
+
+
+def block_length(p: Tensor) -> int | None:
+    """How many values of a row share a scale: the most up to ``BLOCK`` that divide it. None: the moments are
+    float32."""
+    if p.ndim < 2 or p.numel() < FEWEST:
+        return None
+    most = max(n for n in range(1, BLOCK + 1) if p.shape[-1] % n == 0)
+    return most if most >= NARROWEST else None
+
+
+def kept(block: int | None) -> list[str]:
+    """What the state has beside "step", in order."""
+    return [f"{name}{kind}" for name in MOMENTS for kind in ([""] if block is None else ["_codes", "_scale"])]
+
+
+def beginning(p: Tensor) -> dict[str, Tensor]:
+    """The state of a parameter before its first step."""
+    state, block = {"step": torch.zeros((), device=p.device)}, block_length(p)
+    for name in kept(block):
+        if block is not None and name.endswith("_scale"):
+            state[name] = zero_scales(p, block)
+        else:
+            state[name] = torch.zeros_like(p, dtype=torch.uint8 if name.endswith("_codes") else None)
+    return state
+
+
+def zero_scales(p: Tensor, block: int) -> Tensor:
+    """[..., blocks of a row] float32, sharded like ``p``."""
+    local = local_part(p)
+    made = torch.zeros((*local.shape[:-1], local.shape[-1] // block), device=local.device)
+    if not isinstance(p, DTensor):
+        return made
+    shape = torch.Size((*p.shape[:-1], p.shape[-1] // block))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(made, p.device_mesh, p.placements, run_check=False, shape=shape, stride=stride)
+
+
+def pieces(p: nn.Parameter, state: dict[str, Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """This rank's gradient, and views of its weights and of what ``kept`` names, ``PIECE`` values at a time:
+    each [values], or by blocks [n, block], and scales [n]."""
+    assert p.grad is not None
+    block = block_length(p)
+    shape = (-1,) if block is None else (-1, block)
+    if local_part(p).numel() == 0:
+        return
+    flat = [local_part(p.grad).reshape(shape), local_part(p.detach()).view(shape)]
+    for name in kept(block):
+        flat.append(local_part(state[name]).view(-1 if name.endswith("_scale") else shape))
+    yield from zip(*(tensor.split(PIECE // (block or 1)) for tensor in flat), strict=True)
