@@ -22,6 +22,7 @@ compose_quickly()
 read_once()
 atexit.register(gc.unfreeze)  # or libraries would complain of what they find at the very end
 UNIT = Path(__file__).parent / "unit"
+SMALL_GPUS = programs.ROOT / ".venv" / "small-gpus"
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -33,6 +34,16 @@ def quick_python() -> Iterator[None]:
     """Whatever starts the Python of the tests gets one whose imports are done."""
     with pytest.MonkeyPatch.context() as patch:
         programs.use_quick_python(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def with_torchao() -> Iterator[None]:
+    """Programs that a test starts have torchao, which the environment must not have."""
+    if not (SMALL_GPUS / "torchao").is_dir():
+        pytest.skip(f"there is no torchao in {SMALL_GPUS}, where make test installs it")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join((str(programs.ROOT), str(SMALL_GPUS))))
         yield
 
 

@@ -113,10 +113,12 @@ def torchrun(ranks: int, *words: str | Path) -> list[str]:
     return [*launcher, *(str(word) for word in words)]
 
 
-def in_ranks(worker: Callable[..., None], arguments: tuple[str | int, ...], ranks: int) -> None:
+def in_ranks(worker: Callable[..., None] | str, arguments: tuple[str | int, ...], ranks: int) -> None:
     """Call ``worker(rank, *arguments)`` in ``ranks`` processes; where one fails, end the others and say
-    why."""
-    code = f"import sys; from {worker.__module__} import {worker.__name__} as f; f(int(sys.argv[1]), *{arguments!r})"  # noqa: E501
+    why. ``worker``: a function, or, where this process cannot import it, "module:name"."""
+    path = worker if isinstance(worker, str) else f"{worker.__module__}:{worker.__name__}"
+    module, _, name = path.partition(":")
+    code = f"import sys; from {module} import {name} as f; f(int(sys.argv[1]), *{arguments!r})"
     programs = [start("-c", code, str(rank)) for rank in range(ranks)]
     until(lambda: all(p.poll() == 0 for p in programs) or any(p.poll() for p in programs))
     failed = [program for program in programs if program.poll()]

@@ -1,4 +1,5 @@
-"""Muon's update of sharded weights is that of whole ones, to the bit, and goes on from a checkpoint."""
+"""Updates of sharded weights are those of whole ones, to the bit, and go on from a checkpoint: Muon's, and
+those of 8-bit moments."""
 
 from __future__ import annotations
 
@@ -25,3 +26,17 @@ def test_ranks_change_nothing(single, tmp_path, ranks, replicas):
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
         else:
             assert torch.equal(found[name], value), name
+
+
+def test_ranks_change_nothing_in_8_bits(with_torchao, tmp_path):
+    """Two ranks go on with what one wrote, and are where it is."""
+    found = {}
+    for ranks, replicas in ((1, 1), (2, 1), (4, 2)):
+        arguments = (ranks, replicas, str(tmp_path / f"store-{ranks}"), str(tmp_path))
+        in_ranks("tests.distributed.eight_bits:worker", arguments, ranks)
+        found[ranks] = torch.load(tmp_path / f"found-{ranks}.pt")
+    assert any(value.dtype == torch.uint8 for value in found[1].values())
+    for ranks in (2, 4):
+        assert set(found[ranks]) == set(found[1])
+        for name, value in found[1].items():
+            assert torch.equal(found[ranks][name], value), (ranks, name)
