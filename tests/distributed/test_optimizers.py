@@ -40,3 +40,6 @@ def test_ranks_change_nothing_in_8_bits(with_torchao, tmp_path):
         assert set(found[ranks]) == set(found[1])
         for name, value in found[1].items():
             assert torch.equal(found[ranks][name], value), (ranks, name)
+    for name, value in found[1].items():
+        if name.startswith("from one rank, "):
+            assert torch.equal(found[1][name.removeprefix("from one rank, ")], value)
