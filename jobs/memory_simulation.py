@@ -35,6 +35,7 @@ from models.simulated import simulated_gpu
 from models.storage_tracker import Moment, StorageTracker
 from trainers.basic import BasicTrainer
 from trainers.humanline import Humanline
+from trainers.optimizer import check_optimizer
 
 STEPS = 2
 """The second has the optimizer's moments."""
@@ -76,6 +77,7 @@ class Answer:
 
 def answer(question: Question) -> Answer:
     """What every moment of two steps takes. Raises whatever a model's own code does without values."""
+    check_optimizer(question.config)  # its package is imported while tensors have values
     found = question.found
     if found is None:
         return simulated(question, None)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchao.optim.adam import single_param_adam
-from torchao.optim.subclass_8bit import OptimState8bit
+from torchao.optim.subclass_8bit import OptimState8bit, get_qmap_signed, get_qmap_unsigned
 
 from models.storage_tracker import local_part
 
@@ -33,6 +33,9 @@ PIECE = 2**22
 """So many values of a tensor are moved at once: what a step takes beside the state does not grow with it."""
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """AdamW's names of its moments -> whether they have signs."""
+VALUES = {True: get_qmap_signed(), False: get_qmap_unsigned()}
+"""Whether there are signs -> the 256 numbers that codes stand for, in [-1, 1]. Made here, where tensors have
+values: a simulation's have none."""
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -57,9 +60,7 @@ class AdamW8bit(torch.optim.Optimizer):
         """``compiled``: whether torch.compile makes one kernel of a step; None: on a GPU."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         device = params[0].device
-        self._maps = {
-            signed: OptimState8bit.zeros((BLOCK,), signed, BLOCK, device).qmap for signed in MOMENTS.values()
-        }
+        self._maps = {signed: torch.tensor(values, device=device) for signed, values in VALUES.items()}
         compiled = device.type == "cuda" if compiled is None else compiled
         self._move = in_one_kernel() if compiled else single_param_adam
 

@@ -86,3 +86,23 @@ def test_a_gpu_has_its_own_ways(worker: WorkerProcess) -> None:
 def test_what_needs_values_says_so(worker: WorkerProcess) -> None:
     with pytest.raises(WorkerError, match=r"DataDependent|DynamicOutputShape"):
         answered(worker, question("deep", "loss.shape=m2po", loss="grpo"))
+
+
+def test_8_bit_moments_take_what_was_planned(with_torchao: None) -> None:
+    """Of matrices of 4,096 weights and more two bytes, and two scales for each block of a row (64 or 160
+    weights here); of the rest, keys, values and norms, eight bytes."""
+    made = WorkerProcess("jobs.memory_plan", log=None, env={"OMP_NUM_THREADS": "1"})
+    asked = [question(shape, "optimizer=AdamW8bit") for shape in ("deep", "wide")]
+    try:
+        found = [answered(made, one) for one in asked]
+        shared = answered(made, question("deep", "optimizer=AdamW8bit", ranks=4))
+    finally:
+        made.close()
+    for answer, taken in zip(found, real_peaks(asked), strict=True):
+        assert peak(answer) == pytest.approx(taken, rel=0.05)
+    blocks_of_64 = 4 * (2 * 64 * 64 + 2 * 160 * 64) + 2 * 300 * 64
+    eight_bits = blocks_of_64 * (2 + 8 / 64) + 4 * 64 * 160 * (2 + 8 / 160)
+    rest = 8 * (4 * 2 * 32 * 64 + 9 * 64)
+    steps = 4 * (9 * 4 + 3)
+    assert found[0].resident["optimizer"] == eight_bits + rest + steps
+    assert shared.resident["optimizer"] == pytest.approx((eight_bits + rest) / 4, rel=0.01)

@@ -14,11 +14,12 @@ import torchao.optim.adam as torchao_adam
 from torch import nn
 
 from common.worker_process import serve
+from data.batches import Segment
 from models.checkpoint import CheckpointError, Checkpoints
 from models.distributed import start
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.integration.test_sync_modes import test_resuming_changes_nothing
-from tests.tiny import tiny_policy
+from tests.tiny import random_groups, tiny_policy
 from tests.unit.trainers import test_host_waits
 from trainers import adamw8bit
 from trainers.optimizer import update
@@ -153,19 +154,18 @@ def same(a: Any, b: Any) -> bool:
 
 
 def it_trains_as_adamw_does() -> None:
-    """A tiny model's loss after 40 steps of each, from the same weights; float32 moments fell as far to
-    within a tenth."""
+    """The loss of a tiny model in 40 steps on the same rows falls as far, to within a fiftieth."""
     ends = {}
     for name in ("AdamW", "AdamW8bit"):
         with tempfile.TemporaryDirectory() as folder:
             config = engine_config(Path(folder), "sft", f"optimizer={name}", "model.batch_size=4")
-            segment = make_segment(config, pairs=80)
-            trainer, lines = run(config, segment, make_trainer(config, tiny_policy()))
+            segment = Segment(random_groups(4, kind="weighted"), 4, 160, seed=0)
+            _, lines = run(config, segment, make_trainer(config, tiny_policy()))
         losses = [line["loss"] for line in lines]
         assert len(losses) == 40
         ends[name] = losses[0] - sum(losses[-5:]) / 5
-    assert ends["AdamW"] > 0.3, ends
-    assert abs(ends["AdamW8bit"] / ends["AdamW"] - 1) < 0.1, ends
+    assert ends["AdamW"] > 3, ends
+    assert 0 < abs(ends["AdamW8bit"] / ends["AdamW"] - 1) < 0.02, ends
 
 
 def a_resumed_run_ends_where_it_would_have(overrides: list[str]) -> None:
@@ -207,13 +207,16 @@ def checkpoints_of_other_optimizers_are_refused() -> None:
             trainers[name], _ = run(config, make_segment(config, pairs=2))
             kept = Checkpoints(Path(folder) / name, start(), 1)
             kept.save(1, trainers[name].policy, trainers[name].optimizer, {}, {})
-        said = []
-        for written, read in (("AdamW", "AdamW8bit"), ("Muon", "AdamW8bit"), ("AdamW8bit", "AdamW")):
+        for written, read, lacks in (
+            ("AdamW", "AdamW8bit", "exp_avg_codes"),
+            ("Muon", "AdamW8bit", "exp_avg_codes"),
+            ("AdamW8bit", "AdamW", "exp_avg"),
+            ("AdamW8bit", "Muon", "exp_avg"),
+        ):
             kept, trainer = Checkpoints(Path(folder) / written, start(), 1), trainers[read]
-            with pytest.raises(CheckpointError) as refused:
+            says = rf"{written}/step_00000001 cannot be loaded: .*Missing key.* optimizer\.state\..*\.{lacks}\.$"
+            with pytest.raises(CheckpointError, match=says):
                 kept.load(kept.path(1), trainer.policy, trainer.optimizer)
-            said.append(str(refused.value))
-        print(said, flush=True)
 
 
 def a_step_waits_for_nothing() -> None:
