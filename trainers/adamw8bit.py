@@ -57,12 +57,12 @@ class AdamW8bit(torch.optim.Optimizer):
         weight_decay: float,
         compiled: bool | None = None,
     ) -> None:
-        """``compiled``: whether torch.compile makes one kernel of a step; None: on a GPU."""
+        """``compiled``: whether the step is compiled; None: on a GPU."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         device = params[0].device
         self._maps = {signed: torch.tensor(values, device=device) for signed, values in VALUES.items()}
         compiled = device.type == "cuda" if compiled is None else compiled
-        self._move = in_one_kernel() if compiled else single_param_adam
+        self._move = compiled_step() if compiled else single_param_adam
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -119,7 +119,7 @@ class AdamW8bit(torch.optim.Optimizer):
                 self.state[p] = dict(state_dict["state"][key])
 
 
-def in_one_kernel() -> Callable[..., None]:
+def compiled_step() -> Callable[..., None]:
     """torchao's step, compiled for each shape of its arguments, however many there are."""
     made = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
 

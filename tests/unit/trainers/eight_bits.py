@@ -123,7 +123,8 @@ def two_moments_take_two_bytes_and_their_scales() -> None:
         p.grad = torch.randn_like(p)
     update(optimizer, 0.01, NO)
     taken = [
-        sum(v.untyped_storage().nbytes() for name, v in optimizer.state[p].items() if name != "step") / p.numel()
+        sum(v.untyped_storage().nbytes() for name, v in optimizer.state[p].items() if name != "step")
+        / p.numel()
         for p in params
     ]
     assert taken == [2 + 8 / 256, 2 + 8 / 224, 8]
@@ -214,7 +215,9 @@ def checkpoints_of_other_optimizers_are_refused() -> None:
             ("AdamW8bit", "Muon", "exp_avg"),
         ):
             kept, trainer = Checkpoints(Path(folder) / written, start(), 1), trainers[read]
-            says = rf"{written}/step_00000001 cannot be loaded: .*Missing key.* optimizer\.state\..*\.{lacks}\.$"
+            says = (
+                rf"{written}/step_00000001 cannot be loaded: .*Missing key.* optimizer\.state\..*\.{lacks}\.$"
+            )
             with pytest.raises(CheckpointError, match=says):
                 kept.load(kept.path(1), trainer.policy, trainer.optimizer)
 
