@@ -174,7 +174,9 @@ def pieces(p: nn.Parameter, state: dict[str, Tensor]) -> Iterator[tuple[Tensor, 
     shape = (-1,) if block is None else (-1, block)
     if local_part(p).numel() == 0:
         return
-    flat = [local_part(p.grad).reshape(shape), local_part(p.detach()).view(shape)]
-    for name in kept(block):
-        flat.append(local_part(state[name]).view(-1 if name.endswith("_scale") else shape))
+    flat = [
+        local_part(p.grad).reshape(shape),
+        local_part(p.detach()).view(shape),
+        *(local_part(state[name]).view(-1 if name.endswith("_scale") else shape) for name in kept(block)),
+    ]
     yield from zip(*(tensor.split(PIECE // (block or 1)) for tensor in flat), strict=True)
