@@ -28,7 +28,7 @@ NOT_RUN = {
     "pip install "
     "hydra-submitit-launcher==1.2.0": "would change the environment of the tests, from the package index",
     "pip install -r requirements/trackers.txt": "is installed in the environment of the tests",
-    "pip install -r requirements/small-gpus.txt": "would slow every program down; make test has a folder for it",
+    "pip install -r requirements/small-gpus.txt": "would slow every program; make test has a folder for it",
     "hf auth login": "would ask the hub for a token",
     "python export.py runs/NAME --push-to-hub org/name": "would upload; tests/integration/test_hub.py does",
 }
