@@ -31,8 +31,8 @@ NO, YES = torch.tensor(0.0), torch.tensor(1.0)
 
 def values(signed: bool) -> np.ndarray:
     """The 256 numbers that a code may stand for, by their definition (arXiv 2110.02861, section 1.3):
-    after so many zeros in decimal the middles of equal parts of [0.1, 1], twice as many for each zero less; and 0 and
-    1."""
+    after so many zeros in decimal the middles of equal parts of [0.1, 1], twice as many for each zero less;
+    and 0 and 1."""
     found = [0.0, 1.0]
     for exponent in range(7):
         parts = 2**exponent if signed else 2 ** (exponent + 1)
