@@ -180,13 +180,14 @@ PUBLISHED = ROOT / "docs" / "study"
 def test_the_published_first_page_is_made_of_the_published_runs(tmp_path, monkeypatch):
     monkeypatch.setattr("study.__main__.run_all", lambda runs, *rest: pytest.fail("ran something"))
     assert main(["report", "--records", str(PUBLISHED), "--out", str(tmp_path)]) == 0
-    for name in ("report.md", "adder/runs.jsonl"):
+    for name in ("report.md", *(f"{task}/runs.jsonl" for task in TASKS)):
         assert (tmp_path / name).read_bytes() == (PUBLISHED / name).read_bytes(), name
-    made, published = (
-        [line for line in (folder / "adder" / "report.md").read_text().splitlines() if "Made by" not in line]
-        for folder in (tmp_path, PUBLISHED)
-    )
-    assert made == published
+    for task in TASKS:
+        made, published = (
+            [line for line in (folder / task / "report.md").read_text().splitlines() if "Made by" not in line]
+            for folder in (tmp_path, PUBLISHED)
+        )
+        assert made == published, task
 
 
 def test_quick_runs_what_is_tuned_and_says_what_is_not(tmp_path, monkeypatch, capsys):
@@ -196,7 +197,14 @@ def test_quick_runs_what_is_tuned_and_says_what_is_not(tmp_path, monkeypatch, ca
     for task in TASKS:  # what full chooses is written beside the plan
         shutil.copytree(TASKS[task].parent, tmp_path / task)
         monkeypatch.setitem(TASKS, task, tmp_path / task / "plan.yaml")
-    (tmp_path / "instruct" / "chosen.yaml").unlink(missing_ok=True)
+    assert main(["quick", "--records", str(PUBLISHED), "--out", str(tmp_path / "both")]) == 0
+    page = (tmp_path / "both" / "report.md").read_text()
+    for task in TASKS:
+        for loss in ("DPO", "KTO", "GRPO"):
+            (row,) = (line for line in page.splitlines() if line.startswith(f"| {task} | {loss} |"))
+            assert row.count("(3)") == 4, row
+    capsys.readouterr()
+    (tmp_path / "instruct" / "chosen.yaml").unlink()
     assert main(["quick", "--records", str(PUBLISHED), "--out", str(tmp_path / "out")]) == 0
     assert asked == []
     said = capsys.readouterr().out
