@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.errors import ConfigError, StoppedError, require
 from config.cli import guarded
-from config.load import load_saved, settings_of
+from config.load import load_run, settings_of
 
 
 def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: bool = True) -> Path:
@@ -24,8 +24,7 @@ def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: 
     ``to``: where to write, None: the run's model/, which is replaced. ``trust_remote_code`` False: refuse a
     run whose settings would run code that comes with a model. Raises ConfigError, StoppedError.
     """
-    record = run / "config.yaml"
-    require(record.is_file(), "run", run, "is not the folder of a run: it has no config.yaml")
+    config = load_run(run, trust_remote_code)
     require(
         to is None
         or not os.path.lexists(to)
@@ -33,13 +32,6 @@ def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: 
         "to",
         to,
         "is there already, and an export replaces its folder whole; delete it by hand, or name another",
-    )
-    config = load_saved(record.read_text())
-    require(
-        trust_remote_code or not config.model.trust_remote_code,
-        "model.trust_remote_code",
-        "true",
-        f"{record} would run code that comes with {config.model.name_or_path}; --trust-remote-code lets it",
     )
     from data.chat import load_template
     from models.checkpoint import Checkpoints

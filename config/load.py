@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from common.errors import ConfigError
+from common.errors import ConfigError, require
 from common.files import check_name
 from config import of_run  # noqa: F401, a model's file may say it
 from config.files import parsed
@@ -74,6 +75,21 @@ def split_settings(cfg: DictConfig, schema: type[T]) -> tuple[T, DictConfig]:
 def load_saved(text: str) -> Config:
     """The configuration that ``dump`` wrote, today or in an older version. Raises ConfigError."""
     return load(OmegaConf.create(settings_of(text)))
+
+
+def load_run(run: Path, trust_remote_code: bool) -> Config:
+    """The configuration of a run's folder, for a program that loads its weights. ``trust_remote_code`` False:
+    settings that would run code which comes with a model are refused. Raises ConfigError."""
+    record = run / "config.yaml"
+    require(record.is_file(), "run", run, "is not the folder of a run: it has no config.yaml")
+    config = load_saved(record.read_text())
+    require(
+        trust_remote_code or not config.model.trust_remote_code,
+        "model.trust_remote_code",
+        "true",
+        f"{record} would run code that comes with {config.model.name_or_path}; --trust-remote-code lets it",
+    )
+    return config
 
 
 def dump(config: Config) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 
 from common.errors import ConfigError, StoppedError, require
 from config.cli import guarded
-from config.load import load_saved
+from config.load import load_run
 from config.schema import Config
 
 if TYPE_CHECKING:
@@ -61,13 +61,6 @@ class Audit:
     """Largest difference of a token's log-probability, nats."""
     mean: float
     """Mean absolute difference, nats."""
-
-
-def settings_of(run: Path) -> Config:
-    """Raises ConfigError."""
-    record = run / "config.yaml"
-    require(record.is_file(), "run", run, "is not the folder of a run: it has no config.yaml")
-    return load_saved(record.read_text())
 
 
 def audit(
@@ -179,13 +172,18 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("--rounds", help="these alone, as in 0,7")
     parser.add_argument("--prompts", type=int, help="at most so many of a sampling's prompts are scored")
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run code that comes with the run's model, if it has any",
+    )
     given = parser.parse_args(words)
 
     def work() -> None:
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()  # transformers draws one for the weights of every round
-        config, well = settings_of(given.run), True
+        config, well = load_run(given.run, given.trust_remote_code), True
         for found in audit(given.run, config, _numbers(given.rounds), given.prompts):
             line, sound = report(found, _coarser(config))
             print(line, flush=True)

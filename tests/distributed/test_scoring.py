@@ -11,6 +11,8 @@ import time
 import pytest
 from safetensors.torch import load_file
 
+from config.load import load_run
+from jobs.audit import audit
 from tests import programs
 from tests.distributed.scoring import lagging
 from tests.distributed.torture import ranks_of
@@ -37,6 +39,7 @@ def start(folder, armorm, slow=0):
         "resume=true",
         "reward=weighted",
         f"reward.weighted.parts={{{model},{function}}}",
+        "rounds.keep_weights=true",
         f"runs_dir={folder}",
         f"cache_dir={folder}/cache",
         "exp_name=r",
@@ -69,6 +72,8 @@ def test_killed_while_scoring(tmp_path, armorm):
     one, other = (load_file(run / "model" / "model.safetensors") for run in runs)
     assert all((one[name] == other[name]).all() for name in one)
     assert any("round_reward_model" in line for line in lines(runs[0]))
+    for found in audit(runs[1], load_run(runs[1], trust_remote_code=False)):
+        assert found.tokens > 100 and found.largest < 1e-4 and not found.damaged
 
 
 def test_what_is_sampled_beside_the_training_all_ranks_score(tmp_path, armorm):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.audit import audit, main, settings_of
+from config.load import load_run
+from jobs.audit import audit, main
 from tests.integration.online import assert_same, cut_off, lines, rounds, run_online
 
 ROUNDS = ("online=true", "loss=dpo", "humanline=true", "lr=1e-3", "model.batch_size=4")
@@ -27,13 +28,13 @@ def copied(kept, tmp_path) -> Path:
 
 
 def test_the_kept_weights_say_of_the_samples_what_the_sampler_did(kept):
-    found = list(audit(kept, settings_of(kept)))
+    found = list(audit(kept, load_run(kept, trust_remote_code=False)))
     assert [one.index for one in found] == [0, 1]
     for one, folder in zip(found, rounds(kept), strict=True):
         own = sum(len(c["token_ids"]) for line in folder.read("samples") for c in line["completions"])
         assert (one.damaged, one.tokens) == ((), own)
         assert one.largest < 1e-4
-    (one,) = audit(kept, settings_of(kept), chosen=[1], prompts=2)
+    (one,) = audit(kept, load_run(kept, trust_remote_code=False), chosen=[1], prompts=2)
     assert one.index == 1 and one.tokens < found[1].tokens
 
 
@@ -82,6 +83,16 @@ def test_compressed_groups_train_offline(kept, tmp_path):
     done = subprocess.run([sys.executable, "train.py", *words], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert len(lines(tmp_path / "offline")) == -(-len(rounds(kept)[0].groups()) // 4)
+
+
+def test_code_that_comes_with_a_model_is_not_run_unasked(copied, capsys):
+    config = copied / "config.yaml"
+    config.write_text(config.read_text().replace("trust_remote_code: false", "trust_remote_code: true"))
+    with pytest.raises(SystemExit) as ended:
+        main([str(copied)])
+    assert ended.value.code == 2 and "--trust-remote-code" in capsys.readouterr().err
+    main([str(copied), "--trust-remote-code", "--rounds", "0"])
+    assert "round 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from common.worker_process import WorkerError
-from jobs.audit import audit, settings_of
+from config.load import load_run
+from jobs.audit import audit
 from rollouts.vllm_sampler import installed
 from tests.integration.online import assert_same, lines, rounds, run_online
 
@@ -84,7 +85,7 @@ def test_an_engine_killed_in_mid_round_is_started_again_and_the_round_goes_on(
             whole / f"rounds/{name}/samples.jsonl"
         ).read_bytes()
     assert_same(run, whole)
-    for found in audit(run, settings_of(run)):
+    for found in audit(run, load_run(run, trust_remote_code=False)):
         assert found.tokens > 100 and found.largest < 1e-3 and not found.damaged
 
 
