@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torchao.optim.adam import single_param_adam
 from torchao.optim.subclass_8bit import OptimState8bit, get_qmap_signed, get_qmap_unsigned
 
+from models.shards import sharded_like
 from models.storage_tracker import local_part
 
 BLOCK = 256
@@ -159,11 +159,7 @@ def zero_scales(p: Tensor, block: int) -> Tensor:
     """[..., blocks of a row] float32, sharded like ``p``."""
     local = local_part(p)
     made = torch.zeros((*local.shape[:-1], local.shape[-1] // block), device=local.device)
-    if not isinstance(p, DTensor):
-        return made
-    shape = torch.Size((*p.shape[:-1], p.shape[-1] // block))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(made, p.device_mesh, p.placements, run_check=False, shape=shape, stride=stride)
+    return sharded_like(p, made)
 
 
 def pieces(p: nn.Parameter, state: dict[str, Tensor]) -> Iterator[tuple[Tensor, ...]]:
