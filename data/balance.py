@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from data.sharing import own_tokens
 from data.types import Example, Sequence
 
 CLOSE = 1.005
@@ -34,9 +35,21 @@ def row_tokens(example: Example) -> int:
     return sum(map(len, example.rows))
 
 
-def share_tokens(share: Seq[Example], packed: bool) -> int:
-    """Tokens of a share's rows with a gradient: their sum where they are packed, else with the padding."""
-    lengths = [len(row) for example in share for row in example.rows]
+def share_tokens(share: Seq[Example], packed: bool, shared: bool = False) -> int:
+    """Tokens that are computed for a share's rows with a gradient: their sum where they are packed, prompts
+    that are ``shared`` once, else with the padding."""
+    return _of_rows([row for example in share for row in example.rows], packed, shared)
+
+
+def part_tokens(part: Seq[Example], packed: bool, shared: bool = False) -> int:
+    """Tokens of the forwards of one rank's share of one turn."""
+    return sum(_of_rows(rows, packed, shared) for rows in _forwards(part))
+
+
+def _of_rows(rows: list[Sequence], packed: bool, shared: bool) -> int:
+    if shared:
+        return sum(own_tokens(rows))
+    lengths = [len(row) for row in rows]
     return sum(lengths) if packed else len(lengths) * max(lengths, default=0)
 
 
@@ -136,22 +149,16 @@ def _best_exchange(weights: np.ndarray, loads: np.ndarray, heaviest: int) -> tup
     return found
 
 
-def token_balance(turns: Seq[Seq[Seq[Example]]], packed: bool) -> float:
+def token_balance(turns: Seq[Seq[Seq[Example]]], packed: bool, shared: bool = False) -> float:
     """The share of the time in which ranks do not wait for each other, by tokens: the turns' means over
     ranks, added up, over the turns' maxima.
 
     ``turns[t][r]``: what rank r computes in turn t. Rows are ``packed``, or padded to the longest of theirs:
-    then padding is computed too, and counts. 1 on a single rank.
+    then padding is computed too, and counts. Prompts that are ``shared`` count once. 1 on a single rank.
     """
-    computed = [[_computed(part, packed) for part in turn] for turn in turns]
+    computed = [[part_tokens(part, packed, shared) for part in turn] for turn in turns]
     ranks = len(computed[0])
     return sum(map(sum, computed)) / (ranks * sum(map(max, computed)))
-
-
-def _computed(part: Seq[Example], packed: bool) -> int:
-    """Tokens of the forwards of one rank's share of one turn."""
-    lengths = [[len(row) for row in rows] for rows in _forwards(part)]
-    return sum(sum(of) if packed else len(of) * max(of, default=0) for of in lengths)
 
 
 def _forwards(part: Seq[Example]) -> tuple[list[Sequence], list[Sequence]]:

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from config.schema_model import ModelConfig
 from data.balance import example_tokens, in_turns, partition, row_tokens, share_tokens
+from data.bundles import deal_by_count, deal_by_tokens
 from data.example_table import ExampleGroups, has_behavior, sizes_of
-from data.types import Example, Microbatch, Sequence, Sequences
+from data.sharing import own_tokens, prompt_owners
+from data.types import Example, Microbatch, PackedRows, Sequence, Sequences
 
 FILL = Example(prompt_id="", rows=(Sequence(np.zeros(1, np.int32), np.zeros(0, np.int32)),))
 """What fills a short batch up so that every rank runs as many forwards: no completion token, so it counts
@@ -118,17 +120,27 @@ class Segment:
 
 
 def deal(
-    batch: Seq[Example], ranks: int, size: Size, rows_per_example: int, packed: bool = True
+    batch: Seq[Example],
+    ranks: int,
+    size: Size,
+    rows_per_example: int,
+    packed: bool = True,
+    shared: bool = False,
 ) -> list[list[list[Example]]]:
     """The global batch in turns: ``turns[t][r]`` are the examples, at most ``size``, that rank r computes
     while the others compute theirs. A rank that gets none has a row without a completion token.
 
     Rows that are ``packed`` are dealt so that every rank of a turn has about as many tokens, rank 0 most
-    (data/balance.py). Rows that are padded are dealt by length instead, so that those side by side are about
+    (data/balance.py); where their prompts are ``shared`` too, examples of one prompt stay together
+    (data/sharing.py). Rows that are padded are dealt by length instead, so that those side by side are about
     equally long and little is padded. On one rank, where nobody waits, both are by length.
     """
     if isinstance(size, Tokens):
-        turns = _within(batch, ranks, size.most, packed)
+        turns = (
+            deal_by_tokens(batch, ranks, size.most) if shared else _within(batch, ranks, size.most, packed)
+        )
+    elif shared:
+        turns = deal_by_count(batch, ranks, size)
     elif packed and ranks > 1:
         shares = in_turns([example_tokens(example) for example in batch], ranks, size)
         turns = [[[batch[i] for i in share] for share in turn] for turn in shares]
@@ -176,38 +188,56 @@ def _slices(batch: Seq[Example], ranks: int, size: int) -> list[list[list[Exampl
     return [[by_length[first : first + size] for first in of] for of in firsts]
 
 
-def dealing(packed: bool) -> str:
+def dealing(packed: bool, shared: bool = False) -> str:
     """How ``deal`` deals, in words: what lies on the rank that was dealt a row is found there only by who
     deals the same."""
+    if shared:
+        return "by tokens, examples of a prompt together"
     return "by tokens" if packed else "by length"
 
 
 def cut(
-    batch: Seq[Example], rank: int, ranks: int, size: Size, rows_per_example: int, packed: bool = True
+    batch: Seq[Example],
+    rank: int,
+    ranks: int,
+    size: Size,
+    rows_per_example: int,
+    packed: bool = True,
+    shared: bool = False,
 ) -> list[list[Example]]:
     """This rank's microbatches of a global batch: at most ``size`` examples each, as many on every rank,
     filled up where short (``deal``)."""
-    return [turn[rank] for turn in deal(batch, ranks, size, rows_per_example, packed)]
+    return [turn[rank] for turn in deal(batch, ranks, size, rows_per_example, packed, shared)]
 
 
-def collate(rows: Seq[Sequence], device: torch.device, pack: bool = False) -> Sequences:
+def collate(rows: Seq[Sequence], device: torch.device, pack: bool = False, share: bool = False) -> Sequences:
     """Rows on the device: a right-padded grid as wide as the longest row, or all rows end to end with
-    restarting positions."""
-    lengths = [max(len(row), 1) for row in rows]
+    restarting positions. ``share``, of packed rows: a prompt that several of them have is there once, in
+    front of the first one's completion, and the others are their completions alone."""
+    owners = prompt_owners(rows) if share else list(range(len(rows)))
+    lengths = own_tokens(rows) if share else [max(len(row), 1) for row in rows]
     width = max(lengths)
     offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if pack else np.arange(len(rows)) * width
     flat = np.zeros(sum(lengths) if pack else len(rows) * width, np.int64)
     longest = max(max(len(row.counted) for row in rows), 1)
-    predict, targets, cells = [], [], []
-    for r, (row, offset) in enumerate(zip(rows, offsets, strict=True)):
+    predict, targets, cells, positions = [], [], [], []
+    for r, (row, owner) in enumerate(zip(rows, owners, strict=True)):
         p, c = len(row.prompt_ids), len(row.completion_ids)
-        flat[offset : offset + p] = row.prompt_ids
-        flat[offset + p : offset + p + c] = row.completion_ids
-        predict.append(offset + p - 1 + row.counted)
+        start = offsets[r] + p if owner == r else offsets[r]  # of the completion
+        flat[start : start + c] = row.completion_ids
+        if owner == r:
+            flat[offsets[r] : start] = row.prompt_ids
+        # A token is predicted where the one before it stands: the first at the end of the prompt.
+        before = np.where(row.counted == 0, offsets[owner] + p, start + row.counted) - 1
+        predict.append(before)
         targets.append(row.completion_ids[row.counted].astype(np.int64))
         cells.append(r * longest + np.arange(len(row.counted)))
+        positions.append(np.arange(lengths[r]) + (0 if owner == r else p))
     mask = np.arange(longest)[None, :] < np.array([len(row.counted) for row in rows])[:, None]
-    positions = np.concatenate([np.arange(n) for n in lengths])[None, :] if pack else None
+    prompts = [
+        (0, 0) if owner == r else (int(offsets[owner]), len(row.prompt_ids))
+        for r, (row, owner) in enumerate(zip(rows, owners, strict=True))
+    ]
 
     def put(array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -216,7 +246,8 @@ def collate(rows: Seq[Sequence], device: torch.device, pack: bool = False) -> Se
     return Sequences(
         rows=tuple(rows),
         input_ids=put(flat.reshape(1 if pack else len(rows), -1)),
-        position_ids=None if positions is None else put(positions),
+        position_ids=put(np.concatenate(positions)[None, :]) if pack else None,
+        packed=PackedRows(tuple(lengths), tuple(prompts)) if pack else None,
         predict=put(np.concatenate(predict)),
         targets=put(np.concatenate(targets)),
         cells=put(np.concatenate(cells)),
@@ -249,17 +280,19 @@ def _on_grid(
     return found
 
 
-def microbatch(examples: Seq[Example], device: torch.device, pack: bool = False) -> Microbatch:
+def microbatch(
+    examples: Seq[Example], device: torch.device, pack: bool = False, share: bool = False
+) -> Microbatch:
     """Examples on the device, rows of pairs chosen first, with their mismatched rows where they have any."""
     width = max(len(example.rows) for example in examples)
     rows = [example.rows[k] for k in range(width) for example in examples]
     other = None
     if any(example.mismatched is not None for example in examples):
-        other = collate([example.mismatched or FILL.rows[0] for example in examples], device, pack)
+        other = collate([example.mismatched or FILL.rows[0] for example in examples], device, pack, share)
     labels = torch.tensor([example.label for example in examples], dtype=torch.float32)
     return Microbatch(
         examples=tuple(examples),
-        sequences=collate(rows, device, pack),
+        sequences=collate(rows, device, pack, share),
         labels=labels.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else labels,
         mismatched=other,
     )

@@ -165,6 +165,23 @@ class Example:
     """Online: the optimizer step whose policy sampled the completions."""
 
 
+@dataclass(frozen=True)
+class PackedRows:
+    """Which tokens of packed rows are computed for which row. A row whose prompt another row of the
+    microbatch has too may leave it to that one: then its own tokens are its completion."""
+
+    own: tuple[int, ...]
+    """How many tokens are each row's own"""
+    prompts: tuple[tuple[int, int], ...]
+    """(first, count) of the tokens that each row reads before its own: its prompt, which is another row's; a
+    count of 0 where the prompt is its own"""
+
+    @property
+    def shares(self) -> bool:
+        """Whether any row leaves its prompt to another."""
+        return any(count for _, count in self.prompts)
+
+
 @dataclass(eq=False)
 class Sequences:
     """R rows as a device computes them: a right-padded grid [B, L] with B = R, or all rows packed into one,
@@ -186,6 +203,8 @@ class Sequences:
     behavior_logprobs: torch.Tensor | None = None
     """[R, T] float32, nats: log mu of the behaviour policy, nan where it is not known; None: known of no
     token"""
+    packed: PackedRows | None = None
+    """Whose tokens are whose where rows are packed; None for a grid"""
     token_rewards: torch.Tensor | None = None
     """[R, T] float32: ``Sequence.token_rewards``, 0 where there is none; None: of no row"""
 

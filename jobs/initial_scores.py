@@ -61,8 +61,8 @@ def initial_scores(
         several = trainer.packing and trainer.world.size > 1
         parts = parts | {
             "cut": f"{size}{' examples' * isinstance(size, int)} x {trainer.world.size} ranks"
-            + f", {dealing(True)}" * several,
-            "packing": str(trainer.packing),
+            + f", {dealing(True, trainer.shares_prompts)}" * several,
+            "packing": "prompts shared" if trainer.shares_prompts else str(trainer.packing),
         }
         parts["rows"] = hashlib.sha256(b"\n".join(wanted.tolist())).hexdigest()
     cache = ScoreCache(Path(trainer.config.cache_dir), parts, trainer.world.rank)

@@ -25,7 +25,7 @@ from jobs.assembly import trainer_class
 from jobs.memory_neighbours import GIB, engine_weights, own_answers, reward_models
 from jobs.memory_simulation import Answer, Question, answer
 from jobs.memory_simulation import evaluates as of_evaluation
-from models.attention import packs_rows
+from models.attention import packs_rows, shares_prompts
 from models.shapes import architecture
 from models.simulated import simulated_gpu
 from trainers.basic import BasicTrainer
@@ -152,16 +152,18 @@ def heaviest_batch(
     """The batch of the segment with the widest microbatch, as far as dealing those with most tokens and with
     the longest examples can tell."""
     with simulated_gpu(gpu):
-        packing, _ = packs_rows(config.model, architecture(config.model))
+        found = architecture(config.model)
+        packing, _ = packs_rows(config.model, found)
+        shared = shares_prompts(config.model, found, packing)
     size = size_of(config.model, ranks)
     batches = [segment.batch(i) for i in range(segment.steps if any_id(segment) else 1)]
     by_sum = sorted(batches, key=lambda batch: -sum(map(row_tokens, batch)))[:CANDIDATES]
     by_longest = sorted(batches, key=lambda batch: -max(map(row_tokens, batch)))[:CANDIDATES]
-    found = max(
-        [*by_sum, *by_longest],
-        key=lambda batch: widest(batch, ranks, size, trainer.rows_per_example, packing),
+    candidates = [[told_apart(i, example) for i, example in enumerate(of)] for of in (*by_sum, *by_longest)]
+    return max(
+        candidates,
+        key=lambda batch: widest(batch, ranks, size, trainer.rows_per_example, packing, shared),
     )
-    return [told_apart(i, example) for i, example in enumerate(found)]
 
 
 def any_id(segment: Segment) -> bool:
@@ -170,15 +172,18 @@ def any_id(segment: Segment) -> bool:
 
 
 def told_apart(i: int, example: Example) -> Example:
-    """An example that stands for one still to be sampled as another than those beside it: with a prompt and a
-    label."""
-    return example if example.prompt_id else replace(example, prompt_id=f"p{i}", label=1.0 - 2 * (i % 2))
+    """An example that stands for one still to be sampled as another than those beside it: with a prompt,
+    which it shares with none of them, and a label."""
+    if example.prompt_id:
+        return example
+    rows = tuple(replace(row, prompt_ids=np.full_like(row.prompt_ids, i)) for row in example.rows)
+    return replace(example, prompt_id=f"p{i}", rows=rows, label=1.0 - 2 * (i % 2))
 
 
-def widest(batch: list[Example], ranks: int, size: Size, rows: int, packing: bool) -> int:
+def widest(batch: list[Example], ranks: int, size: Size, rows: int, packing: bool, shared: bool) -> int:
     """Tokens of the widest share that a batch is dealt into."""
-    turns = deal(batch, ranks, size, rows, packing)
-    return max(share_tokens(share, packing) for turn in turns for share in turn)
+    turns = deal(batch, ranks, size, rows, packing, shared)
+    return max(share_tokens(share, packing, shared) for turn in turns for share in turn)
 
 
 def last_line(error: Exception) -> str:

@@ -154,7 +154,7 @@ def take_steps(tracker: StorageTracker, trainer: BasicTrainer, segment: Segment)
         assign_states(tracker, trainer)
     gc.collect()
     (turn, *_) = trainer.deal(trainer.arrange(segment.batch(0)), trainer.micro_size)
-    return share_tokens(turn[0], trainer.packing)
+    return share_tokens(turn[0], trainer.packing, trainer.shares_prompts)
 
 
 def keep_scores(reference: Reference, step: int, micros: list[Microbatch]) -> None:
@@ -188,10 +188,10 @@ def deal_heaviest(trainer: BasicTrainer) -> None:
 
     def deal(arranged: list[Example], size: Size) -> Turns:
         turns = [
-            sorted(turn, key=lambda share: -share_tokens(share, trainer.packing))
+            sorted(turn, key=lambda share: -share_tokens(share, trainer.packing, trainer.shares_prompts))
             for turn in dealt(arranged, size)
         ]
-        heaviest = max(turns, key=lambda turn: share_tokens(turn[0], trainer.packing))
+        heaviest = max(turns, key=lambda turn: share_tokens(turn[0], trainer.packing, trainer.shares_prompts))
         return [heaviest] * (2 if len(turns) > 1 and trainer.progress.step > 0 else 1)
 
     trainer.deal = deal  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 from functools import cache, partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 from common.errors import require
 from config.schema_model import ModelConfig
+from data.types import PackedRows
 from models.simulated import has_gpu, on_gpu, simulates_gpu
 
 PACKED = "packed_rows"
@@ -82,19 +84,24 @@ def packs_rows(config: ModelConfig, found: PretrainedConfig) -> tuple[bool, str]
 
 
 @cache
-def flash_fails() -> str | None:
+def flash_fails(shared: bool = False) -> str | None:
     """Why the kernel for uneven lengths cannot be used here, or None: whether it runs, forward and backward,
-    and gives what sdpa gives row by row is tried once, on two rows of bfloat16."""
-    lengths, generator = [3, 6], torch.Generator().manual_seed(0)
-    start = torch.randn(3, 1, 2, sum(lengths), 64, generator=generator).bfloat16().cuda()
-    limits, results = row_limits(lengths, start.device)["cu_seq_lens_q"], []
+    and gives what sdpa gives row by row is tried once, on two rows of bfloat16; where prompts are ``shared``,
+    on one more, which reads the first one's prompt."""
+    rows = PackedRows((3, 6, 4), ((0, 0), (0, 0), (0, 2))) if shared else PackedRows((3, 6), ((0, 0),) * 2)
+    generator, results = torch.Generator().manual_seed(0), []
+    start = torch.randn(3, 1, 2, sum(rows.own), 64, generator=generator).bfloat16().cuda()
+    given = row_limits(rows, start.device)
+    limits = given["cu_seq_lens_q"], given.get("cu_seq_lens_k", given["cu_seq_lens_q"])
+    longest = given["max_length_q"], given.get("max_length_k", given["max_length_q"])
     try:
         for kernel in (
-            partial(_flash, limits=limits, longest=max(lengths)),
-            partial(_row_by_row, lengths=RowLengths(lengths)),
+            partial(_flash, limits=limits, longest=longest),
+            partial(_row_by_row, lengths=given["row_lengths"]),
         ):
             q, k, v = (part.clone().requires_grad_() for part in start)
-            out = kernel(q, k, v, scaling=None)
+            read = (_Read.apply(x, given["key_places"]) for x in (k, v)) if shared else (k, v)
+            out = kernel(q, *read, scaling=None)
             results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
     except torch.OutOfMemoryError:
         raise
@@ -104,23 +111,78 @@ def flash_fails() -> str | None:
     return None if same else "it does not give what attention row by row gives"
 
 
+def shares_prompts(config: ModelConfig, found: PretrainedConfig, packing: bool) -> bool:
+    """model.share_prompts: whether rows of a microbatch with the same prompt compute it once. ``packing``:
+    whether rows are packed (``packs_rows``). Raises ConfigError where they cannot share one."""
+    if not config.share_prompts:
+        return False
+    key = "model.share_prompts"
+    _, why = packs_rows(config, found)
+    require(packing, key, "true", f"is for rows that are put end to end, and these are padded: {why}")
+    require(
+        packable(found, config.attn_implementation),
+        key,
+        "true",
+        f"{found.model_type} with {config.attn_implementation} keeps packed rows apart by a mask that knows "
+        "of no shared prompt: use false",
+    )
+    if has_gpu() and not simulates_gpu():
+        require(
+            config.dtype == "float32" or (why_not := flash_fails(shared=True)) is None,
+            key,
+            "true",
+            f"this GPU's kernel for uneven lengths cannot: {why_not}; use false",
+        )
+    return True
+
+
 class RowLengths:
-    """How long each row is, tokens. An object of its own: a layer compiled by torch.compile would be compiled
-    again for every other tuple of numbers."""
+    """How long each row is, tokens, and the keys that it reads. An object of its own: a layer compiled by
+    torch.compile would be compiled again for every other tuple of numbers."""
 
-    def __init__(self, lengths: Seq[int]) -> None:
-        self.tokens = tuple(lengths)
+    def __init__(self, own: Seq[int], keys: Seq[int]) -> None:
+        self.own = tuple(own)
+        self.keys = tuple(keys)
+        self._masks: dict[tuple[int, int], Tensor] = {}
+
+    def mask(self, own: int, keys: int, device: torch.device) -> Tensor:
+        """[own, keys] bool: a token reads all keys up to its own, which are the last ones."""
+        if (own, keys) not in self._masks:
+            everything = torch.ones(own, keys, dtype=torch.bool, device=device)
+            self._masks[own, keys] = everything.tril(keys - own)
+        return self._masks[own, keys]
 
 
-def row_limits(lengths: Seq[int], device: torch.device) -> dict[str, Any]:
-    """What a model's forward hands down to ``attend`` for rows of these lengths (tokens): where each begins,
-    the longest, and all. On the device and on the host, so that neither has to wait for the other."""
-    limits = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return {
-        "cu_seq_lens_q": limits.to(device, non_blocking=True),
-        "max_length_q": max(lengths),
-        "row_lengths": RowLengths(lengths),
+def row_limits(rows: PackedRows, device: torch.device) -> dict[str, Any]:
+    """What a model's forward hands down to ``attend`` for these rows: where each begins, the longest, and
+    all; the same of the keys that each reads, and where these lie, if a prompt is shared. On the device and
+    on the host, so that neither has to wait for the other."""
+    keys = [count + own for own, (_, count) in zip(rows.own, rows.prompts, strict=True)]
+    limits = {
+        "cu_seq_lens_q": _limits(rows.own).to(device, non_blocking=True),
+        "max_length_q": max(rows.own),
+        "row_lengths": RowLengths(rows.own, keys),
     }
+    if not rows.shares:
+        return limits
+    return limits | {
+        "cu_seq_lens_k": _limits(keys).to(device, non_blocking=True),
+        "max_length_k": max(keys),
+        "key_places": torch.from_numpy(_key_places(rows)).to(device, non_blocking=True),
+    }
+
+
+def _limits(lengths: Seq[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def _key_places(rows: PackedRows) -> np.ndarray:
+    """[sum of the rows' keys] int64: the places of the tokens that each row reads, row after row."""
+    places, start = [], 0
+    for own, (first, count) in zip(rows.own, rows.prompts, strict=True):
+        places += [np.arange(first, first + count), np.arange(start, start + own)]
+        start += own
+    return np.concatenate(places)
 
 
 def attend(
@@ -134,19 +196,45 @@ def attend(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
     row_lengths: RowLengths | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_k: int = 0,
+    key_places: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """[B, L, H, d] causal attention of query [B, H, L, d] to key and value [B, H', L, d]. With
-    ``cu_seq_lens_q`` (row_limits) B is 1 and each row attends to itself; without, it is a padded grid and
-    transformers' sdpa. The signature is theirs."""
+    ``cu_seq_lens_q`` (row_limits) B is 1 and each row attends to itself, and with ``key_places`` to the
+    prompt that another row has for it; without, it is a padded grid and transformers' sdpa. The signature is
+    theirs."""
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
         )
+    if key_places is not None:
+        key, value = _Read.apply(key, key_places), _Read.apply(value, key_places)
     if on_gpu(query) and query.dtype in (torch.bfloat16, torch.float16):
-        return _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
+        limits = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        return _flash(query, key, value, limits, (max_length_q, max_length_k or max_length_q), scaling), None
     assert row_lengths is not None
     return _row_by_row(query, key, value, row_lengths, scaling), None
+
+
+class _Read(torch.autograd.Function):
+    """[1, H, K, d]: the tokens of [1, H, L, d] at ``places`` [K]. What several rows read gets the sum of
+    their gradients, in float32 at least, however many there are."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.shape = given.shape
+        return given.index_select(2, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (places,) = ctx.saved_tensors
+        total = torch.zeros(
+            ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32), device=grad.device
+        )
+        return total.index_add_(2, places, grad.to(total.dtype)).to(grad.dtype), None
 
 
 @torch.compiler.disable
@@ -155,16 +243,32 @@ def _row_by_row(
 ) -> Tensor:
     parts, grouped = [], query.shape[1] != key.shape[1]
     # split, not slices: the backward of a slice fills a gradient as long as all rows, for every row.
-    for q, k, v in zip(*(x.split(lengths.tokens, dim=2) for x in (query, key, value)), strict=True):
+    splits = (query.split(lengths.own, dim=2), *(x.split(lengths.keys, dim=2) for x in (key, value)))
+    for q, k, v in zip(*splits, strict=True):
+        alone = q.shape[2] == k.shape[2]
         parts.append(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+            F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=None if alone else lengths.mask(q.shape[2], k.shape[2], q.device),
+                is_causal=alone,
+                scale=scaling,
+                enable_gqa=grouped,
+            )
         )
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 
 def _flash(
-    query: Tensor, key: Tensor, value: Tensor, limits: Tensor, longest: int, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    limits: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scaling: float | None,
 ) -> Tensor:
+    """``limits`` and ``longest``: of the queries, and of the keys."""
     groups = query.shape[1] // key.shape[1]
     more: dict[str, Any] = {}
     if groups > 1 and GROUPED:
@@ -172,8 +276,9 @@ def _flash(
     elif groups > 1:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    # The window (everything before, nothing after) is how this kernel says causal.
-    out = varlen_attn(q, k, v, limits, limits, longest, longest, scale=scaling, window_size=(-1, 0), **more)
+    # The window (everything before, nothing after) is how this kernel says causal. Where there are more keys
+    # than queries the last of both stand side by side, which ``flash_fails`` tries.
+    out = varlen_attn(q, k, v, *limits, *longest, scale=scaling, window_size=(-1, 0), **more)
     return cast(Tensor, out)[None]
 
 

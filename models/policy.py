@@ -77,8 +77,12 @@ class Policy(nn.Module):
         asked: dict[str, Any] = {}
         if sequences.position_ids is not None:  # a recurrence knows of no positions, not even of None
             asked["position_ids"] = sequences.position_ids
+            packed = sequences.packed
+            assert packed is not None and (self.packs or not packed.shares), (
+                "a mask knows of no shared prompt"
+            )
             if self.packs:
-                asked |= row_limits([max(len(row), 1) for row in sequences.rows], sequences.input_ids.device)
+                asked |= row_limits(packed, sequences.input_ids.device)
         if self._routed is not None:
             asked["output_router_logits"] = True
         out = causal_lm(self.model).base_model(input_ids=sequences.input_ids, use_cache=False, **asked)

@@ -21,7 +21,7 @@ from data.balance import token_balance
 from data.batches import Segment, Size, deal, dealing, microbatch, size_of, token_count
 from data.types import Example, Microbatch
 from data.views import View
-from models.attention import packs_rows
+from models.attention import packs_rows, shares_prompts
 from models.distributed import World, clip_grad_norm, reduced_once
 from models.policy import Policy, causal_lm
 from models.reference import Reference, Scored
@@ -127,7 +127,9 @@ class BasicTrainer(ABC, Generic[Prepared]):
         may be missing."""
         self.optimizer = make_optimizer(policy, config)
         self.progress = Progress()
-        self.packing, _ = packs_rows(config.model, causal_lm(cast(Policy, policy).model).config)
+        found = causal_lm(cast(Policy, policy).model).config
+        self.packing, _ = packs_rows(config.model, found)
+        self.shares_prompts = shares_prompts(config.model, found, self.packing)
         self.micro_size = size_of(config.model, world.size)
 
     # -- what a subclass supplies ----------------------------------------------------------------------
@@ -193,11 +195,12 @@ class BasicTrainer(ABC, Generic[Prepared]):
 
     def deal(self, arranged: list[Example], size: Size) -> list[list[list[Example]]]:
         """What every rank computes in every turn, of examples that ``arrange`` has seen: [turn][rank]."""
-        return deal(arranged, self.world.size, size, self.rows_per_example, self.packing)
+        return deal(arranged, self.world.size, size, self.rows_per_example, self.packing, self.shares_prompts)
 
     def mine(self, turns: list[list[list[Example]]]) -> list[Microbatch]:
         """This rank's microbatches of what was dealt, on the device."""
-        return [microbatch(turn[self.world.rank], self.world.device, self.packing) for turn in turns]
+        rank, device = self.world.rank, self.world.device
+        return [microbatch(turn[rank], device, self.packing, self.shares_prompts) for turn in turns]
 
     def upcoming(
         self, segment: Segment, position: int, step: int, since: int | None = None
@@ -264,7 +267,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
             "step": at.step,
             "lr": lr,
             "reference_step": reference_step if self.config.has_reference else None,
-            "token_balance": token_balance(turns, self.packing),
+            "token_balance": token_balance(turns, self.packing, self.shares_prompts),
         }
         return self._advance(StepRecord(known, meters.reduce(), batch, token_count(batch)))
 
@@ -374,7 +377,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
         return {
             "progress": asdict(self.progress),
             "reference_step": self.reference.step,
-            "dealing": dealing(self.packing),
+            "dealing": dealing(self.packing, self.shares_prompts),
         }
 
     def reference_scores(self) -> dict[str, Tensor]:

@@ -334,6 +334,59 @@ def test_a_packed_row_does_not_see_its_neighbours(family):
     torch.testing.assert_close(before[1:], after[1:], rtol=near, atol=near)
 
 
+def group(n: int = 3, seed: int = 0) -> list[Sequence]:
+    """Two prompts with ``n`` answers each, of different lengths, in turn."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(3, VOCABULARY, size).astype(np.int32) for size in (7, 4)]
+    return [random_row(rng, prompts[i % 2]) for i in range(2 * n)]
+
+
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_rows_that_share_their_prompt_equal_rows_that_do_not(family):
+    """Values and gradients, of weights and of the prompt's tokens that several rows read."""
+    policy, batch = tiny(family), group()
+    policy.use_packed_attention()
+    packed, shared = (collate(batch, CPU, pack=True, share=share) for share in (False, True))
+    assert shared.input_ids.shape[1] < packed.input_ids.shape[1]
+    parameters, weights = list(policy.parameters()), torch.rand(packed.mask.shape)
+    want, got = policy(packed), policy(shared)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    want_grads, grads = (torch.autograd.grad((x * weights).sum(), parameters) for x in (want, got))
+    for a, b in zip(grads, want_grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * (1 + b.abs().max().item()))
+
+
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_a_row_that_shares_its_prompt_does_not_read_the_other_answers(family):
+    """Not those before it, and not that of the row that has the prompt."""
+    policy, batch = tiny(family), group()
+    policy.use_packed_attention()
+    other = [replace(row, completion_ids=row.completion_ids[::-1] % 50 + 4) for row in batch[:2]] + batch[2:]
+    before, after = (policy(collate(these, CPU, pack=True, share=True)) for these in (batch, other))
+    assert not torch.equal(before[0], after[0])
+    near = 1e-5 if family in WHOLE_BATCH else 0.0
+    torch.testing.assert_close(before[2:], after[2:], rtol=near, atol=near)
+
+
+def test_a_mask_that_knows_of_no_shared_prompt_is_not_used_for_one():
+    policy = tiny("llama")  # transformers' own way
+    with pytest.raises(AssertionError, match="no shared prompt"):
+        policy(collate(group(), CPU, pack=True, share=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_shared_prompts_on_a_gpu(family):
+    """The flash kernel with more keys than queries, in bfloat16: close to padded rows in float32."""
+    gpu, policy, batch = torch.device("cuda"), tiny(family).cuda(), group()
+    want = policy(collate(batch, gpu))
+    policy.bfloat16().use_packed_attention()
+    got = policy(collate(batch, gpu, pack=True, share=True))
+    got.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in policy.parameters())
+    torch.testing.assert_close(got, want, rtol=0.05, atol=0.3)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_packed_rows_on_a_gpu(family):
