@@ -134,6 +134,7 @@ class Settings:
     sync_freq: int = 1
     packing: bool | None = None
     """model.packing; None: its default, rows end to end wherever they can be."""
+    share_prompts: bool = False
     dtype: str = "float32"
     max_length: int = 2048
     checkpointing: bool = False
@@ -147,6 +148,7 @@ class Settings:
             dtype=self.dtype,
             batch_size=self.batch_size,
             packing=self.packing,
+            share_prompts=self.share_prompts,
             gradient_accumulation_steps=self.batch_size // self.micro_size,
             max_length=self.max_length,
             max_prompt_length=self.max_length - 1,

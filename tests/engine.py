@@ -57,6 +57,8 @@ def engine_config(cache: Path, loss: str, *overrides: str) -> Config:
 def make_trainer(config: Config, policy: Policy | None = None, world: World | None = None) -> BasicTrainer:
     world = world or start()
     policy = policy if policy is not None else tiny_policy()
+    if config.model.share_prompts:  # which no other attention can
+        policy.use_packed_attention()
     shard(policy, decoder_blocks(policy.model), world, torch.float32)
     return trainer_class(config)(config, policy, make_loss(config), world)
 

@@ -77,6 +77,10 @@ def question(shape: str, *overrides: str, ranks: int = 1, loss: str = "dpo", gpu
         Example(f"p{i}", (row(20 + i % 8), row(20 + i % 8)) if pairs else (row(25),), 1.0 - 2 * (i % 2))
         for i in range(4 * ranks)
     ]
+    if config.model.share_prompts:  # a prompt for every two rows
+        rows = [row for example in batch for row in example.rows]
+        two = {id(b): replace(b, prompt_ids=a.prompt_ids) for a, b in zip(rows[::2], rows[1::2], strict=True)}
+        batch = [replace(e, rows=tuple(two.get(id(row), row) for row in e.rows)) for e in batch]
     return Question(config, batch, [], ranks, gpu, SHAPES[shape])
 
 

@@ -33,6 +33,8 @@ CELLS = [(loss, k) for loss in ("dpo", "kto", "grpo") for k in (None, 1, 3)] + [
     ("dpo of a mixture", 1),
     ("grpo by the batch", 3),
     ("dpo by its distance", 3),
+    ("dpo sharing prompts", 1),
+    ("grpo sharing prompts", 3),
 ]
 MORE_KEYS = {
     "dpo of a mixture": ("router_aux_loss",),
@@ -75,6 +77,8 @@ def configs(cache: Path, accumulation: int) -> list[Config]:
         more.append(f"model.packing={str(k is not None).lower()}")  # so dealt by tokens, else by length
         if "mixture" in cell:
             more.append("model.router_aux_loss_coef=0.5")
+        if "sharing" in cell:
+            more.append("model.share_prompts=true")
         if "batch" in cell:
             more += ["loss.shape=m2po", "loss.moment_bound=0.003", "loss.advantage=batch"]
         if "distance" in cell:

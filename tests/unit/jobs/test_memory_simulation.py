@@ -37,6 +37,7 @@ def test_a_step_takes_what_was_planned(worker: WorkerProcess) -> None:
     asked += [question("deep", loss="kto"), question("deep", "model.dtype=bfloat16", "model.packing=false")]
     asked += [question("deep", "sync_mode=ema", "sync_alpha=0.5", "humanline=false")]
     asked += [question(shape, "optimizer=Muon") for shape in ("deep", "wide")]
+    asked += [question("wide", "model.share_prompts=true", loss=loss) for loss in ("dpo", "grpo")]
     off = {
         str(i): planned / taken - 1
         for i, (planned, taken) in enumerate(

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from common.errors import ConfigError
 from config.schema_model import ModelConfig
 from data.batches import Segment
 from jobs.assembly import make_loss, trainer_class
 from models import attention
-from models.attention import MODEL_TYPES, flash_fails, packs_rows
+from models.attention import MODEL_TYPES, flash_fails, packs_rows, shares_prompts
 from models.distributed import shard, start
 from models.policy import decoder_blocks
 from models.pretrained import load_policy
@@ -91,7 +92,48 @@ def test_on_a_gpu_its_kernel_decides(monkeypatch, fails, dtype, packed, why):
     reason="needs an Ampere GPU or later",
 )
 def test_the_kernel_of_this_gpu_works():
-    assert flash_fails() is None
+    assert flash_fails() is None and flash_fails(shared=True) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "found", "why"),
+    [
+        ({"attn_implementation": "eager", "packing": True}, {}, "a mask that knows of no shared prompt"),
+        ({"attn_implementation": "eager"}, {}, "no packed attention"),
+        ({"compile": True}, {}, "padded: model.compile=true"),
+        ({}, {"sliding_window": 4}, "no packed attention"),
+    ],
+)
+def test_a_prompt_cannot_be_shared_where_rows_are_padded_or_kept_apart_by_a_mask(
+    monkeypatch, change, found, why
+):
+    no_gpu(monkeypatch)
+    config = type(FAMILIES["llama"])(**FAMILIES["llama"].to_dict())
+    for key, value in found.items():
+        object.__setattr__(config, key, value)
+    settings = replace(OPEN, share_prompts=True, **change)
+    packing, _ = packs_rows(settings, config)
+    with pytest.raises(ConfigError, match="share_prompts") as error:
+        shares_prompts(settings, config, packing)
+    assert why in str(error.value)
+    assert not shares_prompts(replace(settings, share_prompts=False), config, packing)
+
+
+def test_on_a_gpu_whose_kernel_cannot_prompts_are_not_shared(monkeypatch):
+    no_gpu(monkeypatch, present=True)
+    monkeypatch.setattr(attention, "flash_fails", lambda shared=False: "no such image" if shared else None)
+    settings = replace(OPEN, share_prompts=True, dtype="bfloat16")
+    assert packs_rows(settings, FAMILIES["llama"])[0]
+    with pytest.raises(ConfigError, match="no such image"):
+        shares_prompts(settings, FAMILIES["llama"], True)
+
+
+@pytest.mark.parametrize(
+    "change", [{"packing": False}, {"router_aux_loss_coef": 0.1}, {"head": "reward"}], ids=str
+)
+def test_settings_that_exclude_a_shared_prompt(change):
+    with pytest.raises(ConfigError, match="share_prompts"):
+        replace(OPEN, share_prompts=True, **change)
 
 
 def trained(folder, loss: str, packing: str, *overrides: str):
@@ -126,7 +168,18 @@ def _kind(loss: str) -> str:
 def test_a_run_with_packed_rows_is_the_padded_run(folder, loss, humanline):
     """The same losses and weights but for rounding; and at step 0 the policy is its reference to the bit."""
     trainer, lines = trained(folder, loss, "null", f"humanline={humanline}")
-    padded, expected = trained(folder, loss, "false", f"humanline={humanline}")
+    _same_run(trainer, lines, *trained(folder, loss, "false", f"humanline={humanline}"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in float32 a GPU pads")
+@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
+def test_a_run_that_shares_prompts_is_the_padded_run(folder, loss):
+    trainer, lines = trained(folder, loss, "null", "humanline=true", "model.share_prompts=true")
+    assert trainer.shares_prompts
+    _same_run(trainer, lines, *trained(folder, loss, "false", "humanline=true"))
+
+
+def _same_run(trainer, lines, padded, expected):
     assert lines[0]["kl"] == expected[0]["kl"] == 0.0 and lines[-1]["kl"] != 0.0
     for line, other in zip(lines, expected, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], abs=1e-4) and line["grad_norm"] == pytest.approx(

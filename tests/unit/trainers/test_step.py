@@ -54,21 +54,27 @@ def test_without_humanline_the_reference_stays(tmp_path):
     assert lines[0]["kl"] == 0.0 and lines[-1]["kl"] != 0.0
 
 
+BY_TOKENS = ((1, 1, 60), (1, 1, 80), (1, 2, 60))
+"""(parts, ranks, tokens a microbatch)"""
+
+
 @pytest.mark.parametrize("loss", ["dpo", "kto", "grpo", "sft"])
 def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
-    """Microbatches of 8, 4, 2 and 1, or of so many tokens, on one rank and dealt to 2 and 4, give the same
-    loss and gradient of the same global batch, KTO's KL included; a rank finds the scores of its rows among
-    those that it made."""
+    """Microbatches of 8, 4, 2 and 1, or of so many tokens, on one rank and dealt to 2 and 4, with prompts
+    computed once for each row or once for all, give the same loss and gradient of the same global batch,
+    KTO's KL included; a rank finds the scores of its rows among those that it made."""
     gradients, losses = [], []
     examples = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (1, 4), (2, 4))
-    for parts, ranks, tokens in (*((*each, None) for each in examples), (1, 1, 60), (1, 1, 80), (1, 2, 60)):
+    cuts = (*((*each, None, False) for each in examples), *((p, r, t, False) for p, r, t in BY_TOKENS))
+    for parts, ranks, tokens, share in (*cuts, (2, 1, None, True), (1, 2, None, True), (1, 2, 45, True)):
         config = engine_config(
-            tmp_path / f"{parts}-{ranks}-{tokens}",
+            tmp_path / f"{parts}-{ranks}-{tokens}-{share}",
             loss,
             "model.batch_size=8",
             f"model.microbatch_tokens={'null' if tokens is None else tokens}",
             f"model.gradient_accumulation_steps={parts}",
-            f"model.packing={str(ranks > 1).lower()}",
+            f"model.packing={str(ranks > 1 or share).lower()}",
+            f"model.share_prompts={str(share).lower()}",
             *(["humanline=true"] if loss != "sft" else []),
         )
         trainer = make_trainer(config)
@@ -77,15 +83,18 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(tmp_path, loss):
         trainer.micro_size = size_of(config.model, ranks)
         for rank in range(ranks):
             trainer.world, own = replace(trainer.world, rank=rank, size=ranks), Reference()
-            own.refresh(tiny_policy(seed=3), 0, trainer.upcoming(segment, 0, 0))
+            initial = tiny_policy(seed=3)
+            initial.use_packed_attention()
+            own.refresh(initial, 0, trainer.upcoming(segment, 0, 0))
             mine = trainer.microbatches(batch)
             for sequences in sequences_of(mine):
                 own.lookup(0, sequences)  # KeyError for a row that another rank has scored
             micros, other.scores = micros + mine, {**other.scores, **own.scores}
-        assert trainer.packing == (ranks > 1) and len(micros) % ranks == 0
+        assert trainer.packing == (ranks > 1 or share) and len(micros) % ranks == 0
+        assert any(micro.sequences.packed and micro.sequences.packed.shares for micro in micros) == share
         if tokens is not None:
             assert len(micros) > ranks, "more than one turn"
-            assert max(share_tokens(micro.examples, trainer.packing) for micro in micros) <= tokens
+            assert max(share_tokens(micro.examples, trainer.packing, share) for micro in micros) <= tokens
         scorer = trainer.scorer_with(other, trainer.scorer.humanline)
         found = trainer.prepare([(0, micro) for micro in micros], scorer)
         total = 0.0
