@@ -143,8 +143,9 @@ class RoundFolder:
     def not_as_written(self, path: Path, why: object = "") -> DataError:
         """What is said of a file of the round, or of the round, that is gone or damaged."""
         return DataError(
-            f"{path} is not as it was written{f' ({why})' if why else ''}; put it back from a copy, or delete "
-            f"{self.path} and resume from a checkpoint before it, or start the run afresh with overwrite=true"
+            f"{path} is not as it was written{f' ({why})' if why else ''}; put it back from a copy, or "
+            f"delete {self.path} and resume from a checkpoint before it, or start the run afresh with "
+            "overwrite=true"
         )
 
     @contextmanager

@@ -32,7 +32,7 @@ def test_the_kept_weights_say_of_the_samples_what_the_sampler_did(kept):
     assert [one.index for one in found] == [0, 1]
     for one, folder in zip(found, rounds(kept), strict=True):
         own = sum(len(c["token_ids"]) for line in folder.read("samples") for c in line["completions"])
-        assert (one.damaged, one.tokens) == ((), own)
+        assert (one.faults, one.tokens) == ((), own)
         assert one.largest < 1e-4
     (one,) = audit(kept, load_run(kept, trust_remote_code=False), chosen=[1], prompts=2)
     assert one.index == 1 and one.tokens < found[1].tokens
@@ -73,7 +73,82 @@ def test_what_is_not_as_it_was_is_named(copied, capsys):
     assert ended.value.code == 1
     said = capsys.readouterr().out.splitlines()
     assert "round 0" in said[0] and "did not write these samples" in said[0]
-    assert "round 1" in said[1] and "scores is not as it was written" in said[1]
+    assert "round 1" in said[1] and f"{scores} is not as it was written" in said[1]
+
+
+def weights_of(round_: Path) -> Path:
+    return round_ / "weights" / "model.safetensors"
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def not_numbers(path: Path) -> None:
+    """The last of the tensors' bytes are no numbers."""
+    content = path.read_bytes()
+    path.write_bytes(content[:-4000] + b"\xff" * 4000)
+
+
+def other_shapes(path: Path) -> None:
+    path.write_text(path.read_text().replace('"hidden_size": 128', '"hidden_size": 64'))
+
+
+def no_number(path: Path) -> None:
+    path.write_text(path.read_text().replace('"hidden_size": 128', '"hidden_size": "wide"'))
+
+
+NAMED = "is not as it was written"
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "says"),
+    [
+        (Path.unlink, "weights/model.safetensors", f"/weights {NAMED}"),
+        (cut, "weights/model.safetensors", f"/weights/model.safetensors {NAMED}"),
+        (not_numbers, "weights/model.safetensors", "did not write these samples"),
+        (Path.unlink, "weights/config.json", f"/weights {NAMED}"),
+        (cut, "weights/config.json", f"/weights {NAMED}"),
+        (other_shapes, "weights/config.json", f"/weights {NAMED}"),
+        (no_number, "weights/config.json", f"/weights {NAMED}"),
+        (cut, "round.json", f"/round.json {NAMED}"),
+        (Path.unlink, "round.json", f"/round.json {NAMED}"),
+        (cut, "samples.jsonl.gz", f"/samples.jsonl.gz {NAMED}"),
+        (Path.unlink, "samples.jsonl.gz", f"/samples.jsonl.gz {NAMED}"),
+        (Path.unlink, "groups.jsonl.gz", f"/groups.jsonl.gz {NAMED}"),
+    ],
+)
+def test_a_damaged_file_is_a_fault_of_its_round_alone(copied, capsys, damage, name, says):
+    first = rounds(copied)[0].path
+    damage(first / name)
+    with pytest.raises(SystemExit) as ended:
+        main([str(copied)])
+    out, err = capsys.readouterr()
+    here, after = out.splitlines()
+    assert ended.value.code == 1 and "Traceback" not in err
+    assert here.startswith("round 0: ") and says in here
+    assert NAMED not in here or (str(first) in here and "put it back from a copy" in here)
+    assert after.startswith("round 1: ") and "tokens scored" in after and NAMED not in after
+
+
+def test_what_is_no_rounds_folder_is_named(copied, capsys):
+    for name in ("000.bak", "0", "old"):
+        shutil.copytree(rounds(copied)[0].path, copied / "rounds" / name)
+    with pytest.raises(SystemExit) as ended:
+        main([str(copied)])
+    said = capsys.readouterr().out
+    assert ended.value.code == 1 and said.count("tokens scored") == 2
+    for name in ("000.bak", "0", "old"):
+        assert f"{copied / 'rounds' / name} is no round's folder; move it" in said
+    main([str(copied), "--rounds", "0"])
+    assert "no round's folder" not in capsys.readouterr().out
+
+
+def test_a_round_without_kept_weights_is_sound(copied, capsys):
+    for folder in rounds(copied):
+        shutil.rmtree(folder.weights)
+    main([str(copied)])
+    assert capsys.readouterr().out.count("nothing to score") == 2
 
 
 def test_compressed_groups_train_offline(kept, tmp_path):
