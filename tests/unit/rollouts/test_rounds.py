@@ -162,7 +162,7 @@ def test_the_same_lines_give_the_same_file_and_either_kind_is_read(tmp_path, com
         folder.write("samples", lines, {}, {})
     first, second = (folder.file("samples") for folder in folders)
     assert first.read_bytes() == second.read_bytes() and first.suffix == (".gz" if compress else ".jsonl")
-    other = RoundFolder(first.parent, not compress)  # of a run that goes on with the other setting
+    other = RoundFolder(first.parent, not compress)  # of a run that went on with the other setting
     assert other.read("samples") == lines
     other.write("samples", lines, {}, {})
     assert other.read("samples") == lines and not first.exists()
