@@ -21,6 +21,7 @@ import yaml  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
 from common.files import write_whole
+from config.cli import REFUSED, complain
 from config.schema_trainer import loss_numbers
 from reports import data_tables
 from reports.answers import before_and_after
@@ -244,11 +245,9 @@ def main(words: Sequence[str]) -> int:
             require(there, "RUN", word, "is no run's folder; name one, as in runs/NAME")
             print(write_report(folder))
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return complain(str(error), REFUSED)
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
+        return complain(f"{error.filename}: {error.strerror}", REFUSED)
     return 0
 
 

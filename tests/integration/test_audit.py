@@ -68,7 +68,7 @@ def test_a_run_that_was_cut_off_keeps_the_same(kept, tmp_path):
 
 @pytest.mark.parametrize("before", [False, True], ids=["plain first", "kept first"])
 def test_a_run_goes_on_with_rounds_that_are_kept_otherwise(tmp_path, replayed, before, capsys):
-    """Round 0 is found, trained on and replayed from as it is, and those after it are written the other way."""
+    """Round 0 is found, trained on and replayed from as it is; those after it are written the other way."""
 
     def kept_so(on: bool) -> tuple[str, ...]:
         return (f"rounds.compress={str(on).lower()}", f"rounds.keep_weights={str(on).lower()}")
