@@ -2,6 +2,7 @@
 
     python -m benchmarks.ledger                  # 1,024 prompts with 8 samples of 400 tokens each
     python -m benchmarks.ledger --prompts 256 --repeats 5
+    python -m benchmarks.ledger --levels         # the same files, compressed at each of gzip's levels
 
 Timed is all of ``RoundBuilder.build`` and of reading its groups, with samples and scores that are there at
 once. The samples have no sense: compressed, text that has some takes less.
@@ -10,13 +11,14 @@ once. The samples have no sense: compressed, text that has some takes less.
 from __future__ import annotations
 
 import argparse
+import gzip
 import random
 import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from benchmarks.measure import Spread, Work, alternate, machine, table
+from benchmarks.measure import Spread, Work, alternate, machine, ratio, table
 from data.chat import make_renderer
 from data.types import Prompt, Turn
 from models.pretrained import load_tokenizer
@@ -28,6 +30,7 @@ from tests.tiny import make_config
 
 SAMPLES = 8
 WEIGHTS = "of a benchmark"
+STAGES = ("samples", "scores", "groups")
 
 
 class Ready:
@@ -66,6 +69,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--levels", action="store_true", help="compare levels of compression instead")
     given = parser.parse_args()
     config = make_config(
         "loss=grpo",
@@ -82,6 +86,12 @@ def main() -> None:
     contexts = PromptSchedule(prompts, given.prompts, 0)
     builder = RoundBuilder(config, contexts, renderer, ready, ready, lambda: None)
     print(f"{machine()}\n{given.prompts * SAMPLES:,} samples of {given.tokens} tokens\n")
+    if given.levels:
+        with tempfile.TemporaryDirectory() as path:
+            folder = RoundFolder(Path(path))
+            builder.build(folder, 0, given.prompts, WEIGHTS)
+            print(levels([folder.file(stage).read_bytes() for stage in STAGES], given.repeats))
+        return
     sizes: dict[str, int] = {}
 
     def variant(compress: bool) -> list[Work]:
@@ -101,6 +111,31 @@ def main() -> None:
         for name, samples in taken.items()
     ]
     print(table(["rounds.compress", "CPU s", "MB on disk"], rows))
+
+
+def levels(files: list[bytes], repeats: int) -> str:
+    """A table: what the files come to at each level, and how long that takes."""
+    sizes = {str(level): [0] * len(files) for level in range(1, 10)}
+
+    def variant(level: str) -> list[Work]:
+        def work(i: int) -> None:
+            sizes[level][i] = len(gzip.compress(files[i], int(level), mtime=0))
+
+        return [partial(work, i) for i in range(len(files))]
+
+    taken = alternate({level: partial(variant, level) for level in sizes}, repeats)
+    whole, smallest = sum(map(len, files)), sum(sizes["9"])
+    rows = [
+        [
+            level,
+            str(Spread.of(one.cpu for one in samples)),
+            f"{sum(sizes[level]) / whole:.3f}",
+            f"{sum(sizes[level]) / smallest:.3f}",
+            str(ratio(samples, taken["9"])),
+        ]
+        for level, samples in taken.items()
+    ]
+    return table(["level", "CPU s", "size / text", "size / level 9", "CPU s / level 9"], rows)
 
 
 if __name__ == "__main__":

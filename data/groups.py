@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common.errors import DataError
+from common.files import whole_file
 from config.schema_data import DataConfig
 from data.formats import RowError, Values, answered, is_finite, prompt_of, shown, truth, turns, value
 from data.rows import Dropped, Row, read_rows
@@ -34,15 +34,10 @@ _ROUNDING = 1e-3
 
 
 def write_groups(path: Path, groups: Iterable[Group]) -> None:
-    """Write a groups file whole, then rename it into place: a reader sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with unfinished.open("w", encoding="utf-8") as stream:
+    """Write a groups file: a reader sees all of it or nothing. Raises OSError."""
+    with whole_file(path) as stream:
         for group in groups:
-            stream.write(json.dumps(to_dict(group), ensure_ascii=False) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    unfinished.replace(path)
+            stream.write((json.dumps(to_dict(group), ensure_ascii=False) + "\n").encode())
 
 
 def read_groups(path: Path) -> list[Group]:

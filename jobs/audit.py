@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.errors import ConfigError, StoppedError, require
+from common.errors import ConfigError, DataError, StoppedError, require
 from config.cli import guarded
 from config.load import load_run
 from config.schema import Config
@@ -29,10 +31,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from data.chat import Renderer
-    from rollouts.ledger import RoundFolder
+    from rollouts.ledger import Line, RoundFolder
 
 TOKENS = 8192
 """About as many, padding included, are scored at once."""
+_ROUND = re.compile(r"[0-9]{3}|[1-9][0-9]{3,}")
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,28 @@ class Audit:
     """What was found of a round."""
 
     index: int
-    damaged: tuple[str, ...]
-    """Stages whose files are not what was promised."""
-    tokens: int
+    faults: tuple[str, ...]
+    """What is said of files that are not what was promised: each with the file and what to do."""
+    tokens: int = 0
     """Of samples that were scored again; 0 where no weights were kept."""
-    largest: float
-    """Largest difference of a token's log-probability, nats."""
-    mean: float
+    largest: float = math.nan
+    """Largest difference of a token's log-probability, nats; nan where a weight is."""
+    mean: float = math.nan
     """Mean absolute difference, nats."""
+
+
+def rounds_of(run: Path) -> tuple[dict[int, Path], list[Path]]:
+    """(the folders of a run's rounds by index, in order; what else lies beside them and is none). Raises
+    ConfigError where there is no round."""
+    folders: dict[int, Path] = {}
+    others: list[Path] = []
+    for path in sorted((run / "rounds").glob("[!.]*")):
+        if path.is_dir() and _ROUND.fullmatch(path.name):
+            folders[int(path.name)] = path
+        else:
+            others.append(path)
+    require(bool(folders), "run", run, "has no rounds: it was trained offline, or stopped before the first")
+    return dict(sorted(folders.items())), others
 
 
 def audit(
@@ -69,8 +86,7 @@ def audit(
     """The rounds of a run in order, or the ``chosen`` ones. ``prompts``: so many of each sampling's are
     scored at most. Raises ConfigError."""
     require(prompts is None or prompts >= 1, "prompts", prompts, "must be at least 1")
-    folders = {int(path.name): path for path in sorted((run / "rounds").glob("[0-9]*"))}
-    require(bool(folders), "run", run, "has no rounds: it was trained offline, or stopped before the first")
+    folders, _ = rounds_of(run)
     missing = sorted(set(chosen or ()) - set(folders))
     require(not missing, "rounds", missing, f"there are rounds {min(folders)} to {max(folders)}")
     from data.chat import make_renderer
@@ -85,49 +101,97 @@ def audit(
 def _of_round(
     folder: RoundFolder, index: int, config: Config, renderer: Renderer, prompts: int | None
 ) -> Audit:
-    stages = list(folder.record.get("stages", {}))
-    damaged = tuple(stage for stage in stages if not folder.done(stage))
-    rows = [
-        row
-        for stage in stages
-        if stage.startswith("samples") and stage not in damaged
-        for row in _rows(folder, stage, renderer, prompts)
-    ]
-    if not (folder.weights / "config.json").is_file() or not rows:
-        return Audit(index, damaged, 0, math.nan, math.nan)
-    differences = np.concatenate(list(_differences(_load(folder.weights, config), rows)))
-    differences = np.abs(differences[~np.isnan(differences)])
+    faults: list[str] = []
+    stages: list[str] = []
+    rows: list[Row] = []
+    model = None
+    with _noted(faults):
+        stages = _stages(folder)
+    for stage in stages:
+        with _noted(faults):
+            rows += [row for line in _checked(folder, stage)[:prompts] for row in _rows(line, renderer)]
+    if rows and folder.weights.is_dir():
+        with _noted(faults):
+            model = _load(folder.weights, config)
+    if model is None:
+        return Audit(index, tuple(faults))
+    differences = np.abs(np.concatenate(list(_differences(model, rows))))
     if not differences.size:
-        return Audit(index, damaged, 0, math.nan, math.nan)
-    return Audit(index, damaged, differences.size, float(differences.max()), float(differences.mean()))
+        return Audit(index, tuple(faults))
+    largest, mean = float(differences.max()), float(differences.mean())
+    return Audit(index, tuple(faults), differences.size, largest, mean)
 
 
-def _rows(folder: RoundFolder, stage: str, renderer: Renderer, prompts: int | None) -> Iterator[Row]:
+@contextmanager
+def _noted(faults: list[str]) -> Iterator[None]:
+    """A file that is not as it was written is one more of ``faults``, and the audit goes on."""
+    try:
+        yield
+    except DataError as error:
+        faults.append(str(error))
+
+
+def _stages(folder: RoundFolder) -> list[str]:
+    """The stages that the round says it has. Raises DataError."""
+    stages = list(folder.record.get("stages", {}))
+    if not stages and any(folder.path.glob("*.jsonl*")):
+        raise folder.not_as_written(folder.path / "round.json", "it says nothing of the files beside it")
+    return stages
+
+
+def _checked(folder: RoundFolder, stage: str) -> list[Line]:
+    """The lines of a samples file; [] of another, which is only compared with its checksum. Raises
+    DataError."""
+    if stage.startswith("samples"):
+        return folder.read(stage)
+    if not folder.done(stage):
+        raise folder.not_as_written(folder.file(stage))
+    return []
+
+
+def _rows(line: Line, renderer: Renderer) -> Iterator[Row]:
     from rollouts.ledger import sampled_of
 
-    for line in folder.read(stage)[:prompts]:
-        sampled = sampled_of(line)
-        ids = renderer.prompt_ids(sampled.prompt)
-        for one in sampled.completions:
-            if one.token_ids and one.behavior_logprobs is not None:
-                said = np.array(one.behavior_logprobs)
-                yield Row(ids, one.token_ids, said, one.behavior_temperature)
+    sampled = sampled_of(line)
+    ids = renderer.prompt_ids(sampled.prompt)
+    for one in sampled.completions:
+        if one.token_ids and one.behavior_logprobs is not None:
+            said = np.array(one.behavior_logprobs)
+            yield Row(ids, one.token_ids, said, one.behavior_temperature)
 
 
 def _load(folder: Path, config: Config) -> PreTrainedModel:
+    """The weights that were kept. Raises DataError for files that are gone or damaged."""
     import torch
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
-    dtype = getattr(torch, config.model.dtype)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, trust_remote_code=config.model.trust_remote_code
-    )
+    from models.checkpoint import FAILURES, FOREIGN
+    from models.checkpoint_reading import reason
+
+    at = folder
+    try:
+        for at in sorted(folder.glob("*.safetensors")):
+            safe_open(at, "pt")  # or transformers would not say which one is damaged
+        at = folder
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=getattr(torch, config.model.dtype),
+            use_safetensors=True,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    except (*FAILURES, *FOREIGN, StrictDataclassError) as error:
+        raise DataError(
+            f"{at} is not as it was written ({reason(error)}); put it back from a copy, or delete {folder}: "
+            "then the round's other files are checked alone"
+        ) from error
     torch.nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu")
     return model.eval()
 
 
 def _differences(model: PreTrainedModel, rows: list[Row]) -> Iterator[np.ndarray]:
-    """Of each row, what the sampler said of its tokens less what ``model`` says, nats."""
+    """Of each row, what the sampler said of the policy's tokens less what ``model`` says, nats."""
     import torch
 
     rows = sorted(rows, key=lambda row: len(row.prompt_ids) + len(row.token_ids), reverse=True)
@@ -144,7 +208,7 @@ def _differences(model: PreTrainedModel, rows: list[Row]) -> Iterator[np.ndarray
             begin = len(row.prompt_ids) - 1
             own = line[begin : begin + len(row.token_ids)].float() / row.temperature
             picked = own.log_softmax(-1).gather(-1, torch.tensor(row.token_ids, device=own.device)[:, None])
-            yield row.said - picked[:, 0].cpu().numpy()
+            yield (row.said - picked[:, 0].cpu().numpy())[~np.isnan(row.said)]
 
 
 def report(found: Audit, dtype: str) -> tuple[str, bool]:
@@ -153,10 +217,10 @@ def report(found: Audit, dtype: str) -> tuple[str, bool]:
     from rollouts.probe import NOISE
 
     largest, mean = NOISE[dtype]
-    faults = [f"{stage} is not as it was written" for stage in found.damaged]
-    if found.tokens and (found.largest > largest or found.mean > mean):
+    faults = list(found.faults)
+    if found.tokens and not (found.largest <= largest and found.mean <= mean):  # a nan is neither
         faults.append(f"these weights did not write these samples (rounding explains {mean:g} nats)")
-    scored = "nothing to score: no weights were kept, or no samples are left"
+    scored = "nothing to score: no weights were kept, or they or the samples are not whole"
     if found.tokens:
         scored = (
             f"{found.tokens:,} tokens scored, differences {found.mean:.1e} nats in the mean, "
@@ -183,8 +247,11 @@ def main(words: Sequence[str] | None = None) -> None:
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()  # transformers draws one for the weights of every round
-        config, well = load_run(given.run, given.trust_remote_code), True
-        for found in audit(given.run, config, _numbers(given.rounds), given.prompts):
+        config, chosen, well = load_run(given.run, given.trust_remote_code), _numbers(given.rounds), True
+        for other in rounds_of(given.run)[1] if chosen is None else ():
+            print(f"{other} is no round's folder; move it out of {other.parent}", flush=True)
+            well = False
+        for found in audit(given.run, config, chosen, given.prompts):
             line, sound = report(found, _coarser(config))
             print(line, flush=True)
             well &= sound

@@ -8,16 +8,8 @@ from typing import Any
 
 Facts = Mapping[str, Any]
 
-SPREADS = (
-    ("count", "{:,}"),
-    ("mean", "{}"),
-    ("minimum", "{}"),
-    ("lower_quartile", "{}"),
-    ("median", "{}"),
-    ("upper_quartile", "{}"),
-    ("maximum", "{}"),
-)
-"""Keys of a spread in the file, and how they are shown; ``{}``: as the table's numbers are."""
+SPREAD = ("mean", "minimum", "lower_quartile", "median", "upper_quartile", "maximum")
+"""Keys of a spread in the file, behind its ``count``."""
 COLUMNS = ("count", "mean", "minimum", "25 %", "median", "75 %", "maximum")
 COUNTS = (
     ("dropped", "Rows dropped", "rows"),
@@ -36,7 +28,9 @@ class Table:
 
 
 def facts(data: Facts) -> list[tuple[str, str]]:
-    """(label, value) of what the report says in a word or two; what it does not say is left out."""
+    """(label, value) of what the report says in a word or two; what it does not say is left out. Of what is
+    no data report this raises AttributeError, LookupError, TypeError or ValueError, as ``tables`` and
+    ``example`` do."""
     return [(label, value) for label, value in _facts(data) if value]
 
 
@@ -44,11 +38,11 @@ def _facts(data: Facts) -> Iterator[tuple[str, str]]:
     yield "trained on", _text(data.get("origin"))
     yield "evaluated on", _text(data.get("evaluation_origin"))
     yield "read as", _text(data.get("format"))
-    yield "columns that nothing reads", ", ".join(map(str, data.get("unused") or ()))
+    yield "columns that nothing reads", ", ".join(map(str, list_of(data, "unused")))
     if "read" in data:
         counts = (f"{data.get(key) or 0:,}" for key in ("read", "groups", "prompts", "examples"))
         yield "to train on", "{} rows read, {} groups of {} prompts, {} examples".format(*counts)
-    named = (f"{row['file']}, row {row['row']}: {row['reason']}" for row in data.get("named") or ())
+    named = (f"{row['file']}, row {row['row']}: {row['reason']}" for row in list_of(data, "named"))
     yield "first of the rows dropped", "; ".join(named)
     if data.get("evaluation_groups") is not None:
         yield "to evaluate on", f"{data['evaluation_groups']:,} groups"
@@ -81,8 +75,9 @@ def tables(data: Facts) -> list[Table]:
 
 
 def _spreads(title: str, unit: str, spreads: Mapping[str, Any], form: str) -> Table:
+    """``form``: how its numbers are shown, but for the count."""
     rows = [
-        (name, *((form if how == "{}" else how).format(spread[key]) for key, how in SPREADS))
+        (name, f"{spread['count']:,}", *(form.format(spread[key]) for key in SPREAD))
         for name, spread in spreads.items()
         if spread
     ]
@@ -91,8 +86,16 @@ def _spreads(title: str, unit: str, spreads: Mapping[str, Any], form: str) -> Ta
 
 def example(data: Facts) -> list[tuple[str, str]]:
     """("prompt", text), then ("completion", text) of each answer of the first example."""
-    shown = [str(text) for text in data.get("example") or ()]
+    shown = [str(text) for text in list_of(data, "example")]
     return list(zip(["prompt"] + ["completion"] * len(shown), shown, strict=False))
+
+
+def list_of(data: Facts, key: str) -> list[Any]:
+    """What the report lists; [] where it says nothing. Raises TypeError for what is no list."""
+    found = data.get(key) or []
+    if not isinstance(found, list):
+        raise TypeError(f"{key} is no list")
+    return found
 
 
 def _text(value: Any) -> str:

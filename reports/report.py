@@ -21,6 +21,7 @@ import yaml  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
 from common.files import write_whole
+from config.cli import REFUSED, complain
 from config.schema_trainer import loss_numbers
 from reports import data_tables
 from reports.answers import before_and_after
@@ -107,7 +108,7 @@ def write_report(run_dir: Path) -> Path:
     them are left out. Raises ConfigError for a file that is damaged, OSError."""
     config = scrub(_read(run_dir / "config.yaml"))
     summary = scrub(_read(run_dir / "summary.json"))
-    data = scrub(_read(run_dir / "data_report.json"))
+    data = _data(run_dir / "data_report.json")
     records = read_metrics(run_dir / "metrics.jsonl")
     diagnostics = read_metrics(run_dir / "diagnostics.jsonl")
     environment = jinja2.Environment(
@@ -128,17 +129,27 @@ def write_report(run_dir: Path) -> Path:
         ],
         noise=next((line["noise"] for line in diagnostics if line.get("noise")), None),
         settings=_settings(config),
-        data={
-            "facts": data_tables.facts(data),
-            "tables": data_tables.tables(data),
-            "example": data_tables.example(data),
-            "warnings": data.get("warnings") or [],
-        },
+        data=data,
         every_setting=list(flat(config)),
     )
     path = run_dir / "report.html"
     write_whole(path, page)
     return path
+
+
+def _data(path: Path) -> dict[str, Any]:
+    """What the page shows of what was trained on. Raises ConfigError for a file that is damaged, or
+    another's."""
+    data = scrub(_read(path))
+    try:
+        return {
+            "facts": data_tables.facts(data),
+            "tables": data_tables.tables(data),
+            "example": data_tables.example(data),
+            "warnings": data_tables.list_of(data, "warnings"),
+        }
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise _damaged(path, repr(error)) from error
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -215,10 +226,14 @@ def _read(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         found = (json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)) or {}
     except (ValueError, yaml.YAMLError) as error:
-        why = " ".join(str(error).split())
-        raise ConfigError("RUN", path, f"is damaged ({why}); move it away to report the rest") from error
-    require(isinstance(found, dict), "RUN", path, "is damaged (no mapping); move it away to report the rest")
+        raise _damaged(path, " ".join(str(error).split())) from error
+    if not isinstance(found, dict):
+        raise _damaged(path, "no mapping")
     return found
+
+
+def _damaged(path: Path, why: str) -> ConfigError:
+    return ConfigError("RUN", path, f"is damaged ({why}); move it away to report the rest")
 
 
 def main(words: Sequence[str]) -> int:
@@ -230,11 +245,9 @@ def main(words: Sequence[str]) -> int:
             require(there, "RUN", word, "is no run's folder; name one, as in runs/NAME")
             print(write_report(folder))
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return complain(str(error), REFUSED)
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
+        return complain(f"{error.filename}: {error.strerror}", REFUSED)
     return 0
 
 

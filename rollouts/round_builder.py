@@ -285,21 +285,23 @@ def score_samples(reward: Reward, sampled: list[SampledPrompt]) -> list[list[flo
 
 def samples_table(folder: RoundFolder) -> list[list[Any]]:
     """Rows of (prompt, completion, reward, tokens, finished) of the round's first contexts, for the
-    tracker."""
-    rows: list[list[Any]] = []
+    tracker. Raises DataError."""
     scores = folder.first("scores", _SHOWN_CONTEXTS)
-    for line, scored in zip(folder.first("samples", _SHOWN_CONTEXTS), scores, strict=True):
-        for completion, value in zip(line["completions"], scored["scores"], strict=True):
-            rows.append(
-                [
-                    line["prompt"][-1]["content"],
-                    completion["text"],
-                    value,
-                    len(completion["token_ids"]),
-                    completion["finished"],
-                ]
-            )
-    return rows
+    samples = folder.first("samples", _SHOWN_CONTEXTS)
+    try:
+        return [
+            [
+                line["prompt"][-1]["content"],
+                completion["text"],
+                value,
+                len(completion["token_ids"]),
+                completion["finished"],
+            ]
+            for line, scored in zip(samples, scores, strict=True)
+            for completion, value in zip(line["completions"], scored["scores"], strict=True)
+        ]
+    except (LookupError, TypeError, ValueError) as error:  # no checksum was taken of what is only looked at
+        raise folder.not_as_written(folder.path, f"its samples or scores: {error!r}") from error
 
 
 TABLE_COLUMNS = ("prompt", "completion", "reward", "tokens", "finished")

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from common.errors import ConfigError, StoppedError, require
 from common.files import check_name
+from config.cli import REFUSED, STOPPED, complain
 from launch.grid import Run, Settings
 from study.claims import Findings
 from study.plan import CHOSEN, FULL, QUICK, TASKS, Plan, read_chosen, read_plan
@@ -45,11 +46,9 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         act(options)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return complain(str(error), REFUSED)
     except StoppedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return complain(str(error), STOPPED)
     return 0
 
 

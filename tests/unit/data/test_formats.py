@@ -18,6 +18,7 @@ from data.groups import from_dict, read_groups, to_dict, write_groups
 from data.rows import Loaded, Row
 from data.sources import convert
 from data.types import Completion, Group, Prompt, Turn
+from tests.full_disk import full_disk
 
 CONFIG = DataConfig(name="test", source="-")
 
@@ -272,7 +273,10 @@ def test_a_groups_file_is_written_whole_and_read_whole(tmp_path) -> None:
 
     with pytest.raises(RuntimeError):
         write_groups(path, fails())
+    with full_disk(100), pytest.raises(OSError, match="too large"):
+        write_groups(path, [group] * 100)
     assert read_groups(path) == [group, PAIR]  # the old file, not half of the new one
+    assert [p.name for p in path.parent.iterdir()] == ["groups.jsonl"]
     path.write_text(path.read_text()[:-20])
     with pytest.raises(DataError, match="line 2"):
         read_groups(path)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import base64
+import copy
+import functools
 import json
 import math
+import operator
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -150,7 +155,8 @@ def test_the_report_says_what_ran_what_came_of_it_and_shows_every_curve(tmp_path
     assert page.fetched == []  # opens without a network
 
 
-def test_the_report_shows_what_was_trained_on_as_tables(tmp_path):
+def data_report() -> DataReport:
+    """One that says something of everything."""
     prompts, said = [Prompt((Turn("user", f"{i}+1="),)) for i in range(3)], Completion("2")
     groups = [Group(prompt, (said, said), (1.0, -1.0)) for prompt in prompts]
     rows = (Sequence(np.arange(4, dtype=np.int32), np.arange(1, 3 + i, dtype=np.int32)) for i in range(6))
@@ -160,8 +166,11 @@ def test_the_report_shows_what_was_trained_on_as_tables(tmp_path):
     held_out = Loaded(groups[:1], read=1, origin="others.jsonl")
     found = DataReport.of(loaded, held_out, Examples(tuple(examples), {"equal": 4}), {"oldest turns": 5})
     found = found.with_logprobs({"chosen": np.array([-0.25, -2.0, np.nan])}, clippable_share=0.125)
-    found = found.with_example(["<bos>1+1=", "2<eos>"])
-    page = Page(write_report(make_run(tmp_path, [], config=CONFIG, data=found.to_dict())))
+    return found.with_example(["<bos>1+1=", "2<eos>"])
+
+
+def test_the_report_shows_what_was_trained_on_as_tables(tmp_path):
+    page = Page(write_report(make_run(tmp_path, [], config=CONFIG, data=data_report().to_dict())))
     shown = re.sub(r"\s+", " ", page.text)
     for expected in (
         "trained on mine.jsonl",
@@ -227,6 +236,45 @@ def test_the_report_of_a_run_can_be_asked_for_later(tmp_path, capsys):
     (run / "report.html").mkdir()
     assert report.main([str(run)]) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The keys that lead to each value of nested data."""
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield (*above, key)
+        if isinstance(value, dict | list):
+            yield from places(value, (*above, key))
+
+
+SELECTED = {"range": [0.25, 1], "kept": 3, "below": 1, "above": 2}
+SAID = json.loads(json.dumps(data_report().to_dict() | {"selection": SELECTED}))
+WRONG = ("text", 3, -0.5, True, [1], ["a", None], {"a": 1}, {}, None)
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, "nothing"], ids=str)
+def test_a_data_report_that_is_damaged_is_said_and_is_no_traceback(tmp_path, capsys, wrong):
+    """Whatever place of it is another, or missing: shown, or refused with the file's name."""
+    run = make_run(tmp_path, [], data=SAID)
+    (run / "run.json").write_text("{}")
+    assert report.main([str(run)]) == 0
+    refused = []
+    for place in places(SAID):
+        damaged = copy.deepcopy(SAID)
+        *way, last = place
+        inner = functools.reduce(operator.getitem, way, damaged)
+        if wrong == "nothing":
+            del inner[last]
+        else:
+            inner[last] = wrong
+        make_run(run, [], data=damaged)
+        capsys.readouterr()
+        if report.main([str(run)]):
+            refused.append(place)
+            said = capsys.readouterr().err
+            assert said.startswith(f"error: RUN={run / 'data_report.json'}: is damaged ("), place
+            assert "move it away to report the rest" in said
+    assert ("prompt_tokens", "count") in refused or isinstance(wrong, int | float)
+    assert ("example",) not in refused or not isinstance(wrong, list)
 
 
 def test_a_report_tells_no_secrets(tmp_path, monkeypatch):

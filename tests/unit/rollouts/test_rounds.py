@@ -3,13 +3,16 @@ it."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import itertools
 import json
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, DataError
@@ -19,6 +22,7 @@ from data.groups import to_dict
 from data.sources import load_groups
 from data.types import Completion, Prompt, Turn
 from rollouts.ledger import RoundFolder, sampled_line, sampled_of
+from rollouts.round_builder import samples_table
 from rollouts.rounds import EQUAL, SILENT, TOO_EQUAL, TOO_FEW, PromptSchedule, SampledPrompt, feedback
 from tests.tiny import make_config
 
@@ -158,7 +162,7 @@ def test_the_same_lines_give_the_same_file_and_either_kind_is_read(tmp_path, com
         folder.write("samples", lines, {}, {})
     first, second = (folder.file("samples") for folder in folders)
     assert first.read_bytes() == second.read_bytes() and first.suffix == (".gz" if compress else ".jsonl")
-    other = RoundFolder(first.parent, not compress)  # of a run that goes on with the other setting
+    other = RoundFolder(first.parent, not compress)  # of a run that went on with the other setting
     assert other.read("samples") == lines
     other.write("samples", lines, {}, {})
     assert other.read("samples") == lines and not first.exists()
@@ -179,6 +183,90 @@ def test_a_stage_that_was_not_written_whole_is_not_done(tmp_path, damage, compre
     assert not folder.done("samples", {})
     with pytest.raises(DataError, match="overwrite=true"):
         folder.read("samples")
+
+
+def round_of(path, compress: bool, prompts: int = 12) -> RoundFolder:
+    """A round's samples and their scores, as they are written."""
+    folder = RoundFolder(path, compress)
+    answered = [replace(sampled(2), prompt=prompt(i)) for i in range(prompts)]
+    folder.write("samples", map(sampled_line, answered), {}, {})
+    folder.write("scores", ({"id": one.prompt.id, "scores": [1.0, None]} for one in answered), {}, {})
+    return folder
+
+
+def cut(path: Path, fraction: float = 0.5) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * fraction)])
+
+
+def without_lines(path: Path) -> None:
+    """Cut where a line ends."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rb") as stream:
+        kept = stream.readlines()[:3]
+    with opener(path, "wb") as stream:
+        stream.writelines(kept)
+
+
+def garbled(path: Path) -> None:
+    """Bytes in the middle of the file are others."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3 : len(content) // 3 + 40] = bytes(range(160, 200))
+    path.write_bytes(content)
+
+
+def replaced_by_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("stage", ["samples", "scores"])
+@pytest.mark.parametrize("damage", [Path.unlink, cut, without_lines, garbled, replaced_by_a_folder])
+def test_what_is_looked_at_is_said_where_it_is_damaged(tmp_path, damage, stage, compress):
+    folder = round_of(tmp_path / "000", compress, prompts=8)
+    assert len(samples_table(folder)) == 16
+    damage(folder.file(stage))
+    with pytest.raises(DataError, match=r"is not as it was written.*overwrite=true") as error:
+        folder.first(stage, 8)
+    assert str(folder.file(stage)) in str(error.value)
+    with pytest.raises(DataError, match="overwrite=true"):
+        folder.read(stage)
+    assert not folder.done(stage)
+
+
+@given(at=st.floats(0, 1), byte=st.integers(0, 255), stage=st.sampled_from(["samples", "scores"]))
+@settings(max_examples=200, deadline=None)
+def test_a_byte_that_is_another_is_no_traceback(whole, at, byte, stage):
+    """It may be shown, in an answer's text; whoever trains on the file reads its checksum."""
+    path = whole.file(stage)
+    content = path.read_bytes()
+    damaged = bytearray(content)
+    damaged[int(at * (len(content) - 1))] = byte
+    path.write_bytes(damaged)
+    try:
+        with suppress(DataError):
+            samples_table(whole)
+        assert (whole.found(stage) is None) == (bytes(damaged) != content)
+    finally:
+        path.write_bytes(content)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "compressed"])
+def whole(request, tmp_path_factory) -> RoundFolder:
+    return round_of(tmp_path_factory.mktemp("round") / "000", request.param, prompts=3)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b'{"stages": {"sam', b"", b"[]", b"\xff", b'{"stages": 3}', b'{"stages": {"samples": {"lines": 2}}}'],
+)
+def test_what_a_round_says_of_itself_is_said_where_it_is_damaged(tmp_path, content):
+    folder = round_of(tmp_path / "000", compress=False)
+    (folder.path / "round.json").write_bytes(content)
+    for asked in (folder.groups, lambda: folder.done("samples"), lambda: folder.first("samples", 1)):
+        with pytest.raises(DataError, match=r"round\.json is not as it was written.*overwrite=true"):
+            asked()
 
 
 def test_samples_keep_their_token_ids_and_how_they_ended(tmp_path):
