@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import balance, gpu, padding, quick, ranks, rounds
+from benchmarks import balance, gpu, padding, quick, ranks, rounds, shared_prompts
 from benchmarks.floor import Forward, floor, forward
 from benchmarks.measure import Sample, Spread, alternate, counted_products, in_a_row, ratio
 from benchmarks.offline_vs_humanline import floor_of, prepare, settings_of
@@ -171,6 +172,17 @@ def test_padding_to_the_maximum_changes_no_loss(base):
     assert losses[0] == pytest.approx(losses[1], abs=1e-5) and losses[0] == pytest.approx(losses[2], abs=1e-5)
     grid = padding.collate_to(48, [pairs[0][0]], torch.device("cpu"))
     assert grid.input_ids.shape == (1, 48)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dpo"])
+def test_sharing_prompts_changes_no_loss(base, loss):
+    rows = fixed_pairs(4, 512, length=24, completion=8)
+    groups = shared_prompts.Drawn(loss, answers=4).groups(rows, 4, 512)
+    assert shared_prompts.saved(groups) == 3 * 16 / (4 * 24), "of four rows' prompts three"
+    settings = Settings(loss, 2 * len(groups[0]), len(groups[0]))
+    both = [replace(settings, share_prompts=share) for share in (False, True)]
+    losses = [in_a_row(shared_prompts.prepare(one, groups, base))() for one in both]
+    assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 def test_the_benchmark_of_the_balance_measures_what_ranks_are_dealt(monkeypatch, capsys):
