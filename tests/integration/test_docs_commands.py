@@ -128,7 +128,7 @@ RULES = [
     Rule(r"python -m benchmarks\.ledger", "--prompts 8 --repeats 1"),
     Rule(r"python -m jobs\.audit runs/kept"),
     Rule(r"python -m benchmarks\.profile", "--model tiny --batch-pairs 1 --steps 1"),
-    Rule(r"python -m benchmarks\.shared_prompts", "--shape tiny --data drawn --groups 4 --answers 2 --rounds 1"),
+    Rule(r"python -m benchmarks\.shared_prompts", "--shape tiny --groups 4 --answers 2 --rounds 1"),
     Rule(r"export \w+=\S+$"),
 ]
 MINE = (
