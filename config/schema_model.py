@@ -60,6 +60,7 @@ class ModelConfig:
     max_grad_norm: float
     logit_temperature: float
     activation_checkpointing: Any
+    reshard_after_forward: bool
     compile: bool
     packing: bool | None
     share_prompts: bool

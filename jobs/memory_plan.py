@@ -304,7 +304,8 @@ def what_fits(
     if spare >= 0:
         grows = sum(size for part, size in step.parts.items() if part in ("activations", "work", "head"))
         tokens = given.tokens * (1 + spare / grows)
-        return f"a step would fit with microbatches of {in_thousands(tokens):,} tokens"
+        fits = f"a step would fit with microbatches of {in_thousands(tokens):,} tokens"
+        return fits + stays(asked, given, spare)
     less = given.tokens // 2
     if less >= longest:
         model = replace(asked.config.model, microbatch_tokens=less, gradient_accumulation_steps=1)
@@ -320,6 +321,15 @@ def what_fits(
         f"not even microbatches of one example fit, the longest of which has {longest:,} tokens: "
         f"{checkpointing}a lower model.max_length, or more ranks would help"
     )
+
+
+def stays(asked: Question, given: Answer, spare: float) -> str:
+    """Whether every layer could stay gathered until its backward: there is room for the whole model as it is
+    computed, which is more than its layers."""
+    whole = given.parameters * getattr(torch, asked.config.model.dtype).itemsize / GIB
+    if asked.ranks == 1 or not asked.config.model.reshard_after_forward or spare < whole:
+        return ""
+    return f", or with model.reshard_after_forward=false ({whole:.1f} GiB more at most)"
 
 
 def in_thousands(tokens: float) -> int:

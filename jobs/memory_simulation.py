@@ -123,7 +123,8 @@ def simulated(question: Question, layers: int | None, edge: int = 10**9) -> Answ
         policy = empty_policy(config.model)
         if world.size == 1:  # there the weights are loaded, and tied, before they are sharded
             causal_lm(policy.model).tie_weights()
-        shard(policy, decoder_blocks(policy), world, getattr(torch, config.model.dtype))
+        again = config.model.reshard_after_forward
+        shard(policy, decoder_blocks(policy), world, getattr(torch, config.model.dtype), again)
         with FakeTensorMode(allow_non_fake_inputs=True), tracker:
             policy.to_empty(device=world.device)
             causal_lm(policy.model).tie_weights()

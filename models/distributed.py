@@ -104,14 +104,17 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def shard(policy: nn.Module, blocks: Iterable[nn.Module], world: World, dtype: torch.dtype) -> None:
+def shard(
+    policy: nn.Module, blocks: Iterable[nn.Module], world: World, dtype: torch.dtype, again: bool = True
+) -> None:
     """FSDP2: each decoder block a unit, the rest (embedding, norm, head) the root's. Master weights stay as
-    loaded (float32), the computation runs in ``dtype``, gradients are reduced in float32."""
+    loaded (float32), the computation runs in ``dtype``, gradients are reduced in float32. ``again``: a block
+    is sharded again after its forward, and gathered a second time for its backward."""
     precision = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
     )
     for block in blocks:
-        fully_shard(block, mesh=world.mesh, mp_policy=precision)
+        fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=again)
     fully_shard(policy, mesh=world.mesh, mp_policy=precision)
     register_fsdp_forward_method(policy, "generate")
 
@@ -127,10 +130,11 @@ def reduced_once(policy: nn.Module, world: World, turns: Sequence[T]) -> Iterato
 
 
 def reshard(policy: nn.Module) -> None:
-    """Shard the root again after a forward without backward: FSDP2 leaves it whole, and stale after the next
-    optimizer step."""
-    if isinstance(policy, FSDPModule):
-        policy.reshard()
+    """Shard everything again after a forward without backward: FSDP2 leaves the root whole, and every block
+    with ``model.reshard_after_forward=false``, and they are stale after the next optimizer step."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def fill(policy: nn.Module, whole: dict[str, Any], device: torch.device, tie: Callable[[], object]) -> None:

@@ -24,7 +24,7 @@ def load_sharded(config: ModelConfig, world: World, seed: int = 0) -> tuple[Poli
     if world.size == 1:
         policy = load_policy(config, world.device, seed)
         fingerprint = weights_fingerprint(policy.named_parameters())
-        shard(policy, decoder_blocks(policy), world, dtype)
+        shard(policy, decoder_blocks(policy), world, dtype, config.reshard_after_forward)
         return policy, fingerprint
     whole: dict[str, Any] = {}
 
@@ -35,6 +35,6 @@ def load_sharded(config: ModelConfig, world: World, seed: int = 0) -> tuple[Poli
 
     fingerprint = on_main(read)
     policy = empty_policy(config)
-    shard(policy, decoder_blocks(policy), world, dtype)
+    shard(policy, decoder_blocks(policy), world, dtype, config.reshard_after_forward)
     fill(policy, whole, world.device, tie=causal_lm(policy.model).tie_weights)
     return policy, fingerprint

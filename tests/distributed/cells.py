@@ -35,6 +35,7 @@ CELLS = [(loss, k) for loss in ("dpo", "kto", "grpo") for k in (None, 1, 3)] + [
     ("dpo by its distance", 3),
     ("dpo sharing prompts", 1),
     ("grpo sharing prompts", 3),
+    ("kto staying gathered", 1),
 ]
 MORE_KEYS = {
     "dpo of a mixture": ("router_aux_loss",),
@@ -79,6 +80,8 @@ def configs(cache: Path, accumulation: int) -> list[Config]:
             more.append("model.router_aux_loss_coef=0.5")
         if "sharing" in cell:
             more.append("model.share_prompts=true")
+        if "gathered" in cell:
+            more.append("model.reshard_after_forward=false")
         if "batch" in cell:
             more += ["loss.shape=m2po", "loss.moment_bound=0.003", "loss.advantage=batch"]
         if "distance" in cell:

@@ -138,6 +138,15 @@ def test_what_fits_is_said_to_fit() -> None:
     assert any("fits: 16.5 GiB" in line for line in lines) and len(simulated) == 1
 
 
+@pytest.mark.parametrize(
+    ("room", "ranks", "said"), [(16.506, 4, True), (16.506, 1, False), (16.502, 4, False)]
+)
+def test_room_for_a_model_that_stays_gathered_is_said(room: float, ranks: int, said: bool) -> None:
+    """A million weights are 0.004 GiB in float32."""
+    lines, _ = planned(room=room, ranks=ranks)
+    assert ("or with model.reshard_after_forward=false (0.0 GiB more at most)" in lines[-1]) == said
+
+
 def test_a_step_that_is_too_large_is_told_how_many_tokens_would_fit() -> None:
     lines, simulated = planned(room=12.5)
     assert any("too much: 16.5 GiB" in line for line in lines)

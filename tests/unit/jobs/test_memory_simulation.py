@@ -65,6 +65,14 @@ def test_ranks_share_what_is_sharded(worker: WorkerProcess) -> None:
     assert few["gathered blocks"] == pytest.approx(many["gathered blocks"], rel=0.05)
 
 
+def test_blocks_that_stay_gathered_are_all_there_at_once(worker: WorkerProcess) -> None:
+    """At the moment when most is gathered: four layers where it is one, in the dtype of the computation."""
+    words = [[], ["model.reshard_after_forward=false"]]
+    found = [answered(worker, question("deep", *more, ranks=4, gpu=True)) for more in words]
+    one, four = (max(parts.get("gathered blocks", 0) for parts in each.peaks.values()) for each in found)
+    assert four - one == 3 * 4 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160 + 2 * 64)
+
+
 def test_muon_keeps_one_moment_of_the_matrices(worker: WorkerProcess) -> None:
     """And AdamW's two of the rest, here the embedding and the norms."""
     found = [

@@ -197,15 +197,16 @@ def test_more_than_99_percent_of_the_weights_move_in_a_few_steps_at_5e_6(tmp_pat
     assert changed / total > 0.99, f"{changed}/{total}, tokens never seen: {unseen}"
 
 
-def test_no_stale_root_after_a_no_grad_forward():
-    """FSDP2 leaves the root whole after a no-grad forward; without resharding, the forward after an update
-    uses stale weights."""
+@pytest.mark.parametrize("again", [True, False])
+def test_nothing_stale_after_a_no_grad_forward(again):
+    """FSDP2 leaves the root whole after a no-grad forward, and the blocks that stay gathered; without
+    resharding, the forward after an update uses stale weights."""
     policy, world = tiny_policy(), start()
     plain = copy.deepcopy(policy)
     from models.distributed import shard
     from models.policy import decoder_blocks
 
-    shard(policy, decoder_blocks(policy.model), world, torch.float32)
+    shard(policy, decoder_blocks(policy.model), world, torch.float32, again)
     from data.batches import microbatch
 
     sequences = microbatch([g[0] for g in random_groups(4)], world.device).sequences
