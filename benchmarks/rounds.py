@@ -1,14 +1,14 @@
 """What a round of online training is made of: seconds of sampling, scoring, handing the weights over and
 training, on the embedded task.
 
-    python -m benchmarks.rounds                          # embedded; and vLLM with lag 0 and 1 where it is installed
+    python -m benchmarks.rounds                          # embedded; and vLLM where it is installed
     python -m benchmarks.rounds --contexts-per-round 256 --rounds 6
 
 Each variant is a run of train.py in a process of its own; the numbers are those that it writes to
 ``rounds/NNN/round.json``. A row is the median of its rounds, without the first (whose sampling starts the
 engine) and, with lag 1, the last (beside which nothing is sampled). With lag 1 a round's sampling and scoring
 are those of the round after, made while this one trains.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ VARIANTS = {
     "embedded": ("sampler=embedded",),
     "vLLM": ("sampler=vllm",),
     "vLLM, lag 1": ("sampler=vllm", "rounds.lag=1"),
+    "vLLM, 2 engines": ("sampler=vllm", "sampler.data_parallel=2"),
 }
 COMMON = (
     "online=true",
@@ -115,7 +116,7 @@ def chart(found: dict[str, Rounds]) -> str:
             beside = of.lag and stage in ("sample", "score")
             bar = ("=" if beside else "#") * round(BAR * took / longest)
             lines.append(
-                f"{name if i == 0 else '':14}{'hand over' if stage == 'publish' else stage:10}{took:7.2f} s "
+                f"{name if i == 0 else '':16}{'hand over' if stage == 'publish' else stage:10}{took:7.2f} s "
                 f" {bar}".rstrip()
             )
     return "\n".join(lines)

@@ -326,7 +326,8 @@ def sample_seed(seed: int, prompt_id: str, index: int) -> int:
 
 
 def engine_environment(config: SamplerConfig, replica: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """What an engine's process gets on top of the owner's environment: its GPUs, and vLLM's own switches.
+    """What an engine's process gets on top of the owner's environment: its GPUs, its share of the cores, and
+    vLLM's own switches.
 
     ``sampler.devices`` counts within the owner's CUDA_VISIBLE_DEVICES, if that is set.
     """
@@ -339,7 +340,11 @@ def engine_environment(config: SamplerConfig, replica: int, environment: Mapping
         raise ConfigError(
             "sampler.devices", devices, f"are counted from 0 among CUDA_VISIBLE_DEVICES={','.join(visible)}"
         )
-    return {
+    threads = {}
+    if config.data_parallel > 1 and "OMP_NUM_THREADS" not in environment:
+        # Or every engine would have a thread for every core, and on a CPU they would wait for each other.
+        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // config.data_parallel))}
+    return threads | {
         "CUDA_VISIBLE_DEVICES": ",".join(visible[d] if visible else str(d) for d in devices),
         # the engine core in the worker itself: it ends with it, and starts faster
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

