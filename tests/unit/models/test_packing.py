@@ -172,11 +172,15 @@ def test_a_run_with_packed_rows_is_the_padded_run(folder, loss, humanline):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in float32 a GPU pads")
+@pytest.mark.parametrize("humanline", ["true", "false"])
 @pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
-def test_a_run_that_shares_prompts_is_the_padded_run(folder, loss):
-    trainer, lines = trained(folder, loss, "null", "humanline=true", "model.share_prompts=true")
+def test_a_run_that_shares_prompts_is_the_padded_run(folder, loss, humanline):
+    """And takes no scores of the initial weights from a run that does not share them, whose cache it has."""
+    more = f"humanline={humanline}"
+    trained(folder, loss, "null", more)
+    trainer, lines = trained(folder, loss, "null", more, "model.share_prompts=true")
     assert trainer.shares_prompts
-    _same_run(trainer, lines, *trained(folder, loss, "false", "humanline=true"))
+    _same_run(trainer, lines, *trained(folder, loss, "false", more))
 
 
 def _same_run(trainer, lines, padded, expected):
