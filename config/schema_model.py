@@ -63,7 +63,7 @@ class ModelConfig:
     reshard_after_forward: bool
     compile: bool
     packing: bool | None
-    share_prompts: bool
+    share_prompts: bool | None
     router_aux_loss_coef: float | None
     use_peft: bool
     peft: PeftConfig = nested(PeftConfig)
@@ -126,7 +126,6 @@ class ModelConfig:
         one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
         one_of("model.export_dtype", self.export_dtype, (None, "float32", "bfloat16", "float16"))
         self._check_microbatches()
-        self._check_shared_prompts()
 
     def _check_microbatches(self) -> None:
         require(
@@ -147,28 +146,4 @@ class ModelConfig:
             self.gradient_accumulation_steps,
             "counts the passes of a step, and model.microbatch_tokens="
             f"{self.microbatch_tokens} finds out how many: set one of them",
-        )
-
-    def _check_shared_prompts(self) -> None:
-        if not self.share_prompts:
-            return
-        key = "model.share_prompts"
-        require(
-            self.packing is not False,
-            key,
-            True,
-            "is for rows that are put end to end, which model.packing=false does not do: set one of them",
-        )
-        require(
-            self.router_aux_loss_coef is None,
-            key,
-            True,
-            "would leave tokens out of the routers' auxiliary loss, which counts a prompt as often as it is "
-            "answered: model.router_aux_loss_coef must be null",
-        )
-        require(
-            self.head != "reward",
-            key,
-            True,
-            "is not offered for a reward model, whose pairs it would not speed up: use false",
         )

@@ -41,7 +41,7 @@ from jobs.row_scores import OfRows, PlannedBatches, Sums
 from jobs.run_folder import RunFolder
 from jobs.signals import Signals
 from jobs.watch import RunWatch
-from models.attention import packs_rows, shares_prompts
+from models.attention import packs_rows, shares_prompts, why_not_shared
 from models.distributed import World, on_main
 from models.export import export, full_state
 from models.loading import load_sharded
@@ -87,10 +87,11 @@ class Job:
         if (notice := routing_notice(config.model, found)) is not None:
             self.say(notice)
         packing, why = packs_rows(config.model, found)
-        shared = ", prompts shared" if shares_prompts(config.model, found, packing) else ""
-        self.say(
-            f"rows of a microbatch {'end to end' if packing else 'padded to the longest'}{shared}: {why}"
-        )
+        self.say(f"rows of a microbatch {'end to end' if packing else 'padded to the longest'}: {why}")
+        if shares_prompts(config.model, found, packing):
+            self.say("prompts that rows of a microbatch share are computed once")
+        elif config.model.share_prompts is None:
+            self.say(f"no prompt is shared: {why_not_shared(config.model, found, packing)}")
         self.tokenizer = load_tokenizer(config.model)
         self.renderer = make_renderer(self.tokenizer, config.model, config.data)
         if self.renderer.template is not None:

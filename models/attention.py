@@ -112,28 +112,30 @@ def flash_fails(shared: bool = False) -> str | None:
 
 
 def shares_prompts(config: ModelConfig, found: PretrainedConfig, packing: bool) -> bool:
-    """model.share_prompts: whether rows of a microbatch with the same prompt compute it once. ``packing``:
-    whether rows are packed (``packs_rows``). Raises ConfigError where they cannot share one."""
-    if not config.share_prompts:
+    """Whether rows of a microbatch with the same prompt compute it once: model.share_prompts where it is true
+    or false, else wherever they can. ``packing``: whether rows are packed (``packs_rows``). Raises
+    ConfigError for true where they cannot."""
+    if config.share_prompts is False:
         return False
-    key = "model.share_prompts"
-    _, why = packs_rows(config, found)
-    require(packing, key, "true", f"is for rows that are put end to end, and these are padded: {why}")
-    require(
-        packable(found, config.attn_implementation),
-        key,
-        "true",
-        f"{found.model_type} with {config.attn_implementation} keeps packed rows apart by a mask that knows "
-        "of no shared prompt: use false",
-    )
-    if has_gpu() and not simulates_gpu():
-        require(
-            config.dtype == "float32" or (why_not := flash_fails(shared=True)) is None,
-            key,
-            "true",
-            f"this GPU's kernel for uneven lengths cannot: {why_not}; use false",
-        )
-    return True
+    why = why_not_shared(config, found, packing)
+    require(why is None or config.share_prompts is None, "model.share_prompts", "true", f"{why}: use false")
+    return why is None
+
+
+def why_not_shared(config: ModelConfig, found: PretrainedConfig, packing: bool) -> str | None:
+    """Why packed rows of this model cannot share a prompt, or None. On a GPU its kernel is tried once."""
+    if not packing:
+        return f"rows are padded ({packs_rows(config, found)[1]})"
+    if not packable(found, config.attn_implementation):
+        kernel = f"{found.model_type} with {config.attn_implementation}"
+        return f"{kernel} keeps packed rows apart by a mask that knows of no shared prompt"
+    if config.router_aux_loss_coef is not None:
+        return "the routers' auxiliary loss (model.router_aux_loss_coef) counts the prompt of every row"
+    if config.head == "reward":
+        return "a reward model reads a row's reward where its own tokens end"
+    if has_gpu() and not simulates_gpu() and (fails := flash_fails(shared=True)) is not None:
+        return f"this GPU's kernel for uneven lengths cannot: {fails}"
+    return None
 
 
 class RowLengths:

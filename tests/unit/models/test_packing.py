@@ -100,7 +100,10 @@ def test_the_kernel_of_this_gpu_works():
     [
         ({"attn_implementation": "eager", "packing": True}, {}, "a mask that knows of no shared prompt"),
         ({"attn_implementation": "eager"}, {}, "no packed attention"),
-        ({"compile": True}, {}, "padded: model.compile=true"),
+        ({"compile": True}, {}, "padded (model.compile=true)"),
+        ({"packing": False}, {}, "padded (model.packing=false)"),
+        ({"router_aux_loss_coef": 0.1}, {}, "router_aux_loss_coef"),
+        ({"head": "reward"}, {}, "a reward model"),
         ({}, {"sliding_window": 4}, "no packed attention"),
     ],
 )
@@ -116,7 +119,8 @@ def test_a_prompt_cannot_be_shared_where_rows_are_padded_or_kept_apart_by_a_mask
     with pytest.raises(ConfigError, match="share_prompts") as error:
         shares_prompts(settings, config, packing)
     assert why in str(error.value)
-    assert not shares_prompts(replace(settings, share_prompts=False), config, packing)
+    for other in (False, None):
+        assert not shares_prompts(replace(settings, share_prompts=other), config, packing)
 
 
 def test_on_a_gpu_whose_kernel_cannot_prompts_are_not_shared(monkeypatch):
@@ -126,14 +130,10 @@ def test_on_a_gpu_whose_kernel_cannot_prompts_are_not_shared(monkeypatch):
     assert packs_rows(settings, FAMILIES["llama"])[0]
     with pytest.raises(ConfigError, match="no such image"):
         shares_prompts(settings, FAMILIES["llama"], True)
-
-
-@pytest.mark.parametrize(
-    "change", [{"packing": False}, {"router_aux_loss_coef": 0.1}, {"head": "reward"}], ids=str
-)
-def test_settings_that_exclude_a_shared_prompt(change):
-    with pytest.raises(ConfigError, match="share_prompts"):
-        replace(OPEN, share_prompts=True, **change)
+    assert not shares_prompts(replace(settings, share_prompts=None), FAMILIES["llama"], True)
+    monkeypatch.setattr(attention, "flash_fails", lambda shared=False: None)
+    for asked in (True, None):
+        assert shares_prompts(replace(settings, share_prompts=asked), FAMILIES["llama"], True)
 
 
 def trained(folder, loss: str, packing: str, *overrides: str):
