@@ -309,12 +309,13 @@ def times(records: Sequence[Record]) -> Figure | None:
         ("sample", "sampling and scoring", BLUE),
         ("rest", "loading, reference scores, evaluation, report", "#cccccc"),
     )
+    cells = [cell for cell in cells if any(r.cell == cell for r in records)]
     figure, axes = canvas(1, 6.5, 4)
     ax, found = axes[0][0], False
     for y, cell in enumerate(reversed(cells)):
         own = [r for r in records if r.cell == cell]
         left = 0.0
-        for key, _, color in parts if own else ():
+        for key, _, color in parts:
             found = True
             seconds = [part_seconds(r)[key] for r in own]
             ax.barh(y, sum(seconds) / len(seconds), left=left, color=color, height=0.7)

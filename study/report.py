@@ -36,6 +36,9 @@ from study.records import Record, write_records
 from study.tuning import Tuned
 from study.why import WHY, why_figures, why_sections
 
+ACCURACY = "sampled accuracy"
+"""What is measured on sums."""
+
 
 def write_report(
     plan: Plan,
@@ -67,7 +70,7 @@ def write_report(
         *cell_sections(plan, mode, final, captions),
         *why_sections(plan, final, chosen, captions),
         *tuning_sections(plan, chosen, tuned),
-        origins(final),
+        origins(final, plan.measure),
     ]
     title = f"The study: {plan.title}"
     (out / "report.md").write_text(as_markdown(title, sections), encoding="utf-8")
@@ -108,7 +111,14 @@ def all_figures(
         for name, cells in plan.cells(mode).items()
         if name not in (*FIGURES_OF, *WHY) and any(cell in values for cell in cells)
     }
-    return figures(final) | why_figures(plan, records, chosen, tuned) | plain
+    drawn = figures(final) | why_figures(plan, records, chosen, tuned) | plain
+    for _, figure in drawn.values():
+        for ax in figure.axes:  # sums are what the paper's figures were drawn for first
+            ax.set_ylabel(ax.get_ylabel().replace(ACCURACY, plan.measure))
+            ax.set_xlabel(ax.get_xlabel().replace(ACCURACY, plan.measure))
+    return {
+        stem: (caption.replace(ACCURACY, plan.measure), figure) for stem, (caption, figure) in drawn.items()
+    }
 
 
 # -- sections --------------------------------------------------------------------------------------
@@ -250,18 +260,18 @@ def cell_sections(
         if name == "ablation" and "sampling" not in plan.cells(mode) and "figure5" in captions:
             stems = ["figure5"]
         first = (stems[0], captions[stems[0]]) if stems else None
-        sections.append(Section(title_of(name), (), cells_table(here), first))
+        sections.append(Section(title_of(name), (), cells_table(here, plan.measure), first))
         sections += [Section("", (), None, (stem, captions[stem])) for stem in stems[1:]]
     return sections
 
 
-def cells_table(here: Sequence[tuple[str, Sequence[Record]]]) -> Table:
+def cells_table(here: Sequence[tuple[str, Sequence[Record]]], measure: str) -> Table:
     rows = [
         [
             "cell",
             "seeds",
-            "sampled accuracy",
-            "greedy accuracy",
+            measure,
+            "greedy",
             "drift, nats/token",
             "tokens clipped",
             "examples",
@@ -353,12 +363,12 @@ def told(values: Sequence[float]) -> str:
     return f"{100 * fmean(values):.1f}" + (f" ± {100 * stdev(values):.1f}" if len(values) > 1 else "")
 
 
-def origins(final: Sequence[Record]) -> Section:
+def origins(final: Sequence[Record], measure: str) -> Section:
     """Which runs a cell's numbers are of."""
     cells: dict[str, list[Record]] = {}
     for record in final:
         cells.setdefault(record.cell, []).append(record)
-    rows = [["cell", "run folders: sampled accuracy after training"]]
+    rows = [["cell", f"run folders: {measure} after training"]]
     for cell, runs in cells.items():
         rows.append(
             [
