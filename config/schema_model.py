@@ -64,6 +64,7 @@ class ModelConfig:
     packing: bool | None
     router_aux_loss_coef: float | None
     use_peft: bool
+    quantization: str | None
     peft: PeftConfig = nested(PeftConfig)
 
     def __post_init__(self) -> None:
@@ -123,6 +124,14 @@ class ModelConfig:
         )
         one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
         one_of("model.export_dtype", self.export_dtype, (None, "float32", "bfloat16", "float16"))
+        one_of("model.quantization", self.quantization, (None, "nf4"))
+        require(
+            self.quantization is None or self.use_peft,
+            "model.quantization",
+            self.quantization,
+            "keeps weights that are not trained in 4 bits: use null, or train adapters on them with "
+            "model.use_peft=true",
+        )
         self._check_microbatches()
 
     def _check_microbatches(self) -> None:
