@@ -71,7 +71,7 @@ def any_bytes(weight: torch.Tensor) -> torch.Tensor:
     rows, columns = weight.shape
     block = block_length(columns)
     assert block is not None
-    ranges = torch.tensor([128.0, 0.2]).expand(rows, 2).contiguous().view(torch.uint8)
+    ranges = torch.tensor([1280.0, 0.1]).expand(rows, 2).contiguous().view(torch.uint8)
     rest = torch.randint(0, 256, (rows, columns // block + columns // 2), dtype=torch.uint8)
     return torch.cat((ranges, rest), dim=1)
 
@@ -93,7 +93,7 @@ def test_compiled_layers_agree_with_plain_ones(tmp_path, monkeypatch):
         found.append([values.detach(), *(p.grad for p in policy.parameters() if p.grad is not None)])
     assert len(quantization.quantised(policy)) == 14
     for plain, other in zip(*found, strict=True):
-        torch.testing.assert_close(other, plain, rtol=1e-4, atol=1e-4 * float(plain.abs().max()))
+        torch.testing.assert_close(other, plain, rtol=1e-3, atol=1e-3 * float(plain.abs().max()))
 
 
 # -- what is refused -------------------------------------------------------------------------------
