@@ -136,7 +136,7 @@ def unpack(packed: Tensor, table: Tensor, columns: int) -> Tensor:
     assert block is not None
     blocks = columns // block
     first, scales, codes = packed.split((RANGES, blocks, columns // 2), dim=1)
-    ranges = first.contiguous().view(torch.float32)
+    ranges = first.clone(memory_format=torch.contiguous_format).view(torch.float32)
     scale = scales.view(torch.int8) / ranges[:, :1] + ranges[:, 1:]
     values = table.index_select(0, codes.int().flatten())
     return values.view(-1, blocks, block).mul_(scale[..., None]).view(-1, columns)
