@@ -116,14 +116,18 @@ class ModelConfig:
             "model.compile=false",
         )
         one_of("model.head", self.head, (None, "value", "reward"))
+        one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
+        one_of("model.export_dtype", self.export_dtype, (None, "float32", "bfloat16", "float16"))
+        self._check_adapters()
+        self._check_microbatches()
+
+    def _check_adapters(self) -> None:
         require(
             self.head != "reward" or not self.use_peft,
             "model.use_peft",
             True,
             "a reward model's head is trained: no adapters",
         )
-        one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
-        one_of("model.export_dtype", self.export_dtype, (None, "float32", "bfloat16", "float16"))
         one_of("model.quantization", self.quantization, (None, "nf4"))
         require(
             self.quantization is None or self.use_peft,
@@ -132,7 +136,6 @@ class ModelConfig:
             "keeps weights that are not trained in 4 bits: use null, or train adapters on them with "
             "model.use_peft=true",
         )
-        self._check_microbatches()
 
     def _check_microbatches(self) -> None:
         require(

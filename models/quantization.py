@@ -76,7 +76,9 @@ class _Product(torch.autograd.Function):
     """A linear layer's product whose backward makes the weights again instead of keeping them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, table: Tensor, bias: Tensor | None, columns: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, packed: Tensor, table: Tensor, bias: Tensor | None, columns: int
+    ) -> Tensor:
         ctx.save_for_backward(packed, table)
         ctx.columns = columns
         return F.linear(x, unpack(packed, table, columns).to(x.dtype), bias)

@@ -1,5 +1,5 @@
-"""The real programs with a base in 4 bits: sampled from and trained online, exported from a checkpoint, evaluated
-without torchao, planned, and refused to go on otherwise."""
+"""The real programs with a base in 4 bits: sampled from and trained online, exported from a checkpoint,
+evaluated without torchao, planned, and refused to go on otherwise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from tests import programs
 
 LORA = ("model.use_peft=true", "model.peft.lora_r=4")
 NF4 = (*LORA, "model.quantization=nf4")
-SMALL = ("n_eval_examples=24", "n_eval_prompts=8", "wandb.enabled=false", "model.batch_size=8", "save_every=8")
+SMALL = (
+    "n_eval_examples=24",
+    "n_eval_prompts=8",
+    "wandb.enabled=false",
+    "model.batch_size=8",
+    "save_every=8",
+)
 ROUNDS = ("online=true", "reward=adder", "rounds.contexts=32", "rounds.contexts_per_round=16")
 
 

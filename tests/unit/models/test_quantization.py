@@ -1,5 +1,5 @@
-"""A base in 4 bits: its numbers, that the model is the one with the rounded weights, what is exported, what is
-refused. torchao is not in the environment of the tests: what needs it is checked in a process that has it
+"""A base in 4 bits: its numbers, that the model is the one with the rounded weights, what is exported, what
+is refused. torchao is not in the environment of the tests: what needs it is checked in a process that has it
 (four_bits.py)."""
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ def test_compiled_layers_agree_with_plain_ones(tmp_path, monkeypatch):
 
 
 # -- what is refused -------------------------------------------------------------------------------
+
 
 @pytest.fixture
 def without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
