@@ -188,6 +188,14 @@ TRL = (
     ),
     _row("lora_target_modules", "model.use_peft=true 'model.peft.target_modules=[q_proj, v_proj]'"),
     _row(
+        "load_in_4bit bnb_4bit_quant_type BitsAndBytesConfig",
+        "model.use_peft=true model.quantization=nf4",
+        "by torchao, the scales in 8 bits too; exported as dense weights",
+    ),
+    _row(
+        "load_in_8bit", note="none: the base is kept in model.dtype, or in 4 bits with model.quantization=nf4"
+    ),
+    _row(
         "ref_model precompute_ref_log_probs",
         note="always: the policy scores its own reference, no second model is loaded",
     ),

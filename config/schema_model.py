@@ -66,6 +66,7 @@ class ModelConfig:
     share_prompts: bool | None
     router_aux_loss_coef: float | None
     use_peft: bool
+    quantization: str | None
     peft: PeftConfig = nested(PeftConfig)
 
     def __post_init__(self) -> None:
@@ -117,15 +118,26 @@ class ModelConfig:
             "model.compile=false",
         )
         one_of("model.head", self.head, (None, "value", "reward"))
+        one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
+        one_of("model.export_dtype", self.export_dtype, (None, "float32", "bfloat16", "float16"))
+        self._check_adapters()
+        self._check_microbatches()
+
+    def _check_adapters(self) -> None:
         require(
             self.head != "reward" or not self.use_peft,
             "model.use_peft",
             True,
             "a reward model's head is trained: no adapters",
         )
-        one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
-        one_of("model.export_dtype", self.export_dtype, (None, "float32", "bfloat16", "float16"))
-        self._check_microbatches()
+        one_of("model.quantization", self.quantization, (None, "nf4"))
+        require(
+            self.quantization is None or self.use_peft,
+            "model.quantization",
+            self.quantization,
+            "keeps weights that are not trained in 4 bits: use null, or train adapters on them with "
+            "model.use_peft=true",
+        )
 
     def _check_microbatches(self) -> None:
         require(

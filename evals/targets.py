@@ -230,6 +230,7 @@ def _as_exported(config: Config, path: Path) -> Config:
         tokenizer_name_or_path=None,
         from_config=False,
         use_peft=False,
+        quantization=None,
         packing=False,
         compile=False,
         head=None if config.model.head == "value" else config.model.head,

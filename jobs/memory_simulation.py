@@ -30,6 +30,7 @@ from models.distributed import rounded, shard, simulated_ranks
 from models.layer_range import Layers, layers_of, with_layers
 from models.policy import causal_lm, decoder_blocks
 from models.pretrained import empty_policy, export_dtype
+from models.quantization import count_weights
 from models.reference import Reference, sequences_of
 from models.simulated import simulated_gpu
 from models.storage_tracker import Moment, StorageTracker
@@ -128,7 +129,7 @@ def simulated(question: Question, layers: int | None, edge: int = 10**9) -> Answ
         with FakeTensorMode(allow_non_fake_inputs=True), tracker:
             policy.to_empty(device=world.device)
             causal_lm(policy.model).tie_weights()
-            parameters = sum(p.numel() for p in policy.parameters())
+            parameters = count_weights(policy)
             trainer = trainer_class(config)(config, policy, make_loss(config), world)
             assign_states(tracker, trainer)
             watch_blocks(tracker, decoder_blocks(policy), edge)

@@ -19,6 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from models.distributed import local
 from models.policy import Policy, causal_lm
+from models.quantization import quantised, weight_name
 
 _BASE = ".base_layer.weight"
 
@@ -34,6 +35,8 @@ def full_state(policy: Policy) -> dict[str, Tensor]:
         for name, tensor in state.items()
         if isinstance(tensor, Tensor) and name.startswith("model.")
     }
+    for name, layer in quantised(policy.model).items() if named else ():
+        named[weight_name(name)] = layer.dequantised(named.pop(name))
     return merge_adapters(named, policy) if named else {}
 
 
@@ -57,11 +60,13 @@ def _plain_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in state.items()
         if isinstance(tensor, Tensor) and name.startswith("model.")
     }
-    layers = _adapted(policy)
+    layers, packed = _adapted(policy), quantised(policy.model)
     for name, tensor in named.items():
         if layers and ".lora_" in name:
             continue
         value = local(tensor)
+        if name in packed:
+            name, value = weight_name(name), packed[name].dequantised(value)
         if name.endswith(_BASE) and (layer := layers.get(name.removesuffix(_BASE))) is not None:
             value = _merged(name.removesuffix(_BASE), layer, value, lambda key: local(named[key]))
         yield (_plain(name) if layers else name), value

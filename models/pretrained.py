@@ -31,6 +31,7 @@ from config.defaults import section
 from config.schema_model import SELECTIVE, ModelConfig
 from models.heads import RewardModel, ValuePolicy
 from models.policy import Policy, checkpoint_activations, decoder_blocks
+from models.quantization import KEY, NF4, quantise
 from models.routing import check_routing
 
 ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
@@ -110,7 +111,23 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
         config.max_length,
         f"the model has {positions} positions: give as many at most, and model.max_prompt_length less",
     )
+    check_quantization(config, found)
     return found
+
+
+def check_quantization(config: ModelConfig, found: PretrainedConfig) -> None:
+    """Raise ConfigError for an architecture that cannot be quantised as it is asked for, and for one that is
+    stored quantised."""
+    if config.quantization is None:
+        return
+    stored = getattr(found, "quantization_config", None)
+    require(
+        stored is None,
+        KEY,
+        config.quantization,
+        f"{config.name_or_path} is stored quantised itself; give the model as it was before, or use null",
+    )
+    _empty(config, found)
 
 
 def check_embedded(config: ModelConfig, found: PretrainedConfig) -> None:
@@ -164,11 +181,15 @@ def empty_policy(config: ModelConfig) -> Policy:
     are real."""
     found = check_model(config)
     with init_empty_weights(include_buffers=False):
-        model = _auto(config).from_config(found, **_how(config))
-        if config.use_peft:
-            model = _with_lora(model, config)
-        policy = WRAPPERS[config.head](model)
+        policy = WRAPPERS[config.head](_empty(config, found))
     return _finished(policy, config)
+
+
+def _empty(config: ModelConfig, found: PretrainedConfig) -> PreTrainedModel | PeftModel:
+    """The model, with its adapters, on the meta device; buffers are real."""
+    with init_empty_weights(include_buffers=False):
+        model = _auto(config).from_config(found, **_how(config))
+        return _with_lora(model, config) if config.use_peft else model
 
 
 def _auto(config: ModelConfig) -> type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]:
@@ -280,11 +301,14 @@ def _with_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
         target_modules=target if isinstance(target, str) else list(target),
     )
     try:
-        return get_peft_model(model, lora, autocast_adapter_dtype=True)
+        adapted = get_peft_model(model, lora, autocast_adapter_dtype=True)
     except ValueError as error:
         raise ConfigError(
             "model.peft.target_modules", target, f"{error} (all-linear is always right)"
         ) from error
+    if config.quantization == NF4:
+        quantise(decoder_blocks(adapted))
+    return adapted
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

@@ -57,6 +57,7 @@ def model_card(config: dict[str, Any], summary: dict[str, Any]) -> str:
         "Learning rate": f"{config['lr']:g}",
         "Batch size": model.get("batch_size"),
         "LoRA": f"rank {model['peft']['lora_r']}, merged" if model.get("use_peft") else None,
+        "Frozen base": model.get("quantization"),
         "Command": summary.get("command") or None,
         "Code": git_commit(ROOT),
         "Versions": ", ".join(f"{package} {version}" for package, version in versions().items()),

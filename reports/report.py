@@ -209,6 +209,7 @@ def _settings(config: dict[str, Any]) -> list[tuple[str, str]]:
         "humanline": ", ".join(clipping) if config.get("humanline") else None,
         "model": model.get("name_or_path"),
         "LoRA": f"rank {model.get('peft', {}).get('lora_r')}" if model.get("use_peft") else None,
+        "frozen base": model.get("quantization"),
         "data": data.get("path") or data.get("name"),
         "batch size": model.get("batch_size"),
         "learning rate": config.get("lr"),

@@ -53,6 +53,8 @@ WAYS = {
         "model.activation_checkpointing=true",
     ],
 }
+NF4 = [*WAYS["LoRA"], "model.quantization=nf4"]
+"""Where torchao is."""
 
 
 def question(shape: str, *overrides: str, ranks: int = 1, loss: str = "dpo", gpu: bool = False) -> Question:

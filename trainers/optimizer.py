@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
 import math
 from types import ModuleType
 from typing import cast
@@ -11,7 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from common.errors import ConfigError, require
+from common.errors import require
+from common.small_gpus import import_with_torchao
 from config.schema import Config
 from models.policy import Policy, decoder_blocks
 from trainers.muon import MuonWithAdamW, matrices
@@ -24,24 +23,9 @@ def check_optimizer(config: Config) -> None:
 
 
 def eight_bits() -> ModuleType:
-    """The module of AdamW8bit, imported when it is first asked for: torchao costs two seconds. Raises
-    ConfigError where it is not installed.
-
-    Its warnings as it is imported are of kernels and names that this optimizer does not use.
-    """
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        return importlib.import_module("trainers.adamw8bit")
-    except (ImportError, AttributeError) as missing:
-        raise ConfigError(
-            "optimizer",
-            "AdamW8bit",
-            f"torchao is not installed as it is needed ({missing}): pip install -r "
-            "requirements/small-gpus.txt, or use another optimizer",
-        ) from missing
-    finally:
-        logging.disable(before)
+    """The module of AdamW8bit, imported when it is first asked for. Raises ConfigError where torchao is not
+    installed."""
+    return import_with_torchao("trainers.adamw8bit", "optimizer", "AdamW8bit", "use another optimizer")
 
 
 def make_optimizer(policy: nn.Module, config: Config) -> torch.optim.Optimizer:

@@ -9,7 +9,7 @@ import pytest
 
 from common.worker_process import WorkerError, WorkerProcess
 from jobs.memory_simulation import Answer, Question
-from tests.memory_questions import WAYS, question, whole, with_many_layers
+from tests.memory_questions import NF4, WAYS, question, whole, with_many_layers
 from tests.real_memory import real_peaks
 
 CASES = [("deep", way) for way in WAYS] + [("wide", "full"), ("wide", "LoRA")]
@@ -115,3 +115,24 @@ def test_8_bit_moments_take_what_was_planned(with_torchao: None) -> None:
     steps = 4 * (9 * 4 + 3)
     assert found[0].resident["optimizer"] == eight_bits + rest + steps
     assert shared.resident["optimizer"] == pytest.approx((eight_bits + rest) / 4, rel=0.01)
+
+
+def test_a_base_in_4_bits_takes_what_was_planned(with_torchao: None) -> None:
+    """A frozen weight of a layer takes half a byte, a byte for each block of 64 (or 40) and 8 for each row;
+    as many parameters are counted as it stands for."""
+    made = WorkerProcess("jobs.memory_plan", log=None, env={"OMP_NUM_THREADS": "1"})
+    asked = [question("deep", *NF4), question("wide", *NF4), question("deep", *NF4, "model.dtype=bfloat16")]
+    try:
+        found = [answered(made, one) for one in asked]
+        plain = answered(made, question("deep", *WAYS["LoRA"]))
+        shared = answered(made, question("deep", *NF4, ranks=4))
+    finally:
+        made.close()
+    for answer, taken in zip(found, real_peaks(asked), strict=True):
+        assert peak(answer) == pytest.approx(taken, rel=0.05)
+    assert found[0].parameters == plain.parameters
+    rows_of_64, rows_of_160 = 2 * 64 + 2 * 32 + 2 * 160, 64
+    packed = rows_of_64 * (32 + 1 + 8) + rows_of_160 * (80 + 4 + 8)
+    weights = rows_of_64 * 64 + rows_of_160 * 160
+    assert plain.resident["weights"] - found[0].resident["weights"] == 4 * (4 * weights - packed)
+    assert shared.resident["weights"] == pytest.approx(found[0].resident["weights"] / 4, rel=0.02)
