@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from benchmarks.measure import Sample, Work, alternate, machine, ratio, table
+from benchmarks.measure import Sample, Variant, Work, alternate, machine, ratio, table
 from benchmarks.parts import (
     Pair,
     Settings,
@@ -83,7 +83,7 @@ def prepare(settings: Settings, groups: Groups, base: Policy) -> list[Work]:
 
 def compare(settings: Settings, groups: Groups, base: Policy, rounds: int) -> dict[str, list[Sample]]:
     """The samples of steps without and with shared prompts."""
-    variants = {
+    variants: dict[str, Variant] = {
         name: partial(prepare, replace(settings, share_prompts=share), groups, base)
         for name, share in (("packed", False), ("shared", True))
     }
