@@ -132,7 +132,7 @@ def deal(
 
     Rows that are ``packed`` are dealt so that every rank of a turn has about as many tokens, rank 0 most
     (data/balance.py); where their prompts are ``shared`` too, examples of one prompt stay together
-    (data/sharing.py). Rows that are padded are dealt by length instead, so that those side by side are about
+    (data/bundles.py). Rows that are padded are dealt by length instead, so that those side by side are about
     equally long and little is padded. On one rank, where nobody waits, both are by length.
     """
     if isinstance(size, Tokens):

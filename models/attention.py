@@ -170,7 +170,7 @@ def row_limits(rows: PackedRows, device: torch.device) -> dict[str, Any]:
     return limits | {
         "cu_seq_lens_k": _limits(keys).to(device, non_blocking=True),
         "max_length_k": max(keys),
-        "key_places": torch.from_numpy(_key_places(rows)).to(device, non_blocking=True),
+        "key_places": _key_places(rows, device),
     }
 
 
@@ -178,13 +178,16 @@ def _limits(lengths: Seq[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-def _key_places(rows: PackedRows) -> np.ndarray:
+def _key_places(rows: PackedRows, device: torch.device) -> Tensor:
     """[sum of the rows' keys] int64: the places of the tokens that each row reads, row after row."""
     places, start = [], 0
     for own, (first, count) in zip(rows.own, rows.prompts, strict=True):
         places += [np.arange(first, first + count), np.arange(start, start + own)]
         start += own
-    return np.concatenate(places)
+    found = torch.from_numpy(np.concatenate(places))
+    if device.type == "cuda":  # a copy of this size would make the host wait otherwise
+        found = found.pin_memory()
+    return found.to(device, non_blocking=True)
 
 
 def attend(
