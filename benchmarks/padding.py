@@ -38,9 +38,11 @@ from models.policy import Policy
 VARIANTS = ("to max", "padded", "packed")
 
 
-def collate_to(longest: int, rows: Seq[Sequence], device: torch.device, pack: bool = False) -> Sequences:
+def collate_to(
+    longest: int, rows: Seq[Sequence], device: torch.device, pack: bool = False, share: bool = False
+) -> Sequences:
     """``data.batches.collate`` with every row padded to ``longest`` tokens: a grid of exactly that width, on
-    the CPU."""
+    the CPU. ``pack`` and ``share`` are taken as ``collate`` takes them and have no meaning here."""
     grid = collate(rows, device)
     width = grid.input_ids.shape[1]
     wide = torch.nn.functional.pad(grid.input_ids, (0, longest - width))

@@ -73,7 +73,7 @@ def test_killed_while_scoring(tmp_path, armorm):
     assert all((one[name] == other[name]).all() for name in one)
     assert any("round_reward_model" in line for line in lines(runs[0]))
     for found in audit(runs[1], load_run(runs[1], trust_remote_code=False)):
-        assert found.tokens > 100 and found.largest < 1e-4 and not found.damaged
+        assert found.tokens > 100 and found.largest < 1e-4 and not found.faults
 
 
 def test_what_is_sampled_beside_the_training_all_ranks_score(tmp_path, armorm):

@@ -86,7 +86,7 @@ def test_an_engine_killed_in_mid_round_is_started_again_and_the_round_goes_on(
         ).read_bytes()
     assert_same(run, whole)
     for found in audit(run, load_run(run, trust_remote_code=False)):
-        assert found.tokens > 100 and found.largest < 1e-3 and not found.damaged
+        assert found.tokens > 100 and found.largest < 1e-3 and not found.faults
 
 
 @pytest.mark.slow
