@@ -36,6 +36,12 @@ _OPEN = re.compile(r"(evaluations|callbacks)[.=]")
 """Settings whose keys are the user's own: Hydra adds one to a mapping only where it is told to."""
 _OPTIONAL = ("reward", "trackers")
 """Folders of which none or several files are chosen: of a wrong one Hydra does not say what there is."""
+NONE_OF = {
+    "reward": "; for none write ~reward",
+    "trackers": "; for none write 'trackers=[]'",
+    "experiment": "; for none leave it out",
+}
+"""What to type where no file of a folder is wanted."""
 _DATA = (".json", ".jsonl", ".parquet", ".csv", ".gz")
 
 
@@ -84,12 +90,13 @@ def refuse_choices(arguments: list[str]) -> None:
     folders = [FOLDER, *_folders_given(arguments)]
     for override in filter(None, map(_override, arguments)):
         key = override.key_or_group
-        require(key != "", key, override.value(), "has no setting before the =; write it as key=value")
+        said = "has no setting before the =; write key=value without spaces"
+        require(key != "", key, override.value(), said)
         if override.is_delete() or not any((folder / key).is_dir() for folder in folders):
             continue
         files = sorted({path.stem for folder in folders for path in (folder / key).glob("*.yaml")})
         there = ", ".join(name for name in files if not name.startswith("_"))
-        none = {"reward": "; for none write ~reward", "experiment": "; for none leave it out"}.get(key, "")
+        none = NONE_OF.get(key, "")
         for value in _choices(override):
             require(
                 isinstance(value, str) and value != "",

@@ -16,7 +16,7 @@ from pathlib import Path
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -169,6 +169,15 @@ def _in_our_words(error: Exception, overrides: Sequence[str]) -> str:
         said = remedy(key, value, _settings_there(overrides))
         shows = f"; python {program()}.py --cfg job shows all of them" if said == NOTHING else ""
         return str(ConfigError(key, value, said + shows))
+    if found := re.search(r"Could not append to config\. An item is already at '([^']+)'", text):
+        return f"+{found[1]}: is a setting already; write {found[1]}=value, without the +"
+    if isinstance(error, OverrideParseException):
+        key, sign, value = error.override.partition("=")
+        if not sign:
+            return f"{key}: settings are written as key=value; python {program()}.py --help shows the options"
+        why = re.split(r"\n| expecting", error.message)[0]
+        quoted = f"a text with a space or one of = , ( ) [ ] {{ }} is quoted twice, as in '{key}=\"a=b\"'"
+        return str(ConfigError(key, value, f"{why}; {quoted}"))
     if found := re.search(r"Could not find '(\w+)/([^']+)'", text):
         listed = re.findall(r"^\t(\S+)$", text.split("Config search path")[0], re.MULTILINE)
         options = [name for name in listed if not name.startswith("_")]

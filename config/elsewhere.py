@@ -50,7 +50,11 @@ HALOS = (
         "weight_decay",
         note=SAME[1],
     ),
-    _row("train_datasets=[shp] test_datasets=[shp]", "data=shp", "several: data=mix data.mix=[…]"),
+    _row(
+        "datasets=[shp] train_datasets=[shp] test_datasets=[shp]",
+        "data=shp",
+        "several: data=mix data.mix=[…]",
+    ),
     _row("debug", "dry_run=true"),
     _row("wandb.enabled wandb.entity wandb.project", note=SAME[0]),
     _row("cache_dir local_run_dir", "runs_dir=runs cache_dir=.cache", "runs; scores and token ids"),
@@ -144,7 +148,7 @@ TRL = (
     _row("hub_private_repo", "hub_private=true"),
     _row("save_steps save_strategy", "save_every=1024", "examples, in the loss's own unit"),
     _row("eval_steps eval_strategy", "eval_every=1024", "examples, in the loss's own unit"),
-    _row("load_best_model_at_end metric_for_best_model", "keep_best=eval_reward_margin"),
+    _row("load_best_model_at_end=True metric_for_best_model", "keep_best=eval_reward_margin"),
     _row(
         "early_stopping_patience",
         "patience=3 keep_best=eval_reward_margin eval_every=1024",
@@ -241,7 +245,7 @@ TRL = (
         "with TRL's signature",
     ),
     _row("reward_model_path", "online=true reward=classifier reward.classifier.name_or_path=org/reward"),
-    _row("use_vllm vllm_mode", "sampler=vllm"),
+    _row("use_vllm=True vllm_mode", "sampler=vllm", "without it: sampler=embedded"),
     _row("vllm_gpu_memory_utilization", "sampler=vllm sampler.gpu_memory_utilization=0.4"),
     _row("vllm_tensor_parallel_size", "sampler=vllm sampler.tensor_parallel=1"),
 )

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from common.errors import ConfigError, require
-from config.unknown import NOTHING, names, remedy
+from config.unknown import NOTHING, names, remedy, section_says
 
 T = TypeVar("T")
 
@@ -69,6 +69,8 @@ def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str, whole: Any, s
             )
         if get_origin(known[key]) is dict or is_dataclass(known[key]):
             said = f"is a mapping: give its settings, as in {prefix}{key}.name=value"
+            if is_dataclass(known[key]):
+                said = f"is a section, not a setting; {section_says(prefix + key, names(whole, start))}"
             require(isinstance(value, dict) or value == "???", prefix + key, value, said)
         section = _dataclass_in(known[key])
         if section is None:

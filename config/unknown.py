@@ -26,12 +26,15 @@ def remedy(key: str, value: str, known: Iterable[str]) -> str:
 
     In this order: a dotted name of another project's; the rewards that have such a section; the settings here
     that end in the same name; the losses that have such a number; another project's name; a setting that is
-    spelt almost so.
+    spelt almost so; the settings of the section that has this name, or that the name stands in.
     """
     known = list(known)
+    sections = {name.rpartition(".")[0] for name in known} - {""}
     value = "" if is_secret(key, value) else value
     last = key.rpartition(".")[2]
-    same = sorted((name for name in known if name.rpartition(".")[2] == last), key=_section)
+    same = [name for name in sorted(known, key=_section) if name.rpartition(".")[2] == last]
+    meant = [name for name in same if name in sections]
+    same = [name for name in same if name not in sections]
     if last != key and (found := known_elsewhere(key, value)):
         return _of(*found, value)
     if rewards := _rewards_with(key, known):
@@ -42,9 +45,20 @@ def remedy(key: str, value: str, known: Iterable[str]) -> str:
         return f"{NOTHING}; loss.{last} is a setting of loss={', '.join(losses)}"
     if found := known_elsewhere(last, value):
         return _of(*found, value)
-    if near := nearest(key, known):
+    head = key.rpartition(".")[0]
+    beside = [name for name in known if name.rpartition(".")[0] == head] if head in sections else known
+    near = nearest(key, [name for name in beside if last == key or name not in sections])
+    if near is not None and not meant:
         return f"{NOTHING}; did you mean {near}?"
-    return NOTHING
+    inside = next((name for name in (*meant, head) if name in sections), None)
+    return f"{NOTHING}; {section_says(inside, known)}" if inside is not None else NOTHING
+
+
+def section_says(name: str, known: Iterable[str]) -> str:
+    """The settings of a section, by their dotted names ``known``, as the end of a sentence."""
+    own = [key.removeprefix(f"{name}.") for key in known if key.startswith(f"{name}.")]
+    own = sorted(key for key in own if "." not in key and not key.startswith("_"))
+    return f"the settings of {name} are {', '.join(own)}"
 
 
 def _section(name: str) -> int:

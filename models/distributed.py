@@ -388,11 +388,3 @@ def any_rank(flag: bool) -> bool:
     box = torch.tensor([int(flag)])
     dist.all_reduce(box, group=_patient)
     return bool(box.item())
-
-
-def moments(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """([] mean, [] std) over all ranks of the values at the masked places of (values, mask) pairs."""
-    chosen = torch.cat([values[mask] for values, mask in parts]).double()
-    count, total = sum_over_ranks(torch.stack([torch.full_like(chosen.sum(), len(chosen)), chosen.sum()]))
-    mean = total / count
-    return mean.float(), (sum_over_ranks((chosen - mean).square().sum()) / count).sqrt().float()

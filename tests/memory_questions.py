@@ -74,7 +74,7 @@ def question(shape: str, *overrides: str, ranks: int = 1, loss: str = "dpo", gpu
         ids = rng.integers(3, 250, prompt + int(rng.integers(30, 60))).astype(np.int32)
         return Sequence(ids[:prompt], ids[prompt:])
 
-    pairs = KINDS[loss] == "pairs"
+    pairs = KINDS.get(loss) == "pairs"
     batch = [
         Example(f"p{i}", (row(20 + i % 8), row(20 + i % 8)) if pairs else (row(25),), 1.0 - 2 * (i % 2))
         for i in range(4 * ranks)

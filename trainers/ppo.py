@@ -12,7 +12,7 @@ from common.errors import require
 from config.schema import Config
 from data import views
 from data.types import Example, Microbatch, Sequences
-from models.distributed import moments, reshard
+from models.distributed import reshard, sum_over_ranks
 from trainers.basic import BasicTrainer
 from trainers.losses.base import LossResult, TokenScores
 from trainers.losses.ppo import gae
@@ -82,3 +82,13 @@ class OfflinePPOTrainer(BasicTrainer[Targets]):
     def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: Targets) -> LossResult:
         assert isinstance(scores, ValueScores), "made by scorer_class"
         return self.loss(scores, scores.values, prepared.advantages, prepared.returns)
+
+
+def moments(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """([] mean, [] std) over all ranks of the values at the masked places of (values, mask) pairs."""
+    own = [(values.double(), mask) for values, mask in parts]
+    sums = [torch.stack([mask.sum().double(), torch.where(mask, v, 0.0).sum()]) for v, mask in own]
+    count, total = sum_over_ranks(torch.stack(sums).sum(0))
+    mean = total / count
+    squares = [torch.where(mask, (v - mean).square(), 0.0).sum() for v, mask in own]
+    return mean.float(), (sum_over_ranks(torch.stack(squares).sum()) / count).sqrt().float()

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from common.errors import ConfigError
+from common.errors import ConfigError, UserError
 from config.arguments import refuse_choices
-from config.cli import REFUSED, complain
+from config.cli import REFUSED, complain, compose
 from tests.programs import HANG
 from tests.tiny import ROOT, make_config
 from train import train
@@ -60,6 +60,7 @@ def test_a_message_is_printed_without_the_secrets_that_it_quotes(capsys):
         "reward=null": "for none write ~reward",
         "experiment=null": "for none leave it out",
         "reward=armrom": "reward=armrom: there is no such file in config/reward; there are adder, armorm",
+        "trackers=none": "; for none write 'trackers=[]'",
         "trackers=[tensorbord]": "trackers=tensorbord: there is no such file in config/trackers; there are",
         "loss=": "loss=: choose a file",
         "loss=3": "loss=3: choose a file",
@@ -121,7 +122,7 @@ def test_a_folder_of_ones_own_settings_may_have_the_reward(tmp_path):
         "loss._target_=null": "loss._target_=None: must be a text",
         "loss.beta=null": "loss.beta=None: must be a number",
         "data=mix data.mix=[3]": "data.mix[0]=3: is one of mix: a mapping, as in {name: hh",
-        "wandb=false": "wandb=False: is a mapping",
+        "wandb=false": "wandb=False: is a section, not a setting; the settings of wandb are enabled",
         "reward=weighted reward.weighted.parts=[adder]": "reward.weighted.parts=['adder']: is a mapping",
         "data.columns=[a]": "data.columns=['a']: is a mapping",
         "model.peft.target_modules=null": "model.peft.target_modules=None: name modules",
@@ -157,3 +158,20 @@ def test_settings_that_nothing_will_read_are_said():
         "correction.low",
         "loss.epsilon",
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["help"], "help: settings are written as key=value; python train.py --help shows the options"),
+        (["exp_name=a=b"], "exp_name=a=b: mismatched input '='; a text with a space or one of"),
+        (["data.path=a(b).jsonl"], "is quoted twice, as in 'data.path=\"a=b\"'"),
+        (["loss=dpo,", "humanline=true"], "loss=dpo,: mismatched input '<EOF>'; a text"),
+        (["+lr=1e-4"], "+lr: is a setting already; write lr=value, without the +"),
+        (["model.peft.rank=3"], "the settings of model.peft are lora_alpha, lora_r, target_modules"),
+    ],
+)
+def test_what_hydra_cannot_read_is_said_in_our_words(words, said):
+    with pytest.raises(UserError) as caught:
+        compose(*words)
+    assert said in str(caught.value) and "hydra.cc" not in str(caught.value)

@@ -42,6 +42,13 @@ ROWS = [(whose, row) for whose, rows in SOURCES for row in rows]
         ("reward.judge.model", "x", f"{NOTHING} unless reward=judge is chosen"),
         ("reward.classifier.nam_or_path", "x", "reward=bradley_terry or reward=classifier is chosen"),
         ("loss.bet", "1", "did you mean loss.beta?"),
+        ("use_vllm", "true", "here: sampler=vllm"),
+        ("vllm_mode", "colocate", "here: sampler=vllm"),
+        ("load_best_model_at_end", "true", "here: keep_best=eval_reward_margin"),
+        ("datasets", "[shp,hh]", "is HALOs' name, nothing here would read it; here: data=shp"),
+        ("wandb.mode", "offline", f"{NOTHING}; the settings of wandb are enabled, entity, project, tags"),
+        ("peft", "true", f"{NOTHING}; the settings of model.peft are lora_alpha, lora_r"),
+        ("model.peft.r", "4", f"{NOTHING}; the settings of model.peft are lora_alpha, lora_r"),
     ],
 )
 def test_the_remedy_is_what_to_type(key: str, value: str, said: str) -> None:
@@ -50,7 +57,7 @@ def test_the_remedy_is_what_to_type(key: str, value: str, said: str) -> None:
     assert "`" not in found
 
 
-@pytest.mark.parametrize("key", ["foo.bar.baz", "zz", "data.train_file", "maximum_steps_to_take", "x.y"])
+@pytest.mark.parametrize("key", ["foo.bar.baz", "zz", "maximum_steps_to_take", "x.y"])
 def test_nothing_is_guessed_from_afar(key: str) -> None:
     assert remedy(key, "1", DPO) == NOTHING
 
@@ -90,5 +97,6 @@ def test_no_row_is_about_a_setting_of_here_under_another_name() -> None:
 def test_what_is_added_to_the_settings_is_answered_alike() -> None:
     with pytest.raises(ConfigError, match=r"learning_rate=3: is TRL's name.*here: lr=3"):
         load(_composed(["+learning_rate=3"]))
-    with pytest.raises(ConfigError, match=r"data.train_file=x: is not a setting.*known here: apply_chat"):
+    said = r"data.train_file=x: is not a setting.*the settings of data are apply_chat"
+    with pytest.raises(ConfigError, match=said):
         load(_composed(["+data.train_file=x"]))

@@ -34,7 +34,11 @@ def peak(found: Answer) -> int:
 
 def test_a_step_takes_what_was_planned(worker: WorkerProcess) -> None:
     asked = [question(shape, *WAYS[way]) for shape, way in CASES]
-    asked += [question("deep", loss="kto"), question("deep", "model.dtype=bfloat16", "model.packing=false")]
+    asked += [
+        question("deep", loss="kto"),
+        question("deep", loss="ppo"),
+        question("deep", "model.dtype=bfloat16", "model.packing=false"),
+    ]
     asked += [question("deep", "sync_mode=ema", "sync_alpha=0.5", "humanline=false")]
     asked += [question(shape, "optimizer=Muon") for shape in ("deep", "wide")]
     asked += [question("wide", "model.share_prompts=true", loss=loss) for loss in ("dpo", "grpo")]
