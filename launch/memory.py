@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from common.worker_process import WorkerError, WorkerProcess
@@ -72,6 +72,8 @@ def cell_plans(states: Sequence[State], job: Job) -> list[CellPlan]:
 
 def planned(worker: WorkerProcess, config: Config, job: Job) -> tuple[str, tuple[str, ...]]:
     """(the plan in words, what does not fit)."""
+    if job.sampler_nodes:  # no engine shares the trainer's GPUs
+        config = replace(config, sampler=replace(config.sampler, urls=["http://sampler:8000"]))
     try:
         said: Mapping[str, Any] = worker.call(
             "of_settings", config, job.world_size, job.card, timeout=SECONDS

@@ -47,6 +47,8 @@ class Job:
     ranks_per_node: int | None = None
     """Training processes a node; None: one a GPU (one in all without GPUs). Fewer than GPUs leaves the last
     ones to a sampler."""
+    sampler_nodes: int = 0
+    """Further nodes, which run vLLM servers that the run samples with (``sampler.urls``)."""
     card: str | None = None
     """The GPU, for the memory plan; None: not known, and nothing is planned."""
     cpus_per_rank: int = 8
@@ -86,6 +88,7 @@ class Job:
             "nodes": 1,
             "gpus_per_node": 0,
             "ranks_per_node": 1,
+            "sampler_nodes": 0,
             "cpus_per_rank": 1,
             "signal_lead": 10,
             "max_requeues": 0,
@@ -120,6 +123,11 @@ class Job:
     def ranks(self) -> int:
         """Training processes on one node."""
         return self.ranks_per_node or max(1, self.gpus_per_node)
+
+    @property
+    def all_nodes(self) -> int:
+        """Those that train and those that sample."""
+        return self.nodes + self.sampler_nodes
 
     @property
     def interpreter(self) -> str:
@@ -317,6 +325,8 @@ def describe(job: Job) -> str:
         else f"{job.ranks * job.cpus_per_rank} CPUs"
     )
     given: list[Any] = [f"{job.nodes} x {devices} a run", f"{job.world_size} ranks", f"limit {job.time}"]
+    if job.sampler_nodes:
+        given.insert(1, f"{job.sampler_nodes} more for vLLM servers")
     return ", ".join(
         [*given, *(f"{key} {value}" for key in ("partition", "account", "qos") if (value := vars(job)[key]))]
     )

@@ -30,6 +30,9 @@ NOT_RUN = {
     "pip install -r requirements/trackers.txt": "is installed in the environment of the tests",
     "pip install -r requirements/small-gpus.txt": "would slow every program; make test has a folder for it",
     "hf auth login": "would ask the hub for a token",
+    "python -m jobs.serve loss=kto online=true sampler=vllm": (
+        "stands by until it is ended; tests/integration/test_vllm_servers.py does"
+    ),
     "python export.py runs/NAME --push-to-hub org/name": "would upload; tests/integration/test_hub.py does",
 }
 EVERY = "n_eval_examples=2 n_eval_prompts=1 wandb.enabled=false"

@@ -32,7 +32,7 @@ ONLINE = ("online=true", "humanline=true", "sampler=vllm", "loss=kto")
 
 
 class Server:
-    """What a person would have started in another terminal."""
+    """What a person would have started in another terminal, as the refusal says."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as tried:
@@ -63,12 +63,43 @@ class Server:
         self.process.wait()
 
 
+class Served(Server):
+    """``python -m jobs.serve``, for the run's own settings."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ready = folder / "addresses"
+        settings = ["wandb.enabled=false", "sampler.cpu_kv_cache_gb=1", *ONLINE]
+        words = [sys.executable, "-m", "jobs.serve", "--host", "127.0.0.1", "--ready", str(self.ready)]
+        self.log = (folder / "served.log").open("w")
+        self.process = subprocess.Popen(
+            [*words, *settings], cwd=ROOT, stdout=self.log, stderr=self.log, start_new_session=True
+        )
+
+    def wait(self) -> Server:
+        deadline = time.monotonic() + 900
+        while not self.ready.exists():
+            assert self.process.poll() is None, Path(self.log.name).read_text()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(1)
+        (self.url,) = self.ready.read_text().splitlines()
+        assert alive(self.url), "the addresses are written once all answer"
+        assert f"sampler.urls=[{self.url}]" in Path(self.log.name).read_text()
+        return self
+
+    def kill(self) -> None:
+        """As Ctrl-C does, or a scheduler: nothing is left of the server."""
+        self.process.terminate()
+        assert self.process.wait(60) == 0 or not self.ready.exists()
+        if self.ready.exists():
+            assert not alive(self.url)
+
+
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory) -> Iterator[list[Server]]:
     folder = tmp_path_factory.mktemp("servers")
     made: list[Server] = []
     try:
-        made.extend(Server(folder) for _ in range(2))  # one by one: the first is ended if the second fails
+        made.extend(kind(folder) for kind in (Server, Served))  # the first is ended if the second fails
         yield [server.wait() for server in made]
     finally:
         for server in made:
@@ -116,3 +147,5 @@ def test_rounds_by_two_servers_of_which_one_is_killed(servers, tmp_path, monkeyp
         assert abs(first["engine_gap"]) < 1e-3 < abs(last["engine_gap"])
     info = httpx2.get(f"{servers[1].url}/weight_info").json()
     assert info["weight_version"] == "1"
+    run_online(tmp_path, "r", *ONLINE, f"sampler.urls=[{servers[1].url}]", "resume=true")
+    assert len(rounds(run)) == 2, "a run goes on with other servers"

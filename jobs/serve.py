@@ -1,0 +1,149 @@
+"""vLLM servers that a run samples with (``sampler.urls``), on this machine, for the settings of that run.
+
+    python -m jobs.serve loss=kto online=true sampler=vllm                # prints their addresses; Ctrl-C ends them
+    python -m jobs.serve --ready addresses.txt loss=kto online=true sampler=vllm
+
+What follows are the words of ``train.py``. A server is started for every ``sampler.tensor_parallel`` of the GPUs
+that this process sees, one where there is none. Leaves with 1 when one of them ends by itself.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from common.errors import StoppedError, require
+from common.files import write_whole
+from common.worker_process import ROOT
+from config.cli import compose, guarded
+from config.schema import Config
+
+ANY = "http://localhost:8000"
+"""An address, for settings that are checked before there is one."""
+PAUSE_S = 0.5
+
+
+def server_words(config: Config, port: int) -> list[str]:
+    """What starts a server for a run of these settings: a program and its arguments."""
+    import torch
+
+    from models.pretrained import resolve_model_path
+    from rollouts.transfer import chosen
+    from rollouts.vllm_sampler import engine_options
+    from rollouts.vllm_server import serve_command
+
+    model, device = config.model, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options = engine_options(config.sampler, model.max_length, model.dtype, model.logit_temperature)
+    path, backend = str(resolve_model_path(model.name_or_path)), chosen(config.sampler, device)
+    words = serve_command(path, options, backend, port, device.type == "cpu")
+    return [sys.executable if word == "python" else word for word in words]
+
+
+def shares(gpus: Sequence[str], each: int) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of each server, ``each`` GPUs for one; a single None without GPUs. Raises
+    ConfigError where some would be left over."""
+    if not gpus:
+        return [None]
+    require(
+        len(gpus) % each == 0,
+        "sampler.tensor_parallel",
+        each,
+        f"does not divide the {len(gpus)} GPUs that are seen here (CUDA_VISIBLE_DEVICES says which)",
+    )
+    return [",".join(gpus[at : at + each]) for at in range(0, len(gpus), each)]
+
+
+def seen_gpus() -> list[str]:
+    """The names, for CUDA_VISIBLE_DEVICES, of the GPUs that this process may use."""
+    import torch
+
+    given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return given or [str(index) for index in range(torch.cuda.device_count())]
+
+
+@contextmanager
+def servers(config: Config, host: str) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Started servers by their addresses; ended at the end."""
+    started: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for share in shares(seen_gpus(), config.sampler.tensor_parallel):
+            port = free_port()
+            own = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": str(config.sampler.cpu_kv_cache_gb)}
+            if share is not None:
+                own["CUDA_VISIBLE_DEVICES"] = share
+            started[f"http://{host}:{port}"] = subprocess.Popen(
+                server_words(config, port), cwd=ROOT, env=os.environ | own, start_new_session=True
+            )
+        yield started
+    finally:
+        for process in started.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # with the engines that it has started
+                process.wait()
+
+
+def refuse_ended(started: dict[str, subprocess.Popen[bytes]]) -> None:
+    """Raise StoppedError where a server is no more."""
+    for url, process in started.items():
+        if (code := process.poll()) is not None:
+            raise StoppedError(f"the vLLM server at {url} ended with exit code {code}: it said why above")
+
+
+def free_port() -> int:
+    """A port that nobody has at this moment."""
+    with socket.socket() as tried:
+        tried.bind(("", 0))
+        return int(tried.getsockname()[1])
+
+
+def serve(words: Sequence[str], ready: Path | None, host: str) -> None:
+    """Start the servers; once all answer write their addresses, a line each; then stand by. Raises
+    ConfigError for settings whose run would not sample with them, StoppedError when one ends."""
+    from rollouts.vllm_sampler import require_installed
+    from rollouts.vllm_server import alive
+
+    run, _ = compose(*words)
+    require(run.online, "online", run.online, "samples nothing: give online=true")
+    require(run.sampler.separate, "sampler", run.sampler.name, "samples in the run itself: give sampler=vllm")
+    config, _ = compose(*words, f"sampler.urls=[{ANY}]")
+    require_installed()
+    with servers(config, host) as started:
+        waiting = list(started)
+        while waiting:
+            refuse_ended(started)
+            time.sleep(PAUSE_S)
+            waiting = [url for url in waiting if not alive(url)]
+        print(f"sampler.urls=[{','.join(started)}]", flush=True)
+        if ready is not None:
+            write_whole(ready, "".join(f"{url}\n" for url in started))
+        while True:
+            refuse_ended(started)
+            time.sleep(PAUSE_S)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m jobs.serve", description=__doc__, formatter_class=form)
+    parser.add_argument("settings", nargs="*", help="key=value, as for train.py")
+    parser.add_argument("--ready", type=Path, metavar="FILE", help="gets the addresses once all answer")
+    parser.add_argument(
+        "--host", default=socket.gethostname(), help="this machine, as the trainer reaches it (%(default)s)"
+    )
+    given = parser.parse_intermixed_args(words)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        guarded(lambda: serve(given.settings, given.ready, given.host))
+    except KeyboardInterrupt:
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Which servers are started for a run, and for which settings none are."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import pytest
+
+from common.errors import ConfigError, UserError
+from config.cli import compose
+from jobs import serve
+
+
+def test_gpus_are_shared_out_by_the_parallelism_of_an_engine() -> None:
+    assert serve.shares([], 1) == [None]
+    assert serve.shares(["0", "1", "5"], 1) == ["0", "1", "5"]
+    assert serve.shares(["4", "5", "6", "7"], 2) == ["4,5", "6,7"]
+    with pytest.raises(ConfigError, match=r"sampler.tensor_parallel=2: does not divide the 3 GPUs"):
+        serve.shares(["0", "1", "2"], 2)
+
+
+def test_the_gpus_that_a_scheduler_gave_are_the_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert serve.seen_gpus() == ["3", "1"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert serve.seen_gpus() == ["0", "1"]
+
+
+def test_a_server_is_started_as_the_run_will_ask_for_it() -> None:
+    words = ["online=true", "sampler=vllm", "model.max_length=96", "model.logit_temperature=0.7"]
+    config, _ = compose(*words, f"sampler.urls=[{serve.ANY}]")
+    said = serve.server_words(config, 8123)
+    given = dict(itertools.pairwise(said))
+    assert (given["--port"], given["--max-model-len"], given["--dtype"]) == ("8123", "96", "float32")
+    assert given["--logprobs-mode"] == "processed_logprobs" and sys.executable in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["online=true"], "sampler=embedded: samples in the run itself: give sampler=vllm"),
+        (["sampler=vllm"], "online=False: samples nothing: give online=true"),
+        (["online=true", "sampler=vllm", "sampler.data_parallel=2"], "sampler.data_parallel=2"),
+        (["online=true", "sampler=vllm", "model.max_lenght=9"], "did you mean model.max_length"),
+    ],
+)
+def test_settings_whose_run_would_not_sample_with_servers_are_refused(words: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        serve.serve(words, None, "localhost")
