@@ -72,6 +72,8 @@ def seen_gpus() -> list[str]:
 @contextmanager
 def servers(config: Config, host: str) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """Started servers by their addresses; ended at the end."""
+    from rollouts.transfer import free_port
+
     started: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for share in shares(seen_gpus(), config.sampler.tensor_parallel):
@@ -95,13 +97,6 @@ def refuse_ended(started: dict[str, subprocess.Popen[bytes]]) -> None:
     for url, process in started.items():
         if (code := process.poll()) is not None:
             raise StoppedError(f"the vLLM server at {url} ended with exit code {code}: it said why above")
-
-
-def free_port() -> int:
-    """A port that nobody has at this moment."""
-    with socket.socket() as tried:
-        tried.bind(("", 0))
-        return int(tried.getsockname()[1])
 
 
 def serve(words: Sequence[str], ready: Path | None, host: str) -> None:
