@@ -31,8 +31,9 @@ ANY = "http://localhost:8000"
 PAUSE_S = 0.5
 
 
-def server_words(config: Config, port: int) -> list[str]:
-    """What starts a server for a run of these settings: a program and its arguments."""
+def server_words(config: Config, port: int) -> tuple[list[str], dict[str, str]]:
+    """What starts a server for a run of these settings: a program with its arguments, and what goes over this
+    process's environment."""
     import torch
 
     from models.pretrained import resolve_model_path
@@ -44,7 +45,11 @@ def server_words(config: Config, port: int) -> list[str]:
     options = engine_options(config.sampler, model.max_length, model.dtype, model.logit_temperature)
     path, backend = str(resolve_model_path(model.name_or_path)), chosen(config.sampler, device)
     words = serve_command(path, options, backend, port, device.type == "cpu")
-    return [sys.executable if word == "python" else word for word in words]
+    program = words.index("python")
+    own = dict(word.split("=", 1) for word in words[1:program])
+    own["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    own |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": str(config.sampler.cpu_kv_cache_gb)}
+    return [sys.executable, *words[program + 1 :]], own
 
 
 def shares(gpus: Sequence[str], each: int) -> list[str | None]:
@@ -78,11 +83,11 @@ def servers(config: Config, host: str) -> Iterator[dict[str, subprocess.Popen[by
     try:
         for share in shares(seen_gpus(), config.sampler.tensor_parallel):
             port = free_port()
-            own = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": str(config.sampler.cpu_kv_cache_gb)}
+            words, own = server_words(config, port)
             if share is not None:
                 own["CUDA_VISIBLE_DEVICES"] = share
             started[f"http://{host}:{port}"] = subprocess.Popen(
-                server_words(config, port), cwd=ROOT, env=os.environ | own, start_new_session=True
+                words, cwd=ROOT, env=os.environ | own, start_new_session=True
             )
         yield started
     finally:

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from common.errors import ConfigError, UserError
+from common.worker_process import ROOT
 from config.cli import compose
 from jobs import serve
 
@@ -28,13 +29,15 @@ def test_the_gpus_that_a_scheduler_gave_are_the_ones(monkeypatch: pytest.MonkeyP
     assert serve.seen_gpus() == ["0", "1"]
 
 
-def test_a_server_is_started_as_the_run_will_ask_for_it() -> None:
+def test_a_server_is_started_as_the_run_will_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["online=true", "sampler=vllm", "model.max_length=96", "model.logit_temperature=0.7"]
     config, _ = compose(*words, f"sampler.urls=[{serve.ANY}]")
-    said = serve.server_words(config, 8123)
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    said, environment = serve.server_words(config, 8123)
     given = dict(itertools.pairwise(said))
     assert (given["--port"], given["--max-model-len"], given["--dtype"]) == ("8123", "96", "float32")
-    assert given["--logprobs-mode"] == "processed_logprobs" and sys.executable in said
+    assert given["--logprobs-mode"] == "processed_logprobs" and said[0] == sys.executable
+    assert environment["PYTHONPATH"] == f"{ROOT}:/theirs" and environment["VLLM_SERVER_DEV_MODE"] == "1"
 
 
 @pytest.mark.parametrize(
