@@ -28,6 +28,9 @@ MOST_POINTS = 800
 SMOOTH_FROM = 80
 """Curves with at least this many points are drawn faint, with their running mean over 1/20 of the run on top
 of them."""
+FLATTENED = 4.0
+"""Evaluations that would stretch the axis to so many times what the curves of training take get the axis on
+the right."""
 FEW_POINTS = 30
 """Up to this many points are marked one by one."""
 STYLE: dict[Any, Any] = {
@@ -258,8 +261,9 @@ def draw(panel: Panel, records: Sequence[Record]) -> Figure | None:
         return None
     figure = Figure(figsize=(5.4, 2.9), layout="constrained")
     axes = figure.subplots()
+    aside = _right_axis(axes, curves) if not panel.share and _flattened(curves) else axes
     for curve, steps, values in curves:
-        _draw_curve(axes, curve, steps, values)
+        _draw_curve(aside if curve.marked else axes, curve, steps, values)
     axes.set_title(panel.title)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(panel.unit)
@@ -272,8 +276,40 @@ def draw(panel: Panel, records: Sequence[Record]) -> Figure | None:
         axes.set_ylim(max(axes.get_ylim()[0], -0.02), min(max(axes.get_ylim()[1], 1e-3), 1.02))
     if panel.from_zero:
         axes.set_ylim(bottom=0.0, top=max(axes.get_ylim()[1], 1e-12))
-    put_legend(figure, axes)
+    put_legend(figure, *dict.fromkeys((axes, aside)))
     return figure
+
+
+Drawn = list[tuple[Curve, np.ndarray, np.ndarray]]
+"""Curves with their steps and values."""
+
+
+def _flattened(curves: Drawn) -> bool:
+    """Whether evaluations would flatten the curves of training."""
+    training = [values for curve, _, values in curves if not curve.marked]
+    if len(training) == len(curves) or not training or min(map(len, training)) <= FEW_POINTS:
+        return False
+    taken, needed = _span(training), _span([values for _, _, values in curves])
+    return needed > FLATTENED * taken > 0
+
+
+def _span(found: list[np.ndarray]) -> float:
+    """From the lowest to the highest of all values."""
+    values = np.concatenate(found)
+    return float(np.nanmax(values) - np.nanmin(values))
+
+
+def _right_axis(axes: Axes, curves: Drawn) -> Axes:
+    """An axis on the right, in the colour of the evaluations that it is for."""
+    color = next(curve.color for curve, *_ in curves if curve.marked)
+    right = axes.twinx()
+    right.spines["right"].set_visible(True)
+    right.spines["right"].set_color(color)
+    right.tick_params(axis="y", colors=color)
+    right.set_ylabel("evaluation", color=color)
+    right.grid(False)
+    right.margins(y=0.12)
+    return right
 
 
 LINE = 74
@@ -281,9 +317,10 @@ LINE = 74
 MARK = 8
 
 
-def put_legend(figure: Figure, axes: Axes) -> None:
+def put_legend(figure: Figure, *axes: Axes) -> None:
     """The curves' names below the chart, where no curve runs; nothing where none has a name."""
-    handles, labels = axes.get_legend_handles_labels()
+    found = [each.get_legend_handles_labels() for each in axes]
+    handles, labels = ([item for part in parts for item in part] for parts in zip(*found, strict=True))
     if labels:
         columns = max(1, LINE // (max(map(len, labels)) + MARK))
         figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))

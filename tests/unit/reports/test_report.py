@@ -304,6 +304,22 @@ def test_the_trained_model_is_the_last_point_of_the_evaluations(tmp_path, monkey
     assert len(points(drawn, "loss")[0]) == 2
 
 
+@pytest.mark.parametrize(("last", "apart"), [(3.5, True), (0.3, False)])
+def test_evaluations_do_not_flatten_the_curves_of_training(last, apart):
+    records = [{"step": step, "reward_margin": 0.1 * (step % 2)} for step in range(60)]
+    records[0] |= {"eval_reward_margin": 0.0}
+    records.append({"step": 60, "eval_reward_margin": last})
+    figure = draw(next(p for p in PANELS if p.title == "Reward margin"), records)
+    assert len(figure.axes) == 1 + apart
+    low, high = figure.axes[0].get_ylim()
+    assert high - low < 0.4 if apart else high > last
+    drawn = [line.get_label() for axes in figure.axes for line in axes.get_lines()]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == drawn
+    if apart:
+        assert figure.axes[1].get_ylim()[1] > last and figure.axes[1].get_ylabel() == "evaluation"
+
+
 def test_charts_of_the_same_run_are_the_same_bytes():
     records = [line(step) for step in range(3)]
     assert charts(records) == charts(records)
