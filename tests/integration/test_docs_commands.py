@@ -191,7 +191,7 @@ class Workspace:
             **{
                 key: value
                 for key, value in os.environ.items()
-                if not key.startswith(("RANK", "WORLD", "PYTEST_"))
+                if not key.startswith(("RANK", "WORLD", "PYTEST_", "MAKE", "MFLAGS"))
             },
             "PATH": f"{tools}:{os.environ['PATH']}",
             "HOME": str(folder / "home"),
