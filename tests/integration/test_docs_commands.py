@@ -42,6 +42,8 @@ STUDY = "--plan plan.yaml --jobs 1"
 FEW = "limit=4 resamples=100"
 JUDGED = "alpacaeval.reference=alpaca_eval.json alpacaeval.base_url=$ENDPOINT"
 PICTURES = {FIRST: ""}
+GIVEN = ("ARGS", "MODE", "GPU")
+"""What a make around the tests was given, and hands down."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ class Workspace:
             **{
                 key: value
                 for key, value in os.environ.items()
-                if not key.startswith(("RANK", "WORLD", "PYTEST_", "MAKE", "MFLAGS"))
+                if not key.startswith(("RANK", "WORLD", "PYTEST_", "MAKE", "MFLAGS")) and key not in GIVEN
             },
             "PATH": f"{tools}:{os.environ['PATH']}",
             "HOME": str(folder / "home"),
