@@ -74,6 +74,21 @@ def seen_gpus() -> list[str]:
     return given or [str(index) for index in range(torch.cuda.device_count())]
 
 
+def own_name() -> str:
+    """This machine's name, as others know it; its address where the name is known to nobody."""
+    name = socket.gethostname()
+    try:
+        socket.gethostbyname(name)
+        return name
+    except OSError:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            try:
+                asked.connect(("192.0.2.1", 9))  # an address for examples (RFC 5737): nothing is sent
+                return str(asked.getsockname()[0])
+            except OSError:
+                return "127.0.0.1"
+
+
 @contextmanager
 def servers(config: Config, host: str) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """Started servers by their addresses; ended at the end."""
@@ -135,7 +150,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("settings", nargs="*", help="key=value, as for train.py")
     parser.add_argument("--ready", type=Path, metavar="FILE", help="gets the addresses once all answer")
     parser.add_argument(
-        "--host", default=socket.gethostname(), help="this machine, as the trainer reaches it (%(default)s)"
+        "--host", default=own_name(), help="this machine, as the trainer reaches it (%(default)s)"
     )
     given = parser.parse_intermixed_args(words)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
+import socket
 import sys
 
 import pytest
@@ -27,6 +29,12 @@ def test_the_gpus_that_a_scheduler_gave_are_the_ones(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert serve.seen_gpus() == ["0", "1"]
+
+
+def test_a_machine_whose_name_nobody_knows_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serve.own_name() in (socket.gethostname(), socket.gethostbyname(serve.own_name()))
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    ipaddress.ip_address(serve.own_name())
 
 
 def test_a_server_is_started_as_the_run_will_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
