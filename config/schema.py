@@ -144,7 +144,8 @@ class Config:
             "patience",
         ):
             value = getattr(self, key)
-            require(value is None or value >= 1, key, value, "must be at least 1, or null")
+            least = 0 if key == "eval_every" else 1
+            require(value is None or value >= least, key, value, f"must be at least {least}, or null")
         for key in ("n_eval_samples", "sync_freq", "keep_checkpoints", "max_skipped_steps", "replicas"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "must be at least 1")
         require(self.watchdog_seconds > 0, "watchdog_seconds", self.watchdog_seconds, "must be above 0")
@@ -152,7 +153,7 @@ class Config:
         check_keep_best(self.keep_best, self.evaluations)
         evaluation_sets(self.evaluations, self.data)
         require(
-            self.patience is None or (self.keep_best is not None and self.eval_every is not None),
+            self.patience is None or (self.keep_best is not None and self.eval_every != 0),
             "patience",
             self.patience,
             f"counts evaluations (eval_every={self.eval_every}) of one number (keep_best={self.keep_best}): "

@@ -87,7 +87,12 @@ class Segment:
 
     def progress(self, i: int) -> float:
         """The share of the whole plan that is consumed once step ``i`` is done, in (0, 1]."""
-        done = min((i + 1) * self.batch_size, self.n_examples) / self.n_examples
+        return self.done(i + 1)
+
+    def done(self, steps: int) -> float:
+        """The share of the whole plan that is consumed by the segments before and ``steps`` of this one, in
+        [0, 1]."""
+        done = min(steps * self.batch_size, self.n_examples) / self.n_examples
         return self.start + (self.end - self.start) * done
 
     @cached_property

@@ -38,6 +38,9 @@ from trainers.basic import BasicTrainer, Progress, StepRecord
 from trainers.corrections import with_sample_size
 from trainers.losses.base import TokenScores
 
+ROUNDING = 1e-9
+"""What a share of a run may lack of the quarter that it is."""
+
 
 class RunWatch:
     """Follows a trainer (its ``Watch``). The line of step s in metrics.jsonl tells of the weights before
@@ -145,14 +148,15 @@ class RunWatch:
 
     # -- the watch ---------------------------------------------------------------------------------
 
-    def before_step(self) -> None:
+    def before_step(self, segment: Segment) -> None:
         self.signals.arm()
         self.watchdog.mark(f"step {self.trainer.progress.step}, ready")
         self._stop_if_asked()
         self.watchdog.mark(f"step {self.trainer.progress.step}, under way")
         first = self.trainer.progress.step == 0
         self._diagnose(first)
-        if self._due("eval", self.config.eval_every) or first:
+        quarters = int(4 * segment.done(self.trainer.progress.position) + ROUNDING)
+        if self._due("eval", self.config.eval_every, quarters) or first:
             self._evaluated = self._evaluate(first)
             if self.trainer.world.is_main and self._evaluated:
                 for line in evaluation_lines(self.trainer.progress.step, self._evaluated):
@@ -160,7 +164,8 @@ class RunWatch:
             self.patience.judge(self._score())
             if first:
                 self.before = self._evaluated
-        if self._due("save", self.config.save_every or self.config.eval_every) or first:
+        every = self.config.eval_every if self.config.save_every is None else self.config.save_every
+        if self._due("save", every, quarters) or first:
             self._save_or_warn(first)
         if self.patience.spent:
             raise EnoughError(
@@ -247,9 +252,10 @@ class RunWatch:
         if self.trainer.world.is_main:
             print(f"{error}; the run goes on, the checkpoints before it stay", flush=True)
 
-    def _due(self, what: str, every: int | None) -> bool:
-        """Whether another ``every`` examples have gone by since this was last true."""
-        mark = 0 if every is None else self.trainer.progress.examples // every
+    def _due(self, what: str, every: int | None, quarters: int = 0) -> bool:
+        """Whether another ``every`` examples have gone by since this was last true: never for 0; None: another
+        quarter of the run."""
+        mark = quarters if every is None else self.trainer.progress.examples // every if every else 0
         due, self._marks[what] = mark > self._marks[what] >= 0, mark
         return due
 

@@ -103,7 +103,9 @@ def one(run: Run, runs_dir: Path) -> Outcome:
     from train import train
 
     torch.set_num_threads(1)
-    overrides = [*run.overrides(), f"runs_dir={runs_dir}"]
+    # A record tells of the weights before and after; evaluations in between change neither. A run whose curve is
+    # asked for says so, and what is given last holds.
+    overrides = ["eval_every=0", *run.overrides(), f"runs_dir={runs_dir}"]
     folder, log = runs_dir / run.name, runs_dir / "logs" / f"{run.name}.out"
     log.parent.mkdir(parents=True, exist_ok=True)
     wall, cpu, commit = time.perf_counter(), time.process_time(), git_commit(CONFIG_DIR.parent)

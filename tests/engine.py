@@ -28,7 +28,7 @@ class Log:
     lines: list[dict[str, Any]] = field(default_factory=list)
     each: Callable[[], None] = lambda: None
 
-    def before_step(self) -> None:
+    def before_step(self, segment) -> None:
         self.each()
 
     def before_first_step(self, segment) -> None: ...

@@ -79,7 +79,7 @@ class StepRecord:
 class Watch(Protocol):
     """Who follows a run: evaluates, logs, saves, stops."""
 
-    def before_step(self) -> None: ...
+    def before_step(self, segment: Segment) -> None: ...
 
     def before_first_step(self, segment: Segment) -> None:
         """Before step 0 of a loss with a reference, whose scores are made by now."""
@@ -338,7 +338,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
             if self.progress.position == 0 and self.config.has_reference and not self.fixed_reference:
                 self.start_segment(segment)
             while self.progress.position < segment.steps:
-                watch.before_step()
+                watch.before_step(segment)
                 if self.progress.step == 0 and self.config.has_reference:
                     watch.before_first_step(segment)
                 watch.after_step(self.step(segment, watch.observe))

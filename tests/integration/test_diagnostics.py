@@ -99,10 +99,10 @@ def test_a_killed_run_leaves_the_same_file(folder, monkeypatch):
 
     real = RunWatch.before_step
 
-    def before_step(self):
+    def before_step(self, segment):
         if self.trainer.progress.step == 29:
             raise CrashError
-        real(self)
+        real(self, segment)
 
     settings = overrides(folder, "save_every=72")  # every 9 steps; an interval has 2
     with monkeypatch.context() as patch:

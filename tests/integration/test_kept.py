@@ -67,9 +67,9 @@ def before_steps(monkeypatch, what) -> None:
     """Have ``what`` called with each step's number before the step."""
     real = RunWatch.before_step
 
-    def before_step(self):
+    def before_step(self, segment):
         what(self.trainer.progress.step)
-        real(self)
+        real(self, segment)
 
     monkeypatch.setattr(RunWatch, "before_step", before_step)
 

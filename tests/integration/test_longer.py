@@ -72,9 +72,9 @@ def test_a_longer_run_that_is_asked_to_stop_goes_on_as_if_it_had_not_been(run, m
     go("stopped", FIRST)
     real = RunWatch.before_step
 
-    def ask(self):
+    def ask(self, segment):
         self.signals.asked = self.trainer.progress.step == 8
-        real(self)
+        real(self, segment)
 
     with monkeypatch.context() as patch:
         patch.setattr(RunWatch, "before_step", ask)

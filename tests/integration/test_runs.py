@@ -60,10 +60,10 @@ def crash_before(monkeypatch, step: int) -> None:
     """Leave the loop, without any farewell, before this step."""
     real = RunWatch.before_step
 
-    def before_step(self):
+    def before_step(self, segment):
         if self.trainer.progress.step == step:
             raise CrashError
-        real(self)
+        real(self, segment)
 
     monkeypatch.setattr(RunWatch, "before_step", before_step)
 
@@ -112,10 +112,10 @@ def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_when_it_goe
     train(given, "whole")
     real = RunWatch.before_step
 
-    def before_step(self):
+    def before_step(self, segment):
         if self.trainer.progress.step == 8:
             os.kill(os.getpid(), signal.SIGTERM)
-        real(self)
+        real(self, segment)
 
     with monkeypatch.context() as patch:
         patch.setattr(RunWatch, "before_step", before_step)

@@ -98,10 +98,10 @@ def test_a_killed_run_goes_on_with_its_groups_even_without_the_cache(folder, mon
 
     real = RunWatch.before_step
 
-    def before_step(self):
+    def before_step(self, segment):
         if self.trainer.progress.step == 3:
             raise CrashError
-        real(self)
+        real(self, segment)
 
     with monkeypatch.context() as patch:
         patch.setattr(RunWatch, "before_step", before_step)

@@ -238,7 +238,7 @@ def test_resuming_changes_nothing(tmp_path, overrides):
         "W",
         (),
         {
-            "before_step": lambda s: None,
+            "before_step": lambda s, segment: None,
             "before_first_step": lambda s, segment: None,
             "observe": lambda s, micro, scores: None,
             "done": lambda s: None,
