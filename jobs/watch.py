@@ -253,8 +253,8 @@ class RunWatch:
             print(f"{error}; the run goes on, the checkpoints before it stay", flush=True)
 
     def _due(self, what: str, every: int | None, quarters: int = 0) -> bool:
-        """Whether another ``every`` examples have gone by since this was last true: never for 0; None: another
-        quarter of the run."""
+        """Whether another ``every`` examples have gone by since this was last true (0: never; None: another
+        quarter of the run)."""
         mark = quarters if every is None else self.trainer.progress.examples // every if every else 0
         due, self._marks[what] = mark > self._marks[what] >= 0, mark
         return due

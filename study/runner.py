@@ -103,8 +103,8 @@ def one(run: Run, runs_dir: Path) -> Outcome:
     from train import train
 
     torch.set_num_threads(1)
-    # A record tells of the weights before and after; evaluations in between change neither. A run whose curve is
-    # asked for says so, and what is given last holds.
+    # A record tells of the weights before and after, which evaluations in between do not change. A run whose
+    # curve is asked for has its own ``eval_every``: what is given last holds.
     overrides = ["eval_every=0", *run.overrides(), f"runs_dir={runs_dir}"]
     folder, log = runs_dir / run.name, runs_dir / "logs" / f"{run.name}.out"
     log.parent.mkdir(parents=True, exist_ok=True)

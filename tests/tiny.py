@@ -27,8 +27,9 @@ VOCABULARY = 61
 
 
 def make_config(*overrides: str) -> Config:
-    """What ``python train.py eval_every=0 <overrides>`` would be given. To compose takes a while, so the files
-    are read once for all that choose the same, and what differs in its folders alone is checked once."""
+    """What ``python train.py eval_every=0 <overrides>`` would be given. To compose takes a while, so the
+    files are read once for all that choose the same, and what differs in its folders alone is checked
+    once."""
     given = dict(o.split("=", 1) for o in overrides if PLACE.fullmatch(o))
     settings = ("eval_every=0", *(o for o in overrides if not PLACE.fullmatch(o)))
     composed = copy.deepcopy(_composed(settings))

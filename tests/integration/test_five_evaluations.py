@@ -1,5 +1,5 @@
-"""A run evaluates five times unless asked otherwise: at its ends and at the quarters between, offline and online,
-killed or not, and to the same weights as without."""
+"""A run evaluates five times unless asked otherwise: at its ends and at the quarters between, offline and
+online, killed or not, and to the same weights as without."""
 
 from __future__ import annotations
 
