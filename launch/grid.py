@@ -154,18 +154,25 @@ class Sweep:
         """The settings in which runs differ, the seed aside."""
         return set().union(*self.cells.values(), *(point for axis in self.grid for point in axis))
 
+    @property
+    def axes(self) -> dict[str, tuple[str, ...]]:
+        """What is crossed, in the order of the file: ``cells`` and each line of the grid -> its values, as
+        the names of cells have them."""
+        lines = {", ".join(axis[0]): tuple(map(labels, axis)) for axis in self.grid}
+        return ({"cells": tuple(self.cells)} if self.cells else {}) | lines
+
+    @property
+    def coordinates(self) -> dict[str, tuple[str, ...]]:
+        """The name of a cell -> its value on each of ``axes``."""
+        return {"-".join((self.name, *at)): at for at in itertools.product(*self.axes.values())}
+
     def _points(self) -> Iterator[tuple[str, Settings]]:
-        cells = self.cells or {"": {}}
-        for cell, combination in itertools.product(cells, itertools.product(*self.grid)):
+        points = itertools.product(*([self.cells.values()] if self.cells else []), *self.grid)
+        for at, parts in zip(itertools.product(*self.axes.values()), points, strict=True):
             point: Settings = {}
-            for part in (cells[cell], *combination):
+            for part in parts:
                 point |= part
-            labels = [
-                self.name,
-                *([cell] if cell else []),
-                *(label(k, v) for part in combination for k, v in part.items()),
-            ]
-            yield "-".join(labels), point
+            yield "-".join((self.name, *at)), point
 
 
 def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> Sweep:
@@ -239,6 +246,11 @@ def _text(value: Any) -> str:
     if isinstance(value, str) and not (_PLAIN.fullmatch(value) and value.lower() not in _WORDS):
         return str(QuotedString(value, Quote.single).with_quotes())
     return str(value)
+
+
+def labels(part: Settings) -> str:
+    """A point on an axis, as the names of cells have it."""
+    return "-".join(label(key, value) for key, value in part.items())
 
 
 def label(key: str, value: Any) -> str:

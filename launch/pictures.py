@@ -17,12 +17,13 @@ from matplotlib.ticker import MaxNLocator
 from config.schema_evaluations import named_measure
 from launch.cells import Cell
 from launch.collect import FINISHED, Result
-from reports.statistics import Mean, mean
+from reports.statistics import Comparison, Mean, mean
 
 BLUE, GREY = "#0072B2", "#888888"
 COLORS = (BLUE, "#E69F00", "#009E73", "#C0392B", "#AA5C99", "#56B4E9", "#7F5539", "#444444")
 STROKES = ("-", "--", ":")
 GAP = {"wspace": 0.3}
+MOST_CURVES = 60
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -69,15 +70,19 @@ def write_html(
     tests: Sequence[Sequence[str]],
     cells: Sequence[Cell],
     metric: str,
+    crossed: tuple[Sequence[Sequence[str]], Sequence[Comparison]] = ((), ()),
 ) -> None:
-    """One self-contained page."""
+    """One self-contained page. ``crossed``: of a crossed sweep the means of its axes' values, and their
+    effects. Curves of more than ``MOST_CURVES`` cells are not drawn."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
     )
     with rc_context(STYLE):
-        overview = svg(bars(cells, metric))
-        together = overlay(cells, metric)
-        drawn = [(cell, curve(cell, metric, limits(cells, metric))) for cell in cells]
+        means, effects = crossed
+        overview = svg(forest(effects, metric) if effects else bars(cells, metric))
+        few = cells if len(cells) <= MOST_CURVES else []
+        together = overlay(few, metric)
+        drawn = [(cell, curve(cell, metric, limits(few, metric))) for cell in few]
         curves = [
             (cell.name, cell.progress, None if figure is None else svg(figure)) for cell, figure in drawn
         ]
@@ -88,6 +93,7 @@ def write_html(
         failed=failed,
         table=table,
         tests=tests,
+        means=means,
         overview=overview,
         overlaid=overlaid,
         curves=curves,
@@ -124,6 +130,28 @@ def bars(cells: Sequence[Cell], metric: str) -> Figure:
     axes.set_yticks(range(len(cells)), [cell.name for cell in cells])
     axes.set_ylim(len(cells) - 0.5, -0.5)
     axes.set_xlabel(f"{in_words(metric)} (mean ± standard error over seeds; dots are seeds)")
+    return figure
+
+
+def forest(effects: Sequence[Comparison], metric: str) -> Figure:
+    """Difference and standard error of each effect, those that are significant filled."""
+    figure = Figure(figsize=(7, 0.7 + 0.24 * len(effects)))
+    axes = figure.subplots()
+    axes.axvline(0, color=GREY, linewidth=0.8)
+    for row, effect in enumerate(effects):
+        axes.errorbar(
+            effect.difference.value,
+            row,
+            xerr=effect.difference.error or 0,
+            fmt="o",
+            color=BLUE,
+            markerfacecolor=BLUE if effect.significant else "white",
+            capsize=2,
+            markersize=5,
+        )
+    axes.set_yticks(range(len(effects)), [f"{effect.b} − {effect.a}" for effect in effects])
+    axes.set_ylim(len(effects) - 0.5, -0.5)
+    axes.set_xlabel(f"change of {in_words(metric)} (± standard error over seeds; filled: significant)")
     return figure
 
 

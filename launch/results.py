@@ -2,11 +2,13 @@
 
     python -m launch.results sweeps/adder.yaml
     python -m launch.results runs/adder-* --select lr --baseline adder-dpo-no_humanline
+    python -m launch.results sweeps/off_policy.yaml --effects --within cells
 
 Per cell: mean and standard error over seeds, of the setting that was best on the validation metric (where
---select names keys that were tried out); paired tests over seeds with Holm's correction; a learning curve. Of
-runs that are not finished it is said what became of them: not started, waiting, running, interrupted, or
-failed, and then what they said last and in which log. Writes results/<name>/: index.html, table.md,
+--select names keys that were tried out); paired tests over seeds with Holm's correction, of cells or, with
+--effects, of what each axis of a crossed sweep changes (launch/effects.py); a learning curve. Of runs that
+are not finished it is said what became of them: not started, waiting, running, interrupted, or failed, and
+then what they said last and in which log. Writes results/<name>/: index.html, table.md,
 table.csv, tests.csv, runs.csv; prints the first two tables.
 """
 
@@ -22,7 +24,8 @@ from pathlib import Path
 from common.errors import UserError, require
 from launch.cells import Cell, cells_of
 from launch.collect import FINISHED, Result, of_folders, of_sweep
-from launch.grid import read_sweep
+from launch.effects import Crossing
+from launch.grid import Sweep, read_sweep
 from launch.slurm import ROOT
 from launch.status import FAILED
 from reports.evaluations import names_of, of_name
@@ -174,6 +177,14 @@ def main(words: Sequence[str] | None = None) -> int:
     about.add_argument(
         "--baseline", metavar="CELL", help="test each cell against this one, instead of all pairs"
     )
+    about.add_argument(
+        "--effects",
+        action="store_true",
+        help="test what each axis of the sweep changes, averaged over the others, instead of pairs of cells",
+    )
+    about.add_argument(
+        "--within", metavar="AXIS", help="with --effects: apart for each value of this axis (cells, or a key)"
+    )
     about.add_argument("--name", help="the sweep's other name, as for launch.sweep")
     about.add_argument(
         "--logs", type=Path, default=Path("logs"), help="where the logs of sweeps lie, as for launch.sweep"
@@ -193,7 +204,7 @@ def report(options: argparse.Namespace) -> str:
     # Matplotlib takes a second that a wrong command line need not wait.
     from launch.pictures import write_html
 
-    results, name, select = load(options)
+    results, name, select, sweep = load(options)
     validation = options.validation or next(
         (m for m in PREFERRED if any(m in run.values for run in results)), PREFERRED[0]
     )
@@ -213,9 +224,15 @@ def report(options: argparse.Namespace) -> str:
         f"is no cell; cells: {', '.join(names)}",
     )
     failed = [run for run in results if run.status == FAILED]
-    tests = compare({cell.name: cell.values(metric) for cell in cells}, options.baseline)
+    crossing = crossing_of(options, sweep, cells, metric)
+    if crossing is None:
+        tests = compare({cell.name: cell.values(metric) for cell in cells}, options.baseline)
+    else:
+        tests = crossing.effects(options.within)
+    means = [] if crossing is None else crossing.means(options.within)
     metrics = metrics_of(results)
     notes = notes_of(results, select, validation, metric, len(tests))
+    notes += [] if crossing is None else [EFFECTS]
     folder = options.out or Path("results") / name
     folder.mkdir(parents=True, exist_ok=True)
     table, test_table = rows(cells, metrics), test_rows(tests)
@@ -226,6 +243,7 @@ def report(options: argparse.Namespace) -> str:
             markdown(table),
             *(["\n".join(map(failure, failed))] if failed else []),
             *notes[1:],
+            *([markdown(means)] if means else []),
             *([markdown(test_table)] if tests else []),
         ]
     )
@@ -233,7 +251,11 @@ def report(options: argparse.Namespace) -> str:
     write_csv(folder / "table.csv", numeric_rows(cells, metrics))
     write_csv(folder / "tests.csv", test_table)
     write_csv(folder / "runs.csv", run_rows(results, cells))
-    write_html(folder / "index.html", name, notes, failed, table, test_table if tests else [], cells, metric)
+    shown_tests = test_table if tests else []
+    effects = [] if crossing is None else tests
+    write_html(
+        folder / "index.html", name, notes, failed, table, shown_tests, cells, metric, (means, effects)
+    )
     return f"{text}\n\nwritten to {folder}/: index.html, table.md, table.csv, tests.csv, runs.csv"
 
 
@@ -251,18 +273,41 @@ def notes_of(
     return notes
 
 
-def load(options: argparse.Namespace) -> tuple[list[Result], str, list[str]]:
-    """(results, name, keys to select over) of the command line."""
+EFFECTS = (
+    "Each test is of one value of an axis against the axis' first, over all pairs of cells that differ in it "
+    "alone (their number in brackets); per seed the differences of the pairs are averaged. Cells with a run "
+    "that is not finished are left out, here and in the means (number of cells in brackets)."
+)
+
+
+def crossing_of(
+    options: argparse.Namespace, sweep: Sweep | None, cells: Sequence[Cell], metric: str
+) -> Crossing | None:
+    """What --effects asks for. Raises ConfigError where it has no meaning."""
+    if not options.effects:
+        require(options.within is None, "--within", options.within, "is a part of --effects: give both")
+        return None
+    require(
+        sweep is not None, "--effects", options.sources[0], "is of a sweep file, which says what it crosses"
+    )
+    require(options.baseline is None, "--baseline", options.baseline, "compares cells: leave --effects out")
+    assert sweep is not None
+    return Crossing.of(sweep, cells, metric)
+
+
+def load(options: argparse.Namespace) -> tuple[list[Result], str, list[str], Sweep | None]:
+    """(results, name, keys to select over, sweep) of the command line."""
     select = [key for key in options.select.split(",") if key]
     files = [path for path in options.sources if path.suffix in (".yaml", ".yml")]
     if not files:
         found = of_folders(options.sources, ROOT / options.logs)
-        return found, options.name or options.sources[0].name.rstrip("*-"), select
+        return found, options.name or options.sources[0].name.rstrip("*-"), select, None
     require(len(options.sources) == 1, "sources", files[0], "one sweep file, or run folders")
     sweep = read_sweep(files[0])
     name = options.name or sweep.name
-    runs = replace(sweep, name=name).runs()
-    return of_sweep(runs, (ROOT / options.logs / name).resolve()), name, select or list(sweep.select)
+    sweep = replace(sweep, name=name)
+    results = of_sweep(sweep.runs(), (ROOT / options.logs / name).resolve())
+    return results, name, select or list(sweep.select), sweep
 
 
 if __name__ == "__main__":

@@ -68,6 +68,11 @@ def compare(cells: Mapping[str, Mapping[int, float]], baseline: str | None = Non
         seeds = sorted(cells[a].keys() & cells[b].keys())
         if len(seeds) >= FEWEST_PAIRS:
             found.append(paired(a, b, [cells[b][seed] - cells[a][seed] for seed in seeds]))
+    return with_holm(found)
+
+
+def with_holm(found: Sequence[Comparison]) -> list[Comparison]:
+    """The comparisons with their p-values adjusted over all of them."""
     adjusted = zip(found, holm([c.p_t for c in found]), holm([c.p_wilcoxon for c in found]), strict=True)
     return [replace(c, p_t_holm=t, p_wilcoxon_holm=wilcoxon) for c, t, wilcoxon in adjusted]
 

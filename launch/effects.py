@@ -1,0 +1,98 @@
+"""What each setting of a crossed sweep changes, averaged over all the others.
+
+A sweep that crosses its axes (``cells`` and the lines of ``grid``) answers more than its cells one by one:
+two values of an axis are compared over all pairs of cells that differ in it alone. Per seed the differences
+of the pairs are averaged, and the averages are tested like the differences of two cells. So the seeds are
+what is counted, not the pairs, and the noise of single runs is averaged out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from common.errors import require
+from launch.cells import Cell
+from launch.grid import Sweep
+from reports.statistics import FEWEST_PAIRS, Comparison, paired, with_holm
+
+Coordinates = tuple[str, ...]
+"""A cell's value on each axis."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The cells of a crossed sweep. ``values``: coordinates -> seed -> value, of cells with every seed."""
+
+    axes: Mapping[str, tuple[str, ...]]
+    values: Mapping[Coordinates, Mapping[int, float]]
+
+    @classmethod
+    def of(cls, sweep: Sweep, cells: Sequence[Cell], metric: str) -> Crossing:
+        """Cells with a run that is not finished, or lacks the metric, are left out. Raises ConfigError where
+        no two axes are crossed."""
+        axes = sweep.axes
+        many = [name for name, values in axes.items() if len(values) > 1]
+        require(len(many) > 1, "--effects", sweep.name, f"needs two axes that are crossed; has {many}")
+        require(not sweep.select, "--effects", sweep.name, "is a sweep that chooses among its settings")
+        where = sweep.coordinates
+        found = {where[cell.name]: cell.values(metric) for cell in cells if cell.name in where}
+        whole = {at: values for at, values in found.items() if len(values) == len(sweep.seeds)}
+        return cls(axes, whole)
+
+    def effects(self, within: str | None = None) -> list[Comparison]:
+        """Each value of each axis minus the axis' first, by a paired t-test over seeds, with Holm's
+        correction over all of them. ``within``: an axis by whose values all others are looked at apart.
+        Raises ConfigError."""
+        require(within is None or within in self.axes, "--within", within, f"is no axis: {list(self.axes)}")
+        found = []
+        for where in (None,) if within is None else self.axes[within]:
+            for axis in self.axes:
+                if axis != within:
+                    found += self._of_axis(axis, within, where)
+        return with_holm(found)
+
+    def _of_axis(self, axis: str, within: str | None, where: str | None) -> list[Comparison]:
+        names = list(self.axes)
+        at, fixed = names.index(axis), None if within is None else names.index(within)
+        first, *others = self.axes[axis]
+        found = []
+        for value in others:
+            pairs = [
+                (self.values[cell], self.values[other])
+                for cell in self.values
+                if cell[at] == first and (fixed is None or cell[fixed] == where)
+                if (other := (*cell[:at], value, *cell[at + 1 :])) in self.values
+            ]
+            differences = by_seed(pairs)
+            if len(differences) >= FEWEST_PAIRS:
+                begin = "" if where is None else f"{where}: "
+                found.append(paired(f"{first} ({len(pairs)})", f"{begin}{value}", differences))
+        return found
+
+    def means(self, within: str | None = None) -> list[list[str]]:
+        """Heading, then each value of each axis with the mean over its cells and seeds; ``within``: a column
+        for each of that axis' values."""
+        names = list(self.axes)
+        columns: tuple[str | None, ...] = (None,) if within is None else self.axes[within]
+        table = [["axis", "value", *("all cells" if column is None else column for column in columns)]]
+        for axis in (name for name in names if name != within and len(self.axes[name]) > 1):
+            for value in self.axes[axis]:
+                row = [axis, value]
+                for column in columns:
+                    some = [
+                        fmean(seeds.values())
+                        for cell, seeds in self.values.items()
+                        if cell[names.index(axis)] == value
+                        and (column is None or cell[names.index(str(within))] == column)
+                    ]
+                    row.append(f"{fmean(some):.4g} ({len(some)})" if some else "–")
+                table.append(row)
+        return table
+
+
+def by_seed(pairs: Sequence[tuple[Mapping[int, float], Mapping[int, float]]]) -> list[float]:
+    """The mean difference over the pairs, for each seed; empty without pairs."""
+    seeds = sorted(set.intersection(*(a.keys() & b.keys() for a, b in pairs))) if pairs else []
+    return [fmean(b[seed] - a[seed] for a, b in pairs) for seed in seeds]

@@ -1,0 +1,126 @@
+"""What an axis of a crossed sweep changes: known where values are made of known parts, of whole cells alone,
+and tested over seeds."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from common.errors import ConfigError
+from launch import results
+from launch.effects import Crossing
+from launch.grid import read_sweep
+from reports.statistics import holm
+from tests.unit.launch.test_results import finish
+
+AXES = {"cells": ("fresh", "stale"), "humanline": ("plain", "hl"), "shape": ("ppo", "dual", "cispo")}
+SEEDS = (1, 2, 5)
+
+
+def crossing(value) -> Crossing:
+    points = itertools.product(*AXES.values())
+    return Crossing(AXES, {at: {seed: value(at, seed) for seed in SEEDS} for at in points})
+
+
+def noise() -> dict:
+    rng = np.random.default_rng(3)
+    return {(at, seed): rng.normal() for at in itertools.product(*AXES.values()) for seed in SEEDS}
+
+
+def test_an_effect_is_the_mean_over_all_that_else_differs():
+    found = noise()
+    of = crossing(lambda at, seed: found[at, seed])
+    effects = {c.b: c for c in of.effects()}
+    assert list(effects) == ["stale", "hl", "dual", "cispo"]
+    by_hand = [
+        np.mean([found[("fresh", "hl", s), seed] - found[("fresh", "plain", s), seed] for s in AXES["shape"]])
+        / 2
+        + np.mean(
+            [found[("stale", "hl", s), seed] - found[("stale", "plain", s), seed] for s in AXES["shape"]]
+        )
+        / 2
+        for seed in SEEDS
+    ]
+    assert effects["hl"].a == "plain (6)"
+    assert effects["hl"].difference.value == pytest.approx(np.mean(by_hand), abs=1e-12)
+    assert effects["hl"].difference.n == len(SEEDS), "seeds are counted, not pairs"
+    assert effects["hl"].p_t == pytest.approx(stats.ttest_1samp(by_hand, 0).pvalue)
+    every = [c.p_t for c in effects.values()]
+    assert [c.p_t_holm for c in effects.values()] == holm(every)
+
+
+def test_within_an_axis_effects_stand_apart():
+    parts = {"plain": 0.0, "hl": 1.0, "ppo": 0.0, "dual": 0.25, "cispo": -3.0}
+    turned = {"fresh": 1.0, "stale": -2.0}
+    of = crossing(lambda at, seed: turned[at[0]] * parts[at[1]] + parts[at[2]] + 10 * seed)
+    effects = {c.b: c.difference.value for c in of.effects("cells")}
+    wanted = {"hl": (1.0, -2.0), "dual": (0.25, 0.25), "cispo": (-3.0, -3.0)}
+    for name, (fresh, stale) in wanted.items():
+        assert effects[f"fresh: {name}"] == pytest.approx(fresh)
+        assert effects[f"stale: {name}"] == pytest.approx(stale)
+    assert len(effects) == 6
+    table = of.means("cells")
+    assert table[0] == ["axis", "value", "fresh", "stale"]
+    row = next(row for row in table if row[1] == "hl")
+    seeds, shapes = 10 * np.mean(SEEDS), np.mean([0.0, 0.25, -3.0])
+    assert row[2:] == [f"{1 + shapes + seeds:.4g} (3)", f"{-2 + shapes + seeds:.4g} (3)"]
+
+
+def test_a_pair_that_lacks_a_cell_has_no_part():
+    whole = crossing(lambda at, seed: float(at[1] == "hl") + (100.0 * seed if at[2] == "cispo" else 0.0))
+    values = {at: v for at, v in whole.values.items() if at != ("stale", "hl", "cispo")}
+    effect = next(c for c in Crossing(AXES, values).effects() if c.b == "hl")
+    assert effect.a == "plain (5)" and effect.difference.value == pytest.approx(1.0)
+
+
+SWEEP = """
+name: crossed
+base: {loss: dpo}
+cells:
+  near: {lr: 1e-5}
+  far: {lr: 1e-3}
+grid:
+  humanline: [false, true]
+seeds: [1, 2]
+"""
+
+
+def test_from_the_command_line(tmp_path, capsys, monkeypatch):
+    (tmp_path / "crossed.yaml").write_text(SWEEP)
+    words = [str(tmp_path / "crossed.yaml"), "--out", str(tmp_path / "out"), "--effects"]
+    runs = tmp_path / "runs"
+    sweep = read_sweep(tmp_path / "crossed.yaml", {"runs_dir": str(runs)})
+    monkeypatch.setattr(results, "read_sweep", lambda path: sweep)
+    for i, run in enumerate(sweep.runs()):
+        far, hl = run.cell.startswith("crossed-far"), run.settings["humanline"]
+        value = 0.5 + 0.2 * hl - 0.1 * far + (0.01 if run.seed == 2 and hl else 0.0)
+        finish(runs, run.name, None if i == 7 else value, *run.overrides())
+    assert results.main(words) == 0
+    said = capsys.readouterr().out
+    assert "near: " not in said and "humanline − no_humanline (1)" in said, "far's runs are not all finished"
+    assert "| humanline | no_humanline | 0.45 (2) |" in said
+    finish(runs / "again", "x", 0.1, "loss=dpo")  # elsewhere: no part of it
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "Means of the axes" in page and "<svg" in page
+    assert results.main([*words, "--within", "cells"]) == 0
+    assert "near: humanline − no_humanline (1)" in capsys.readouterr().out
+    for wrong, why in (
+        (["--within", "shape"], "is no axis"),
+        (["--baseline", "crossed-near-humanline"], "leave --effects out"),
+    ):
+        assert results.main([*words, *wrong]) == 2
+        assert why in capsys.readouterr().err
+    assert results.main([str(runs), "--effects"]) == 2
+    assert "is of a sweep file" in capsys.readouterr().err
+    assert results.main([words[0], "--within", "cells"]) == 2
+    assert "give both" in capsys.readouterr().err
+
+
+def test_nothing_crossed_is_refused(tmp_path):
+    (tmp_path / "one.yaml").write_text("name: one\nbase: {loss: dpo}\ngrid: {humanline: [false, true]}\n")
+    sweep = read_sweep(tmp_path / "one.yaml")
+    with pytest.raises(ConfigError, match="two axes"):
+        Crossing.of(sweep, [], "eval_loss")
