@@ -25,11 +25,12 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from common.errors import StoppedError
 
@@ -52,6 +53,7 @@ _GRACE_S = 10.0
 _LOG_LINES = 25
 _TAIL_BYTES = 64 * 1024
 _LEAVE = "leave"
+_PART = "part"
 _LOG_TO = "log to"
 """Requests that ``serve`` answers by itself; handlers have names of Python functions."""
 
@@ -70,6 +72,8 @@ class WorkerProcess:
         self.module, self.log = module, log
         self._asked: deque[int] = deque()
         self._count = 0
+        self._answer: tuple[bool, Any] | None = None
+        """whether the oldest request succeeded, and its value; None before it is answered"""
         self._output, self._since = _opened(log)
         self._said = ""
         ours, theirs = socket.socketpair()
@@ -105,30 +109,49 @@ class WorkerProcess:
             raise self._gone("died") from error
         self._asked.append(self._count)
 
-    def receive(self, timeout: float) -> Any:
-        """The reply to the oldest unanswered request.
+    def receive(self, timeout: float, begun: float | None = None) -> Any:
+        """The reply to the oldest unanswered request; what the worker says before it is passed over.
 
-        Raises WorkerError: the request raised, the worker died, nothing came within ``timeout`` seconds, or
-        a reply to something else (the worker is then killed).
+        Raises WorkerError: the request raised, the worker died, nothing came within ``timeout`` seconds (of
+        ``begun``, on the monotonic clock; None: now), or a reply to something else (the worker is then
+        killed).
         """
-        deadline = time.monotonic() + timeout
-        try:
-            while not self._connection.poll(min(_POLL_S, max(0.0, deadline - time.monotonic()))):
-                # Processes of the worker's own may hold its end of the pipe open: its death is not always an
-                # end of file.
-                if self._process.poll() is not None and not self._connection.poll(0):
-                    raise self._gone("died")
-                if time.monotonic() >= deadline:
-                    raise self._gone(f"did not answer within {timeout:g} s and was killed", wait=0.0)
-            number, succeeded, value = self._connection.recv()
-        except (EOFError, OSError) as error:
-            raise self._gone("died") from error
-        expected = self._asked.popleft() if self._asked else None
-        if number != expected:
-            raise self._gone(f"answered request {number} in the place of {expected} and was killed", wait=0.0)
+        deadline = (time.monotonic() if begun is None else begun) + timeout
+        while not self.ready(min(_POLL_S, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                raise self._gone(f"did not answer within {timeout:g} s and was killed", wait=0.0)
+        assert self._answer is not None
+        (succeeded, value), self._answer = self._answer, None
+        self._asked.popleft()
         if not succeeded:
             raise WorkerError(f"{self.module} raised an exception:\n{value}")
         return value
+
+    def ready(self, seconds: float, part: Callable[[Any], None] | None = None) -> bool:
+        """Whether the reply to the oldest unanswered request is there, waiting at most ``seconds`` for
+        another word of the worker. ``part`` is told of what comes before the reply. Raises WorkerError where
+        the worker died, or answered something else (it is then killed)."""
+        try:
+            while self._answer is None and self._connection.poll(seconds):
+                number, kind, value = self._connection.recv()
+                expected = self._asked[0] if self._asked else None
+                if number != expected:
+                    how = f"answered request {number} in the place of {expected} and was killed"
+                    raise self._gone(how, wait=0.0)
+                if kind == _PART:
+                    if part is not None:
+                        part(value)
+                    seconds = 0.0
+                else:
+                    self._answer = (kind, value)
+            # Processes of the worker's own may hold its end of the pipe open: its death is not always an end
+            # of file.
+            dead = self._answer is None and self._process.poll() is not None
+            if dead and not self._connection.poll(0):
+                raise self._gone("died")
+        except (EOFError, OSError) as error:
+            raise self._gone("died") from error
+        return self._answer is not None
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
         """``send`` and ``receive``."""
@@ -190,6 +213,27 @@ class WorkerProcess:
         return WorkerError(f"the process {self.module} {how}{status}; {said}:\n{self.last_words()}")
 
 
+class Answering(Protocol):
+    """What ``WorkerProcess`` is to one that has asked it."""
+
+    def ready(self, seconds: float, part: Callable[[Any], None] | None = None) -> bool: ...
+
+    def receive(self, timeout: float, begun: float | None = None) -> Any: ...
+
+
+def replies_of(
+    workers: Sequence[Answering], timeout: float, part: Callable[[int, Any], None] | None = None
+) -> list[Any]:
+    """The replies to what all of ``workers`` were asked, in order. ``part`` is told (which worker, what it
+    says) of what they say before they reply, as it comes. Raises WorkerError."""
+    begun = time.monotonic()
+    tell = [None if part is None else partial(part, k) for k in range(len(workers))]
+    waiting = list(range(len(workers)))
+    while waiting and time.monotonic() < begun + timeout:
+        waiting = [k for k in waiting if not workers[k].ready(_POLL_S / len(waiting), tell[k])]
+    return [worker.receive(timeout, begun) for worker in workers]
+
+
 def _opened(log: Path | None) -> tuple[IO[bytes], int]:
     """(what a worker writes to and its owner reads, how long it is already)."""
     if log is None:
@@ -213,22 +257,36 @@ def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
     try:
         while (request := connection.recv())[1] != _LEAVE:
             number, method, arguments = request
-            reply = _reply(number, known, method, arguments)
-            if os.getpid() != own:
-                _end_child()
-            connection.send_bytes(reply)
+            for reply in _replies(number, known, method, arguments):
+                if os.getpid() != own:
+                    _end_child()
+                connection.send_bytes(reply)
     except (EOFError, ConnectionError):
         _kill_group()
 
 
-def _reply(
+def _replies(
     number: int, handlers: Mapping[str, Callable[..., Any]], method: str, arguments: tuple[Any, ...]
-) -> Any:
-    """(number, whether it succeeded, value or traceback), as the pipe takes it."""
+) -> Iterator[Any]:
+    """What a handler that is a generator yields, as (number, "part", value); then (number, whether it
+    succeeded, value or traceback). As the pipe takes it."""
     try:
-        return ForkingPickler.dumps((number, True, handlers[method](*arguments)))
+        value = handlers[method](*arguments)
+        if isinstance(value, Generator):
+            value = yield from _parts(number, value)
+        reply = ForkingPickler.dumps((number, True, value))
     except Exception:
-        return ForkingPickler.dumps((number, False, traceback.format_exc()))
+        reply = ForkingPickler.dumps((number, False, traceback.format_exc()))
+    yield reply
+
+
+def _parts(number: int, steps: Generator[Any, None, Any]) -> Generator[Any, None, Any]:
+    while True:
+        try:
+            found = next(steps)
+        except StopIteration as end:
+            return end.value
+        yield ForkingPickler.dumps((number, _PART, found))
 
 
 def _log_to(log: str) -> None:

@@ -17,7 +17,7 @@ from models.distributed import World, gather_objects
 from models.export import export, full_state
 from models.policy import Policy
 from models.ranks import Ranks, attempt, outcome
-from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
+from rollouts.samplers import Answered, EmbeddedSampler, Sample, SamplingSettings
 
 Facts = dict[str, Any]
 
@@ -38,9 +38,15 @@ class Engine(Protocol):
         """Sample from what ``publish`` kept in ``folder``, in a process that was killed since. Rank 0."""
 
     def sample(
-        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
+        self,
+        prompts: list[Prompt],
+        n: int,
+        settings: SamplingSettings,
+        seed: int,
+        answered: Answered | None = None,
     ) -> list[list[Sample]]:
-        """``n`` answers to each prompt, in order. Rank 0, inside ``ranks.run_on_main``."""
+        """``n`` answers to each prompt, in order. Rank 0, inside ``ranks.run_on_main``. ``answered`` may be
+        told of a prompt's answers as soon as they are there."""
 
     def sleep(self) -> None:
         """Give accelerator memory back until the next ``publish``. Rank 0."""
@@ -67,8 +73,14 @@ class EmbeddedEngine:
         raise WorkerError(f"{folder} was not written by the embedded sampler")
 
     def sample(
-        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
+        self,
+        prompts: list[Prompt],
+        n: int,
+        settings: SamplingSettings,
+        seed: int,
+        answered: Answered | None = None,
     ) -> list[list[Sample]]:
+        """``answered`` is told nothing: the ranks' answers come together."""
         shares = self._shares((prompts, n, settings, seed))
         return [shares[i % self.world.size][i // self.world.size] for i in range(len(prompts))]
 

@@ -24,8 +24,9 @@ from rollouts.conversations import facts_of
 from rollouts.engines import Engine
 from rollouts.ledger import Line, RoundFolder, sampled_line, sampled_of
 from rollouts.rewards.base import Reward
+from rollouts.rewards.early import Arrivals
 from rollouts.rounds import PromptSchedule, SampledPrompt, asked_and_answered, feedback, own_tokens
-from rollouts.samplers import SamplingSettings
+from rollouts.samplers import Sample, SamplingSettings
 
 Facts = dict[str, Any]
 _SHOWN_CONTEXTS = 8
@@ -137,8 +138,9 @@ class RoundBuilder:
         lines = folder.found(stage, inputs)
         if lines is None:
             start, lines = time.monotonic(), []
+            arrivals = self.reward.arrivals((end - first) * self.config.rounds.samples)
             for seed, prompts in self.contexts.take(first, end):
-                lines += self._draw(prompts, seed)
+                lines += self._draw(prompts, seed, arrivals, len(lines))
             facts = {
                 "seconds": time.monotonic() - start,
                 "contexts": [first, end],
@@ -148,15 +150,29 @@ class RoundBuilder:
             self.pause()
         return [sampled_of(line) for line in lines]
 
-    def _draw(self, prompts: list[Prompt], seed: int) -> list[Line]:
+    def _draw(self, prompts: list[Prompt], seed: int, arrivals: Arrivals | None, first: int) -> list[Line]:
+        """The answers to prompts that are the round's contexts from ``first`` on; to ``arrivals`` they go as
+        soon as they are there."""
         how = {"sampler": self.config.sampler.name, **asdict(self.settings), "seed": seed}
         how |= facts_of(self.config)
-        answers = self.engine.sample(prompts, self.config.rounds.samples, self.settings, seed)
-        lines, temperature = [], self.config.model.logit_temperature
-        for prompt, samples in zip(prompts, answers, strict=True):
-            completions = tuple(s.completion(self.renderer.tokenizer, temperature) for s in samples)
-            lines.append(sampled_line(SampledPrompt(prompt, completions)) | {"sampling": how})
-        return lines
+        n, temperature = self.config.rounds.samples, self.config.model.logit_temperature
+
+        def sampled(prompt: Prompt, samples: list[Sample]) -> SampledPrompt:
+            return SampledPrompt(
+                prompt, tuple(s.completion(self.renderer.tokenizer, temperature) for s in samples)
+            )
+
+        def answered(which: int, samples: list[Sample]) -> None:
+            assert arrivals is not None
+            (asked,) = asked_of([sampled(prompts[which], samples)])
+            arrivals.put((first + which) * n, asked)
+
+        tell = None if arrivals is None else answered
+        answers = self.engine.sample(prompts, n, self.settings, seed, tell)
+        return [
+            sampled_line(sampled(prompt, samples)) | {"sampling": how}
+            for prompt, samples in zip(prompts, answers, strict=True)
+        ]
 
     def _score(self, folder: RoundFolder, suffix: str, sampled: list[SampledPrompt]) -> list[Line]:
         """A line a prompt, as ``score_lines`` makes them."""
@@ -275,12 +291,17 @@ def with_token_rewards(sampled: list[SampledPrompt], lines: list[Line]) -> list[
 def score_samples(reward: Reward, sampled: list[SampledPrompt]) -> list[list[float | None]]:
     """Every sample's reward, None for no verdict; the reward model's memory is given back. Raises
     RewardError."""
-    pairs = [asked_and_answered(one.prompt, c) for one in sampled for c in one.completions]
+    pairs = [pair for asked in asked_of(sampled) for pair in asked]
     try:
         flat = iter(reward.score([prompt for prompt, _ in pairs], [text for _, text in pairs]))
     finally:
         reward.release()
     return [[next(flat) for _ in one.completions] for one in sampled]
+
+
+def asked_of(sampled: list[SampledPrompt]) -> list[list[tuple[Prompt, str]]]:
+    """What a reward is asked about, and the answer, of each completion of each prompt."""
+    return [[asked_and_answered(one.prompt, c) for c in one.completions] for one in sampled]
 
 
 def samples_table(folder: RoundFolder) -> list[list[Any]]:

@@ -98,6 +98,10 @@ class Sampler(Protocol):
         ...
 
 
+Answered = Callable[[int, list[Sample]], None]
+"""(which of the prompts, its samples): told as soon as they are all there."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One sample to be drawn."""

@@ -25,7 +25,7 @@ from models.ranks import Ranks, attempt, outcome
 from models.reference import score
 from rollouts.engines import Facts, write_weights
 from rollouts.probe import Probe, check_probe
-from rollouts.samplers import Sample, SamplingSettings
+from rollouts.samplers import Answered, Sample, SamplingSettings
 from rollouts.transfer import HEAD, Patient, Source, Transfer, chosen, make_transfer
 from rollouts.vllm_sampler import VllmSampler
 
@@ -204,15 +204,20 @@ class VllmEngine:
     # -- samples -----------------------------------------------------------------------------------
 
     def sample(
-        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
+        self,
+        prompts: list[Prompt],
+        n: int,
+        settings: SamplingSettings,
+        seed: int,
+        answered: Answered | None = None,
     ) -> list[list[Sample]]:
         try:
-            return self.sampler.sample(prompts, n, settings, seed)
+            return self.sampler.sample(prompts, n, settings, seed, answered)
         except WorkerError as error:
             if self._restarted or self.sampler.running:  # it was not an engine
                 raise
             self._restart(error)
-        return self.sampler.sample(prompts, n, settings, seed)
+        return self.sampler.sample(prompts, n, settings, seed, answered)
 
     def _restart(self, error: WorkerError) -> None:
         self._restarted = True

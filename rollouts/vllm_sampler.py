@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.worker_process import WorkerError, WorkerProcess
+from common.worker_process import WorkerError, WorkerProcess, replies_of
 from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt, Sequence
-from rollouts.samplers import Player, Row, Sample, SamplingSettings, rows_of
+from rollouts.samplers import Answered, Player, Row, Sample, SamplingSettings, rows_of
 from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow
 from rollouts.vllm_server import ServerEngine, address_towards, alive
 
@@ -169,14 +169,20 @@ class VllmSampler:
         self._ask_all("finish_weight_update", str(self.version))
 
     def sample(
-        self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
+        self,
+        prompts: list[Prompt],
+        n: int,
+        settings: SamplingSettings,
+        seed: int,
+        answered: Answered | None = None,
     ) -> list[list[Sample]]:
-        """``n`` answers to each prompt, with what the engine believed of them. Raises DataError if one cannot
-        be rendered, and WorkerError."""
+        """``n`` answers to each prompt, with what the engine believed of them. ``answered``: told of a
+        prompt's answers while others are still drawn, unless a player answers the policy. Raises DataError if
+        a prompt cannot be rendered, and WorkerError."""
         if self.player is not None:
             return self.player.play(self.draw, prompts, n, settings, seed, synced=False)
         rows = rows_of(self.renderer, prompts, n, settings)
-        samples = self.draw(rows, settings, seed, self.renderer.stop_token_ids, together=n)
+        samples = self.draw(rows, settings, seed, self.renderer.stop_token_ids, n, answered)
         return [samples[i : i + n] for i in range(0, len(samples), n)]
 
     def draw(
@@ -186,9 +192,11 @@ class VllmSampler:
         seed: int,
         stops: tuple[int, ...],
         together: int = 1,
+        answered: Answered | None = None,
     ) -> list[Sample]:
         """A sample of each row, which ends with one of ``stops`` or at its own ``max_tokens``. ``together``:
-        rows of one prompt, which no two engines share. Raises WorkerError."""
+        rows of one prompt, which no two engines share, and of which ``answered`` is told at once. Raises
+        WorkerError."""
         requests = [
             GenerateRequest(
                 row.ids.tolist(),
@@ -204,10 +212,23 @@ class VllmSampler:
         engines, prompts = len(self._sizes), len(rows) // together
         bounds = [prompts * k // engines * together for k in range(engines + 1)]
         self._require_weights()
-        answers = self._ask("generate", [(requests[i:j],) for i, j in pairwise(bounds)], self.config.timeout)
-        drawn: list[Generated] = [each for answer in answers for each in answer]
         says = says_logprobs(settings, self._options.temperature)
-        return [Sample(each.token_ids, each.finished, each.logprobs if says else ()) for each in drawn]
+        drawn: list[Sample | None] = [None] * len(rows)
+
+        def take(engine: int, found: list[tuple[int, Generated]]) -> None:
+            for place, each in found:
+                at = bounds[engine] + place
+                drawn[at] = Sample(each.token_ids, each.finished, each.logprobs if says else ())
+                first = at // together * together
+                samples = [sample for sample in drawn[first : first + together] if sample is not None]
+                if answered is not None and len(samples) == together:
+                    answered(first // together, samples)
+
+        self._ask("generate", [(requests[i:j],) for i, j in pairwise(bounds)], self.config.timeout, part=take)
+        found = [sample for sample in drawn if sample is not None]
+        if len(found) != len(rows):
+            raise WorkerError(f"the engines drew {len(found)} samples of {len(rows)}")
+        return found
 
     def logprobs(self, rows: list[Sequence]) -> list[list[list[float]]]:
         """Log-probabilities of each row's completion tokens, nats, by every engine: [engines][rows][tokens].
@@ -256,13 +277,19 @@ class VllmSampler:
     def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
         return self._ask(method, [arguments] * len(self._workers), self.config.timeout)
 
-    def _ask(self, method: str, arguments: list[tuple[Any, ...]], timeout: float) -> list[Any]:
+    def _ask(
+        self,
+        method: str,
+        arguments: list[tuple[Any, ...]],
+        timeout: float,
+        part: Callable[[int, Any], None] | None = None,
+    ) -> list[Any]:
         """One request to each engine, all at work at once; the answers in order, all from the weights of
-        ``self.version``."""
+        ``self.version``. ``part``: told (which engine, what it says) before it answers."""
         with self._closed_on_failure():
             for worker, each in zip(self._workers, arguments, strict=True):
                 worker.send(method, *each)
-            replies = [worker.receive(timeout) for worker in self._workers]
+            replies = replies_of(self._workers, timeout, part)
             versions = [version for version, _ in replies]
             wanted = "" if self.version is None else str(self.version)
             if any(version != wanted for version in versions):

@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import queue
 import shlex
 import socket
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as TooLate
 from typing import Any
 
@@ -42,6 +45,7 @@ class ServerEngine:
         self.url = url.rstrip("/")
         self._thread = ThreadPoolExecutor(1)
         self._asked: list[Future[Any]] = []
+        self._parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._doing: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
 
     def send(self, method: str, *arguments: Any) -> None:
@@ -54,10 +58,23 @@ class ServerEngine:
 
         return asyncio.run(answer())
 
-    def receive(self, timeout: float) -> Any:
-        """The reply to the oldest unanswered request. Raises WorkerError, which names the address."""
+    def ready(self, seconds: float, part: Callable[[Any], None] | None = None) -> bool:
+        """Whether the reply to the oldest unanswered request is there, waiting at most ``seconds``. ``part``
+        is told of what comes before it."""
+        wait([self._asked[0]], seconds)
+        done = self._asked[0].done()  # before its last parts are looked for
+        while not self._parts.empty():
+            found = self._parts.get()
+            if part is not None:
+                part(found)
+        return done
+
+    def receive(self, timeout: float, begun: float | None = None) -> Any:
+        """The reply to the oldest unanswered request, within ``timeout`` seconds of ``begun`` (None: now).
+        Raises WorkerError, which names the address."""
+        spent = 0.0 if begun is None else time.monotonic() - begun
         try:
-            return self._asked.pop(0).result(timeout)
+            return self._asked.pop(0).result(max(0.0, timeout - spent))
         except TooLate as error:
             raise WorkerError(f"{self.url} did not answer within {timeout:g} s") from error
         except (httpx2.HTTPError, KeyError, TypeError, ValueError) as error:
@@ -109,9 +126,12 @@ class ServerEngine:
         """It has devices of its own, and keeps its memory."""
         return await self._said(None)
 
-    async def generate(self, requests: list[GenerateRequest]) -> tuple[str, list[Generated]]:
-        replies = await self._each([(list(one.prompt), sampling_params(one)) for one in requests])
-        return await self._said([_drawn(reply["choices"][0]) for reply in replies])
+    async def generate(self, requests: list[GenerateRequest]) -> tuple[str, None]:
+        def take(place: int, reply: dict[str, Any]) -> None:
+            self._parts.put([(place, _drawn(reply["choices"][0]))])
+
+        await self._each([(list(one.prompt), sampling_params(one)) for one in requests], take)
+        return await self._said(None)
 
     async def logprobs(self, rows: list[TokenRow]) -> tuple[str, list[list[float]]]:
         params = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
@@ -125,18 +145,26 @@ class ServerEngine:
 
     # -- HTTP ------------------------------------------------------------------------------------------
 
-    async def _each(self, asked: list[tuple[TokenRow, dict[str, Any]]]) -> list[dict[str, Any]]:
+    async def _each(
+        self,
+        asked: list[tuple[TokenRow, dict[str, Any]]],
+        take: Callable[[int, dict[str, Any]], None] | None = None,
+    ) -> list[dict[str, Any]]:
+        """The replies, in order; ``take`` is told of each as it comes."""
         room = asyncio.Semaphore(IN_FLIGHT)
         async with httpx2.AsyncClient(
             timeout=None, limits=httpx2.Limits(max_connections=IN_FLIGHT)
         ) as client:
 
-            async def one(token_ids: TokenRow, params: dict[str, Any]) -> dict[str, Any]:
+            async def one(place: int, token_ids: TokenRow, params: dict[str, Any]) -> dict[str, Any]:
                 async with room:
                     body = {"token_ids": token_ids, "sampling_params": params}
-                    return _content(await client.post(f"{self.url}/inference/v1/generate", json=body))
+                    reply = _content(await client.post(f"{self.url}/inference/v1/generate", json=body))
+                if take is not None:
+                    take(place, reply)
+                return reply
 
-            return list(await asyncio.gather(*(one(*each) for each in asked)))
+            return list(await asyncio.gather(*(one(i, *each) for i, each in enumerate(asked))))
 
     async def _fresh(self, version: str) -> tuple[str, None]:
         """All of the weights are there, and nothing of the old ones is left."""

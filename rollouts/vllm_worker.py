@@ -7,10 +7,11 @@ ends with it; with tensor_parallel above 1 the engine starts processes of its ow
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm import LLM, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.platforms import current_platform
 
@@ -118,22 +119,25 @@ class Engine:
         self._asleep = True
         return self._said(None)
 
-    def generate(self, requests: list[GenerateRequest]) -> tuple[str, list[Generated]]:
-        """One sample a request, in order."""
-        outputs = self._awake().generate(
+    def generate(
+        self, requests: list[GenerateRequest]
+    ) -> Generator[list[tuple[int, Generated]], None, tuple[str, None]]:
+        """One sample a request: (which request, its sample) of those that are finished, a step at a time, as
+        ``LLM.generate`` takes the steps."""
+        llm = self._awake()
+        names = llm.enqueue(
             [{"prompt_token_ids": request.prompt} for request in requests],
             [_sampling_params(request) for request in requests],
             use_tqdm=False,
         )
-        drawn = []
-        for output in outputs:
-            sample = output.outputs[0]
-            assert sample.logprobs is not None
-            values = tuple(
-                step[token].logprob for token, step in zip(sample.token_ids, sample.logprobs, strict=True)
-            )
-            drawn.append(Generated(tuple(sample.token_ids), sample.finish_reason == "stop", values))
-        return self._said(drawn)
+        # vLLM adds random characters to its own name of a request, not to that of its output
+        places = {name.partition("-")[0]: place for place, name in enumerate(names)}
+        engine = llm.llm_engine
+        while engine.has_unfinished_requests():
+            ended = [output for output in engine.step() if output.finished]
+            if ended:
+                yield [(places[output.request_id], _drawn(output)) for output in ended]
+        return self._said(None)
 
     def logprobs(self, rows: list[TokenRow]) -> tuple[str, list[list[float]]]:
         """log p(token | what is before it) of every token but the first, nats. Rows must be shorter than
@@ -160,6 +164,13 @@ class Engine:
         if llm.get_weight_version() == NONE:
             raise RuntimeError("the engine has no weights: it sleeps, or was not sent all of them")
         return llm
+
+
+def _drawn(output: RequestOutput) -> Generated:
+    sample = output.outputs[0]
+    assert sample.logprobs is not None
+    values = tuple(step[token].logprob for token, step in zip(sample.token_ids, sample.logprobs, strict=True))
+    return Generated(tuple(sample.token_ids), sample.finish_reason == "stop", values)
 
 
 def _sampling_params(request: GenerateRequest) -> SamplingParams:

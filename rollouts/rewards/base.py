@@ -16,6 +16,7 @@ import numpy as np
 
 from common.errors import StoppedError
 from data.types import Completion, Prompt
+from rollouts.rewards.early import Arrivals, parts_that_begin
 
 if TYPE_CHECKING:
     from models.ranks import Ranks  # a verifier needs no torch
@@ -55,6 +56,10 @@ class Reward(Protocol):
         Raises RewardError.
         """
 
+    def arrivals(self, count: int) -> Arrivals | None:
+        """Where ``count`` completions may be put as they are sampled, to be scored early; None of a reward
+        that waits for all of them. ``score`` is called with them in any case."""
+
     @property
     def gives_tokens(self) -> bool:
         """Whether it rewards tokens (``score_tokens``), not completions."""
@@ -83,7 +88,8 @@ class Reward(Protocol):
 class Scorer(Protocol):
     """One kind of reward. It says why there is no verdict and leaves the policy about that to ``Checked``.
 
-    One whose settings say ``loads_model`` also has ``share_over``, as of ``Reward``.
+    One whose settings say ``loads_model`` also has ``share_over``, as of ``Reward``. One that scores in
+    processes or by calls may have ``chunk`` and ``begin`` (``rollouts.rewards.early``).
     """
 
     metrics: dict[str, float]
@@ -112,6 +118,10 @@ class Checked:
         verdicts = [finite(v) for v in self.scorer.score(prompts, completions)]
         self._account(verdicts, prompts, completions, start)
         return [None if isinstance(v, Missing) else v for v in verdicts]
+
+    def arrivals(self, count: int) -> Arrivals | None:
+        begin = parts_that_begin(self.scorer)
+        return Arrivals(begin, count) if begin else None
 
     @property
     def gives_tokens(self) -> bool:

@@ -6,9 +6,7 @@ import json
 import os
 import random
 import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import httpx2
@@ -16,6 +14,7 @@ import httpx2
 from common.errors import ConfigError
 from common.http_client import TooLongError, WholeExchange, check_endpoint
 from rollouts.rewards.base import Missing, RewardError
+from rollouts.rewards.early import Tasks
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -65,18 +64,22 @@ class Endpoint:
         self._client = httpx2.Client(transport=WholeExchange(settings.timeout, most_bytes), timeout=None)
         self._lock = threading.Lock()
         self._failures_in_a_row = 0
+        self._made: list[Tasks[Any, Any]] = []
+        self._closed = threading.Event()
         self._dead_after = max(50, 5 * settings.concurrency)
 
-    def each(self, ask: Callable[[T], V], items: Sequence[T]) -> list[V | Missing]:
-        """``ask`` of every item, at most ``concurrency`` at once: its result, or why there is none. ``ask``
-        calls ``post`` and raises FailedError.
+    def calls(self, ask: Callable[[T], V]) -> Tasks[T, V | Missing]:
+        """``ask`` of items, at most ``concurrency`` at once: its result, or why there is none. ``ask`` calls
+        ``post`` and raises FailedError. ``map`` raises RewardError where every further call would fail too: a
+        wrong key, address or model."""
+        made: Tasks[T, V | Missing] = Tasks(
+            lambda item: self._tried(ask, item), self.settings.concurrency, self._anew
+        )
+        self._made.append(made)
+        return made
 
-        Raises RewardError where every further call would fail too: a wrong key, address or model.
-        """
+    def _anew(self) -> None:
         self._failures_in_a_row = 0
-        with ThreadPoolExecutor(self.settings.concurrency) as threads:
-            # map cancels what has not begun when one raises
-            return list(threads.map(lambda item: self._tried(ask, item), items))
 
     def post(self, body: bytes) -> Any:
         """What the endpoint answers to ``body``. Raises FailedError, RewardError."""
@@ -109,10 +112,16 @@ class Endpoint:
             raise ConfigError(key, self.base_url, said) from None
 
     def close(self) -> None:
+        """What is under way ends with its try."""
+        self._closed.set()
+        for made in self._made:
+            made.close()
         self._client.close()
 
     def _tried(self, ask: Callable[[T], V], item: T) -> V | Missing:
         for attempt in range(self.settings.retries + 1):
+            if self._closed.is_set():
+                return Missing("the endpoint was let go of")
             if self._failures_in_a_row >= self._dead_after:
                 return Missing(f"the endpoint was given up after {self._dead_after} failures in a row")
             try:
@@ -123,7 +132,7 @@ class Endpoint:
                 if not failed.again or attempt == self.settings.retries:
                     return Missing(str(failed))
                 pause = max(failed.wait, self.settings.backoff * 2**attempt * random.uniform(0.5, 1.5))
-                time.sleep(min(pause, LONGEST_WAIT_S))
+                self._closed.wait(min(pause, LONGEST_WAIT_S))
             else:
                 self._failures_in_a_row = 0
                 return result

@@ -39,13 +39,15 @@ class FunctionReward:
         except RewardError as error:
             raise ConfigError("reward.function.path", config.path, str(error)) from error
 
+    @property
+    def chunk(self) -> int:
+        return self.config.batch_size
+
+    def begin(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> None:
+        self._pool.begin(columns(prompts, completions, self.config.conversational))
+
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
-        size = self.config.batch_size
-        starts = range(0, len(completions), size)
-        batches = [
-            columns(prompts[i : i + size], completions[i : i + size], self.config.conversational)
-            for i in starts
-        ]
+        batches = batches_of(prompts, completions, self.chunk, self.config.conversational)
         verdicts: list[float | Missing] = []
         for batch, result in zip(batches, self._pool.map(batches), strict=True):
             verdicts += [result] * len(batch["completions"]) if isinstance(result, Missing) else result
@@ -56,6 +58,13 @@ class FunctionReward:
 
     def close(self) -> None:
         self._pool.close()
+
+
+def batches_of(
+    prompts: Sequence[Prompt], completions: Sequence[str], size: int, conversational: bool
+) -> list[Columns]:
+    starts = range(0, len(completions), size)
+    return [columns(prompts[i : i + size], completions[i : i + size], conversational) for i in starts]
 
 
 def columns(prompts: Sequence[Prompt], completions: Sequence[str], conversational: bool) -> Columns:

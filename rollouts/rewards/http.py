@@ -10,7 +10,7 @@ from config.schema_rewards import HttpConfig
 from data.types import Prompt, Turn
 from rollouts.rewards.base import Missing
 from rollouts.rewards.endpoint import Endpoint, FailedError
-from rollouts.rewards.function import Columns, columns
+from rollouts.rewards.function import Columns, batches_of, columns
 
 _MAX_REPLY_BYTES = 4_000_000
 _FIRST = Prompt((Turn("user", "What is 2 + 2?"),), "4")
@@ -26,17 +26,21 @@ class HttpReward:
         self.metrics: dict[str, float] = {}
         self.log_dir: Path | None = None
         self._endpoint = Endpoint("reward.http", config.base_url, "", config, _MAX_REPLY_BYTES)
+        self._calls = self._endpoint.calls(self._ask)
         self._endpoint.check(self._ask, columns([_FIRST], ["4"], config.conversational))
+
+    @property
+    def chunk(self) -> int:
+        return self.config.batch_size
+
+    def begin(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> None:
+        self._calls.begin(columns(prompts, completions, self.config.conversational))
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
         """Raises RewardError where every further call would fail too: a wrong key or address."""
-        size = self.config.batch_size
-        batches = [
-            columns(prompts[i : i + size], completions[i : i + size], self.config.conversational)
-            for i in range(0, len(completions), size)
-        ]
+        batches = batches_of(prompts, completions, self.chunk, self.config.conversational)
         verdicts: list[float | Missing] = []
-        for batch, found in zip(batches, self._endpoint.each(self._ask, batches), strict=True):
+        for batch, found in zip(batches, self._calls.map(batches), strict=True):
             verdicts += [found] * len(batch["completions"]) if isinstance(found, Missing) else found
         return verdicts
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from common.imports import import_function
 from common.worker_process import WorkerError, WorkerProcess, serve
 from rollouts.rewards.base import LOG_NAME, Missing, RewardError
 from rollouts.rewards.blame import describe
+from rollouts.rewards.early import Tasks
 
 START_S = 180.0
 """Seconds a worker may take to import what it will run."""
@@ -59,6 +60,9 @@ class Pool:
         self.loader, self.argument, self.workers, self.timeout = loader, argument, workers, timeout
         self.log_dir, self.log_name = log_dir, log_name
         self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
+        self._busy: set[WorkerProcess] = set()
+        self._tasks: Tasks[Any, Any] = Tasks(self._run, workers)
+        self._closed = False
         self._logs_in_use: set[Path] = set()
         self._lock = threading.Lock()
 
@@ -71,16 +75,28 @@ class Pool:
 
         Raises RewardError if the function cannot be loaded.
         """
-        with ThreadPoolExecutor(self.workers) as threads:
-            return list(threads.map(self._run, tasks))
+        return self._tasks.map(tasks)
+
+    def begin(self, task: Any) -> None:
+        """Run a task that ``map`` will be asked for."""
+        self._tasks.begin(task)
 
     def close(self) -> None:
         """End the workers; whatever they are doing."""
+        self._tasks.close()
+        with self._lock:
+            self._closed = True
+            busy = list(self._busy)
+        for worker in busy:  # its thread finds it dead
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
         while not self._idle.empty():
             self._idle.get().close(grace=0.0)
 
     def _run(self, task: Any) -> Any:
         worker = self._take()
+        with self._lock:
+            self._busy.add(worker)
         start = time.monotonic()
         try:
             succeeded, result = worker.call("run", task, timeout=self.timeout)
@@ -91,7 +107,13 @@ class Pool:
                 return Missing(f"took longer than {self.timeout:g} s and was killed")
             said = worker.last_words(1).strip()[:200]
             return Missing("ended its process" + (f" ({said})" if said else ""))
-        self._idle.put(worker)
+        with self._lock:
+            self._busy.discard(worker)
+            kept = not self._closed
+            if kept:
+                self._idle.put(worker)
+        if not kept:
+            self._discard(worker)
         return result if succeeded else Missing(result)
 
     def _take(self) -> WorkerProcess:
@@ -123,6 +145,7 @@ class Pool:
     def _discard(self, worker: WorkerProcess) -> None:
         worker.close(grace=0.0)
         with self._lock:
+            self._busy.discard(worker)
             self._logs_in_use -= {worker.log}
 
     def _new(self, log: Path | None) -> WorkerProcess:

@@ -195,10 +195,11 @@ class EndpointTeacher(Teacher):
         self.endpoint = Endpoint(
             "reward.teacher", settings.base_url, "/completions", settings, _MAX_REPLY_BYTES
         )
+        self._calls = self.endpoint.calls(self._ask)
         self.endpoint.check(self._ask, (np.zeros(1, np.int32), Completion("", (0,))))
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Sequence[float] | Missing]:
-        return self.endpoint.each(self._ask, samples)
+        return self._calls.map(samples)
 
     def close(self) -> None:
         self.endpoint.close()
