@@ -56,7 +56,7 @@ class Second:
     def reload_weights(self, folder, version):
         self.other.model.load_state_dict(torch.load(folder / "weights.pt"))
 
-    def sample(self, prompts, n, settings, seed):
+    def sample(self, prompts, n, settings, seed, answered=None):
         self.threads.add(threading.current_thread().name)
         return self.sampler.sample(prompts, n, settings, seed)
 

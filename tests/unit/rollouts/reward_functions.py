@@ -87,3 +87,11 @@ NOT_A_FUNCTION = 3
 
 def hanging(_):
     return lambda task: time.sleep(60)
+
+
+def noted(completions, **columns):
+    """Takes a tenth of a second, and says when it was called and of what."""
+    with open(os.environ["TIMES_FILE"], "a") as file:
+        file.write(json.dumps({"time": time.monotonic(), "completions": completions}) + "\n")
+    time.sleep(0.1)
+    return [float(len(text)) for text in completions]
