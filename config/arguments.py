@@ -114,6 +114,20 @@ def refuse_choices(arguments: list[str]) -> None:
             )
 
 
+def given_twice(arguments: list[str]) -> list[str]:
+    """A sentence for each setting that has two different values: the last one holds, as scripts that append to
+    a command count on."""
+    values: dict[str, list[str]] = {}
+    for override in filter(None, map(_override, arguments)):
+        if not override.is_delete() and override.key_or_group:
+            values.setdefault(override.key_or_group, []).append(override.get_value_string())
+    return [
+        f"{key} is given {len(found)} times, {', '.join(found)}: {found[-1]} holds"
+        for key, found in values.items()
+        if len(set(found)) > 1
+    ]
+
+
 def _override(argument: str) -> Override | None:
     """The argument as Hydra reads it; None for an option, and for what Hydra will refuse itself."""
     try:

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from common.errors import ConfigError, StoppedError, UserError, require
 from common.output import no_room
 from common.secrets import scrub_text
-from config.arguments import as_settings, choices_of, refuse_choices
+from config.arguments import as_settings, choices_of, given_twice, refuse_choices
 from config.files import FOLDER
 from config.load import load, run_name
 from config.schema import Config
@@ -131,6 +131,8 @@ def cli(main: Callable[[], object]) -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # or Hydra would print its own and leave with 1
     sys.argv[1:] = as_settings(sys.argv[1:])
     guarded(lambda: refuse_choices(sys.argv[1:]))
+    for sentence in given_twice(sys.argv[1:]) if os.environ.get("RANK", "0") == "0" else ():
+        print(f"note: {sentence}", file=sys.stderr, flush=True)
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:

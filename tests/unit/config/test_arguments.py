@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
-from config.arguments import HYDRAS, as_settings, choices_of, refuse_choices
+from config.arguments import HYDRAS, as_settings, choices_of, given_twice, refuse_choices
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,15 @@ def test_what_has_hydras_form_stays(words: list[str]) -> None:
 
 def test_hydras_own_options_are_known() -> None:
     assert {name for name in get_args_parser()._option_string_actions if name.startswith("--")} == set(HYDRAS)
+
+
+def test_what_is_given_twice_is_said_with_the_value_that_holds() -> None:
+    words = ["lr=1e-5", "loss=dpo", "+data.x=3", "lr=2e-5", "loss=dpo", "++data.x=4", "seed=1", "~reward"]
+    assert given_twice(words) == [
+        "lr is given 2 times, 1e-5, 2e-5: 2e-5 holds",
+        "data.x is given 2 times, 3, 4: 4 holds",
+    ]
+    assert given_twice(["lr=1", "resume=true", "resume=true", "-m", "lr"]) == []
 
 
 def test_the_choices_of_a_command_line() -> None:
