@@ -115,8 +115,8 @@ def refuse_choices(arguments: list[str]) -> None:
 
 
 def given_twice(arguments: list[str]) -> list[str]:
-    """A sentence for each setting that has two different values: the last one holds, as scripts that append to
-    a command count on."""
+    """A sentence for each setting that has two different values: the last one holds, as scripts that append
+    to a command count on."""
     values: dict[str, list[str]] = {}
     for override in filter(None, map(_override, arguments)):
         if not override.is_delete() and override.key_or_group:
