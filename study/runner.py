@@ -103,9 +103,10 @@ def one(run: Run, runs_dir: Path) -> Outcome:
     from train import train
 
     torch.set_num_threads(1)
-    # A record tells of the weights before and after, which evaluations in between do not change. A run whose
-    # curve is asked for has its own ``eval_every``: what is given last holds.
-    overrides = ["eval_every=0", *run.overrides(), f"runs_dir={runs_dir}"]
+    # A record tells of the weights before and after. Neither evaluations in between change them, nor the
+    # report's charts, which take as long as a third of the training. What a plan says of them comes last, and
+    # holds.
+    overrides = ["eval_every=0", "report=false", *run.overrides(), f"runs_dir={runs_dir}"]
     folder, log = runs_dir / run.name, runs_dir / "logs" / f"{run.name}.out"
     log.parent.mkdir(parents=True, exist_ok=True)
     wall, cpu, commit = time.perf_counter(), time.process_time(), git_commit(CONFIG_DIR.parent)
