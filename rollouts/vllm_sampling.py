@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -17,6 +18,7 @@ from models.distributed import World, from_main
 from models.policy import Policy
 from models.pretrained import resolve_model_path
 from models.ranks import Ranks, attempt, outcome
+from rollouts.adapters import base_of_adapters
 from rollouts.conversations import make_conversations
 from rollouts.samplers import SamplingSettings
 from rollouts.sampling import refuse_options
@@ -43,6 +45,8 @@ class VllmSampling:
         refuse_options(config)
         check_logprobs(config)
         self.config, self.renderer, self.world, self.log_dir = config, renderer, world, log_dir
+        on_main = attempt(partial(base_of_adapters, config)) if world.is_main else None
+        self._base: Path | None = outcome(from_main(on_main))
         self._sizes: list[int] | None = None
         if config.sampler.urls:
             self._sizes = outcome(from_main(attempt(self._ask_servers) if world.is_main else None))
@@ -77,7 +81,8 @@ class VllmSampling:
 
     def engine(self, policy: Policy, prompts: list[Prompt]) -> VllmEngine:
         probe = probe_rows(prompts, self.renderer)
-        return VllmEngine(self.sampler(), policy, self.renderer, self.world, probe, self.config.model.dtype)
+        dtype = self.config.model.dtype
+        return VllmEngine(self.sampler(), policy, self.renderer, self.world, probe, dtype, self._base)
 
     @contextmanager
     def opened(self) -> Iterator[OneProcess]:
