@@ -23,9 +23,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from config.schema_model import ModelConfig
 from models.distributed import local
 from models.export import whole_folder
 from models.policy import Policy
+from models.pretrained import empty_policy
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -39,7 +41,7 @@ def adapter_state(policy: Policy) -> dict[str, Tensor]:
     """Every weight of the adapters whole, on the CPU, under PEFT's names in files. Every rank calls it, in
     step with the others; nothing else of the model is gathered."""
     return {
-        _NAME.sub(r"\1\2", name.removeprefix("model.")): local(tensor.detach()).cpu()
+        _NAME.sub(r"\1\2", name.removeprefix("model.")): local(tensor.detach()).to("cpu", copy=True)
         for name, tensor in get_model_state_dict(policy).items()
         if isinstance(tensor, Tensor) and name.startswith("model.") and ".lora_" in name
     }
@@ -82,6 +84,13 @@ def adapter_folder(folder: Path) -> AdapterFolder | None:
         layers = {name.split(".lora_")[0] for name in tensors.keys()}  # noqa: SIM118 (not a dict)
     modules = tuple(sorted({layer.rpartition(".")[2] for layer in layers}))
     return AdapterFolder(config["base_model_name_or_path"], config["r"], modules)
+
+
+def adapted_modules(config: ModelConfig) -> tuple[str, ...]:
+    """What the layers are called that get adapters, as ``AdapterFolder.modules``: of the model without its
+    weights."""
+    named = empty_policy(config).model.named_modules()
+    return tuple(sorted({name.rpartition(".")[2] for name, module in named if isinstance(module, LoraLayer)}))
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from models.export import config_json, whole_weights
 from models.policy import Policy, causal_lm
 from models.ranks import Ranks, attempt, outcome
 from models.reference import score
+from rollouts.adapters import MERGED
 from rollouts.engines import Facts, write_weights
 from rollouts.probe import Probe, check_probe
 from rollouts.samplers import Sample, SamplingSettings
@@ -151,7 +152,9 @@ class VllmEngine:
         config = self.sampler.config
         if self._worked:
             return False
-        if self.base is not None and config.adapters == "auto":
+        if self.base is not None and config.adapters != "auto":
+            raise TransferError(f"{error}\n{MERGED}") from error
+        if self.base is not None:
             self.base, self._kept = None, None
             self.backend = chosen(config, self.world.device)
             said = "the model goes over with its adapters merged instead (sampler.adapters)"

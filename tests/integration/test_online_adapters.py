@@ -1,5 +1,5 @@
-"""Rounds of a LoRA run with the real vLLM engine on a CPU: its adapters alone go over, onto an engine with the
-model as it was."""
+"""Rounds of a LoRA run with the real vLLM engine on a CPU: its adapters alone go over, onto an engine with
+the model as it was."""
 
 from __future__ import annotations
 
