@@ -19,9 +19,9 @@ RECORD = "config.yaml"
 LOCK = "run.lock"
 """Held by the process that is at work in the folder (common.lock)."""
 KIND = "humanline run"
-MAY_CHANGE = ("eval_every", "rounds.compress", "rounds.keep_weights", "sampler.urls")
-"""Settings that a run may go on with others of: they change what is measured or kept, or which machines
-sample, and not what is trained."""
+MAY_CHANGE = ("eval_every", "rounds.compress", "rounds.keep_weights", "sampler.urls", "sampler.adapters")
+"""Settings that a run may go on with others of: they change what is measured or kept, which machines sample
+or how weights reach them, and not what is trained."""
 LENGTH = ("n_epochs", "n_examples")
 """What says how long an offline run is."""
 _SECTIONS = {"model", "data", "loss", "trainer", "runs_dir"}

@@ -36,6 +36,7 @@ class SamplerConfig:
     start_timeout: float
     timeout: float
     weight_transfer: str
+    adapters: str
     urls: list[str] | None
     options: dict[str, Any]
 
@@ -49,6 +50,13 @@ class SamplerConfig:
             "must be at least 1, or null",
         )
         one_of("sampler.weight_transfer", self.weight_transfer, ("auto", *TRANSFERS))
+        one_of("sampler.adapters", self.adapters, ("auto", "merged", "alone"))
+        require(
+            self.adapters != "alone" or self.separate,
+            "sampler.adapters",
+            self.adapters,
+            "needs sampler=vllm; the embedded sampler is the policy itself: leave it at auto",
+        )
         one_of("sampler.dtype", self.dtype, (None, "float32", "bfloat16", "float16"))
         require(
             self.max_tokens is None or self.max_tokens >= 1,

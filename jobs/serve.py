@@ -37,6 +37,7 @@ def server_words(config: Config, port: int) -> tuple[list[str], dict[str, str]]:
     import torch
 
     from models.pretrained import resolve_model_path
+    from rollouts.adapters import base_of_adapters, with_adapters
     from rollouts.transfer import chosen
     from rollouts.vllm_sampler import engine_options
     from rollouts.vllm_server import serve_command
@@ -44,6 +45,8 @@ def server_words(config: Config, port: int) -> tuple[list[str], dict[str, str]]:
     model, device = config.model, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     options = engine_options(config.sampler, model.max_length, model.dtype, model.logit_temperature)
     path, backend = str(resolve_model_path(model.name_or_path)), chosen(config.sampler, device)
+    if base_of_adapters(config) is not None:
+        options = with_adapters(options, model)
     words = serve_command(path, options, backend, port, device.type == "cpu")
     program = words.index("python")
     own = dict(word.split("=", 1) for word in words[1:program])

@@ -8,6 +8,7 @@ import itertools
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -119,9 +120,7 @@ def export(
     cast to ``dtype``. Raises OSError where it cannot be written; nothing of it is left then.
     """
     model = causal_lm(policy.model)
-    part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
+    with whole_folder(folder) as part:
         model.save_pretrained(
             part, state_dict=_tie({name: _cast(tensor, dtype) for name, tensor in state.items()}, model)
         )
@@ -129,6 +128,16 @@ def export(
         config.dtype = dtype
         config.save_pretrained(part)
         tokenizer.save_pretrained(part)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which is ``folder`` once the context ends, in place of one that is there. Raises
+    OSError where it cannot be written; nothing of it is left then."""
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        yield part
     except Exception as error:
         shutil.rmtree(part, ignore_errors=True)
         if (number := _system_error(error)) is None:

@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from peft import PeftModel
 
 from common.files import write_whole
 from common.worker_process import WorkerError
 from data.batches import collate
 from data.chat import Renderer
 from data.types import Prompt, Sequence
+from models.adapters import adapter_state, export_adapters, stirred
 from models.distributed import World, from_main
 from models.export import config_json, whole_weights
 from models.policy import Policy, causal_lm
 from models.ranks import Ranks, attempt, outcome
 from models.reference import score
+from rollouts.adapters import MERGED
 from rollouts.engines import Facts, write_weights
 from rollouts.probe import Probe, check_probe
 from rollouts.samplers import Answered, Sample, SamplingSettings
@@ -62,17 +65,20 @@ class VllmEngine:
         world: World,
         probe: list[Sequence],
         trained_in: str,
+        base: Path | None = None,
     ) -> None:
         """``probe``: rows on which engine and trainer must agree; ``trained_in``: the trainer's compute
-        dtype."""
+        dtype; ``base``: of a LoRA policy, the folder of the model under its adapters, which then go over
+        alone. None: whole models do."""
         self.sampler, self.policy, self.renderer, self.world = sampler, policy, renderer, world
         self.probe, self.trained_in = probe, trained_in
-        self.backend = chosen(sampler.config, world.device)
+        self.base = base
+        self.backend = chosen(sampler.config, world.device) if base is None else "disk"
         self._probed: Probe | None = None
         self._said: list[list[float]] = []
-        self._version, self._worked = 0, False
-        self._proving = 0.0
-        """seconds of the probe in this hand-over"""
+        self._version, self._worked, self._tried = 0, False, False
+        self._proving, self._writing = 0.0, 0.0
+        """seconds of the probe, and of writing files, in this hand-over"""
         self._kept: Path | None = None
         self._restarted = False
         self._source = Source(partial(whole_weights, policy, getattr(torch, sampler.dtype)))
@@ -87,62 +93,108 @@ class VllmEngine:
 
     def publish(self, folder: Path, version: int, keep: bool) -> Facts:
         scoring = time.monotonic()
-        with self.policy.at_temperature(1.0):  # what vLLM says of a prompt's tokens
-            scores = score(self.policy, collate(self.probe, self.world.device))
-        self._said = [
-            values[: len(row.completion_ids)].tolist() for row, values in zip(self.probe, scores, strict=True)
-        ]
+        self._said = self._scored()
         self._version, self._kept, self._restarted = version, None, False
         if self.sampler.config.shares_devices and self.world.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()  # what the engine wakes up to use
-        start, self._proving = time.monotonic(), 0.0
-        if keep or self.backend == "disk":
-            self._write(folder)
-        written = time.monotonic()
-        try:
-            self.ranks.run_on_main(self._give)
-        except TransferError as error:
-            if self._worked or self.sampler.config.weight_transfer != "auto":
-                raise
-            self._fall_back(folder, error)
+        start, self._proving, self._writing = time.monotonic(), 0.0, 0.0
+        while True:
+            try:
+                self._hand_over(folder, keep)
+                break
+            except TransferError as error:
+                if not self._another_way(error):
+                    raise
         self._worked = True
         return self.ranks.run_on_main(
             lambda: {
                 "weight_transfer": self.backend,
-                "write_seconds": written - start,
-                "load_seconds": time.monotonic() - written - self._proving,
+                **self._adapter_facts(),
+                "write_seconds": self._writing,
+                "load_seconds": time.monotonic() - start - self._writing - self._proving,
                 "probe_seconds": start - scoring + self._proving,
                 **self._probe_facts(),
             }
         )
 
+    def _scored(self) -> list[list[float]]:
+        """What the trainer says of the probe, nats: [rows][tokens]. Every rank."""
+        with self.policy.at_temperature(1.0):  # what vLLM says of a prompt's tokens
+            scores = score(self.policy, collate(self.probe, self.world.device))
+        return [
+            values[: len(row.completion_ids)].tolist() for row, values in zip(self.probe, scores, strict=True)
+        ]
+
     def _probe_facts(self) -> Facts:
         assert self._probed is not None, "rank 0 has compared engine and trainer"
         return {"probe_largest": self._probed.largest, "probe_mean": self._probed.mean}
 
-    def _fall_back(self, folder: Path, error: TransferError) -> None:
-        """Go by the disk from here on: the first try in memory failed. Every rank."""
-        if self.world.is_main:
-            print(
-                f"{error}\nweights go through a folder on disk instead (sampler.weight_transfer)", flush=True
-            )
-        self.sampler.close()
-        self.backend, self._probed = "disk", None
-        self.sampler.transfers_by(None)
-        if self._kept is None:
-            self._write(folder)
+    def _adapter_facts(self) -> Facts:
+        if not isinstance(self.policy.model, PeftModel):
+            return {}
+        return {"adapters": "merged" if self.base is None else "alone"}
+
+    def _hand_over(self, folder: Path, keep: bool) -> None:
+        """Every rank. Raises TransferError."""
+        if self.base is not None and not self._tried:
+            with stirred(self.policy):
+                said = self._scored()
+                self._write(folder, said)
+            self.ranks.run_on_main(lambda: self._give_adapters(said))
+            self._tried, self._kept = True, None
+        if (keep or self.backend == "disk") and self._kept is None:
+            self._write(folder, self._said)
         self.ranks.run_on_main(self._give)
 
-    def _write(self, folder: Path) -> None:
-        """Every rank."""
-        dtype = getattr(torch, self.sampler.dtype)
-        write_weights(self.ranks, self.policy, self.renderer.tokenizer, folder, dtype)
-        self.ranks.run_on_main(lambda: write_whole(folder / _PROBE, json.dumps(self._said)))
-        self._kept = folder
+    def _another_way(self, error: TransferError) -> bool:
+        """Whether there is one where the first try failed: it is gone from here on. Every rank."""
+        config = self.sampler.config
+        if self._worked:
+            return False
+        if self.base is not None and config.adapters != "auto":
+            raise TransferError(f"{error}\n{MERGED}") from error
+        if self.base is not None:
+            self.base, self._kept = None, None
+            self.backend = chosen(config, self.world.device)
+            said = "the model goes over with its adapters merged instead (sampler.adapters)"
+        elif self.backend != "disk" and config.weight_transfer == "auto":
+            self.backend = "disk"
+            said = "weights go through a folder on disk instead (sampler.weight_transfer)"
+        else:
+            return False
+        if self.world.is_main:
+            print(f"{error}\n{said}", flush=True)
+        self.sampler.close()
+        self._probed = None
+        self.sampler.transfers_by(None if self.backend == "disk" else self.backend)
+        return True
+
+    def _write(self, folder: Path, said: list[list[float]]) -> None:
+        """The weights as they are, with what the trainer says of the probe. Every rank."""
+        start, dtype = time.monotonic(), getattr(torch, self.sampler.dtype)
+        if (base := self.base) is None:
+            write_weights(self.ranks, self.policy, self.renderer.tokenizer, folder, dtype)
+        else:
+            state = adapter_state(self.policy)
+            self.ranks.run_on_main(lambda: export_adapters(state, self.policy, base, folder, dtype))
+        self.ranks.run_on_main(lambda: write_whole(folder / _PROBE, json.dumps(said)))
+        self._kept, self._writing = folder, self._writing + time.monotonic() - start
+
+    def _give_adapters(self, said: list[list[float]]) -> None:
+        """Those that were written, and ``said`` with them. Rank 0, inside ``ranks.run_on_main``."""
+        assert self._kept is not None
+        try:
+            self.sampler.load(self._kept, self._version)
+            self._prove(said)
+        except (WorkerError, RuntimeError, ValueError, OSError) as error:
+            raise TransferError(f"the adapters alone could not be handed over: {error}") from error
 
     def _give(self) -> None:
         """The weights of now, or those that were kept. Rank 0, inside ``ranks.run_on_main``."""
+        if self.base is not None:
+            self._give_adapters(self._said)
+            return
         if self.backend == "disk":
             assert self._kept is not None
             self.sampler.load(self._kept, self._version)

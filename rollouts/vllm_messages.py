@@ -31,6 +31,11 @@ class EngineOptions:
     """vLLM's backend of weight transfer; None: weights come from folders alone"""
     model_config: str = ""
     """config.json of a model that is started without weights"""
+    lora_rank: int = 0
+    """highest rank of the adapters that go over alone, onto the model that the engine is started with; 0:
+    whole models go over"""
+    lora_modules: tuple[str, ...] = ()
+    """what the layers are called that have adapters"""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ from common.worker_process import WorkerError, WorkerProcess, replies_of
 from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt, Sequence
+from models.adapters import AdapterFolder, adapter_folder
+from rollouts.adapters import highest_rank
 from rollouts.samplers import Answered, Player, Row, Sample, SamplingSettings, rows_of
 from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow
 from rollouts.vllm_server import ServerEngine, address_towards, alive
@@ -99,21 +101,36 @@ class VllmSampler:
         self._options = replace(self._options, transfer=backend)
 
     def load(self, folder: Path, version: int) -> None:
-        """Take the weights of a Hugging Face folder (config.json, *.safetensors): in place, waking up first
-        if asleep.
+        """Take the weights of a Hugging Face folder (config.json, *.safetensors), or PEFT's of adapters
+        (adapter_config.json): in place, waking up first if asleep.
 
-        The first call, and the first after a failure, starts the engines. Raises WorkerError; no engine is
-        left then.
+        The first call, the first after a failure, and the first of the other kind of folder starts the
+        engines: on the model that the adapters belong to, where it is adapters. Raises WorkerError; no engine
+        is left then.
         """
-        path, self.version = str(folder.resolve()), version
+        path, adapters = str(folder.resolve()), adapter_folder(folder)
+        self._must_take(adapters)
+        if adapters is not None and not self._workers:
+            self.version = None
+            self._start(adapters.base, "")
+        self.version = version
         if self._workers:
             self._ask_all("load", path, str(version))
         else:
             self._start(path, str(version))
 
+    def _must_take(self, adapters: AdapterFolder | None) -> None:
+        """Such adapters, or whole models (None): engines that were started for others go."""
+        rank, modules = (highest_rank(adapters.rank), adapters.modules) if adapters else (0, ())
+        wanted = replace(self._options, lora_rank=rank, lora_modules=modules)
+        if wanted != self._options:
+            self.close()
+            self._options = wanted
+
     def start(self, model_config: str) -> bool:
         """Have engines that can be sent weights: they are started where there are none, which is True.
         ``model_config``: the text of the model's config.json. Raises WorkerError; no engine is left then."""
+        self._must_take(None)
         if self._workers:
             return False
         self.version, self._options = None, replace(self._options, model_config=model_config)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -17,6 +19,7 @@ from models.distributed import World, from_main
 from models.policy import Policy
 from models.pretrained import resolve_model_path
 from models.ranks import Ranks, attempt, outcome
+from rollouts.adapters import KEY, base_of_adapters, with_adapters
 from rollouts.conversations import make_conversations
 from rollouts.samplers import SamplingSettings
 from rollouts.sampling import refuse_options
@@ -24,7 +27,7 @@ from rollouts.transfer import chosen
 from rollouts.vllm_engine import VllmEngine, probe_rows
 from rollouts.vllm_messages import SHAPE
 from rollouts.vllm_sampler import VllmSampler, engine_options, require_installed, says_logprobs
-from rollouts.vllm_server import check_servers, serve_command
+from rollouts.vllm_server import check_servers, serve_command, without_adapters
 from rollouts.weights import model_folder
 
 PARTS, IN_FLIGHT = 20, 512
@@ -43,21 +46,35 @@ class VllmSampling:
         refuse_options(config)
         check_logprobs(config)
         self.config, self.renderer, self.world, self.log_dir = config, renderer, world, log_dir
+        on_main = attempt(partial(base_of_adapters, config)) if world.is_main else None
+        self._base: Path | None = outcome(from_main(on_main))
         self._sizes: list[int] | None = None
         if config.sampler.urls:
-            self._sizes = outcome(from_main(attempt(self._ask_servers) if world.is_main else None))
+            asked = outcome(from_main(attempt(self._ask_servers) if world.is_main else None))
+            self._sizes, self._base = asked
         self.conversations = make_conversations(config, renderer, log_dir)
 
-    def _ask_servers(self) -> list[int]:
-        """Whether the servers are such as this run needs. Raises ConfigError."""
-        model = self.config.model
+    def _ask_servers(self) -> tuple[list[int], Path | None]:
+        """(how many workers each server has, what they have under adapters that go over alone). Raises
+        ConfigError unless the servers are such as this run needs."""
+        model, wanted = self.config.model, self.config.sampler.adapters
         options = engine_options(self.config.sampler, model.max_length, model.dtype, model.logit_temperature)
         backend, path = chosen(self.config.sampler, self.world.device), resolve_model_path(model.name_or_path)
+        if self._base is not None:
+            options = with_adapters(options, model)
+            backend = "disk" if wanted == "alone" else backend
         theirs = AutoConfig.from_pretrained(path, revision=model.revision).get_text_config()
         shape = {name: getattr(theirs, name) for name in SHAPE if hasattr(theirs, name)}
         cpu = self.world.device.type == "cpu"
         command = serve_command(str(path), options, backend, 8000, cpu)
-        return check_servers(list(self.config.sampler.urls or ()), options, backend, shape, command)
+        urls = list(self.config.sampler.urls or ())
+        sizes = check_servers(urls, options, backend, shape, command)
+        said = None if self._base is None else without_adapters(urls, options, command)
+        if said is not None:
+            remedy = f"{said}; start a server there: {shlex.join(command)}"
+            require(wanted != "alone", KEY, wanted, remedy)
+            print(f"{said}: whole models go there, with the adapters merged ({KEY})", flush=True)
+        return sizes, self._base if said is None else None
 
     def sampler(self) -> VllmSampler:
         """The engines, not started yet."""
@@ -77,7 +94,8 @@ class VllmSampling:
 
     def engine(self, policy: Policy, prompts: list[Prompt]) -> VllmEngine:
         probe = probe_rows(prompts, self.renderer)
-        return VllmEngine(self.sampler(), policy, self.renderer, self.world, probe, self.config.model.dtype)
+        dtype = self.config.model.dtype
+        return VllmEngine(self.sampler(), policy, self.renderer, self.world, probe, dtype, self._base)
 
     @contextmanager
     def opened(self) -> Iterator[OneProcess]:

@@ -31,9 +31,12 @@ TESTED = "0.32."
 KEY = "sampler.urls"
 IN_FLIGHT = 512
 """Samples that a server is asked for at once; it queues what it has no room for."""
+ADAPTERS = "adapters-of-round-"
+"""What a round's adapters are called, before its version."""
 NONE = ""
 RESETS = 20
 _ONE_TOKEN = {"max_tokens": 1, "detokenize": False}
+UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 ASK_S = 60.0
 """Seconds that a server has to say what it is."""
 
@@ -47,6 +50,9 @@ class ServerEngine:
         self._asked: list[Future[Any]] = []
         self._parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._doing: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        self._takes_adapters = False
+        self._named: dict[str, str] = {}
+        """what every request names, where adapters go over alone"""
 
     def send(self, method: str, *arguments: Any) -> None:
         self._asked.append(self._thread.submit(self._answer, method, arguments))
@@ -91,7 +97,8 @@ class ServerEngine:
     # -- what rollouts.vllm_worker answers too ---------------------------------------------------------
 
     async def start(self, options: EngineOptions, folder: str | None, version: str) -> tuple[str, None]:
-        if folder is not None:
+        self._takes_adapters = options.lora_rank > 0
+        if folder is not None and not self._takes_adapters:
             return await self.load(folder, version)
         await self._post("abort_requests", {})  # of a client that is gone
         return await self._versioned(NONE)
@@ -99,8 +106,22 @@ class ServerEngine:
     async def load(self, folder: str, version: str) -> tuple[str, None]:
         """From a folder that the server can read too."""
         await self._versioned(NONE)
-        await self._rpc("read_weights", folder)
+        if self._takes_adapters:
+            await self._read_adapters(folder, f"{ADAPTERS}{version}")
+        else:
+            await self._rpc("read_weights", folder)
         return await self._fresh(version)
+
+    async def _read_adapters(self, folder: str, name: str) -> None:
+        """Under a name that is new to the server: loaded in place of others of that name, they would be read
+        again at every step (vLLM 0.32 keeps ``load_inplace`` with the name)."""
+        async with httpx2.AsyncClient(timeout=None) as client:
+            known = _content(await client.get(f"{self.url}/v1/models"))["data"]
+            for old in (model["id"] for model in known if model["id"].startswith(ADAPTERS)):
+                _refused(await client.post(f"{self.url}/v1/unload_lora_adapter", json={"lora_name": old}))
+            body = {"lora_name": name, "lora_path": folder}
+            _refused(await client.post(f"{self.url}/v1/load_lora_adapter", json=body))
+        self._named = {"model": name}
 
     async def own_head(self) -> tuple[str, bool]:
         return await self._said((await self._rpc("has_own_head"))[0][0])
@@ -158,7 +179,7 @@ class ServerEngine:
 
             async def one(place: int, token_ids: TokenRow, params: dict[str, Any]) -> dict[str, Any]:
                 async with room:
-                    body = {"token_ids": token_ids, "sampling_params": params}
+                    body = {"token_ids": token_ids, "sampling_params": params, **self._named}
                     reply = _content(await client.post(f"{self.url}/inference/v1/generate", json=body))
                 if take is not None:
                     take(place, reply)
@@ -191,10 +212,15 @@ class ServerEngine:
             return _content(await client.post(f"{self.url}/{path}", json=body))
 
 
-def _content(response: httpx2.Response) -> dict[str, Any]:
-    """Raises ValueError with what the server said of its refusal."""
+def _refused(response: httpx2.Response) -> None:
+    """Raise ValueError with what the server said of its refusal, if it did refuse."""
     if response.status_code != 200:
         raise ValueError(f"{response.status_code} for {response.url}: {response.text[:500]}")
+
+
+def _content(response: httpx2.Response) -> dict[str, Any]:
+    """Raises ValueError as ``_refused``."""
+    _refused(response)
     return dict(response.json()) if response.content else {}
 
 
@@ -231,7 +257,9 @@ def _drawn(choice: dict[str, Any]) -> Generated:
 
 def serve_command(model: str, options: EngineOptions, backend: str, port: int, cpu: bool) -> list[str]:
     """What starts a server that ``sampler.urls`` takes: words for a shell, in this project's folder."""
-    words = ["env", "PYTHONPATH=.", "VLLM_SERVER_DEV_MODE=1", "python", "-m"]
+    words = ["env", "PYTHONPATH=.", "VLLM_SERVER_DEV_MODE=1"]
+    words += [f"{UPDATING}=1"] if options.lora_rank else []
+    words += ["python", "-m"]
     words += ["vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
     words += ["--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "vllm", "--seed", "0"]
     words += ["--dtype", options.dtype, "--max-model-len", str(options.max_length)]
@@ -239,6 +267,9 @@ def serve_command(model: str, options: EngineOptions, backend: str, port: int, c
     words += ["--worker-extension-cls", EXTENSION]
     if backend != "disk":
         words += ["--weight-transfer-config", json.dumps({"backend": backend})]
+    if options.lora_rank:
+        words += ["--enable-lora", "--max-lora-rank", str(options.lora_rank)]
+        words += ["--lora-target-modules", *options.lora_modules]
     if options.tensor_parallel > 1:
         words += ["--tensor-parallel-size", str(options.tensor_parallel)]
     return words + (["--enforce-eager", "--no-enable-chunked-prefill"] if cpu else [])
@@ -279,6 +310,22 @@ def _check(url: str, options: EngineOptions, backend: str, shape: dict[str, Any]
     _require(longest >= options.max_length, url, short, command)
     _asked(url, "inference/v1/generate", command, {"token_ids": [1, 1], "sampling_params": _ONE_TOKEN})
     return int(_asked(url, "get_world_size", command)["world_size"])
+
+
+def without_adapters(urls: list[str], options: EngineOptions, command: list[str]) -> str | None:
+    """Why one of the servers does not take such adapters alone; None where all do. Raises ConfigError."""
+    for url in urls:
+        said = _asked(url.rstrip("/"), "server_info?config_format=json", shlex.join(command))
+        lora, updates = said["vllm_config"].get("lora_config"), said.get("vllm_env", {}).get(UPDATING)
+        if not lora or not updates:
+            return f"{url} was started without --enable-lora and {UPDATING}=1"
+        if lora["max_lora_rank"] < options.lora_rank:
+            return f"{url} was started with --max-lora-rank {lora['max_lora_rank']}, not {options.lora_rank}"
+        places = lora["target_modules"]
+        missing = sorted(set(options.lora_modules) - set(places)) if places else []
+        if missing:
+            return f"{url} was started with --lora-target-modules {' '.join(places)}: no {', '.join(missing)}"
+    return None
 
 
 def _require(condition: bool, url: str, said: str, command: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import WeightTransferConfig
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
 from common.worker_process import serve
@@ -20,6 +21,7 @@ from rollouts.vllm_backend import EXTENSION
 from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow
 
 T = TypeVar("T")
+ADAPTERS = "adapters"
 NONE = ""
 """The version of weights of which not all are there."""
 
@@ -31,6 +33,9 @@ class Engine:
     def __init__(self) -> None:
         self._llm: LLM | None = None
         self._asleep = False
+        self._takes_adapters = False
+        self._adapters: LoRARequest | None = None
+        """what every request names, where adapters go over alone"""
 
     def start(self, options: EngineOptions, folder: str | None, version: str) -> tuple[str, None]:
         """Make the engine: with the weights in ``folder``; None: by ``options.model_config`` alone, to be
@@ -39,6 +44,7 @@ class Engine:
             if folder is None:
                 (Path(alone) / "config.json").write_text(options.model_config, encoding="utf-8")
             self._llm = self._made(options, folder or alone, "auto" if folder else "dummy")
+        self._takes_adapters = options.lora_rank > 0
         self._llm.update_weight_version(version if folder else NONE)
         return self._said(None)
 
@@ -63,11 +69,18 @@ class Engine:
             worker_extension_cls=EXTENSION,
             weight_transfer_config=WeightTransferConfig(options.transfer) if options.transfer else None,
             enable_chunked_prefill=not cpu,
+            **_lora(options),
         )  # vLLM winds the random generator of a cut prompt back, which a CPU's cannot
 
     def load(self, folder: str, version: str) -> tuple[str, None]:
         """Take the weights in ``folder`` in place, waking up first if asleep."""
-        self._begin().collective_rpc("read_weights", args=(folder,))
+        llm = self._begin()
+        if self._takes_adapters:
+            llm.llm_engine.add_lora(LoRARequest(ADAPTERS, 1, folder, load_inplace=True))
+            # The same without load_inplace: that would read the folder again at every step of the engine.
+            self._adapters = LoRARequest(ADAPTERS, 1, folder)
+        else:
+            llm.collective_rpc("read_weights", args=(folder,))
         return self._end(version)
 
     def own_head(self) -> tuple[str, bool]:
@@ -111,10 +124,11 @@ class Engine:
         return self._said(None)
 
     def sleep(self) -> tuple[str, None]:
-        """Give back weights and KV cache (level 2): the next weights come from the trainer anyway. No effect
-        on a CPU."""
+        """Give back the GPU memory of weights and KV cache. The next weights come from the trainer anyway
+        (level 2), but for the model under adapters, which waits in the host's memory (level 1). No effect on
+        a CPU."""
         llm = self._started()
-        llm.sleep(level=2)
+        llm.sleep(level=1 if self._takes_adapters else 2)
         llm.update_weight_version(NONE)
         self._asleep = True
         return self._said(None)
@@ -129,6 +143,7 @@ class Engine:
             [{"prompt_token_ids": request.prompt} for request in requests],
             [_sampling_params(request) for request in requests],
             use_tqdm=False,
+            lora_request=self._adapters,
         )
         # vLLM adds random characters to its own name of a request, not to that of its output
         places = {name.partition("-")[0]: place for place, name in enumerate(names)}
@@ -143,7 +158,12 @@ class Engine:
         """log p(token | what is before it) of every token but the first, nats. Rows must be shorter than
         max_length."""
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        outputs = self._awake().generate([{"prompt_token_ids": row} for row in rows], params, use_tqdm=False)
+        outputs = self._awake().generate(
+            [{"prompt_token_ids": row} for row in rows],
+            params,
+            use_tqdm=False,
+            lora_request=self._adapters,
+        )
         return self._said(
             [
                 [step[token].logprob for token, step in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
@@ -171,6 +191,16 @@ def _drawn(output: RequestOutput) -> Generated:
     assert sample.logprobs is not None
     values = tuple(step[token].logprob for token, step in zip(sample.token_ids, sample.logprobs, strict=True))
     return Generated(tuple(sample.token_ids), sample.finish_reason == "stop", values)
+
+
+def _lora(options: EngineOptions) -> dict[str, Any]:
+    """Places for adapters where they are needed, and in no other layer. Least of all in the output head: with
+    adapters there vLLM 0.32 cannot say log-probabilities of several prompts at once on a CPU (an einsum's
+    sizes differ)."""
+    if not options.lora_rank:
+        return {}
+    modules = list(options.lora_modules)
+    return {"enable_lora": True, "max_lora_rank": options.lora_rank, "lora_target_modules": modules}
 
 
 def _sampling_params(request: GenerateRequest) -> SamplingParams:

@@ -16,13 +16,19 @@ class FakeEngine:
     def __init__(self) -> None:
         self.version = ""
         self.weights: dict[str, bytes] = {}
+        self.takes_adapters = False
 
     def start(self, options: EngineOptions, folder: str | None, version: str) -> tuple[str, None]:
-        return (self.version, None) if folder is None else self.load(folder, version)
+        self.takes_adapters = options.lora_rank > 0
+        if self.takes_adapters and folder and folder.endswith("without"):
+            raise ValueError("this model does not support LoRA yet")
+        return (self.version, None) if folder is None or self.takes_adapters else self.load(folder, version)
 
     def load(self, folder: str, version: str) -> tuple[str, None]:
         if folder.endswith("broken"):
             raise FileNotFoundError(folder)
+        if self.takes_adapters != any(Path(folder).glob("adapter_*")):
+            raise ValueError(f"{folder} is of the other kind")
         self.version = self.version if folder.endswith("ignored") else version
         return version, None
 

@@ -66,9 +66,9 @@ class Server:
 class Served(Server):
     """``python -m jobs.serve``, for the run's own settings."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *more: str) -> None:
         self.ready = folder / "addresses"
-        settings = ["wandb.enabled=false", "sampler.cpu_kv_cache_gb=1", *ONLINE]
+        settings = ["wandb.enabled=false", "sampler.cpu_kv_cache_gb=1", *ONLINE, *more]
         words = [sys.executable, "-m", "jobs.serve", "--host", "127.0.0.1", "--ready", str(self.ready)]
         self.log = (folder / "served.log").open("w")
         self.process = subprocess.Popen(
@@ -149,3 +149,35 @@ def test_rounds_by_two_servers_of_which_one_is_killed(servers, tmp_path, monkeyp
     assert info["weight_version"] == "1"
     run_online(tmp_path, "r", *ONLINE, f"sampler.urls=[{servers[1].url}]", "resume=true")
     assert len(rounds(run)) == 2, "a run goes on with other servers"
+
+
+LORA = ("model.use_peft=true", "model.peft.lora_r=4")
+
+
+def test_a_server_that_was_started_for_it_takes_adapters_alone(tmp_path, capsys):
+    """By vLLM's own interface for adapters. Another run then hands it whole models."""
+    server = Served(tmp_path, *LORA)
+    try:
+        server.wait()
+        words = (*ONLINE, *LORA, urls([server]), "lr=1e-3")
+        with pytest.raises(ConfigError, match=r"sampler\.adapters=alone: .*--max-lora-rank 8, not 64; start"):
+            run_online(tmp_path, "refused", *words, "model.peft.lora_r=64", "sampler.adapters=alone")
+        run = run_online(tmp_path, "r", *words)
+        for folder in rounds(run):
+            assert (folder.record["adapters"], folder.record["weight_transfer"]) == ("alone", "disk")
+            assert folder.record["probe_largest"] < 1e-3
+        for index in (0, 1):
+            first, *_, last = [line for line in lines(run) if line["round"] == index]
+            assert abs(first["engine_gap"]) < 1e-5 < abs(last["engine_gap"])
+        models = httpx2.get(f"{server.url}/v1/models").json()["data"]
+        assert [model["id"] for model in models][1:] == ["adapters-of-round-1"]
+        assert "merged" not in capsys.readouterr().out
+        merged = run_online(tmp_path, "merged", *words, "sampler.adapters=merged", "lr=1e-2")
+        assert rounds(merged)[0].record["adapters"] == "merged"
+        assert rounds(merged)[0].record["probe_largest"] < 1e-3
+        # What it has under adapters now is not the model any more.
+        run_online(tmp_path, "after", *words, "rounds.contexts=24")
+        said = capsys.readouterr().out
+        assert "not have the trainer's weights" in said and "adapters merged instead" in said
+    finally:
+        server.kill()

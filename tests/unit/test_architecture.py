@@ -42,7 +42,12 @@ CONFINED = {
     "hydra": ("config.arguments", "config.load", "config.cli", "launch", "entry point"),
     "omegaconf": ("config", "launch", "entry point"),
     "wandb": ("reports.tracking",),
-    "vllm": ("rollouts.vllm_worker", "rollouts.vllm_backend", "rollouts.transfer"),
+    "vllm": (
+        "rollouts.vllm_worker",
+        "rollouts.vllm_backend",
+        "rollouts.vllm_places",
+        "rollouts.transfer",
+    ),
 }
 MOST_LINES = 400
 MOST_LINES_OF_A_FUNCTION = 60

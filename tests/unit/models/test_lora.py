@@ -19,20 +19,21 @@ from tests.unit.models.test_policy import CPU, batch, tokenizer
 logging.disable_progress_bar()
 
 
-def load(folder, dtype="float32", tied=True, **peft) -> Policy:
+def model_of(folder, dtype="float32", tied=True, **peft) -> ModelConfig:
     tiny_llama(tied=tied).save_pretrained(folder)
-    return load_policy(
-        ModelConfig(
-            name="m",
-            name_or_path=str(folder),
-            dtype=dtype,
-            max_length=128,
-            max_prompt_length=64,
-            use_peft=True,
-            peft=PeftConfig(lora_r=4, lora_alpha=12, **peft),
-        ),
-        CPU,
+    return ModelConfig(
+        name="m",
+        name_or_path=str(folder),
+        dtype=dtype,
+        max_length=128,
+        max_prompt_length=64,
+        use_peft=True,
+        peft=PeftConfig(lora_r=4, lora_alpha=12, **peft),
     )
+
+
+def load(folder, dtype="float32", tied=True, **peft) -> Policy:
+    return load_policy(model_of(folder, dtype, tied, **peft), CPU)
 
 
 def perturb(policy: Policy) -> None:

@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 
 from common.worker_process import WorkerError
 from models.distributed import start
+from models.policy import Policy
 from rollouts import transfer, vllm_engine, vllm_sampler
 from rollouts.samplers import SamplingSettings
 from rollouts.vllm_engine import TransferError, VllmEngine, probe_rows
-from tests.tiny import tiny_policy
+from tests.tiny import tiny_llama, tiny_policy
 from tests.unit.rollouts.test_vllm_sampler import PROMPTS, RENDERER, make
 
 SETTINGS = SamplingSettings(temperature=0.7, top_p=0.95, max_tokens=8)
@@ -45,6 +48,17 @@ def engine(tmp_path) -> Iterator[VllmEngine]:
 def engine_of(folder: Path, **settings) -> VllmEngine:
     sampler = make(folder / "logs", **settings)
     return VllmEngine(sampler, tiny_policy(), RENDERER, start(), probe_rows(PROMPTS, RENDERER), "float32")
+
+
+def engine_of_adapters(folder: Path, base: str = "base", **settings) -> VllmEngine:
+    """Of a LoRA policy whose adapters go over alone. An engine on a base called ``without`` refuses them."""
+    sampler, probe = make(folder / "logs", **settings), probe_rows(PROMPTS, RENDERER)
+    return VllmEngine(sampler, tiny_lora(), RENDERER, start(), probe, "float32", folder / base)
+
+
+def tiny_lora() -> Policy:
+    config = LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    return Policy(get_peft_model(tiny_llama(), config)).eval()
 
 
 def kill(engine: VllmEngine) -> None:
@@ -132,3 +146,65 @@ def test_a_killed_engine_is_started_again_and_gives_the_same_samples(engine, tmp
     engine.publish(tmp_path / "next", 4, keep)  # another round, another try
     kill(engine)
     assert drawn(engine) == before
+
+
+def test_adapters_go_over_alone_once_a_round(tmp_path, capsys):
+    engine = engine_of_adapters(tmp_path)
+    before = {name: p.detach().clone() for name, p in engine.policy.named_parameters()}
+    for version in (0, 1):
+        folder = tmp_path / f"weights-{version}"
+        facts = engine.publish(folder, version, False)
+        assert (facts["adapters"], facts["weight_transfer"]) == ("alone", "disk")
+        tensors = load_file(folder / "adapter_model.safetensors")
+        assert len(tensors) == 2 * 7 * 2 and all(".lora_" in name for name in tensors)
+        assert not any(tensor.any() for name, tensor in tensors.items() if ".lora_B" in name)
+        assert {path.name for path in folder.iterdir()} == {
+            "adapter_config.json",
+            "adapter_model.safetensors",
+            "probe.json",
+        }
+    assert drawn(engine) and not capsys.readouterr().out
+    assert all(torch.equal(p, before[name]) for name, p in engine.policy.named_parameters())
+    kill(engine)
+    assert drawn(engine) and engine.sampler.version == 1
+    engine.close()
+
+
+def test_where_the_engine_refuses_adapters_the_merged_model_goes_over_and_it_says_so(tmp_path, capsys):
+    engine = engine_of_adapters(tmp_path, "without")
+    facts = engine.publish(tmp_path / "weights", 0, True)
+    assert (facts["adapters"], facts["weight_transfer"]) == ("merged", "shared_memory")
+    said = capsys.readouterr().out
+    assert "does not support LoRA yet" in said and "adapters merged instead (sampler.adapters)" in said
+    assert not (tmp_path / "weights/adapter_model.safetensors").exists()
+    merged = load_file(tmp_path / "weights/model.safetensors")
+    assert not any("lora" in name for name in merged)
+    assert drawn(engine)
+    assert engine.publish(tmp_path / "more", 1, False)["adapters"] == "merged"
+    assert not capsys.readouterr().out
+    engine.close()
+
+
+def test_adapters_that_were_asked_for_alone_are_never_merged(tmp_path):
+    engine = engine_of_adapters(tmp_path, "without", adapters="alone")
+    with pytest.raises(TransferError, match=r"does not support LoRA yet(.|\n)*sampler\.adapters=merged"):
+        engine.publish(tmp_path / "weights", 0, False)
+    engine.close()
+
+
+def test_kept_weights_of_either_kind_are_taken_by_engines_of_either_kind(tmp_path):
+    """A run that goes on may hand over otherwise than it did before."""
+    alone, merged = engine_of_adapters(tmp_path), engine_of_adapters(tmp_path)
+    merged.base, merged.backend = None, "shared_memory"
+    merged.sampler.transfers_by("shared_memory")
+    alone.publish(tmp_path / "alone", 0, True)
+    merged.publish(tmp_path / "merged", 0, True)
+    for engine, other in ((alone, "merged"), (merged, "alone")):
+        engine.reload_weights(tmp_path / other, 1)
+        assert drawn(engine) and engine.sampler.version == 1
+        kill(engine)
+        assert drawn(engine)
+        facts = engine.publish(tmp_path / "next", 2, False)
+        assert facts["adapters"] == ("alone" if engine is alone else "merged")
+        assert drawn(engine) and engine.sampler.version == 2
+        engine.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from common.errors import ConfigError
 from common.worker_process import WorkerError
 from rollouts.vllm_messages import EngineOptions
 from rollouts.vllm_sampler import VllmSampler
-from rollouts.vllm_server import EXTENSION, check_servers
+from rollouts.vllm_server import EXTENSION, check_servers, serve_command, without_adapters
 
 OPTIONS = EngineOptions(
     dtype="float32",
@@ -40,6 +40,12 @@ def said(extension: str = EXTENSION, backend: str = "shared_memory", **model: An
         "weight_transfer_config": {"backend": backend},
     }
     return {"vllm_config": config}
+
+
+def saying(lora: dict[str, Any] | None, updates: bool = True) -> dict[str, Any]:
+    """What ``/server_info`` answers of adapters."""
+    config = said()["vllm_config"] | {"lora_config": lora}
+    return {"vllm_config": config, "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": updates}}
 
 
 @dataclass
@@ -126,3 +132,33 @@ def test_with_no_server_left_the_addresses_are_named():
         WorkerError, match=r"none of sampler.urls=http://127.0.0.1:9,http://127.0.0.1:1 answers"
     ):
         VllmSampler._leave_the_dead(sampler)
+
+
+ADAPTERS = replace(OPTIONS, lora_rank=8, lora_modules=("q_proj", "v_proj"))
+PLACES = {"max_lora_rank": 8, "target_modules": ["q_proj", "k_proj", "v_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (saying(PLACES), None),
+        (saying(PLACES | {"target_modules": None, "max_lora_rank": 64}), None),
+        (said(), "without --enable-lora"),
+        (saying(None), "without --enable-lora"),
+        (saying(PLACES, updates=False), "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+        (saying(PLACES | {"max_lora_rank": 1}), "--max-lora-rank 1, not 8"),
+        (saying(PLACES | {"target_modules": ["q_proj"]}), "--lora-target-modules q_proj: no v_proj"),
+    ],
+)
+def test_a_server_says_whether_it_takes_adapters_alone(stand, answer, message):
+    stand.says["server_info"] = answer
+    found = without_adapters([stand.url], ADAPTERS, ["serve", "this"])
+    assert found is None if message is None else found and message in found and stand.url in found
+
+
+def test_the_command_for_a_server_gives_it_places_for_adapters_where_they_are_wanted():
+    plain, wanted = (serve_command("m", options, "disk", 8000, True) for options in (OPTIONS, ADAPTERS))
+    assert "--enable-lora" not in plain and not any("LORA" in word for word in plain)
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in wanted[: wanted.index("python")]
+    text = " ".join(wanted)
+    assert "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj v_proj --enforce" in text

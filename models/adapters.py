@@ -1,0 +1,140 @@
+"""LoRA's adapters by themselves: as a folder that PEFT, transformers and vLLM load onto the model under them,
+and with noise on them, to see who reads them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from config.schema_model import ModelConfig
+from models.distributed import local
+from models.export import whole_folder
+from models.policy import Policy
+from models.pretrained import empty_policy
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+STIRRED = 0.2
+"""Noise on adapters changes each weight matrix under them by so much of its norm: token log-probabilities by
+tenths of a nat and more, which no rounding explains."""
+_NAME = re.compile(r"(\.lora_\w+)\.[^.]+(\.weight)?$")
+
+
+def adapter_state(policy: Policy) -> dict[str, Tensor]:
+    """Every weight of the adapters whole, on the CPU, under PEFT's names in files. Every rank calls it, in
+    step with the others; nothing else of the model is gathered."""
+    return {
+        _NAME.sub(r"\1\2", name.removeprefix("model.")): local(tensor.detach()).to("cpu", copy=True)
+        for name, tensor in get_model_state_dict(policy).items()
+        if isinstance(tensor, Tensor) and name.startswith("model.") and ".lora_" in name
+    }
+
+
+def export_adapters(
+    state: dict[str, Tensor], policy: Policy, base: Path, folder: Path, dtype: torch.dtype
+) -> None:
+    """Write ``adapter_state`` to ``folder`` as PEFT does, in ``dtype``, whole or not at all; nothing of the
+    model under it, which lies in ``base``. One rank calls it. Raises OSError where it cannot be written."""
+    model = policy.model
+    assert isinstance(model, PeftModel)
+    config = copy.deepcopy(model.peft_config[model.active_adapter])
+    config.base_model_name_or_path, config.inference_mode = str(base), True
+    with whole_folder(folder) as part:
+        part.mkdir(parents=True)
+        tensors = {name: tensor.to(dtype).contiguous() for name, tensor in state.items()}
+        save_file(tensors, part / WEIGHTS, metadata={"format": "pt"})
+        config.save_pretrained(part)
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """What a folder of adapters says of itself."""
+
+    base: str
+    """the model under them: a folder, or a name on the hub"""
+    rank: int
+    modules: tuple[str, ...]
+    """what the layers are called that have them, without what is in front: q_proj, …"""
+
+
+def adapter_folder(folder: Path) -> AdapterFolder | None:
+    """What ``folder`` says; None where it holds no adapters. Raises OSError, ValueError or SafetensorError
+    for files that are damaged."""
+    if not (folder / CONFIG).is_file():
+        return None
+    config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    with safe_open(folder / WEIGHTS, framework="pt") as tensors:
+        layers = {name.split(".lora_")[0] for name in tensors.keys()}  # noqa: SIM118 (not a dict)
+    modules = tuple(sorted({layer.rpartition(".")[2] for layer in layers}))
+    return AdapterFolder(config["base_model_name_or_path"], config["r"], modules)
+
+
+def adapted_modules(config: ModelConfig) -> tuple[str, ...]:
+    """What the layers are called that get adapters, as ``AdapterFolder.modules``: of the model without its
+    weights."""
+    named = empty_policy(config).model.named_modules()
+    return tuple(sorted({name.rpartition(".")[2] for name, module in named if isinstance(module, LoraLayer)}))
+
+
+@contextmanager
+def stirred(policy: Policy) -> Iterator[None]:
+    """The policy with noise on its adapters, the same on every rank's replica; as it was once the context
+    ends. Fresh adapters change nothing, so whether they are read at all shows with noise alone."""
+    _resharded(policy)
+    ups = list(_ups(policy.model))
+    kept = [_own(up).clone() for up, _ in ups]
+    made = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for up, deviation in ups:
+            own = _own(up)
+            own.add_(torch.randn(own.shape, generator=made).to(own) * deviation)
+    try:
+        yield
+    finally:
+        _resharded(policy)
+        with torch.no_grad():
+            for (up, _), before in zip(ups, kept, strict=True):
+                _own(up).copy_(before)
+
+
+def _ups(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
+    """(B, the standard deviation of noise on it) of each adapter: so much that scaling B A, with A as it is
+    drawn (entries of variance 1 / (3 in)), has ``STIRRED`` of the norm of the matrix [out, in] beneath it."""
+    for layer in model.modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        (adapter,) = layer.active_adapters
+        up = layer.lora_B[adapter].weight
+        norm = float(local(layer.get_base_layer().weight.detach().float().norm()))
+        out, rank = up.shape
+        yield up, STIRRED * norm / (layer.scaling[adapter] * math.sqrt(out * rank / 3))
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
+    value = tensor.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _resharded(policy: Policy) -> None:
+    """No rank keeps whole weights of the last forward: they would be what they were."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
