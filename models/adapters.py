@@ -20,11 +20,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from config.schema_model import ModelConfig
-from models.distributed import local
+from models.distributed import local, reshard
 from models.export import whole_folder
 from models.policy import Policy
 from models.pretrained import empty_policy
@@ -60,7 +59,7 @@ def export_adapters(
         part.mkdir(parents=True)
         tensors = {name: tensor.to(dtype).contiguous() for name, tensor in state.items()}
         save_file(tensors, part / WEIGHTS, metadata={"format": "pt"})
-        config.save_pretrained(part)
+        config.save_pretrained(str(part))
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def adapted_modules(config: ModelConfig) -> tuple[str, ...]:
 def stirred(policy: Policy) -> Iterator[None]:
     """The policy with noise on its adapters, the same on every rank's replica; as it was once the context
     ends. Fresh adapters change nothing, so whether they are read at all shows with noise alone."""
-    _resharded(policy)
+    reshard(policy)
     ups = list(_ups(policy.model))
     kept = [_own(up).clone() for up, _ in ups]
     made = torch.Generator().manual_seed(0)
@@ -108,7 +107,7 @@ def stirred(policy: Policy) -> Iterator[None]:
     try:
         yield
     finally:
-        _resharded(policy)
+        reshard(policy)
         with torch.no_grad():
             for (up, _), before in zip(ups, kept, strict=True):
                 _own(up).copy_(before)
@@ -117,9 +116,8 @@ def stirred(policy: Policy) -> Iterator[None]:
 def _ups(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
     """(B, the standard deviation of noise on it) of each adapter: so much that scaling B A, with A as it is
     drawn (entries of variance 1 / (3 in)), has ``STIRRED`` of the norm of the matrix [out, in] beneath it."""
-    for layer in model.modules():
-        if not isinstance(layer, LoraLayer):
-            continue
+    layers: Iterator[Any] = (module for module in model.modules() if isinstance(module, LoraLayer))
+    for layer in layers:
         (adapter,) = layer.active_adapters
         up = layer.lora_B[adapter].weight
         norm = float(local(layer.get_base_layer().weight.detach().float().norm()))
@@ -131,10 +129,3 @@ def _own(tensor: Tensor) -> Tensor:
     """What this rank has of it."""
     value = tensor.detach()
     return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _resharded(policy: Policy) -> None:
-    """No rank keeps whole weights of the last forward: they would be what they were."""
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
