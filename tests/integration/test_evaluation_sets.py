@@ -90,6 +90,8 @@ def test_they_are_in_the_report_the_card_and_the_table_of_results(folder):
         validation=None,
         metric="eval_other_reward_accuracy",
         baseline=None,
+        effects=False,
+        within=None,
         name=None,
         logs=folder,
         out=folder / "results",
