@@ -168,6 +168,10 @@ MADE = {
             "test -e kitchen-model || tools/make_instruct.sh kitchen.yaml kitchen-model table",
         ],
     ),
+    r"against=brisk\.jsonl": (
+        "brisk.jsonl",
+        ["python -m tools.make_instruct answers brisk brisk.jsonl"],
+    ),
     r"in=samples\.jsonl": (
         "samples.jsonl",
         ["python sample.py data=adder rounds.samples=8 out=samples.jsonl limit=40"],
