@@ -49,6 +49,7 @@ from models.policy import Policy
 from models.pretrained import check_model, export_dtype, load_tokenizer
 from models.reference import Reference
 from models.routing import routing_notice
+from optimizers.build import check_optimizer
 from reports.answers import example_lines
 from reports.model_card import write_model_card
 from reports.provenance import scrub_text
@@ -59,7 +60,6 @@ from rollouts.conversations import Conversations, make_conversations
 from rollouts.verify import Accuracy, embedded_sampler, make_accuracy
 from trainers.basic import BasicTrainer
 from trainers.corrections import check_correction
-from trainers.optimizer import check_optimizer
 
 
 class Job:

@@ -34,9 +34,9 @@ from models.quantization import count_weights
 from models.reference import Reference, sequences_of
 from models.simulated import simulated_gpu
 from models.storage_tracker import Moment, StorageTracker
+from optimizers.build import check_optimizer
 from trainers.basic import BasicTrainer
 from trainers.humanline import Humanline
-from trainers.optimizer import check_optimizer
 
 STEPS = 2
 """The second has the optimizer's moments."""

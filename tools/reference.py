@@ -25,6 +25,7 @@ ROOMS = {
     "config": "every setting, typed and checked before torch is imported",
     "data": "what is trained on",
     "models": "the policy, its reference, sharding and checkpoints",
+    "optimizers": "the optimizer, its learning rate and its update",
     "trainers": "the method and nothing else",
     "trainers/losses": "one pure function a file",
     "rollouts": "rounds as a source of groups",

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from models.checkpoint import Checkpoints
 from models.distributed import World, local
+from optimizers import adamw8bit
+from optimizers.build import update
 from tests.distributed.joining import join
 from tests.distributed.optimizing import NO, gone_on, push, sharded
 from tests.engine import engine_config, make_trainer, weights
 from tests.tiny import tiny_policy
-from trainers import adamw8bit
-from trainers.optimizer import update
 
 SHAPES = ((2, 4096), (9, 1024), (3, 8, 512), (600, 8), (40, 300), (131, 37), (5000,), (3, 5))
 """Fewer rows than ranks, rows that do not divide, experts, short blocks, moments in float32."""

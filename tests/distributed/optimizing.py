@@ -11,12 +11,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from models.checkpoint import Checkpoints
 from models.distributed import World, local
+from optimizers.build import update
+from optimizers.muon import MuonWithAdamW
 from tests.distributed.joining import join
 from tests.engine import engine_config, make_trainer, weights
 from tests.tiny import tiny_policy
 from trainers.basic import BasicTrainer
-from trainers.muon import MuonWithAdamW
-from trainers.optimizer import update
 
 SHAPES = ((1, 3), (5, 7), (9, 4), (2, 6, 3), (12, 8), (8, 12), (3, 2))
 """Fewer rows than ranks, rows that do not divide, experts."""

@@ -24,10 +24,21 @@ LAYERS = {
     "data": {"common", "config", "data"},
     "models": {"common", "config", "data", "models"},
     "trainers.losses": {"trainers.losses"},  # pure functions of tensors
-    "trainers": {"common", "config", "data", "models", "trainers"},
+    "optimizers": {"common", "config", "models", "optimizers"},
+    "trainers": {"common", "config", "data", "models", "optimizers", "trainers"},
     "reports": {"common", "config", "reports"},  # what people look at: made of files and numbers
     "rollouts": {"common", "config", "data", "models", "reports", "rollouts"},
-    "jobs": {"common", "config", "data", "models", "trainers", "reports", "rollouts", "jobs"},
+    "jobs": {
+        "common",
+        "config",
+        "data",
+        "models",
+        "optimizers",
+        "trainers",
+        "reports",
+        "rollouts",
+        "jobs",
+    },
     "evals": {"common", "config", "data", "models", "reports", "rollouts", "evals"},
     "launch": {
         "common",

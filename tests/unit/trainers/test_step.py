@@ -12,10 +12,10 @@ from data.balance import example_tokens, share_tokens
 from data.batches import deal, size_of
 from models.distributed import local, start
 from models.reference import Reference, score, sequences_of
+from optimizers.build import lr_factor, make_optimizer, update
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import random_groups, tiny_policy
 from trainers.humanline import Humanline
-from trainers.optimizer import lr_factor, make_optimizer, update
 
 TABLE = {1: [0, 0, 1, 2, 3, 4], 2: [0, 0, 0, 2, 2, 4], 4: [0, 0, 0, 0, 0, 4]}
 """k -> the step whose weights the reference has in the loss of steps 0, 1, 2, ... (paper C.2.1)."""

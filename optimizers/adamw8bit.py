@@ -1,12 +1,12 @@
-"""AdamW whose moments are kept in 8 bits (Dettmers et al., arXiv 2110.02861).
+"""AdamW with its moments in 8 bits (Dettmers et al., arXiv 2110.02861).
 
-torchao gives the numbers: the step of its ``AdamW8bit``, compiled on a GPU as it is there, and its 8-bit
-tensors. Its class looks at shards, cuts them into blocks across rows, and always steps. Here a block lies
-within a row of the whole weights, so that moments are the same on however many ranks and any number of ranks
-can read them; they are plain tensors in the state, hence in checkpoints; and a step may be skipped on the
-device.
+The arithmetic is torchao's: the step of its ``AdamW8bit``, which is compiled on a GPU here too, and its 8-bit
+tensors. torchao's class cuts a rank's shard into blocks that run across rows, and it cannot skip a step. Here
+a block lies within one row of the whole weight. So the moments do not depend on the number of ranks, and a
+checkpoint can be read by any number of them. The moments are plain tensors in the state, and a step can be
+skipped on the device.
 
-To be imported by ``trainers.optimizer.eight_bits`` alone, which says what is missing.
+Only ``optimizers.build.eight_bits`` imports this module: it says what to install where torchao is missing.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from models.shards import sharded_like
 from models.storage_tracker import local_part
 
 BLOCK = 256
-"""At most so many values share a scale, as in torchao."""
+"""The most values that share a scale, as in torchao."""
 NARROWEST = 8
-"""Rows that no block of as many values or more divides keep float32 moments."""
+"""The fewest values that share a scale. A row that no block length from here to ``BLOCK`` divides keeps its
+moments in float32."""
 FEWEST = 4096
-"""Tensors of fewer values keep float32 moments, as in torchao."""
+"""Tensors with fewer values keep their moments in float32, as in torchao."""
 PIECE = 2**22
-"""So many values of a tensor are moved at once: what a step takes beside the state does not grow with it."""
+"""The number of values of a tensor that are updated at once. It bounds the temporary memory of a step."""
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
-"""AdamW's names of its moments -> whether they have signs."""
+"""AdamW's names of its moments -> whether their values have a sign."""
 VALUES = {True: get_qmap_signed(), False: get_qmap_unsigned()}
-"""Whether there are signs -> the 256 numbers that codes stand for, in [-1, 1]. Made here, where tensors have
-values: a simulation's have none."""
+"""Whether values have a sign -> the 256 numbers in [-1, 1] that the codes stand for. They are made when the
+module is imported, because tensors that the memory simulation makes have no values."""
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """AdamW. An attribute ``found_inf`` ([] float32 on the device), where there is one, leaves weights and
-    state as they are if it is 1, as AdamW's fused kernel has it.
+    """AdamW. If the attribute ``found_inf`` ([] float32 on the device) is set and 1, a step changes neither
+    weights nor state. The fused kernel of AdamW reads the same attribute.
 
-    The state of a parameter is ``step`` ([] float32) and of each moment either ``exp_avg`` (float32, like the
-    parameter) or ``exp_avg_codes`` (uint8, like the parameter) and ``exp_avg_scale`` (float32 [..., blocks of
-    a row]), sharded like the parameter.
+    The state of a parameter is ``step`` ([] float32) and its two moments. A moment is either ``exp_avg``
+    (float32, shaped like the parameter), or ``exp_avg_codes`` (uint8, shaped like the parameter) together
+    with ``exp_avg_scale`` (float32 [..., blocks of a row]). All of them are sharded like the parameter.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class AdamW8bit(torch.optim.Optimizer):
         weight_decay: float,
         compiled: bool | None = None,
     ) -> None:
-        """``compiled``: whether the step is compiled; None: on a GPU."""
+        """``compiled``: whether the step is compiled; None compiles it on a GPU alone."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         device = params[0].device
         self._maps = {signed: torch.tensor(values, device=device) for signed, values in VALUES.items()}
@@ -77,7 +78,7 @@ class AdamW8bit(torch.optim.Optimizer):
                 self._update(p, group, lr, skip)
 
     def _update(self, p: nn.Parameter, group: dict[str, Any], lr: Tensor, skip: Tensor) -> None:
-        """Move a parameter and its state, or, where ``skip`` ([] bool) is true, neither."""
+        """Update a parameter and its state; leave both as they are where ``skip`` ([] bool) is true."""
         state = self.state[p]
         step = state["step"] + 1
         for gradient, *before in pieces(p, state):
@@ -100,7 +101,8 @@ class AdamW8bit(torch.optim.Optimizer):
         torch.where(skip, state["step"], step, out=state["step"])
 
     def _moments(self, tensors: list[Tensor]) -> Iterator[Tensor]:
-        """The two moments as torchao has them, over ``tensors``: them, or codes and scales by turns."""
+        """The two moments as torchao's step takes them. ``tensors``: the two moments in float32, or codes and
+        scales of the first, then of the second."""
         if len(tensors) == len(MOMENTS):
             yield from tensors
             return
@@ -108,7 +110,8 @@ class AdamW8bit(torch.optim.Optimizer):
             yield OptimState8bit(codes, scale, self._maps[signed], signed, dtype=torch.float32)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of any optimizer, but that codes stay bytes: torch would make them float32."""
+        """Load a state as any optimizer does, but keep codes as bytes: torch would convert them to
+        float32."""
         super().load_state_dict({**state_dict, "state": {}})
         theirs, mine = (
             itertools.chain.from_iterable(group["params"] for group in groups)
@@ -120,7 +123,8 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def compiled_step() -> Callable[..., None]:
-    """torchao's step, compiled for each shape of its arguments, however many there are."""
+    """Return torchao's step, compiled once for each shape of its arguments, without a limit on their
+    number."""
     made = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
 
     def move(*arguments: Any) -> None:
@@ -131,8 +135,8 @@ def compiled_step() -> Callable[..., None]:
 
 
 def block_length(p: Tensor) -> int | None:
-    """How many values of a row share a scale: the most up to ``BLOCK`` that divide it. None: the moments are
-    float32."""
+    """The number of values of a row that share a scale: the largest divisor of the row's length up to
+    ``BLOCK``. None: the moments of ``p`` are float32."""
     if p.ndim < 2 or p.numel() < FEWEST:
         return None
     most = max(n for n in range(1, BLOCK + 1) if p.shape[-1] % n == 0)
@@ -140,7 +144,7 @@ def block_length(p: Tensor) -> int | None:
 
 
 def kept(block: int | None) -> list[str]:
-    """What the state has beside "step", in order."""
+    """The names of the state's tensors beside "step", in order."""
     return [f"{name}{kind}" for name in MOMENTS for kind in ([""] if block is None else ["_codes", "_scale"])]
 
 
@@ -163,8 +167,9 @@ def zero_scales(p: Tensor, block: int) -> Tensor:
 
 
 def pieces(p: nn.Parameter, state: dict[str, Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """This rank's gradient, and views of its weights and of what ``kept`` names, ``PIECE`` values at a time:
-    each [values], or by blocks [n, block], and scales [n]."""
+    """Yield this rank's gradient, its weights and the tensors that ``kept`` names, as views of at most
+    ``PIECE`` values each. Their shape is [values] for float32 moments; for 8-bit moments it is [n, block],
+    and [n] for scales."""
     assert p.grad is not None
     block = block_length(p)
     shape = (-1,) if block is None else (-1, block)

@@ -11,9 +11,9 @@ import pytest
 from common.errors import ConfigError
 from common.worker_process import WorkerProcess
 from config.cli import idle
+from optimizers.build import check_optimizer, eight_bits
 from tests.tiny import make_config
 from train import train
-from trainers.optimizer import check_optimizer, eight_bits
 
 MODES = {
     "humanline": ["humanline=true", "sync_freq=3"],
@@ -29,7 +29,7 @@ MODES = {
 
 @pytest.fixture(scope="module")
 def worker(quick_python: None, with_torchao: None) -> Iterator[WorkerProcess]:
-    made = WorkerProcess("tests.unit.trainers.eight_bits", log=None, env={"OMP_NUM_THREADS": "1"})
+    made = WorkerProcess("tests.unit.optimizers.eight_bits", log=None, env={"OMP_NUM_THREADS": "1"})
     yield made
     made.close()
 
@@ -60,7 +60,7 @@ def test_a_resumed_run_ends_where_it_would_have(worker: WorkerProcess, mode: str
 @pytest.fixture
 def without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
-    monkeypatch.delitem(sys.modules, "trainers.adamw8bit", raising=False)
+    monkeypatch.delitem(sys.modules, "optimizers.adamw8bit", raising=False)
 
 
 def test_without_torchao_it_is_refused_before_weights_are_loaded(without_torchao, tmp_path, capfd):

@@ -17,12 +17,12 @@ from common.worker_process import serve
 from data.batches import Segment
 from models.checkpoint import CheckpointError, Checkpoints
 from models.distributed import start
+from optimizers import adamw8bit
+from optimizers.build import update
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.integration.test_sync_modes import test_resuming_changes_nothing
 from tests.tiny import random_groups, tiny_policy
 from tests.unit.trainers import test_host_waits
-from trainers import adamw8bit
-from trainers.optimizer import update
 
 NUMBERS = {"betas": (0.9, 0.99), "eps": 1e-5, "weight_decay": 0.1}
 EIGHT = ("optimizer=AdamW8bit", "weight_decay=0.1")

@@ -1,9 +1,9 @@
-"""Muon: momentum made orthogonal, for the matrices of a model's layers; AdamW for all else (Jordan et al.,
-https://kellerjordan.github.io/posts/muon; Liu et al., arXiv 2502.16982).
+"""Muon, which makes the momentum of the layers' matrices orthogonal, with AdamW for all other weights (Jordan
+et al., https://kellerjordan.github.io/posts/muon; Liu et al., arXiv 2502.16982).
 
-torch.optim.Muon gives the numbers. Of sharded weights it would run its iteration on shards: an exchange for
-each of its products, sums in another order, an error for a matrix of fewer rows than ranks. Here a matrix is
-gathered once and made orthogonal by one rank.
+The arithmetic is torch.optim.Muon's. That class would run its iteration on the shards of a sharded matrix:
+each product would need an exchange between ranks, sums would come in another order, and a matrix with fewer
+rows than there are ranks would fail. Here one rank gathers a matrix once and makes it orthogonal.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def matrices(blocks: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The trained matrices of these layers: weights of linear maps and stacks of them (a mixture's experts),
-    the smaller first, so that ranks have equal work at once. A router is none."""
+    """The trained matrices of these layers: weights of linear maps, and stacks of such weights (the experts
+    of a mixture). A router's weight is not among them. They are sorted by size, smallest first, so that the
+    ranks work on matrices of about the same size at the same time."""
     found = [
         p
         for block in blocks
@@ -44,10 +45,11 @@ def is_matrix(parameter: nn.Parameter, module: nn.Module) -> bool:
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """One optimizer of both: its first group are the matrices, its second what AdamW has, if anything.
+    """One optimizer for both: its first parameter group holds the matrices, its second the weights that AdamW
+    trains. There is no second group without such weights.
 
-    An attribute ``found_inf`` ([] float32 on the device), where there is one, leaves weights and state as
-    they are if it is 1, as AdamW's fused kernel has it.
+    If the attribute ``found_inf`` ([] float32 on the device) is set and 1, a step changes neither weights nor
+    state. The fused kernel of AdamW reads the same attribute.
     """
 
     def __init__(
@@ -60,8 +62,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         momentum: float,
         adjust_lr: str,
     ) -> None:
-        """``lr_ratio``: the learning rate of the matrices over that of the rest. ``adjust_lr``: torch's
-        ``adjust_lr_fn``."""
+        """``lr_ratio``: learning rate of the matrices divided by that of the rest. ``adjust_lr``: the
+        argument ``adjust_lr_fn`` of torch.optim.Muon."""
         self._adamw = rest
         muon = {
             "params": matrices,
@@ -79,7 +81,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         muon, *others = self.param_groups
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if self._adamw is not None:
-            self._adamw.state, self._adamw.param_groups = self.state, others  # loading makes new ones
+            self._adamw.state, self._adamw.param_groups = self.state, others  # loading replaces both
             self._adamw.found_inf = found_inf  # type: ignore[attr-defined]
             self._adamw.step()
         trained = [p for p in muon["params"] if p.grad is not None]
@@ -95,8 +97,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 torch.where(skip, before, weights, out=weights)
 
     def _momentum(self, p: nn.Parameter, momentum: float, skip: Tensor | None) -> Tensor:
-        """What is to be made orthogonal, in the iteration's bfloat16, by Nesterov's look ahead: uses the
-        gradient up. The momentum moves, unless the step is skipped."""
+        """Return the Nesterov momentum in bfloat16, the precision of the iteration. Moves the momentum
+        buffer, unless the step is skipped. Overwrites the gradient."""
         assert p.grad is not None
         if "momentum_buffer" not in self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
@@ -109,7 +111,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def orthogonal(whole: Tensor) -> Tensor:
-    """[rows, columns], or a stack of such, with singular values near 1."""
+    """Return ``whole`` ([rows, columns], or a stack of such matrices) with its singular values moved near
+    1."""
     if whole.ndim == 3:
         return torch.stack([orthogonal(each) for each in whole])
     return newton_schulz(whole, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS)

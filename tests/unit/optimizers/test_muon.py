@@ -10,11 +10,11 @@ from torch import nn
 
 from common.errors import ConfigError
 from models.distributed import local, start
+from optimizers.build import make_optimizer, update
+from optimizers.muon import MuonWithAdamW
 from tests.engine import engine_config, make_segment, run, weights
 from tests.tiny import make_config, tiny_policy
 from tests.unit.models.test_families import tiny
-from trainers.muon import MuonWithAdamW
-from trainers.optimizer import make_optimizer, update
 
 SETTINGS = (
     "optimizer=Muon",

@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate, from the config's numbers and nothing else."""
+"""The optimizer that the config names, its learning rate at each step, and its update."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from common.errors import require
 from common.small_gpus import import_with_torchao
 from config.schema import Config
 from models.policy import Policy, decoder_blocks
-from trainers.muon import MuonWithAdamW, matrices
+from optimizers.muon import MuonWithAdamW, matrices
 
 
 def check_optimizer(config: Config) -> None:
-    """Raises ConfigError for an optimizer whose package is not there."""
+    """Raise ConfigError where the optimizer's package is not installed."""
     if config.optimizer == "AdamW8bit":
         eight_bits()
 
 
 def eight_bits() -> ModuleType:
-    """The module of AdamW8bit, imported when it is first asked for. Raises ConfigError where torchao is not
-    installed."""
-    return import_with_torchao("trainers.adamw8bit", "optimizer", "AdamW8bit", "use another optimizer")
+    """Import and return the module of AdamW8bit. Raises ConfigError where torchao is not installed."""
+    return import_with_torchao("optimizers.adamw8bit", "optimizer", "AdamW8bit", "use another optimizer")
 
 
 def make_optimizer(policy: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """The optimizer over the trainable weights, which must be float32: updates of 5e-6 round away in
-    bfloat16. Raises ConfigError for a model that has nothing for it."""
+    """Return the optimizer of the trainable weights. They must be float32, because an update of 5e-6 is
+    rounded away in bfloat16. Raises ConfigError for ``optimizer=Muon`` where no linear map is trained."""
     params = [p for p in policy.parameters() if p.requires_grad]
     narrow = {p.dtype for p in params} - {torch.float32}
     assert not narrow, f"master weights must be float32, found {narrow}"
@@ -100,11 +99,11 @@ def lr_factor(progress: float, config: Config) -> float:
 
 
 def update(optimizer: torch.optim.Optimizer, lr: float, skip: Tensor) -> None:
-    """One optimizer step at ``lr`` (a group's "lr_ratio" times that), or none at all where ``skip`` ([]
-    float32 on the device) is 1: decided there, without the host.
+    """Make one optimizer step at ``lr``, or at ``lr`` times the "lr_ratio" of a group that has one. Make none
+    where ``skip`` ([] float32 on the device) is 1: weights, moments and step count stay as they are.
 
-    AdamW's fused kernel takes the flag as mixed-precision training's "found inf", and so do the others;
-    weights, moments and step count stay as they are.
+    The device decides, so the host does not wait. Every optimizer here reads the flag as ``found_inf``, the
+    name that mixed-precision training gives it in AdamW's fused kernel.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_ratio", 1.0)
