@@ -139,6 +139,12 @@ class ModelConfig:
             "model.use_peft=true",
         )
 
+    @property
+    def cut_by_plan(self) -> bool:
+        """Whether the memory plan may cut a batch that does not fit a GPU in one pass: no setting says how
+        it is cut."""
+        return self.microbatch_tokens is None and self.gradient_accumulation_steps == 1
+
     def _check_microbatches(self) -> None:
         require(
             self.batch_size % self.gradient_accumulation_steps == 0,

@@ -36,6 +36,7 @@ from jobs.observers import Observers
 from jobs.online import Online, make_online_plan, round_steps
 from jobs.patience import EnoughError
 from jobs.plan import first_example, make_plan, training_segment, without_texts
+from jobs.planned_cut import PlannedCut
 from jobs.retention import InitialKL, load_second_task
 from jobs.row_scores import OfRows, PlannedBatches, Sums
 from jobs.run_folder import RunFolder
@@ -171,8 +172,10 @@ class Job:
 
     def run(self, signals: Signals) -> dict[str, Any]:
         """Train, export, report; returns the summary."""
-        config, world, folder = self.config, self.world, self.folder.path
-        policy, fingerprint = load_sharded(config.model, world, config.seed)
+        world, folder = self.world, self.folder.path
+        cut = PlannedCut(self.config, self.plan.train, self.trainer_class, world)
+        policy, fingerprint = load_sharded(self.config.model, world, self.config.seed)
+        config = self.config = cut.settings(self.say)
         exists = on_main(lambda: self.folder.prepare(self.plan.ends))
         trainer = self.trainer_class(config, policy, self.loss, world)
         parts = {

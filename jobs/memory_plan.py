@@ -7,8 +7,9 @@ process of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import heapq
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +21,13 @@ from config.schema import Config
 from config.schema_plan import card_memory
 from data.balance import row_tokens, share_tokens
 from data.batches import Segment, Size, deal, size_of
+from data.example_table import longest
 from data.types import Example, Sequence
 from jobs.assembly import trainer_class
 from jobs.memory_neighbours import GIB, engine_weights, own_answers, reward_models
+from jobs.memory_parts import GAPS, Card, Situation, in_gib, largest, peak
 from jobs.memory_simulation import Answer, Question, answer
-from jobs.memory_simulation import evaluates as of_evaluation
+from jobs.microbatch_fit import Ask, fitting_tokens, what_fits, with_tokens
 from models.attention import packs_rows, shares_prompts
 from models.shapes import architecture
 from models.simulated import simulated_gpu
@@ -33,54 +36,11 @@ from trainers.basic import BasicTrainer
 CONTEXT, ASLEEP = 1.5, 1.5
 """GiB that a GPU gives to what is no tensor of ours, assumed: the trainer's CUDA context, libraries and NCCL;
 an engine that sleeps."""
-GAPS = 0.05
-"""Share of a card that the allocator's gaps may take."""
 CANDIDATES = 32
 """So many batches with most tokens, and as many with the longest examples, are dealt to find the widest
 microbatch."""
 SECONDS = 1800.0
-ORDER = (
-    "weights",
-    "reference",
-    "optimizer",
-    "gradients",
-    "gathered blocks",
-    "activations",
-    "work",
-    "head",
-    "communication",
-)
 NOTHING: dict[str, float] = {}
-
-
-@dataclass(frozen=True)
-class Card:
-    name: str
-    memory: float
-    """GiB"""
-
-    @property
-    def room(self) -> float:
-        """GiB that may be planned for."""
-        return self.memory * (1 - GAPS)
-
-
-@dataclass(frozen=True)
-class Situation:
-    """What a rank holds at once while something is done."""
-
-    name: str
-    parts: Mapping[str, float]
-    """Part -> GiB"""
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
-
-    def __str__(self) -> str:
-        digits = 2 if self.total >= 1 else 4
-        shown = [f"{part} {size:.{digits}f}" for part, size in self.parts.items() if round(size, digits)]
-        return f"{self.name}: {self.total:.{digits}f} GiB = " + " + ".join(shown)
 
 
 @dataclass(frozen=True)
@@ -91,6 +51,8 @@ class MemoryPlan:
     situations: tuple[Situation, ...]
     notes: tuple[str, ...]
     """What else is to be said: what could not be counted, what would fit."""
+    microbatch_tokens: int | None = None
+    """Tokens of a microbatch at most, where the plan cuts a batch that does not fit in one pass."""
 
     @property
     def over(self) -> list[Situation]:
@@ -122,28 +84,57 @@ def describe_memory(
     config: Config, train: Segment, held_out: list[Segment], trainer: type[BasicTrainer], ranks: int
 ) -> str:
     """The plan in words, for the data of a dry run; or in one sentence why there is none."""
-    card = card_here(config)
-    batch = heaviest_batch(config, train, trainer, ranks, card is not None)
     evaluated = (part.batch(i) for part in held_out for i in range(part.steps))
     held = max(evaluated, key=lambda batch: sum(map(row_tokens, batch)), default=[])
+    text: str = planned(config, train, held, trainer, ranks, card_of(config))["text"]
+    return text
+
+
+def cut_in_words(tokens: int) -> str:
+    return f"microbatches of {tokens:,} tokens at most (model.microbatch_tokens=null)"
+
+
+def planned(
+    config: Config,
+    train: Segment,
+    held_out: list[Example],
+    trainer: type[BasicTrainer],
+    ranks: int,
+    card: tuple[str, float] | None,
+) -> dict[str, Any]:
+    """What ``of_examples`` answers for the heaviest batch of ``train``, from a process of its own."""
+    batch = heaviest_batch(config, train, trainer, ranks, card is not None)
+    most = row_tokens(longest(train.groups))
     worker = WorkerProcess("jobs.memory_plan", log=None, env={"CUDA_VISIBLE_DEVICES": ""})
     try:
-        said: str = worker.call("of_examples", config, batch, held, ranks, card, timeout=SECONDS)["text"]
+        said: dict[str, Any] = worker.call(
+            "of_examples", config, batch, held_out, ranks, card, most, timeout=SECONDS
+        )
         return said
     except WorkerError as error:
-        return f"The memory could not be planned: {last_line(error)}"
+        return unplanned(last_line(error))
     finally:
         worker.close()
 
 
-def card_here(config: Config) -> tuple[str, float] | None:
-    """(name, GiB) of the GPU that is planned for; None for a CPU."""
+def unplanned(why: str) -> dict[str, Any]:
+    """The answer where there is no plan."""
+    return {"text": f"The memory could not be planned: {why}", "over": None, "microbatch_tokens": None}
+
+
+def card_of(config: Config) -> tuple[str, float] | None:
+    """(name, GiB) of the GPU that a dry run plans for; None for a CPU."""
     if config.plan.card is not None:
         return config.plan.card, card_memory("plan.card", config.plan.card)
-    if torch.cuda.is_available():
-        found = torch.cuda.get_device_properties(0)
-        return found.name, found.total_memory / GIB
-    return None
+    return gpu_here()
+
+
+def gpu_here() -> tuple[str, float] | None:
+    """(name, GiB) of this machine's first GPU; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(0)
+    return found.name, found.total_memory / GIB
 
 
 def heaviest_batch(
@@ -151,19 +142,25 @@ def heaviest_batch(
 ) -> list[Example]:
     """The batch of the segment with the widest microbatch, as far as dealing those with most tokens and with
     the longest examples can tell."""
-    with simulated_gpu(gpu):
-        found = architecture(config.model)
-        packing, _ = packs_rows(config.model, found)
-        shared = shares_prompts(config.model, found, packing)
+    packing, shared = how_rows_are_joined(config, architecture(config.model), gpu)
     size = size_of(config.model, ranks)
-    batches = [segment.batch(i) for i in range(segment.steps if any_id(segment) else 1)]
-    by_sum = sorted(batches, key=lambda batch: -sum(map(row_tokens, batch)))[:CANDIDATES]
-    by_longest = sorted(batches, key=lambda batch: -max(map(row_tokens, batch)))[:CANDIDATES]
-    candidates = [[told_apart(i, example) for i, example in enumerate(of)] for of in (*by_sum, *by_longest)]
+    steps = range(segment.steps if any_id(segment) else 1)
+    lengths = [[row_tokens(example) for example in segment.batch(i)] for i in steps]
+    by_sum = heapq.nlargest(CANDIDATES, steps, key=lambda i: sum(lengths[i]))
+    by_longest = heapq.nlargest(CANDIDATES, steps, key=lambda i: max(lengths[i]))
+    heaviest = [segment.batch(i) for i in (*by_sum, *by_longest)]
+    candidates = [[told_apart(i, example) for i, example in enumerate(batch)] for batch in heaviest]
     return max(
         candidates,
         key=lambda batch: widest(batch, ranks, size, trainer.rows_per_example, packing, shared),
     )
+
+
+def how_rows_are_joined(config: Config, found: PretrainedConfig, gpu: bool) -> tuple[bool, bool]:
+    """Whether rows are packed, and whether they share prompts, on a machine with GPUs or without."""
+    with simulated_gpu(gpu):
+        packing, _ = packs_rows(config.model, found)
+        return packing, shares_prompts(config.model, found, packing)
 
 
 def any_id(segment: Segment) -> bool:
@@ -217,124 +214,105 @@ def of_examples(
     held_out: list[Example],
     ranks: int,
     card: tuple[str, float] | None,
-) -> dict[str, object]:
-    """The plan of a run that trains on this global batch, and evaluates on these examples at once: ``text``,
-    and what does not fit as sentences, ``over``."""
+    longest_example: int = 0,
+) -> dict[str, Any]:
+    """The plan of a run that trains on this global batch, and evaluates on these examples at once.
+
+    ``longest_example``: tokens of the longest that is trained on, if it is longer than those of ``batch``.
+    Returns ``text``; ``over``, what does not fit as sentences (None: there is no plan); and
+    ``microbatch_tokens``, where the plan cuts a batch that does not fit in one pass.
+    """
     found = architecture(config.model)
     own = type(found).__module__.startswith("transformers.")
     asked = Question(config, batch, held_out, ranks, card is not None, found if own else None)
     try:
-        plan = make_plan(asked, found, None if card is None else Card(*card), answer)
+        plan = make_plan(asked, found, None if card is None else Card(*card), answer, longest_example)
     except Exception as error:  # code of a model, of a loss or of torch that needs values
-        reason = last_line(error)
-        return {"text": f"The memory could not be planned: {type(error).__name__}: {reason}", "over": []}
-    return {"text": "\n".join(plan.lines()), "over": [str(situation) for situation in plan.over]}
+        return unplanned(f"{type(error).__name__}: {last_line(error)}")
+    over = [str(situation) for situation in plan.over]
+    return {"text": "\n".join(plan.lines()), "over": over, "microbatch_tokens": plan.microbatch_tokens}
 
 
 def make_plan(
-    asked: Question, found: PretrainedConfig, card: Card | None, ask: Callable[[Question], Answer]
+    asked: Question, found: PretrainedConfig, card: Card | None, ask: Ask, longest_example: int = 0
 ) -> MemoryPlan:
     """What a rank holds in every situation, and what would fit where something does not."""
-    given, notes = ask(asked), []
+    config, notes = asked.config, []
     outside = NOTHING if card is None else {"outside tensors": CONTEXT}
-    shares = card is not None and asked.config.online and asked.config.sampler.separate
-    shares = shares and asked.config.sampler.shares_devices
+    shares = card is not None and config.online and config.sampler.separate
+    shares = shares and config.sampler.shares_devices
     beside = outside | ({"sampler asleep": ASLEEP} if shares else {})
-    situations = [Situation("training step", largest(given, evaluates=False) | beside)]
-    if asked.held_out:
-        situations.append(Situation("evaluation", largest(given, evaluates=True) | beside))
-    resident = in_gib(given.resident)
-    answers = own_answers(asked.config, found, asked.ranks, bool(asked.held_out))
-    if answers:
-        gathered = in_gib(peak(given, evaluates=False)).get("gathered blocks", 0.0)
-        parts = resident | {"gathered blocks": gathered, "keys, values and logits": answers}
-        situations.append(Situation("own answers", parts | beside))
-    if shares and card is not None:
-        share = card.memory * asked.config.sampler.gpu_memory_utilization
-        situations.append(Situation("sampling", resident | outside | {"sampler": share}))
-        if (weights := engine_weights(asked.config, given.parameters)) > 0.9 * share:
-            notes.append(
-                f"sampler.gpu_memory_utilization={asked.config.sampler.gpu_memory_utilization} gives the "
-                f"sampler {share:.1f} GiB, and its weights alone take {weights:.1f}"
-            )
     try:
-        models = reward_models(asked.config)
+        models = reward_models(config)
     except ConfigError as error:
         models = NOTHING
         notes.append(f"the reward model is not counted: {error}")
+    scored = models if scores_while_training(config, asked.ranks) else NOTHING
+    tokens = None
+    ask = remembered(ask)
+    if card is not None and config.model.cut_by_plan:
+        room = card.room - sum((beside | scored).values())
+        if (tokens := planned_tokens(asked, found, room, ask, longest_example)) is not None:
+            asked = with_tokens(asked, tokens)
+    given = ask(asked)
+    situations = [Situation("training step", largest(given, evaluation=False) | beside)]
+    step = situations[0]
+    if asked.held_out:
+        situations.append(Situation("evaluation", largest(given, evaluation=True) | beside))
+    resident = in_gib(given.resident)
+    answers = own_answers(config, found, asked.ranks, bool(asked.held_out))
+    if answers:
+        gathered = in_gib(peak(given, evaluation=False)).get("gathered blocks", 0.0)
+        parts = resident | {"gathered blocks": gathered, "keys, values and logits": answers}
+        situations.append(Situation("own answers", parts | beside))
+    if shares and card is not None:
+        share = card.memory * config.sampler.gpu_memory_utilization
+        situations.append(Situation("sampling", resident | outside | {"sampler": share}))
+        if (weights := engine_weights(config, given.parameters)) > 0.9 * share:
+            notes.append(
+                f"sampler.gpu_memory_utilization={config.sampler.gpu_memory_utilization} gives the "
+                f"sampler {share:.1f} GiB, and its weights alone take {weights:.1f}"
+            )
     if models:
         situations.append(Situation("scoring", resident | beside | models))
-        if scores_while_training(asked.config, asked.ranks):
-            step = situations[0].parts
-            situations.append(Situation("scoring beside the training step", {**step, **models}))
-    if card is not None:
-        notes.append(what_fits(asked, given, card, situations[0], ask))
-    return MemoryPlan(asked.ranks, given, card, tuple(situations), tuple(notes))
+    if scored:
+        situations.append(Situation("scoring beside the training step", {**step.parts, **scored}))
+    if tokens is not None:
+        notes.append(f"{cut_in_words(tokens)}: one pass would not fit")
+    elif card is not None:
+        notes.append(what_fits(asked, given, card, step, ask))
+    return MemoryPlan(asked.ranks, given, card, tuple(situations), tuple(notes), tokens)
+
+
+def remembered(ask: Ask) -> Ask:
+    """``ask``, which simulates each cut of a batch once."""
+    answers: dict[tuple[int | None, bool], Answer] = {}
+
+    def once(asked: Question) -> Answer:
+        key = asked.config.model.microbatch_tokens, bool(asked.held_out)
+        if key not in answers:
+            answers[key] = ask(asked)
+        return answers[key]
+
+    return once
+
+
+def planned_tokens(
+    asked: Question, found: PretrainedConfig, room: float, ask: Ask, longest_example: int
+) -> int | None:
+    """``fitting_tokens`` of a question that names its batch. ``room``: GiB for the step's own parts."""
+    config, batch = asked.config, asked.batch
+    packing, shared = how_rows_are_joined(config, found, asked.gpu)
+    rows = trainer_class(config).rows_per_example
+    whole = widest(batch, asked.ranks, size_of(config.model, asked.ranks), rows, packing, shared)
+    most = max(longest_example, *map(row_tokens, batch))
+    return fitting_tokens(asked, most, whole, room, ask)
 
 
 def scores_while_training(config: Config, ranks: int) -> bool:
     """Whether a round is scored while the one before it is trained on: by one rank, as it is sampled ahead.
     Several score together, between steps."""
     return ranks == 1 and config.rounds.lag > 0 and config.sampler.separate
-
-
-def peak(given: Answer, evaluates: bool) -> dict[str, int]:
-    """Part -> bytes at the moment at which they are most."""
-    moments: Iterable[dict[str, int]] = (
-        parts for moment, parts in given.peaks.items() if of_evaluation(moment) is evaluates
-    )
-    return max(moments, key=lambda parts: sum(parts.values()))
-
-
-def largest(given: Answer, evaluates: bool) -> dict[str, float]:
-    return in_gib(peak(given, evaluates))
-
-
-def in_gib(parts: Mapping[str, int]) -> dict[str, float]:
-    return {part: parts[part] / GIB for part in ORDER if parts.get(part)}
-
-
-def what_fits(
-    asked: Question, given: Answer, card: Card, step: Situation, ask: Callable[[Question], Answer]
-) -> str:
-    """How many tokens a microbatch may have: of a step that fits, counting all that may grow with them; of
-    one that does not, from a second answer for half as many."""
-    longest = max(map(row_tokens, asked.batch))
-    spare = card.room - step.total
-    if spare >= 0:
-        grows = sum(size for part, size in step.parts.items() if part in ("activations", "work", "head"))
-        tokens = given.tokens * (1 + spare / grows)
-        fits = f"a step would fit with microbatches of {in_thousands(tokens):,} tokens"
-        return fits + stays(asked, given, spare)
-    less = given.tokens // 2
-    if less >= longest:
-        model = replace(asked.config.model, microbatch_tokens=less, gradient_accumulation_steps=1)
-        half = ask(replace(asked, config=replace(asked.config, model=model), held_out=[]))
-        slope = (sum(peak(given, False).values()) - sum(peak(half, False).values())) / GIB
-        slope /= max(given.tokens - half.tokens, 1)
-        if slope > 0 and (tokens := given.tokens + spare / slope) >= longest:
-            return f"a step would fit with model.microbatch_tokens={in_thousands(tokens)}"
-    checkpointing = (
-        "" if asked.config.model.activation_checkpointing is True else "model.activation_checkpointing=true, "
-    )
-    return (
-        f"not even microbatches of one example fit, the longest of which has {longest:,} tokens: "
-        f"{checkpointing}a lower model.max_length, or more ranks would help"
-    )
-
-
-def stays(asked: Question, given: Answer, spare: float) -> str:
-    """Whether every layer could stay gathered until its backward: there is room for the whole model as it is
-    computed, which is more than its layers."""
-    whole = given.parameters * getattr(torch, asked.config.model.dtype).itemsize / GIB
-    if asked.ranks == 1 or not asked.config.model.reshard_after_forward or spare < whole:
-        return ""
-    return f", or with model.reshard_after_forward=false ({whole:.1f} GiB more at most)"
-
-
-def in_thousands(tokens: float) -> int:
-    """Rounded down to whole thousands, where there are some."""
-    return int(tokens) // 1000 * 1000 if tokens >= 1000 else int(tokens)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def planned(worker: WorkerProcess, config: Config, job: Job) -> tuple[str, tuple
         )
     except WorkerError as error:
         return f"the memory could not be planned: {str(error).strip().splitlines()[-1]}", ()
-    return said["text"], tuple(said["over"])
+    return said["text"], tuple(said["over"] or ())
 
 
 def signature(config: Config) -> str:
