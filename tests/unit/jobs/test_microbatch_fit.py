@@ -159,7 +159,7 @@ def test_a_run_takes_the_cut_of_a_small_card(tmp_path, monkeypatch, capsys, quic
     monkeypatch.setattr(planned_cut, "gpu_here", lambda: ("a small card", card))
     passes.clear()
     cut = go("cut")
-    assert passes and min(passes) > 1
+    assert max(passes) > 1
     said = capsys.readouterr().out
     assert "tokens at most (model.microbatch_tokens=null): by the memory plan, one pass would not fit" in said
     assert "microbatch_tokens: null" in (tmp_path / "cut" / "config.yaml").read_text()
