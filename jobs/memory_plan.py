@@ -1,8 +1,8 @@
-"""What memory a run takes on the fullest of its ranks, before anything is loaded: simulated for the step and
-the evaluation, counted for what stands beside them, and held against the card.
+"""Plan the memory that a run takes on the fullest of its ranks, before anything is loaded.
 
-``python -m jobs.memory_plan`` is the worker that a dry run and ``launch.sweep`` ask: what is simulated has a
-process of its own.
+The training step and the evaluation are simulated, everything beside them is computed from sizes, and the
+sums are compared with the card's memory. ``python -m jobs.memory_plan`` is the worker process that a dry run
+and ``launch.sweep`` ask, because the simulation needs a process of its own.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from models.simulated import simulated_gpu
 from trainers.basic import BasicTrainer
 
 CONTEXT, ASLEEP = 1.5, 1.5
-"""GiB that a GPU gives to what is no tensor of ours, assumed: the trainer's CUDA context, libraries and NCCL;
-an engine that sleeps."""
+"""Assumed GiB of a GPU that hold no tensor of the trainer: CONTEXT for its CUDA context, libraries and NCCL,
+ASLEEP for a sleeping engine."""
 GAPS = 0.05
-"""Share of a card that the allocator's gaps may take."""
+"""Share of a card that is reserved for fragmentation by the allocator."""
 CANDIDATES = 32
-"""So many batches with most tokens, and as many with the longest examples, are dealt to find the widest
-microbatch."""
+"""Number of batches with the most tokens, and number of batches with the longest examples, that are dealt to
+ranks to find the widest microbatch."""
 SECONDS = 1800.0
 ORDER = (
     "weights",
@@ -61,13 +61,13 @@ class Card:
 
     @property
     def room(self) -> float:
-        """GiB that may be planned for."""
+        """GiB that a plan may use."""
         return self.memory * (1 - GAPS)
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What a rank holds at once while something is done."""
+    """The memory that a rank holds at once during one activity, such as a training step."""
 
     name: str
     parts: Mapping[str, float]
@@ -90,11 +90,11 @@ class MemoryPlan:
     card: Card | None
     situations: tuple[Situation, ...]
     notes: tuple[str, ...]
-    """What else is to be said: what could not be counted, what would fit."""
+    """Further lines: what could not be counted, and what would fit."""
 
     @property
     def over(self) -> list[Situation]:
-        """What does not fit."""
+        """The situations that do not fit the card."""
         return [s for s in self.situations if self.card is not None and s.total > self.card.room]
 
     def lines(self) -> list[str]:
@@ -121,7 +121,7 @@ class MemoryPlan:
 def describe_memory(
     config: Config, train: Segment, held_out: list[Segment], trainer: type[BasicTrainer], ranks: int
 ) -> str:
-    """The plan in words, for the data of a dry run; or in one sentence why there is none."""
+    """Return the plan in words for the data of a dry run, or a sentence that says why there is no plan."""
     card = card_here(config)
     batch = heaviest_batch(config, train, trainer, ranks, card is not None)
     evaluated = (part.batch(i) for part in held_out for i in range(part.steps))
@@ -137,7 +137,7 @@ def describe_memory(
 
 
 def card_here(config: Config) -> tuple[str, float] | None:
-    """(name, GiB) of the GPU that is planned for; None for a CPU."""
+    """Return (name, GiB) of the GPU that is planned for; None for a CPU."""
     if config.plan.card is not None:
         return config.plan.card, card_memory("plan.card", config.plan.card)
     if torch.cuda.is_available():
@@ -149,8 +149,10 @@ def card_here(config: Config) -> tuple[str, float] | None:
 def heaviest_batch(
     config: Config, segment: Segment, trainer: type[BasicTrainer], ranks: int, gpu: bool
 ) -> list[Example]:
-    """The batch of the segment with the widest microbatch, as far as dealing those with most tokens and with
-    the longest examples can tell."""
+    """Return the batch of the segment with the widest microbatch, by tokens.
+
+    Only the CANDIDATES batches with the most tokens and those with the longest examples are dealt to ranks,
+    so the result is a good guess."""
     with simulated_gpu(gpu):
         found = architecture(config.model)
         packing, _ = packs_rows(config.model, found)
@@ -167,13 +169,14 @@ def heaviest_batch(
 
 
 def any_id(segment: Segment) -> bool:
-    """Whether these are real examples; those that stand in for rounds to come are all alike."""
+    """Return whether the examples are real; the placeholders for future rounds are all alike."""
     return bool(segment.groups[0][0].prompt_id)
 
 
 def told_apart(i: int, example: Example) -> Example:
-    """An example that stands for one still to be sampled as another than those beside it: with a prompt,
-    which it shares with none of them, and a label."""
+    """Return a placeholder example made distinct from its neighbours; a real example is returned unchanged.
+
+    The placeholder gets a prompt that it shares with no other example of the batch, and a label."""
     if example.prompt_id:
         return example
     rows = tuple(replace(row, prompt_ids=np.full_like(row.prompt_ids, i)) for row in example.rows)
@@ -181,7 +184,7 @@ def told_apart(i: int, example: Example) -> Example:
 
 
 def widest(batch: list[Example], ranks: int, size: Size, rows: int, packing: bool, shared: bool) -> int:
-    """Tokens of the widest share that a batch is dealt into."""
+    """Return the tokens of the widest share that a batch is dealt into."""
     turns = deal(batch, ranks, size, rows, packing, shared)
     return max(share_tokens(share, packing, shared) for turn in turns for share in turn)
 
@@ -195,8 +198,10 @@ def last_line(error: Exception) -> str:
 
 
 def of_settings(config: Config, ranks: int, card: str) -> dict[str, object]:
-    """The plan of a run whose data are not at hand: every row as long as it may be. ``text``, and what does
-    not fit as sentences, ``over``. Raises ConfigError for an architecture that cannot be had."""
+    """Return the plan of a run whose data are not available, with every row as long as allowed.
+
+    The result has the plan as ``text`` and a sentence for each situation that does not fit in ``over``.
+    Raises ConfigError for an architecture that cannot be loaded."""
     trainer = trainer_class(config)
     batch = longest_batch(config, trainer, config.model.batch_size)
     held_out = longest_batch(config, trainer, config.model.eval_batch_size)
@@ -204,7 +209,7 @@ def of_settings(config: Config, ranks: int, card: str) -> dict[str, object]:
 
 
 def longest_batch(config: Config, trainer: type[BasicTrainer], count: int) -> list[Example]:
-    """So many examples, each as long as it can get."""
+    """Return ``count`` examples, each as long as allowed."""
     first, model = config.model.max_prompt_length, config.model
     rest = config.max_tokens if config.online else model.max_length - first
     rows = (Sequence(np.zeros(first, np.int32), np.zeros(rest, np.int32)),) * trainer.rows_per_example
@@ -218,14 +223,15 @@ def of_examples(
     ranks: int,
     card: tuple[str, float] | None,
 ) -> dict[str, object]:
-    """The plan of a run that trains on this global batch, and evaluates on these examples at once: ``text``,
-    and what does not fit as sentences, ``over``."""
+    """Return the plan of a run that trains on the global batch ``batch`` and evaluates ``held_out`` at once.
+
+    The result has the plan as ``text`` and a sentence for each situation that does not fit in ``over``."""
     found = architecture(config.model)
     own = type(found).__module__.startswith("transformers.")
     asked = Question(config, batch, held_out, ranks, card is not None, found if own else None)
     try:
         plan = make_plan(asked, found, None if card is None else Card(*card), answer)
-    except Exception as error:  # code of a model, of a loss or of torch that needs values
+    except Exception as error:  # code of a model, a loss or torch may need tensors with values
         reason = last_line(error)
         return {"text": f"The memory could not be planned: {type(error).__name__}: {reason}", "over": []}
     return {"text": "\n".join(plan.lines()), "over": [str(situation) for situation in plan.over]}
@@ -234,7 +240,7 @@ def of_examples(
 def make_plan(
     asked: Question, found: PretrainedConfig, card: Card | None, ask: Callable[[Question], Answer]
 ) -> MemoryPlan:
-    """What a rank holds in every situation, and what would fit where something does not."""
+    """Return the memory of a rank in every situation, with notes on what would fit."""
     given, notes = ask(asked), []
     outside = NOTHING if card is None else {"outside tensors": CONTEXT}
     shares = card is not None and asked.config.online and asked.config.sampler.separate
@@ -273,13 +279,16 @@ def make_plan(
 
 
 def scores_while_training(config: Config, ranks: int) -> bool:
-    """Whether a round is scored while the one before it is trained on: by one rank, as it is sampled ahead.
-    Several score together, between steps."""
+    """Return whether a round is scored while the previous one is trained on.
+
+    A single rank does so when rounds are sampled ahead; several ranks score together between steps."""
     return ranks == 1 and config.rounds.lag > 0 and config.sampler.separate
 
 
 def peak(given: Answer, evaluates: bool) -> dict[str, int]:
-    """Part -> bytes at the moment at which they are most."""
+    """Return bytes by part at the moment of the largest sum.
+
+    ``evaluates``: consider the moments of the evaluation instead of those of the training step."""
     moments: Iterable[dict[str, int]] = (
         parts for moment, parts in given.peaks.items() if of_evaluation(moment) is evaluates
     )
@@ -297,8 +306,10 @@ def in_gib(parts: Mapping[str, int]) -> dict[str, float]:
 def what_fits(
     asked: Question, given: Answer, card: Card, step: Situation, ask: Callable[[Question], Answer]
 ) -> str:
-    """How many tokens a microbatch may have: of a step that fits, counting all that may grow with them; of
-    one that does not, from a second answer for half as many."""
+    """Return a sentence on how many tokens a microbatch may have.
+
+    If the step fits, the estimate scales every part that may grow with the tokens. If it does not, the
+    estimate uses a second simulation with half as many tokens."""
     longest = max(map(row_tokens, asked.batch))
     spare = card.room - step.total
     if spare >= 0:
@@ -324,8 +335,10 @@ def what_fits(
 
 
 def stays(asked: Question, given: Answer, spare: float) -> str:
-    """Whether every layer could stay gathered until its backward: there is room for the whole model as it is
-    computed, which is more than its layers."""
+    """Return words on keeping every layer gathered until its backward pass, or "" if that is no option.
+
+    It needs room for the whole model in the compute dtype, which is more than its layers take. ``spare``:
+    GiB."""
     whole = given.parameters * getattr(torch, asked.config.model.dtype).itemsize / GIB
     if asked.ranks == 1 or not asked.config.model.reshard_after_forward or spare < whole:
         return ""
@@ -333,7 +346,7 @@ def stays(asked: Question, given: Answer, spare: float) -> str:
 
 
 def in_thousands(tokens: float) -> int:
-    """Rounded down to whole thousands, where there are some."""
+    """Return ``tokens`` rounded down to whole thousands, or to an integer below 1000."""
     return int(tokens) // 1000 * 1000 if tokens >= 1000 else int(tokens)
 
 
