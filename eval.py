@@ -1,12 +1,12 @@
-"""Evaluation of what was trained: of a run, its checkpoints, any model's folder, or a model of the hub.
+"""Evaluate a run, one of its checkpoints, any model folder, or a model of the hub.
 
     python eval.py run=runs/mine                                      # greedy accuracy and pass@k on the run's held-out prompts
     python eval.py run=runs/mine-s* data=math accuracy.k=[1,8,64] accuracy.samples=64 sampler=vllm
     python eval.py run=runs/mine kind=compare against=runs/other reward=armorm data=alpacaeval data.path=prompts.json
     python eval.py model=hub model.name_or_path=org/name data=gsm8k out=evaluations/name
 
-Results: runs/mine/evals/<name>.json, every answer in <name>.jsonl beside it; python -m launch.results shows
-them. Its own keys are those of config/eval.yaml: python eval.py --cfg job
+Results go to runs/mine/evals/<name>.json, every answer to <name>.jsonl beside it; python -m launch.results
+shows them. The keys of this program are those of config/eval.yaml: python eval.py --cfg job
 """  # noqa: E501
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from config.typed import typed
 
 
 def evaluate(cfg: DictConfig, given: list[str]) -> None:
-    """Everything that ``run`` names, by ``kind``. ``given``: the dotted keys that the command line sets.
-    Raises ConfigError, DataError, StoppedError."""
+    """Evaluate everything that ``run`` names with the evaluation ``kind``.
+
+    ``given``: the dotted keys that the command line sets. Raises ConfigError, DataError, StoppedError."""
     composed = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(composed, dict)
     own = {item.name: composed.pop(item.name) for item in fields(EvalStage)}
@@ -63,7 +64,7 @@ def evaluate(cfg: DictConfig, given: list[str]) -> None:
         from evals.running import evaluate as measure
         from models.distributed import start, stop
 
-        disable_progress_bar()  # transformers draws one for every file; sampling has its own
+        disable_progress_bar()  # transformers draws a bar for every file; sampling has its own bar
         world = start()
         try:
             measure(targets, stage, world)

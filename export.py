@@ -1,4 +1,4 @@
-"""A checkpoint of a run as one Hugging Face folder.
+"""Export a checkpoint of a run as one Hugging Face folder.
 
 python export.py runs/NAME                      # the newest sound checkpoint, to runs/NAME/model
 python export.py runs/NAME --step 80 --to DIR   # another one, elsewhere
@@ -19,10 +19,11 @@ from config.load import load_run, settings_of
 
 
 def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: bool = True) -> Path:
-    """Write the model of the checkpoint before ``step`` (None: of the newest sound one); returns its folder.
+    """Write the model of the checkpoint saved before ``step`` and return its folder.
 
-    ``to``: where to write, None: the run's model/, which is replaced. ``trust_remote_code`` False: refuse a
-    run whose settings would run code that comes with a model. Raises ConfigError, StoppedError.
+    ``step`` None selects the newest sound checkpoint. ``to`` is the folder to write; None means the run's
+    model/, which is replaced. With ``trust_remote_code`` False, a run whose settings would execute code that
+    comes with a model is refused. Raises ConfigError, StoppedError.
     """
     config = load_run(run, trust_remote_code)
     require(
@@ -64,8 +65,10 @@ def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: 
 
 
 def push_run(run: Path, exported: Path | None, repository: str, private: bool) -> str:
-    """Upload the model of a run, ``exported`` or what its model/ holds, with its card; returns its address.
-    Raises ConfigError, StoppedError."""
+    """Upload the model of a run with its model card and return its address on the hub.
+
+    The model is the folder ``exported``, or the run's model/ where ``exported`` is None. Raises ConfigError,
+    StoppedError."""
     from jobs.hub import check_push, push
     from reports.model_card import write_model_card
 

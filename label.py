@@ -1,9 +1,9 @@
-"""Labelling alone: the samples in a file, scored by a reward, as feedback to train on.
+"""Score the samples in a file with a reward and write them as feedback to train on, without training.
 
     python label.py in=samples.jsonl reward=armorm out=feedback.jsonl
     python label.py in=samples.json reward=verifier format=binary rounds.threshold=8 out=feedback.json
 
-All settings of train.py, and those of config/label.yaml: python label.py --cfg job
+It takes all settings of train.py and those of config/label.yaml: python label.py --cfg job
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from config.schema_stages import LabelStage
 
 
 def label(cfg: DictConfig) -> None:
-    """One file of feedback."""
+    """Write one file of feedback."""
     stage, rest = split_settings(cfg, LabelStage)
     config, _ = settings(rest)
     import torch

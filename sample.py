@@ -1,10 +1,10 @@
-"""Sampling alone: answers of a model to the prompts of a data set, in a file.
+"""Sample a model's answers to the prompts of a data set into a file, without training.
 
     python sample.py model=llama3-8b-instruct data=ultrafeedback_armorm sampler=vllm rounds.samples=8 out=samples.jsonl
     python sample.py model=hub model.name_or_path=runs/mine data=alpacaeval data.path=alpaca_eval.json data.eval_fraction=0 \\
         rounds.samples=1 format=alpacaeval out=outputs.json
 
-All settings of train.py, and those of config/sample.yaml: python sample.py --cfg job
+It takes all settings of train.py and those of config/sample.yaml: python sample.py --cfg job
 """  # noqa: E501
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from config.schema_stages import SampleStage
 
 
 def sample(cfg: DictConfig) -> None:
-    """One file of samples."""
+    """Write one file of samples."""
     stage, rest = split_settings(cfg, SampleStage)
     config, _ = settings(rest)
     config.check_room()

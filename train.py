@@ -3,7 +3,7 @@
     python train.py loss=dpo humanline=true
     torchrun --nproc-per-node 8 train.py model=llama3-8b-instruct data=ultrafeedback_armorm loss=kto humanline=true
 
-From a notebook, or a program of one's own (docs/notebook.md):
+From a notebook or your own program (docs/notebook.md):
 
     from train import compose, train
     summary = train(*compose("loss=dpo", "humanline=true"))
@@ -28,10 +28,11 @@ __all__ = ["compose", "train"]
 
 
 def train(config: Config, name: str, observers: Sequence[Any] = ()) -> dict[str, Any]:
-    """One run, from settings to an exported model; returns its summary. The program may go on after it.
+    """Do one run, from settings to an exported model, and return its summary.
 
-    ``observers``: objects with some of the methods of ``jobs.observers.Observer``, told of the run beside
-    those that ``callbacks`` names. Raises UserError: what a user can mend.
+    The calling program may continue afterwards. ``observers``: objects with some of the methods of
+    ``jobs.observers.Observer``; they follow the run in addition to the ones that ``callbacks`` names. Raises
+    UserError for every problem that the user can fix.
     """
     signals = Signals()
     try:
@@ -41,7 +42,7 @@ def train(config: Config, name: str, observers: Sequence[Any] = ()) -> dict[str,
 
 
 def run(config: Config, name: str, signals: Signals, observers: Sequence[Any] = ()) -> dict[str, Any]:
-    """As ``train``, under these signals."""
+    """Do the same as ``train`` with the given signal handlers."""
     from jobs.job import Job
     from jobs.run_folder import RunFolder
     from models.distributed import on_main, start, stop
@@ -68,7 +69,7 @@ def main(cfg: DictConfig) -> None:
     def work() -> None:
         config, name = settings(cfg)
         say_what_is_idle(idle(config))
-        run(config, name, Signals())  # in force until the program has ended
+        run(config, name, Signals())  # never restored: the handlers hold until the program ends
 
     guarded(work)
 

@@ -1,2 +1,2 @@
-"""Measurements, each a command: ``python -m benchmarks.<name>``. RESULTS.md has what they gave,
-docs/performance.md what they are measured against."""
+"""Measurements, each a command, ``python -m benchmarks.<name>``. RESULTS.md has their results,
+docs/performance.md the targets that they are compared with."""

@@ -1,11 +1,12 @@
-"""How evenly the tokens of a batch lie on the ranks: packed rows dealt by length, as padded ones are, against
-dealt by tokens, as packed ones are. Lengths alone are computed, no model.
+"""How evenly a batch's tokens are spread over ranks, with packed rows dealt by length, as padded ones are,
+against dealt by tokens. Only lengths are computed, no model runs.
 
     python -m benchmarks.balance                       # embedded pairs, drawn pairs, real ones where they are
     python -m benchmarks.balance --data hh PATH:FORMAT --ranks 8 64 --shapes 4x1 4x2
 
-Every number is the share of a step in which ranks do not wait for each other: the turns' means over ranks,
-added up, over the turns' maxima. A shape is examples a rank and turn x turns.
+Every number is the share of a step in which ranks do not wait for each other: the mean load over ranks,
+summed over turns, divided by the largest load, summed over turns. A shape is examples per rank and turn x
+turns.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from data.types import Example
 Turns = list[list[list[Example]]]
 DATA = ("adder", "hh", "gsm8k", "drawn")
 SINGLE = ("gsm8k",)
-"""Formats whose rows stand alone (GRPO's, KTO's); of others an example is a pair."""
+"""Formats whose rows stand alone (for GRPO and KTO); in other formats an example is a pair."""
 COMPUTED = shape("qwen2.5-1.5b")
 """The architecture whose operations are counted."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Means over batches. Of tokens and of operations, dealt by length (before) and by tokens (after);
-    seconds to deal a batch by tokens."""
+    """Means over batches. The evenness in tokens and in operations, dealt by length (before) and by tokens
+    (after), and the seconds to deal a batch by tokens."""
 
     tokens_before: float
     tokens_after: float
@@ -45,7 +46,7 @@ class Balance:
 
 
 def examples(data: str, count: int, longest: int) -> list[Example]:
-    """The first ``count`` examples of ``data``. ``drawn``: pairs about as long as UltraFeedback's."""
+    """Return the first ``count`` examples of ``data``. ``drawn``: pairs about as long as UltraFeedback's."""
     if data == "drawn":
         pairs = drawn_pairs(count, 8192, prompt=150.0, completion=280.0, longest=longest)
     else:
@@ -57,7 +58,8 @@ def examples(data: str, count: int, longest: int) -> list[Example]:
 
 
 def evenness(turns: Turns, cost: Callable[[Example], float]) -> float:
-    """The turns' means over ranks, added up, over the turns' maxima."""
+    """Return the mean load over ranks, summed over turns, divided by the largest load, summed over turns; 1
+    if no rank waits."""
     loads = np.array([[sum(map(cost, part)) for part in turn] for turn in turns])
     return float(loads.mean(axis=1).sum() / loads.max(axis=1).sum())
 
@@ -67,7 +69,8 @@ def operations(example: Example) -> float:
 
 
 def measure(found: list[Example], ranks: int, size: int, turns: int, batches: int) -> Balance:
-    """Over ``batches`` batches drawn from ``found``: as many examples as fill every rank in every turn."""
+    """Measure ``batches`` batches drawn from ``found``; each has as many examples as fill every rank in every
+    turn."""
     rng, count = np.random.default_rng(0), ranks * size * turns
     rows = []
     for _ in range(batches):
@@ -87,8 +90,8 @@ def measure(found: list[Example], ranks: int, size: int, turns: int, batches: in
 def report(
     found: dict[str, list[Example]], ranks: list[int], shapes: list[tuple[int, int]], batches: int
 ) -> str:
-    """A table a set of data: a row for each number of ranks, before -> after in tokens for each shape, and
-    after in operations."""
+    """Return a table for each data set, with a row for each number of ranks: the evenness in tokens before ->
+    after for each shape, then the evenness in operations after."""
     parts = []
     for name, of in found.items():
         tokens = [example_tokens(example) for example in of]

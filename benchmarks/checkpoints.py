@@ -1,11 +1,11 @@
-"""Seconds that training waits for a checkpoint: written while it waits, against behind it (``async_save``),
-in turn.
+"""Seconds that training waits for a checkpoint, written in the foreground against in the background
+(``async_save``), in turn.
 
     python -m benchmarks.checkpoints                       # 48 M float32 weights, AdamW: 0.6 GB
     python -m benchmarks.checkpoints --layers 16 --width 1024
 
-``waits`` is ``Checkpoints.save`` as a run calls it; ``whole`` is until the checkpoint is there. Nothing else
-runs meanwhile: what a step loses to the thread that writes is not in it.
+``waits`` is ``Checkpoints.save`` as a run calls it; ``whole`` is the time until the checkpoint is complete.
+Nothing else runs meanwhile, so the slowdown of a step by the writing thread is not included.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as folder:
         kept = {way: Checkpoints(Path(folder) / way, world, 2, behind) for way, behind in WAYS.items()}
-        for step in range(args.rounds + 1):  # the first does not count
+        for step in range(args.rounds + 1):  # the first round does not count
             for way, checkpoints in kept.items():
                 begun = time.perf_counter()
                 checkpoints.save(step, policy, optimizer, {}, {})

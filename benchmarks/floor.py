@@ -30,19 +30,19 @@ class Forward:
 
     @property
     def scoring(self) -> float:
-        """Without gradient: one unit of everything."""
+        """Operations without gradient: one unit of everything."""
         return self.body + self.attention + self.head
 
     @property
     def training(self) -> float:
-        """Forward and backward: three units, and four of the head, whose logits are computed again instead of
-        kept."""
+        """Operations of forward and backward: three units, and four of the head, whose logits are computed
+        again instead of stored."""
         return 3 * (self.body + self.attention) + 4 * self.head
 
 
 def block_weights(config: PretrainedConfig) -> int:
-    """Weights of one decoder block's matrices (Llama and Qwen2: four of attention, three of the gated
-    MLP)."""
+    """Return the number of weights in one decoder block's matrices (Llama and Qwen2: four of attention, three
+    of the gated MLP)."""
     width, size = config.hidden_size, head_size(config)
     attention = 2 * width * size * (config.num_attention_heads + config.num_key_value_heads)
     return attention + 3 * width * config.intermediate_size
@@ -53,7 +53,7 @@ def head_size(config: PretrainedConfig) -> int:
 
 
 def forward(config: PretrainedConfig, rows: Iterable[Sequence]) -> Forward:
-    """The operations of one forward over ``rows`` without a padded token."""
+    """Return the operations of one forward over ``rows`` without a padded token."""
     lengths = [(len(row), len(row.completion_ids)) for row in rows]
     tokens, squares, scored = (
         sum(f(n, c) for n, c in lengths) for f in (lambda n, c: n, lambda n, c: n * n, lambda n, c: c)
@@ -68,13 +68,13 @@ def forward(config: PretrainedConfig, rows: Iterable[Sequence]) -> Forward:
 
 @dataclass(frozen=True)
 class Floor:
-    """Operations of one pass over the data, by what the reference is."""
+    """Operations of one pass over the data, by the source of the reference scores."""
 
     cached: float
-    """Offline, reference scores known: policy forward and backward (KTO: and the policy's forward over the
-    mismatched rows)."""
+    """Offline with known reference scores: policy forward and backward (for KTO, also the policy's forward
+    over the mismatched rows)."""
     scored: float
-    """The same and the reference's forward over every row that needs one: offline with its own scoring, and
+    """The same plus the reference's forward over every row that needs one: offline with its own scoring, and
     humanline at any k."""
 
     @property

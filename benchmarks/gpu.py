@@ -6,11 +6,11 @@ with random weights.
     python3 -m benchmarks.gpu --losses dpo kto grpo --drawn   # lengths of a quarter of the maximum on average
     python3 -m benchmarks.gpu --device cpu --tiny             # the same code in seconds, without a GPU
 
-Needs torch, transformers, accelerate and peft alone: no network, no file of weights or settings. Variants:
-``cached``, offline from reference scores that are known; ``live``, offline with a second model in memory that
-scores each batch as it comes, as other trainers do; ``k=1`` and so on, humanline. The last column says
-whether a step made the host wait for the device (torch.cuda.set_sync_debug_mode); --profile prints where time
-went.
+The benchmark needs torch, transformers, accelerate and peft alone: no network, no file of weights or
+settings. Variants: ``cached``, offline with known reference scores; ``live``, offline with a second model in
+memory that scores each batch as it comes, as other trainers do; ``k=1`` and so on, humanline. The last column
+says whether a step made the host wait for the device (torch.cuda.set_sync_debug_mode); --profile prints how
+the time was spent.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from models.policy import Policy, checkpoint_activations, decoder_blocks
 from trainers.basic import BasicTrainer
 
 PEAK = 989e12
-"""Dense bfloat16 operations a second of an H100 or H200 by the vendor's datasheet; MFU is counted against
-it."""
+"""Dense bfloat16 operations a second of an H100 or H200 by the vendor's datasheet; MFU is relative to it."""
 WARM_UP = 2
 
 
 def make_step(variant: str, name: str, settings: Settings, plan: Segment) -> tuple[BasicTrainer, Work]:
-    """(the trainer, what trains its next batch); for ``live`` that includes the second model's forward."""
+    """Return (the trainer, the function that trains its next batch); for ``live``, that includes the second
+    model's forward."""
     world = start()
 
     def policy() -> Policy:
@@ -85,18 +85,19 @@ def make_step(variant: str, name: str, settings: Settings, plan: Segment) -> tup
 
 
 def cycle(variant: str) -> int:
-    """After how many steps the work of this variant repeats: k, of which one step scores for all."""
+    """Return the number of steps after which this variant's work repeats: k, of which one step scores for
+    all."""
     return int(variant[2:]) if variant.startswith("k=") else 1
 
 
 def timed_steps(variant: str, steps: int) -> int:
-    """``steps`` in whole cycles."""
+    """Return ``steps`` rounded up to whole cycles."""
     return -(-steps // cycle(variant)) * cycle(variant)
 
 
 def planned_steps(variant: str, steps: int) -> int:
-    """Steps a plan must have so that each sync among the timed steps scores a whole cycle, and one step is
-    left to look for syncs."""
+    """Return the steps that a plan must have so that each sync among the timed steps scores a whole cycle and
+    one step remains to look for host syncs."""
     return WARM_UP + timed_steps(variant, steps) + cycle(variant) + 1
 
 
@@ -106,9 +107,9 @@ def synchronize() -> None:
 
 
 def seconds(step: Work, steps: int) -> tuple[float, Spread]:
-    """(mean, spread) of ``steps`` steps, seconds. The host runs ahead of the device, as in training: the mean
-    is of wall time from an idle device to an idle device, the spread of the device's own clock between the
-    ends of steps (of the host's where there is no device)."""
+    """Return (mean, spread) of ``steps`` steps, seconds. The host runs ahead of the device, as in training.
+    The mean is wall time from an idle device to an idle device; the spread is measured by the device's own
+    clock between the ends of steps (by the host's clock without a device)."""
     marks: list[torch.cuda.Event] = []
     ends: list[float] = []
     synchronize()
@@ -128,8 +129,8 @@ def seconds(step: Work, steps: int) -> tuple[float, Spread]:
 
 
 def syncs(step: Work) -> str:
-    """``none``, or what made the host wait for the device within a step (after which the trainer is of no
-    more use)."""
+    """Return ``none``, or the call that made the host wait for the device within a step; the trainer cannot
+    be used afterwards."""
     if not torch.cuda.is_available():
         return "no device"
     torch.cuda.synchronize()
@@ -154,8 +155,8 @@ def syncs(step: Work) -> str:
 
 
 def operations_of(variant: str, name: str, settings: Settings, plan: Segment) -> tuple[float, int]:
-    """(operations of a mean step of the plan, its real tokens): no padding, no recomputation but the head's
-    (benchmarks.floor)."""
+    """Return (operations of the plan's mean step, its real tokens), without padding and without recomputation
+    except the head's (benchmarks.floor)."""
     rows: list[Sequence] = []
     other: list[Sequence] = []
     for i in range(plan.steps):
@@ -171,7 +172,7 @@ def operations_of(variant: str, name: str, settings: Settings, plan: Segment) ->
 def measure(
     variant: str, name: str, settings: Settings, pairs: list[Pair], steps: int, peak: float
 ) -> list[str]:
-    """A row of the table."""
+    """Return a row of the table."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -198,7 +199,7 @@ def measure(
 
 
 def profile(variant: str, name: str, settings: Settings, pairs: list[Pair]) -> str:
-    """Where a warm step spends its time on the device (on the CPU where there is none)."""
+    """Return a profile of a warm step's time on the device (on the CPU without a device)."""
     _, step = make_step(variant, name, settings, segment(settings, pairs))
     seconds(step, WARM_UP)
     with torch.profiler.profile() as found:

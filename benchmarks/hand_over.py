@@ -1,11 +1,12 @@
-"""Seconds in which a round's weights reach a vLLM engine and are proved to be there: from a folder on disk
+"""Seconds until a round's weights have reached a vLLM engine and are verified there, from a folder on disk
 against memory that trainer and engine share, in turn, with the same engine.
 
     python -m benchmarks.hand_over                       # 45 M float32 weights
     python -m benchmarks.hand_over --layers 8 --width 1024 --rounds 10
 
-Timed is ``VllmEngine.publish`` as a round calls it: the weights' way (with what is written for it), and the
-probe, which trainer and engine score. Every hand-over brings other weights than the one before.
+The benchmark times ``VllmEngine.publish`` as a round calls it: the transfer of the weights (including files
+written for it), and the probe, which trainer and engine score. Every hand-over brings other weights than the
+one before.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main() -> None:
             log_dir=Path(folder),
         )
         engine = VllmEngine(sampler, policy, renderer, world, probe, "float32")
-        engine.publish(Path(folder) / "weights", 0, False)  # starts it, able to take either
+        engine.publish(Path(folder) / "weights", 0, False)  # starts the engine, able to take either
         versions = iter(range(1, 10_000))
         facts: dict[str, list[Facts]] = {way: [] for way in WAYS}
 
@@ -74,7 +75,7 @@ def main() -> None:
 
 
 def row(way: str, facts: list[Facts]) -> list[str]:
-    """What a way took, without its first time."""
+    """Return a way's row of the table, without its first hand-over."""
     weights = Spread.of(one["write_seconds"] + one["load_seconds"] for one in facts)
     return [way, str(weights), str(Spread.of(one["probe_seconds"] for one in facts))]
 

@@ -1,11 +1,11 @@
-"""Seconds and bytes that a round's files take: written, and read again by what trains on them.
+"""Seconds and bytes that a round's files take to be written, and to be read again for training.
 
     python -m benchmarks.ledger                  # 1,024 prompts with 8 samples of 400 tokens each
     python -m benchmarks.ledger --prompts 256 --repeats 5
     python -m benchmarks.ledger --levels         # the same files, compressed at each of gzip's levels
 
-Timed is all of ``RoundBuilder.build`` and of reading its groups, with samples and scores that are there at
-once. The samples have no sense: compressed, text that has some takes less.
+The benchmark times all of ``RoundBuilder.build`` and the reading of its groups; samples and scores are
+available at once. The samples are random: meaningful text compresses better.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ STAGES = ("samples", "scores", "groups")
 
 
 class Ready:
-    """A sampler and a reward that have their answers already."""
+    """A sampler and a reward whose answers are made in advance."""
 
     gives_tokens = False
 
     def __init__(self, tokens: int) -> None:
         self.metrics: dict[str, float] = {}
         rng = random.Random(0)
-        # as many digits as float32 has, which is how samplers report them
+        # as many digits as float32 has, as samplers report them
         self.answers = [
             Sample(
                 tuple(rng.randrange(3, 14) for _ in range(tokens)),
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def levels(files: list[bytes], repeats: int) -> str:
-    """A table: what the files come to at each level, and how long that takes."""
+    """Return a table of the files' size at each level and the time to compress them."""
     sizes = {str(level): [0] * len(files) for level in range(1, 10)}
 
     def variant(level: str) -> list[Work]:

@@ -1,4 +1,4 @@
-"""Timing A against B fairly on a machine that is not idle, and peak memory in a process of its own."""
+"""Fair timing of A against B on a machine that is not idle, and peak memory in a process of its own."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from torch.utils.flop_counter import FlopCounterMode
 ROOT = Path(__file__).parent.parent
 Work = Callable[[], object]
 Variant = Callable[[], list[Work]]
-"""Makes everything ready (not timed) and returns what is timed, in pieces that are done one after the
-other."""
+"""Prepares everything (not timed) and returns the timed work, in pieces that are done one after the other."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed run, seconds. CPU time is all threads' of this process: on a shared machine it says more than
-    the wall does."""
+    """One timed run, seconds. CPU time is that of all threads of this process; on a shared machine it is more
+    reliable than wall time."""
 
     wall: float
     cpu: float
@@ -45,10 +44,10 @@ def timed(work: Work) -> Sample:
 
 
 def alternate(variants: dict[str, Variant], rounds: int, warm_up: bool = True) -> dict[str, list[Sample]]:
-    """``rounds`` samples of each variant after one round that does not count, each the sum of its pieces. The
-    first pieces of all variants are timed in turn, then the second ones in the other order, and so on: the
-    shorter the pieces, the more alike is what the rest of the machine did meanwhile. Raises ValueError unless
-    all variants have as many pieces."""
+    """Return ``rounds`` samples of each variant, each the sum of its pieces, after one round that does not
+    count. The first pieces of all variants are timed in turn, then the second ones in the other order, and so
+    on: the shorter the pieces, the more equal the load from the rest of the machine. Raises ValueError unless
+    all variants have the same number of pieces."""
     samples: dict[str, list[Sample]] = {name: [] for name in variants}
     for i in range(rounds + warm_up):
         works = {name: variant() for name, variant in variants.items()}
@@ -64,13 +63,13 @@ def alternate(variants: dict[str, Variant], rounds: int, warm_up: bool = True) -
 
 
 def in_a_row(pieces: list[Work]) -> Work:
-    """All pieces as one; it returns what the last does."""
+    """Return all pieces as one; it returns the last one's result."""
     return lambda: [piece() for piece in pieces][-1]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, smallest and largest of something measured a few times."""
+    """Median, minimum and maximum of several measurements."""
 
     median: float
     low: float
@@ -86,23 +85,23 @@ class Spread:
 
 
 def ratio(a: list[Sample], b: list[Sample], clock: str = "cpu") -> Spread:
-    """How much longer a took than b, round by round: both halves of each quotient were measured within the
+    """Return the ratio of a's time to b's, round by round: both times of a quotient were measured within the
     same minute."""
     times = {"cpu": lambda s: s.cpu, "wall": lambda s: s.wall}[clock]
     return Spread.of(times(x) / times(y) for x, y in zip(a, b, strict=True))
 
 
 def counted_products(work: Work) -> float:
-    """Operations of the matrix products that ``work`` really does, by torch's own count. Attention is done by
-    plain products meanwhile, over whole squares, not the causal half."""
+    """Return the operations of the matrix products that ``work`` does, by torch's own count. Attention is
+    computed by plain products meanwhile, over whole squares, not the causal half."""
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         work()
     return float(counter.get_total_flops())
 
 
 def peak_rss() -> int:
-    """The most memory that this process has had, bytes. Not getrusage's, which remembers the parent's from
-    before exec."""
+    """Return the peak memory of this process, bytes. Unlike getrusage's, it does not include the parent's
+    from before exec."""
     line = next(
         line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")
     )
@@ -110,20 +109,20 @@ def peak_rss() -> int:
 
 
 def rss() -> int:
-    """The memory that this process has now, bytes."""
+    """Return the current memory of this process, bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def memory_of(work: Work) -> dict[str, float]:
-    """MiB: ``peak`` of this process so far, and how much of it (``step``) was not there before ``work``. For
-    a fresh process."""
+    """Return in MiB the ``peak`` of this process so far, and the part of it that was added by ``work``
+    (``step``). For a fresh process."""
     before = rss()
     work()
     return {"peak": peak_rss() / 2**20, "step": (peak_rss() - before) / 2**20}
 
 
 def in_fresh_process(module: str, *arguments: str) -> dict[str, float]:
-    """The JSON object on the last line that ``python -m module arguments`` prints."""
+    """Return the JSON object on the last line that ``python -m module arguments`` prints."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -133,7 +132,7 @@ def in_fresh_process(module: str, *arguments: str) -> dict[str, float]:
 
 
 def machine() -> str:
-    """Processor, cores, load, threads and versions: what a number here was measured with."""
+    """Return the conditions of a measurement: processor, cores, load, threads and versions."""
     cpu = next(
         (
             line.split(":")[1].strip()
@@ -151,5 +150,5 @@ def machine() -> str:
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """A markdown table."""
+    """Return a markdown table."""
     return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])

@@ -1,11 +1,12 @@
-"""What humanline costs beside offline training, for DPO, KTO and GRPO.
+"""The cost of humanline relative to offline training, for DPO, KTO and GRPO.
 
     python -m benchmarks.offline_vs_humanline                            # the preference data, or lengths drawn like theirs
     python -m benchmarks.offline_vs_humanline --data my.jsonl:preference # another file and its format (data.format)
 
-Variants: ``cached``, offline from reference scores that are known; ``scored``, offline with its own scoring
-before the first step; ``k=1``, ``k=4``, ``k=16``, humanline. Humanline scores each batch once, whatever k, so
-it is held against ``scored`` (the same forwards) and, against ``cached``, to the floor (benchmarks.floor).
+Variants: ``cached``, offline with known reference scores; ``scored``, offline with its own scoring before the
+first step; ``k=1``, ``k=4``, ``k=16``, humanline. Humanline scores each batch once, whatever k, so it is
+compared with ``scored`` (the same forwards), and its ratio to ``cached`` is compared with the floor
+(benchmarks.floor).
 """  # noqa: E501
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ VARIANTS = ("cached", "scored", "k=1", "k=4", "k=16")
 
 
 def prepare(variant: str, settings: Settings, pairs: list[Pair], steps: int, base: Policy) -> list[Work]:
-    """The timed part of one variant, a piece a step. The first one has the scores to make before it
-    (``cached``: they are there)."""
+    """Return the timed part of one variant, with a piece for each step. The first piece includes the scoring
+    before it (``cached`` has its scores already)."""
     plan = segment(settings, pairs, steps)
     trainer = make_trainer(settings, fresh(base))
     step = Stepper(trainer, plan)
@@ -99,7 +100,7 @@ def variants_of(
     padded: bool = False,
     names: tuple[str, ...] = VARIANTS,
 ) -> dict[str, Variant]:
-    """These variants of this loss, to be timed in turn."""
+    """Return the variants ``names`` of this loss, to be timed in turn."""
 
     def variant(name: str) -> Variant:
         return lambda: prepare(name, settings_of(name, loss, batch_pairs, padded), pairs, steps, base)

@@ -1,10 +1,11 @@
-"""Against padding every row to the maximum length, as HALOs does: the same trainer, collating in another way.
+"""Our batches against padding every row to the maximum length, as HALOs does, with the same trainer and
+another collation.
 
     python -m benchmarks.padding            # rows of a quarter of the maximum on average
     python -m benchmarks.padding --data hh
 
-Variants: ``to max``, ``padded`` (model.packing=false: to the longest row of a microbatch, rows dealt out by
-length), ``packed`` (the default: no padding).
+Variants: ``to max``; ``padded`` (model.packing=false: rows are dealt by length and padded to the longest row
+of a microbatch); ``packed`` (the default: no padding).
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ VARIANTS = ("to max", "padded", "packed")
 def collate_to(
     longest: int, rows: Seq[Sequence], device: torch.device, pack: bool = False, share: bool = False
 ) -> Sequences:
-    """``data.batches.collate`` with every row padded to ``longest`` tokens: a grid of exactly that width, on
-    the CPU. ``pack`` and ``share`` are taken as ``collate`` takes them and have no meaning here."""
+    """Return ``data.batches.collate`` with every row padded to ``longest`` tokens: a grid of exactly that
+    width, on the CPU. ``pack`` and ``share`` exist for ``collate``'s signature and have no effect here."""
     grid = collate(rows, device)
     width = grid.input_ids.shape[1]
     wide = torch.nn.functional.pad(grid.input_ids, (0, longest - width))
@@ -58,7 +59,7 @@ def collate_to(
 
 
 def prepare(variant: str, pairs: list[Pair], longest: int, base: Policy, batch_pairs: int) -> list[Work]:
-    """A step a piece."""
+    """Return the timed steps, one per piece."""
     settings = Settings("dpo", batch_pairs, batch_pairs // 2, packing=None if variant == "packed" else False)
     plan, trainer = segment(settings, pairs), make_trainer(settings, fresh(base))
     score_all(trainer, plan)

@@ -1,5 +1,5 @@
-"""What the benchmarks train: a model of random weights from a shape alone, and rows of real or drawn
-lengths."""
+"""Models, trainers and data of the benchmarks, with random weights in the shape of a model and rows of real
+or drawn lengths."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ KNOWN = {
     "hh": (SHARED / "hh_harmless_test.jsonl.gz", "hh"),
     "gsm8k": (SHARED / "gsm8k_train.jsonl", "gsm8k"),
 }
-"""Real data by name -> where its file lies if it is there, its format."""
+"""Real data by name -> (path of its file, which may not exist; its format)."""
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("paired", {"beta": 0.1}),
     "kto": ("unpaired", {"beta": 0.25, "desirable_weight": 1.1, "undesirable_weight": 1.0}),
     "grpo": ("grpo", {"advantage": "group", "beta": 0.01, "epsilon": 0.15}),
 }
-"""loss -> its trainer, the numbers of Table 3."""
+"""loss -> (its trainer, the hyperparameters of Table 3)."""
 
 Pair = tuple[Sequence, Sequence]
 
@@ -73,8 +73,8 @@ def llama(
 
 
 def shape(name: str, vocabulary: int | None = None) -> PretrainedConfig:
-    """The architecture of that name: ``tiny`` and ``small`` (2 M weights) for a CPU, the published shapes for
-    a GPU."""
+    """Return the architecture of that name: ``tiny`` and ``small`` (2 M weights) for a CPU, the published
+    shapes for a GPU."""
     shapes: dict[str, PretrainedConfig] = {
         "tiny": llama(512, 64, 2, 4, 2, 128),
         "small": llama(8192, 192, 4, 6, 3, 512),
@@ -96,7 +96,7 @@ def shape(name: str, vocabulary: int | None = None) -> PretrainedConfig:
 
 
 def random_policy(config: PretrainedConfig, device: torch.device, seed: int = 0) -> Policy:
-    """Random float32 weights of this architecture, made on the device."""
+    """Return a policy with random float32 weights of this architecture, made on the device."""
     torch.manual_seed(seed)
     with device:
         return Policy(
@@ -105,7 +105,7 @@ def random_policy(config: PretrainedConfig, device: torch.device, seed: int = 0)
 
 
 def size_parser(about: str | None) -> argparse.ArgumentParser:
-    """A command line that says how large a model is (``policy_of_size``)."""
+    """Return a command line with the size of a model (``policy_of_size``)."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
@@ -114,7 +114,7 @@ def size_parser(about: str | None) -> argparse.ArgumentParser:
 
 
 def policy_of_size(args: argparse.Namespace, device: torch.device) -> Policy:
-    """Random weights of a Llama as large as the command line says."""
+    """Return a Llama with random weights and the size that the command line gives."""
     width = args.width
     return random_policy(llama(args.vocabulary, width, args.layers, 8, 4, 4 * width, positions=512), device)
 
@@ -124,7 +124,7 @@ def policy_of_size(args: argparse.Namespace, device: torch.device) -> Policy:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the benchmarks vary of a run."""
+    """The settings of a run that the benchmarks vary."""
 
     loss: str = "dpo"
     batch_size: int = 8
@@ -178,7 +178,8 @@ class Settings:
 
 
 def make_trainer(settings: Settings, policy: Policy, world: World | None = None) -> BasicTrainer:
-    """A trainer on ``policy`` itself, sharded here; copy the policy first to train it again."""
+    """Return a trainer on ``policy`` itself, which is sharded here; copy the policy first to train it
+    again."""
     world, config = world or start(), settings.config()
     policy.use_packed_attention()
     shard(policy, decoder_blocks(policy), world, getattr(torch, settings.dtype))
@@ -209,25 +210,26 @@ class Quiet:
 
 
 def train(trainer: BasicTrainer, segment: Segment) -> list[float | None]:
-    """All of ``segment``; returns the loss of each step."""
+    """Train on all of ``segment`` and return the loss of each step."""
     watch = Quiet()
     trainer.train(Offline(segment), watch)
     return watch.losses
 
 
 def score_all(trainer: BasicTrainer, segment: Segment) -> None:
-    """The reference of offline training: every row of the plan under the weights as they are now."""
+    """Score every row of the plan under the current weights, as the reference of offline training."""
     trainer.reference.refresh(trainer.policy, 0, trainer.upcoming(segment, 0, 0))
 
 
 class Stepper:
-    """One step of ``segment`` a call, for timing: as ``train`` without the check before step 0."""
+    """A callable that does one step of ``segment`` for timing, as ``train`` does but without the check before
+    step 0."""
 
     def __init__(self, trainer: BasicTrainer, segment: Segment) -> None:
         self.trainer, self.segment, self.watch = trainer, segment, Quiet()
 
     def __call__(self) -> list[float | None]:
-        """The losses of the steps that are read so far."""
+        """Do one step and return the losses of the steps read so far."""
         self.watch.after_step(self.trainer.step(self.segment))
         if self.trainer.progress.position == self.segment.steps:
             self.watch.done()
@@ -235,7 +237,7 @@ class Stepper:
 
 
 def fresh(policy: Policy) -> Policy:
-    """A copy that may be sharded and trained."""
+    """Return a copy that may be sharded and trained."""
     return copy.deepcopy(policy)
 
 
@@ -243,8 +245,8 @@ def fresh(policy: Policy) -> Policy:
 
 
 def segment(settings: Settings, pairs: list[Pair], steps: int | None = None) -> Segment:
-    """One epoch over ``pairs``, or its first ``steps``, in the unit of the loss (a pair is two sequences for
-    KTO and GRPO)."""
+    """Return one epoch over ``pairs``, or its first ``steps``, in the unit of the loss (a pair is two
+    sequences for KTO and GRPO)."""
     groups: list[tuple[Example, ...]] = []
     for i, (chosen, rejected) in enumerate(pairs):
         if settings.loss == "dpo":
@@ -273,7 +275,7 @@ def drawn_pairs(
     longest: int = 512,
     seed: int = 0,
 ) -> list[Pair]:
-    """Pairs of random tokens with log-normal lengths (medians in tokens; about those of the preference
+    """Return pairs of random tokens with log-normal lengths (medians in tokens; about those of the preference
     data)."""
     rng = np.random.default_rng(seed)
 
@@ -294,7 +296,8 @@ def drawn_pairs(
 
 
 def fixed_pairs(count: int, vocabulary: int, length: int, completion: int, seed: int = 0) -> list[Pair]:
-    """Pairs of random tokens, every row ``length`` tokens of which ``completion`` are the answer."""
+    """Return pairs of random tokens; every row has ``length`` tokens, of which ``completion`` are the
+    answer."""
     rng = np.random.default_rng(seed)
     pairs = []
     for _ in range(count):
@@ -305,7 +308,8 @@ def fixed_pairs(count: int, vocabulary: int, length: int, completion: int, seed:
 
 
 def trained_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of these texts: real text gets real lengths without a file from the network."""
+    """Return a byte-level BPE trained on these texts, which gives real text realistic lengths without a file
+    from the network."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer, inner.decoder = (
         pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -321,8 +325,8 @@ def trained_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerF
 
 
 def real_rows(path: Path, format_: str) -> list[tuple[Prompt, Completion, Completion]]:
-    """(prompt, better, worse) of a local file; a set with one answer a prompt lends each the answer of the
-    next as the worse one."""
+    """Return (prompt, better, worse) for each row of a local file; in a set with one answer per prompt, the
+    worse one is the next prompt's answer."""
     config = with_defaults(
         DataConfig,
         name="file",
@@ -343,7 +347,7 @@ def real_rows(path: Path, format_: str) -> list[tuple[Prompt, Completion, Comple
 
 
 def real_pairs(path: Path, format_: str, count: int, vocabulary: int, longest: int) -> list[Pair]:
-    """The first ``count`` pairs of a file, tokenised by a tokenizer trained on them."""
+    """Return the first ``count`` pairs of a file, tokenised by a tokenizer trained on them."""
     rows = real_rows(path, format_)[:count]
     texts = [turn.content for prompt, _, _ in rows for turn in prompt.turns] + [
         c.text or "" for _, c, _ in rows
@@ -363,7 +367,8 @@ def real_pairs(path: Path, format_: str, count: int, vocabulary: int, longest: i
 
 
 def benchmark_pairs(data: str, count: int, vocabulary: int, longest: int = 512) -> list[Pair]:
-    """``data``: ``PATH:FORMAT`` of a local file, a name of KNOWN where its file is there, or ``drawn``."""
+    """Return ``count`` pairs of ``data``: ``PATH:FORMAT`` of a local file, a name of KNOWN whose file exists,
+    or ``drawn``."""
     path, format_ = KNOWN.get(data) or (Path(data.rpartition(":")[0]), data.rpartition(":")[2])
     if data == "drawn" or (data in KNOWN and not path.exists()):
         print(f"lengths: drawn{'' if data == 'drawn' else f' ({path.name} is not here)'}")

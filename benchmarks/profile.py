@@ -1,13 +1,14 @@
-"""Where one step's time goes, and how near its products come to the fastest product that this machine does.
+"""The parts of one step's time, and the speed of its matrix products relative to the fastest product on this
+machine.
 
     python -m benchmarks.profile                           # DPO, cached reference scores, lengths as the preference data's
     python -m benchmarks.profile --loss kto --variant k=1 --padded
 
-The same batch is trained again and again under torch.profiler, on a CPU with one thread; the fastest of these
-steps is told of. Parts: ``body products`` (the blocks' matrix products), ``head`` (models/logprobs.py,
+The same batch is trained repeatedly under torch.profiler, on a CPU with one thread; the fastest of these
+steps is reported. Parts: ``body products`` (the blocks' matrix products), ``head`` (models/logprobs.py,
 products and softmax), ``attention`` (its kernel), ``elementwise`` (norms, rotary embedding, SiLU, residuals,
-copies), ``optimizer`` (AdamW and clipping), ``sharding`` (FSDP's hooks and copies), ``python`` (what is
-outside any operator). Operations are counted from the operands' shapes.
+copies), ``optimizer`` (AdamW and clipping), ``sharding`` (FSDP's hooks and copies), ``python`` (time outside
+any operator). Operations are counted from the operands' shapes.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ ATTENTION = (
 )
 PARTS = ("body products", "head", "attention", "elementwise", "optimizer", "sharding", "python")
 Shape = tuple[int, int, int]
-"""Rows, inner size, columns of a product (of all products of a batched one: their rows added up)."""
+"""Rows, inner size and columns of a product; the rows of a batched product are added up."""
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Part:
 
 
 def lineage(event: FunctionEvent) -> Iterator[str]:
-    """Its name, its parent's, and so on."""
+    """Yield the event's name, its parent's, and so on."""
     at: FunctionEvent | None = event
     while at is not None:
         yield at.name
@@ -71,7 +72,7 @@ def lineage(event: FunctionEvent) -> Iterator[str]:
 
 
 def part_of(event: FunctionEvent) -> str:
-    """Which of PARTS an event's own time belongs to."""
+    """Return the element of PARTS to which an event's own time belongs."""
     names = list(lineage(event))
     if any(name.startswith("_LogProbs") for name in names):
         return "head"
@@ -87,12 +88,13 @@ def part_of(event: FunctionEvent) -> str:
 
 
 def shapes_of(event: FunctionEvent) -> list[list[int]]:
-    """Of its operands, [] for one that is no tensor (torch's annotation says tuple[int, ...])."""
+    """Return the shapes of the event's operands, [] for one that is no tensor (torch's annotation says
+    tuple[int, ...])."""
     return cast(list[list[int]], event.input_shapes)
 
 
 def product_of(event: FunctionEvent) -> Shape | None:
-    """The shape of the product that an event is; None where it is none."""
+    """Return the shape of the event's product; None if the event is no product."""
     if event.name not in PRODUCTS:
         return None
     left, right = [s for s in shapes_of(event) if len(s) >= 2][-2:]
@@ -100,8 +102,8 @@ def product_of(event: FunctionEvent) -> Shape | None:
 
 
 def attention_of(event: FunctionEvent) -> float:
-    """Operations of the attention kernel that an event is, under a causal mask, by its queries' shape: two
-    products forward, four backward (benchmarks.floor)."""
+    """Return the operations of the event's attention kernel under a causal mask, from the shape of its
+    queries: two products forward, four backward (benchmarks.floor). 0 for another event."""
     if event.name not in ATTENTION:
         return 0.0
     rows, heads, length, size = next(s for s in shapes_of(event) if len(s) == 4)
@@ -109,7 +111,7 @@ def attention_of(event: FunctionEvent) -> float:
 
 
 def parts(events: list[FunctionEvent]) -> list[dict[str, Part]]:
-    """For each profiled step, its parts: every event's own time, which add up to the whole."""
+    """Return the parts of each profiled step: every event's own time; together they are the whole step."""
     steps = {id(e): i for i, e in enumerate(e for e in events if e.name == STEP)}
     found = [{name: Part() for name in PARTS} for _ in steps]
     for event in events:
@@ -127,8 +129,8 @@ def parts(events: list[FunctionEvent]) -> list[dict[str, Part]]:
 
 
 def profiled(trainer: BasicTrainer, plan: Segment, steps: int) -> tuple[list[dict[str, Part]], float]:
-    """(the parts of ``steps`` steps on the plan's first batch after two that do not count, CPU seconds of the
-    cheapest of as many steps without the profiler)."""
+    """Return (the parts of ``steps`` profiled steps, CPU seconds of the cheapest of ``steps`` unprofiled
+    steps, before which two do not count). All steps train the plan's first batch."""
     score_all(trainer, plan)
     start = trainer.state_dict()
     known = dict(trainer.reference.scores)
@@ -146,13 +148,13 @@ def profiled(trainer: BasicTrainer, plan: Segment, steps: int) -> tuple[list[dic
 
 
 def peak(sizes: tuple[int, ...] = (256, 512, 1024, 2048)) -> float:
-    """Operations a second of the fastest square float32 product, by CPU time."""
+    """Return the operations a second of the fastest square float32 product, by CPU time."""
     return max(rate((size, size, size)) for size in sizes)
 
 
 def rate(of: Shape, work: float = 4e9, tries: int = 5) -> float:
-    """Operations a second of a product of this shape alone: the best of ``tries`` times ``work``
-    operations."""
+    """Return the operations a second of a product of this shape alone, the best of ``tries`` tries, which
+    together do about ``work`` operations."""
     m, k, n = of
     left, right, repeats = torch.randn(m, k), torch.randn(k, n), max(int(work / tries / (2 * m * k * n)), 1)
     return (
@@ -166,13 +168,13 @@ def rate(of: Shape, work: float = 4e9, tries: int = 5) -> float:
 
 
 def alone(products: Counter[Shape]) -> float:
-    """Seconds that these products take one by one, with nothing between them."""
+    """Return the seconds that these products take one by one, with nothing between them."""
     return sum(2 * m * k * n * times / rate((m, k, n), work=4e8) for (m, k, n), times in products.items())
 
 
 def report(steps: list[dict[str, Part]], cheapest: float, best: float) -> str:
-    """A row a part of the fastest step: time, share, operations and how fast they went; then where the
-    distance to ``best`` (the peak, operations a second) comes from. ``cheapest``: seconds."""
+    """Return a table with a row for each part of the fastest step: time, share, operations and speed. Below
+    it, lines that explain the distance to ``best`` (the peak, operations a second). ``cheapest``: seconds."""
     step = min(steps, key=lambda parts: sum(part.seconds for part in parts.values()))
     took, work = {name: step[name].seconds for name in PARTS}, {name: step[name].operations for name in PARTS}
     whole, operations = sum(took.values()), sum(work.values())
@@ -202,7 +204,7 @@ def report(steps: list[dict[str, Part]], cheapest: float, best: float) -> str:
 
 
 def batch_tokens(trainer: BasicTrainer, plan: Segment) -> tuple[int, int]:
-    """(real tokens, computed tokens) of the first batch's rows."""
+    """Return (real tokens, computed tokens) of the first batch's rows."""
     micros = trainer.microbatches(plan.batch(0))
     return sum(len(row) for m in micros for row in m.sequences.rows), sum(
         m.sequences.input_ids.numel() for m in micros

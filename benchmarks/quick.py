@@ -1,11 +1,12 @@
-"""A minute's guard: ratios of this machine against the committed ratios of baseline.json; exit code 1 where
-one has become worse by more than 15 %. ``make bench-quick``, or:
+"""A one-minute check of this machine's cost ratios against the committed ratios of baseline.json.
+
+The exit code is 1 if a ratio has become worse by more than 15 %. Run ``make bench-quick``, or:
 
     python -m benchmarks.quick            # --write to make the ratios found the new baseline
 
-Every ratio is a cost (more is worse) of CPU time within one run, so that the machine cancels out: the least
-of a few rounds over the least of a few, which other work on the machine can only add to. One that fails is
-measured once more before it counts.
+Every ratio is a cost (more is worse) of CPU time within one run, so that the machine's speed cancels out.
+Numerator and denominator are each the minimum of a few rounds, because other work on the machine can only add
+time. A ratio that fails is measured once more before it counts.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ STEPS, BATCH_PAIRS, ROUNDS = 2, 4, 3
 
 
 def humanline_cost(loss: str, base: Policy) -> dict[str, float]:
-    """Humanline at k = 1 against the same forwards offline, and offline's steps against bare matrix products
-    of as many operations."""
+    """Return the cost of humanline at k = 1 relative to the same forwards offline, and of offline steps
+    relative to bare matrix products with the same number of operations."""
     pairs = drawn_pairs(STEPS * BATCH_PAIRS, base.model.config.vocab_size)
     plan = segment(settings_of("cached", loss, BATCH_PAIRS), pairs, STEPS)
     products = products_alone(floor_of(loss, plan, base).cached / STEPS)
@@ -45,13 +46,13 @@ def humanline_cost(loss: str, base: Policy) -> dict[str, float]:
 
 
 def least(variants: dict[str, Variant]) -> dict[str, float]:
-    """CPU seconds of the cheapest of a few rounds of each. What is slow the first time is no cheapest: no
-    round is for warming up."""
+    """Return the CPU seconds of the cheapest of a few rounds of each variant. There is no warm-up round,
+    because a slow first round is never the cheapest."""
     return {name: min(s.cpu for s in of) for name, of in alternate(variants, ROUNDS, warm_up=False).items()}
 
 
 def products_alone(operations: float, size: int = 512) -> Work:
-    """Square products of so many operations in all."""
+    """Return the work of square products with ``operations`` operations in total."""
     a, b = torch.randn(2, size, size)
     repeats = round(operations / (2.0 * size**3))
     return lambda: [a @ b for _ in range(repeats)]
@@ -66,7 +67,8 @@ def padding_cost(base: Policy) -> dict[str, float]:
 
 
 def head_cost() -> dict[str, float]:
-    """A vocabulary eight times as large: cost per operation must not grow."""
+    """Return the cost per operation at a vocabulary eight times as large relative to the small one; it must
+    not grow."""
     variants: dict[str, Variant] = {}
     work = []
     for vocabulary in (65536, 8192):
@@ -86,7 +88,7 @@ def measure() -> dict[str, float]:
 
 
 def worse(found: dict[str, float], before: dict[str, float]) -> list[str]:
-    """The names whose cost is more than WORST times what it was."""
+    """Return the names whose cost is more than WORST times the earlier cost."""
     return [name for name, cost in before.items() if found[name] > WORST * cost]
 
 

@@ -1,12 +1,12 @@
-"""The same global batches on one rank and on several (gloo, sharded, a thread each): what dealing them out
-costs and gains.
+"""The same global batches on one rank and on several (gloo, sharded, one thread each), to measure the cost
+and gain of dealing them out.
 
     python -m benchmarks.ranks                 # 1 and 2 ranks, DPO, humanline at k = 1
     python -m benchmarks.ranks --ranks 1 2 4 --rounds 5
 
-Each measurement is a start of its own, the numbers of ranks in turn. CPU seconds are those of all ranks: what
-communication and sharding add to the same work. Wall seconds say how much sooner it is done only where every
-rank has a core for itself.
+Each measurement is a separate start; the numbers of ranks take turns. CPU seconds are those of all ranks:
+they show what communication and sharding add to the same work. Wall seconds show the speed-up only if every
+rank has a core of its own.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ WARM_UP = 2
 
 
 def measure(model: str, data: str, steps: int, batch_pairs: int, micro_pairs: int) -> Sample:
-    """``steps`` steps on this process's share of each batch: wall seconds of the slowest rank, CPU seconds of
-    all. Every rank calls it."""
+    """Return the wall seconds of the slowest rank and the CPU seconds of all ranks for ``steps`` steps on
+    this process's share of each batch. Every rank calls it."""
     world, config = start(), shape(model)
     settings = Settings(
         "dpo", batch_pairs, micro_pairs * world.size, humanline=True
-    )  # micro_pairs at once on each rank
+    )  # ``micro_pairs`` at once on each rank
     plan = segment(settings, benchmark_pairs(data, batch_pairs * (WARM_UP + steps), config.vocab_size))
     trainer = make_trainer(settings, random_policy(config, world.device), world)
     score_all(trainer, plan)
@@ -54,8 +54,8 @@ def measure(model: str, data: str, steps: int, batch_pairs: int, micro_pairs: in
 
 
 def started(ranks: int, arguments: list[str]) -> Sample:
-    """``measure`` on so many ranks in processes of their own. Raises RuntimeError with the end of what they
-    said if they fail."""
+    """Return ``measure`` on ``ranks`` ranks in processes of their own. If they fail, raises RuntimeError with
+    the end of their output."""
     command = [
         sys.executable,
         "-m",

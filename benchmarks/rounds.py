@@ -1,5 +1,5 @@
-"""What a round of online training is made of: seconds of sampling, scoring, handing the weights over and
-training, on the embedded task.
+"""The stages of an online training round on the embedded task, in seconds of sampling, scoring, handing over
+the weights, and training.
 
     python -m benchmarks.rounds                          # embedded; and vLLM where it is installed
     python -m benchmarks.rounds --contexts-per-round 256 --rounds 6
@@ -7,7 +7,7 @@ training, on the embedded task.
 Each variant is a run of train.py in a process of its own; the numbers are those that it writes to
 ``rounds/NNN/round.json``. A row is the median of its rounds, without the first (whose sampling starts the
 engine) and, with lag 1, the last (beside which nothing is sampled). With lag 1 a round's sampling and scoring
-are those of the round after, made while this one trains.
+are those of the following round, made while this one trains.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COMMON = (
     "n_eval_prompts=8",
 )
 BAR = 60
-"""Characters of the longest bar."""
+"""Length of the longest bar in characters."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Rounds:
     """The rounds of one run that count."""
 
     records: list[dict[str, Any]]
-    """What their round.json say."""
+    """Contents of the rounds' round.json files."""
     lag: int
     wall: float
     """Seconds of the whole command."""
 
     @classmethod
     def of(cls, folder: Path, lag: int, wall: float) -> Rounds:
-        """Those of the run in ``folder``. Raises ValueError where it has too few."""
+        """Return the rounds of the run in ``folder``. Raises ValueError if it has too few."""
         records = [RoundFolder(path).record for path in sorted((folder / "rounds").glob("*"))]
         kept = records[1 : len(records) - lag]
         if not kept:
@@ -72,8 +72,8 @@ class Rounds:
 
     @property
     def whole(self) -> Spread:
-        """Seconds from round to round, but for the checkpoint between. With lag 1, sampling and scoring lie
-        beside training."""
+        """Seconds from round to round, without the checkpoint between. With lag 1, sampling and scoring run
+        beside training and are not added."""
         before = ("publish",) if self.lag else ("sample", "score", "publish")
         return Spread.of(
             r["train_wall_seconds"] + sum(r["seconds"][stage] for stage in before) for r in self.records
@@ -89,7 +89,7 @@ class Rounds:
 
 
 def run(overrides: Sequence[str], lag: int) -> Rounds:
-    """One run of train.py. Raises RuntimeError with the end of what it said if it fails."""
+    """Do one run of train.py. If it fails, raises RuntimeError with the end of its output."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -107,7 +107,8 @@ def run(overrides: Sequence[str], lag: int) -> Rounds:
 
 
 def chart(found: dict[str, Rounds]) -> str:
-    """A bar a stage, as long as its seconds; ``=`` where it lies beside the training."""
+    """Return a bar for each stage, as long as its seconds, made of ``=`` if the stage runs beside
+    training."""
     longest = max(of.seconds(stage).median for of in found.values() for stage in STAGES)
     lines = []
     for name, of in found.items():

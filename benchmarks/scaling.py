@@ -1,11 +1,11 @@
-"""One step's cost as the vocabulary, the length and the batch grow: a process for each cell, so that its
+"""One step's cost as the vocabulary, the length and the batch grow, with a process for each cell so that its
 memory is its own.
 
     python -m benchmarks.scaling
     python -m benchmarks.scaling --vocabularies 32768 65536 131072 262144 --lengths 512 1024 2048 4096 8192
 
-``MiB beyond the weights`` is what the step takes beside weights, gradients and optimizer state (16 bytes a
-weight), which grow with the vocabulary in any implementation: it must not.
+``MiB beyond the weights`` is the step's memory without weights, gradients and optimizer state (16 bytes a
+weight), which grow with the vocabulary in any implementation. It must not grow with the vocabulary.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from benchmarks.parts import (
 
 
 def cell(vocabulary: int, length: int, pairs: int, micro: int) -> dict[str, float]:
-    """One warm DPO step in this process: CPU seconds, peak MiB, and how much of that is not weights,
-    gradients and moments."""
+    """Measure one warm DPO step in this process: CPU and wall seconds, peak MiB, and the part of the peak
+    beyond weights, gradients and moments."""
     base = rss()
     policy = random_policy(llama(vocabulary, 128, 2, 4, 2, 256, 16384), torch.device("cpu"))
     weights = sum(p.numel() for p in policy.parameters())

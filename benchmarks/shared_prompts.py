@@ -1,11 +1,11 @@
-"""What a step gains where the answers of a group compute their prompt once (``model.share_prompts``).
+"""The gain of a step in which the answers of a group compute their prompt once (``model.share_prompts``).
 
     python -m benchmarks.shared_prompts                                # groups of 8, lengths of preferences
     python -m benchmarks.shared_prompts --answers 2 --loss dpo         # pairs
     python -m benchmarks.shared_prompts --shape qwen2.5-1.5b --dtype bfloat16 --groups 8 --device cuda
 
-A prompt is that of a row of the data, an answer is as long as that of some row; its tokens are random. Steps
-with and without sharing take turns on the same groups.
+Prompts are those of the data's rows. An answer is as long as that of some row, with random tokens. Steps with
+and without sharing take turns on the same groups.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ Groups = tuple[tuple[Example, ...], ...]
 
 @dataclass(frozen=True)
 class Drawn:
-    """Groups of a loss: ``answers`` of each prompt, two of them in every example of a loss on pairs."""
+    """Groups of a loss, with ``answers`` answers to each prompt; a loss on pairs has two of them in every
+    example."""
 
     loss: str
     answers: int
@@ -63,7 +64,8 @@ class Drawn:
 
 
 def prepare(settings: Settings, groups: Groups, base: Policy) -> list[Work]:
-    """A step a piece, over all groups once. On a GPU a piece ends when the GPU has done it."""
+    """Return the timed steps, one per piece, over all groups once. On a GPU a piece ends when the GPU has
+    finished it."""
     examples = sum(map(len, groups))
     plan, trainer = (
         Segment(groups, settings.batch_size, examples, seed=1),
@@ -82,7 +84,7 @@ def prepare(settings: Settings, groups: Groups, base: Policy) -> list[Work]:
 
 
 def compare(settings: Settings, groups: Groups, base: Policy, rounds: int) -> dict[str, list[Sample]]:
-    """The samples of steps without and with shared prompts."""
+    """Return the samples of steps without and with shared prompts."""
     variants: dict[str, Variant] = {
         name: partial(prepare, replace(settings, share_prompts=share), groups, base)
         for name, share in (("packed", False), ("shared", True))
@@ -91,7 +93,7 @@ def compare(settings: Settings, groups: Groups, base: Policy, rounds: int) -> di
 
 
 def saved(groups: Groups) -> float:
-    """The share of the tokens that is not computed, groups whole."""
+    """Return the share of the tokens that sharing does not compute, if groups stay whole."""
     plain, shared = (sum(share_tokens(g, True, share) for g in groups) for share in (False, True))
     return 1 - shared / plain
 

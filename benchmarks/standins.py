@@ -1,5 +1,6 @@
-"""Import this first where omegaconf or pyarrow is not installed (a bare GPU machine): the typed configuration
-is built directly in the benchmarks and no file of data is read, so their names only have to exist."""
+"""Stand-ins for omegaconf and pyarrow where these are not installed (a bare GPU machine); import this module
+first. The benchmarks build the typed configuration directly and read no data file, so the names only have to
+exist."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ NAMES = {
     "pyarrow": (),
     "pyarrow.parquet": (),
 }
-"""Module -> the names that are asked of it while the project is imported."""
+"""Module -> the names that the project imports from it."""
 
 for top in ("omegaconf", "pyarrow"):
     if importlib.util.find_spec(top) is None:

@@ -1,5 +1,7 @@
-"""How long before the first step: imports, data preparation in pairs a second, and from the command to the
-first line of metrics; and the memory that preparation takes.
+"""The time before the first step, and the memory that data preparation takes.
+
+Times are those of imports, of data preparation (pairs a second), and from the command to the first line of
+metrics.
 
 python -m benchmarks.startup                     # 60,000 pairs made of the preference data
 python -m benchmarks.startup --pairs 6000 --no-command
@@ -40,11 +42,11 @@ OVERRIDES = (
     "exp_name=startup",
     "model.batch_size=8",
 )
-"""The embedded model and data: what a newcomer types, shortened."""
+"""The embedded model and data, as a newcomer would run them, but shorter."""
 
 
 def groups(path: Path, format_: str, count: int) -> list[Group]:
-    """``count`` pairs, each prompt another: the file's, again and again, with a number behind the last
+    """Return ``count`` pairs with different prompts: the file's pairs, repeated, with a number after the last
     turn."""
     rows = (
         real_rows(path, format_)
@@ -64,9 +66,9 @@ def groups(path: Path, format_: str, count: int) -> list[Group]:
 
 
 def preparation(count: int, path: Path, format_: str) -> tuple[Sample, Sample, int]:
-    """(time of the first start, of the second, pairs made) of rendering and tokenising ``count`` pairs by the
-    default template. The first start writes the token ids to disk (data/token_cache.py), the second reads
-    them."""
+    """Return (time of the first start, of the second, pairs made) of rendering and tokenising ``count`` pairs
+    by the default template. The first start writes the token ids to disk (data/token_cache.py), the second
+    reads them."""
     wanted = groups(path, format_, count)
     tokenizer = trained_tokenizer([c.text or "" for group in wanted[:3000] for c in group.completions], 8192)
     made: list[Examples] = []
@@ -83,7 +85,7 @@ def preparation(count: int, path: Path, format_: str) -> tuple[Sample, Sample, i
 
 
 def write_pairs(path: Path, count: int, made_of: Path, format_: str) -> None:
-    """``count`` pairs as a .jsonl of conversations."""
+    """Write ``count`` pairs as a .jsonl of conversations."""
     with path.open("w") as file:
         for group in groups(made_of, format_, count):
             chosen, rejected = (completion.text for completion in group.completions)
@@ -94,8 +96,8 @@ def write_pairs(path: Path, count: int, made_of: Path, format_: str) -> None:
 
 
 def read_pairs(path: Path, cache: Path) -> None:
-    """One start on the pairs of ``path``, to its first batches, said as JSON: memory of the process (MiB, the
-    most there was) with its libraries alone and at the end, and seconds."""
+    """Start once on the pairs of ``path``, up to the first batches, and print as JSON: the peak memory of the
+    process (MiB) with its libraries alone and at the end, and the seconds."""
     with path.open() as file:
         tokenizer = trained_tokenizer(list(itertools.islice(file, 3000)), 8192)
     renderer = Renderer(
@@ -115,7 +117,8 @@ def read_pairs(path: Path, cache: Path) -> None:
 
 
 def memory(count: int, made_of: Path, format_: str) -> list[list[str]]:
-    """Rows of the table of ``--memory``: the first start, and the second, each in a process of its own."""
+    """Return the rows of the table of ``--memory``: the first start and the second, each in a process of its
+    own."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "pairs.jsonl"
@@ -139,8 +142,8 @@ def memory(count: int, made_of: Path, format_: str) -> list[list[str]]:
 
 
 def first_steps(starts: int = 2) -> list[float]:
-    """Seconds from the command to its first line of metrics (which is written when the second step is under
-    way), for one start after the other with the same cache_dir."""
+    """Return the seconds from the command to its first line of metrics (which is written while the second
+    step runs), for several starts in turn with the same cache_dir."""
     took = []
     with tempfile.TemporaryDirectory() as folder:
         command = [

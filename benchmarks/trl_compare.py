@@ -1,16 +1,16 @@
 """The same model, pairs, batch and optimizer through TRL 1.16 and through this project, float32, one process.
 
-TRL is not a dependency; it goes into an environment of its own, beside what the project needs:
+TRL is not a dependency; it goes into an environment of its own, beside the project's requirements:
 
     python3 -m venv /tmp/trl-venv && /tmp/trl-venv/bin/pip install -r requirements/cpu.txt trl==1.16.0
     /tmp/trl-venv/bin/python -m benchmarks.trl_compare        # dpo, kto, grpo on the preference data
     /tmp/trl-venv/bin/python -m benchmarks.trl_compare --data gsm8k --losses dpo
 
-TRL at its best: fused head (its default), fused AdamW, cached reference scores, no gradient checkpointing,
-and for DPO both its orders, as given and grouped by length. Both get rows that are tokenised already. DPO's
-losses are checked to be equal, step by step; KTO and GRPO differ in what they define (TRL's KL is that of a
-device's batch, and its GRPO trains on what it has sampled, so here its update alone is timed on rows handed
-to it): there only tokens and work are equal.
+TRL runs at its best: fused head (its default), fused AdamW, cached reference scores, no gradient
+checkpointing, and for DPO both its orders, as given and grouped by length. Both sides get tokenised rows.
+DPO's losses are checked to be equal, step by step. For KTO and GRPO only tokens and work are equal, because
+the definitions differ: TRL estimates KL over a device's batch, and its GRPO trains on its own samples, so
+only its update is timed here, on rows given to it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from data.types import Example, Sequence
 from models.policy import Policy
 
 TOLERANCE = 1e-4
-"""Of the mean DPO loss of a step, nats: float32 sums in another order."""
+"""Tolerance for a step's mean DPO loss, nats: float32 sums in another order differ."""
 
 
 class Prepared:
@@ -76,7 +76,7 @@ class PreparedKTO(Prepared, KTOTrainer):
 
 
 class UpdateOfGRPO(GRPOTrainer):
-    """TRL's GRPO without its sampling: rows, advantages and reference scores are handed to it."""
+    """TRL's GRPO without its sampling: it is given rows, advantages and reference scores."""
 
     rows: list[Example]
 
@@ -105,7 +105,7 @@ class UpdateOfGRPO(GRPOTrainer):
 
 
 def common(settings: Settings, folder: str, grouped: bool = False) -> dict[str, Any]:
-    """The arguments that make TRL's run the same as ours."""
+    """Return the arguments that make TRL's run the same as ours."""
     return {
         "output_dir": folder,
         "per_device_train_batch_size": settings.micro_size,
@@ -139,7 +139,7 @@ def trl_trainer(
     folder: str,
     grouped: bool,
 ) -> Any:
-    """TRL's trainer on the rows of ``plan``, in its order."""
+    """Return TRL's trainer on the rows of ``plan``, in the plan's order."""
     examples = [example for i in range(plan.steps) for example in plan.batch(i)]
     arguments = common(settings, folder, grouped)
     if settings.loss == "dpo":
@@ -176,8 +176,8 @@ def trl_kto(
     tokenizer: PreTrainedTokenizerFast,
     size: int,
 ) -> PreparedKTO:
-    """``size``: rows of a device's batch. As TRL prepares them: within it each prompt meets the completion
-    before its own."""
+    """Return TRL's KTO trainer. ``size``: rows of a device's batch. As TRL prepares them, each prompt is
+    paired with the completion before its own within that batch."""
     others = [examples[i - 1 if i % size else min(i + size, len(examples)) - 1] for i in range(len(examples))]
     rows = [
         {
@@ -212,15 +212,15 @@ def trl_grpo(
         processing_class=tokenizer,
     )
     trainer.rows = examples
-    trainer.beta = 0.01  # set here, or it would load a reference model, whose scores it is handed
+    trainer.beta = 0.01  # set here, or TRL would load a reference model, although its scores are given
     return trainer
 
 
 def prepare(
     name: str, settings: Settings, pairs: list[Pair], base: Policy, tokenizer: PreTrainedTokenizerFast
 ) -> Work:
-    """The timed part, for ``ours``, ``ours padded``, ``trl`` or ``trl grouped``; it returns the losses where
-    they are comparable."""
+    """Return the timed part for ``ours``, ``ours padded``, ``trl`` or ``trl grouped``; it returns the losses
+    if they are comparable."""
     if name.startswith("trl"):
         plan = segment(settings, pairs)
         trainer = trl_trainer(
@@ -244,14 +244,14 @@ def prepare(
 
 
 def whole(*arguments: Any) -> list[Work]:
-    """``prepare`` in one piece: TRL's trainer does not stop between steps."""
+    """Return ``prepare`` as one piece, because TRL's trainer does not stop between steps."""
     return [prepare(*arguments)]
 
 
 def equal_losses(
     settings: Settings, pairs: list[Pair], base: Policy, tokenizer: PreTrainedTokenizerFast
 ) -> float:
-    """The largest difference of a step's mean DPO loss, nats. Raises RuntimeError where it is more than
+    """Return the largest difference of a step's mean DPO loss, nats. Raises RuntimeError if it exceeds
     rounding."""
     runs: list[Callable[[], Any]] = [
         prepare(name, settings, pairs, base, tokenizer) for name in ("ours", "trl")
@@ -287,7 +287,7 @@ def parsed() -> argparse.Namespace:
 
 
 def memory_apart(args: argparse.Namespace, loss: str, name: str) -> dict[str, float]:
-    """What one variant takes in a process of its own, MiB."""
+    """Return the memory of one variant in a process of its own, MiB."""
     same = [f"--{key}={value}" for key, value in vars(args).items() if key in ("data", "model")]
     sizes = [f"--batch-pairs={args.batch_pairs}", f"--micro-pairs={args.micro_pairs}"]
     sizes.append(f"--pairs={args.batch_pairs}")
@@ -298,7 +298,7 @@ def memory_apart(args: argparse.Namespace, loss: str, name: str) -> dict[str, fl
 def compared(
     args: argparse.Namespace, samples: dict[str, list[Sample]], memory: dict[str, dict[str, float]]
 ) -> str:
-    """A line a variant."""
+    """Return a table with a row for each variant."""
     rivals = [name for name in samples if name.startswith("trl")]
     lines = [
         [

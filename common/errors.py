@@ -1,5 +1,5 @@
-"""The errors that a user can mend. Each message says what is wrong and what to do; programs print it without
-a traceback."""
+"""Errors that a user can correct. Each message says what is wrong and what to do; programs print it without a
+traceback."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from common.secrets import REMOVED, is_secret
 
 
 class UserError(Exception):
-    """What ends a program with one message instead of a traceback (``config.cli.guarded``)."""
+    """An error that ends a program with one message instead of a traceback (``config.cli.guarded``)."""
 
 
 class ConfigError(UserError, ValueError):
-    """A setting that cannot be honoured. ``str()`` is the one message a user sees: key, value (unless it is a
-    secret), remedy."""
+    """A setting that the program cannot honour. ``str()`` is the one message that the user sees: the key, its
+    value (unless it is a secret) and the remedy."""
 
     def __init__(self, key: str, value: Any, remedy: str) -> None:
         super().__init__(f"{key}={REMOVED if is_secret(key, value) else value}: {remedy}")
         self.key, self.value, self.remedy = key, value, remedy
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, Any, str]]:
-        return type(self), (self.key, self.value, self.remedy)  # it goes from rank 0 to the others
+        return type(self), (self.key, self.value, self.remedy)  # pickled: rank 0 sends it to the other ranks
 
 
 class DataError(UserError, ValueError):
-    """A data file or row that cannot be used, with the file, the row and the remedy in the message."""
+    """A data file or row that cannot be used. The message names the file, the row and the remedy."""
 
 
 class StoppedError(UserError, RuntimeError):
-    """A run that cannot go on; the message says why and what to do."""
+    """A run that cannot continue. The message says why and what to do."""
 
 
 def require(condition: bool, key: str, value: Any, remedy: str) -> None:

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, their checksums, and what they may be called."""
+"""Helpers that write a file either whole or not at all, compute checksums and check file names."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from common.errors import require
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to be written beside its place, which it takes once it is on the disk: a reader sees all of it
-    or nothing.
+    """Open a temporary file next to ``path`` and rename it to ``path`` once it is on the disk. A reader
+    therefore sees the whole new file or none of it.
 
-    Raises OSError (a full disk); what was there before stays, and nothing is left beside it.
+    Raises OSError, for example when the disk is full. The previous file at ``path`` then stays, and the
+    temporary file is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = part_of(path)
@@ -35,19 +36,20 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text so. Raises OSError."""
+    """Write ``text`` to ``path`` through ``whole_file``. Raises OSError."""
     with whole_file(path) as stream:
         stream.write(text.encode())
 
 
 def write_if_changed(path: Path, text: str) -> None:
-    """``write_whole``, unless the file says just this already. Raises OSError."""
+    """Write ``text`` with ``write_whole``, unless the file already has exactly this content. Raises
+    OSError."""
     if not path.is_file() or path.read_bytes() != text.encode():
         write_whole(path, text)
 
 
 def part_of(path: Path) -> Path:
-    """Where ``path`` is written before it is renamed."""
+    """Return the temporary path at which ``path`` is written before it is renamed."""
     return path.with_name(f".{path.name}.part")
 
 
@@ -56,8 +58,7 @@ _LONGEST_NAME = 200
 
 
 def check_name(key: str, value: Any) -> None:
-    """Raise ConfigError unless ``value`` can be the name of one folder or file, the same on every file
-    system."""
+    """Raise ConfigError unless ``value`` is a valid name of one folder or file on every file system."""
     require(
         isinstance(value, str)
         and _NAME.fullmatch(value) is not None
@@ -75,8 +76,8 @@ _CHUNK = 1 << 22
 
 
 def files_digest(paths: Iterable[Path]) -> str:
-    """SHA-256 of a file, 64 hex digits; of several, that of the lines which ``sha256sum`` would print of
-    them."""
+    """Return the SHA-256 of one file, as 64 hex digits. For several files, return the SHA-256 of the lines
+    that ``sha256sum`` would print for them."""
     digests = [
         (path.name, _sha256(path, (about := path.stat()).st_size, about.st_mtime_ns)) for path in paths
     ]
@@ -87,7 +88,8 @@ def files_digest(paths: Iterable[Path]) -> str:
 
 @cache
 def _sha256(path: Path, size: int, changed: int) -> str:
-    """Of a file of this size, last changed then: it is read once, however often it is asked for."""
+    """Return the SHA-256 of a file. Size and modification time are part of the cache key, so an unchanged
+    file is read only once."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while part := stream.read(_CHUNK):

@@ -1,9 +1,9 @@
-"""HTTP whose limits hold for a whole exchange: seconds from the first attempt to connect to the last byte of
-the reply, and bytes.
+"""HTTP transport with limits on a whole exchange: the seconds from the first attempt to connect to the last
+byte of the reply, and the number of bytes.
 
-A client's own time limit is for each read: an endpoint that sends a byte of its headers now and then, or
-``100 Continue`` for ever, never meets it. Here the exchange runs in an event loop, which cancels it when its
-time is up, wherever it is.
+An HTTP client's own time limit applies to each read. An endpoint that sends one byte of its headers now and
+then, or ``100 Continue`` for ever, never exceeds it. Here the exchange runs in an event loop, which cancels
+it when its time is up, at whatever stage it is.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from common.errors import ConfigError, require
 
 
 def check_endpoint(section: str, base_url: str, api_key_env: str | None, key: str | None) -> None:
-    """Raise ConfigError where ``base_url`` is no address, or where ``key``, which is not shown, has what no
-    header can hold.
+    """Raise ConfigError if ``base_url`` is not an address, or if ``key`` has characters that an HTTP header
+    cannot hold. The message does not show ``key``.
 
-    ``section``: of the settings, as in ``reward.judge``; ``api_key_env``: the environment variable that the
-    key comes from.
+    ``section`` is the section of the settings, for example ``reward.judge``; ``api_key_env`` is the
+    environment variable that ``key`` comes from.
     """
     try:
         host = httpx2.URL(base_url).host
@@ -38,16 +38,17 @@ def check_endpoint(section: str, base_url: str, api_key_env: str | None, key: st
 
 
 class TooLongError(httpx2.RemoteProtocolError):
-    """A reply with more bytes than it may have."""
+    """A reply with more bytes than the limit."""
 
 
 class WholeExchange(httpx2.BaseTransport):
-    """A transport for ``httpx2.Client(transport=…)``, from any number of threads. Proxies are the
-    environment's; redirects are not followed (the client may).
+    """A transport for ``httpx2.Client(transport=…)`` that any number of threads may use. It takes proxies
+    from the environment. It does not follow redirects, but the client may.
 
     Raises httpx2.ReadTimeout when an exchange took longer than ``timeout`` seconds, TooLongError for a reply
-    of more than ``most_bytes``, httpx2.DecodingError for a compressed one (it is asked not to be: a few bytes
-    may unpack to gigabytes), and what the client raises of its own.
+    of more than ``most_bytes`` and httpx2.DecodingError for a compressed reply, as well as the client's own
+    errors. The transport asks for uncompressed replies, because a few compressed bytes may unpack to
+    gigabytes.
     """
 
     def __init__(self, timeout: float, most_bytes: int) -> None:
@@ -58,11 +59,11 @@ class WholeExchange(httpx2.BaseTransport):
         self._thread.start()
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        """The whole reply."""
+        """Send ``request`` and return the whole reply."""
         return asyncio.run_coroutine_threadsafe(self._exchange(request, request.read()), self._loop).result()
 
     def close(self) -> None:
-        """Close the connections, end the thread."""
+        """Close the connections and end the thread."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result()

@@ -1,4 +1,4 @@
-"""What a setting names by its import path."""
+"""Import of a function or class that a setting names by its import path."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.errors import ConfigError
 
 
 def import_function(key: str, path: str) -> Any:
-    """The function or class that the setting ``key`` names as ``module.name``. Raises ConfigError."""
+    """Return the function or class that the setting ``key`` names as ``module.name``. Raises ConfigError."""
     module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)

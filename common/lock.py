@@ -1,8 +1,9 @@
-"""A lock on a file: one process holds it until it ends, in whatever way, and the file says who that is.
+"""A file lock that one process holds until the process ends, in whatever way; the file says which process it
+is.
 
-It is a POSIX record lock (``fcntl.lockf``). The kernel lets go of it when its process ends, so a dead process
-holds nothing, and a process that was forked from the holder does not hold it either. It works over NFS, and
-over Lustre where that is mounted with locks.
+The lock is a POSIX record lock (``fcntl.lockf``). The kernel releases it when the process ends, so a dead
+process holds no lock. A process forked from the holder does not hold it either. The lock works over NFS, and
+over Lustre if that is mounted with locks.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
 _ATTEMPTS = 20
 _FLOCK = "hhqqi4x"
-"""Linux's struct flock: kind, whence, start, length, process."""
+"""Layout of Linux's struct flock: type, whence, start, length, process id."""
 
 
 class LockedError(Exception):
-    """Another process holds the lock. ``str()`` says which: process, host, since when, Slurm job."""
+    """Another process holds the lock. ``str()`` describes it: process id, host, start time, Slurm job."""
 
 
 class FileLock:
-    """The lock on one file. The process that holds it must not open the file otherwise: closing that would
-    let go of the lock."""
+    """The lock on one file. The process that holds the lock must not open the file in any other way, because
+    closing it again would release the lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.problem = ""
-        """Why there is no lock although ``acquire`` was called: the file system offers none"""
+        """Why ``acquire`` got no lock: the error of a file system that offers no locks"""
         self._stream: IO[bytes] | None = None
 
     def acquire(self) -> None:
-        """Hold the lock, without waiting; the folder is made if need be. Raises LockedError, OSError."""
+        """Take the lock without waiting, and create the folder if necessary. Raises LockedError, OSError."""
         for _ in range(_ATTEMPTS):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 stream = self.path.open("a+b")
-            except FileNotFoundError:  # the one before has just removed the folder that it made for nothing
+            except FileNotFoundError:  # another process has just removed the folder that it had created
                 continue
             if self._take(stream):
                 self._stream = stream
@@ -55,8 +56,8 @@ class FileLock:
         raise LockedError("a process that starts and ends again and again")
 
     def _take(self, stream: IO[bytes]) -> bool:
-        """Whether ``stream`` is now locked, or cannot be; False: it is no longer the file at ``path``. Raises
-        LockedError, OSError."""
+        """Lock ``stream``. Return True if it is now locked or the file system offers no locks; return False
+        if it is no longer the file at ``path``. Raises LockedError, OSError."""
         try:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -70,7 +71,8 @@ class FileLock:
         return False
 
     def sign(self) -> None:
-        """Write into the file who holds the lock. A full disk prevents that, and nothing else."""
+        """Write into the file which process holds the lock. If the disk is full, the file stays without this
+        text, but the lock still holds."""
         assert self._stream is not None, "acquire comes first"
         job = os.environ.get("SLURM_ARRAY_JOB_ID", os.environ.get("SLURM_JOB_ID"))
         task = os.environ.get("SLURM_ARRAY_TASK_ID")
@@ -87,23 +89,25 @@ class FileLock:
             os.fsync(self._stream.fileno())
 
     def release(self, remove: bool = False) -> None:
-        """Let go of the lock; ``remove``: of the file too. Nothing where it is not held."""
+        """Release the lock, and with ``remove`` also delete the file. Does nothing if the lock is not
+        held."""
         stream, self._stream = self._stream, None
         if stream is None:
             return
-        if remove:  # while the lock is held: nobody can hold a lock on what is removed here
+        if remove:  # removed while the lock is held, so that no other process can have locked this file
             self.path.unlink(missing_ok=True)
-        with suppress(OSError):  # what could not be written of the owner is tried again
+        with suppress(OSError):  # closing the file retries a failed write of the owner's description
             stream.close()
 
 
 def holder(path: Path) -> str | None:
-    """Who holds the lock on the file ``path``, in words; None if nobody does, or the system cannot be asked.
+    """Return a description of the process that holds the lock on the file ``path``; None if no process does
+    or the system cannot be asked.
 
-    It takes no lock, so it is in nobody's way. It does not see a lock of this process, and ends it: see
-    ``FileLock``.
+    The function takes no lock, so it does not block other processes. Do not call it in a process that holds
+    the lock itself: it does not see that lock and releases it (see ``FileLock``).
     """
-    if sys.platform != "linux":  # the form of the question is the system's own
+    if sys.platform != "linux":  # the layout of struct flock is specific to Linux
         return None
     try:
         with path.open("rb") as stream:
@@ -115,7 +119,7 @@ def holder(path: Path) -> str | None:
 
 
 def _owner(stream: IO[bytes]) -> str:
-    """Who holds the lock, in words."""
+    """Return a description of the process that holds the lock, read from the file."""
     try:
         stream.seek(0)
         facts: dict[str, Any] = json.loads(stream.read())

@@ -1,4 +1,4 @@
-"""A program's output, on a disk that may be full."""
+"""Handling of a disk that is full while a program prints its output."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import io
 import sys
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says where a file may not grow: the disk is full, a quota or a limit is used up."""
+"""System error numbers for a file that cannot grow: the disk is full, or a quota or size limit is reached."""
 
 
 def no_room(error: OSError) -> bool:
-    """Whether ``error`` is that of a file which may not grow."""
+    """Return whether ``error`` says that a file cannot grow."""
     return error.errno in NO_ROOM
 
 
 class _Forgiving(io.FileIO):
-    """A file descriptor that drops what it has no room for."""
+    """A file descriptor that drops the bytes that no longer fit on the disk."""
 
     def write(self, data: object) -> int:
         rest = memoryview(data).cast("B")  # type: ignore[arg-type]
@@ -31,8 +31,8 @@ class _Forgiving(io.FileIO):
 
 
 def forgive_output() -> None:
-    """From now on, what this program prints into a file without room is lost and the program goes on: a log
-    is not worth a run."""
+    """From now on, drop what this program prints into a file on a full disk instead of failing: a log is not
+    worth a run."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         stream.flush()

@@ -1,4 +1,5 @@
-"""What is a secret, and text without it: for messages, and for whatever other people are shown."""
+"""Detection of secrets in settings, and removal of secrets from text that other people may see, such as
+messages."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ REMOVED = "[removed]"
 _SECRET_NAME = re.compile(r"(^|[_.\-])(key|apikey|token|secret|passw(or)?d|credentials?)$", re.IGNORECASE)
 _SECRET_VALUE = re.compile(
     r"\bhf_[A-Za-z0-9]{16,}"  # Hugging Face
-    # Weights & Biases; its older keys are bare hex like a commit: known by their names alone
+    # Weights & Biases. Its older keys are plain hex, like a commit hash, so only their names reveal them.
     r"|\bwandb_v\d+_[A-Za-z0-9_\-]{16,}"
-    r"|\bsk-[A-Za-z0-9_\-]{16,}"  # OpenAI and those who followed
+    r"|\bsk-[A-Za-z0-9_\-]{16,}"  # OpenAI and providers with the same format
     r"|\bgh[pousr]_[A-Za-z0-9]{16,}|\bgithub_pat_[A-Za-z0-9_]{16,}"
     r"|\b(?:gsk|xai)[_-][A-Za-z0-9]{16,}|\bAIza[A-Za-z0-9_\-]{30,}|\bAKIA[A-Z0-9]{16}\b"  # other providers
     r"|(?<=://)[^/\s@]+:[^/\s@]+(?=@)"  # user:password in a URL
@@ -22,19 +23,20 @@ _ASSIGNED = re.compile(
     r"(?!null\b|\[removed\])[^\s,;'\"]*[^\s,;:'\"]",
     re.IGNORECASE,
 )
-"""A value that follows the name of a secret."""
+"""A value that follows the name of a secret and ``=`` or ``:``."""
 _SECRET_VARIABLE = re.compile(r"(key|token|secret|passw(or)?d)_env$", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 _LONGEST_NAME = 40
 _SHORTEST_SECRET = 8
-"""Characters: a shorter environment value is more likely a word than a secret, and would be cut out of
-ordinary text."""
+"""Minimum number of characters. A shorter environment value is more likely a word than a secret, and removing
+it would damage ordinary text."""
 
 
 def is_secret(key: str, value: Any) -> bool:
-    """Whether a setting's value is a secret by the name of its key: ``api_key``, ``token`` …, but not
-    ``max_tokens``. ``api_key_env`` is the name of an environment variable; what cannot be meant as one may be
-    the key itself, typed in the wrong place."""
+    """Return whether the name of the key marks the value as a secret: ``api_key`` and ``token`` do,
+    ``max_tokens`` does not. ``api_key_env`` holds the name of an environment variable. A value there that
+    does not look like such a name also counts as a secret, because it may be the key itself, typed in the
+    wrong place."""
     if not isinstance(value, str) or not value:
         return False
     misplaced = _SECRET_VARIABLE.search(key) and not _is_variable_name(value)
@@ -42,21 +44,21 @@ def is_secret(key: str, value: Any) -> bool:
 
 
 def _is_variable_name(text: str) -> bool:
-    """Capital words joined by underscores. Some keys have capitals, digits and underscores too, but none this
-    form alone."""
+    """Return whether ``text`` consists of capital words joined by underscores. Some keys also have capitals,
+    digits and underscores, but no key consists of such words alone."""
     return bool(_VARIABLE.fullmatch(text)) and len(text) <= _LONGEST_NAME and not _SECRET_VALUE.search(text)
 
 
 def named_secrets() -> list[str]:
-    """The values of the environment variables that are named like secrets, the longest first: one may hold
-    another."""
+    """Return the values of the environment variables whose names mark them as secrets, longest first, because
+    one value may contain another."""
     named = (v for k, v in os.environ.items() if _SECRET_NAME.search(k) and len(v) >= _SHORTEST_SECRET)
     return sorted(named, key=len, reverse=True)
 
 
 def scrub_text(text: str, named: list[str] | None = None) -> str:
-    """``text`` without anything shaped like a token or assigned to the name of a secret, and without
-    ``named``, by default ``named_secrets()``."""
+    """Return ``text`` without the values in ``named`` (default: ``named_secrets()``), without anything that
+    has the format of a token and without values assigned to the name of a secret."""
     for value in named_secrets() if named is None else named:
         text = text.replace(value, REMOVED)
     return _ASSIGNED.sub(rf"\1{REMOVED}", _SECRET_VALUE.sub(REMOVED, text))

@@ -1,4 +1,4 @@
-"""What requirements/small-gpus.txt installs: torchao, which no other list has."""
+"""Import of torchao, which only requirements/small-gpus.txt installs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from common.errors import ConfigError
 
 
 def import_with_torchao(module: str, key: str, value: str, otherwise: str) -> ModuleType:
-    """A module that is torchao's or imports it, which costs two seconds, imported when it is first asked for.
-    Raises ConfigError about ``key`` where it is not installed; ``otherwise`` is what else to do.
+    """Import and return ``module``, which belongs to torchao or imports it. The import takes two seconds, so
+    it happens only when the module is first needed. Raises ConfigError about ``key`` if torchao is not
+    installed; ``otherwise`` tells the user the alternative.
 
-    Its warnings as it is imported are of kernels and names that nothing here uses.
+    Warnings during the import are suppressed: they concern kernels and names that nothing here uses.
     """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

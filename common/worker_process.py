@@ -1,14 +1,15 @@
-"""A Python module run as a worker process: requests and replies over a pipe, time limits, and no way to
-outlive its owner.
+"""A Python module run as a worker process, with requests and replies over a pipe, time limits, and a
+guarantee that it ends with its owner.
 
 The worker is started by ``python -m module`` and not by ``multiprocessing``: it gets its own environment,
-process group and log, and the owner's main module is not imported a second time. What goes wrong in it
-reaches the owner as one WorkerError: an exception (with the worker's traceback; the worker lives on), its
-death and its silence (with the end of its log; what is left is killed).
+process group and log, and the owner's main module is not imported a second time. Every failure in the worker
+reaches the owner as a WorkerError. For an exception, the error has the worker's traceback, and the worker
+lives on. If the worker dies or does not answer in time, the error has the end of its log, and the rest of its
+process group is killed.
 
-Every request has a number, which its reply repeats: a reply to anything else is an error. A process that code
-in the worker forks gets no hold of the pipe, and ends where the worker would reply, should that code return
-in it too.
+Every request has a number, which its reply repeats. A reply with another number is an error. A process that
+the worker's code forks cannot use the pipe. If the handler returns in the forked process too, that process
+ends at the point where the worker would reply.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ LAUNCHER = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""What a launcher (torchrun, accelerate) tells the owner's rank: a worker that read it would join the owner's
-process group."""
+"""Variables by which a launcher (torchrun, accelerate) tells the owner its rank. A worker that read them
+would join the owner's process group."""
 
 _POLL_S = 0.5
 _GRACE_S = 10.0
@@ -55,20 +56,22 @@ _TAIL_BYTES = 64 * 1024
 _LEAVE = "leave"
 _PART = "part"
 _LOG_TO = "log to"
-"""Requests that ``serve`` answers by itself; handlers have names of Python functions."""
+"""Requests that ``serve`` handles itself. Their names cannot collide with handlers, which have the names of
+Python functions."""
 
 
 class WorkerError(StoppedError):
-    """A sampler that failed, died, kept silent too long, or samples from other weights than the trainer's."""
+    """A worker or sampler that failed, died, did not answer in time, or samples from other weights than the
+    trainer's."""
 
 
 class WorkerProcess:
-    """One worker. Requests are answered in order; one thread at a time may use it."""
+    """One worker process. It answers requests in order; only one thread may use it at a time."""
 
     def __init__(self, module: str, *, log: Path | None, env: Mapping[str, str]) -> None:
-        """Start ``python -m module``, which must call ``serve``. ``env`` goes over the owner's environment,
-        output to the end of ``log``; None: to a file without a name, which ends with the worker, until
-        ``log_to``."""
+        """Start ``python -m module``, which must call ``serve``. ``env`` overrides the owner's environment.
+        The output is appended to the file ``log``. If ``log`` is None, it goes to an unnamed temporary file,
+        which is deleted with the worker, until ``log_to`` is called."""
         self.module, self.log = module, log
         self._asked: deque[int] = deque()
         self._count = 0
@@ -97,11 +100,11 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the worker, which is its process group's too."""
+        """Process id of the worker, which is also the id of its process group."""
         return self._process.pid
 
     def send(self, method: str, *arguments: Any) -> None:
-        """Ask, without waiting. Raises WorkerError if the worker is gone."""
+        """Send a request without waiting for the reply. Raises WorkerError if the worker has died."""
         self._count += 1
         try:
             self._connection.send((self._count, method, arguments))
@@ -110,11 +113,12 @@ class WorkerProcess:
         self._asked.append(self._count)
 
     def receive(self, timeout: float, begun: float | None = None) -> Any:
-        """The reply to the oldest unanswered request; what the worker says before it is passed over.
+        """Return the reply to the oldest unanswered request. Partial results that the worker sends before it
+        are ignored.
 
-        Raises WorkerError: the request raised, the worker died, nothing came within ``timeout`` seconds (of
-        ``begun``, on the monotonic clock; None: now), or a reply to something else (the worker is then
-        killed).
+        Raises WorkerError if the request raised an exception, if the worker died, if no reply came within
+        ``timeout`` seconds, or if the reply belongs to another request. In the last two cases the worker is
+        killed. The seconds count from ``begun`` on the monotonic clock, or from now if ``begun`` is None.
         """
         deadline = (time.monotonic() if begun is None else begun) + timeout
         while not self.ready(min(_POLL_S, max(0.0, deadline - time.monotonic()))):
@@ -128,9 +132,10 @@ class WorkerProcess:
         return value
 
     def ready(self, seconds: float, part: Callable[[Any], None] | None = None) -> bool:
-        """Whether the reply to the oldest unanswered request is there, waiting at most ``seconds`` for
-        another word of the worker. ``part`` is told of what comes before the reply. Raises WorkerError where
-        the worker died, or answered something else (it is then killed)."""
+        """Return whether the reply to the oldest unanswered request has arrived. Wait at most ``seconds`` for
+        the next message of the worker. ``part`` is called with each partial result that comes before the
+        reply. Raises WorkerError if the worker died, or if it answered another request (it is then
+        killed)."""
         try:
             while self._answer is None and self._connection.poll(seconds):
                 number, kind, value = self._connection.recv()
@@ -144,8 +149,8 @@ class WorkerProcess:
                     seconds = 0.0
                 else:
                     self._answer = (kind, value)
-            # Processes of the worker's own may hold its end of the pipe open: its death is not always an end
-            # of file.
+            # Processes that the worker started may hold its end of the pipe open: its death does not always
+            # show as an end of file.
             dead = self._answer is None and self._process.poll() is not None
             if dead and not self._connection.poll(0):
                 raise self._gone("died")
@@ -154,13 +159,13 @@ class WorkerProcess:
         return self._answer is not None
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        """``send`` and ``receive``."""
+        """Send a request and return its reply (``send``, then ``receive``)."""
         self.send(method, *arguments)
         return self.receive(timeout)
 
     def log_to(self, log: Path, timeout: float) -> None:
-        """Have what the worker prints written to the end of ``log`` from now on, after what it printed so
-        far. Raises WorkerError."""
+        """Make the worker append its output to ``log`` from now on, after a copy of what it printed so far.
+        Raises WorkerError."""
         output, since = _opened(log)
         output.write(self._read().encode())
         output.flush()
@@ -169,13 +174,14 @@ class WorkerProcess:
         self.log, self._output, self._since = log, output, since
 
     def last_words(self, lines: int = _LOG_LINES) -> str:
-        """The last ``lines`` lines with words that this worker printed, also when it is no more."""
+        """Return the last ``lines`` non-empty lines that this worker printed. This also works after the
+        worker has ended."""
         said = self._said if self._output.closed else self._read()
         return "\n".join([line for line in said.splitlines() if line.strip()][-lines:])
 
     def close(self, grace: float = _GRACE_S) -> None:
-        """Ask the worker to leave; after ``grace`` seconds it is killed. All that it started is killed in any
-        case."""
+        """Ask the worker to leave, and kill it if it still runs after ``grace`` seconds. All processes that
+        it started are killed in any case."""
         if self._connection.closed:
             return
         with contextlib.suppress(OSError):
@@ -190,13 +196,13 @@ class WorkerProcess:
         self._output.close()
 
     def _read(self) -> str:
-        """The end of what this worker printed."""
+        """Return the end of this worker's output."""
         size = os.fstat(self._output.fileno()).st_size
         start = max(self._since, size - _TAIL_BYTES)
         return os.pread(self._output.fileno(), max(0, size - start), start).decode(errors="replace")
 
     def _gone(self, how: str, wait: float = 1.0) -> WorkerError:
-        """The error to raise, once nothing is left of the worker. It may take ``wait`` seconds to have an
+        """Kill what is left of the worker and return the error to raise. Wait up to ``wait`` seconds for its
         exit code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(wait)
@@ -214,7 +220,7 @@ class WorkerProcess:
 
 
 class Answering(Protocol):
-    """What ``WorkerProcess`` is to one that has asked it."""
+    """The part of ``WorkerProcess`` that a caller with an open request uses."""
 
     def ready(self, seconds: float, part: Callable[[Any], None] | None = None) -> bool: ...
 
@@ -224,8 +230,9 @@ class Answering(Protocol):
 def replies_of(
     workers: Sequence[Answering], timeout: float, part: Callable[[int, Any], None] | None = None
 ) -> list[Any]:
-    """The replies to what all of ``workers`` were asked, in order. ``part`` is told (which worker, what it
-    says) of what they say before they reply, as it comes. Raises WorkerError."""
+    """Return the replies of all ``workers`` to the requests already sent to them, in the order of
+    ``workers``. ``part`` is called with (index of the worker, value) for each partial result, as it arrives.
+    Raises WorkerError."""
     begun = time.monotonic()
     tell = [None if part is None else partial(part, k) for k in range(len(workers))]
     waiting = list(range(len(workers)))
@@ -235,7 +242,7 @@ def replies_of(
 
 
 def _opened(log: Path | None) -> tuple[IO[bytes], int]:
-    """(what a worker writes to and its owner reads, how long it is already)."""
+    """Return (the file that a worker writes to and its owner reads, its present length in bytes)."""
     if log is None:
         return tempfile.TemporaryFile("a+b"), 0
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -244,12 +251,13 @@ def _opened(log: Path | None) -> tuple[IO[bytes], int]:
 
 
 def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
-    """The worker's side: answer requests by ``handlers`` until the owner says to leave, or is no more."""
+    """Run the worker's side: answer requests with ``handlers`` until the owner sends the leave request or
+    ends."""
     descriptor, owner = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # a worker that is killed has said what it printed
+            stream.reconfigure(line_buffering=True)  # keeps the last lines of a killed worker
     live_while(owner, _kill_group)
     connection, own = Connection(descriptor), os.getpid()
     os.register_at_fork(after_in_child=connection.close)
@@ -268,8 +276,9 @@ def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
 def _replies(
     number: int, handlers: Mapping[str, Callable[..., Any]], method: str, arguments: tuple[Any, ...]
 ) -> Iterator[Any]:
-    """What a handler that is a generator yields, as (number, "part", value); then (number, whether it
-    succeeded, value or traceback). As the pipe takes it."""
+    """Yield the pickled messages that answer one request. A handler that is a generator first gives (number,
+    "part", value) for each value that it yields. The last message is (number, whether the handler succeeded,
+    its value or the traceback)."""
     try:
         value = handlers[method](*arguments)
         if isinstance(value, Generator):
@@ -290,7 +299,7 @@ def _parts(number: int, steps: Generator[Any, None, Any]) -> Generator[Any, None
 
 
 def _log_to(log: str) -> None:
-    """Write to the end of this file from now on."""
+    """Append the output of this process to the file ``log`` from now on."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
@@ -298,7 +307,8 @@ def _log_to(log: str) -> None:
 
 
 def _end_child() -> None:
-    """End a process forked by a handler that returned in it as well: the reply is the worker's to give."""
+    """End a process that a handler forked and in which the handler returned as well. Only the worker itself
+    may reply."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -306,8 +316,8 @@ def _end_child() -> None:
 
 
 def live_while(owner: int, end: Callable[[], None]) -> None:
-    """Have ``end`` called once ``owner``, this process's parent, is gone, whatever this process is doing
-    then."""
+    """Call ``end`` in a thread as soon as ``owner``, this process's parent, has ended, whatever this process
+    is doing then."""
 
     def watch() -> None:
         while os.getppid() == owner:
@@ -318,5 +328,5 @@ def live_while(owner: int, end: Callable[[], None]) -> None:
 
 
 def _kill_group() -> None:
-    """Kill this process and all that it started."""
+    """Kill this process and all processes that it started."""
     os.killpg(os.getpgid(0), signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""A command line as people type it: options of other programs' form made settings, and choices of files that
-are none refused with what to type."""
+"""Conversion of command lines as people type them: options in other programs' form become settings, and
+choices of files that do not exist are refused with a suggestion."""
 
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ HYDRAS = (
     "--experimental-rerun",
     "--info",
 )
-"""Options that are Hydra's own, which takes them abbreviated too."""
+"""Hydra's own options, which Hydra also accepts abbreviated."""
 _OPTION = re.compile(r"--(?P<name>[A-Za-z][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
 _OPEN = re.compile(r"(evaluations|callbacks)[.=]")
-"""Settings whose keys are the user's own: Hydra adds one to a mapping only where it is told to."""
+"""Settings whose keys the user defines. Hydra adds a key to a mapping only if it is told to."""
 _OPTIONAL = ("reward", "trackers")
-"""Folders of which none or several files are chosen: of a wrong one Hydra does not say what there is."""
+"""Folders of which a run may choose no file or several. For a wrong name in these, Hydra does not list the
+files that exist."""
 NONE_OF = {
     "reward": "; for none write ~reward",
     "trackers": "; for none write 'trackers=[]'",
     "experiment": "; for none leave it out",
 }
-"""What to type where no file of a folder is wanted."""
+"""What to type in order to choose no file of a folder."""
 _DATA = (".json", ".jsonl", ".parquet", ".csv", ".gz")
 
 
 def as_settings(arguments: list[str]) -> list[str]:
-    """``--lr 1e-5``, ``--lr=1e-5`` and ``--resume`` as ``lr=1e-5`` and ``resume=true``; a ``-`` within a name
-    is a ``_``. Several values are a list. Mappings whose keys are the user's own get Hydra's ``++``. Hydra's
-    own options, and everything else, stay as they are."""
+    """Turn ``--lr 1e-5``, ``--lr=1e-5`` and ``--resume`` into ``lr=1e-5`` and ``resume=true``. A ``-`` within
+    a name becomes a ``_``, and several values become a list. Mappings whose keys the user defines get Hydra's
+    ``++``. Hydra's own options and everything else stay unchanged."""
     words, at = [], 0
     while at < len(arguments):
         word = arguments[at]
@@ -69,12 +70,12 @@ def as_settings(arguments: list[str]) -> list[str]:
 
 
 def _is_value(word: str) -> bool:
-    """Whether a word after an option is its value: neither another option nor a setting."""
+    """Return whether a word after an option is its value: neither another option nor a setting."""
     return "=" not in word and (not word.startswith("-") or re.match(r"-\.?\d", word) is not None)
 
 
 def choices_of(arguments: list[str]) -> list[str]:
-    """Those of the arguments that choose a file of config/."""
+    """Return those of the arguments that choose a file of config/."""
     found = [(word, override) for word in arguments if (override := _override(word)) is not None]
     return [
         word
@@ -84,9 +85,9 @@ def choices_of(arguments: list[str]) -> list[str]:
 
 
 def refuse_choices(arguments: list[str]) -> None:
-    """Raise ConfigError for a choice among the files of a folder (``loss=…``) that is not one: null, a
-    number, nothing, or a reward that is not there. Hydra ends with a traceback at the first two, and leaves
-    out an optional file that is not there without a word."""
+    """Raise ConfigError if an argument such as ``loss=…`` does not choose an existing file of its folder:
+    null, a number, nothing, or a reward that does not exist. Hydra ends with a traceback for the first two
+    and silently leaves out an optional file that does not exist."""
     folders = [FOLDER, *_folders_given(arguments)]
     for override in filter(None, map(_override, arguments)):
         key = override.key_or_group
@@ -115,8 +116,8 @@ def refuse_choices(arguments: list[str]) -> None:
 
 
 def given_twice(arguments: list[str]) -> list[str]:
-    """A sentence for each setting that has two different values: the last one holds, as scripts that append
-    to a command count on."""
+    """Return a sentence for each setting that is given two different values. The last value holds, because
+    scripts that append to a command rely on it."""
     values: dict[str, list[str]] = {}
     for override in filter(None, map(_override, arguments)):
         if not override.is_delete() and override.key_or_group:
@@ -129,7 +130,8 @@ def given_twice(arguments: list[str]) -> list[str]:
 
 
 def _override(argument: str) -> Override | None:
-    """The argument as Hydra reads it; None for an option, and for what Hydra will refuse itself."""
+    """Return the argument as Hydra parses it; None for an option and for an argument that Hydra will refuse
+    itself."""
     try:
         return None if argument.startswith("-") else OverridesParser.create().parse_override(argument)
     except HydraException:
@@ -137,8 +139,8 @@ def _override(argument: str) -> Override | None:
 
 
 def _choices(override: Override) -> list[object]:
-    """The file names of an override: one, a list of them, or those of a sweep. A mapping is no choice but
-    settings."""
+    """Return the file names of an override: one name, a list of names, or those of a sweep. A mapping is not
+    a choice but settings."""
     if override.is_sweep_override():
         return list(override.sweep_iterator()) if override.is_choice_sweep() else []
     value = override.value()
@@ -146,7 +148,7 @@ def _choices(override: Override) -> list[object]:
 
 
 def _folders_given(arguments: list[str]) -> list[Path]:
-    """Further folders of settings, which Hydra takes as --config-dir."""
+    """Return the further folders of settings that ``--config-dir`` gives to Hydra."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", type=Path)
     given = parser.parse_known_args(arguments)[0].config_dir
@@ -154,8 +156,8 @@ def _folders_given(arguments: list[str]) -> list[Path]:
 
 
 def _refuse_path(key: str, value: str) -> None:
-    """Raise ConfigError for what is a file, a folder or a name on the hub where the name of a file of config/
-    is asked for."""
+    """Raise ConfigError if ``value`` is a file, a folder or a name on the hub, although the name of a file of
+    config/ is expected."""
     here = Path(value).expanduser().exists() or value.startswith((".", "/", "~")) or value.endswith(_DATA)
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", value) is not None
     if not here and not on_hub:

@@ -1,5 +1,5 @@
-"""What every program of this project does with its command line: settings in, one message out when they
-cannot be used.
+"""Command-line handling shared by all programs of this project: settings are read and checked, and unusable
+ones end the program with one message.
 
 Exit codes: 0 done; 1 stopped, the message says why; 2 a setting or the data cannot be used; 75 interrupted
 and saved, start again.
@@ -32,12 +32,12 @@ from config.unknown import NOTHING, names, names_of, remedy
 REFUSED, STOPPED = 2, 1
 
 EMBEDDED = ("adder", "instruct")
-"""The embedded tasks, the first of which is the default: files of config/data and of config/model begin with
-these names."""
+"""The embedded tasks; the first one is the default. The names of their files in config/data and config/model
+begin with these words."""
 
 
 def settings(cfg: DictConfig) -> tuple[Config, str]:
-    """The checked configuration of what Hydra composed, and the run's name. Raises ConfigError."""
+    """Return the checked configuration that Hydra composed, and the run's name. Raises ConfigError."""
     config = load(cfg)
     overrides = list(HydraConfig.get().overrides.task)
     refuse_default_data(config, overrides)
@@ -45,8 +45,9 @@ def settings(cfg: DictConfig) -> tuple[Config, str]:
 
 
 def refuse_default_data(config: Config, overrides: Sequence[str]) -> None:
-    """Raise ConfigError for another model on the default task's data, unless these were asked for: nobody
-    wants it trained on sums because ``data=`` was forgotten; and for the default model on another task's."""
+    """Raise ConfigError if another model is chosen with the default task's data and ``data=`` was not given:
+    a forgotten ``data=`` must not train that model on sums. Also raise it if the default model meets the data
+    of another embedded task."""
     chosen = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
     model, data = chosen.get("model", EMBEDDED[0]), config.data.name
     own = next((task for task in EMBEDDED if model.startswith(task)), None)
@@ -71,10 +72,10 @@ def refuse_default_data(config: Config, overrides: Sequence[str]) -> None:
 
 
 def say_what_is_idle(inert: Mapping[str, Sequence[str]]) -> None:
-    """Print, once whatever the number of ranks, what the command line sets although nothing will read it with
-    the other settings as they are: said, not refused, so that a sweep may cross such settings.
+    """Print a note for each setting on the command line that has no effect given the other settings. Only
+    rank 0 prints. Such settings are not refused, so that a sweep may cross them with others.
 
-    ``inert``: a setting -> the keys that nothing reads because of it.
+    ``inert`` maps a setting to the keys that nothing reads because of it.
     """
     if os.environ.get("RANK", "0") != "0" or not HydraConfig.initialized():
         return
@@ -86,8 +87,8 @@ def say_what_is_idle(inert: Mapping[str, Sequence[str]]) -> None:
 
 
 def idle(config: Config) -> dict[str, list[str]]:
-    """What nothing will read, as far as the settings themselves say it; a trainer knows more of its loss
-    (``BasicTrainer.unread``)."""
+    """Return the keys that nothing will read, by the setting that makes them idle. This covers only what the
+    settings themselves show; a trainer knows more about its loss (``BasicTrainer.unread``)."""
     return {
         "humanline=false": []
         if config.humanline
@@ -111,7 +112,8 @@ def idle(config: Config) -> dict[str, list[str]]:
 
 
 def guarded(work: Callable[[], object]) -> None:
-    """Do ``work``; what a user can mend ends the program with one message instead of a traceback."""
+    """Call ``work``. An error that the user can correct ends the program with one message instead of a
+    traceback."""
     try:
         work()
     except StoppedError as error:
@@ -127,8 +129,8 @@ def guarded(work: Callable[[], object]) -> None:
 
 
 def cli(main: Callable[[], object]) -> None:
-    """Run a ``hydra.main`` program: what Hydra refuses of the command line is one message too."""
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # or Hydra would print its own and leave with 1
+    """Run a ``hydra.main`` program. An error of Hydra about the command line also becomes one message."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra prints its own message and exits with 1
     sys.argv[1:] = as_settings(sys.argv[1:])
     guarded(lambda: refuse_choices(sys.argv[1:]))
     for sentence in given_twice(sys.argv[1:]) if os.environ.get("RANK", "0") == "0" else ():
@@ -140,16 +142,16 @@ def cli(main: Callable[[], object]) -> None:
 
 
 def complain(message: str, code: int) -> int:
-    """Print the message once, whatever the number of ranks, without a secret that it may quote; returns
-    ``code``."""
+    """Print the message on rank 0 only, without any secret that it may quote, and return ``code``."""
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {scrub_text(message)}", file=sys.stderr, flush=True)
     return code
 
 
 def compose(*words: str) -> tuple[Config, str]:
-    """The checked settings of what would be typed behind ``python train.py``, and the run's name: for
-    notebooks and programs of one's own. Raises UserError, as ConfigError where one setting is to blame."""
+    """Return the checked settings for ``words``, the arguments that one would type after ``python train.py``,
+    and the run's name. It serves notebooks and the user's own programs. Raises UserError, which is a
+    ConfigError if one setting is to blame."""
     overrides = as_settings(list(words))
     refuse_choices(overrides)
     try:
@@ -162,7 +164,7 @@ def compose(*words: str) -> tuple[Config, str]:
 
 
 def _in_our_words(error: Exception, overrides: Sequence[str]) -> str:
-    """Key, value and remedy of what Hydra refused of ``overrides``."""
+    """Return the key, the value and the remedy for an override that Hydra refused."""
     text = str(error)
     if found := re.match(r"Could not override '([^']+)'", text):
         key = found[1]
@@ -194,14 +196,14 @@ def _in_our_words(error: Exception, overrides: Sequence[str]) -> str:
 
 
 def program() -> str:
-    """The name of the program that runs: train, sample, label or eval."""
+    """Return the name of the running program: train, sample, label or eval."""
     name = Path(sys.argv[0]).stem
     return name if (FOLDER / f"{name}.yaml").is_file() else "train"
 
 
 def _settings_there(overrides: Sequence[str]) -> list[str]:
-    """Every setting of the program with the files that the command line chooses; where these cannot be
-    composed, those of every run."""
+    """Return every setting of the program with the files that the command line chooses. If these files cannot
+    be composed, return the settings that every run has."""
     name = program()
     try:
         with initialize_config_dir(str(FOLDER), version_base="1.3"):

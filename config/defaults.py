@@ -1,5 +1,5 @@
-"""Defaults stand once, in the yaml files that people read. The dataclasses of the schema take theirs from
-there."""
+"""Decorators and helpers that give the dataclasses of the schema their defaults from the yaml files, the only
+place where defaults are written."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ T = TypeVar("T")
 def yaml_defaults(*places: str) -> Callable[[type[T]], type[T]]:
     """Give the fields of a class the values that they have in config/, before ``dataclass`` reads them.
 
-    ``places``: files of config/, each with an optional section, as in ``config.yaml:rounds``; the first one
-    that has a key gives its value. A field that no place has, or that has a default of its own, stays as it
-    is. Fields that a base class leaves without a default are filled too.
+    ``places`` are files of config/, each with an optional section, for example ``config.yaml:rounds``. The
+    first place that has a key gives its value. A field stays unchanged if no place has it or if it has a
+    default of its own. Fields that a base class leaves without a default are filled too.
     """
 
     def fill(cls: type[T]) -> type[T]:
         for base in cls.__mro__[1:]:
             for inherited in fields(base) if is_dataclass(base) else ():
-                if inherited.default is inherited.default_factory:  # dataclasses.MISSING, both
+                if inherited.default is inherited.default_factory:  # both are dataclasses.MISSING
                     cls.__annotations__.setdefault(inherited.name, inherited.type)
         for name in cls.__annotations__:
             if name not in vars(cls) and (found := _value(places, name)) is not MISSING:
@@ -36,17 +36,18 @@ def yaml_defaults(*places: str) -> Callable[[type[T]], type[T]]:
 
 
 def with_defaults(section: type[T], **values: Any) -> T:
-    """A section whose other fields have their defaults, which a type checker cannot see."""
+    """Return a section built from ``values``, with the defaults for all other fields. A type checker does not
+    see these defaults, so it would reject the plain call."""
     return section(**values)
 
 
 def nested(section: type[T]) -> T:
-    """The default of a field that is a section of its own: all of that section's defaults."""
+    """Return the default of a field that is itself a section: that section with all its defaults."""
     return cast(T, field(default_factory=section))
 
 
 def _copied(value: Any) -> Any:
-    """The default of a field whose value could be changed in place."""
+    """Return a field default that gives each instance its own copy of a mutable value."""
     return field(default_factory=partial(copy.deepcopy, value))
 
 
@@ -63,7 +64,7 @@ def _value(places: tuple[str, ...], name: str) -> Any:
 
 @cache
 def section(place: str) -> Mapping[str, Any]:
-    """What stands at ``file.yaml:dotted.section`` of config/, interpolations as they are written."""
+    """Return the content of ``file.yaml:dotted.section`` in config/, with interpolations left unresolved."""
     file, _, dotted = place.partition(":")
     tree: Any = parsed((FOLDER / file).read_text(encoding="utf-8"))
     for key in filter(None, dotted.split(".")):

@@ -1,5 +1,8 @@
-"""What TRL's and HALOs' settings are called here: one table, from which that of the guide
-(docs/from-halos-and-trl.md) is made, and by which a command line written for one of them is answered."""
+"""The table of the settings of TRL and HALOs and their names here.
+
+The table of the guide (docs/from-halos-and-trl.md) is made from it, and a command line that uses a name of
+one of these projects is answered from it.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,27 @@ SAME = (
     "the same names",
     "the same names; `n_examples` and `eval_every` count the loss's own unit (pairs, or sequences)",
 )
-"""Notes of rows that nobody has to be told."""
+"""Notes of rows whose names are the same here, so that no message is needed."""
 
 
 class Row(NamedTuple):
-    """Settings there, and what says the same here."""
+    """Settings of the other project, and the settings here that say the same."""
 
     there: tuple[str, ...]
-    """As one types them there; with a value where the row is about that value alone"""
+    """As one types them in the other project; with a value if the row is about that value alone"""
     here: tuple[str, ...]
     """As one types it here; several are alternatives. Empty: there is no such setting."""
     note: str = ""
-    """What else is to be known; without ``here``, what happens instead"""
+    """What else to know; if ``here`` is empty, what happens instead"""
 
     @property
     def names(self) -> list[str]:
-        """The settings' names alone."""
+        """The settings' names without values."""
         return [name.partition("=")[0] for name in self.there]
 
     def answer(self, value: str) -> str:
-        """The row as a remedy, for somebody who typed ``value``. One setting without a note has the same
-        values in both places, so the remedy has it too."""
+        """Return the row as a remedy for a user who typed ``value``. A single setting without a note has the
+        same values in both projects, so the remedy repeats the value."""
         if not self.here:
             return self.note
         first = self.here[0]
@@ -40,7 +43,7 @@ class Row(NamedTuple):
 
 
 def _row(there: str, here: str = "", note: str = "") -> Row:
-    """``there``: names, a space between them; ``here``: alternatives, a ``|`` between them."""
+    """Return a row. ``there`` has names separated by spaces, ``here`` has alternatives separated by ``|``."""
     return Row(tuple(there.split()), tuple(part.strip() for part in here.split("|") if part), note)
 
 
@@ -249,21 +252,23 @@ TRL = (
     _row("vllm_gpu_memory_utilization", "sampler=vllm sampler.gpu_memory_utilization=0.4"),
     _row("vllm_tensor_parallel_size", "sampler=vllm sampler.tensor_parallel=1"),
 )
-"""TRL's trainers' arguments and those of its scripts: model and data, the run, the objective."""
+"""The arguments of TRL's trainers and scripts: model and data, the run, the objective."""
 
 SOURCES = (("TRL", TRL), ("HALOs", HALOS))
 
 
 def known_elsewhere(name: str, value: str) -> tuple[str, Row] | None:
-    """(whose it is, its row) of a setting's name, as it stands there; None where nobody has it.
+    """Return (the project, its row) for the name of a setting in another project; None if neither project has
+    it.
 
-    Of a name with several rows, one a value, the row of ``value``; else all of them in one.
+    If a name has several rows, one for each value, return the row of ``value``; otherwise return all of them
+    as one.
     """
     rows = ((whose, row) for whose, rows in SOURCES for row in rows if row.here or row.note not in SAME)
     found = [(whose, row) for whose, row in rows if name in row.names]
     if not found:
         return None
-    bare = value.strip("\"'")  # as a shell would
+    bare = value.strip("\"'")  # as a shell would strip them
     asked = [(whose, row) for whose, row in found if f'{name}="{bare}"' in row.there]
     if asked or len(found) == 1 or name in found[0][1].there:
         return (asked or found)[0]
@@ -273,7 +278,7 @@ def known_elsewhere(name: str, value: str) -> tuple[str, Row] | None:
 
 
 def guide_table(rows: tuple[Row, ...]) -> str:
-    """The rows as a table of the guide, in markdown."""
+    """Return the rows as a markdown table for the guide."""
     lines = ["| there | here |", "|---|---|"]
     for row in rows:
         there = ", ".join(f"`{name}`" for name in row.there)

@@ -1,7 +1,7 @@
-"""Typed settings from what Hydra composed or from a run's config.yaml, and back.
+"""Conversion of what Hydra composed, or of a run's config.yaml, into typed settings, and back.
 
-Everything that is refused here is refused before torch is imported, so that a wrong command line costs a
-second."""
+All refusals here happen before torch is imported, so that a wrong command line costs a second.
+"""
 
 from __future__ import annotations
 
@@ -45,22 +45,21 @@ OPERATIONAL = (
     "replicas",
     "watchdog_seconds",
 )
-"""Settings that change nothing of what is computed: a run may go on with others."""
+"""Settings that do not change what is computed, so a run may be resumed with other values."""
 ABSENT = "not a setting"
-"""The value of a setting that is not there."""
+"""The value that stands for a setting that is missing."""
 
 
 def load(cfg: DictConfig) -> Config:
-    """The checked Config of what Hydra composed. Raises ConfigError, see ``typed``."""
+    """Return the checked Config that Hydra composed. Raises ConfigError, see ``typed``."""
     return typed(cfg, Config)
 
 
 def split_settings(cfg: DictConfig, schema: type[T]) -> tuple[T, DictConfig]:
-    """(a program's own settings, typed; those of a run, with it gone from them): of a file that starts from
-    config.yaml.
+    """Split the settings of a program whose file starts from config.yaml. Return (the program's own settings,
+    typed; the remaining settings, those of a run).
 
-    A field whose metadata has a ``key`` stands under that name in the file. Raises ConfigError as ``typed``
-    does.
+    A field whose metadata has a ``key`` has that name in the file. Raises ConfigError as ``typed`` does.
     """
     rest = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
     assert isinstance(rest, dict)
@@ -73,13 +72,14 @@ def split_settings(cfg: DictConfig, schema: type[T]) -> tuple[T, DictConfig]:
 
 
 def load_saved(text: str) -> Config:
-    """The configuration that ``dump`` wrote, today or in an older version. Raises ConfigError."""
+    """Return the configuration that ``dump`` wrote, today or in an older version. Raises ConfigError."""
     return load(OmegaConf.create(settings_of(text)))
 
 
 def load_run(run: Path, trust_remote_code: bool) -> Config:
-    """The configuration of a run's folder, for a program that loads its weights. ``trust_remote_code`` False:
-    settings that would run code which comes with a model are refused. Raises ConfigError."""
+    """Return the configuration of a run's folder, for a program that loads its weights. With
+    ``trust_remote_code`` False, settings that would run code that comes with a model are refused. Raises
+    ConfigError."""
     record = run / "config.yaml"
     require(record.is_file(), "run", run, "is not the folder of a run: it has no config.yaml")
     config = load_saved(record.read_text())
@@ -93,15 +93,15 @@ def load_run(run: Path, trust_remote_code: bool) -> Config:
 
 
 def dump(config: Config) -> str:
-    """The configuration as yaml, as ``config.yaml`` of a run has it."""
+    """Return the configuration as yaml, in the form of a run's ``config.yaml``."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def run_name(config: Config, overrides: list[str]) -> str:
-    """``exp_name``, or one made of loss, model, data, variant, seed and a hash of the overrides that change
-    what is computed.
+    """Return ``exp_name``, or a name made of loss, model, data, variant, seed and a hash of the overrides
+    that change what is computed.
 
-    Raises ConfigError for what cannot be the name of a folder.
+    Raises ConfigError if the name cannot be that of a folder.
     """
     name = config.exp_name
     if name is None:
@@ -114,17 +114,17 @@ def run_name(config: Config, overrides: list[str]) -> str:
 
 
 def settings_of(text: str) -> dict[str, Any]:
-    """What a run's config.yaml says, as nested plain data; {} where it says nothing, or is no yaml file of
-    settings."""
+    """Return the settings in a run's config.yaml as nested plain data; {} if the text is empty or not a yaml
+    file of settings."""
     try:
         tree = parsed(text)
-    except (YAMLError, ValueError, TypeError):  # the latter two: a number or a key that is none
+    except (YAMLError, ValueError, TypeError):  # the latter two: a malformed number or key
         return {}
     return as_today({str(key): value for key, value in tree.items()}) if isinstance(tree, dict) else {}
 
 
 class Change(NamedTuple):
-    """A setting that is another than it was."""
+    """A setting whose value has changed."""
 
     key: str
     before: Any
@@ -132,8 +132,8 @@ class Change(NamedTuple):
 
 
 def changed(before: dict[str, Any], now: Config) -> list[Change]:
-    """The settings that differ between ``before`` (``settings_of``) and ``now`` and change what is computed,
-    by name."""
+    """Return the settings that differ between ``before`` (from ``settings_of``) and ``now`` and that change
+    what is computed, sorted by name."""
     old, new = _flat(before), _flat(asdict(now))
     return [
         Change(key, old.get(key, ABSENT), new.get(key, ABSENT))

@@ -1,5 +1,8 @@
-"""The interpolation ``${of_run:key,default}`` of a model's file: the model setting ``key`` of the run that
-``name_or_path`` is the folder of, else ``default``."""
+"""The interpolation ``${of_run:key,default}`` for a model's file, which reads the model setting ``key`` from
+the run whose folder ``name_or_path`` is.
+
+If there is no such run, the value is ``default``.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from config.files import parsed
 
 
 def of_run(key: str, default: Any, *, _parent_: DictConfig) -> Any:
-    """A run's folder, or the ``model`` in it, brings the setting that the run had: what a model was trained
-    with fits it."""
+    """Return the setting ``key`` of the run whose folder, or whose ``model`` folder, ``name_or_path`` is;
+    otherwise ``default``. A model thus keeps the setting that it was trained with."""
     if OmegaConf.is_missing(_parent_, "name_or_path") or not _parent_.get("name_or_path"):
         return default
     path = Path(str(_parent_.name_or_path))

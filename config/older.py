@@ -1,5 +1,5 @@
-"""Settings that an older version wrote, as today's schema names them: runs made then are read, evaluated and
-gone on with."""
+"""Translation of settings that an older version wrote into today's schema, so that its runs can be read,
+evaluated and resumed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from config.defaults import section
 from config.files import FOLDER
 
 COMPOSITION = ("defaults", "hydra")
-"""Keys of config.yaml that are no settings."""
+"""Keys of config.yaml that are not settings."""
 
 
 def as_today(tree: dict[str, Any]) -> dict[str, Any]:
-    """What a run's config.yaml says, with the keys that its version did not have and without those that are
-    gone."""
+    """Return the settings of a run's config.yaml, with the keys added that its version did not have and
+    without keys that no longer exist."""
     tree = dict(tree)
     if isinstance(loss := tree.get("loss"), dict):
         kept = {key: value for key, value in loss.items() if key != "_partial_"}
@@ -53,8 +53,9 @@ def as_today(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_keys_since(tree: dict[str, Any], today: Mapping[str, Any]) -> dict[str, Any]:
-    """``tree`` with the keys that only ``today``'s file has, at their defaults: these are what a run did
-    without them. Sections that both have are completed likewise."""
+    """Return ``tree`` with the keys that only ``today``'s file has, at their defaults. These defaults are the
+    behaviour that a run had before the keys existed. Sections that both have are completed in the same
+    way."""
     out = dict(tree)
     for key, value in today.items():
         if key in COMPOSITION or str(value).startswith(("${", "???")):
@@ -67,8 +68,8 @@ def _with_keys_since(tree: dict[str, Any], today: Mapping[str, Any]) -> dict[str
 
 
 def _numbers_since(loss: dict[str, Any]) -> dict[str, Any]:
-    """The settings that today's file of this loss has beside its name and function, at their defaults: which
-    are what the loss did before it had them."""
+    """Return the settings in today's file of this loss, at their defaults. These defaults are the behaviour
+    that the loss had before the settings existed."""
     known = (dict(file["loss"]) for file in _files("loss"))
     same = (file for file in known if all(file[key] == loss.get(key) for key in ("name", "_target_")))
     today: dict[str, Any] = next(same, {})
@@ -76,7 +77,7 @@ def _numbers_since(loss: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_target(group: str, target: Any) -> dict[str, Any]:
-    """The file of a group that names this class; {} where none does."""
+    """Return the file of a group that names the class ``target``; {} if there is none."""
     return next((file for file in _files(group) if file.get("_target_") == target), {})
 
 

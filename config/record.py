@@ -1,4 +1,4 @@
-"""What a run's folder says of its run: whether it is a run's folder, whether the run has begun, and with what
+"""What a run's folder says about its run: whether it is a run's folder, whether the run has begun, and its
 settings."""
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from config.load import Change, changed, settings_of
 from config.schema import Config
 
 MARKER = "run.json"
-"""Makes a folder a run's; written before anything else."""
+"""The file that marks a folder as a run's; written before anything else."""
 RECORD = "config.yaml"
 """The settings of the run; written once weights and data are loaded."""
 LOCK = "run.lock"
-"""Held by the process that is at work in the folder (common.lock)."""
+"""Held by the process that is working in the folder (common.lock)."""
 KIND = "humanline run"
 MAY_CHANGE = ("eval_every", "rounds.compress", "rounds.keep_weights", "sampler.urls", "sampler.adapters")
-"""Settings that a run may go on with others of: they change what is measured or kept, which machines sample
-or how weights reach them, and not what is trained."""
+"""Settings that may differ when a run is resumed. They change what is measured or kept, which machines sample
+or how weights reach them, but not what is trained."""
 LENGTH = ("n_epochs", "n_examples")
-"""What says how long an offline run is."""
+"""Settings that determine the length of an offline run."""
 _SECTIONS = {"model", "data", "loss", "trainer", "runs_dir"}
 
 
 def marked(folder: Path) -> bool:
-    """Whether ``folder`` has the marker of a run."""
+    """Return whether ``folder`` has the marker of a run."""
     try:
         about = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -37,15 +37,16 @@ def marked(folder: Path) -> bool:
 
 
 def unmarked_run(folder: Path) -> bool:
-    """Whether ``folder`` is that of a run of an earlier version: without a marker, but with a run's
-    settings."""
+    """Return whether ``folder`` belongs to a run of an earlier version, which has a run's settings but no
+    marker."""
     return not marked(folder) and settings_of(_record(folder)).keys() >= _SECTIONS
 
 
 def started(folder: Path) -> bool:
-    """Whether there is a run in ``folder`` to go on with: a checkpoint, a step, or the end of a run.
+    """Return whether ``folder`` holds a run that can be resumed: a checkpoint, a logged step, or a finished
+    run.
 
-    A start that was refused leaves none of them. A run of an earlier version counts as started.
+    A start that was refused leaves none of these. A run of an earlier version counts as started.
     """
     metrics = folder / "metrics.jsonl"
     return (
@@ -58,8 +59,8 @@ def started(folder: Path) -> bool:
 
 
 def settings_before(folder: Path) -> dict[str, Any]:
-    """The settings that the run in ``folder`` was started with, as plain data; {} where there is no record of
-    them. Raises ConfigError for a record that is damaged."""
+    """Return the settings that the run in ``folder`` was started with, as plain data; {} if there is no
+    record of them. Raises ConfigError for a damaged record."""
     if not (folder / RECORD).exists():
         return {}
     before = settings_of(_record(folder))
@@ -76,29 +77,30 @@ def settings_before(folder: Path) -> dict[str, Any]:
 
 
 def changes(folder: Path, config: Config) -> list[Change]:
-    """The settings that differ between those that the run in ``folder`` was started with and ``config``, and
-    change what is computed. None if there is no record of them.
+    """Return the settings that differ between the start of the run in ``folder`` and ``config`` and that
+    change what is computed. The list is empty if there is no record of the run's settings.
 
-    Raises ConfigError for a record that is damaged.
+    Raises ConfigError for a damaged record.
     """
     before = settings_before(folder)
     return changed(before, config) if before else []
 
 
 def may_be_longer(config: Config) -> bool:
-    """Whether a run with these settings may be made longer: its learning rate is where it ended."""
+    """Return whether a run with these settings may be extended: its learning rate at the end is the one to
+    continue with."""
     return not config.online and config.scheduler == "constant" and config.data.logprob_range is None
 
 
 def refused_changes(found: Iterable[Change], config: Config) -> list[Change]:
-    """Those of ``found`` (``changes``) that the run cannot go on with. How much longer it may be made is
-    known only once the data are loaded (``jobs.lengths``)."""
+    """Return those of ``found`` (from ``changes``) with which the run cannot be resumed. How far the run may
+    be extended is known only once the data are loaded (``jobs.lengths``)."""
     longer = LENGTH if may_be_longer(config) else ()
     return [other for other in found if other.key not in (*MAY_CHANGE, *longer)]
 
 
 def _record(folder: Path) -> str:
-    """The text of the record; empty where there is none that can be read."""
+    """Return the text of the record; empty if there is no readable record."""
     try:
         return (folder / RECORD).read_text(encoding="utf-8")
     except (OSError, ValueError):

@@ -1,10 +1,9 @@
-"""The typed configuration: what may be set, of which type, within which range, and which combinations make no
-sense.
+"""The typed configuration: which settings exist, their types and ranges, and which combinations are refused.
 
-``load`` turns what Hydra composed into a ``Config`` or raises ``ConfigError``, whose message says key, value
-and remedy. Nothing here imports torch, so that a wrong command line is refused in a second. What needs the
-data, the tokenizer or the number of ranks to be known is checked where those become known, with the same
-error, and still before weights are loaded.
+``load`` turns what Hydra composed into a ``Config`` or raises ``ConfigError``, whose message has the key, the
+value and the remedy. Nothing here imports torch, so that a wrong command line is refused within a second.
+Checks that need the data, the tokenizer or the number of ranks happen where these become known. They raise
+the same error, and they still run before weights are loaded.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class WandbConfig:
 @dataclass
 @yaml_defaults("config.yaml")
 class Config:
-    """Everything a run depends on. The yaml files in this folder say what each key means."""
+    """All settings that a run depends on. The yaml files in this folder say what each key means."""
 
     model: ModelConfig
     data: DataConfig
@@ -209,7 +208,8 @@ class Config:
             self._check_online()
 
     def _check_method(self) -> None:
-        """What humanline's modes, the ways to sync and the objective's own settings need of each other."""
+        """Check the requirements that humanline's modes, the modes of syncing and the loss's own settings
+        have of each other."""
         check_trainer_keys(self.loss, self.trainer)
         for key in ("frac_unique_desirable", "frac_unique_undesirable"):
             labelled = self.trainer.labelled_examples and not self.online
@@ -244,7 +244,7 @@ class Config:
         self._check_syncing()
 
     def _check_syncing(self) -> None:
-        """What the modes need of each other's numbers, and of the loss."""
+        """Check what the modes of syncing require of the numbers and of the loss."""
         modes = ("humanline", "trust_region", "ema", "reset", "kl", "never")
         one_of("sync_mode", self.sync_mode, (None, *modes))
         require(
@@ -288,7 +288,8 @@ class Config:
         )
 
     def _check_correction(self) -> None:
-        """What a correction needs of the loss, and of the sampler whose log-probabilities it divides by."""
+        """Check what a correction requires of the loss, and of the sampler, by whose log-probabilities it
+        divides."""
         correction, of = self.correction, self.trainer.corrections
         if correction._target_ is None:
             return
@@ -313,7 +314,7 @@ class Config:
         )
 
     def _check_online(self) -> None:
-        """What rounds need of the rest of the settings."""
+        """Check what online rounds require of the other settings."""
         require(
             self.reward is not None,
             "reward",
@@ -348,8 +349,8 @@ class Config:
         )
 
     def check_room(self) -> None:
-        """Raise ConfigError unless the longest sample fits behind the longest prompt: it would be trained on
-        without its end."""
+        """Raise ConfigError unless the longest sample fits behind the longest prompt. Otherwise the sample
+        would be trained on without its end."""
         most, model = self.max_tokens, self.model
         require(
             most + model.max_prompt_length <= model.max_length,
@@ -362,34 +363,34 @@ class Config:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest sample: ``sampler.max_tokens``; where that is null, the paper's 2,048 (§5),
-        or as many as ``model.max_length`` leaves behind the longest prompt if they are fewer."""
+        """Length of the longest sample in tokens. It is ``sampler.max_tokens``; if that is null, the smaller
+        of the paper's 2,048 (§5) and what ``model.max_length`` leaves behind the longest prompt."""
         if self.sampler.max_tokens is not None:
             return self.sampler.max_tokens
         return min(PAPERS_MAX_TOKENS, self.model.max_length - self.model.max_prompt_length)
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss takes log-ratios against a reference; its yaml says so."""
+        """Whether the loss uses log-ratios against a reference, as its yaml says."""
         return bool(self.loss.get("reference", True))
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the reference outlives a round, by weights of its own."""
+        """Whether the reference persists across rounds, which requires a second copy of the weights."""
         return self.online and self.has_reference and not self.rounds.reset_reference
 
     @property
     def reward_config(self) -> RewardConfig:
-        """The reward, typed. Only where ``reward`` is given."""
+        """The reward's settings, typed. Only valid if ``reward`` is given."""
         assert self.reward is not None, "asked for by whoever needs one"
         return RewardConfig.from_tree(self.reward)
 
     @property
     def syncing(self) -> str:
-        """When the reference follows the policy: a mode of ``trainers.syncing``."""
+        """The mode of ``trainers.syncing`` that decides when the reference follows the policy."""
         return self.sync_mode or ("humanline" if self.humanline else "never")
 
     @property
     def variant(self) -> str:
-        """Which of the paper's four this is."""
+        """The name of the paper's variant (offline or online, with or without humanline)."""
         return variant(self.online, self.humanline, self.sync_mode)

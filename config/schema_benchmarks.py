@@ -1,5 +1,5 @@
-"""The settings of the evaluations that other people's programs make: AlpacaEval 2 and the lm-eval harness.
-config/eval.yaml says what each key means."""
+"""Settings of the evaluations by external programs: AlpacaEval 2 and the lm-eval harness. config/eval.yaml
+says what each key means."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from config.defaults import yaml_defaults
 @dataclass
 @yaml_defaults("eval.yaml:alpacaeval")
 class AlpacaEvalConfig:
-    """``kind=alpacaeval``: answers to AlpacaEval's instructions, compared with a baseline's by a judge,
+    """``kind=alpacaeval``: a judge compares answers to AlpacaEval's instructions with a baseline's answers,
     through the alpaca_eval library."""
 
     annotations: str | None
@@ -82,7 +82,7 @@ class AlpacaEvalConfig:
 @dataclass
 @yaml_defaults("eval.yaml:lm_eval")
 class LmEvalConfig:
-    """``kind=lm_eval``: tasks of EleutherAI's harness, by the lm_eval library."""
+    """``kind=lm_eval``: tasks of EleutherAI's harness, run by the lm_eval library."""
 
     tasks: list[str]
     include_path: str | None

@@ -1,4 +1,4 @@
-"""The settings of corrections for samples of another policy."""
+"""Settings of corrections for samples that another policy drew."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from config.defaults import yaml_defaults
 @dataclass
 @yaml_defaults("correction/none.yaml")
 class CorrectionConfig:
-    """What each key means stands in config/correction."""
+    """The yaml files in config/correction say what each key means."""
 
     name: str
     _target_: str | None

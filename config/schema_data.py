@@ -1,4 +1,4 @@
-"""The settings of the data: where groups come from and which of them are kept."""
+"""Settings of the data: where groups come from and which of them are kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from config.schema_instruct import StoriesConfig
 
 @dataclass
 class MixPart:
-    """One set of ``data=mix``: a file of config/data, its weight, and another path to read it from."""
+    """One set of ``data=mix``: a file of config/data, its weight, and optionally another path to read it
+    from."""
 
     name: str = "???"
     weight: float = 1.0
@@ -26,7 +27,7 @@ class MixPart:
 @dataclass
 @yaml_defaults("data/_base.yaml")
 class DataConfig:
-    """Where groups come from. ``source`` is the import path of ``f(config, split) ->
+    """Where groups come from. ``source`` is the import path of a function ``f(config, split) ->
     data.sources.Loaded``."""
 
     name: str
@@ -52,7 +53,7 @@ class DataConfig:
     instruct: StoriesConfig | None
 
     def __post_init__(self) -> None:
-        if isinstance(self.instruct, Mapping):  # of a file of config/data that is read as it stands
+        if isinstance(self.instruct, Mapping):  # from a file of config/data read as plain data
             self.instruct = StoriesConfig(**self.instruct)
         require(
             (self.instruct is None) or self.source.startswith("data.instruct."),

@@ -1,4 +1,4 @@
-"""The settings of what is asked over HTTP: where, with which key, how often, how long."""
+"""Settings of an endpoint that is called over HTTP: address, key, number and duration of calls, retries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.errors import require
 
 @dataclass
 class EndpointConfig(ABC):
-    """What every endpoint needs beside its address. ``timeout`` and ``backoff`` are seconds."""
+    """Settings that every endpoint needs beside its address. ``timeout`` and ``backoff`` are in seconds."""
 
     api_key_env: str | None
     concurrency: int
@@ -51,11 +51,11 @@ class EndpointConfig(ABC):
 
     @abstractmethod
     def section(self) -> str:
-        """Where these settings stand, as in ``reward.judge``."""
+        """Return the name of the section of these settings, for example ``reward.judge``."""
 
 
 def check_address(key: str, value: str, what: str) -> None:
-    """Raise ConfigError unless ``value`` begins as an address does."""
+    """Raise ConfigError unless ``value`` starts with http:// or https://."""
     require(
         value.startswith(("http://", "https://")), key, value, f"{what}: must start with http:// or https://"
     )

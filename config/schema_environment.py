@@ -1,4 +1,4 @@
-"""What may be set about who answers the policy while it is sampled: ``environment=``."""
+"""Settings of ``environment=``: who answers the policy while it is sampled."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ class EnvironmentConfig:
 
     @property
     def plays(self) -> bool:
-        """Whether anybody answers the policy."""
+        """Whether an environment answers the policy."""
         return self.path is not None

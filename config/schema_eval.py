@@ -1,4 +1,4 @@
-"""The settings of ``eval.py``, beside those of a run: what is evaluated, how, and where the result goes.
+"""Settings of ``eval.py`` in addition to those of a run: what is evaluated, how, and where the result goes.
 config/eval.yaml says what each key means."""
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from config.defaults import nested, yaml_defaults
 from config.schema_benchmarks import AlpacaEvalConfig, LmEvalConfig
 
 KINDS = ("accuracy", "compare", "alpacaeval", "lm_eval")
-"""What ``kind`` may be: each is a module of ``evals`` (its contract: the docstring of that package)."""
+"""Allowed values of ``kind``. Each is a module of ``evals``; the docstring of that package describes its
+contract."""
 READ = ("model", "data", "sampler", "environment", "reward", "seed", "runs_dir", "cache_dir", "wandb")
-"""Of a run's settings those that an evaluation reads."""
+"""The settings of a run that an evaluation reads."""
 
 
 @dataclass
 @yaml_defaults("eval.yaml:accuracy")
 class AccuracyConfig:
-    """``kind=accuracy``: greedy accuracy, and pass@k of several samples a prompt (Chen et al. 2021, eq.
+    """``kind=accuracy``: greedy accuracy, and pass@k from several samples per prompt (Chen et al. 2021, eq.
     1)."""
 
     greedy: bool
@@ -55,7 +56,7 @@ class AccuracyConfig:
 @dataclass
 @yaml_defaults("eval.yaml:compare")
 class CompareConfig:
-    """``kind=compare``: two models' answers to the same prompts, by a reward."""
+    """``kind=compare``: a reward compares two models' answers to the same prompts."""
 
     samples: int
     tie: float
@@ -73,7 +74,7 @@ class CompareConfig:
 @dataclass
 @yaml_defaults("eval.yaml")
 class EvalStage:
-    """``eval.py``'s own keys."""
+    """Settings of ``eval.py`` itself."""
 
     kind: str
     run: list[str]

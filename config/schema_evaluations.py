@@ -1,4 +1,4 @@
-"""The settings of further evaluation sets (``evaluations``): names, and where their rows come from."""
+"""Settings of further evaluation sets (``evaluations``): their names, and where their rows come from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from config.typed import typed
 OF_ROWS = ("loss", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "drift")
 OF_ANSWERS = ("accuracy_sampled", "accuracy_greedy", "length_sampled")
 MEASURED = (*OF_ROWS, *OF_ANSWERS)
-"""What is measured of every set, of the unnamed one too: ``eval_<measure>``, ``eval_<name>_<measure>``."""
+"""Measures of every set, including the unnamed one: ``eval_<measure>``, ``eval_<name>_<measure>``."""
 _ONLY_UNNAMED = ("kl_initial", "retained_sampled", "retained_greedy")
 RANKED = ("loss", "reward_margin", "reward_accuracy", "accuracy_sampled", "accuracy_greedy")
 """Measures that ``keep_best`` may name."""
@@ -35,16 +35,17 @@ KEYS = (
     "verifier",
     "mix",
 )
-"""What may be said of a set: the file of config/data that it starts from, and what is put in its place."""
+"""Settings of an evaluation set: the file of config/data that it starts from, and the settings that override
+it."""
 _OF_FILES = ("data.sources.local", "data.sources.hub_table")
 _OWN_WORD = {"eval_path": "path", "eval_split": "split"}
-"""Settings of the data -> what they are called here."""
+"""Settings of the data -> their names here."""
 _OF_DATA = re.compile(rf"\bdata\.({'|'.join((*KEYS, *_OWN_WORD))})\b")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
 
 
 def named_measure(key: str) -> tuple[str, str] | None:
-    """("hard", "loss") of ``eval_hard_loss``; None for what is no measure of a named set."""
+    """Return ("hard", "loss") for ``eval_hard_loss``; None for a key that is not a measure of a named set."""
     rest = key.removeprefix("eval_")
     if rest == key or rest in (*MEASURED, *_ONLY_UNNAMED):
         return None
@@ -53,16 +54,17 @@ def named_measure(key: str) -> tuple[str, str] | None:
 
 
 def check_keep_best(key: str | None, evaluations: Mapping[str, Any]) -> None:
-    """Raise ConfigError where ``keep_best`` names no measure of the run."""
+    """Raise ConfigError if ``keep_best`` is not a measure of the run."""
     named = (f"eval_{name}_{measure}" for name in evaluations for measure in RANKED)
     one_of("keep_best", key, (None, *(f"eval_{measure}" for measure in RANKED), *named))
 
 
 def evaluation_sets(evaluations: Mapping[str, Any], own: DataConfig) -> dict[str, DataConfig]:
-    """Name -> where its rows come from: the split "eval" of these settings. ``own``: the run's data, which a
-    set without ``data`` starts from.
+    """Return the data settings of each set by its name; its rows are the split "eval" of these settings.
+    ``own`` are the settings of the run's data, from which a set without ``data`` starts.
 
-    Raises ConfigError: a name that is none or is taken by a number of the run, an unknown key, a wrong type.
+    Raises ConfigError for an invalid name, a name that collides with a number of the run, an unknown key or a
+    wrong type.
     """
     for name in evaluations:
         _check_name(name)
@@ -111,7 +113,7 @@ def _settings(name: str, given: Any, own: DataConfig) -> DataConfig:
     found |= _place(given)
     files = found.get("source") in _OF_FILES
     if given.get("path") is not None and not files:
-        # What a task makes of its own files is no business of another file.
+        # The settings of a task for its own files do not apply to another file.
         found |= {"source": _OF_FILES[0], "instruct": None, "mix": given.get("mix")}
     require(
         given.get("split") is None or given.get("path") is not None or files,
@@ -126,7 +128,8 @@ def _settings(name: str, given: Any, own: DataConfig) -> DataConfig:
 
 
 def _place(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the rows are: all of ``path``, or its part ``split``; that part of the set's own path."""
+    """Return the settings for the place of the rows: all of ``path``, or only its part ``split``. Without
+    ``path``, ``split`` is a part of the set's own path."""
     path, split = given.get("path"), given.get("split")
     if split is not None:
         return {"eval_path": None, "eval_split": split} | ({} if path is None else {"path": path})
@@ -141,7 +144,7 @@ def _typed(key: str, found: dict[str, Any]) -> DataConfig:
 
 
 def of_set(key: str, error: ConfigError) -> ConfigError:
-    """What is said of ``data`` said of the set ``key`` of ``evaluations``."""
+    """Return an error about ``data`` as an error about the set ``key`` of ``evaluations``."""
     if error.key == key:
         return error
     section, _, word = error.key.removeprefix(f"{key}.").rpartition(".")

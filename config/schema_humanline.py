@@ -1,4 +1,4 @@
-"""The settings of humanline sampling (Definition 4.2)."""
+"""Settings of humanline sampling (Definition 4.2)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from config.defaults import yaml_defaults
 @dataclass
 @yaml_defaults("config.yaml:humanline_sampling")
 class BetaConfig:
-    """The constants of Definition 4.2. By default those of Theorem 4.3 for the paper's clipping range, e^-1.5
-    to e^1.5, at k = 100 and a bound of 10: thresholds that are spread around the ends of that range."""
+    """The constants of Definition 4.2. The defaults are those of Theorem 4.3 for the paper's clipping range,
+    e^-1.5 to e^1.5, at k = 100 and a bound of 10: the thresholds are spread around the ends of that range."""
 
     M_P: float
     M_R: float

@@ -1,4 +1,4 @@
-"""The settings of the embedded stories, ``data=instruct``, and of the judges that score them."""
+"""Settings of the embedded stories, ``data=instruct``, and of the judges that score them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from config.defaults import yaml_defaults
 @dataclass
 @yaml_defaults("data/instruct.yaml:instruct")
 class StoriesConfig:
-    """Who wrote the offline data, and who labelled them."""
+    """Who wrote the offline data, and how the judge that labelled them errs."""
 
     language: str
     authors: list[str]
@@ -66,7 +66,7 @@ class StoryJudgeConfig:
 
 
 def check_judge(section: str, noise: float, length_bias: float) -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError unless ``noise`` and ``length_bias`` are valid for a judge."""
     require(
         0 <= noise < math.inf,
         f"{section}.noise",

@@ -1,4 +1,4 @@
-"""The settings of the model: what is loaded, how it is sharded and run, LoRA."""
+"""Settings of the model: what is loaded, how it is sharded and run, LoRA."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from common.errors import one_of, require
 from config.defaults import nested, yaml_defaults
 
 SELECTIVE = "selective"
-"""Of model.activation_checkpointing."""
+"""A value of model.activation_checkpointing."""
 
 
 @dataclass
 @yaml_defaults("model/base.yaml:peft")
 class PeftConfig:
-    """LoRA (peft.LoraConfig). Dropout is not offered: the reference is scored by the policy itself, which
-    must not be random."""
+    """LoRA (peft.LoraConfig). Dropout is not offered: the policy itself scores the reference, and these
+    scores must not be random."""
 
     lora_r: int
     lora_alpha: int

@@ -1,4 +1,4 @@
-"""The settings of optimizers beside AdamW's own."""
+"""Settings specific to optimizers other than AdamW."""
 
 from __future__ import annotations
 

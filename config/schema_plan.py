@@ -1,4 +1,4 @@
-"""For which machine a dry run plans the memory."""
+"""Settings of the machine for which a dry run plans the memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CARDS = {
     "RTX3090": 23.6,
     "RTX4090": 23.5,
 }
-"""Card -> GiB that a program finds on it."""
+"""Card -> GiB of memory that a program can use on it."""
 
 
 @dataclass
@@ -40,8 +40,8 @@ class PlanConfig:
 
 
 def card_memory(key: str, card: str) -> float:
-    """GiB of a card by its name, or of the number that it is. Raises ConfigError, about ``key``, where it is
-    neither."""
+    """Return the memory in GiB of a card, given by its name or directly as a number. Raises ConfigError about
+    ``key`` if it is neither."""
     if card in CARDS:
         return CARDS[card]
     try:

@@ -1,4 +1,4 @@
-"""The settings of what an evaluation measures of the initial weights' behaviour."""
+"""Settings of what an evaluation measures about the retention of the initial weights' behaviour."""
 
 from __future__ import annotations
 

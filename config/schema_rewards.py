@@ -1,5 +1,5 @@
-"""The settings of a reward: what its yaml says of it, and a dataclass for the section of each kind that comes
-with the project."""
+"""Settings of a reward: the keys of its yaml, and a dataclass for the section of each kind that comes with
+the project."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from config.schema_endpoint import EndpointConfig, check_address
 @dataclass
 @yaml_defaults("reward/function.yaml:function")
 class FunctionConfig:
-    """A Python function with TRL's signature, run in worker processes that are killed when they take too
-    long."""
+    """A Python function with TRL's signature. It runs in worker processes, which are killed when they take
+    too long."""
 
     path: str
     batch_size: int
@@ -44,7 +44,8 @@ class FunctionConfig:
 @dataclass
 @yaml_defaults("reward/verifier.yaml:verifier")
 class VerifierConfig:
-    """Answers that can be checked: weights of the three parts (paper, Table 2) and the limits of a check."""
+    """A reward for answers that can be checked: the weights of its three parts (paper, Table 2) and the
+    limits of a check."""
 
     accuracy: float
     format: float
@@ -78,8 +79,8 @@ class VerifierConfig:
 @dataclass
 @yaml_defaults("reward/classifier.yaml:classifier")
 class RewardModelConfig:
-    """What every reward model needs: weights, lengths in its own tokens, and how many tokens go through it at
-    once."""
+    """Settings that every reward model needs: weights, lengths in its own tokens, and the number of tokens in
+    one forward pass."""
 
     name_or_path: str
     revision: str | None
@@ -102,7 +103,7 @@ class RewardModelConfig:
 
     @property
     def loads_model(self) -> bool:
-        """Whether its model is loaded by the run itself."""
+        """Whether the run itself loads the model."""
         return True
 
     def _key(self) -> str:
@@ -112,7 +113,7 @@ class RewardModelConfig:
 @dataclass
 @yaml_defaults("reward/classifier.yaml:classifier")
 class ClassifierConfig(RewardModelConfig):
-    """A sequence classifier with one label. ``rendering``: where the text that is scored ends."""
+    """A sequence classifier with one label. ``rendering`` says where the scored text ends."""
 
     rendering: str
 
@@ -127,8 +128,8 @@ class ClassifierConfig(RewardModelConfig):
 @dataclass
 @yaml_defaults("reward/teacher.yaml:teacher")
 class TeacherConfig(EndpointConfig):
-    """A language model that says how likely it finds each token of a sample: loaded here, or behind an
-    endpoint."""
+    """A language model that gives the likelihood of each token of a sample. It is loaded here, or runs behind
+    an endpoint."""
 
     name_or_path: str
     revision: str | None
@@ -153,7 +154,7 @@ class TeacherConfig(EndpointConfig):
 
     @property
     def loads_model(self) -> bool:
-        """Whether its model is loaded by the run itself."""
+        """Whether the run itself loads the model."""
         return self.base_url is None
 
     def section(self) -> str:
@@ -163,7 +164,7 @@ class TeacherConfig(EndpointConfig):
 @dataclass
 @yaml_defaults("reward/judge.yaml:judge")
 class JudgeConfig(EndpointConfig):
-    """A language model behind an OpenAI-compatible endpoint that is asked for a number."""
+    """A language model behind an OpenAI-compatible endpoint that is asked for a score."""
 
     model: str
     pattern: str
@@ -207,7 +208,7 @@ class JudgeConfig(EndpointConfig):
 @dataclass
 @yaml_defaults("reward/http.yaml:http")
 class HttpConfig(EndpointConfig):
-    """A server of one's own that gives numbers."""
+    """A reward server of the user's own that returns scores."""
 
     base_url: str
     batch_size: int
@@ -224,7 +225,8 @@ class HttpConfig(EndpointConfig):
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """A reward as its yaml describes it: what makes it, and the settings of its kind, typed."""
+    """A reward as its yaml describes it: the import path of what makes it, and the settings of its kind,
+    typed."""
 
     name: str
     max_missing: float
@@ -235,9 +237,9 @@ class RewardConfig:
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> RewardConfig:
-        """The reward of a yaml's keys. Beside those below it has one section, whose name is its kind. Raises
-        ConfigError."""
-        from omegaconf import OmegaConf  # a run without a reward needs neither
+        """Return the reward that the keys of a yaml describe. In addition to the keys below, the yaml has one
+        section, whose name is the reward's kind. Raises ConfigError."""
+        from omegaconf import OmegaConf  # imported here: a run without a reward needs neither
 
         from config.typed import typed
 
@@ -273,15 +275,16 @@ class RewardConfig:
 
     @classmethod
     def of_kind(cls, kind: str, settings: Any, max_missing: float | None = None) -> RewardConfig:
-        """The reward of config/reward/<kind>.yaml with other settings, for code that has them already."""
+        """Return the reward of config/reward/<kind>.yaml with other settings, for code that already has the
+        settings."""
         tree = section(f"reward/{kind}.yaml")
         share = float(tree["max_missing"]) if max_missing is None else max_missing
         needs = bool(tree["needs_reference"]) or _compares(settings)
         return cls(kind, share, needs, str(tree["_target_"]), kind, settings)
 
     def models_alone(self) -> RewardConfig | None:
-        """This reward without the parts that load no model in the run's own processes; None where there is no
-        other."""
+        """Return this reward with only the parts that load a model in the run's own processes; None if no
+        part does."""
         if isinstance(self.settings, HasParts):
             settings = self.settings.models_alone()
             return None if settings is None else replace(self, settings=settings)
@@ -290,22 +293,23 @@ class RewardConfig:
 
 @runtime_checkable
 class HasParts(Protocol):
-    """Settings of a reward that is made of others."""
+    """Settings of a reward that consists of other rewards."""
 
     def models_alone(self) -> Any: ...
 
 
 def _compares(settings: Any) -> bool:
-    """Whether the settings of a kind say themselves that it compares with reference answers."""
+    """Return whether the settings of a kind say that the reward compares with reference answers."""
     return bool(getattr(settings, "needs_reference", False))
 
 
 OWN_KEYS = ("name", "max_missing", "needs_reference", "_target_", "settings_type")
-"""Keys of a reward's yaml beside the section of its kind."""
+"""Keys of a reward's yaml other than the section of its kind."""
 
 
 def completed(tree: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a reward's yaml, checked, with every default of its kind filled in. Raises ConfigError."""
+    """Return the keys of a reward's yaml, checked, with every default of its kind filled in. Raises
+    ConfigError."""
     config = RewardConfig.from_tree(tree)
     return {key: tree[key] for key in OWN_KEYS} | {config.kind: asdict(config.settings)}
 

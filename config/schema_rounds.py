@@ -1,4 +1,4 @@
-"""The settings of online rounds (paper, Algorithm 1 and §5)."""
+"""Settings of online rounds (paper, Algorithm 1 and §5)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from config.defaults import yaml_defaults
 @dataclass
 @yaml_defaults("config.yaml:rounds")
 class RoundsConfig:
-    """How the policy is sampled and what becomes of the samples. config/config.yaml says what each key
-    means."""
+    """How the policy is sampled and how the samples are used. config/config.yaml says what each key means."""
 
     contexts: int
     contexts_per_round: int
@@ -80,22 +79,23 @@ class RoundsConfig:
         )
 
     def replayed(self, index: int) -> int:
-        """How many contexts of round ``index`` are taken from earlier rounds; the first round has none."""
+        """Return the number of contexts of round ``index`` that are taken from earlier rounds; the first
+        round has none."""
         return round(self.contexts_per_round * self.replay) if index > 0 else 0
 
     def sampled(self, index: int) -> int:
-        """How many contexts round ``index`` samples (or, with ``fill``, keeps) itself."""
+        """Return the number of contexts that round ``index`` samples itself (or, with ``fill``, keeps)."""
         return self.contexts_per_round - self.replayed(index)
 
     @property
     def most_contexts(self) -> int:
-        """Contexts that the rounds of a run train on at most, replayed ones included."""
+        """Maximum number of contexts that the rounds of a run train on, replayed ones included."""
         more = self.contexts - self.contexts_per_round
         rounds_after = max(0, -(-more // self.sampled(1)))
         return self.contexts + rounds_after * self.replayed(1)
 
     @property
     def keeps_equal(self) -> bool:
-        """Whether groups of equal rewards are trained on (with advantage 0, their tokens counted): so that
-        verifiable runs that are compared take the same number of steps."""
+        """Whether groups of equal rewards are trained on. They have advantage 0 and their tokens are counted,
+        so that compared runs with verifiable rewards take the same number of steps."""
         return self.feedback == "group" and self.zero_variance != "drop"

@@ -1,5 +1,5 @@
-"""What may be set about sampling: ``sampler=embedded`` (transformers) or ``sampler=vllm`` (engines in
-processes of their own)."""
+"""Settings of sampling, by ``sampler=embedded`` (transformers) or ``sampler=vllm`` (engines in their own
+processes)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from common.errors import one_of, require
 from config.defaults import yaml_defaults
 
 TRANSFERS = ("shared_memory", "ipc", "nccl", "disk")
-"""How weights reach vLLM: its own backends ``ipc`` and ``nccl``, ours on one machine, and a folder."""
+"""How weights reach vLLM: vLLM's own backends ``ipc`` and ``nccl``, this project's ``shared_memory`` on one
+machine, and ``disk``, a folder."""
 
 
 @dataclass
 @yaml_defaults("sampler/embedded.yaml", "sampler/vllm.yaml")
 class SamplerConfig:
-    """The yaml files in config/sampler say what each key means. Temperature, top-p and length are the paper's
-    (§5)."""
+    """The yaml files in config/sampler say what each key means. The defaults of temperature, top-p and length
+    are the paper's (§5)."""
 
     name: str
     _target_: str
@@ -148,6 +149,6 @@ class SamplerConfig:
 
     @property
     def shares_devices(self) -> bool:
-        """Whether the engine stands on the trainer's own GPUs, and so must give its memory back while the
+        """Whether the engine runs on the trainer's own GPUs and therefore must free its memory while the
         trainer trains."""
         return self.devices is None and self.urls is None

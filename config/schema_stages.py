@@ -1,5 +1,5 @@
-"""The settings of one stage of a round on its own: what ``sample.py`` and ``label.py`` read beside those of a
-run. Their yaml files say what each key means."""
+"""Settings that ``sample.py`` and ``label.py`` read in addition to those of a run, each for one stage of a
+round on its own. Their yaml files say what each key means."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from config.defaults import yaml_defaults
 @dataclass
 @yaml_defaults("sample.yaml")
 class SampleStage:
-    """``sample.py``: ``rounds.samples`` answers to each prompt of the data, by ``model`` and ``sampler``."""
+    """``sample.py``: ``rounds.samples`` answers to each prompt of the data, sampled from ``model`` by
+    ``sampler``."""
 
     out: str
     format: str
@@ -30,13 +31,13 @@ class SampleStage:
 @dataclass
 @yaml_defaults("label.yaml")
 class LabelStage:
-    """``label.py``: scores of the samples in a file, by ``reward``, and the feedback made of them, by
-    ``rounds``."""
+    """``label.py``: scores by ``reward`` of the samples in a file, and the feedback made from them according
+    to ``rounds``."""
 
     out: str
     format: str
     overwrite_out: bool
-    samples: str = field(default="???", metadata={"key": "in"})  # a field of Python cannot be called "in"
+    samples: str = field(default="???", metadata={"key": "in"})  # "in" is a Python keyword
 
     def __post_init__(self) -> None:
         one_of("format", self.format, ("groups", "binary", "pairwise", "scalar"))
@@ -44,6 +45,7 @@ class LabelStage:
 
 
 def _check_suffix(out: str, form: str) -> None:
-    """Readers tell lines of JSON from one list by the file's name."""
+    """Raise ConfigError unless the name ``out`` has the suffix of the format. Readers tell JSON lines from a
+    single JSON list by the file's name."""
     suffix = ".jsonl" if form == "groups" else ".json"
     require(out.endswith(suffix), "out", out, f"with format={form} the file's name must end with {suffix}")

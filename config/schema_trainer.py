@@ -1,4 +1,4 @@
-"""What a trainer accepts, as its yaml in config/trainer says it: nothing else in the code knows trainers by
+"""Settings of a trainer as its yaml in config/trainer gives them. No other part of the code knows trainers by
 name."""
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from common.errors import require
 from config.defaults import yaml_defaults
 
 RESERVED_LOSS_KEYS = ("name", "_target_", "reference")
-"""Keys of ``loss`` that neither the loss function nor its trainer takes for a number."""
+"""Keys of ``loss`` that are no numbers for the loss function or its trainer."""
 
 
 @dataclass
 @yaml_defaults("trainer/paired.yaml")
 class TrainerConfig:
-    """The class that trains, and which settings go with it."""
+    """The class that trains, and the settings that it accepts."""
 
     online: bool
     feedback: list[str]
@@ -31,19 +31,20 @@ class TrainerConfig:
 
 
 def loss_numbers(loss: dict[str, Any], trainer_keys: Sequence[str]) -> dict[str, Any]:
-    """The settings that the loss function itself takes: those of ``loss`` without what names it and what its
-    trainer reads."""
+    """Return the settings that the loss function itself takes: those of ``loss`` except the reserved keys and
+    the keys that its trainer reads."""
     return {key: value for key, value in loss.items() if key not in (*RESERVED_LOSS_KEYS, *trainer_keys)}
 
 
 def check_trainer_keys(loss: dict[str, Any], trainer: TrainerConfig) -> None:
-    """Raise ConfigError for a setting of the loss that its trainer reads and that is missing."""
+    """Raise ConfigError if ``loss`` lacks a setting that its trainer reads."""
     for key in trainer.loss_keys:
         require(key in loss, f"loss.{key}", "???", f"loss={loss['name']} needs it")
 
 
 def check_two_texts(key: str, texts: Any) -> None:
-    """Raise ConfigError unless ``texts`` has two different texts, for chosen and for rejected completions."""
+    """Raise ConfigError unless ``texts`` has two different texts, one for chosen and one for rejected
+    completions."""
     named = isinstance(texts, dict) and set(texts) == {"chosen", "rejected"}
     require(
         named and all(isinstance(text, str) and text for text in texts.values()),

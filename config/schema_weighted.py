@@ -1,4 +1,4 @@
-"""The settings of a reward that adds up others."""
+"""Settings of a reward that is a weighted sum of other rewards."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from config.schema_rewards import OWN_KEYS, RewardConfig
 
 KEY = "reward.weighted.parts"
 OWN = ("weight", "reward")
-"""Keys of a part beside the settings of its reward."""
+"""Keys of a part in addition to the settings of its reward."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the rewards, and what its scores are multiplied with."""
+    """One reward of the sum, and the factor by which its scores are multiplied."""
 
     weight: float
     reward: RewardConfig
@@ -30,7 +30,8 @@ class Part:
 @dataclass
 @yaml_defaults("reward/weighted.yaml:weighted")
 class WeightedConfig:
-    """``parts``: name -> its weight, the file of config/reward, and settings of that reward's section."""
+    """``parts`` maps a name to the weight, the file of config/reward, and settings of that reward's
+    section."""
 
     parts: dict[str, Any]
 
@@ -45,11 +46,11 @@ class WeightedConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether one of the parts compares with the prompt's reference answer."""
+        """Whether any part compares with the prompt's reference answer."""
         return any(part.reward.needs_reference for part in self.found().values())
 
     def models_alone(self) -> WeightedConfig | None:
-        """The parts that load a model in the run's own processes; None where there are none."""
+        """Return the parts that load a model in the run's own processes; None if there are none."""
         parts = {
             name: self.parts[name]
             for name, part in self.found().items()
@@ -58,12 +59,13 @@ class WeightedConfig:
         return WeightedConfig(parts=parts) if parts else None
 
     def found(self) -> dict[str, Part]:
-        """Each part, with its reward's settings typed. Raises ConfigError."""
+        """Return each part by its name, with its reward's settings typed. Raises ConfigError."""
         return {name: self._part(name, dict(settings)) for name, settings in self.parts.items()}
 
     @contextmanager
     def of_part(self, name: str) -> Iterator[None]:
-        """A setting that is refused within is named as it stands here, below ``parts``."""
+        """Re-raise a ConfigError of the block with the setting's name as it is written here, below
+        ``parts``."""
         try:
             yield
         except ConfigError as error:

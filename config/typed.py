@@ -1,4 +1,5 @@
-"""A mapping as a dataclass of settings: unknown keys, wrong types and missing values are refused by name."""
+"""Conversion of a mapping into a dataclass of settings, with ConfigError for unknown keys, wrong types and
+missing values."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ T = TypeVar("T")
 
 
 def typed(cfg: DictConfig, schema: type[T], prefix: str = "") -> T:
-    """``cfg`` as the dataclass ``schema``. ``prefix``: where it stands among all settings, as in
-    ``reward.judge.``, for messages.
+    """Return ``cfg`` as an instance of the dataclass ``schema``. ``prefix`` is its place among all settings,
+    for example ``reward.judge.``, and appears in messages.
 
-    Raises ConfigError: an unknown key (with the nearest known one), a wrong type, a missing value, a value
-    out of range, an impossible combination.
+    Raises ConfigError for an unknown key (with the nearest known one), a wrong type, a missing value, a value
+    out of range or an impossible combination.
     """
     raw = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(raw, dict)
@@ -43,8 +44,8 @@ def typed(cfg: DictConfig, schema: type[T], prefix: str = "") -> T:
 
 
 def _infinities(tree: Any) -> Any:
-    """``tree`` with yaml's words for infinity as numbers: on the command line Hydra reads ``.inf`` as a
-    text."""
+    """Return ``tree`` with YAML's words for infinity as numbers, because Hydra reads ``.inf`` on the command
+    line as a text."""
     if isinstance(tree, dict):
         return {key: _infinities(value) for key, value in tree.items()}
     return (
@@ -55,8 +56,8 @@ def _infinities(tree: Any) -> Any:
 
 
 def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str, whole: Any, start: str) -> None:
-    """Raise ConfigError for a key that the schema does not have: it would be read by nobody. ``whole``: the
-    schema of all settings, which begins at ``start``."""
+    """Raise ConfigError for a key that the schema does not have, because nothing would read it. ``whole`` is
+    the schema of all settings, whose names begin with ``start``."""
     known = get_type_hints(schema)
     for key, value in raw.items():
         if key not in known:
@@ -84,8 +85,8 @@ def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str, whole: Any, s
 
 
 def _dataclass_in(hint: Any) -> Any:
-    """The dataclass that a type is, or is a list of, or may be None instead of; None where it is no such
-    type."""
+    """Return the dataclass that a type hint is or contains, for example as a list item or beside None; return
+    None if it contains none."""
     if is_dataclass(hint):
         return hint
     return next((found for part in get_args(hint) if (found := _dataclass_in(part)) is not None), None)

@@ -1,5 +1,6 @@
-"""What is said of a setting that is none: where its name stands here, what another project's name is called
-here, or which setting was probably meant. Nothing is guessed from afar."""
+"""Messages for a key that is not a setting: its place here, the name here of another project's setting, or
+the setting that was probably meant. A misspelt key gets a suggestion only if a setting is spelt almost the
+same."""
 
 from __future__ import annotations
 
@@ -14,19 +15,20 @@ from config.elsewhere import Row, known_elsewhere
 from config.files import FOLDER
 
 MOST_NAMED = 4
-"""Settings of one last name that are listed; more of them say nothing."""
+"""Most settings with the same last name that a message lists. A longer list would not help."""
 NEAR = 0.8
-"""Likeness (difflib) from which on a name counts as misspelt."""
+"""Similarity (difflib) from which a name counts as misspelt."""
 SECTIONS = ("model", "loss", "data", "trainer", "rounds", "sampler", "reward")
 NOTHING = "is not a setting, nothing would read it"
 
 
 def remedy(key: str, value: str, known: Iterable[str]) -> str:
-    """What to say of ``key``, which none of the dotted settings ``known`` is.
+    """Return the message about ``key``, which is not among ``known``, the dotted names of all settings.
 
-    In this order: a dotted name of another project's; the rewards that have such a section; the settings here
-    that end in the same name; the losses that have such a number; another project's name; a setting that is
-    spelt almost so; the settings of the section that has this name, or that the name stands in.
+    The first of these that applies gives the message: a dotted name of another project's; the rewards that
+    have such a section; the settings here that end in the same name; the losses that have such a number;
+    another project's name; a setting that is spelt almost the same; the settings of the section that has this
+    name or that contains the key.
     """
     known = list(known)
     sections = {name.rpartition(".")[0] for name in known} - {""}
@@ -55,14 +57,16 @@ def remedy(key: str, value: str, known: Iterable[str]) -> str:
 
 
 def section_says(name: str, known: Iterable[str]) -> str:
-    """The settings of a section, by their dotted names ``known``, as the end of a sentence."""
+    """Return the end of a sentence that lists the settings of section ``name``; ``known`` are the dotted
+    names of all settings."""
     own = [key.removeprefix(f"{name}.") for key in known if key.startswith(f"{name}.")]
     own = sorted(key for key in own if "." not in key and not key.startswith("_"))
     return f"the settings of {name} are {', '.join(own)}"
 
 
 def _section(name: str) -> int:
-    """Where a setting comes in a list: what every run reads comes before what rounds alone read."""
+    """Return the rank of a setting in a list: settings that every run reads come before those that only
+    online rounds read."""
     first = name.partition(".")[0]
     return SECTIONS.index(first) if first in SECTIONS else len(SECTIONS)
 
@@ -74,8 +78,8 @@ def _of(whose: str, row: Row, value: str) -> str:
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:
-    """The setting whose last name is spelt almost as that of ``key``, one of the same section first; None
-    where none is."""
+    """Return the setting whose last name is spelt almost like that of ``key``; settings of the same section
+    take precedence. Return None if there is none."""
     head, _, last = key.rpartition(".")
     scored = [
         (
@@ -90,14 +94,14 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
 
 
 def _losses_with(number: str) -> list[str]:
-    """The losses whose file has this key of its own."""
+    """Return the losses whose file has this key in its own section."""
     files = sorted((FOLDER / "loss").glob("*.yaml"))
     return [path.stem for path in files if number in section(f"loss/{path.name}:loss")]
 
 
 def _rewards_with(key: str, known: Iterable[str]) -> list[str]:
-    """What to type for the rewards that have the section which ``key`` is in, where another or none is
-    chosen."""
+    """Return the choices to type for the rewards that have the section of ``key``, which the chosen reward
+    does not have."""
     of, kind, *_ = [*key.split("."), ""]
     if of != "reward" or kind == "" or f"reward.{kind}" in known:
         return []
@@ -106,7 +110,7 @@ def _rewards_with(key: str, known: Iterable[str]) -> list[str]:
 
 
 def names(schema: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted setting of a dataclass."""
+    """Yield every dotted setting of a dataclass."""
     hints = get_type_hints(schema)
     for item in fields(schema):
         yield prefix + item.name
@@ -115,7 +119,7 @@ def names(schema: type, prefix: str = "") -> Iterator[str]:
 
 
 def names_of(tree: object, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of composed settings."""
+    """Yield every dotted key of composed settings."""
     if isinstance(tree, dict):
         for key, item in tree.items():
             yield f"{prefix}{key}"

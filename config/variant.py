@@ -1,14 +1,14 @@
-"""The name of a run's variant, for whoever has its settings as plain data or typed."""
+"""The name of a run's variant, computed from settings that may be plain data or typed."""
 
 from __future__ import annotations
 
 OTHER = ("trust_region", "ema", "reset", "kl")
-"""Ways to sync that are not the paper's."""
+"""Modes of syncing that are not the paper's."""
 
 
 def variant(online: bool, humanline: bool, sync_mode: str | None) -> str:
-    """One of the paper's four, offline, online, offline+humanline, online+humanline; another way to sync is
-    said beside it."""
+    """Return one of the paper's four variants: offline, online, offline+humanline or online+humanline. A mode
+    of syncing that is not the paper's is appended."""
     return (
         ("online" if online else "offline")
         + "+humanline" * humanline

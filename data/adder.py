@@ -1,9 +1,9 @@
-"""The embedded task: adding two two-digit numbers in short worked steps, a task whose answers can be checked.
+"""The embedded task, addition of two two-digit numbers in short worked steps, whose answers can be checked.
 
 ``37+58=`` is answered ``7+8=15;3+5+1=9;95``: the column of the units, the column of the tens with the carry,
-the sum. A model is fine-tuned on *noisy* demonstrations, which mostly forget the carry, so that it knows the
-form and is right about half the time: alignment has room both ways. Everything here is a pure function of its
-arguments.
+the sum. A model is fine-tuned on *noisy* demonstrations, which mostly forget the carry. It then knows the
+form and is right about half the time, so alignment can make it better or worse. Everything here is a pure
+function of its arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from data.types import Completion, Group, Prompt, Turn
 from data.views import prompts_of
 
 HELD_OUT = 16
-"""One prompt in so many, by its id, is held out for evaluation and never trained on."""
+"""One prompt in this many, chosen by its id, is held out for evaluation and never trained on."""
 
 HALVES = ("validation", "test")
 
@@ -37,14 +37,14 @@ _WORKED = re.compile(rf"{_STEP};{_STEP};\d+")
 
 
 def addition(a: int, b: int) -> Prompt:
-    """The prompt that asks for ``a + b`` (0 to 99 each), and its answer as the reference."""
+    """Return the prompt that asks for ``a + b`` (0 to 99 each), with the answer as its reference."""
     return Prompt((Turn("user", f"{a:02d}+{b:02d}="),), reference_answer=str(a + b))
 
 
 @cache
 def prompts(split: str) -> tuple[Prompt, ...]:
-    """The prompts of one split, ``train`` or ``eval``, in a fixed order that is not that of the numbers:
-    10,000 in all, split by prompt id, so that no prompt is in both."""
+    """Return the prompts of one split, ``train`` or ``eval``, in a fixed order that differs from that of the
+    numbers. There are 10,000 in all, split by prompt id, so that no prompt is in both."""
     return tuple(p for p in _every() if (int(p.id, 16) % HELD_OUT == 0) == (split == "eval"))
 
 
@@ -54,7 +54,7 @@ def _every() -> tuple[Prompt, ...]:
 
 
 def half(prompt: Prompt) -> str:
-    """Which half of the held-out prompts one belongs to, by its id."""
+    """Return the half of the held-out prompts to which a prompt belongs, by its id."""
     return HALVES[int(prompt.id, 16) // HELD_OUT % 2]
 
 
@@ -67,7 +67,7 @@ def operands(prompt: Prompt) -> tuple[int, int]:
 
 
 def accuracy(completions: list[str], references: list[str | None]) -> list[float | None]:
-    """1.0 where what follows the last ``;`` is the reference answer, else 0.0; None where there is no
+    """Return 1.0 if the text after the last ``;`` is the reference answer, else 0.0; None if there is no
     reference."""
     return [
         None if reference is None else float(text.rpartition(";")[2] == reference)
@@ -76,11 +76,11 @@ def accuracy(completions: list[str], references: list[str | None]) -> list[float
 
 
 def rewards(completions: list[str], references: list[str | None]) -> list[float | None]:
-    """Accuracy, form and separators weighted 8 : 1 : 1 (paper, C.2), in [0, 10]; None where there is no
+    """Return accuracy, form and separators weighted 8 : 1 : 1 (paper, C.2), in [0, 10]; None if there is no
     reference.
 
-    Form: two worked steps and a sum. Separators: the share of the two ``;`` that are there; 0 for more than
-    two.
+    Form is 1 for two worked steps and a sum. Separators is the share of the two ``;`` that are present; 0 for
+    more than two.
     """
     correct = accuracy(completions, references)
     return [
@@ -98,16 +98,16 @@ def _separators(text: str) -> float:
 
 @dataclass(frozen=True)
 class Noise:
-    """How demonstrations are written, and how often they go wrong. All are probabilities."""
+    """How demonstrations are written, and how often they go wrong. All values are probabilities."""
 
     decompose: float = 0.04
-    """written ``30+50=80;7+8=15;95``"""
+    """written as ``30+50=80;7+8=15;95``"""
     direct: float = 0.18
     """written as the sum alone; all others are written in columns"""
     carry_dropped: float = 0.8
-    """of the sums that carry: the carry is forgotten"""
+    """if the sum has a carry: the carry is forgotten"""
     carry_added: float = 0.2
-    """of the sums that do not: one is carried all the same"""
+    """if the sum has no carry: one is carried all the same"""
     slip: float = 0.12
     """one column's sum is off by one"""
     final_slip: float = 0.12
@@ -118,7 +118,7 @@ CLEAN = Noise(decompose=0.0, direct=0.0, carry_dropped=0.0, carry_added=0.0, sli
 
 
 def demonstration(a: int, b: int, noise: Noise, rng: random.Random) -> str:
-    """One answer to ``a + b``. Seven random numbers are drawn, whatever is written."""
+    """Return one answer to ``a + b``. Exactly seven random numbers are drawn, whatever is written."""
     style, carrying, slips, where, sign, final_slips, final_where = (rng.random() for _ in range(7))
     off = 1 if sign < 0.5 else -1
     carry = carrying >= noise.carry_dropped if a % 10 + b % 10 >= 10 else carrying < noise.carry_added
@@ -138,8 +138,8 @@ def demonstration(a: int, b: int, noise: Noise, rng: random.Random) -> str:
 
 
 def demonstrations(split: str, name: str, per_prompt: int, noise: Noise) -> Iterator[Group]:
-    """``per_prompt`` noisy answers to every prompt of a split, each a group of its own. ``name`` is the seed:
-    other names, other answers."""
+    """Yield ``per_prompt`` noisy answers to every prompt of a split, each as a group of its own. ``name`` is
+    the seed: another name gives other answers."""
     rng = random.Random(f"{name}/{split}")
     for prompt in prompts(split):
         for _ in range(per_prompt):
@@ -150,8 +150,8 @@ def demonstrations(split: str, name: str, per_prompt: int, noise: Noise) -> Iter
 
 
 def adder_sft(config: DataConfig, split: str) -> Loaded:
-    """Noisy demonstrations, made on the fly; ``data.subset`` names the set (any name, each its own seed).
-    Raises ConfigError."""
+    """Return noisy demonstrations, made on the fly. ``data.subset`` names the set; any name is allowed, and
+    each is its own seed. Raises ConfigError."""
     if config.subset is None:
         raise ConfigError(
             "data.subset",
@@ -165,13 +165,14 @@ def adder_sft(config: DataConfig, split: str) -> Loaded:
 
 
 def adder_pairs(config: DataConfig, split: str) -> Loaded:
-    """The preference set sampled from another checkpoint: groups files ``data.path`` and ``data.eval_path``.
-    ``data.eval_split``: validation or test, either half of the held-out prompts (what is tuned on one is
-    reported on the other), or null for both.
+    """Return the preference pairs sampled from another checkpoint, from the groups files ``data.path`` and
+    ``data.eval_path``. ``data.eval_split`` is validation or test, one half of the held-out prompts each, or
+    null for both. The two halves allow tuning on one and reporting on the other.
 
-    Behind the held-out pairs stand the held-out prompts that have none, without completions, for accuracy:
-    prompts with a pair are those on which samples differed, which is no fair draw. Raises ConfigError,
-    DataError."""
+    For accuracy, the held-out prompts without a pair follow after the held-out pairs, without completions.
+    Prompts with a pair are those on which samples differed, so they alone are not a fair draw. Raises
+    ConfigError, DataError.
+    """
     key, path = ("data.path", config.path) if split == "train" else ("data.eval_path", config.eval_path)
     if path is None:
         raise ConfigError(key, None, f"give the groups file, as in {key}=assets/adder/pairs.jsonl")

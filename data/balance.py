@@ -1,8 +1,9 @@
-"""Who computes which examples when: the ranks of a turn wait for the one that has most tokens.
+"""Distribution of examples over ranks and turns, so that ranks wait little for the one with the most tokens
+in a turn.
 
-A cost is a count of tokens: prompt and completion of all rows of an example, its mismatched row among them.
-Memory grows by the token, and so does nearly all of the time (docs/performance.md has the count of
-operations, and from which lengths on attention's squares are more than that).
+A cost is a count of tokens: prompt and completion of all rows of an example, including its mismatched row.
+Memory grows in proportion to the tokens, and so does nearly all of the time (docs/performance.md counts the
+operations, and says from which lengths on attention's quadratic part dominates).
 """
 
 from __future__ import annotations
@@ -17,32 +18,34 @@ from data.sharing import own_tokens
 from data.types import Example, Sequence
 
 CLOSE = 1.005
-"""Shares are alike if the heaviest is at most this many times their mean: nothing is tried for less."""
+"""Shares count as equal if the heaviest is at most this many times their mean; no further exchange is tried
+then."""
 MIXTURES = 8
-"""How many mixtures of long and short items are tried for a turn."""
+"""Number of mixtures of long and short items that are tried for a turn."""
 
 Shares = list[list[int]]
 """Indices of the items of each rank."""
 
 
 def example_tokens(example: Example) -> int:
-    """Tokens that a rank computes for an example, without padding."""
+    """Return the number of tokens that a rank computes for an example, without padding."""
     return sum(len(row) for rows in _forwards([example]) for row in rows)
 
 
 def row_tokens(example: Example) -> int:
-    """Tokens of the rows that the loss has a gradient for."""
+    """Return the number of tokens in the rows with a gradient."""
     return sum(map(len, example.rows))
 
 
 def share_tokens(share: Seq[Example], packed: bool, shared: bool = False) -> int:
-    """Tokens that are computed for a share's rows with a gradient: their sum where they are packed, prompts
-    that are ``shared`` once, else with the padding."""
+    """Return the number of tokens that are computed for a share's rows with a gradient. If rows are
+    ``packed``, it is their sum, with prompts that are ``shared`` counted once; otherwise it includes the
+    padding."""
     return _of_rows([row for example in share for row in example.rows], packed, shared)
 
 
 def part_tokens(part: Seq[Example], packed: bool, shared: bool = False) -> int:
-    """Tokens of the forwards of one rank's share of one turn."""
+    """Return the number of tokens in the forward passes of one rank's share of one turn."""
     return sum(_of_rows(rows, packed, shared) for rows in _forwards(part))
 
 
@@ -54,12 +57,13 @@ def _of_rows(rows: list[Sequence], packed: bool, shared: bool) -> int:
 
 
 def in_turns(costs: Seq[int], ranks: int, size: int) -> list[Shares]:
-    """Indices into ``costs`` (each at least 1), [turn][rank]: in as few turns as there is room for with
-    ``size`` items a rank and turn, about as many items in every turn. The same costs have the same answer.
+    """Return indices into ``costs`` (each at least 1) as [turn][rank], in as few turns as possible with at
+    most ``size`` items per rank and turn, and with about as many items in every turn. The same costs give the
+    same result.
 
-    A turn has the longest items of those that are left. Where its ranks would wait for one of them, some of
-    its items give way to the shortest of all: with two a rank, nothing among long items is short enough to go
-    with the longest.
+    A turn takes the longest remaining items. If its ranks would wait for one of them, some of its items are
+    replaced by the shortest of all: with two items per rank, no other long item is short enough to go with
+    the longest.
     """
     left = sorted(range(len(costs)), key=lambda i: -costs[i])
     turns = -(-len(left) // (size * ranks))
@@ -74,8 +78,8 @@ def in_turns(costs: Seq[int], ranks: int, size: int) -> list[Shares]:
 
 
 def _turn(left: list[int], count: int, costs: Seq[int], ranks: int, size: int) -> Shares:
-    """``count`` of the items ``left`` (the longest first), shared so that the ranks wait for as few tokens as
-    in any mixture that is tried."""
+    """Return ``count`` of the items ``left`` (the longest first), distributed so that ranks wait for the
+    fewest tokens among the mixtures tried."""
     best: Shares = []
     least = math.inf
     for short in sorted({count * i // MIXTURES for i in range(MIXTURES)}):
@@ -91,13 +95,14 @@ def _turn(left: list[int], count: int, costs: Seq[int], ranks: int, size: int) -
 
 
 def partition(costs: Seq[int], parts: int, size: int) -> Shares:
-    """Indices into ``costs`` (each at least 1) in ``parts`` lists of at most ``size``, their sums as alike as
-    exchanges of two items make them; the list with the largest sum first, a list in rising order.
+    """Split indices into ``costs`` (each at least 1) into ``parts`` lists of at most ``size`` items, with
+    sums made as equal as exchanges of two items can make them. The list with the largest sum comes first, and
+    each list is in ascending order.
 
-    Items are given out longest first, each to the part that has least (Graham 1969, "Bounds on
-    Multiprocessing Timing Anomalies") and has room for it. Then an item of the heaviest part changes places
-    with one that leaves the heavier of the two lightest, or moves to where there is room, for as long as that
-    helps. Raises ValueError if there is no room for all.
+    Items are placed longest first, each into the part that has the smallest sum (Graham 1969, "Bounds on
+    Multiprocessing Timing Anomalies") and room for it. Then an item of the heaviest part is exchanged with
+    the item that leaves the heavier of the two parts lightest, or moves to free room, as long as that helps.
+    Raises ValueError if there is no room for all.
     """
     if len(costs) > parts * size:
         raise ValueError(f"{len(costs)} items do not fit into {parts} parts of {size}")
@@ -117,7 +122,7 @@ def partition(costs: Seq[int], parts: int, size: int) -> Shares:
 
 
 def _longest_first(costs: Seq[int], parts: int, size: int) -> Shares:
-    """Each item, the longest first, given to the part that has least and has room."""
+    """Place each item, the longest first, into the part that has the smallest sum and room for it."""
     out: Shares = [[] for _ in range(parts)]
     least = [(0, p) for p in range(parts)]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -129,7 +134,7 @@ def _longest_first(costs: Seq[int], parts: int, size: int) -> Shares:
 
 
 def _slots(shares: Shares, costs: Seq[int], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """([parts, size] indices, -1 where there is room; [parts, size] their costs, 0 where there is room)."""
+    """Return ([parts, size] indices, -1 for free room; [parts, size] their costs, 0 for free room)."""
     owners = np.full((len(shares), size), -1, np.int64)
     for p, share in enumerate(shares):
         owners[p, : len(share)] = share
@@ -137,8 +142,8 @@ def _slots(shares: Shares, costs: Seq[int], size: int) -> tuple[np.ndarray, np.n
 
 
 def _best_exchange(weights: np.ndarray, loads: np.ndarray, heaviest: int) -> tuple[int, int, int] | None:
-    """(slot of ``heaviest``, other part, slot there) whose exchange leaves the heavier of the two lightest;
-    None where every exchange leaves it as heavy as it is."""
+    """Return (slot of ``heaviest``, other part, slot there) of the exchange that leaves the heavier of the
+    two parts lightest; None if no exchange improves it."""
     best, found = int(loads[heaviest]), None
     for slot, cost in enumerate(weights[heaviest]):
         given = cost - weights
@@ -150,11 +155,12 @@ def _best_exchange(weights: np.ndarray, loads: np.ndarray, heaviest: int) -> tup
 
 
 def token_balance(turns: Seq[Seq[Seq[Example]]], packed: bool, shared: bool = False) -> float:
-    """The share of the time in which ranks do not wait for each other, by tokens: the turns' means over
-    ranks, added up, over the turns' maxima.
+    """Return the share of the time in which ranks do not wait for each other, measured in tokens: the sum of
+    the turns' means over ranks, divided by the sum of the turns' maxima.
 
-    ``turns[t][r]``: what rank r computes in turn t. Rows are ``packed``, or padded to the longest of theirs:
-    then padding is computed too, and counts. Prompts that are ``shared`` count once. 1 on a single rank.
+    ``turns[t][r]`` is what rank r computes in turn t. Rows are ``packed``, or padded to the longest row of
+    their share; then padding is computed too and counts. Prompts that are ``shared`` count once. The result
+    is 1 on a single rank.
     """
     computed = [[part_tokens(part, packed, shared) for part in turn] for turn in turns]
     ranks = len(computed[0])
@@ -162,6 +168,6 @@ def token_balance(turns: Seq[Seq[Seq[Example]]], packed: bool, shared: bool = Fa
 
 
 def _forwards(part: Seq[Example]) -> tuple[list[Sequence], list[Sequence]]:
-    """(rows of the loss, mismatched rows) of these examples: a forward each."""
+    """Return (rows of the loss, mismatched rows) of these examples; each list is one forward pass."""
     mismatched = [example.mismatched for example in part if example.mismatched is not None]
     return [row for example in part for row in example.rows], mismatched

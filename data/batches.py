@@ -1,7 +1,7 @@
-"""Which examples make up step i, and how a global batch is cut into ranks and microbatches.
+"""Selection of the examples of each step, and division of a global batch into ranks and microbatches.
 
-Everything here is a pure function of (examples, seed, step, number of ranks): a run that resumes, or that
-resumes on other ranks, sees the same global batches in the same order.
+Everything here is a pure function of (examples, seed, step, number of ranks). A run that resumes, also on
+other ranks, sees the same global batches in the same order.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from data.sharing import own_tokens, prompt_owners
 from data.types import Example, Microbatch, PackedRows, Sequence, Sequences
 
 FILL = Example(prompt_id="", rows=(Sequence(np.zeros(1, np.int32), np.zeros(0, np.int32)),))
-"""What fills a short batch up so that every rank runs as many forwards: no completion token, so it counts
-nowhere."""
+"""Example that fills up a short batch, so that every rank runs the same number of forward passes. It has no
+completion token, so it counts nowhere."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A size of microbatches: at most ``most`` tokens each, in however many examples."""
+    """A size of microbatches in tokens: at most ``most`` tokens each, in any number of examples."""
 
     most: int
 
@@ -37,11 +37,11 @@ class Tokens:
 
 
 Size = int | Tokens
-"""How large a microbatch may be: so many examples, or so many tokens."""
+"""Maximum size of a microbatch: a number of examples, or a number of tokens."""
 
 
 def size_of(model: ModelConfig, ranks: int) -> Size:
-    """The size of the microbatches that are trained."""
+    """Return the maximum size of training microbatches."""
     if model.microbatch_tokens is not None:
         return Tokens(model.microbatch_tokens)
     return model.batch_size // (model.gradient_accumulation_steps * ranks)
@@ -52,15 +52,15 @@ class Segment:
     """A stretch of training whose batches are known in advance: all of offline training, or one round of
     online training.
 
-    ``groups[g]`` are the examples of one group; groups are shuffled, their examples stay together (so KTO
-    sees the same pairs in the same step as DPO). Epochs follow each other without a gap: only the last batch
-    may be short.
+    ``groups[g]`` are the examples of one group. Groups are shuffled, but their examples stay together (so KTO
+    sees the same pairs in the same step as DPO). Epochs follow each other without a gap, so only the last
+    batch may be short.
     """
 
     groups: ExampleGroups
     batch_size: int
     n_examples: int
-    """Examples trained on in all (n_epochs x the number there is, or n_examples)."""
+    """Total number of examples trained on (n_epochs x the number that exists, or n_examples)."""
     seed: int
     index: int = 0
     start: float = 0.0
@@ -75,7 +75,7 @@ class Segment:
         return -(-self.n_examples // self.batch_size)
 
     def batch(self, i: int) -> list[Example]:
-        """The global batch of the segment's step ``i``, in its own order (before any sorting or
+        """Return the global batch of the segment's step ``i``, in its own order (before any sorting or
         splitting)."""
         first, last = i * self.batch_size, min((i + 1) * self.batch_size, self.n_examples)
         out: list[Example] = []
@@ -86,12 +86,12 @@ class Segment:
         return out
 
     def progress(self, i: int) -> float:
-        """The share of the whole plan that is consumed once step ``i`` is done, in (0, 1]."""
+        """Return the share of the whole plan that is consumed once step ``i`` is done, in (0, 1]."""
         return self.done(i + 1)
 
     def done(self, steps: int) -> float:
-        """The share of the whole plan that is consumed by the segments before and ``steps`` of this one, in
-        [0, 1]."""
+        """Return the share of the whole plan that earlier segments and the first ``steps`` of this one
+        consume, in [0, 1]."""
         done = min(steps * self.batch_size, self.n_examples) / self.n_examples
         return self.start + (self.end - self.start) * done
 
@@ -105,11 +105,12 @@ class Segment:
 
     @cached_property
     def has_behavior(self) -> bool:
-        """Whether the log-probability under the policy that wrote it is known of any token."""
+        """Whether any token has a known log-probability under the policy that wrote it."""
         return has_behavior(self.groups)
 
     def _of_epoch(self, epoch: int, first: int, last: int) -> list[Example]:
-        """The examples [first, last) of an epoch, as many as it has: those of their groups alone are made."""
+        """Return the examples [first, last) of an epoch, as many as it has. Only the examples of their groups
+        are made."""
         if epoch not in self._orders:
             order = np.random.default_rng([self.seed, self.index, epoch]).permutation(len(self.groups))
             self._orders.clear()
@@ -132,13 +133,13 @@ def deal(
     packed: bool = True,
     shared: bool = False,
 ) -> list[list[list[Example]]]:
-    """The global batch in turns: ``turns[t][r]`` are the examples, at most ``size``, that rank r computes
-    while the others compute theirs. A rank that gets none has a row without a completion token.
+    """Deal the global batch in turns: ``turns[t][r]`` are the examples, at most ``size``, that rank r
+    computes in turn t. A rank that gets none has a row without a completion token.
 
-    Rows that are ``packed`` are dealt so that every rank of a turn has about as many tokens, rank 0 most
-    (data/balance.py); where their prompts are ``shared`` too, examples of one prompt stay together
-    (data/bundles.py). Rows that are padded are dealt by length instead, so that those side by side are about
-    equally long and little is padded. On one rank, where nobody waits, both are by length.
+    Rows that are ``packed`` are dealt so that every rank of a turn has about as many tokens, with rank 0 most
+    (data/balance.py). If their prompts are also ``shared``, examples of one prompt stay together
+    (data/bundles.py). Rows that are padded are dealt by length instead, so that rows side by side are about
+    equally long and little is padded. On one rank, where no rank waits, both kinds are dealt by length.
     """
     if isinstance(size, Tokens):
         turns = (
@@ -159,9 +160,9 @@ def deal(
 
 
 def _within(batch: Seq[Example], ranks: int, most: int, packed: bool) -> list[list[list[Example]]]:
-    """As few turns as it takes for no share to have more than ``most`` tokens, padding included where rows
-    are padded: shares of a turn are about equally heavy. Mismatched rows, which keep nothing for backward, do
-    not count. Raises ValueError if a single example has more."""
+    """Deal the batch in as few turns as possible with at most ``most`` tokens per share, including padding if
+    rows are padded. Shares of a turn are about equally heavy. Mismatched rows, which keep nothing for
+    backward, do not count. Raises ValueError if a single example has more."""
     costs = [example_tokens(example) for example in batch]
     turns = max(1, -(-sum(map(row_tokens, batch)) // (ranks * most)))
     while turns <= len(batch):
@@ -180,11 +181,12 @@ def _within(batch: Seq[Example], ranks: int, most: int, packed: bool) -> list[li
 
 
 ROOM = 3
-"""A share takes at most so many times the examples that it has on average."""
+"""Maximum number of examples in a share, as a multiple of the average."""
 
 
 def _slices(batch: Seq[Example], ranks: int, size: int) -> list[list[list[Example]]]:
-    """Slices of the batch sorted by its longest rows, [turn][rank]; the last may be empty."""
+    """Return slices of the batch sorted by each example's longest row, [turn][rank]; the last may be
+    empty."""
     by_length = sorted(batch, key=lambda e: -max(len(row) for row in e.rows))
     turns = -(-len(by_length) // (size * ranks))
     # Deal evenly: a batch of 5 in two turns of 4 is 3 + 2, not 4 + 1.
@@ -194,8 +196,8 @@ def _slices(batch: Seq[Example], ranks: int, size: int) -> list[list[list[Exampl
 
 
 def dealing(packed: bool, shared: bool = False) -> str:
-    """How ``deal`` deals, in words: what lies on the rank that was dealt a row is found there only by who
-    deals the same."""
+    """Return a description of how ``deal`` deals. Data kept on the rank that was dealt a row can be found
+    again only with the same dealing."""
     if shared:
         return "by tokens, examples of a prompt together"
     return "by tokens" if packed else "by length"
@@ -210,15 +212,15 @@ def cut(
     packed: bool = True,
     shared: bool = False,
 ) -> list[list[Example]]:
-    """This rank's microbatches of a global batch: at most ``size`` examples each, as many on every rank,
-    filled up where short (``deal``)."""
+    """Return this rank's microbatches of a global batch: at most ``size`` examples each, the same number on
+    every rank, filled up if short (``deal``)."""
     return [turn[rank] for turn in deal(batch, ranks, size, rows_per_example, packed, shared)]
 
 
 def collate(rows: Seq[Sequence], device: torch.device, pack: bool = False, share: bool = False) -> Sequences:
-    """Rows on the device: a right-padded grid as wide as the longest row, or all rows end to end with
-    restarting positions. ``share``, of packed rows: a prompt that several of them have is there once, in
-    front of the first one's completion, and the others are their completions alone."""
+    """Return rows on the device: a right-padded grid as wide as the longest row, or all rows end to end with
+    restarting positions. With ``share`` (only for packed rows), a prompt that several rows have is included
+    once, before the first of their completions, and the other rows are their completions alone."""
     owners = prompt_owners(rows) if share else list(range(len(rows)))
     lengths = own_tokens(rows) if share else [max(len(row), 1) for row in rows]
     width = max(lengths)
@@ -228,11 +230,11 @@ def collate(rows: Seq[Sequence], device: torch.device, pack: bool = False, share
     predict, targets, cells, positions = [], [], [], []
     for r, (row, owner) in enumerate(zip(rows, owners, strict=True)):
         p, c = len(row.prompt_ids), len(row.completion_ids)
-        start = offsets[r] + p if owner == r else offsets[r]  # of the completion
+        start = offsets[r] + p if owner == r else offsets[r]  # where the completion starts
         flat[start : start + c] = row.completion_ids
         if owner == r:
             flat[offsets[r] : start] = row.prompt_ids
-        # A token is predicted where the one before it stands: the first at the end of the prompt.
+        # A token is predicted at the position before it, the first one at the end of the prompt.
         before = np.where(row.counted == 0, offsets[owner] + p, start + row.counted) - 1
         predict.append(before)
         targets.append(row.completion_ids[row.counted].astype(np.int64))
@@ -263,19 +265,19 @@ def collate(rows: Seq[Sequence], device: torch.device, pack: bool = False, share
 
 
 def _behavior(rows: Seq[Sequence], longest: int) -> np.ndarray | None:
-    """[R, T] the rows' log mu, nan where it is not known; None where no row has any."""
+    """Return the rows' log mu as [R, T], nan if unknown; None if no row has any."""
     return _on_grid([row.behavior_logprobs for row in rows], rows, longest, np.nan)
 
 
 def _rewards(rows: Seq[Sequence], longest: int) -> np.ndarray | None:
-    """[R, T] the rows' token rewards, 0 where there is none; None where no row has any."""
+    """Return the rows' token rewards as [R, T], 0 if there is none; None if no row has any."""
     return _on_grid([row.token_rewards for row in rows], rows, longest, 0.0)
 
 
 def _on_grid(
     values: Seq[np.ndarray | None], rows: Seq[Sequence], longest: int, fill: float
 ) -> np.ndarray | None:
-    """[R, T] what each row's [C] values say of the tokens that count; None where no row has any."""
+    """Return each row's [C] values at the tokens that count, as [R, T]; None if no row has any."""
     if all(known is None for known in values):
         return None
     found = np.full((len(rows), longest), fill, np.float32)
@@ -288,7 +290,8 @@ def _on_grid(
 def microbatch(
     examples: Seq[Example], device: torch.device, pack: bool = False, share: bool = False
 ) -> Microbatch:
-    """Examples on the device, rows of pairs chosen first, with their mismatched rows where they have any."""
+    """Return examples on the device, rows of pairs chosen first, with their mismatched rows if they have
+    any."""
     width = max(len(example.rows) for example in examples)
     rows = [example.rows[k] for k in range(width) for example in examples]
     other = None
@@ -304,5 +307,5 @@ def microbatch(
 
 
 def token_count(batch: Seq[Example]) -> int:
-    """Tokens of the batch's rows, prompts included."""
+    """Return the number of tokens in the batch's rows, prompts included."""
     return sum(len(row) for example in batch for row in example.rows)

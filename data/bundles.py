@@ -1,8 +1,8 @@
-"""Dealing a global batch whose rows share prompts: examples of one prompt lie in one microbatch, as far as
-they fit into it.
+"""Division of a global batch whose rows share prompts, so that examples of one prompt lie in one microbatch
+as far as they fit into it.
 
-What ``data.balance`` does for single examples, which it can exchange freely, is done here for bundles of
-them: the heaviest bundle first, each to the share that has least.
+``data.balance`` does this for single examples, which it can exchange freely. Here it is done for bundles of
+examples: the heaviest bundle comes first, and each goes to the share with the fewest tokens.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Turns = list[list[Bundle]]
 
 
 def deal_by_count(batch: Seq[Example], ranks: int, size: int) -> Turns:
-    """In as few turns as there is room for with ``size`` examples a rank and turn."""
+    """Deal the batch in as few turns as possible with at most ``size`` examples per rank and turn."""
     turns = -(-len(batch) // (size * ranks))
     bundles = [bundle[i : i + size] for bundle in by_prompt(batch) for i in range(0, len(bundle), size)]
     return _in_turns(_shares(bundles, turns * ranks, size), ranks)
 
 
 def deal_by_tokens(batch: Seq[Example], ranks: int, most: int) -> Turns:
-    """As few turns as it takes for no share to have more than ``most`` tokens, a shared prompt counted once
-    and mismatched rows, which keep nothing for backward, not at all. Raises ValueError if a single example
-    has more."""
+    """Deal the batch in as few turns as possible with at most ``most`` tokens per share. A shared prompt
+    counts once. Mismatched rows, which keep nothing for backward, do not count. Raises ValueError if a single
+    example has more."""
     bundles = [part for bundle in by_prompt(batch) for part in _within(bundle, most)]
     total = sum(_tokens(bundle) for bundle in bundles)
     turns = max(1, -(-total // (ranks * most)))
@@ -37,11 +37,11 @@ def deal_by_tokens(batch: Seq[Example], ranks: int, most: int) -> Turns:
         shares = _shares(bundles, turns * ranks, len(batch))
         if max(map(_tokens, shares)) <= most:
             return _in_turns(shares, ranks)
-        turns += 1  # it ends: with a share for every bundle there is room
+        turns += 1  # the loop ends: with one share per bundle there is room
 
 
 def by_prompt(batch: Seq[Example]) -> list[Bundle]:
-    """The examples of each prompt, prompts in the order in which they come."""
+    """Return the examples of each prompt, with the prompts in order of first appearance."""
     found: dict[bytes, Bundle] = {}
     for example in batch:
         found.setdefault(example.rows[0].prompt_ids.tobytes(), []).append(example)
@@ -49,7 +49,7 @@ def by_prompt(batch: Seq[Example]) -> list[Bundle]:
 
 
 def _within(bundle: Bundle, most: int) -> list[Bundle]:
-    """The bundle in pieces of at most ``most`` tokens."""
+    """Split the bundle into pieces of at most ``most`` tokens."""
     if _tokens(bundle) <= most:
         return [bundle]
     if len(bundle) == 1:
@@ -59,9 +59,10 @@ def _within(bundle: Bundle, most: int) -> list[Bundle]:
 
 
 def _shares(bundles: list[Bundle], parts: int, room: int) -> list[Bundle]:
-    """The bundles in ``parts`` shares of at most ``room`` examples, the heaviest share first: the heaviest
-    bundle first, each to the share that has fewest tokens and room for it. One that fits nowhere is cut."""
-    waiting = sorted(bundles, key=_cost)  # the last is taken first
+    """Distribute the bundles over ``parts`` shares of at most ``room`` examples and return the heaviest share
+    first. The heaviest bundle is placed first, and each goes to the share that has the fewest tokens and room
+    for it. A bundle that fits nowhere is cut."""
+    waiting = sorted(bundles, key=_cost)  # pop() takes the last, the heaviest
     shares: list[Bundle] = [[] for _ in range(parts)]
     loads, left = np.zeros(parts, np.int64), np.full(parts, room)
     while waiting:
@@ -78,16 +79,17 @@ def _shares(bundles: list[Bundle], parts: int, room: int) -> list[Bundle]:
 
 
 def _in_turns(shares: list[Bundle], ranks: int) -> Turns:
-    """Shares that are about equally heavy side by side; a turn in which nobody has anything is none."""
+    """Return the shares in turns, with shares of about equal weight in the same turn. A turn without any
+    example is left out."""
     turns = [shares[first : first + ranks] for first in range(0, len(shares), ranks)]
     return [turn for turn in turns if any(turn)]
 
 
 def _cost(bundle: Bundle) -> int:
-    """Tokens of all forwards."""
+    """Return the number of tokens of all forward passes."""
     return part_tokens(bundle, packed=True, shared=True)
 
 
 def _tokens(bundle: Bundle) -> int:
-    """Tokens of the rows that the loss has a gradient for."""
+    """Return the number of tokens in the rows with a gradient."""
     return share_tokens(bundle, packed=True, shared=True)

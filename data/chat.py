@@ -1,13 +1,12 @@
 """The one place where a conversation becomes token ids, for training, scoring and sampling alike.
 
-Prompt and completion are tokenised apart, at the point where sampling starts: the prompt's ids are the same
-whether an answer follows or not, and which tokens count is known from the span, never guessed from the ids (a
-pad token that is also the end of sequence hides nothing). The answer is closed as the chat template closes
-it, by one end-of-turn token.
+Prompt and completion are tokenised separately, split at the point where sampling starts. So the prompt's ids
+are the same whether an answer follows or not. Which tokens count follows from the span and is never guessed
+from the ids, so a pad token that is also the end of sequence causes no error. The answer is closed as the
+chat template closes it, by one end-of-turn token.
 
 Lengths: a prompt that is too long loses its oldest turns, then the beginning of its last user turn, never its
-system turn; then the completion loses its end, and with it the end-of-turn token. ``Renderer.cuts`` counts
-each.
+system turn. Then the completion loses its end and its end-of-turn token. ``Renderer.cuts`` counts the cuts.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ DEFAULT_TEMPLATE = Path(__file__).parent.parent / "config" / "templates" / "defa
 MARK = "humanline-probe"
 _PADDED_MARK = f"\t\t{MARK}\t\t"
 _DATE = "26 Jul 2024"
-"""Templates that write today's date would render differently on every day (and Llama 3's own default is this
-one)."""
+"""Fixed date, so that templates that write today's date render the same every day; also Llama 3's own
+default."""
 
 
 def make_renderer(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: DataConfig) -> Renderer:
-    """The renderer that a configuration asks for. Raises ConfigError."""
+    """Return the renderer that a configuration asks for. Raises ConfigError."""
     return Renderer(
         tokenizer,
         max_length=model.max_length,
@@ -52,8 +51,8 @@ def make_renderer(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: 
 
 
 def load_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str:
-    """The template in the file ``path`` (model.chat_template), else the tokenizer's own, else the shipped one
-    for base models."""
+    """Return the template in the file ``path`` (model.chat_template). Without a path, return the tokenizer's
+    own template, or, if it has none, the template shipped for base models."""
     if path is not None:
         if not Path(path).is_file():
             raise ConfigError(
@@ -63,21 +62,21 @@ def load_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str:
             )
         return Path(path).read_text(encoding="utf-8")
     own = tokenizer.chat_template
-    if isinstance(own, dict):  # named templates, of which the default one is for chats without tools
+    if isinstance(own, dict):  # named templates; "default" is the one for chats without tools
         own = own.get("default")
     return own or DEFAULT_TEMPLATE.read_text(encoding="utf-8")
 
 
 class _RenderError(Exception):
-    """A prompt that the template refuses or that cannot be made short enough; the message is the reason to
+    """A prompt that the template refuses or that cannot be shortened enough; the message is the reason to
     report."""
 
 
 class Renderer:
-    """Conversations to token ids, by a chat template or, with ``template=None``, by plain concatenation.
+    """Conversion of conversations to token ids, by a chat template or, with ``template=None``, concatenation.
 
-    A pure function of text, tokenizer, template and lengths (``fingerprint`` names the last three), but for
-    the count of ``cuts``.
+    Except for the count of ``cuts``, it is a pure function of text, tokenizer, template and lengths
+    (``fingerprint`` identifies the last three).
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class Renderer:
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.max_prompt_length = max_length, max_prompt_length
         self.cuts: Counter[str] = Counter()
-        """How often what was cut: "oldest turns", "last user turn", "completion end"."""
+        """Number of cuts of each kind: "oldest turns", "last user turn", "completion end"."""
         self._adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [
             tokenizer.bos_token_id
         ]
@@ -105,7 +104,7 @@ class Renderer:
         if behind_eos[0] == tokenizer.eos_token_id and behind_eos[1:] != alone:
             self._anchor = (
                 tokenizer.eos_token
-            )  # this tokenizer puts a space before a text; a completion is in the middle of one
+            )  # this tokenizer puts a space before a text, which is wrong in the middle of one
         self._head, self.end_text, self.end_id = "", str(tokenizer.eos_token), int(tokenizer.eos_token_id)
         self._strips_left = self._strips_right = False
         self._takes_system = True
@@ -114,26 +113,26 @@ class Renderer:
             self._probe_system()
         self._end_token = str(tokenizer.decode([self.end_id]))
 
-    # What others need to know
+    # Properties that other modules use
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end a sampled answer: the template's end of turn and the tokenizer's end of
+        """Tokens that end a sampled answer: the template's end of turn and the tokenizer's end of
         sequence."""
         return tuple(dict.fromkeys((self.end_id, self.tokenizer.eos_token_id)))
 
     @cached_property
     def fingerprint(self) -> str:
-        """``chat_fingerprint`` of this renderer: the key of a cache of token ids or scores."""
+        """``chat_fingerprint`` of this renderer, for the keys of caches of token ids or scores."""
         return chat_fingerprint(self.tokenizer, self.template, self.max_length, self.max_prompt_length)
 
     # Rendering
 
     def prompt_ids(self, prompt: Prompt) -> np.ndarray:
-        """[P] int32, 1 <= P <= max_prompt_length, ending with the generation prompt: what a sampler
-        continues.
+        """Return the token ids of ``prompt`` up to the point where a sampler continues, with the generation
+        prompt at the end: [P] int32, 1 <= P <= max_prompt_length.
 
-        Raises DataError for a prompt that the template refuses or that cannot be made short enough.
+        Raises DataError for a prompt that the template refuses or that cannot be shortened enough.
         """
         ids = self.prompts([prompt])[0]
         if isinstance(ids, str):
@@ -141,12 +140,13 @@ class Renderer:
         return ids
 
     def sequence(self, prompt: Prompt, completion: Completion) -> Sequence | str:
-        """One row of training, or the reason why there is none: it cannot be rendered, or has no completion
-        token."""
+        """Return one row of training, or the reason why there is none: it cannot be rendered, or it has no
+        completion token."""
         return self.sequences([(prompt, completion)])[0]
 
     def prompts(self, prompts: Iterable[Prompt]) -> list[np.ndarray | str]:
-        """``prompt_ids`` of many, batch-encoded; the reason in the place of one that cannot be rendered."""
+        """Return ``prompt_ids`` of many, batch-encoded, or the reason for a prompt that cannot be
+        rendered."""
         prompts = list(prompts)
         rendered = [self._try_render(prompt.turns) for prompt in prompts]
         encoded = iter(self._encode([text for text in rendered if isinstance(text, str)]))
@@ -156,8 +156,8 @@ class Renderer:
         ]
 
     def sequences(self, rows: Iterable[tuple[Prompt, Completion]]) -> list[Sequence | str]:
-        """``sequence`` of many, in their order, batch-encoded; the prompt of a pair or a group is tokenised
-        once."""
+        """Return ``sequence`` of many rows in their order, batch-encoded. A prompt that several rows share is
+        tokenised once."""
         rows = list(rows)
         distinct = list(dict.fromkeys(prompt for prompt, _ in rows))
         prompts = dict(zip(distinct, self.prompts(distinct), strict=True))
@@ -181,8 +181,8 @@ class Renderer:
     # Answers
 
     def _answer_text(self, completion: Completion) -> str:
-        """The completion as the template writes it, closed once: data that bring their own end token do not
-        get a second."""
+        """Return the completion as the template writes it, closed once even if the text has its own end
+        token."""
         text = completion.text or ""
         ends = (self._end_token, str(self.tokenizer.eos_token))
         while (bare := text.rstrip()).endswith(ends):
@@ -192,7 +192,7 @@ class Renderer:
         return self._head + text + (self.end_text if completion.finished else "")
 
     def _sampled(self, completion: Completion) -> list[int]:
-        """Sampled ids as they are; the end token only where sampling stopped by itself and the sampler left
+        """Return sampled ids unchanged, plus the end token if sampling stopped by itself and the sampler left
         it out."""
         assert completion.token_ids is not None
         ids = list(completion.token_ids)
@@ -200,7 +200,7 @@ class Renderer:
         return [*ids, self.end_id] if missing else ids
 
     def encode_inside(self, texts: list[str]) -> list[list[int]]:
-        """Ids of texts that go on where tokens stand before them."""
+        """Return the ids of texts that continue a sequence of tokens."""
         skip = 1 if self._anchor else 0
         return [ids[skip:] for ids in self._encode([self._anchor + text for text in texts])]
 
@@ -216,8 +216,8 @@ class Renderer:
         return np.array(ids, dtype=np.int32) if ids else "the prompt has no token"
 
     def _with_bos(self, ids: list[int]) -> list[int]:
-        """Exactly one beginning-of-sequence token where the model expects one, whoever wrote it: template,
-        data or nobody."""
+        """Return ``ids`` with exactly one beginning-of-sequence token if the model expects one, whether the
+        template, the data or neither wrote it."""
         bos = self.tokenizer.bos_token_id
         if bos is None or not (self._adds_bos or ids[:1] == [bos]):
             return ids
@@ -225,8 +225,8 @@ class Renderer:
         return [bos, *ids[start:]]
 
     def _shortened(self, turns: tuple[Turn, ...], ids: list[int]) -> list[int]:
-        """The prompt within max_prompt_length: without its oldest turns, then without the beginning of its
-        last user turn."""
+        """Return the prompt within max_prompt_length, without its oldest turns, then without the beginning of
+        its last user turn."""
         system, rest = _split_system(turns)
         while len(ids) > self.max_prompt_length:
             later = [i for i, turn in enumerate(rest) if i > 0 and turn.role == "user"]
@@ -238,7 +238,7 @@ class Renderer:
         return ids if len(ids) <= self.max_prompt_length else self._cut_user_turn(system, rest, ids)
 
     def _cut_user_turn(self, system: tuple[Turn, ...], rest: tuple[Turn, ...], ids: list[int]) -> list[int]:
-        """``rest`` begins with the only user turn left. Its end is kept, since it is the end that asks."""
+        """Cut the start of the only user turn left, ``rest[0]``; its end, which asks the question, stays."""
         content = rest[0].content
         tokens = self.tokenizer(content, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in tokens["offset_mapping"]]
@@ -263,7 +263,7 @@ class Renderer:
             return error
 
     def _render(self, turns: tuple[Turn, ...]) -> str:
-        """The prompt's text up to the point where the answer begins."""
+        """Return the prompt's text up to the point where the answer begins."""
         if self.template is None:
             return "".join(turn.content for turn in turns)
         if any(turn.role == "tool" for turn in turns) and not self.takes_tool:
@@ -280,7 +280,7 @@ class Renderer:
             raise _RenderError(f"the chat template refuses the prompt: {error}") from error
 
     def apply(self, turns: Iterable[Turn], *, add_generation_prompt: bool) -> str:
-        """What the template writes of ``turns``. Raises jinja2.TemplateError."""
+        """Return the template's text of ``turns``. Raises jinja2.TemplateError."""
         text = self.tokenizer.apply_chat_template(
             [turn.message for turn in turns],
             chat_template=self.template,
@@ -292,17 +292,17 @@ class Renderer:
         return text
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text and nothing else: special tokens come from the text, which the template wrote."""
+        """Return the ids of each text alone: special tokens come from the text, which the template wrote."""
         if not texts:
             return []
         encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         ids: list[list[int]] = encoded["input_ids"]
         return ids
 
-    # What the template does, found out once by rendering
+    # Behaviour of the template, found out once by rendering
 
     def _probe_answer(self) -> None:
-        """Learn what the template puts before and after an answer, and whether it strips it."""
+        """Find out what the template puts before and after an answer, and whether it strips the answer."""
         ask = Turn("user", "a")
         try:
             opened = self.apply([ask], add_generation_prompt=True)
@@ -324,8 +324,8 @@ class Renderer:
         self.end_text, self.end_id = self._first_turn_token(after)
 
     def _first_turn_token(self, tail: str) -> tuple[str, int]:
-        """(text to its end, id) of the first token in ``tail`` that is no ordinary text; the end of sequence
-        if there is none."""
+        """Return (text up to its end, id) of the first special token in ``tail``; the end of sequence if
+        there is none."""
         for token in self._encode([tail])[0]:
             added = self.tokenizer.added_tokens_decoder.get(token)
             if added is not None and added.content.strip():  # some tokenizers add runs of newlines as tokens
@@ -334,8 +334,8 @@ class Renderer:
 
     @cached_property
     def takes_tool(self) -> bool:
-        """Whether the template writes a tool's result, and as something else than the assistant's words: some
-        raise, some leave it out, some know two roles alone."""
+        """Whether the template writes a tool's result, and not as the assistant's words. Some templates
+        raise, some omit it, some know only two roles."""
         written = {}
         for role in ("tool", "assistant"):
             turns = [Turn("user", "a"), Turn("assistant", "b"), Turn(role, MARK)]
@@ -347,11 +347,11 @@ class Renderer:
 
     @cached_property
     def takes_calls(self) -> bool:
-        """Whether the template writes the calls of an assistant's turn."""
+        """Whether the template writes the tool calls of an assistant's turn."""
         return writes_calls(lambda turns: self.apply(turns, add_generation_prompt=True))
 
     def _probe_system(self) -> None:
-        """Learn whether the template takes a system turn: some raise, some leave it out."""
+        """Find out whether the template accepts a system turn: some templates raise, some omit it."""
         try:
             rendered = self.apply([Turn("system", MARK), Turn("user", "a")], add_generation_prompt=True)
         except jinja2.TemplateError:
@@ -362,12 +362,12 @@ class Renderer:
 def chat_fingerprint(
     tokenizer: PreTrainedTokenizerBase, template: str | None, max_length: int, max_prompt_length: int
 ) -> str:
-    """32 hex digits of everything that token ids depend on besides the text. ``template`` None: plain
-    concatenation."""
+    """Return 32 hex digits of everything that token ids depend on besides the text. ``template`` None means
+    plain concatenation."""
     machine = json.loads(tokenizer.backend_tokenizer.to_str())
     state = {
         key: machine[key] for key in machine if key not in ("padding", "truncation")
-    }  # left there by the last call
+    }  # padding and truncation are remnants of the last call
     known = [state, tokenizer.special_tokens_map, template, max_length, max_prompt_length, _DATE]
     return hashlib.blake2b(
         json.dumps(known, sort_keys=True, default=str).encode(), digest_size=16
@@ -375,14 +375,14 @@ def chat_fingerprint(
 
 
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """16 hex digits of the token that each id stands for, added tokens included: the tokenizer that token ids
-    belong to. A template or a length has no part in it."""
+    """Return 16 hex digits of the token that each id stands for, added tokens included. They identify the
+    tokenizer that token ids belong to, independently of template and lengths."""
     return _vocabulary_fingerprint(tokenizer, len(tokenizer))
 
 
 @lru_cache(maxsize=8)
 def _vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase, size: int) -> str:
-    """``size``: a tokenizer may be given tokens, which makes it another one."""
+    """Compute the fingerprint. ``size`` is part of the cache key, because added tokens change a tokenizer."""
     tokens = sorted((number, token) for token, number in tokenizer.get_vocab().items())
     return hashlib.blake2b(json.dumps([size, tokens]).encode(), digest_size=8).hexdigest()
 
@@ -392,7 +392,8 @@ def _split_system(turns: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], tuple[Turn
 
 
 def _folded(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """The system turn put before the first user turn's words, for templates without that role."""
+    """Return the turns with the system turn put before the first user turn's words, for templates without
+    that role."""
     system, rest = _split_system(turns)
     if not system or not rest:
         return turns

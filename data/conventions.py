@@ -1,5 +1,8 @@
-"""Formats that many data sets have although no library asks for them: Alpaca's, ShareGPT's, UltraFeedback's,
-bare texts. The table of docs/data.md has an example of each."""
+"""Formats that many data sets have although no library defines them: Alpaca's, ShareGPT's, UltraFeedback's,
+bare texts.
+
+The table of docs/data.md has an example of each.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ from data.formats import (
 from data.types import Completion, Group, Prompt, Turn
 
 RATINGS = ("overall_score", "fine-grained_score")
-"""Where an UltraFeedback completion has its score, the first first."""
+"""Keys under which an UltraFeedback completion may have its score; the first one found is used."""
 
 
 def asked(values: Values) -> tuple[Turn, ...]:
-    """Alpaca's question: ``system``, ``history`` (pairs of question and answer), ``instruction`` and, behind
-    an empty line, ``input``."""
+    """Return Alpaca's question as turns: ``system``, ``history`` (pairs of question and answer),
+    ``instruction`` and, after an empty line, ``input``."""
     head: list[Turn] = []
     if values.get("system"):
         head.append(Turn("system", text(values, "system")))
@@ -51,7 +54,7 @@ def asked(values: Values) -> tuple[Turn, ...]:
 @each_row
 def alpaca(values: Values, config: DataConfig) -> Group:
     """``instruction, output``, or ``instruction, chosen, rejected``; with ``input``, ``system`` and
-    ``history`` where a row has them."""
+    ``history`` if a row has them."""
     prompt = prompt_of(asked(values), values.get("reference"))
     if "output" in values:
         return demonstration(prompt, text(values, "output"))
@@ -60,9 +63,9 @@ def alpaca(values: Values, config: DataConfig) -> Group:
 
 @each_row
 def sharegpt(values: Values, config: DataConfig) -> Group:
-    """``conversations`` of ``{from, value}`` (or role and content) that end with the answer; or with
-    ``chosen`` and ``rejected`` beside them, the answers to a conversation that ends with the question. A
-    ``system`` column comes first."""
+    """``conversations`` of ``{from, value}`` (or role and content) that end with the answer. Alternatively,
+    ``conversations`` end with the question, and ``chosen`` and ``rejected`` are its answers. A ``system``
+    column comes first."""
     found = turns(value(values, "conversations"), "conversations")
     head = (Turn("system", text(values, "system")),) if values.get("system") else ()
     reference = values.get("reference")
@@ -75,15 +78,15 @@ def sharegpt(values: Values, config: DataConfig) -> Group:
 
 
 def _led(head: tuple[Turn, ...], conversation: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """The conversation behind a system turn, unless it has its own."""
+    """Return the conversation with the system turn of ``head`` before it, unless it has its own."""
     return conversation if conversation[:1] and conversation[0].role == "system" else head + conversation
 
 
 @each_row
 def ultrafeedback(values: Values, config: DataConfig) -> Group:
-    """UltraFeedback as published (openbmb/UltraFeedback): ``instruction`` and ``completions``, each with its
-    ``response`` and its ``overall_score``; as distilabel writes it: ``instruction, generations, ratings``; or
-    as one pair: ``instruction, chosen_response, rejected_response``."""
+    """UltraFeedback in three forms: as published (openbmb/UltraFeedback), ``instruction`` and
+    ``completions``, each with its ``response`` and ``overall_score``; as distilabel writes it, ``instruction,
+    generations, ratings``; or as one pair, ``instruction, chosen_response, rejected_response``."""
     prompt = prompt_of((Turn("user", text(values, "instruction")),))
     if "chosen_response" in values:
         return pair(prompt, text(values, "chosen_response"), text(values, "rejected_response"))
@@ -111,8 +114,8 @@ _WORDS = re.compile(r"\s*\S+")
 
 @each_row
 def language_modelling(values: Values, config: DataConfig) -> Group:
-    """``text``, a document: its first word is what the rest follows. Raises ConfigError where a chat template
-    would make it somebody's answer."""
+    """``text``, a document. Its first word becomes the prompt, and the rest the completion. Raises
+    ConfigError if a chat template would turn the text into an answer."""
     if config.apply_chat_template:
         raise ConfigError(
             "data.apply_chat_template",

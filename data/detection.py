@@ -1,4 +1,4 @@
-"""Which format a table has, seen from its columns, and which of them the format reads."""
+"""Detection of a table's format from its columns, and of the columns that the format reads."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ FORMATS: dict[str, Format] = {
     "shp": published.shp,
     "oasst": published.oasst,
 }
-"""The formats that ``data.format`` may name; another one is given by its import path."""
+"""The formats that ``data.format`` may name. Any other format is given by its import path."""
 
 
 def format_of(config: DataConfig, first: Row) -> tuple[str, Format]:
-    """(the name of the format, the format) of these rows."""
+    """Return (the name of the format, the format) of these rows."""
     for ours, theirs in (config.columns or {}).items():
         if theirs not in first.values:
             raise ConfigError(
@@ -60,7 +60,7 @@ def format_of(config: DataConfig, first: Row) -> tuple[str, Format]:
 
 
 def detect(row: Row) -> str:
-    """The name of the format whose columns ``row`` has. Raises ConfigError when it has those of none."""
+    """Return the name of the format whose columns ``row`` has. Raises ConfigError if there is none."""
     has = row.values.keys()
     if is_feedback(row.values):
         return "feedback"
@@ -92,7 +92,8 @@ def _is_transcript(values: Values) -> bool:
 
 
 def _is_instruction(values: Values) -> bool:
-    """Alpaca's answers are texts; lists of messages bring the question themselves."""
+    """Return whether the answers are texts, as Alpaca's are. Lists of messages contain the question
+    themselves."""
     return "prompt" not in values and not isinstance(values["chosen"], list)
 
 
@@ -123,7 +124,7 @@ _BY_COLUMNS: tuple[tuple[str, set[str], Callable[[Values], bool]], ...] = (
     ("prompt_only", {"prompt"}, _any),
     ("language_modelling", {"text"}, _any),
 )
-"""Format, the columns that it has, and what else shows it; the first that fits is taken."""
+"""Format, the columns that it has, and a further condition; the first row that fits is chosen."""
 
 
 def is_feedback(values: Values) -> bool:
@@ -132,17 +133,19 @@ def is_feedback(values: Values) -> bool:
 
 
 class Columns:
-    """Which columns of the first rows a format reads."""
+    """Record of the columns that a format reads in the first rows."""
 
     MOST = 64
-    """Rows that are looked at: what none of them needs of a column the others hardly need."""
+    """Number of rows that are watched. A column that the format reads in none of them is hardly read in the
+    others."""
 
     def __init__(self, columns: dict[str, str] | None) -> None:
         self.rows, self.there, self.read = 0, dict[str, None](), set[str]()
         self.theirs = columns or {}
 
     def watched(self, row: Row) -> Row:
-        """The row, one of the first as a mapping that knows what is read of it."""
+        """Return the row; one of the first rows is returned as a mapping that records which columns are
+        read."""
         self.rows += 1
         if self.rows > self.MOST:
             return row
@@ -150,14 +153,14 @@ class Columns:
         return replace(row, values=_Watched(row.values, self.read))
 
     def unused(self) -> tuple[str, ...]:
-        """The columns that were never read, in their order; one that ``data.columns`` renames has been read
-        where its other name was."""
+        """Return the columns that were never read, in their order. A column that ``data.columns`` renames
+        counts as read if it was read under its new name."""
         renamed = {theirs for ours, theirs in self.theirs.items() if ours in self.read}
         return tuple(c for c in self.there if c not in self.read | renamed and c not in self.theirs)
 
 
 class _Watched(dict[str, Any]):
-    """Values of a row that note which of them are looked at."""
+    """Values of a row that record which columns are read."""
 
     def __init__(self, values: Values, read: set[str]) -> None:
         super().__init__(values)

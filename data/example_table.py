@@ -1,5 +1,5 @@
-"""Examples that are made when they are asked for: of each the numbers that make it lie in columns, and of its
-rows the places in a table of rows."""
+"""Examples that are made on demand, from columns of the numbers that define them and the places of their rows
+in a table of rows."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ExampleGroups = Seq[tuple[Example, ...]]
 
 
 def with_behavior(row: Sequence | str, completion: Completion) -> Sequence | str:
-    """The row with the log-probabilities that its writer gave its tokens. They are not known of an end token
-    that the row got here."""
+    """Return the row with the log-probabilities that the policy which wrote its tokens gave them. An end
+    token that the renderer added to the row has none."""
     if completion.behavior_logprobs is None or isinstance(row, str):
         return row
     known = completion.behavior_logprobs[: len(row.completion_ids)]
@@ -32,8 +32,8 @@ def with_behavior(row: Sequence | str, completion: Completion) -> Sequence | str
 
 
 def with_tokens(row: Sequence | str, completion: Completion) -> Sequence | str:
-    """The row with what is known of each of its tokens: log mu, whether it counts, its reward; or the reason
-    why it cannot be trained on. An end token that the row got here counts, and is worth 0."""
+    """Return the row with what is known about each of its tokens: log mu, whether it counts, its reward; or
+    the reason why it cannot be trained on. An end token that the renderer added counts and has reward 0."""
     row = with_behavior(row, completion)
     if isinstance(row, str):
         return row
@@ -53,15 +53,16 @@ _MORE, _BEHAVIOR = 1, 2
 
 
 def _flags(completion: Completion) -> int:
-    """_MORE where ``with_tokens`` adds to the completion's row, with _BEHAVIOR where that is log mu."""
+    """Return _MORE if ``with_tokens`` adds anything to the completion's row, and also _BEHAVIOR if it adds
+    log mu."""
     if completion.behavior_logprobs is not None:
         return _MORE | _BEHAVIOR
     return _MORE * (completion.token_rewards is not None or completion.loss_mask is not None)
 
 
 class Wanted(Collection[tuple[Prompt, Completion]]):
-    """What a view wants of groups, in columns. To iterate over it gives (prompt, completion) of every row,
-    read from the groups anew."""
+    """The rows that a view selects from groups, in columns. Iteration gives (prompt, completion) of every
+    row, read from the groups again."""
 
     def __init__(self, groups: Seq[Group], view: View) -> None:
         ends, row_ends, labels = array("q"), array("q"), array("d")
@@ -78,12 +79,12 @@ class Wanted(Collection[tuple[Prompt, Completion]]):
         self.groups: Seq[Group] = groups
         self.prompt_ids = np.frombuffer(bytes(prompt_ids), "S16")
         self.ends, self.row_ends = np.array(ends), np.array(row_ends)
-        """[groups], [examples] int64: how many examples, how many rows there are up to the end of each"""
+        """[groups], [examples] int64: the number of examples, and of rows, up to and including each"""
         self.labels, self.completions, self.flags = np.array(labels), np.array(completions), np.array(flags)
-        """[examples] float64; [rows] int32: its place in the group; [rows] int8"""
+        """[examples] float64; [rows] int32: the index of the completion in its group; [rows] int8"""
         self.last_rows = np.append(0, self.row_ends)[self.ends]
         self.first_rows = np.append(0, self.last_rows)[:-1]
-        """[groups] int64: the row behind the last of each, and its first"""
+        """[groups] int64: the row after the last row of each group, and its first row"""
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -97,22 +98,21 @@ class Wanted(Collection[tuple[Prompt, Completion]]):
                 yield group.prompt, group.completions[place]
 
     def completion(self, row: int) -> Completion:
-        """The completion of a row, read from its group."""
+        """Return the completion of a row, read from its group."""
         return self.groups[self.group(row)].completions[int(self.completions[row])]
 
     def group(self, row: int) -> int:
-        """The group of a row."""
+        """Return the group of a row."""
         return int(np.searchsorted(self.last_rows, row, side="right"))
 
 
 class ExampleTable(Seq[tuple[Example, ...]]):
-    """The examples of groups. Where the rows are in a file, nothing of them is in memory but about 100 bytes
-    an example; what a file of token ids does not say (log mu, masks, token rewards) is read from the
-    groups."""
+    """The examples of groups. If the rows are in a file, the table takes only about 100 bytes of memory per
+    example. What a file of token ids does not hold (log mu, masks, token rewards) is read from the groups."""
 
     def __init__(self, wanted: Wanted, rows: Rendered, kept: np.ndarray) -> None:
-        """``rows``: those of ``wanted``; a list has what ``with_tokens`` adds already. ``kept`` [n] int64:
-        the groups of ``wanted`` to give."""
+        """``rows`` are the rows of ``wanted``; a list already includes what ``with_tokens`` adds. ``kept``,
+        [n] int64, selects the groups of ``wanted``."""
         self._wanted, self._rows, self._kept = wanted, rows, kept
         self._starts = np.append(0, wanted.ends)[:-1]
 
@@ -139,27 +139,27 @@ class ExampleTable(Seq[tuple[Example, ...]]):
         return (self[g] for g in range(len(self)))
 
     def pick(self, indices: np.ndarray) -> ExampleTable:
-        """The groups at ``indices`` ([n] int64), in that order."""
+        """Return the groups at ``indices`` ([n] int64), in that order."""
         return ExampleTable(self._wanted, self._rows, self._kept[indices])
 
     @property
     def sizes(self) -> np.ndarray:
-        """[groups] int64: how many examples each has."""
+        """[groups] int64: the number of examples of each group."""
         return self._wanted.ends[self._kept] - self._starts[self._kept]
 
     @property
     def has_behavior(self) -> bool:
-        """Whether log mu is known of any row."""
+        """Whether log mu of any row is known."""
         return bool((self._wanted.flags[self._row_places()] & _BEHAVIOR).any())
 
     def row_lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """[rows], [rows]: prompt and completion tokens of every row, in order."""
+        """Return [rows], [rows]: the prompt and completion tokens of every row, in order."""
         prompts, completions = self._all_lengths()
         places = self._row_places()
         return prompts[places], completions[places]
 
     def longest(self) -> Example:
-        """The first of the examples with most tokens."""
+        """Return the first of the examples with most tokens."""
         examples = _ranges(self._starts[self._kept], self._wanted.ends[self._kept])
         total = np.append(0, np.cumsum(np.add(*self._all_lengths(), dtype=np.int64)))
         ends = self._wanted.row_ends
@@ -169,7 +169,7 @@ class ExampleTable(Seq[tuple[Example, ...]]):
         return self[group][int(examples[most] - self._starts[self._kept[group]])]
 
     def _of_group(self, group: int) -> Iterator[tuple[int, float]]:
-        """(number, label) of each example of a group of ``wanted``."""
+        """Yield (number, label) of each example of a group of ``wanted``."""
         first, last = int(self._starts[group]), int(self._wanted.ends[group])
         return zip(range(first, last), self._wanted.labels[first:last].tolist(), strict=True)
 
@@ -188,27 +188,28 @@ class ExampleTable(Seq[tuple[Example, ...]]):
         return _ranges(self._wanted.first_rows[self._kept], self._wanted.last_rows[self._kept])
 
     def _all_lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of every row of ``wanted``; 0 of one that cannot be trained on."""
+        """Return the prompt and completion tokens of every row of ``wanted``; 0 for one that cannot be
+        trained on."""
         assert isinstance(self._rows, TokenRows), "rows in memory are held as examples"
         return self._rows.prompt_sizes, np.maximum(self._rows.sizes, 0)
 
 
 def _ranges(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """first[0] … last[0] - 1, first[1] … last[1] - 1, and so on."""
+    """Return first[0] … last[0] - 1, first[1] … last[1] - 1, and so on."""
     sizes = last - first
     before = np.append(0, np.cumsum(sizes))
     return np.repeat(first - before[:-1], sizes) + np.arange(before[-1])
 
 
 def sizes_of(groups: ExampleGroups) -> np.ndarray:
-    """[groups] int64: how many examples each has."""
+    """Return the number of examples of each group, [groups] int64."""
     if isinstance(groups, ExampleTable):
         return groups.sizes
     return np.array([len(group) for group in groups], np.int64)
 
 
 def row_lengths(groups: ExampleGroups) -> tuple[np.ndarray, np.ndarray]:
-    """[rows], [rows]: prompt and completion tokens of every row, in order."""
+    """Return [rows], [rows]: the prompt and completion tokens of every row, in order."""
     if isinstance(groups, ExampleTable):
         return groups.row_lengths()
     rows = [row for group in groups for example in group for row in example.rows]
@@ -219,14 +220,14 @@ def row_lengths(groups: ExampleGroups) -> tuple[np.ndarray, np.ndarray]:
 
 
 def longest(groups: ExampleGroups) -> Example:
-    """The first of the examples with most tokens."""
+    """Return the first of the examples with most tokens."""
     if isinstance(groups, ExampleTable):
         return groups.longest()
     return max((example for group in groups for example in group), key=row_tokens)
 
 
 def has_behavior(groups: ExampleGroups) -> bool:
-    """Whether the log-probability under the policy that wrote it is known of any token."""
+    """Return whether any token has a known log-probability under the policy that wrote it."""
     if isinstance(groups, ExampleTable):
         return groups.has_behavior
     rows = (row for group in groups for example in group for row in example.rows)
@@ -234,5 +235,5 @@ def has_behavior(groups: ExampleGroups) -> bool:
 
 
 def picked_groups(groups: ExampleGroups, indices: np.ndarray) -> ExampleGroups:
-    """The groups at ``indices`` ([n] int64), in that order."""
+    """Return the groups at ``indices`` ([n] int64), in that order."""
     return groups.pick(indices) if isinstance(groups, ExampleTable) else [groups[i] for i in indices]

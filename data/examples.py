@@ -1,5 +1,5 @@
-"""Groups, through a view and the renderer, into tokenised examples. What cannot be trained on is counted and
-named."""
+"""Conversion of groups into tokenised examples by a view and the renderer. Groups that cannot be trained on
+are counted and named."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SAYS_NOTHING = "its rewards say nothing (too few completions, or all equal)"
 
 @dataclass(frozen=True)
 class Examples:
-    """The examples of each group that gave any, and why the others gave none."""
+    """The examples of each group that has any, and why the other groups have none."""
 
     groups: ExampleGroups
     dropped: dict[str, int]
@@ -35,9 +35,9 @@ class Examples:
 def make_examples(
     groups: Iterable[Group], view: View, renderer: Renderer, cache: TokenCache | None = None
 ) -> Examples:
-    """Tokenise what ``view`` wants of each group, or read from ``cache`` what an earlier start made of the
-    same rows. A group of which any wanted row cannot be tokenised (no completion token left) is dropped
-    whole, so that every loss drops the same groups."""
+    """Tokenise the rows that ``view`` selects from each group, or read from ``cache`` the result of an
+    earlier start on the same rows. If any selected row of a group cannot be tokenised (no completion token
+    left), the whole group is dropped, so that every loss drops the same groups."""
     wanted = Wanted(groups if isinstance(groups, Seq) else list(groups), view)
     rows = renderer.sequences(wanted) if cache is None else cache.sequences(renderer, wanted)
     if not isinstance(rows, TokenRows):
@@ -49,15 +49,15 @@ def make_examples(
     kept = np.setdiff1d(np.arange(len(wanted.ends)), np.array(list(why), np.int64))
     table = ExampleTable(wanted, rows, kept)
     if not isinstance(rows, TokenRows):
-        return Examples(tuple(table), dropped)  # few: held, and not made again for every batch
+        return Examples(tuple(table), dropped)  # few rows: kept, and not made again for every batch
     if not wanted.flags.any():
-        wanted.groups = ()  # nothing is read from them any more
+        wanted.groups = ()  # they are not read again
     return Examples(table, dropped)
 
 
 def _reasons(wanted: Wanted, rows: Rendered) -> dict[int, str]:
-    """Why a group gives no example, of those that give none: the first of its rows that cannot be trained
-    on, or that nothing of it is wanted."""
+    """Return for each group without an example the reason: the first of its rows that cannot be trained on,
+    or that the view selects nothing of it."""
     if isinstance(rows, TokenRows):
         look_at = np.flatnonzero((rows.sizes < 0) | (wanted.flags > 0)).tolist()
     else:

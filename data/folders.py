@@ -1,4 +1,4 @@
-"""Folders of data: what ``datasets`` saved to disk, and shards that somebody put side by side."""
+"""Folders of data: what ``datasets`` saved to disk, and shards that a user put into one folder."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from common.errors import ConfigError, DataError
 from data.rows import SUFFIXES, Dropped, Row, read_rows, table_rows
 
 _SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval)\w*(?:[-_.]|$)")
-"""Where the name of a shard says which split it is of: train-00000-of-00002, test.jsonl, test_prefs-0."""
+"""The part of a shard's name that says which split it belongs to: train-00000-of-00002, test.jsonl,
+test_prefs-0."""
 _LABELS = re.compile(r"-\d{5}-of-\d{5}(?:-[0-9a-f]+)?$")
 _ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files that ``datasets`` writes beside data: they say what the data are."""
+"""Files that ``datasets`` writes beside the data, which describe the data."""
 
 
 def folder_rows(folder: Path, split: str | None, key: str, split_key: str) -> Iterator[Row | Dropped]:
-    """Stream the rows of one split of a folder; of the only one where ``split`` is None.
+    """Stream the rows of one split of a folder; if ``split`` is None, of its only split.
 
-    ``key``, ``split_key``: the settings that named folder and split, for messages. Raises ConfigError for a
-    folder that holds no data and for a split that it does not have, DataError for what is damaged.
+    ``key`` and ``split_key`` are the settings that named folder and split, for messages. Raises ConfigError
+    for a folder without data and for a missing split, DataError for damaged data.
     """
     if is_saved(folder):
         yield from _saved(folder, split, key, split_key)
@@ -37,13 +38,13 @@ def folder_rows(folder: Path, split: str | None, key: str, split_key: str) -> It
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether it is what ``save_to_disk`` of a Dataset or a DatasetDict wrote."""
+    """Return whether ``save_to_disk`` of a Dataset or a DatasetDict wrote the folder."""
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
 def shards(folder: Path) -> dict[str, list[Path]]:
-    """Split -> its files, by name. The split stands in the file's name or in its folder's; files of which
-    nobody says it are those of "train"."""
+    """Return the files of each split, sorted by name. The split is part of the file's name or of its folder's
+    name; files without one belong to "train"."""
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.rglob("*")):
         inner = path.relative_to(folder)
@@ -73,8 +74,8 @@ def _chosen(there: list[str], split: str | None, folder: Path, key: str) -> str:
 
 
 def _saved(folder: Path, split: str | None, key: str, split_key: str) -> Iterator[Row | Dropped]:
-    """The rows of what ``save_to_disk`` wrote: a Dataset, or a DatasetDict of which one split is taken."""
-    import datasets  # here, because it takes a second to import and files do without it
+    """Yield the rows of what ``save_to_disk`` wrote: a Dataset, or one split of a DatasetDict."""
+    import datasets  # imported here: the import takes a second, and plain files do not need it
 
     try:
         found = datasets.load_from_disk(str(folder))

@@ -1,9 +1,9 @@
-"""From the rows of other people's files to groups: TRL's dataset types, HALOs' feedback files, and the
-helpers to add one's own.
+"""Conversion of rows of other people's files to groups: TRL's dataset types, HALOs' feedback files, and
+helpers to add further formats.
 
-A *format* is a function ``(rows, config) -> groups and drops``. Most formats look at one row at a time: write
-``(values, config) -> Group``, raise ``RowError(reason)`` for a row that cannot be used, and decorate with
-``each_row``. Rows are read, never changed.
+A *format* is a function ``(rows, config) -> groups and drops``. Most formats look at one row at a time. To
+add one, write ``(values, config) -> Group``, raise ``RowError(reason)`` for a row that cannot be used, and
+decorate it with ``each_row``. Rows are read, never changed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RowError(Exception):
 
 
 def each_row(convert: Callable[[Values, DataConfig], Group]) -> Format:
-    """The format that converts row by row."""
+    """Return the format that converts row by row."""
 
     @functools.wraps(convert)
     def convert_all(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
@@ -62,7 +62,7 @@ def each_row(convert: Callable[[Values, DataConfig], Group]) -> Format:
 
 
 def value(values: Values, column: str) -> Any:
-    """``values[column]``; raises RowError where it is missing or null."""
+    """Return ``values[column]``; raises RowError if it is missing or null."""
     found = values.get(column)
     if found is None:
         raise RowError(f"no {column!r}" if column in values else f"no column {column!r}")
@@ -70,7 +70,7 @@ def value(values: Values, column: str) -> Any:
 
 
 def text(values: Values, column: str) -> str:
-    """A string column; raises RowError for anything else."""
+    """Return a string column; raises RowError for anything else."""
     found = value(values, column)
     if not isinstance(found, str):
         raise RowError(f"{column!r} is a {type(found).__name__}, not a string")
@@ -78,7 +78,7 @@ def text(values: Values, column: str) -> str:
 
 
 def number(values: Values, column: str) -> float:
-    """A finite number; raises RowError for anything else."""
+    """Return a finite number; raises RowError for anything else."""
     found = value(values, column)
     if isinstance(found, bool) or not is_finite(found):
         raise RowError(f"{column!r} is {shown(found)}, not a finite number")
@@ -86,17 +86,17 @@ def number(values: Values, column: str) -> float:
 
 
 def is_finite(found: Any) -> bool:
-    """Whether it is a number that is finite in float32, in which it will be computed with."""
+    """Return whether ``found`` is a number that is finite in float32, the precision of later computations."""
     return isinstance(found, int | float) and -LARGEST <= found <= LARGEST
 
 
 def shown(found: Any) -> str:
-    """A value as a reason quotes it: what stands in a file may be of any length."""
+    """Return a value as an error message quotes it, shortened because a file's value may be of any length."""
     return reprlib.repr(found)
 
 
 def truth(values: Values, column: str) -> bool:
-    """A boolean, or 0 or 1; raises RowError for anything else."""
+    """Return a boolean, or 0 or 1; raises RowError for anything else."""
     found = value(values, column)
     if found not in (True, False):
         raise RowError(f"{column!r} is {shown(found)}, not true or false")
@@ -104,8 +104,8 @@ def truth(values: Values, column: str) -> bool:
 
 
 def turns(found: Any, column: str) -> tuple[Turn, ...]:
-    """Chat messages ``[{role, content}, …]``, or ShareGPT's ``[{from, value}, …]``, as turns; a string is one
-    user turn, one message a list of one."""
+    """Return chat messages ``[{role, content}, …]``, or ShareGPT's ``[{from, value}, …]``, as turns. A string
+    becomes one user turn, and a single message a list of one."""
     if isinstance(found, str):
         return (Turn("user", found),)
     if isinstance(found, Mapping):
@@ -117,7 +117,7 @@ def turns(found: Any, column: str) -> tuple[Turn, ...]:
 
 
 def _turn(message: Any, column: str, calling: bool) -> Turn:
-    """``calling``: whether the conversation has calls of tools."""
+    """Return one message as a turn. ``calling`` says whether the conversation has tool calls."""
     if not isinstance(message, Mapping):
         raise RowError(f"a message of {column!r} is a {type(message).__name__}, not an object")
     said, content = message.get("role"), message.get("content")
@@ -138,8 +138,8 @@ def _turn(message: Any, column: str, calling: bool) -> Turn:
 
 
 def prompt_of(conversation: tuple[Turn, ...], reference: Any = None) -> Prompt:
-    """A prompt; raises RowError unless the conversation ends with a user turn, or a tool's, that says
-    something."""
+    """Return a prompt; raises RowError unless the conversation ends with a user turn, or a tool's, that is
+    not empty."""
     roles = [turn.role for turn in conversation]
     if roles[-1:] not in (["user"], ["tool"]) or "user" not in roles:
         raise RowError("the prompt does not end with a user turn")
@@ -149,7 +149,8 @@ def prompt_of(conversation: tuple[Turn, ...], reference: Any = None) -> Prompt:
 
 
 def pair(prompt: Prompt, chosen: str, rejected: str) -> Group:
-    """An offline pair; raises RowError when both answers are the same, which says nothing about either."""
+    """Return an offline pair; raises RowError if both answers are the same, because they then carry no
+    preference."""
     if chosen == rejected:
         raise RowError("chosen and rejected are the same")
     return Group(prompt, (Completion(chosen), Completion(rejected)), PAIR)
@@ -160,11 +161,11 @@ def demonstration(prompt: Prompt, completion: str) -> Group:
 
 
 def answered(head: tuple[Turn, ...], found: Any, column: str) -> tuple[tuple[Turn, ...], str]:
-    """(conversation, answer) of a completion column.
+    """Return (conversation, answer) of a completion column.
 
-    A string answers ``head``. Messages end with the assistant's answer; what stands before it either goes on
-    where ``head`` stops or is the whole conversation again (as in the UltraFeedback sets), and then must ask
-    what ``head`` asks.
+    A string answers ``head``. Messages end with the assistant's answer. The messages before it either
+    continue ``head`` or are the whole conversation again (as in the UltraFeedback sets), and then must
+    contain the question that ``head`` ends with.
     """
     if isinstance(found, str):
         return head, found
@@ -188,8 +189,8 @@ def answered(head: tuple[Turn, ...], found: Any, column: str) -> tuple[tuple[Tur
 
 @each_row
 def preference(values: Values, config: DataConfig) -> Group:
-    """``prompt, chosen, rejected``, or the last two with the prompt as their common beginning; strings or
-    messages."""
+    """``prompt, chosen, rejected``, or ``chosen, rejected`` with the prompt as their common beginning;
+    strings or messages."""
     chosen, rejected = value(values, "chosen"), value(values, "rejected")
     if "prompt" in values:
         head = turns(value(values, "prompt"), "prompt")
@@ -206,7 +207,7 @@ def preference(values: Values, config: DataConfig) -> Group:
 
 
 def common_beginning(one: str, other: str) -> str:
-    """The implicit prompt of two strings: their common beginning, up to the end of a word.
+    """Return the implicit prompt of two strings: their common beginning, up to the end of a word.
 
     The space before the first differing word belongs to the completions (it is part of their first token).
     """
@@ -220,7 +221,7 @@ def common_beginning(one: str, other: str) -> str:
 
 @each_row
 def prompt_completion(values: Values, config: DataConfig) -> Group:
-    """``prompt, completion``, or ``messages`` that end with the answer. A demonstration."""
+    """``prompt, completion``, or ``messages`` that end with the answer. The result is a demonstration."""
     if "completion" in values:
         conversation, answer = answered(
             turns(value(values, "prompt"), "prompt"), value(values, "completion"), "completion"
@@ -242,7 +243,7 @@ def unpaired(values: Values, config: DataConfig) -> Group:
 
 @each_row
 def prompt_only(values: Values, config: DataConfig) -> Group:
-    """``prompt``, and ``reference`` where answers can be checked."""
+    """``prompt``, and ``reference`` if answers can be checked."""
     return Group(prompt_of(turns(value(values, "prompt"), "prompt"), values.get("reference")))
 
 
@@ -261,7 +262,7 @@ def feedback(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Droppe
 
     ``type`` says what a row is: ``binary_feedback`` (prompt, output, label), ``pairwise_feedback`` (prompt,
     output_A, output_B, label: 1 when A is better) or ``scalar_feedback`` (prompt, output, reward), whose rows
-    are gathered into one group a prompt. Outputs are strings or messages.
+    are gathered into one group per prompt. Outputs are strings or messages.
     """
     scored: dict[str, _Samples] = {}
     for row in rows:

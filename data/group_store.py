@@ -1,7 +1,7 @@
-"""Groups in order, in memory while they are few, in a file while they are many.
+"""Storage for groups in order: a few are kept in memory, many in a temporary file.
 
-The file has no name and is gone with the process that made it: it lies in the folder for temporary files
-(TMPDIR). A group is read from it each time that it is asked for.
+The file has no name and disappears with the process that made it. It lies in the folder for temporary files
+(TMPDIR). A group is read from it each time it is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from common.errors import DataError
 from data.types import Group
 
 MOST = 20_000
-"""Groups that are kept in memory: of two answers of 200 words each about 50 MB."""
+"""Most groups that are kept in memory; with two answers of 200 words each they take about 50 MB."""
 _AT_ONCE = 1 << 20
 """Bytes that are collected before they are written."""
 
@@ -28,10 +28,11 @@ Groups = Sequence[Group]
 
 
 class FileGroups(Sequence[Group]):
-    """Groups in a file: 32 bytes of memory each. What is picked of them lies in the same file."""
+    """Groups in a file, which take 32 bytes of memory each. A selection of them reads from the same file."""
 
     def __init__(self, file: IO[bytes], starts: np.ndarray, sizes: np.ndarray, ids: np.ndarray) -> None:
-        """``starts``, ``sizes``: [groups] int64, bytes. ``ids``: [groups] S16, their prompts'."""
+        """``starts`` and ``sizes`` are [groups] int64, in bytes. ``ids`` are the ids of the groups' prompts,
+        [groups] S16."""
         self._file, self._starts, self._sizes, self.prompt_ids = file, starts, sizes, ids
 
     def __len__(self) -> int:
@@ -47,7 +48,7 @@ class FileGroups(Sequence[Group]):
         if isinstance(at, slice):
             return self.pick(np.arange(len(self))[at])
         size = int(self._sizes[at])
-        # pread: threads and forked processes share no place in the file
+        # pread needs no file position, which threads and forked processes would share
         found = pickle.loads(os.pread(self._file.fileno(), size, int(self._starts[at])))
         assert isinstance(found, Group)
         return found
@@ -56,13 +57,13 @@ class FileGroups(Sequence[Group]):
         return (self[i] for i in range(len(self)))
 
     def pick(self, indices: np.ndarray) -> FileGroups:
-        """The groups at ``indices`` ([n] int64), in that order."""
+        """Return the groups at ``indices`` ([n] int64), in that order."""
         return FileGroups(self._file, self._starts[indices], self._sizes[indices], self.prompt_ids[indices])
 
 
 def gathered(groups: Iterable[Group], most: int | None = None) -> Groups:
-    """All of ``groups``: a list, or from ``most`` (MOST) on a file. Raises DataError where there is no room
-    for the file."""
+    """Return all of ``groups``: a list, or a file if there are more than ``most`` (default: MOST). Raises
+    DataError if there is no room for the file."""
     most = MOST if most is None else most
     held: list[Group] = []
     stream = iter(groups)
@@ -74,12 +75,12 @@ def gathered(groups: Iterable[Group], most: int | None = None) -> Groups:
 
 
 def _written(first: list[Group], rest: Iterator[Group]) -> FileGroups:
-    """The groups of ``first``, which is emptied, and of ``rest`` in a file."""
+    """Write the groups of ``first``, which is emptied, and of ``rest`` to a file."""
     written, ids = array("q"), bytearray()
     try:
         file = tempfile.TemporaryFile(buffering=_AT_ONCE)  # noqa: SIM115 (open for as long as it is read)
         for group in itertools.chain(_emptied(first), rest):
-            ids += group.prompt.id.encode()  # which the written prompt then has, too
+            ids += group.prompt.id.encode()  # also caches the id in the prompt, which is pickled next
             written.append(file.write(pickle.dumps(group, pickle.HIGHEST_PROTOCOL)))
         file.flush()
     except OSError as error:
@@ -98,12 +99,12 @@ def _emptied(groups: list[Group]) -> Iterator[Group]:
 
 
 def picked(groups: Groups, indices: np.ndarray) -> Groups:
-    """The groups at ``indices`` ([n] int64), in that order."""
+    """Return the groups at ``indices`` ([n] int64), in that order."""
     return groups.pick(indices) if isinstance(groups, FileGroups) else [groups[i] for i in indices]
 
 
 def prompt_ids(groups: Groups) -> np.ndarray:
-    """[groups] S16: the prompt's id of each."""
+    """Return the id of each group's prompt, [groups] S16."""
     if isinstance(groups, FileGroups):
         return groups.prompt_ids
     return np.fromiter((group.prompt.id for group in groups), "S16")

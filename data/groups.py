@@ -1,16 +1,16 @@
-"""Groups files: one group a line, the seam between sampling and training. What is written here trains offline
-with ``data=local``.
+"""Groups files, with one group per line, which connect sampling and training. A file written here can be
+trained on offline with ``data=local``.
 
 A line: ``{"id", "prompt": [{"role", "content"}], "reference", "completions": [{"text", "token_ids",
 "finished", "tokenizer", "behavior_logprobs"}], "rewards": [...]}``. ``tokenizer`` is the fingerprint of the
-vocabulary that the ids belong to. ``behavior_logprobs`` has a number for each of ``token_ids``: its
-log-probability under the policy that wrote it, in nats and without truncation, or null; where its logits
-were divided by another temperature than 1, that is ``behavior_temperature``. Lines without them are read too.
-Without ``token_ids`` there is nothing that ``behavior_logprobs`` could belong to, and they are not read.
+vocabulary that the ids belong to. ``behavior_logprobs`` has a number or null for each of ``token_ids``: its
+log-probability in nats, without truncation, under the policy that wrote it. If the logits were divided by a
+temperature other than 1, ``behavior_temperature`` gives that temperature. Lines without these two keys are
+read too. Without ``token_ids``, ``behavior_logprobs`` has nothing to refer to and is not read.
 
-A completion with ``token_ids`` may also have ``loss_mask``, a 0 or 1 for each of them: 0 is context that the
-policy did not write; and ``token_rewards``, a number for each. ``turns`` are the turns of a completion that
-is a conversation, the policy's last one at the end.
+A completion with ``token_ids`` may also have ``loss_mask``, a 0 or 1 for each of them, where 0 marks context
+that the policy did not write; and ``token_rewards``, a number for each. ``turns`` are the turns of a
+completion that is a conversation; the policy's last turn is at the end.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from data.rows import Dropped, Row, read_rows
 from data.types import Completion, Group
 
 _ROUNDING = 1e-3
-"""nats that an engine's log-probability may lie above 0"""
+"""nats by which an engine's log-probability may exceed 0"""
 
 
 def write_groups(path: Path, groups: Iterable[Group]) -> None:
-    """Write a groups file: a reader sees all of it or nothing. Raises OSError."""
+    """Write a groups file. A reader sees the whole file or none of it. Raises OSError."""
     with whole_file(path) as stream:
         for group in groups:
             stream.write((json.dumps(to_dict(group), ensure_ascii=False) + "\n").encode())
 
 
 def read_groups(path: Path) -> list[Group]:
-    """The groups of a file that ``write_groups`` wrote. Raises DataError at the first row that is not one:
-    none may be missing."""
+    """Return the groups of a file that ``write_groups`` wrote. Raises DataError at the first row that is not
+    a group, because no row may be missing."""
     result = []
     for row in read_rows(path):
         if not isinstance(row, Row):
@@ -57,7 +57,7 @@ def read_groups(path: Path) -> list[Group]:
 
 
 def to_dict(group: Group) -> dict[str, Any]:
-    """The JSON object of a group."""
+    """Return the JSON object of a group."""
     return {
         "id": group.prompt.id,
         "prompt": [turn.message for turn in group.prompt.turns],
@@ -90,9 +90,9 @@ def _completion_dict(completion: Completion) -> dict[str, Any]:
 
 
 def from_dict(values: Values) -> Group:
-    """The group of a JSON object; ``prompt`` and completions may also be plain strings or messages.
+    """Return the group of a JSON object; ``prompt`` and completions may also be plain strings or messages.
 
-    ``id`` is not read: identity is by content. Raises RowError.
+    ``id`` is not read, because identity is by content. Raises RowError.
     """
     prompt = prompt_of(turns(value(values, "prompt"), "prompt"), values.get("reference"))
     completions, rewards = value(values, "completions"), value(values, "rewards")
@@ -153,7 +153,8 @@ def _list(found: Values, key: str) -> list[Any]:
 
 
 def _behavior(found: Any, tokens: int) -> tuple[float, ...] | None:
-    """A completion's ``behavior_logprobs``: a number or null for each token. Raises RowError."""
+    """Return a completion's ``behavior_logprobs``, with NaN for null; None if there are none. Raises
+    RowError."""
     if found is None:
         return None
     if not isinstance(found, list) or not all(v is None or (is_finite(v) and v <= _ROUNDING) for v in found):
@@ -171,8 +172,8 @@ def _is_id(found: Any) -> bool:
 
 
 def groups(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
-    """The format of groups files, and of any table with a list of answers and a list of their scores (by
-    ``data.columns``)."""
+    """Convert the rows of groups files, or of any table with a list of answers and a list of their scores
+    (renamed by ``data.columns``)."""
     for row in rows:
         try:
             yield _placed(from_dict(row.values), row)
@@ -181,16 +182,18 @@ def groups(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]
 
 
 def _placed(group: Group, row: Row) -> Group:
-    """The group with its place, where somebody may have to be told."""
+    """Return the group with its place in the file if it has token ids, since a message may have to name
+    it."""
     sampled = any(completion.token_ids is not None for completion in group.completions)
     return replace(group, place=f"{row.file}, row {row.number}") if sampled else group
 
 
 def check_token_ids(groups: Iterable[Group], tokenizer: str, size: int) -> None:
-    """Raise DataError for the first token ids of another tokenizer: trained on, they would be other words.
+    """Raise DataError for the first token ids of another tokenizer, which would stand for other words in
+    training.
 
-    ``tokenizer``: the fingerprint (``data.chat.vocabulary_fingerprint``) of the one that the run has;
-    ``size``: how many ids its model takes. Ids of which nobody says whose they are must be below ``size``.
+    ``tokenizer`` is the fingerprint (``data.chat.vocabulary_fingerprint``) of the run's tokenizer; ``size``
+    is the number of ids that its model accepts. Ids of an unknown tokenizer must be below ``size``.
     """
     for group in groups:
         for completion in group.completions:

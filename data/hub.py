@@ -1,4 +1,4 @@
-"""Rows of data sets on the Hugging Face hub, by the ``datasets`` library."""
+"""Rows of data sets on the Hugging Face hub, read by the ``datasets`` library."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from data.rows import Dropped, Row, table_rows
 def hub_rows(
     path: str, split: str, *, subset: str | None, data_dir: str | None, revision: str | None
 ) -> Iterator[Row | Dropped]:
-    """Stream the rows of one split. Raises ConfigError when the hub has no such data set, subset or split, or
+    """Stream the rows of one split. Raises ConfigError if the hub has no such data set, subset or split, or
     cannot be reached."""
-    import datasets  # here, because it takes a second to import and local files do without it
+    import datasets  # imported here: the import takes a second, and local files do not need it
 
     try:
         table = datasets.load_dataset(path, name=subset, split=split, data_dir=data_dir, revision=revision)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise _refusal(path, split, subset, str(error)) from error
-    # by Arrow's parts: several times as fast as row by row
+    # reading by Arrow's batches is several times as fast as row by row
     yield from table_rows(path, table.with_format("arrow").iter(batch_size=1000))
 
 

@@ -1,8 +1,9 @@
-"""The embedded instructions: prompts with many good answers, offline data written by others, labels by a
-judge that errs (``data.stories`` has the language).
+"""The embedded instructions: prompts with many good answers, offline data written by other authors, and
+labels from a judge that errs (``data.stories`` has the language).
 
-As in the paper's main setting, what is trained on was written by several authors, none of them the model, and
-labelled by one judge; what is reported is measured by another, which does not err."""
+As in the paper's main setting, the training data are written by several authors, none of them the model, and
+labelled by one judge. The reported reward is measured by another judge, which does not err.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ HALVES = ("validation", "test")
 
 @cache
 def prompts(language: Language, split: str, number: int | None = None) -> tuple[Prompt, ...]:
-    """The first ``number`` prompts (None: all) of a split, in a fixed order that is not that of the words:
-    ``train``, ``validation``, ``test``, or ``eval``, which is both of these. No prompt is in two splits."""
+    """Return the first ``number`` prompts (None: all) of a split, in a fixed order that differs from that of
+    the words. The split is ``train``, ``validation``, ``test``, or ``eval``, which is validation and test
+    together. Train, validation and test share no prompt."""
     order = list(range(language.prompts))
     random.Random("prompts").shuffle(order)
     held_out = min(HELD_OUT, language.prompts // 4)
@@ -47,12 +49,12 @@ def prompts(language: Language, split: str, number: int | None = None) -> tuple[
 
 
 def story_prompt(text: str) -> Prompt:
-    """The prompt of a text. What it asks for is its reference."""
+    """Return the prompt of a text. The text, which says what is asked for, is also the reference."""
     return Prompt((Turn("user", text),), reference_answer=text)
 
 
 def text_of(prompt: Prompt) -> str:
-    """What a prompt of this task asks for, whatever turns stand before it."""
+    """Return what a prompt of this task asks for, independent of earlier turns."""
     return prompt.turns[-1].content
 
 
@@ -60,8 +62,8 @@ def text_of(prompt: Prompt) -> str:
 
 
 def grader(language: Callable[[], Language]) -> Callable[..., list[float | None]]:
-    """The verifier of a language: the true reward divided by its most, in [0, 1]; None where the reference is
-    no prompt of the language."""
+    """Return the verifier of a language. It gives the true reward divided by its maximum, in [0, 1]; None if
+    the reference is not a prompt of the language."""
 
     def grade(completions: list[str], references: list[str | None]) -> list[float | None]:
         tongue = language()
@@ -77,14 +79,14 @@ def grader(language: Callable[[], Language]) -> Callable[..., list[float | None]
 def judged(
     language: Language, asked: str | None, story: str, noise: float = 0.0, length_bias: float = 0.0
 ) -> float | None:
-    """A judge's reward of a story; None for what is no prompt of the language."""
+    """Return a judge's reward of a story; None if ``asked`` is not a prompt of the language."""
     if asked is None or not language.is_prompt(asked):
         return None
     return language.score(asked, story) + error(asked, story, noise, length_bias)
 
 
 def embedded() -> Language:
-    """The language that comes with the project."""
+    """Return the language that comes with the project."""
     return read_language(section("data/instruct.yaml:instruct")["language"])
 
 
@@ -96,7 +98,7 @@ graded = grader(embedded)
 
 
 def candidates(language: Language, prompt: Prompt, authors: Sequence[str]) -> list[Completion]:
-    """A story by each author, the same whenever it is asked for."""
+    """Return a story by each author; the same arguments always give the same stories."""
     asked = text_of(prompt)
     return [
         Completion(text=language.story(asked, author, random.Random(f"{author}/{asked}")))
@@ -107,8 +109,8 @@ def candidates(language: Language, prompt: Prompt, authors: Sequence[str]) -> li
 def pair(
     language: Language, prompt: Prompt, answers: Sequence[Completion], noise: float, length_bias: float
 ) -> Group:
-    """The best and the worst of ``answers`` by the judge, with its rewards; the prompt alone where it finds
-    none better."""
+    """Return the best and the worst of ``answers`` by the judge, with its rewards; if the judge finds none
+    better, return the prompt alone."""
     asked = text_of(prompt)
     rewards = tuple(
         judged(language, asked, answer.text or "", noise, length_bias) or 0.0 for answer in answers
@@ -120,10 +122,11 @@ def pair(
 
 
 def story_pairs(config: DataConfig, split: str) -> Loaded:
-    """Pairs of stories by ``data.instruct.authors``, or by the model itself (``own``), labelled by the judge.
-    ``data.eval_split``: validation or test, either half of the held-out prompts, or null for both.
+    """Return pairs of stories by ``data.instruct.authors``, or by the model itself (``own``), labelled by the
+    judge. ``data.eval_split`` is validation or test, one half of the held-out prompts each, or null for both.
 
-    Raises ConfigError, DataError."""
+    Raises ConfigError, DataError.
+    """
     settings = _settings(config)
     language = read_language(settings.language)
     check_authors(language, settings)
@@ -150,7 +153,8 @@ def story_pairs(config: DataConfig, split: str) -> Loaded:
 
 
 def _told(language: Language, asked: tuple[Prompt, ...], settings: StoriesConfig) -> tuple[Group, ...]:
-    """The pairs of the authors' stories, kept for the next run of this process: a study has hundreds."""
+    """Return the pairs of the authors' stories. They are cached for the next run in this process, because a
+    study has hundreds of runs."""
     return _kept(language, asked, tuple(settings.authors), settings.noise, settings.length_bias)
 
 
@@ -170,15 +174,15 @@ def _settings(config: DataConfig) -> StoriesConfig:
 
 
 def check_authors(language: Language, settings: StoriesConfig) -> None:
-    """Raise ConfigError for an author whom the language does not have."""
+    """Raise ConfigError for an author that the language does not have."""
     known = [*language.authors, *language.mixtures]
     for author in settings.authors:
         require(author in known, "data.instruct.authors", author, f"is none of {', '.join(known)}")
 
 
 def own_answers(settings: StoriesConfig, asked: Sequence[Prompt]) -> dict[str, list[Completion]]:
-    """Prompt id -> the model's own answers, for a share of the prompts that their place decides. Raises
-    DataError where the file lacks one of them."""
+    """Return the model's own answers by prompt id, for a share of the prompts: the first ones. Raises
+    DataError if the file lacks one of them."""
     wanted = asked[: round(settings.own_share * len(asked))]
     if settings.own is None or not wanted:
         return {}
@@ -197,8 +201,8 @@ def own_answers(settings: StoriesConfig, asked: Sequence[Prompt]) -> dict[str, l
 
 
 def demonstrations(config: DataConfig, split: str) -> Loaded:
-    """A story by the author ``data.subset`` to each prompt of ``data.instruct.language``, made on the fly.
-    Raises ConfigError."""
+    """Return a story by the author ``data.subset`` for each prompt of ``data.instruct.language``, made on the
+    fly. Raises ConfigError."""
     language = read_language(_settings(config).language)
     known = [*language.authors, *language.mixtures]
     require(config.subset in known, "data.subset", config.subset, f"name an author: {', '.join(known)}")

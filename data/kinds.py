@@ -1,5 +1,5 @@
-"""What kind of feedback groups hold, and which losses train on it: for data of a kind that the chosen loss
-learns nothing from."""
+"""The kinds of feedback that groups hold, and the losses that train on each kind, for advice when the chosen
+loss learns nothing from the data."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FITTING = {
     "scored groups": "loss=grpo, or loss=dpo on the best and the worst",
     "groups whose scores are all equal": "others: nobody can say which answer is better",
 }
-"""What the rows are called -> what trains on them."""
+"""The kind of the rows -> what trains on them."""
 
 
 def kind_of(groups: Sequence[Group]) -> str:
-    """The kind, a key of FITTING, that most of the groups are of."""
+    """Return the most frequent kind of the groups, a key of FITTING."""
     labelled = any(len(group.rewards) == 1 and group.rewards[0] <= 0 for group in groups)
     return Counter(_kind(group, labelled) for group in groups).most_common(1)[0][0]
 
@@ -36,7 +36,8 @@ def _kind(group: Group, labelled: bool) -> str:
 
 
 def advice(groups: Sequence[Group]) -> str:
-    """In a sentence what the rows are and what to train on them; nothing where there are none."""
+    """Return a clause that says which kind the rows are and what trains on them; empty if there are no
+    groups."""
     if not groups:
         return ""
     kind = kind_of(groups)

@@ -1,4 +1,4 @@
-"""Several data sets in one, by weight (``data=mix``)."""
+"""Mixing of several data sets by weight (``data=mix``)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from data.sources import load_groups, load_splits
 
 
 def mixed(config: DataConfig, split: str) -> Loaded:
-    """The groups of every set of ``data.mix``, as many of each as its weight asks. No prompt that any of them
-    evaluates on is trained on.
+    """Return groups from every set of ``data.mix``, in proportion to the weights. No prompt that any of the
+    sets evaluates on is trained on.
 
-    Raises ConfigError for a set that is none, DataError for one of which nothing can be used.
+    Raises ConfigError for a set that does not exist or cannot be part of a mix, DataError for a set without a
+    usable row.
     """
     assert config.mix  # DataConfig checks it
     parts = [part_config(part) for part in config.mix]
@@ -51,7 +52,7 @@ def mixed(config: DataConfig, split: str) -> Loaded:
 
 
 def part_config(part: MixPart) -> DataConfig:
-    """The settings of one set, from its own file. Raises ConfigError."""
+    """Return the settings of one set, from its own file. Raises ConfigError."""
     settings = group_file("data", "data.mix.name", part.name)
     own = {
         key: value for key, value in (("path", part.path), ("eval_path", part.eval_path)) if value is not None
@@ -74,9 +75,9 @@ def part_config(part: MixPart) -> DataConfig:
 
 
 def by_weight(sets: Sequence[Groups], weights: Sequence[float]) -> list[Groups]:
-    """Of each set as many groups as its weight asks, none twice: the largest mix that the sets allow. Which
-    ones, prompt ids decide, so that they are the same whatever the order of the rows. An empty set has no
-    say."""
+    """Return a part of each set, in proportion to the weights and without repetition, for the largest mix
+    that the sets allow. Prompt ids decide which groups are chosen, so that the choice does not depend on the
+    order of the rows. An empty set does not limit the mix."""
     scale = min(
         (len(groups) / weight for groups, weight in zip(sets, weights, strict=True) if groups), default=0.0
     )

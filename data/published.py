@@ -1,8 +1,8 @@
-"""Published data sets whose rows are of no common format: one small function each, named by ``data.format``
-in its yaml.
+"""Published data sets whose rows have no common format, with one small function for each, named by
+``data.format`` in its yaml.
 
-Column names are the hub's own. Adding one: a function here (or anywhere importable) decorated with
-``each_row``, and a yaml in config/data.
+Column names are those on the hub. To add a set, write a function here (or in any importable module) decorated
+with ``each_row``, and a yaml in config/data.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SYSTEM_PROMPTS = {
         "answer\n</answer>"
     ),
 }
-"""What ``data.system_prompt`` may name instead of spelling it out."""
+"""Names that ``data.system_prompt`` may give instead of the full text."""
 
 SHP_SCORE_RATIO = 2
 SHP_PAIRS_PER_PROMPT = 5
@@ -58,7 +58,8 @@ def hh(values: Values, config: DataConfig) -> Group:
 
 
 def transcript(found: str) -> list[Turn]:
-    """The turns of ``\\n\\nHuman: … \\n\\nAssistant: …``, stripped. Raises RowError unless they alternate."""
+    """Return the turns of ``\\n\\nHuman: … \\n\\nAssistant: …``, stripped. Raises RowError unless they
+    alternate."""
     before, *pieces = _TRANSCRIPT_TURN.split(found)
     names, contents = pieces[::2], pieces[1::2]
     if before.strip() or not names:
@@ -74,7 +75,7 @@ def alpacaeval(values: Values, config: DataConfig) -> Group:
     """AlpacaEval files: judgements (``output_1, output_2, preference`` in [1, 2], 2 when output_2 wins) or
     outputs (``output``).
 
-    A judgement becomes a pair, the winner first; a tie is no pair. An output is a demonstration.
+    A judgement becomes a pair, the winner first; a tie is dropped. An output is a demonstration.
     """
     prompt = prompt_of((Turn("user", text(values, "instruction")),))
     if "preference" not in values:
@@ -91,8 +92,8 @@ def alpacaeval(values: Values, config: DataConfig) -> Group:
 
 @each_row
 def gsm8k(values: Values, config: DataConfig) -> Group:
-    """GSM8K (openai/gsm8k): ``question``, ``answer`` whose final number follows ``####``: a checkable prompt
-    and a solution."""
+    """GSM8K (openai/gsm8k): ``question``, and ``answer`` with the final number after ``####``. A row becomes
+    a prompt whose answer can be checked, and a solution."""
     reasoning, mark, final = text(values, "answer").rpartition("####")
     if not mark or not final.strip():
         raise RowError("the answer has no final number after ####")
@@ -101,13 +102,13 @@ def gsm8k(values: Values, config: DataConfig) -> Group:
 
 
 SOLVERS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
-"""The four models of GSM8K's example solutions."""
+"""The four models that wrote GSM8K's example solutions."""
 
 
 @each_row
 def gsm8k_solutions(values: Values, config: DataConfig) -> Group:
     """GSM8K's example model solutions (openai/grade-school-math, example_model_solutions.jsonl): a problem
-    with one answer of each of four models, 1.0 where ``is_correct``, else 0.0."""
+    with one answer of each of four models. The reward is 1.0 if ``is_correct``, else 0.0."""
     final = text(values, "ground_truth").rpartition("A:")[2].strip().replace(",", "")
     prompt = prompt_of((Turn("user", text(values, "question")),), final or None)
     completions, rewards = [], []
@@ -129,15 +130,15 @@ def math(values: Values, config: DataConfig) -> Group:
 
 
 def _worked(question: str, reasoning: str, reference: str, solution: str, config: DataConfig) -> Group:
-    """A worked problem; under the think-answer system prompt the demonstration has the form which that prompt
-    asks for."""
+    """Return the demonstration of a worked problem. Under the think-answer system prompt, the demonstration
+    has the form that this prompt asks for."""
     if config.system_prompt == "think_answer":
         solution = think_answer(reasoning, reference)
     return demonstration(prompt_of((Turn("user", question),), reference), solution)
 
 
 def think_answer(reasoning: str, answer: str) -> str:
-    """An answer in the form of the think-answer system prompt."""
+    """Return an answer in the form of the think-answer system prompt."""
     return f"<think>\n{reasoning.strip()}\n</think>\n<answer>\n{answer.strip()}\n</answer>"
 
 
@@ -160,8 +161,8 @@ def safe_rlhf(values: Values, config: DataConfig) -> Group:
 
 @each_row
 def wildbench(values: Values, config: DataConfig) -> Group:
-    """WildBench (allenai/WildBench): ``conversation_input`` and, in ``references``, GPT-4's answer:
-    evaluation prompts."""
+    """WildBench (allenai/WildBench): evaluation prompts from ``conversation_input``, with GPT-4's answer from
+    ``references``."""
     prompt = prompt_of(turns(value(values, "conversation_input"), "conversation_input"))
     references = values.get("references") or {}
     if not isinstance(references, Mapping):
@@ -170,11 +171,11 @@ def wildbench(values: Values, config: DataConfig) -> Group:
 
 
 def shp(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
-    """Stanford Human Preferences (stanfordnlp/SHP): ``history``, ``human_ref_A``/``_B``, scores; ``labels``
-    is 1 when A wins.
+    """Stanford Human Preferences (stanfordnlp/SHP): ``history``, ``human_ref_A``/``_B`` and scores;
+    ``labels`` is 1 when A wins.
 
-    As its authors advise: the winner's score at least twice the loser's, and no more than five pairs a prompt
-    (the first five).
+    As its authors advise, the winner's score must be at least twice the loser's, and a prompt has at most
+    five pairs (the first five).
     """
     pairs: Counter[str] = Counter()
     for row in rows:
@@ -194,10 +195,10 @@ def shp(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
 
 
 def oasst(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
-    """OpenAssistant (OpenAssistant/oasst1): one message a row, trees by ``parent_id``; ``rank`` 0 is the best
-    of its siblings.
+    """OpenAssistant (OpenAssistant/oasst1): one message per row, trees by ``parent_id``; ``rank`` 0 is the
+    best of its siblings.
 
-    Each answer is paired with the next worse sibling. English only, as in HALOs.
+    Each answer is paired with the next worse sibling. Only English is used, as in HALOs.
     """
     messages: dict[str, Row] = {}
     siblings: dict[str, list[Row]] = {}
@@ -222,7 +223,7 @@ def oasst(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
 
 
 def _thread(leaf: str, messages: dict[str, Row]) -> tuple[Turn, ...]:
-    """The conversation from the root of the tree to the message ``leaf``."""
+    """Return the conversation from the root of the tree to the message ``leaf``."""
     thread: list[Turn] = []
     step: str | None = leaf
     passed: set[str] = set()

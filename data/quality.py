@@ -1,9 +1,9 @@
-"""The data report: what was read, what was left out and why, how long the rows are, and whether the data are
-good enough.
+"""The data report, with what was read and left out, the lengths of the rows, and whether the data are good
+enough.
 
-The last is the paper's test (§5.2.1, Figure 6): the mean token log-probability of an offline completion under
-the initial reference predicts how well training on it will go, and the quarter of its data where that was
-lowest trained clearly worse.
+The last part is the paper's test (§5.2.1, Figure 6). The mean token log-probability of an offline completion
+under the initial reference predicts how well training on it will go. The quarter of the paper's data with the
+lowest values trained clearly worse.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from data.selection import Selection
 from data.spread import Spread
 
 PAPER_WORST_QUARTILE = (-1.03, -0.36)
-"""Mean token log-probability (nats) of the paper's lowest quarter of offline completions, under the initial
-reference."""
+"""Range of mean token log-probabilities (nats) in the paper's lowest quarter of offline completions, under
+the initial reference."""
 
 _NAMED = 10
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """What a run is about to train on. ``to_markdown`` for people, ``to_dict`` for JSON."""
+    """The data that a run is about to train on. ``to_markdown`` is for people, ``to_dict`` for JSON."""
 
     origin: str
     evaluation_origin: str
@@ -42,12 +42,12 @@ class DataReport:
     """distinct prompts, by content"""
     evaluation_groups: int
     shared_prompts: int
-    """prompts that are both trained on and evaluated with"""
+    """prompts that are used both for training and for evaluation"""
     examples: int
     dropped: dict[str, int]
     """reason -> rows that could not be read or used (of the training data)"""
     named: tuple[Dropped, ...]
-    """the first of those rows"""
+    """the first of the dropped rows"""
     untrainable: dict[str, int]
     """reason -> groups that gave no example"""
     cut: dict[str, int]
@@ -55,27 +55,27 @@ class DataReport:
     prompt_tokens: Spread | None
     completion_tokens: Spread | None
     logprob: dict[str, Spread] = field(default_factory=dict)
-    """"all" and each kind ("chosen", "rejected" …) -> mean token log-probability a completion, initial
-    reference, nats"""
+    """"all" and each kind ("chosen", "rejected" …) -> mean token log-probability per completion under the
+    initial reference, in nats"""
     poor_share: float | None = None
-    """share of the completions whose mean token log-probability lies where the paper's lowest quarter does,
-    or below"""
+    """share of the completions whose mean token log-probability is at most the upper end of the paper's
+    lowest quarter"""
     clippable_share: float | None = None
-    """share of completion tokens that humanline can clip from above while the reference is the initial model:
-    an upper bound"""
+    """share of completion tokens that humanline can clip from above while the reference is the initial model;
+    this is an upper bound"""
     format: str = ""
-    """the format that the rows were read as; "" where the source makes groups itself"""
+    """the format that the rows were read as; "" if the source makes groups itself"""
     unused: tuple[str, ...] = ()
     """columns that the format did not read"""
     example: tuple[str, ...] = ()
     """the first example as the model reads it: its prompt, then each of its completions"""
     selection: Selection | None = None
-    """which groups data.logprob_range kept; ``examples`` and the lengths are then theirs, the counts of rows
-    those of all"""
+    """the groups that data.logprob_range kept; ``examples`` and the lengths then describe these groups, the
+    counts of rows all groups"""
 
     @classmethod
     def of(cls, loaded: Loaded, evaluation: Loaded, examples: Examples, cut: Mapping[str, int]) -> DataReport:
-        """The report before anything is scored. ``cut`` is ``Renderer.cuts``."""
+        """Return the report before anything is scored. ``cut`` is ``Renderer.cuts``."""
         prompts, completions = row_lengths(examples.groups)
         ids, held_out = prompt_ids(loaded.groups), prompt_ids(evaluation.groups)
         return cls(
@@ -100,11 +100,11 @@ class DataReport:
     def with_logprobs(
         self, kinds: Mapping[str, np.ndarray], clippable_share: float | None = None
     ) -> DataReport:
-        """The report with ``kinds``: "chosen", "rejected" … -> [completions] mean token log-probability,
-        initial reference, nats.
+        """Return the report with ``kinds``: "chosen", "rejected" … -> [completions] mean token
+        log-probability under the initial reference, in nats.
 
-        NaN stands for a completion that was not scored and is left out. ``clippable_share``: see
-        ``can_be_clipped``; None where nothing is clipped, or nothing was scored.
+        NaN stands for a completion that was not scored and is left out. For ``clippable_share`` see
+        ``can_be_clipped``; it is None if nothing is clipped or nothing was scored.
         """
         scored = {kind: values[~np.isnan(values)] for kind, values in kinds.items()}
         everything = np.concatenate(list(scored.values())) if scored else np.empty(0)
@@ -117,11 +117,11 @@ class DataReport:
         )
 
     def with_example(self, shown: Sequence[str]) -> DataReport:
-        """The report with an example: its prompt and its completions, as text of their tokens."""
+        """Return the report with an example: its prompt and its completions, as text of their tokens."""
         return replace(self, example=tuple(shown))
 
     def beginning(self) -> list[str]:
-        """Lines for the terminal, before anything is trained: what was understood of the data."""
+        """Return lines for the terminal, printed before training, that say how the data were understood."""
         lines = []
         if self.format:
             unused = f"; columns that nothing reads: {', '.join(self.unused)}" if self.unused else ""
@@ -131,7 +131,7 @@ class DataReport:
         return lines
 
     def with_selection(self, selection: Selection, kept: Examples) -> DataReport:
-        """The report of the groups that ``data.logprob_range`` kept: their examples and lengths."""
+        """Return the report with the examples and lengths of the groups that ``data.logprob_range`` kept."""
         prompts, completions = row_lengths(kept.groups)
         return replace(
             self,
@@ -142,7 +142,7 @@ class DataReport:
         )
 
     def warnings(self) -> list[str]:
-        """What a person should look at before spending GPU hours; empty when nothing stands out."""
+        """Return warnings to check before spending GPU hours; empty if nothing stands out."""
         found = []
         if self.poor_share is not None and self.poor_share > 0.5:
             low, high = PAPER_WORST_QUARTILE
@@ -175,12 +175,12 @@ class DataReport:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         selection = None if self.selection is None else self.selection.to_dict()
         return {**asdict(self), "selection": selection, "warnings": self.warnings()}
 
     def to_markdown(self) -> str:
-        """The report as a page, headings from level 2 on."""
+        """Return the report as a page, with headings from level 2 on."""
         parts = [
             "## Data",
             "",
@@ -231,29 +231,29 @@ class DataReport:
 
 
 def can_be_clipped(logprobs: np.ndarray, log_epsilon_R: float) -> np.ndarray:
-    """[tokens] bool: whose log-ratio against these reference log-probabilities (nats) can pass
+    """Return [tokens] bool: True if the log-ratio against these reference log-probabilities (nats) can exceed
     ``log_epsilon_R``.
 
-    Before training nobody knows what will be clipped: the policy is the reference, every log-ratio is 0. But
-    a log-probability is at most 0, so a log-ratio is at most −log pi_ref: a token at −log_epsilon_R or above
-    can never be clipped from above. The share of the others is an upper bound, and the part of clipping that
-    the data decide; from below any token can be clipped. It holds against this reference alone: synced, each
-    later reference has a bound of its own.
+    Before training, the clipped tokens are unknown: the policy is the reference, and every log-ratio is 0.
+    But a log-probability is at most 0, so a log-ratio is at most −log pi_ref, and a token at −log_epsilon_R
+    or above can never be clipped from above. The share of the other tokens is an upper bound, and it is the
+    part of clipping that depends on the data; from below, any token can be clipped. The bound holds only for
+    this reference: after a sync, each later reference has a bound of its own.
     """
     return logprobs < -log_epsilon_R
 
 
 _SHOWN = 300
-"""Characters of a text that the terminal shows, from its beginning and its end."""
+"""Number of characters of a text that the terminal shows, from its beginning and its end."""
 
 
 def shortened(text: str) -> str:
-    """A text without its middle, where it is long."""
+    """Return the text, without its middle if it is long."""
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} … {text[-_SHOWN // 2 :]}"
 
 
 def _example(shown: Sequence[str]) -> list[str]:
-    """The section of the report that shows an example, token for token as text."""
+    """Return the report's section that shows an example, token for token as text."""
     if not shown:
         return []
     titles = ("prompt", *["completion"] * (len(shown) - 1))

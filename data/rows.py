@@ -1,10 +1,10 @@
-"""Rows as a file holds them, and what became of them: the layer under every source.
+"""Rows as a file holds them, with the reason for each row that cannot be used; the layer under every source.
 
 ``read_rows`` streams .json (one list), .jsonl, .csv and .parquet files, all but the last also gzipped. A row
-that cannot be read is yielded as ``Dropped`` with its place, never skipped in silence.
+that cannot be read is yielded as ``Dropped`` with its place, never skipped silently.
 
-Every text of a ``Row`` is made of characters (it can be written as UTF-8), every number fits Python, and
-nothing is nested so deeply that walking it fails. Nothing after this file has to ask.
+Every text of a ``Row`` is valid (it can be written as UTF-8), every number fits Python, and nesting is
+shallow enough for recursion. Later code need not check any of this.
 """
 
 from __future__ import annotations
@@ -31,31 +31,32 @@ from data.types import Group
 SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz")
 
 MOST_NESTED = 100
-"""Levels of lists and objects in one row: what is nested deeper is no data, and ends Python's own recursion
-at about ten times that."""
+"""Levels of lists and objects in one row. Deeper nesting is not sensible data, and Python's own recursion
+ends at about ten times this depth."""
 
 _MARK = "\ufeff"
 _BLANK = re.compile(r"[ \t\n\r]*")
 _HALF_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
-"""Half of a surrogate pair, as JSON spells it. Two of them make a character, so that this asks for a closer
-look."""
+"""Half of a surrogate pair, as JSON escapes it. Two halves make one character, so a match only calls for a
+closer check."""
 _BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 _DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True)
 class Row:
-    """One record of a file or a hub table, as it stands there."""
+    """One record of a file or a hub table, unchanged."""
 
     file: str
     number: int
-    """From 1: the line of a .jsonl file, else the place in the list or table."""
+    """From 1: the line of a .jsonl file, otherwise the position in the list or table."""
     values: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that is not trained on, and why. ``row`` counts from 1; 0 where no one row is to blame."""
+    """A row that is not trained on, and why. ``row`` counts from 1; 0 means that no single row is to
+    blame."""
 
     file: str
     row: int
@@ -64,17 +65,17 @@ class Dropped:
 
 @dataclass
 class Loaded:
-    """What a source gives: the groups it could make and an account of the rest."""
+    """Result of a source: the groups that it could make, and an account of the other rows."""
 
     groups: Sequence[Group]
     read: int
-    """Rows read, good and bad. Several rows may make one group (scored samples) or several groups one
-    conversation tree."""
+    """Rows read, good and bad. Several rows may make one group (scored samples), and one conversation tree
+    may make several groups."""
     dropped: list[Dropped] = field(default_factory=list)
     origin: str = ""
     """Where the groups came from and how the split was made, in words, for the data report."""
     format: str = ""
-    """The format that the rows were read as; "" where the source makes groups itself."""
+    """The format that the rows were read as; "" if the source makes groups itself."""
     unused: tuple[str, ...] = ()
     """Columns that the format did not read."""
 
@@ -82,8 +83,8 @@ class Loaded:
 def read_rows(path: Path, key: str = "data.path") -> Iterator[Row | Dropped]:
     """Stream the rows of a local file.
 
-    ``key`` is the setting that named the file, for messages. Raises ConfigError when the file is missing or
-    of another kind, DataError when it is damaged as a whole.
+    ``key`` is the setting that named the file, for messages. Raises ConfigError if the file is missing or of
+    another kind, DataError if it is damaged as a whole.
     """
     if not os.path.isfile(path):
         raise ConfigError(key, path, f"no such file (the working directory is {Path.cwd()})")
@@ -113,8 +114,9 @@ def _read_parquet(path: Path) -> Iterator[Row | Dropped]:
 
 
 def table_rows(name: str, parts: Iterable[pyarrow.RecordBatch | pyarrow.Table]) -> Iterator[Row | Dropped]:
-    """The rows of a table that comes in parts, numbered through. A row with a value that Python cannot hold
-    (a text that is not UTF-8, a date after the year 9999) is dropped alone."""
+    """Yield the rows of a table that comes in parts, numbered across all parts. Only the row itself is
+    dropped if it has a value that Python cannot hold (a text that is not UTF-8, a date after the year
+    9999)."""
     number = 0
     for part in parts:
         for record in _records(part):
@@ -123,8 +125,8 @@ def table_rows(name: str, parts: Iterable[pyarrow.RecordBatch | pyarrow.Table]) 
 
 
 def _records(part: pyarrow.RecordBatch | pyarrow.Table) -> list[dict[str, Any] | str]:
-    """The rows of a part; in the place of one that cannot be had, why. Only after a fault it is read row by
-    row."""
+    """Return the rows of a part; for a row that cannot be read, return the reason instead. The part is read
+    row by row only after an error."""
     try:
         return list(part.to_pylist())
     except (ValueError, OverflowError, pyarrow.ArrowException) as error:
@@ -145,12 +147,12 @@ _NO_TEXT = (
     *("label", "labels", "reward", "rewards", "preference", "ratings", "history"),
     *("better_response_id", "score_A", "score_B", "rank"),
 )
-"""Columns of the known formats that hold no text: what a table writes as true, 1 or 0.5."""
+"""Columns of the known formats that hold no text; a table writes their values as true, 1 or 0.5."""
 
 
 def _read_csv(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
-    """Comma-separated values, the first line naming the columns. Every cell is a text, but for those of
-    columns that never hold one, and lists and objects in JSON. An empty cell is nothing."""
+    """Read comma-separated values, with the column names in the first line. Every cell is a text, except in
+    columns that never hold one, and except lists and objects in JSON. An empty cell is None."""
     csv.field_size_limit(sys.maxsize)
     lines = csv.reader(stream)
     try:
@@ -184,8 +186,8 @@ def _cell(column: str, cell: str) -> Any:
 
 
 def _open_text(path: Path, newline: str | None = None) -> IO[str]:
-    """UTF-8, with a byte-order mark or without one. A byte that is not UTF-8 becomes a lone surrogate (PEP
-    383), so that its row can be named. Raises DataError for UTF-16 and UTF-32."""
+    """Open UTF-8 text with or without a byte-order mark. A byte that is not UTF-8 becomes a lone surrogate
+    (PEP 383), so that its row can be named. Raises DataError for UTF-16 and UTF-32."""
     with path.open("rb") as start:
         packed = path.suffix == ".gz"
         first = gzip.GzipFile(fileobj=start).read(2) if packed else start.read(2)
@@ -201,7 +203,7 @@ def _open_text(path: Path, newline: str | None = None) -> IO[str]:
 
 def _read_lines(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
     for number, line in enumerate(stream, 1):
-        text = line.strip().lstrip(_MARK)  # the mark of a file that was appended to another
+        text = line.strip().lstrip(_MARK)  # an appended file brings its byte-order mark
         if not text:
             continue
         try:
@@ -225,8 +227,8 @@ def _read_json_list(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
 
 
 def _elements(path: Path, text: str) -> Iterator[tuple[int, int, Any, str | None]]:
-    """(start, end, value, fault) of each element of a JSON list, see ``_parsed``. Raises JSONDecodeError
-    where it is no JSON any more, DataError for one value that is no list."""
+    """Yield (start, end, value, fault) of each element of a JSON list, see ``_parsed``. Raises
+    JSONDecodeError where the text is no longer JSON, DataError if the value is not a list."""
     at = _next(text, 0)
     if text[at : at + 1] != "[":
         values, end, _ = _parsed(text, at)
@@ -251,15 +253,15 @@ def _elements(path: Path, text: str) -> Iterator[tuple[int, int, Any, str | None
 
 
 def _next(text: str, at: int) -> int:
-    """The next place that is not blank."""
+    """Return the next position that is not blank."""
     blank = _BLANK.match(text, at)
-    assert blank is not None  # nothing is blank too
+    assert blank is not None  # the pattern also matches the empty string
     return blank.end()
 
 
 def _parsed(text: str, at: int) -> tuple[Any, int, str | None]:
-    """(value, where it ends, why it cannot be used or None) of the JSON that begins at ``at``. Raises
-    JSONDecodeError where it is none."""
+    """Return (value, its end, the reason why it cannot be used or None) of the JSON that begins at ``at``.
+    Raises JSONDecodeError if the text is not JSON."""
     deep = f"nested more than {MOST_NESTED} levels deep"
     try:
         value, end = _DECODER.raw_decode(text, at)
@@ -281,8 +283,8 @@ def _parsed(text: str, at: int) -> tuple[Any, int, str | None]:
 
 
 def _end(text: str, at: int) -> int:
-    """Where the JSON ends that begins at ``at`` and that cannot be parsed. Raises JSONDecodeError where it
-    does not."""
+    """Return the end of the JSON that begins at ``at`` and cannot be parsed. Raises JSONDecodeError if it has
+    no end."""
     if text[at] not in "[{":
         bare = re.compile(r"[^\s,\]}]+").match(text, at)
         return bare.end() if bare else at
@@ -295,7 +297,7 @@ def _end(text: str, at: int) -> int:
 
 
 def _depth(text: str, at: int, end: int) -> int:
-    """How deeply lists and objects are nested in sound JSON."""
+    """Return how deeply lists and objects are nested in valid JSON."""
     depth = most = 0
     for found in _BRACKETS.finditer(text, at, end):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
@@ -304,8 +306,8 @@ def _depth(text: str, at: int, end: int) -> int:
 
 
 def _is_text(text: str) -> bool:
-    """Whether it is made of characters: half a surrogate pair is none, and neither a tokenizer nor a file
-    takes it."""
+    """Return whether ``text`` is valid. Half a surrogate pair is not a character, and neither a tokenizer nor
+    a file accepts it."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -314,7 +316,7 @@ def _is_text(text: str) -> bool:
 
 
 def _not_characters(text: str) -> str | None:
-    """Why the text of a row, as it stands in the file, is not made of characters; None where it is."""
+    """Return why the text of a row in the file is not valid; None if it is valid."""
     if text.isascii() or _is_text(text):
         return None
     return _not_utf8(next(ord(c) for c in text if "\ud800" <= c <= "\udfff") - 0xDC00)

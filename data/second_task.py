@@ -1,4 +1,4 @@
-"""A second task (``retention.data``): how its held-out prompts are answered tells what the model forgets."""
+"""A second task (``retention.data``), whose held-out prompts show how much the model forgets."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from data.sources import load_groups
 from data.types import Group
 
 OWN = ("path", "eval_path", "verifier")
-"""Settings of the set that ``retention`` may give in place of its file's."""
+"""Settings of the set that ``retention`` may override."""
 
 
 def second_task(config: RetentionConfig) -> tuple[DataConfig, list[Group]]:
-    """The settings of the set that ``config.data`` names, and its held-out groups that can be checked.
+    """Return the settings of the set that ``config.data`` names, and its held-out groups that can be checked.
 
-    Raises ConfigError, for a setting of ``retention``, where the set is no file of config/data, needs a path,
-    cannot be read, has no verifier or no held-out prompt with a reference answer; DataError where none of its
-    rows can be used.
+    Raises ConfigError, about a setting of ``retention``, if the set is not a file of config/data, needs a
+    path, cannot be read, or has no verifier or no held-out prompt with a reference answer. Raises DataError
+    if none of its rows can be used.
     """
     assert config.data is not None, "asked for where a second task is named"
     settings = group_file("data", "retention.data", config.data)

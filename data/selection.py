@@ -1,7 +1,7 @@
-"""Which part of the training groups a run keeps, by how likely the initial model finds their completions
+"""Selection of the training groups that a run keeps, by how likely the initial model finds their completions
 (``data.logprob_range``).
 
-It is how Figure 6 of the paper is run: a range of [0, 0.25] is its lowest quartile, [0.25, 1] the rest.
+Figure 6 of the paper is run this way: a range of [0, 0.25] is its lowest quartile, [0.25, 1] the rest.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from data.spread import Spread
 
 @dataclass(frozen=True)
 class Selection:
-    """Which groups are trained on, and what is said of it."""
+    """The groups that are trained on, and the numbers to report about the selection."""
 
     range: tuple[float, float]
-    """data.logprob_range: shares of the groups in order of their mean token log-probability, 0 the least
+    """data.logprob_range: shares of the groups in order of their mean token log-probability; 0 is the least
     likely"""
     kept: tuple[int, ...]
-    """Indices of the kept groups, ascending: the data keep their order"""
+    """Indices of the kept groups, ascending, so that the data keep their order"""
     below: int
     """Groups left out because they are less likely"""
     above: int
     """Groups left out because they are more likely"""
     all: Spread
-    """Mean token log-probability of every group, nats; its four quarters are Figure 6's quartiles"""
+    """Mean token log-probability of every group in nats; its four quarters are Figure 6's quartiles"""
     lowest: float
-    """The least mean token log-probability among those kept, nats"""
+    """Lowest mean token log-probability of the kept groups, in nats"""
     highest: float
-    """The greatest, nats"""
+    """Highest mean token log-probability of the kept groups, in nats"""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; of the kept groups their number alone."""
+        """Return plain values, for JSON. Of the kept groups only their number is included."""
         return {**asdict(self), "kept": len(self.kept)}
 
     def to_markdown(self) -> list[str]:
-        """The paragraph of the data report."""
+        """Return the paragraph for the data report, as lines of Markdown."""
         s = self.all
         quarters = [s.minimum, s.lower_quartile, s.median, s.upper_quartile, s.maximum]
         return [
@@ -67,17 +67,17 @@ class Selection:
 
 
 def places(count: int, share: Seq[float]) -> tuple[int, int]:
-    """The slice [first, last) of ``count`` groups in ascending order that the range ``share`` means. Ranges
-    that meet share no group and leave none between them."""
+    """Return the slice [first, last) of ``count`` groups in ascending order to which the range ``share``
+    corresponds. Adjacent ranges share no group and leave none out between them."""
     first, last = (math.floor(end * count + 0.5) for end in share)
     return first, last
 
 
 def select(values: np.ndarray, share: Seq[float]) -> Selection:
-    """The selection of groups by their ``values`` [groups]: mean token log-probability, nats. Of equal values
-    the earlier group counts as the less likely one.
+    """Return the selection of groups by ``values`` [groups], their mean token log-probabilities in nats. Of
+    equal values, the earlier group counts as less likely.
 
-    Raises StoppedError where a value is no finite number: such a group has no place in the order.
+    Raises StoppedError if a value is not a finite number, because such a group has no place in the order.
     """
     if not np.isfinite(values).all():
         raise StoppedError(

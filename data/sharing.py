@@ -1,5 +1,5 @@
-"""Which rows of a microbatch leave their prompt to another row that has the same one, so that it is computed
-once: the samples of a group, the two answers of a pair."""
+"""Sharing of prompts among the rows of a microbatch, so that a prompt of several rows (the samples of a
+group, the two answers of a pair) is computed once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from data.types import Sequence
 
 
 def prompt_owners(rows: Seq[Sequence]) -> list[int]:
-    """For each row the first one with the same prompt tokens, which may be itself. A row that fills a batch
-    up, without a completion, shares nothing: nothing of it would be left."""
+    """Return for each row the index of the first row with the same prompt tokens, which may be the row
+    itself. A row without a completion, which only fills a batch up, shares nothing, because nothing of it
+    would be left."""
     first: dict[bytes, int] = {}
     return [
         first.setdefault(row.prompt_ids.tobytes(), r) if len(row.completion_ids) else r
@@ -19,7 +20,7 @@ def prompt_owners(rows: Seq[Sequence]) -> list[int]:
 
 
 def own_tokens(rows: Seq[Sequence]) -> list[int]:
-    """How many tokens are computed for each row where prompts are shared: at least 1."""
+    """Return the number of tokens that are computed for each row if prompts are shared: at least 1."""
     owners = prompt_owners(rows)
     return [
         max(len(row), 1) if owner == r else len(row.completion_ids)

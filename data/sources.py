@@ -1,8 +1,8 @@
-"""Where groups come from: local files, hub data sets, or any function that a yaml names. All of them end
-here, in ``load_groups``.
+"""Loading of groups from local files, hub data sets or any function that a yaml names, all through
+``load_groups``.
 
-Rows that cannot be used are counted and named, never swallowed. Training and evaluation never share a prompt
-by accident: where no evaluation data are named, a share of the prompts is held out by their identity.
+Rows that cannot be used are counted and named, never skipped silently. Training and evaluation never share a
+prompt by accident: if no evaluation data are named, a share of the prompts is held out by their identity.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ LOCAL, HUB = "data.sources.local", "data.sources.hub_table"
 
 
 def load_groups(config: DataConfig, split: Split) -> Loaded:
-    """The groups of one split, prompts with their system turn.
+    """Return the groups of one split, with system turns added to the prompts.
 
-    Evaluation groups come from ``eval_path`` or ``eval_split``; where neither is given, from the prompts held
-    out of the training data (``eval_fraction``, by prompt id: the same prompts on every run, whatever the
-    order of the rows); with ``eval_fraction`` 0 from the source itself, which may have none.
+    Evaluation groups come from ``eval_path`` or ``eval_split``. If neither is given, they come from the
+    prompts held out of the training data (``eval_fraction``, by prompt id: the same prompts on every run,
+    whatever the order of the rows). With ``eval_fraction`` 0 they come from the source itself, which may have
+    none.
 
     Raises ConfigError for a setting that cannot be honoured, DataError when no row at all can be used.
     """
@@ -52,7 +53,8 @@ def load_groups(config: DataConfig, split: Split) -> Loaded:
 
 
 def load_splits(config: DataConfig) -> tuple[Loaded, Loaded]:
-    """``load_groups`` of training and of evaluation, read once where the one is held out of the other."""
+    """Return ``load_groups`` of training and of evaluation. The data are read once if evaluation is held out
+    of training."""
     config = _local_copy(config)
     if not _holds_out(config):
         return load_groups(config, "train"), load_groups(config, "eval")
@@ -62,7 +64,7 @@ def load_splits(config: DataConfig) -> tuple[Loaded, Loaded]:
 
 
 def _thinned(config: DataConfig, loaded: Loaded) -> Loaded:
-    """Training data with the shares of desirable and undesirable examples that are kept of them."""
+    """Return the training data with only the configured shares of desirable and undesirable examples."""
     shares = (config.frac_unique_desirable, config.frac_unique_undesirable)
     return (
         loaded if shares == (1, 1) else replace(loaded, groups=gathered(keep_shares(loaded.groups, *shares)))
@@ -74,8 +76,8 @@ def _holds_out(config: DataConfig) -> bool:
 
 
 def _local_copy(config: DataConfig) -> DataConfig:
-    """A hub set whose path is a file, or was saved to disk, is read from there; the split names are the hub's
-    and do not apply to a file."""
+    """Return settings that read from disk if the path of a hub set is a local file or was saved to disk. The
+    split names belong to the hub and do not apply to a file."""
     return (
         replace(config, source=LOCAL, eval_split=config.eval_split if _is_folder(config.path) else None)
         if config.source == HUB and _is_local(config.path)
@@ -92,8 +94,8 @@ def _load(config: DataConfig, split: str) -> Loaded:
 
 
 def _finished(config: DataConfig, loaded: Loaded) -> Loaded:
-    """``loaded`` without groups whose rewards are too close, and with the system prompt, which comes after
-    the split so that it does not change who is held out."""
+    """Return ``loaded`` without groups whose rewards are too close, and with the system prompt. The system
+    prompt is added after the split, so that it does not change which prompts are held out."""
     if config.score_threshold > 0:
         far = [
             i
@@ -113,9 +115,9 @@ def _finished(config: DataConfig, loaded: Loaded) -> Loaded:
 
 
 def hold_out(loaded: Loaded, fraction: float, split: str) -> Loaded:
-    """The training or the evaluation part of ``loaded``: the ``fraction`` of the prompts with the smallest
-    ids, at least one, is evaluation; all groups of a prompt stay together. A single prompt is not held out.
-    """
+    """Return the training or the evaluation part of ``loaded``. Evaluation is the ``fraction`` of the prompts
+    with the smallest ids, at least one. All groups of a prompt stay together, and a single prompt is not held
+    out."""
     ids = prompt_ids(loaded.groups)
     distinct = np.unique(ids)
     count = math.ceil(fraction * len(distinct)) if len(distinct) > 1 else 0
@@ -129,7 +131,7 @@ def hold_out(loaded: Loaded, fraction: float, split: str) -> Loaded:
 
 
 def with_system(group: Group, system: Turn) -> Group:
-    """The group with a system turn before its prompt, unless it has one."""
+    """Return the group with a system turn before its prompt, unless it has one already."""
     if group.prompt.turns[0].role == "system":
         return group
     return replace(group, prompt=Prompt((system, *group.prompt.turns), group.prompt.reference_answer))
@@ -139,9 +141,9 @@ def with_system(group: Group, system: Turn) -> Group:
 
 
 def local(config: DataConfig, split: str) -> Loaded:
-    """A local file or folder (``data.path``; ``data.eval_path`` for evaluation): .json, .jsonl, .csv or
-    .parquet, a folder of such files, or what ``datasets`` saved to disk. Of a folder that has several splits
-    ``data.split`` and ``data.eval_split`` are taken."""
+    """Load a local file or folder (``data.path``; ``data.eval_path`` for evaluation): .json, .jsonl, .csv or
+    .parquet, a folder of such files, or what ``datasets`` saved to disk. From a folder with several splits,
+    ``data.split`` and ``data.eval_split`` are read."""
     if config.path is None:
         raise ConfigError("data.path", None, "give the file, as in data.path=pairs.jsonl")
     if split == "train":
@@ -167,17 +169,17 @@ def local(config: DataConfig, split: str) -> Loaded:
 
 
 def _rows(key: str, path: str, split_key: str, split: str | None) -> Iterator[Row | Dropped]:
-    """The rows of a file, or of a folder's split; ``key`` and ``split_key`` name the settings."""
+    """Return the rows of a file, or of a folder's split; ``key`` and ``split_key`` name the settings."""
     if _is_folder(path):
         return folder_rows(Path(path), split, key, split_key)
     return read_rows(Path(path), key)
 
 
 def hub_table(config: DataConfig, split: str) -> Loaded:
-    """A data set of the Hugging Face hub (``data.path``, ``subset``, ``data_dir``, ``revision``; ``split``
-    and ``eval_split``).
+    """Load a data set of the Hugging Face hub (``data.path``, ``subset``, ``data_dir``, ``revision``;
+    ``split`` and ``eval_split``).
 
-    ``data.eval_path`` is a file or another hub set, of which the whole ``eval_split`` is read.
+    ``data.eval_path`` is a file, which is read whole, or another hub set, whose whole ``eval_split`` is read.
     """
     if config.path is None:
         raise ConfigError("data.path", None, "give the data set's name, as in data.path=org/name")
@@ -202,7 +204,8 @@ def _is_folder(path: str | None) -> bool:
 
 
 def _of_split(rows: Iterable[Row | Dropped], wanted: str) -> Iterator[Row | Dropped]:
-    """Feedback files may hold several splits, each row naming its own; rows that name none belong to all."""
+    """Yield the rows of one split. Feedback files may hold several splits, with each row naming its own; rows
+    that name none belong to all."""
     for row in rows:
         if isinstance(row, Row) and is_feedback(row.values) and row.values.get("split", wanted) != wanted:
             yield Dropped(row.file, row.number, f"belongs to another split than {wanted!r}")
@@ -247,7 +250,7 @@ def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str) -> L
 
 
 def renamed(values: Values, columns: dict[str, str] | None) -> Values:
-    """``values`` with the columns that ``data.columns`` maps (ours: theirs) under our names."""
+    """Return ``values`` with the columns that ``data.columns`` maps (ours: theirs) under our names."""
     if not columns:
         return values
     return {**values, **{ours: values[theirs] for ours, theirs in columns.items() if theirs in values}}

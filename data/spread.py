@@ -1,4 +1,4 @@
-"""How a number is spread over a set."""
+"""The distribution of a number over a set, as quartiles and mean."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Spread:
-    """How a number is spread over a set: the ends of its four quarters, and the mean."""
+    """The distribution of a number over a set: minimum, quartiles, maximum and mean."""
 
     count: int
     mean: float
@@ -22,7 +22,8 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread | None:
-        """The spread of ``values`` in float64 (quartiles interpolated linearly); None of no values."""
+        """Return the spread of ``values`` in float64 (quartiles interpolated linearly); None if there are no
+        values."""
         array = np.fromiter(values, dtype=np.float64)
         if not array.size:
             return None

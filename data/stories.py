@@ -1,5 +1,5 @@
-"""A small open-ended language (``assets/instruct/language.yaml``): prompts with attributes, authors who write
-stories, and a graded reward.
+"""A small open-ended language (``assets/instruct/language.yaml``), with prompts that have attributes, authors
+who write stories, and a graded reward.
 
 ``happy fox forest key four`` asks for four sentences of a happy story of a fox, a forest and a key. Every
 sentence has free choices, so that millions of stories answer one prompt perfectly. Everything here is a pure
@@ -21,16 +21,16 @@ import yaml  # type: ignore[import-untyped]
 from common.errors import ConfigError
 
 WordLists = tuple[tuple[str, ...], ...]
-"""Words of one class: a list a dialect."""
+"""Words of one class, with one list per dialect."""
 
 TONES = ("ADJ", "ADV")
-"""Classes whose words each tone has."""
+"""Classes of which each tone has its own words."""
 
 PARTS = ("tone", "count", "grammar", "variety", "closing")
-"""What a reward has beside a part for each slot."""
+"""Parts of the reward in addition to one part for each slot."""
 
 CHANCES = ("obeys", "favourite", "broken", "counts", "closes", "repeats")
-"""What an author does with some probability."""
+"""Settings of an author that are probabilities."""
 
 STOP = "."
 
@@ -51,7 +51,7 @@ class Author:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a prompt asks for: ``words`` of each slot."""
+    """What a prompt asks for; ``words`` has a word for each slot."""
 
     tone: str
     words: dict[str, str]
@@ -60,7 +60,7 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class Language:
-    """Words, grammar, authors and what stories are worth."""
+    """Words, grammar, authors and the points of the reward."""
 
     tones: dict[str, dict[str, WordLists]]
     slots: dict[str, tuple[str, ...]]
@@ -77,14 +77,14 @@ class Language:
 
     @cached_property
     def prompts(self) -> int:
-        """How many there are."""
+        """Number of prompts."""
         total = len(self.tones) * len(self.counts)
         for words in self.slots.values():
             total *= len(words)
         return total
 
     def prompt(self, number: int) -> str:
-        """The prompt of a number from 0 to ``prompts`` - 1."""
+        """Return the prompt with a number from 0 to ``prompts`` - 1."""
         found = []
         for words in (tuple(self.tones), *self.slots.values(), tuple(self.counts)):
             number, place = divmod(number, len(words))
@@ -92,7 +92,8 @@ class Language:
         return " ".join(found)
 
     def asked(self, prompt: str) -> Asked:
-        """Raises ValueError for a text that is no prompt of this language."""
+        """Return what a prompt asks for. Raises ValueError for a text that is not a prompt of this
+        language."""
         tone, *words, count = prompt.split()
         if len(words) != len(self.slots) or tone not in self.tones or count not in self.counts:
             raise ValueError(f"{prompt!r} is no prompt of this language")
@@ -108,11 +109,11 @@ class Language:
     # Stories
 
     def story(self, prompt: str, author: str, rng: random.Random) -> str:
-        """One story by ``author``, or by one of those that make up a mixture."""
+        """Return one story by ``author``, or by a random member of a mixture of authors."""
         if author in self.mixtures:
             author = rng.choices(*_weighted(self.mixtures[author]))[0]
         who, asked = self.authors[author], self.asked(prompt)
-        # One confusion a story: what it is about instead, wherever it does not obey.
+        # One substitute per slot and story: wherever the story does not obey, it is about this instead.
         confused = {name: self._confused(words, who, rng) for name, words in self.slots.items()}
         confused_tone = self._confused(tuple(self.tones), who, rng)
         lengths = tuple(self.counts.values())
@@ -145,7 +146,7 @@ class Language:
         who: Author,
         rng: random.Random,
     ) -> str:
-        """A word for one place of a sentence's pattern."""
+        """Return a word for one place of a sentence's pattern."""
         if name in self.slots:
             return asked.words[name] if rng.random() < who.obeys else confused[name]
         if name in TONES:
@@ -157,7 +158,7 @@ class Language:
         return rng.choice(rng.choices(lists, who.dialect)[0])
 
     def _broken(self, sentence: list[str], rng: random.Random) -> list[str]:
-        """The sentence without one of its words, or with one that does not belong."""
+        """Return the sentence without one of its words, or with an extra word that does not belong."""
         place = rng.randrange(len(sentence))
         if rng.random() < 0.5:
             return sentence[:place] + sentence[place + 1 :]
@@ -166,9 +167,11 @@ class Language:
     # What stories are worth
 
     def parts(self, prompt: str, story: str) -> dict[str, float]:
-        """What share of each part of the reward ``story`` gets, in [0, 1]: of its mentions of a slot, those
-        that are what was asked for; of its words with a tone; of its sentences, those in the grammar and
-        those that differ; whether it has as many as asked for (half for one off) and the closing."""
+        """Return the share in [0, 1] that ``story`` gets of each part of the reward. For a slot, it is the
+        share of its mentions that are what was asked for; for tone, the same of the words with a tone.
+        Grammar is the share of sentences in the grammar, variety the share of different sentences. Count is 1
+        for the number of sentences asked for and half for one off. Closing is 1 if the story ends with the
+        closing."""
         asked = self.asked(prompt)
         words = story.split()
         ending = [*self.closing, STOP]
@@ -194,7 +197,7 @@ class Language:
         }
 
     def score(self, prompt: str, story: str) -> float:
-        """The reward, from 0 to the sum of the points."""
+        """Return the reward, from 0 to the sum of the points."""
         parts = self.parts(prompt, story)
         return round(sum(points * parts[name] for name, points in self.reward.items()), 4)
 
@@ -206,7 +209,7 @@ class Language:
 
     @cached_property
     def class_of(self) -> dict[str, str]:
-        """The class of each word that stands for one; the others stand in sentences as they are."""
+        """Class of each word that belongs to one. The other words stand in sentences directly."""
         found = {word: name for name, words in self.slots.items() for word in words}
         found |= {word: name for name, lists in self.words.items() for word in _flat([lists])}
         for classes in self.tones.values():
@@ -246,8 +249,9 @@ def _share(found: Any) -> float:
 
 
 def error(prompt: str, story: str, noise: float, words: float) -> float:
-    """What a judge adds to the true reward, the same whenever it sees this story under this prompt: a normal
-    error of standard deviation ``noise``, and ``words`` points for each word (a bias that can be learned)."""
+    """Return what a judge adds to the true reward; it is always the same for this story under this prompt. It
+    is a normal error of standard deviation ``noise``, plus ``words`` points for each word (a bias that can be
+    learned)."""
     drawn = random.Random(f"{prompt}|{story}").gauss(0, 1) if noise else 0.0
     return noise * drawn + words * len(story.split())
 
@@ -257,8 +261,8 @@ def error(prompt: str, story: str, noise: float, words: float) -> float:
 
 @cache
 def read_language(path: str, key: str = "data.instruct.language") -> Language:
-    """The language of a yaml file like ``assets/instruct/language.yaml``. ``key``: the setting that names it.
-    Raises ConfigError."""
+    """Return the language of a yaml file like ``assets/instruct/language.yaml``. ``key`` is the setting that
+    names the file. Raises ConfigError."""
     try:
         language = _language(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
         _check(language)
@@ -304,7 +308,7 @@ def _lists(raw: Sequence[Sequence[str]]) -> WordLists:
 
 
 def _check(language: Language) -> None:
-    """Raise ValueError for what could not be written or scored."""
+    """Raise ValueError for a language that cannot be written or scored."""
     _check_words(language)
     for name, pattern in language.sentences.items():
         _require(bool(pattern), f"sentence {name} has no word")

@@ -1,10 +1,10 @@
-"""Token ids on disk: the second start on the same data reads what the first one made.
+"""A cache of token ids on disk, so that a second start on the same data reads the ids of the first.
 
-An entry is one file, ``<cache_dir>/tokens/<key>.safetensors`` (``data.token_rows``): four bytes a token and
-24 a row. Its key is a digest of everything that the ids depend on: the words of every row in their order, the
-renderer's fingerprint (tokenizer, template, lengths), the code that renders and the versions of what it
-calls. So nothing is ever out of date, and losses that want the same rows of the same groups (DPO and KTO)
-share an entry. Any of it may be deleted while no run reads it.
+An entry is one file, ``<cache_dir>/tokens/<key>.safetensors`` (``data.token_rows``), with four bytes per
+token and 24 per row. Its key is a digest of everything that the ids depend on: the words of every row in
+order, the renderer's fingerprint (tokenizer, template, lengths), the code that renders and the versions of
+the libraries that it calls. So an entry is never out of date, and losses that need the same rows of the same
+groups (DPO and KTO) share an entry. Any entry may be deleted while no run reads it.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from data.types import Completion, Prompt, Sequence
 
 Row = tuple[Prompt, Completion]
 _AT_ONCE = 1_024
-"""Rows that are tokenised together: enough for all cores, and what is in memory meanwhile."""
+"""Rows that are tokenised together: enough to occupy all cores. These rows are in memory meanwhile."""
 
 
 class TokenCache:
-    """``Renderer.sequences`` of many rows, remembered under ``root``/tokens. Any number of processes may use
-    a folder at once: entries are written beside and renamed, and two that write the same one write the same
-    bytes."""
+    """``Renderer.sequences`` for many rows, cached under ``root``/tokens. Any number of processes may use a
+    folder at once: an entry is written under a temporary name and then renamed, and two processes that write
+    the same entry write the same bytes."""
 
     def __init__(self, root: Path, write: bool = True, worth: int = 2_000) -> None:
-        """``write`` False: nothing is left behind. ``worth``: rows from which on it is used; fewer are
-        tokenised in about a second, and kept in memory."""
+        """With ``write`` False, no file is left behind. The cache is used from ``worth`` rows on; fewer are
+        tokenised in about a second and kept in memory."""
         self.folder, self.write, self.worth = root / "tokens", write, worth
 
     def sequences(self, renderer: Renderer, rows: Collection[Row]) -> Rendered:
-        """As ``renderer.sequences(rows)``, its count of cuts included, from the entry of these rows if there
-        is a sound one. ``rows`` are gone through twice."""
+        """Return the same as ``renderer.sequences(rows)``, including its count of cuts, from the entry of
+        these rows if a sound one exists. This iterates over ``rows`` twice."""
         if len(rows) < self.worth:
             return renderer.sequences(rows)
         key = content_key(renderer, rows)
@@ -58,8 +58,8 @@ class TokenCache:
         )
 
     def _read(self, path: Path, key: str, rows: int) -> tuple[TokenRows, dict[str, int]] | None:
-        """(rows, cuts) of an entry; None if there is none, or one that is not what was written under this
-        key, which is said."""
+        """Return (rows, cuts) of an entry; None if there is none, or if its content is not what was written
+        under this key. The latter is printed."""
         try:
             found, about = token_rows.read_rows(path)
         except FileNotFoundError:
@@ -73,8 +73,9 @@ class TokenCache:
         return found, about["cuts"]
 
     def _made(self, path: Path, key: str, renderer: Renderer, rows: Iterable[Row]) -> TokenRows | None:
-        """The rows, tokenised into the entry ``path``; None where it cannot be written, which is said."""
-        part = path.with_name(f".{key}-{uuid4().hex}.part")  # a process number may be another node's too
+        """Tokenise the rows into the entry ``path`` and return them; None if the entry cannot be written,
+        which is printed."""
+        part = path.with_name(f".{key}-{uuid4().hex}.part")  # a process id is not unique across nodes
         before = dict(renderer.cuts)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +97,8 @@ class TokenCache:
 
 
 def _in_passing(key: str, renderer: Renderer, rows: Iterable[Row]) -> TokenRows:
-    """The rows from a file that no longer has a name. Raises DataError where there is no room for it."""
+    """Tokenise the rows into a temporary file that no longer has a name, and return them. Raises DataError if
+    there is no room for it."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             _tokenise(path := Path(folder) / "rows", key, renderer, rows)
@@ -125,7 +127,7 @@ def _rendered(renderer: Renderer, rows: Iterable[Row]) -> Iterator[Sequence | st
 
 
 def content_key(renderer: Renderer, rows: Iterable[Row]) -> str:
-    """32 hex digits of everything that ``renderer.sequences(rows)`` depends on."""
+    """Return 32 hex digits of everything that ``renderer.sequences(rows)`` depends on."""
     digest = hashlib.blake2b(digest_size=16)
     versions = [version(package) for package in ("tokenizers", "transformers", "jinja2")]
     code = [Path(str(module)).read_bytes() for module in (chat.__file__, token_rows.__file__)]

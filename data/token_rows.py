@@ -1,9 +1,10 @@
-"""Tokenised rows in one file, whose ids are read where they lie when a row is asked for.
+"""A file of tokenised rows whose token ids are read from the file only when a row is needed.
 
-The file is of the safetensors format. ``tokens`` has the ids of all rows one behind the other, a prompt once
-where neighbours share it. ``prompt_starts``, ``prompt_sizes``, ``starts`` and ``sizes`` say where those of a
-row are. A row that cannot be trained on has -1 - r for its size, where r is the number of its reason.
-``about`` is JSON. The header is as long in every file, because what it says is known last.
+The file has the safetensors format. ``tokens`` holds the ids of all rows one after the other; neighbouring
+rows with the same prompt share one copy of its ids. ``prompt_starts``, ``prompt_sizes``, ``starts`` and
+``sizes`` give the place of each row's ids. The size of a row that cannot be trained on is -1 - r, where r is
+the number of the reason. ``about`` is JSON. The header has the same length in every file, because its content
+is known last.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from safetensors import safe_open
 from data.types import Sequence as Row
 
 Rendered = Sequence[Row | str]
-"""Tokenised rows in their order, or for one of them the reason why there is none."""
+"""Tokenised rows in their order; a row that cannot be trained on is replaced by the reason."""
 
 _INDEX = {"prompt_starts": "q", "prompt_sizes": "i", "starts": "q", "sizes": "i"}
 _NAMES = {"i": ("I32", 4), "q": ("I64", 8), "B": ("U8", 1)}
@@ -31,10 +32,10 @@ _AT_ONCE = 1 << 22
 
 
 class TokenRows(Sequence[Row | str]):
-    """The rows of a file: their ids take no memory of the process."""
+    """The rows of a file. Their ids take no memory of the process."""
 
     def __init__(self, arrays: dict[str, np.ndarray], reasons: Sequence[str]) -> None:
-        """``arrays``: those of the file, [tokens] int32 and [rows]."""
+        """``arrays`` are the arrays of the file: ``tokens`` is [tokens] int32, the others are [rows]."""
         self.tokens = arrays["tokens"]
         self.prompt_starts, self.prompt_sizes = arrays["prompt_starts"], arrays["prompt_sizes"]
         self.starts, self.sizes = arrays["starts"], arrays["sizes"]
@@ -64,8 +65,8 @@ class TokenRows(Sequence[Row | str]):
 
 
 def write_rows(path: Path, rows: Iterable[Row | str], about: Callable[[], dict[str, Any]]) -> None:
-    """Write ``rows`` as they come, and what ``about`` says once they have all come. The same rows give the
-    same bytes. Raises OSError."""
+    """Write ``rows`` as they arrive, then the result of ``about``, which is called after the last row. The
+    same rows give the same bytes. Raises OSError."""
     index = {name: array(kind) for name, kind in _INDEX.items()}
     reasons: dict[str, int] = {}
     digest = hashlib.blake2b(digest_size=16)
@@ -80,7 +81,7 @@ def write_rows(path: Path, rows: Iterable[Row | str], about: Callable[[], dict[s
         for ids in _indexed(rows, index, reasons):
             put(np.ascontiguousarray(ids, np.int32).tobytes())
             tokens += len(ids)
-        if tokens % 2:  # what follows begins at a multiple of eight bytes
+        if tokens % 2:  # the next array must begin at a multiple of eight bytes
             put(bytes(4))
             tokens += 1
         said = json.dumps({**about(), "reasons": list(reasons)}).encode()
@@ -95,7 +96,7 @@ def write_rows(path: Path, rows: Iterable[Row | str], about: Callable[[], dict[s
 def _indexed(
     rows: Iterable[Row | str], index: dict[str, array[int]], reasons: dict[str, int]
 ) -> Iterator[np.ndarray]:
-    """The ids to write, while ``index`` and ``reasons`` are filled."""
+    """Yield the ids to write, and fill ``index`` and ``reasons`` meanwhile."""
     at = 0
     prompt: np.ndarray | None = None
     prompt_start = 0
@@ -115,12 +116,13 @@ def _indexed(
 
 
 def _by_width(columns: dict[str, array[int]]) -> dict[str, array[int]]:
-    """Wide numbers first, so that each begins at a multiple of its own width."""
+    """Return the columns with wide numbers first, so that each column begins at a multiple of its own
+    width."""
     return dict(sorted(columns.items(), key=lambda item: -item[1].itemsize))
 
 
 def _header(tokens: int, columns: dict[str, array[int]]) -> bytes:
-    """The first bytes of the file, without its digest."""
+    """Return the first bytes of the file, with a placeholder for the digest."""
     layout: dict[str, Any] = {
         "__metadata__": {"digest": _NO_DIGEST},
         "tokens": {"dtype": "I32", "shape": [tokens], "data_offsets": [0, 4 * tokens]},
@@ -135,9 +137,9 @@ def _header(tokens: int, columns: dict[str, array[int]]) -> bytes:
 
 
 def read_rows(path: Path) -> tuple[TokenRows, dict[str, Any]]:
-    """The rows of a file that ``write_rows`` wrote, and what it says about them. Raises OSError, ValueError
-    or SafetensorError for a file that is not as it was written."""
-    with safe_open(path, framework="pt") as file:  # maps the file; framework="numpy" would copy it
+    """Return the rows of a file that ``write_rows`` wrote, and the content of ``about``. Raises OSError,
+    ValueError or SafetensorError for a file that has changed since it was written."""
+    with safe_open(path, framework="pt") as file:  # "pt" maps the file; "numpy" would copy it
         known = (file.metadata() or {}).get("digest", "")
         names = set(file.keys())
         if names != {"tokens", "about", *_INDEX} or known != _digest(path, known):
@@ -148,7 +150,8 @@ def read_rows(path: Path) -> tuple[TokenRows, dict[str, Any]]:
 
 
 def _digest(path: Path, known: str) -> str:
-    """The digest of the file, read and not mapped: a page that is mapped counts as memory of the process."""
+    """Return the digest of the file. The file is read and not mapped, because mapped pages count as memory of
+    the process."""
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         header = file.read(_HEADER).replace(known.encode(), _NO_DIGEST.encode())

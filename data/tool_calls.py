@@ -1,8 +1,9 @@
-"""Calls of tools in conversations, in OpenAI's shape: an assistant's message with ``tool_calls``, answered by
-messages of the role ``tool``.
+"""Tool calls in conversations, in OpenAI's form: an assistant's message with ``tool_calls``, answered by
+messages with the role ``tool``.
 
-A turn keeps what its message has beside role and content as canonical JSON, as the chat template is given it.
-Arguments that come as a text of JSON are read: templates write them out themselves.
+A turn keeps the message's keys for tool calls, in addition to role and content, as canonical JSON, as the
+chat template receives them. Arguments given as a JSON text are parsed, because templates serialise them
+themselves.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from data.types import Turn
 
 _NAME = "humanline_probe_call"
 OF_A_RESULT = ("name", "tool_call_id")
-"""What a tool's message may say of the call that it answers."""
+"""Keys by which a tool's message may refer to the call that it answers."""
 
 
 def of_message(message: Mapping[str, Any]) -> str:
-    """What a message says of calls, as JSON; "" where it says nothing. Raises ValueError for calls that are
-    none."""
+    """Return a message's information about tool calls as JSON; "" if it has none. Raises ValueError for
+    malformed calls."""
     found: dict[str, Any] = {}
     if message.get("tool_calls"):
         found["tool_calls"] = [_call(call) for call in _list(message["tool_calls"])]
@@ -58,7 +59,7 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def writes_calls(apply: Callable[[Iterable[Turn]], str]) -> bool:
-    """Whether a chat template writes an assistant's calls: many leave them out without a word."""
+    """Return whether a chat template writes an assistant's calls; many templates omit them silently."""
     call = {"id": "abcdefghi", "function": {"name": _NAME, "arguments": {"a": 1}}}
     turns = [
         Turn("user", "a"),

@@ -1,10 +1,10 @@
-"""The tokens that somebody else's turn adds to a conversation that is being sampled.
+"""The tokens that another participant's turn adds to a conversation while it is sampled.
 
-The policy's tokens stay as they were sampled, and nothing before the turn is rendered again: what is added
-is what the chat template writes behind an answer, up to the point where the next one begins. So a template
-must write a longer conversation as a shorter one and something behind it; one that does not (it leaves out
-tool turns, or what was thought in earlier turns) would show the model other words than those it was trained
-on.
+The policy's tokens stay as they were sampled, and nothing before the turn is rendered again. The added text
+is what the chat template writes after an answer, up to the point where the next answer begins. So the
+template must write a longer conversation as the shorter one plus a continuation. A template that does not (it
+leaves out tool turns, or the reasoning of earlier turns) would show the model other words than those it was
+trained on.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from data.types import Turn
 
 _ASK = Turn("user", "a")
 _ANSWER = "<think>\nb\n</think>\n\nc"
-"""An answer of the kind that some templates shorten once it is not the last one."""
+"""An answer that some templates shorten once it is not the last one."""
 
 
 class AddedTurns:
-    """Turns of ``role`` (``tool``, ``user``, or ``assistant``: inside the policy's own turn) as token ids."""
+    """Turns of ``role`` as token ids; ``role`` is ``tool``, ``user``, or ``assistant``, which stays inside
+    the policy's own turn."""
 
     def __init__(self, renderer: Renderer, role: str) -> None:
-        """Raises ConfigError for a chat template that cannot write such a turn behind an answer."""
+        """Raise ConfigError for a chat template that cannot write such a turn after an answer."""
         self.renderer, self.role = renderer, role
         if role != "assistant" and renderer.template is not None:
             self._check()
 
     def ids(self, content: str, closed: bool) -> list[int]:
-        """What stands between the policy's last token and its next one. ``closed``: that token ended its
-        turn."""
+        """Return the ids between the policy's last token and its next one. ``closed`` says whether that last
+        token ended its turn."""
         text = content
         if self.role != "assistant":
             end = "" if closed else self.renderer.end_text
@@ -41,7 +42,8 @@ class AddedTurns:
         return self.renderer.encode_inside([text])[0] if text else []
 
     def _behind(self, content: str) -> str:
-        """The template's text from the end of an answer's last token to the beginning of the next answer."""
+        """Return the template's text from the end of an answer's last token to the beginning of the next
+        answer."""
         turns = [_ASK, Turn("assistant", MARK), Turn(self.role, content)]
         written = self.renderer.apply(turns, add_generation_prompt=True)
         return written.partition(MARK)[2].removeprefix(self.renderer.end_text)
@@ -60,7 +62,7 @@ class AddedTurns:
             )
 
     def _fault(self) -> str:
-        """What keeps the template from adding such a turn; "" where nothing does."""
+        """Return the reason why the template cannot add such a turn; "" if it can."""
         if self.role == "tool" and not self.renderer.takes_tool:
             return "the chat template has no tool turns"
         ends = [self._written([MARK]), self._written([MARK, MARK])]
@@ -79,6 +81,6 @@ class AddedTurns:
         return ""
 
     def _written(self, answers: list[str]) -> str:
-        """A question, and answers each of which is followed by a turn of the role."""
+        """Return a question followed by answers, each of which is followed by a turn of the role."""
         turns = [turn for a in answers for turn in (Turn("assistant", a), Turn(self.role, "d"))]
         return self.renderer.apply([_ASK, *turns], add_generation_prompt=True)

@@ -1,5 +1,5 @@
-"""How a group becomes examples: pure functions, one per way of reading feedback. Trainers choose one and add
-nothing to it."""
+"""Conversion of a group into examples: pure functions, one for each kind of feedback. Trainers choose one and
+add nothing to it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from data.types import Example, Group, Prompt, Sequence
 
 @dataclass(frozen=True)
 class ExampleSpec:
-    """The completions of a group (by index) that make one example, and its label."""
+    """The completions of a group (by index) that form one example, and its label."""
 
     completions: tuple[int, ...]
     label: float = 0.0
 
 
 View = Callable[[Group], list[ExampleSpec]]
-"""What a group gives: no example when its feedback says nothing (equal rewards, too few completions)."""
+"""A function from a group to its examples. It gives none if the feedback is not informative (equal rewards,
+too few completions)."""
 
 
 def best_and_worst(group: Group, threshold: float = 0.0) -> tuple[int, int] | None:
-    """Indices of the highest- and lowest-rewarded completion, or None if they differ by less than
-    ``threshold`` or not at all (Algorithm 1, lines 8 and 9). The first of equals is taken, so a pair written
-    chosen first stays as it is."""
+    """Return the indices of the highest- and lowest-rewarded completion, or None if the rewards differ by
+    less than ``threshold`` or not at all (Algorithm 1, lines 8 and 9). Of equal rewards the first is taken,
+    so a pair written chosen first keeps its order."""
     rewards = group.rewards
     if len(rewards) < 2 or max(rewards) == min(rewards) or max(rewards) - min(rewards) < threshold:
         return None
@@ -35,13 +36,13 @@ def best_and_worst(group: Group, threshold: float = 0.0) -> tuple[int, int] | No
 
 
 def pairs(group: Group) -> list[ExampleSpec]:
-    """One (chosen, rejected) example: the best against the worst (DPO and its relatives)."""
+    """Return one (chosen, rejected) example: the best against the worst (DPO and its relatives)."""
     found = best_and_worst(group)
     return [] if found is None else [ExampleSpec(found)]
 
 
 def labelled(group: Group) -> list[ExampleSpec]:
-    """Desirable (+1) and undesirable (-1) examples (KTO, C.1.1): the two halves of the pair, or the one
+    """Return desirable (+1) and undesirable (-1) examples (KTO, C.1.1): the two halves of the pair, or one
     completion by its sign."""
     if len(group.rewards) == 1:
         return [ExampleSpec((0,), 1.0 if group.rewards[0] > 0 else -1.0)]
@@ -50,9 +51,9 @@ def labelled(group: Group) -> list[ExampleSpec]:
 
 
 def keep_shares(groups: Seq[Group], desirable: float, undesirable: float) -> Iterator[Group]:
-    """The groups with these shares of their desirable and undesirable examples (see ``labelled``) left,
-    whichever rows prompt ids decide. A pair that loses one half becomes an unpaired example; what has no
-    example stays as it is."""
+    """Yield the groups with only these shares of their desirable and undesirable examples (see ``labelled``).
+    Prompt ids decide which rows are kept. A pair that loses one half becomes an unpaired example. A group
+    without examples stays unchanged."""
     having: dict[float, list[tuple[str, int]]] = {1.0: [], -1.0: []}
     for i, group in enumerate(groups):
         for want in labelled(group) if group.rewards else []:
@@ -75,13 +76,14 @@ def keep_shares(groups: Seq[Group], desirable: float, undesirable: float) -> Ite
 
 
 def _shuffled(group: Group, label: float) -> str:
-    """A place in an order that neither the rows' order nor the other label's draw has to do with."""
+    """Return a sort key for an order that depends neither on the rows' order nor on the draw for the other
+    label."""
     return hashlib.sha256(f"{label:+.0f}/{group.prompt.id}".encode()).hexdigest()
 
 
 def advantages(rewards: Iterable[float]) -> list[float]:
-    """``(R - mean R) / std R`` within one prompt's group (eq. 1): population std in float64, no epsilon, so a
-    group of two gives exactly +-1; a group without variance gives zeros."""
+    """Return ``(R - mean R) / std R`` within one prompt's group (eq. 1), with population std in float64 and
+    no epsilon, so a group of two gives exactly +-1. A group without variance gives zeros."""
     values = [float(r) for r in rewards]
     if max(values) == min(values):
         return [0.0] * len(values)
@@ -92,15 +94,17 @@ def advantages(rewards: Iterable[float]) -> list[float]:
 
 
 def group_advantages(group: Group, keep_zero_variance: bool = False) -> list[ExampleSpec]:
-    """Every completion with its advantage (GRPO, Algorithm 2). A group without variance is left out, or kept
-    with A = 0 (spec of the verifiable setting, where compared runs must take the same number of steps)."""
+    """Return every completion with its advantage (GRPO, Algorithm 2). A group without variance is left out,
+    or kept with A = 0 (spec of the verifiable setting, where compared runs must take the same number of
+    steps)."""
     if len(group.rewards) < 2 or (max(group.rewards) == min(group.rewards) and not keep_zero_variance):
         return []
     return [ExampleSpec((i,), a) for i, a in enumerate(advantages(group.rewards))]
 
 
 def centred_advantages(group: Group, keep_zero_variance: bool = False) -> list[ExampleSpec]:
-    """As ``group_advantages``, with the advantage ``R - mean R`` (Dr. GRPO): not divided by the std."""
+    """Return the same as ``group_advantages``, but with the advantage ``R - mean R`` (Dr. GRPO), which is not
+    divided by the std."""
     mean = fmean(group.rewards) if group.rewards else 0.0
     return [
         ExampleSpec(want.completions, group.rewards[want.completions[0]] - mean)
@@ -109,8 +113,9 @@ def centred_advantages(group: Group, keep_zero_variance: bool = False) -> list[E
 
 
 def leave_one_out_advantages(group: Group, keep_zero_variance: bool = False) -> list[ExampleSpec]:
-    """As ``group_advantages``, with the advantage ``R - mean of the group's other rewards`` (RLOO; Ahmadian
-    et al. 2024, arXiv 2402.14740): ``n / (n - 1)`` times the centred one."""
+    """Return the same as ``group_advantages``, but with the advantage ``R - mean of the group's other
+    rewards`` (RLOO; Ahmadian et al. 2024, arXiv 2402.14740), which is ``n / (n - 1)`` times the centred
+    one."""
     n = len(group.rewards)
     return [
         replace(want, label=want.label * n / (n - 1))
@@ -119,9 +124,9 @@ def leave_one_out_advantages(group: Group, keep_zero_variance: bool = False) -> 
 
 
 def token_advantages(group: Group, keep_zero_variance: bool = False) -> list[ExampleSpec]:
-    """Every completion of a group whose completions all have token rewards, which are the advantages of their
-    tokens as they are: neither centred nor scaled. The label is their mean over the tokens that count. A
-    group without them gives nothing."""
+    """Return every completion of a group whose completions all have token rewards. The token rewards serve as
+    the tokens' advantages, neither centred nor scaled. The label is their mean over the tokens that count. A
+    group without token rewards gives no example."""
     found = []
     for i, completion in enumerate(group.completions):
         if completion.token_rewards is None:
@@ -136,16 +141,16 @@ ADVANTAGES: dict[str, View] = {
     "group": group_advantages,
     "group_mean": centred_advantages,
     "rloo": leave_one_out_advantages,
-    "batch": centred_advantages,  # and then ``normalised`` over the batch, which no group knows
+    "batch": centred_advantages,  # then ``normalised`` over the batch, which needs more than one group
     "tokens": token_advantages,
 }
-"""Setting -> the view of a loss on advantages."""
+"""Setting -> the view of a loss that uses advantages."""
 
 
 def normalised(batch: list[Example]) -> list[Example]:
-    """The batch with each label, an advantage, less the mean and divided by the std of all completion tokens'
-    (REINFORCE++ with its group's baseline; Hu et al. 2025, arXiv 2501.03262): population std in float64, no
-    epsilon. A batch whose labels are all the same gets zeros."""
+    """Return the batch with each label (an advantage) standardised: minus the mean, divided by the std over
+    all completion tokens (REINFORCE++ with its group's baseline; Hu et al. 2025, arXiv 2501.03262). The std
+    is the population std in float64, without epsilon. A batch whose labels are all the same gets zeros."""
     labels = [example.label for example in batch]
     if not labels or max(labels) == min(labels):
         return [replace(example, label=0.0) for example in batch]
@@ -156,18 +161,19 @@ def normalised(batch: list[Example]) -> list[Example]:
 
 
 def demonstrations(group: Group) -> list[ExampleSpec]:
-    """The best completion alone (SFT)."""
+    """Return the best completion alone (SFT)."""
     return [ExampleSpec((group.rewards.index(max(group.rewards)),), 1.0)] if group.rewards else []
 
 
 def mismatched(batch: list[Example], max_length: int) -> list[Example]:
-    """The batch with, beside each example, its prompt and the completion of another prompt of the batch
-    (KTO's z0, eq. 7).
+    """Return the batch in which each example has an extra row: its prompt with the completion of another
+    prompt of the batch (KTO's z0, eq. 7).
 
-    A fixed rotation in the batch's own order, by the smallest shift under which no row meets a completion of
-    its own prompt, so the two halves of a split pair never meet. Where repeated prompts leave no such shift,
-    each row takes the next completion of another prompt. Rows are truncated to ``max_length`` tokens like any
-    other. With one prompt only there is nothing to mismatch: the examples come back as they are.
+    The pairing is a fixed rotation in the batch's own order, by the smallest shift under which no row meets a
+    completion of its own prompt, so the two halves of a split pair never meet. If repeated prompts leave no
+    such shift, each row takes the next completion of another prompt. Rows are truncated to ``max_length``
+    tokens like any other. If the batch has only one prompt, nothing can be mismatched, and the examples are
+    returned unchanged.
     """
     n = len(batch)
     prompts = [example.prompt_id for example in batch]
@@ -190,5 +196,5 @@ def mismatched(batch: list[Example], max_length: int) -> list[Example]:
 
 
 def prompts_of(groups: Iterable[Group]) -> list[Prompt]:
-    """The distinct prompts, in order of first appearance."""
+    """Return the distinct prompts, in order of first appearance."""
     return list({group.prompt.id: group.prompt for group in groups}.values())

@@ -1,5 +1,5 @@
-"""Whether a tokenizer can read the data at all: what it does not know it makes one and the same token, and a
-model that is trained on that token learns nothing of the text."""
+"""Check that a tokenizer can read the data: it turns everything that it does not know into one and the same
+token, and a model trained on that token learns nothing about the text."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_UNKNOWN = 0.1
-"""The share of unknown tokens from which on data are refused: texts in a language that the tokenizer was made
-for have next to none."""
+"""Share of unknown tokens above which data are refused. Texts in a language that the tokenizer was made for
+have almost none."""
 
 
 def unknown_share(tokenizer: PreTrainedTokenizerBase, rows: Iterable[np.ndarray]) -> float:
-    """The share of the tokens of ``rows`` ([tokens] ids each) that stand for what the tokenizer does not
-    know; 0 where it has no token of its own for that."""
+    """Return the share of the tokens of ``rows`` ([tokens] ids each) that stand for unknown text; 0 if the
+    tokenizer has no separate token for it."""
     unknown = tokenizer.unk_token_id
     if unknown is None:
         return 0.0
@@ -33,7 +33,7 @@ def unknown_share(tokenizer: PreTrainedTokenizerBase, rows: Iterable[np.ndarray]
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: Iterable[np.ndarray], origin: str) -> None:
-    """Raise ConfigError for data that the tokenizer cannot read. ``origin``: which, in words."""
+    """Raise ConfigError for data that the tokenizer cannot read. ``origin`` describes the data in words."""
     share = unknown_share(tokenizer, rows)
     if share > MOST_UNKNOWN:
         raise ConfigError(

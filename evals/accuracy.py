@@ -1,5 +1,4 @@
-"""``kind=accuracy``: how often answers that can be checked are right: greedy accuracy, and pass@k of several
-samples."""
+"""``kind=accuracy``, the greedy accuracy and the pass@k of answers that can be checked."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ Items = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Checked:
-    """One prompt's answers of one request, with their verdicts: 1.0 right, 0.0 wrong, None for no verdict."""
+    """One prompt's answers to one request, with their verdicts: 1.0 right, 0.0 wrong, None for no verdict."""
 
     prompt: Prompt
     samples: list[Sample]
@@ -46,7 +45,7 @@ class Checked:
 
 
 def verifier_path(data: DataConfig, stage: EvalStage) -> str:
-    """The import path of what checks the answers. Raises ConfigError where nothing does."""
+    """Return the import path of the verifier of the answers. Raises ConfigError where there is none."""
     path = stage.accuracy.verifier or data.verifier or (MATH_VERIFY if data.format in MATHS else None)
     if path is None:
         raise ConfigError(
@@ -59,8 +58,10 @@ def verifier_path(data: DataConfig, stage: EvalStage) -> str:
 
 
 def check(target: Target, stage: EvalStage) -> None:
-    """Raises ConfigError, DataError: nothing checks the answers, no prompt has a reference answer, the model
-    cannot answer."""
+    """Raise ConfigError or DataError if the evaluation cannot be done.
+
+    The reasons are: nothing checks the answers, no prompt has a reference answer, or the model cannot
+    answer."""
     renderer = check_answering(target)
     import_function("accuracy.verifier", verifier_path(target.config.data, stage))
     require(
@@ -74,8 +75,9 @@ def check(target: Target, stage: EvalStage) -> None:
 
 
 def checkable(target: Target, stage: EvalStage, renderer: Renderer) -> tuple[list[Prompt], Counter[str]]:
-    """(the prompts that have a reference answer, for what reasons how many others are left out). Raises
-    ConfigError for none."""
+    """Return (the prompts that have a reference answer, the number of other prompts by reason).
+
+    Raises ConfigError if no prompt has one."""
     every, left_out = answers.prompts(target, replace(stage, limit=None), renderer)
     found = [prompt for prompt in every if prompt.reference_answer is not None]
     if len(found) < len(every):
@@ -90,8 +92,9 @@ def checkable(target: Target, stage: EvalStage, renderer: Renderer) -> tuple[lis
 
 
 def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
-    """Greedy accuracy and pass@k of one target, with bootstrap intervals over problems. Raises StoppedError
-    for verdicts that are neither 0 nor 1, and if there is no verdict at all."""
+    """Return greedy accuracy and pass@k of one target, with bootstrap intervals over problems.
+
+    Raises StoppedError for verdicts that are neither 0 nor 1, and if there is no verdict at all."""
     renderer = check_answering(target)
     asked, left_out = checkable(target, stage, renderer)
     own, drawn = stage.accuracy, settings_of(target.config)
@@ -132,7 +135,7 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
 def verified(
     asked: list[Prompt], of_prompt: list[list[Sample]], verifier: Verifier, renderer: Renderer
 ) -> list[Checked]:
-    """Every answer with its verdict. Raises StoppedError for one that is neither 0 nor 1."""
+    """Return every answer with its verdict. Raises StoppedError for a verdict that is neither 0 nor 1."""
     texts = [
         [answer_of(prompt, sample, renderer) for sample in samples]
         for prompt, samples in zip(asked, of_prompt, strict=True)
@@ -154,8 +157,9 @@ def verified(
 
 
 def items_of(by_kind: Mapping[str, list[Checked]], ks: Iterable[int]) -> Items:
-    """Metric -> prompt id -> value: what is averaged over prompts. A prompt with fewer verdicts than k has no
-    pass@k."""
+    """Return the values that are averaged over prompts, as metric -> prompt id -> value.
+
+    A prompt with fewer verdicts than k has no pass@k."""
     items: Items = {}
     if "greedy" in by_kind:
         items["greedy.accuracy"] = {one.prompt.id: one.known[0] for one in by_kind["greedy"] if one.known}
@@ -169,9 +173,11 @@ def items_of(by_kind: Mapping[str, list[Checked]], ks: Iterable[int]) -> Items:
 
 
 def summary(every: list[Checked]) -> dict[str, float]:
-    """``length`` (mean tokens of the policy, the stop token included), ``finished`` (share not cut by
-    max_tokens), ``no_verdict`` (share), and where there are several answers a prompt ``distinct`` (the mean
-    share of different texts among them)."""
+    """Return statistics of the answers by name.
+
+    ``length``: mean tokens that the policy wrote, the stop token included; ``finished``: share not cut by
+    max_tokens; ``no_verdict``: share without a verdict; with several answers per prompt also ``distinct``:
+    mean share of different texts among a prompt's answers."""
     samples = [sample for one in every for sample in one.samples]
     found = {
         "length": fmean(s.own_tokens for s in samples),
@@ -184,7 +190,7 @@ def summary(every: list[Checked]) -> dict[str, float]:
 
 
 def rows_of(by_kind: Mapping[str, list[Checked]]) -> Iterable[dict[str, Any]]:
-    """A line an answer."""
+    """Yield one record per answer."""
     for kind, every in by_kind.items():
         for one in every:
             asked = [turn.message for turn in one.prompt.turns]
@@ -208,7 +214,8 @@ def rows_of(by_kind: Mapping[str, list[Checked]]) -> Iterable[dict[str, Any]]:
 
 
 def pool(parts: list[Evaluation], stage: EvalStage) -> Evaluation:
-    """Several runs as one result: means over all, intervals by a bootstrap over runs and problems."""
+    """Combine several runs into one result, with means over all runs and intervals by a bootstrap over runs
+    and problems."""
     kinds = parts[0].values.keys() & {"greedy", "sampled"}
     summaries = {
         kind: {
@@ -242,8 +249,9 @@ def result(
     settings: dict[str, Any],
     fingerprints: dict[str, Any],
 ) -> Evaluation:
-    """The record and the printed table of one run's items, or of several's. Raises StoppedError where nothing
-    got a verdict."""
+    """Return the record and the printed table from the items of one or several runs.
+
+    Raises StoppedError where no answer got a verdict."""
     tables = {metric: statistics.table_of([run[metric] for run in runs]) for metric in runs[0]}
     if not any(np.isfinite(table).any() for table in tables.values()):
         raise StoppedError(

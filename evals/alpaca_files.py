@@ -1,5 +1,8 @@
-"""AlpacaEval's files: answers, judgements, and the two that the alpaca_eval library takes from the hub, found
-without waiting for one that cannot be reached."""
+"""Read AlpacaEval's files of answers and judgements, and find the two files that the alpaca_eval library
+takes from the hub.
+
+An unreachable hub does not cause a long wait.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,20 @@ from common.errors import ConfigError, DataError, require
 Row = dict[str, Any]
 REPOSITORY = "tatsu-lab/alpaca_eval"
 BASELINE, GAMED = "alpaca_eval_gpt4_baseline.json", "df_gamed.csv"
-"""The baseline's answers to the 805 instructions; the instructions' difficulties with the judgements of two
-models that game length."""
+"""BASELINE has the baseline's answers to the 805 instructions, GAMED the instructions' difficulties with the
+judgements of two models that game length."""
 REACHED_WITHIN_S = 3.0
-"""A hub that gives no sign of life within this is done without: its own client would try for half a
+"""Seconds to wait for the hub to respond before doing without it; its own client would try for half a
 minute."""
 _NAMED = 3
-"""Bad rows that an error names."""
+"""Largest number of bad rows that an error names."""
 
 
 def read_rows(key: str, path: Path, texts: Sequence[str]) -> list[Row]:
-    """The objects of a JSON list (or of JSON lines), each with a text under every one of ``texts``.
+    """Return the objects of a JSON list (or of JSON lines), each with a string under every key in ``texts``.
 
-    Raises ConfigError for a file that is not there, DataError for one that cannot be read or has rows that
-    are no such objects.
+    Raises ConfigError for a missing file, and DataError for a file that cannot be read or has other rows.
+    ``key``: the setting that names the file, for error messages.
     """
     require(path.is_file(), key, path, "there is no such file")
     try:
@@ -62,8 +65,9 @@ def _problem(row: Any, texts: Sequence[str]) -> str | None:
 
 
 def read_outputs(key: str, path: Path) -> list[Row]:
-    """Answers in AlpacaEval's format, one an instruction, all of one generator. Raises ConfigError,
-    DataError."""
+    """Return answers in AlpacaEval's format: one per instruction, all from the same generator.
+
+    Raises ConfigError, DataError."""
     rows = read_rows(key, path, ("instruction", "output", "generator"))
     generators = sorted({row["generator"] for row in rows})
     if len(generators) > 1:
@@ -86,11 +90,11 @@ def read_outputs(key: str, path: Path) -> list[Row]:
 
 
 def read_annotations(path: Path) -> list[Row]:
-    """Judgements as alpaca_eval writes them, of one model against one baseline. Raises ConfigError,
-    DataError.
+    """Return judgements of one model against one baseline, as alpaca_eval writes them.
 
-    A ``preference`` that is no number within [1, 2] (0 is an old way to write a tie) is a judgement that
-    failed: such rows stay, the library counts them out.
+    A ``preference`` that is not a number within [1, 2] (0 is an old way to write a tie) marks a failed
+    judgement. Such rows are kept, and the library leaves them out of its counts. Raises ConfigError,
+    DataError.
     """
     key = "alpacaeval.annotations"
     rows = read_rows(key, path, ("instruction", "output_1", "output_2"))
@@ -120,14 +124,15 @@ def read_annotations(path: Path) -> list[Row]:
 
 
 def judged(row: Row) -> bool:
-    """Whether the library counts the row's preference."""
+    """Return whether the library counts the row's preference."""
     value = row.get("preference")
     return value is not None and (value == 0 or 1 <= value <= 2)
 
 
 def aligned(outputs: Sequence[Row], reference: Sequence[Row], key: str, value: Any) -> None:
-    """Raise ConfigError unless every answer is to an instruction of the reference, letter by letter: the
-    library would drop it."""
+    """Raise ConfigError unless every answer's instruction is in the reference, character for character.
+
+    The library would drop any other answer."""
     known = {row["instruction"] for row in reference}
     strange = [row["instruction"] for row in outputs if row["instruction"] not in known]
     require(
@@ -141,8 +146,9 @@ def aligned(outputs: Sequence[Row], reference: Sequence[Row], key: str, value: A
 
 
 def hub_file(name: str) -> Path | str:
-    """A file of the library's data set in the hub's cache, or fetched to it; or why it cannot be had. Never
-    waits for long."""
+    """Return the path of a file of the library's data set in the hub's cache, or why it is not available.
+
+    A missing file is downloaded to the cache. An unreachable hub is given up after REACHED_WITHIN_S."""
     cached = try_to_load_from_cache(REPOSITORY, name, repo_type="dataset")
     if isinstance(cached, str):
         return Path(cached)
@@ -165,7 +171,7 @@ def hub_file(name: str) -> Path | str:
 
 
 def reference_path(given: str | None) -> Path:
-    """The file of the baseline's answers. Raises ConfigError where there is none."""
+    """Return the file of the baseline's answers. Raises ConfigError where it is not available."""
     found = Path(given) if given is not None else hub_file(BASELINE)
     if isinstance(found, str):
         raise ConfigError(
@@ -175,8 +181,9 @@ def reference_path(given: str | None) -> Path:
 
 
 def difficulty_path(given: str | None) -> Path | str:
-    """The file that the length-controlled rate needs, or why there is none. Raises ConfigError for a given
-    one that is not there."""
+    """Return the file that the length-controlled win rate needs, or why it is not available.
+
+    Raises ConfigError if the given file does not exist."""
     if given is not None:
         require(
             Path(given).is_file(),

@@ -1,6 +1,9 @@
-"""Answers judged against a baseline's by a language model behind an endpoint, through the alpaca_eval
-library: its prompts, its parsing, its cache of judgements. Around it: failures that cost one judgement and
-not the run, a file that is always whole, and what it will cost."""
+"""Judge answers against a baseline's with a language model behind an endpoint, through the alpaca_eval
+library.
+
+The prompts, the parsing and the cache of judgements are the library's. This module adds that a failure costs
+one judgement and not the run, that the cache file is always complete, and an estimate of the cost.
+"""
 
 from __future__ import annotations
 
@@ -27,33 +30,33 @@ from reports.progress import progress
 
 CHARACTERS_PER_TOKEN = 4
 SECONDS_PER_CALL = 2.0
-"""What a call is taken to last before any was made."""
+"""Assumed duration of a call in the estimate."""
 DEAD_AFTER = 50
-"""Failures in a row, or five for each call at once, after which an endpoint is given up."""
+"""Failures in a row after which an endpoint is given up; five per concurrent call if that is more."""
 _CALLS_PER_WORKER = 8
-"""Judgements are written to the cache whenever every worker has done about so many."""
+"""Judgements are written to the cache whenever every worker has done about this many."""
 _STOP = (301, 302, 307, 308, 401, 403, 404, 405)
 """HTTP errors that every further call would get too: a wrong key, address or model."""
 _MOST_REPLY_BYTES = 4_000_000
 NO_KEY = "none"
-"""What is sent where there is no key: the client insists on one."""
+"""Key that is sent where there is none, because the client insists on one."""
 
 
 @dataclass
 class Spent:
-    """What the endpoint was asked by this process, and what came of it."""
+    """The calls of this process to the endpoint, and their outcome."""
 
     calls: int = 0
-    """answers that it was asked about; a call that was tried again counts once"""
+    """number of answers to be judged; a call that was retried counts once"""
     tokens: float = 0
-    """its own count"""
+    """tokens, by the endpoint's own count"""
     failures: Counter[str] = field(default_factory=Counter)
-    """for what reasons how many calls gave no judgement"""
+    """number of calls without a judgement, by reason"""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What judging will take. Tokens are characters / 4."""
+    """The estimated cost of judging. Tokens are estimated as characters / 4."""
 
     calls: int
     tokens: int
@@ -69,19 +72,19 @@ class Estimate:
 
 
 def key_of(own: AlpacaEvalConfig) -> str:
-    """The judge's key, from the environment."""
+    """Return the judge's key from the environment, or NO_KEY."""
     return (os.environ.get(own.api_key_env or "") or NO_KEY).strip()
 
 
 def judge_name(own: AlpacaEvalConfig) -> str:
-    """What the judgements are filed under: the library's annotator and the model that plays it."""
+    """Return the name under which the judgements are stored: the library's annotator and the judge model."""
     return f"{own.annotator}-{own.model}"
 
 
 def estimate(
     outputs: Sequence[Row], reference: Sequence[Row], own: AlpacaEvalConfig, cache: Path
 ) -> Estimate:
-    """What judging ``outputs`` will take, without those that are judged already."""
+    """Estimate the cost of judging ``outputs``, without the answers that are already judged."""
     settings = annotator_settings(own.annotator)
     frame, reply = (
         len(Path(settings["prompt_template"]).read_text()),
@@ -96,7 +99,7 @@ def estimate(
     asked = [(o["instruction"], theirs[o["instruction"]], o["output"]) for o in outputs]
     asked = [
         pair for pair in asked if pair not in done and pair[1] != pair[2]
-    ]  # the same answer twice is a tie without asking
+    ]  # two equal answers are a tie without a call
     tokens = sum((frame + sum(map(len, pair))) // CHARACTERS_PER_TOKEN + reply for pair in asked)
     price = own.dollars_per_million_tokens
     return Estimate(
@@ -110,20 +113,19 @@ def estimate(
 def judge(
     outputs: Sequence[Row], reference: Sequence[Row], own: AlpacaEvalConfig, cache: Path, shown: str
 ) -> tuple[list[Row], Spent]:
-    """(the library's annotations, in the order of ``reference``, what they took). A row that got no judgement
-    has preference None.
+    """Return (the library's annotations in the order of ``reference``, the calls that were made).
 
-    ``cache``: the library's file of judgements; what is in it is not asked again, and it is whole whenever
-    the process ends. ``shown``: said by the progress bar. Raises StoppedError where every further call would
-    fail too, and when more than ``own.max_missing`` of the answers got no judgement; the same command then
-    goes on with what is missing.
+    A row without a judgement has preference None. ``cache``: the library's file of judgements; these are not
+    requested again, and the file is complete whenever the process ends. ``shown``: label of the progress bar.
+    Raises StoppedError where every further call would fail too, and when more than ``own.max_missing`` of the
+    answers got no judgement; running the same command again continues with the missing ones.
     """
     import pandas as pd
 
     about = estimate(outputs, reference, own, cache)
     write_whole(
         cache, _text([row for row in _cached(cache) if row["preference"] not in (None, -1)])
-    )  # what failed is asked again
+    )  # failed judgements are requested again
     wanted = {row["instruction"] for row in outputs}
     with (
         tempfile.TemporaryDirectory(prefix="alpacaeval-") as folder,
@@ -152,8 +154,9 @@ def judge(
 
 
 def _annotator(own: AlpacaEvalConfig, cache: Path, folder: Path) -> Any:
-    """The library's annotator with our model, which reads and writes ``cache``; its settings go through a
-    file in ``folder``."""
+    """Return the library's annotator with the judge model of the settings; it reads and writes ``cache``.
+
+    The annotator takes its settings from a file, which is written to ``folder``."""
     settings = annotator_settings(own.annotator)
     settings["completions_kwargs"]["model_name"] = own.model
     file = folder / "annotator" / "configs.yaml"
@@ -205,33 +208,35 @@ def _check_missing(rows: Sequence[Row], spent: Spent, own: AlpacaEvalConfig) -> 
 
 
 class _FailedError(Exception):
-    """One call without a judgement, and why."""
+    """Raised for a call that gave no judgement; the message says why."""
 
 
 class _Endpoint:
-    """What the annotator asks for completions: the library's own function, one prompt a call, many calls at
-    once."""
+    """The annotator's source of completions: the library's own function, one prompt per call, with concurrent
+    calls."""
 
     def __init__(self, own: AlpacaEvalConfig, done: Any) -> None:
         import openai
 
         self.own, self.spent, self._done = own, Spent(), done
         self._key = key_of(own)
-        # the library's time limit is for each read; this one's holds for a call as a whole
+        # the client's own timeout applies to each read; this transport's applies to a whole call
         whole = WholeExchange(own.timeout, _MOST_REPLY_BYTES)
         self._client = openai.DefaultHttpxClient(timeout=None, transport=whole)
         self._lock, self._in_a_row = threading.Lock(), 0
         self._dead_after = max(DEAD_AFTER, 5 * own.concurrency)
         self.stopped: StoppedError | None = None
-        """why no further call is made"""
+        """the reason why no further call is made; None while calls continue"""
 
     def close(self) -> None:
         self._client.close()
 
     def complete(self, prompts: Sequence[str], **settings: Any) -> dict[str, list[Any]]:
-        """What the library's ``openai_completions`` gives for all prompts; a call that failed is an empty
-        completion, which the library takes for no judgement. Once ``stopped`` it gives only those, for the
-        library to store what came before, and raises the next time.
+        """Return the library's ``openai_completions`` of all prompts.
+
+        A failed call gives an empty completion, which the library reads as no judgement. If ``stopped`` is
+        set meanwhile, the remaining completions are empty too, so that the library stores the judgements made
+        so far; the next call of this method raises ``stopped``.
         """
         if self.stopped is not None:
             raise self.stopped
@@ -270,7 +275,7 @@ class _Endpoint:
                 )
 
     def _ask(self, prompt: str, settings: dict[str, Any]) -> dict[str, list[Any]]:
-        """One prompt's completion. Raises _FailedError, StoppedError."""
+        """Return the completion of one prompt. Raises _FailedError, StoppedError."""
         import openai
 
         own, price = self.own, self.own.dollars_per_million_tokens
@@ -311,8 +316,9 @@ class _Endpoint:
         return made
 
     def _refused(self, error: Any) -> Exception:
-        """What an HTTP error means for this call, or for all of them. What the endpoint says may repeat the
-        key: it is cut out."""
+        """Return the error to raise for an HTTP error: StoppedError if every call would get it.
+
+        The endpoint's message may repeat the key, which is cut out of it."""
         said = " ".join(str(error.message).split())
         said = (said if self._key == NO_KEY else said.replace(self._key, "***"))[:300]
         if error.status_code in _STOP:
@@ -324,7 +330,7 @@ class _Endpoint:
 
 
 def _nothing() -> dict[str, list[Any]]:
-    """The library's form of a completion that says nothing."""
+    """Return an empty completion in the library's format."""
     return {
         "completions": [""],
         "price_per_example": [0.0],

@@ -1,4 +1,4 @@
-"""The alpaca_eval library: imported without what its import does to a process, and its two win rates."""
+"""Import the alpaca_eval library without its side effects on the process, and compute its two win rates."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ GAMED_COLUMNS = (
 )
 _CHAT = "<|im_start|>"
 _ENDPOINT_KEYS = ("client_kwargs", "price_per_token", "requires_chatml", "num_procs", "client_config_path")
-"""Of an annotator's completions_kwargs: what says how the endpoint is reached, which is alpacaeval's to
-say."""
+"""Keys of an annotator's completions_kwargs that say how to reach the endpoint; the settings under alpacaeval
+replace them."""
 
 
 def require_installed() -> None:
@@ -47,8 +47,9 @@ def require_installed() -> None:
 
 @cache
 def library() -> ModuleType:
-    """The library, with the modules that are used. Its import reads a .env file near it and sets the root
-    logger's level: not here."""
+    """Return the library with the modules that are used.
+
+    Its import would read a nearby .env file and set the root logger's level; both are prevented here."""
     level, before = logging.getLogger().level, os.environ.get("PYTHON_DOTENV_DISABLED")
     os.environ["PYTHON_DOTENV_DISABLED"] = "1"
     try:
@@ -70,8 +71,9 @@ def library() -> ModuleType:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the library's logging (tracebacks of every failed call, with what the endpoint said), bars and
-    warnings."""
+    """Suppress the library's progress bars, warnings and logging inside the context.
+
+    It logs a traceback of every failed call with the endpoint's reply."""
     modules = [library().utils, library().decoders.openai]
     bars = [module.tqdm for module in modules]
     before = logging.root.manager.disable
@@ -89,8 +91,10 @@ def quiet() -> Iterator[None]:
 
 
 def annotator_settings(name: str) -> dict[str, Any]:
-    """The library's settings of an annotator, the path of its prompt made absolute. Raises ConfigError for
-    one that does not exist or that no chat endpoint can play. Does not import the library."""
+    """Return the library's settings of an annotator, with the path of its prompt made absolute.
+
+    Raises ConfigError for an annotator that does not exist or that a chat endpoint cannot serve. Does not
+    import the library."""
     key, spec = "alpacaeval.annotator", importlib.util.find_spec("alpaca_eval")
     assert spec is not None and spec.origin is not None, "require_installed comes first"
     folder = Path(spec.origin).parent / "evaluators_configs"
@@ -125,9 +129,10 @@ def annotator_settings(name: str) -> dict[str, Any]:
 
 
 def win_rate(rows: Sequence[Row]) -> dict[str, Any]:
-    """The library's plain rates in percent, as the leaderboard's columns: win_rate, standard_error, n_wins,
-    n_wins_base, n_draws, n_total, discrete_win_rate. ``preference`` is 2 where output_2 wins, 1.5 (or 0) for
-    a tie; rows without one are left out."""
+    """Return the library's plain win rates in percent and its counts, under the leaderboard's names.
+
+    They are win_rate, standard_error, n_wins, n_wins_base, n_draws, n_total and discrete_win_rate.
+    ``preference`` is 2 where output_2 wins and 1.5 (or 0) for a tie; rows without one are left out."""
     import pandas as pd
 
     frame = pd.DataFrame({"preference": [row.get("preference") for row in rows]}, dtype=float)
@@ -139,12 +144,12 @@ def win_rate(rows: Sequence[Row]) -> dict[str, Any]:
 def length_controlled(
     rows: Sequence[Row], gamed: Path, positions: Sequence[int] | None
 ) -> tuple[dict[str, float], list[float]] | str:
-    """(length_controlled_winrate and lc_standard_error in percent, each row's length-controlled preference in
-    [0, 1]), by the library's regression (Dubois et al. 2024); or why there is none.
+    """Compute the length-controlled win rate with the library's regression (Dubois et al. 2024).
 
-    ``gamed``: df_gamed.csv, whose rows know an instruction by its number in the set. ``positions``: those
-    numbers for ``rows``; None: they are all there, in order. Raises ConfigError for a file that is no such
-    file.
+    Returns (length_controlled_winrate and lc_standard_error in percent, each row's length-controlled
+    preference in [0, 1]), or the reason why there is no such rate. ``gamed``: df_gamed.csv, whose rows
+    identify an instruction by its number in the set. ``positions``: these numbers for ``rows``; None if
+    ``rows`` has all instructions in order. Raises ConfigError if ``gamed`` is not such a file.
     """
     import pandas as pd
 
@@ -159,7 +164,7 @@ def length_controlled(
         metrics = _regression(frame, gamed)
     except (
         Exception
-    ) as error:  # whatever the regression makes of rows that it cannot fit: the plain rate is still right
+    ) as error:  # the regression may raise anything for rows it cannot fit; the plain rate is still right
         return f"the library's regression failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"  # noqa: E501
     by_position = frame["glm_preference"].to_dict()
     order = range(len(rows)) if positions is None else positions
@@ -168,8 +173,9 @@ def length_controlled(
 
 
 def _regression(frame: Any, gamed: Path) -> dict[str, float]:
-    """The library's, which takes its file from the hub: from ``gamed`` here. Adds ``glm_preference`` to the
-    frame."""
+    """Run the library's regression with the file ``gamed`` instead of the one it takes from the hub.
+
+    Adds the column ``glm_preference`` to the frame."""
     import sklearn
 
     glm = library().metrics.glm_winrate
@@ -184,7 +190,7 @@ def _regression(frame: Any, gamed: Path) -> dict[str, float]:
 
 
 def _instructions_of(gamed: Path) -> int:
-    """How many instructions the file knows. Raises ConfigError for another file."""
+    """Return the number of instructions in df_gamed.csv. Raises ConfigError if the file is another one."""
     import pandas as pd
 
     try:

@@ -1,9 +1,9 @@
-"""``kind=alpacaeval``: AlpacaEval 2 (Dubois et al. 2024), the instruction-following evaluation of the paper's
+"""``kind=alpacaeval``, AlpacaEval 2 (Dubois et al. 2024), the instruction-following evaluation of the paper's
 §5.1 and Tables 3 to 6.
 
-Three stages, each usable alone: the model answers the set's instructions (``outputs.json``), a judge prefers
-its answer or the baseline's (``annotations.json``), the judgements become a win rate and a length-controlled
-one. Judging and both rates are the alpaca_eval library's.
+It has three stages, each usable alone: the model answers the set's instructions (``outputs.json``), a judge
+prefers its answer or the baseline's (``annotations.json``), and the judgements become a plain and a
+length-controlled win rate. The alpaca_eval library does the judging and computes both rates.
 """
 
 from __future__ import annotations
@@ -49,13 +49,15 @@ _NAMED = 3
 
 
 def folder(target: Target, stage: EvalStage) -> Path:
-    """Where the files of the stages lie: beside the result, under its name."""
+    """Return the folder of the stages' files, which lies beside the result and has its name."""
     return result_path(target, stage).with_suffix("")
 
 
 def check(target: Target, stage: EvalStage) -> None:
-    """Raises ConfigError, DataError: the library, a file, the key or the annotator is not there, a file is
-    not what it should be, the model cannot answer every instruction."""
+    """Raise ConfigError or DataError if the evaluation cannot be done.
+
+    The reasons are: the library, a file, the key or the annotator is missing, a file has the wrong contents,
+    or the model cannot answer every instruction."""
     require_installed()
     own = stage.alpacaeval
     difficulty_path(own.difficulty)
@@ -85,10 +87,10 @@ def check(target: Target, stage: EvalStage) -> None:
 
 
 def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
-    """Answers, judgements and rates, as far as the settings ask. Raises StoppedError when the judge fails too
-    often.
+    """Make the answers, judgements and win rates, as far as the settings ask for them.
 
-    With several ranks, all answer; judging is rank 0's, and the others are done.
+    With several ranks, all ranks answer; then rank 0 alone judges, and the others return an empty result.
+    Raises StoppedError when the judge fails too often.
     """
     own, place = stage.alpacaeval, folder(target, stage)
     if own.annotations is not None:
@@ -137,8 +139,9 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
 
 
 def asked_of(target: Target, stage: EvalStage) -> tuple[list[Row], Path]:
-    """(the baseline's answers to the instructions that are asked, in their order; their file). Raises
-    ConfigError, DataError."""
+    """Return (the baseline's answers to the instructions that are used, in file order; their file).
+
+    Raises ConfigError, DataError."""
     own = stage.alpacaeval
     path = reference_path(own.reference)
     reference = read_outputs("alpacaeval.reference", path)
@@ -161,14 +164,14 @@ def asked_of(target: Target, stage: EvalStage) -> tuple[list[Row], Path]:
 
 
 def prompt_of(row: Row) -> Prompt:
-    """The instruction, letter by letter: judgements are matched by it."""
+    """Return a prompt with exactly the instruction's text, because judgements are matched by it."""
     return Prompt((Turn("user", row["instruction"]),))
 
 
 def sampled(
     target: Target, stage: EvalStage, reference: list[Row], made: dict[str, Any], world: World
 ) -> list[Row]:
-    """The target's answers, in AlpacaEval's format."""
+    """Sample the target's answers, write them, and return them in AlpacaEval's format."""
     renderer = _renderer(target, reference)
     request = Request("answers to AlpacaEval", 1, settings_of(target.config))
     prompts = [prompt_of(row) for row in reference]
@@ -190,8 +193,10 @@ def sampled(
 
 
 def _renderer(target: Target, reference: Sequence[Row]) -> Renderer:
-    """The target's renderer. Raises ConfigError where it cannot render every instruction whole: a rate would
-    be another number."""
+    """Return the target's renderer.
+
+    Raises ConfigError if it cannot render every instruction uncut, because the win rate would no longer be
+    comparable."""
     renderer = check_answering(target)
     refused = {
         reason
@@ -219,8 +224,9 @@ def _renderer(target: Target, reference: Sequence[Row]) -> Renderer:
 
 
 def rated(rows: list[Row], stage: EvalStage, settings: dict[str, Any], made: dict[str, Any]) -> Evaluation:
-    """The library's rates of judgements; ``rows`` with the length-controlled preference where there is one.
-    Rates are percent."""
+    """Return the library's win rates of the judgements, in percent.
+
+    Where there is a length-controlled rate, ``rows`` get their length-controlled preferences."""
     own = stage.alpacaeval
     plain_rates = win_rate(rows)
     controlled = _controlled(rows, own.difficulty, own.reference)
@@ -283,7 +289,7 @@ def _controlled(
     if isinstance(gamed, str):
         return gamed
     positions = None
-    if reference is not None:  # its order numbers the instructions
+    if reference is not None:  # an instruction's number is its place in this file
         order = {
             row["instruction"]: i
             for i, row in enumerate(read_outputs("alpacaeval.reference", Path(reference)))
@@ -296,7 +302,7 @@ def _controlled(
 
 
 def _length(rows: Sequence[Row], key: str) -> int:
-    """The mean number of characters, cut to a whole number as the leaderboard does."""
+    """Return the mean number of characters, truncated to an integer as the leaderboard does."""
     return int(fmean(len(row[key]) for row in rows))
 
 
@@ -308,7 +314,7 @@ def _percent(value: float | None) -> str:
 
 
 def fingerprints_of(target: Target, stage: EvalStage, reference: Sequence[Row]) -> dict[str, Any]:
-    """Digests of the weights (or of the given answers) and of the baseline's answers."""
+    """Return digests of the weights (or of the given answers) and of the baseline's answers."""
     asked = hashlib.sha256(
         json.dumps([[row["instruction"], row["output"]] for row in reference]).encode()
     ).hexdigest()
@@ -323,7 +329,7 @@ def fingerprints_of(target: Target, stage: EvalStage, reference: Sequence[Row]) 
 
 
 def _answering(target: Target, stage: EvalStage) -> dict[str, Any]:
-    """What the answers depend on beside the fingerprints."""
+    """Return what the answers depend on in addition to the fingerprints."""
     if stage.alpacaeval.outputs is not None:
         return {"outputs": stage.alpacaeval.outputs}
     every = described(target, stage)
@@ -334,7 +340,9 @@ def _answering(target: Target, stage: EvalStage) -> dict[str, Any]:
 
 
 def _settings(target: Target, stage: EvalStage, source: Path) -> dict[str, Any]:
-    """What the numbers depend on beside the fingerprints. ``source``: the file of the baseline's answers."""
+    """Return what the numbers depend on in addition to the fingerprints.
+
+    ``source``: the file of the baseline's answers."""
     own = stage.alpacaeval
     judged_by = (
         {key: getattr(own, key) for key in ("model", "base_url", "annotator")}

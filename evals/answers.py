@@ -1,4 +1,4 @@
-"""Answers of a target to the prompts of its data, with the samplers of the rounds."""
+"""Sample a target's answers to the prompts of its data with the samplers of the rounds."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from rollouts.sampling import sampling_class
 
 
 def check_answering(target: Target) -> Renderer:
-    """The target's renderer. Raises ConfigError for what would keep it from answering, before weights are
-    loaded."""
+    """Return the target's renderer.
+
+    Raises ConfigError, before weights are loaded, for anything that would keep the target from answering."""
     config = target.config
     require(
         config.model.head != "reward",
@@ -38,8 +39,9 @@ def check_answering(target: Target) -> Renderer:
 
 
 def prompts(target: Target, stage: EvalStage, renderer: Renderer) -> tuple[list[Prompt], Counter[str]]:
-    """(the prompts to be answered, for what reasons how many others cannot be). Raises ConfigError,
-    DataError; where there is none too."""
+    """Return (the prompts to answer, the number of unusable prompts by reason).
+
+    Raises ConfigError, also where no prompt is usable, and DataError."""
     data = target.config.data
     every = prompts_of(load_groups(data, "eval" if stage.split == "eval" else "train").groups)
     usable, refused = usable_prompts(every, renderer)
@@ -53,8 +55,9 @@ def prompts(target: Target, stage: EvalStage, renderer: Renderer) -> tuple[list[
 
 
 def limited(every: list[Prompt], limit: int | None) -> list[Prompt]:
-    """The ``limit`` prompts with the smallest ids, in their order: a fair draw, whatever the order of the
-    data."""
+    """Return the ``limit`` prompts with the smallest ids, in the order of ``every``.
+
+    The choice does not depend on the order of the data."""
     if limit is None:
         return every
     chosen = set(sorted(prompt.id for prompt in every)[:limit])
@@ -64,10 +67,10 @@ def limited(every: list[Prompt], limit: int | None) -> list[Prompt]:
 def sample(
     target: Target, renderer: Renderer, asked: list[Prompt], requests: list[Request], world: World
 ) -> list[list[list[Sample]]]:
-    """[requests][prompts][n] answers, drawn with the target's seed; the same on every rank, each of which
-    calls it.
+    """Return the answers as [requests][prompts][n], drawn with the target's seed.
 
-    Raises WorkerError, and ConfigError for weights that cannot be had.
+    Every rank calls it and gets the same result. Raises WorkerError, and ConfigError for weights that cannot
+    be loaded.
     """
     return generate_answers(
         target.config, renderer, asked, requests, world, (target.run or target.out) / "logs", target.name
@@ -75,7 +78,7 @@ def sample(
 
 
 def described(target: Target, stage: EvalStage) -> dict[str, Any]:
-    """The settings that answers depend on, for the result's ``settings``."""
+    """Return the settings that the answers depend on, for the result's ``settings``."""
     config = target.config
     keys = (
         "name",

@@ -1,4 +1,4 @@
-"""What is evaluated, and what an evaluation says: the two records that every kind of evaluation shares."""
+"""The records of an evaluation's target and of its result, which every kind of evaluation shares."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Target:
-    """A model to be evaluated: of a run, of a run's checkpoint, in a folder, on the hub; or a file of its
+    """A model to be evaluated: of a run, of a run's checkpoint, in a folder, or on the hub; or a file of its
     answers."""
 
     name: str
-    """what it is called in tables and as AlpacaEval's generator: the run's name, or the model's"""
+    """name in tables and as AlpacaEval's generator: the run's name, or the model's"""
     config: Config
-    """``model.name_or_path`` can be loaded as it is; data, sampler and reward are what the evaluation uses"""
+    """``model.name_or_path`` is ready to be loaded; the evaluation uses its data, sampler and reward"""
     out: Path
-    """the folder that results go to"""
+    """folder of the results"""
     run: Path | None = None
-    """the run's folder; None for a model that is no run"""
+    """the run's folder; None for a model that belongs to no run"""
     step: int | None = None
-    """the checkpoint before this step; None: the run's final model"""
+    """the model is the checkpoint before this step; None: the run's final model"""
     answers: Path | None = None
-    """its answers, sampled elsewhere: nothing is loaded then"""
+    """file of answers sampled elsewhere; no model is loaded then"""
     other: Target | None = None
-    """kind=compare: what it is compared with"""
+    """kind=compare: the target that it is compared with"""
 
     def model_folder(self) -> Path:
-        """The model's own files on disk; a hub model is downloaded. Raises ConfigError."""
+        """Return the folder of the model's own files; a hub model is downloaded. Raises ConfigError."""
         from rollouts.weights import (
-            model_folder,  # torch takes seconds that a wrong command line need not wait
+            model_folder,  # imports torch, which takes seconds that a wrong command line need not wait
         )
 
         return model_folder(self.config)
@@ -47,25 +47,27 @@ class Target:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one kind of evaluation found about one target."""
+    """The result of one kind of evaluation for one target."""
 
     values: dict[str, Any]
-    """numbers by name, which may be nested. ``launch.results`` shows every number; lists (confidence
-    intervals) and ``counts`` it skips"""
+    """numbers by name, which may be nested. ``launch.results`` shows every number but skips lists
+    (confidence intervals) and ``counts``"""
     table: list[list[str]] = field(default_factory=list)
-    """what is printed, heading first"""
+    """the printed table, heading first"""
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """an answer each, so that the numbers can be checked by hand"""
+    """one record per answer, so that the numbers can be checked by hand"""
     settings: dict[str, Any] = field(default_factory=dict)
-    """what the numbers depend on beside the fingerprints"""
+    """everything that the numbers depend on in addition to the fingerprints"""
     fingerprints: dict[str, Any] = field(default_factory=dict)
     items: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """what several runs are pooled from, by metric and prompt id; not written"""
+    """values by metric and prompt id, from which several runs are pooled; not written"""
 
 
 def fingerprints(target: Target, prompts: Sequence[Prompt] = (), **more: str) -> dict[str, Any]:
-    """Digests of what an evaluation depends on: the weights' files, the prompts with their reference answers,
-    the code's commit, and the versions of the libraries. ``more``: what else a kind wants kept."""
+    """Return digests of what an evaluation depends on.
+
+    They cover the weights' files (or the file of answers), the prompts with their reference answers, the
+    code's commit, and the versions of the libraries. ``more``: further entries of a kind."""
     from rollouts.weights import weights_digest
 
     found: dict[str, Any] = {}

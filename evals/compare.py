@@ -1,5 +1,7 @@
-"""``kind=compare``: two models' answers to the same prompts, by a reward: wins, ties, losses, the mean
-difference, paired tests."""
+"""``kind=compare``, which compares two models' answers to the same prompts by a reward.
+
+It reports wins, ties, losses, the mean difference of rewards, and paired tests.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +28,22 @@ from rollouts.rounds import SampledPrompt
 
 @dataclass(frozen=True)
 class Judged:
-    """One prompt's answers by both sides with their rewards (None: no verdict), ours first."""
+    """One prompt's answers from both sides with their rewards (None: no verdict), ours first."""
 
     sampled: tuple[SampledPrompt, SampledPrompt]
     scores: tuple[list[float | None], list[float | None]]
 
     @property
     def means(self) -> tuple[float, float] | None:
-        """Each side's mean reward, over its answers that have one; None where a side has none."""
+        """Each side's mean reward over its answers with a reward; None if a side has no such answer."""
         known = [[score for score in side if score is not None] for side in self.scores]
         return (fmean(known[0]), fmean(known[1])) if all(known) else None
 
 
 def check(target: Target, stage: EvalStage) -> None:
-    """Raises ConfigError, DataError: no reward, a side that cannot answer, files of answers to other
-    prompts."""
+    """Raise ConfigError or DataError if the comparison cannot be done.
+
+    The reasons are: no reward is set, a side cannot answer, or the files of answers share no prompt."""
     reward = target.config.reward
     require(
         reward is not None,
@@ -71,9 +74,11 @@ def check(target: Target, stage: EvalStage) -> None:
 
 
 def answers_in(path: Path) -> list[SampledPrompt]:
-    """The answers in a file: of sample.py in any format, of an evaluation (.jsonl), AlpacaEval's outputs.
-    Raises DataError, and ConfigError where greedy and sampled answers lie in one file: their rewards are not
-    to be averaged."""
+    """Return the answers in a file: of sample.py in any format, of an evaluation (.jsonl), or AlpacaEval's
+    outputs.
+
+    Raises DataError, and ConfigError for a file with both greedy and sampled answers, because their rewards
+    must not be averaged."""
     if path.suffix == ".jsonl":
         drawn = {
             json.loads(line).get("drawn")
@@ -93,8 +98,9 @@ def answers_in(path: Path) -> list[SampledPrompt]:
 def in_common(
     ours: Sequence[SampledPrompt], theirs: Sequence[SampledPrompt]
 ) -> list[tuple[SampledPrompt, SampledPrompt]]:
-    """Both sides' answers to each prompt that both have, in the order of ours. Raises ConfigError where there
-    is none."""
+    """Return both sides' answers to each prompt that both have, in the order of ours.
+
+    Raises ConfigError if they share no prompt."""
     by_id = {one.prompt.id: one for one in theirs}
     found = [(one, by_id[one.prompt.id]) for one in ours if one.prompt.id in by_id]
     require(
@@ -107,8 +113,9 @@ def in_common(
 
 
 def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
-    """Both sides' answers, scored and compared. Raises WorkerError, RewardError, and StoppedError if no
-    prompt got two rewards."""
+    """Score and compare both sides' answers.
+
+    Raises WorkerError, RewardError, and StoppedError if no prompt got a reward on both sides."""
     assert target.other is not None and target.config.reward is not None
     ours, theirs = _answers(target, target, stage, world), None
     if target.other.answers is None and target.answers is not None:
@@ -120,7 +127,9 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
 def judge(
     target: Target, ours: list[SampledPrompt], theirs: list[SampledPrompt], stage: EvalStage, world: World
 ) -> Evaluation:
-    """Rank 0's part: rewards, numbers."""
+    """Compute the rewards and the result on rank 0.
+
+    Raises StoppedError if no prompt got a reward on both sides."""
     assert target.other is not None and target.config.reward is not None
     pairs = in_common(ours, theirs)
     reward = make_reward(target.config.reward_config, world.device, (target.run or target.out) / "logs")
@@ -168,8 +177,10 @@ def judge(
 
 
 def _answers(side: Target, target: Target, stage: EvalStage, world: World) -> list[SampledPrompt]:
-    """A side's answers: read, or sampled from the prompts of ``target``'s data or of its other side's
-    file."""
+    """Return a side's answers, read from its file or sampled.
+
+    The prompts for sampling are those of the other side's file of answers if there is one, else those of
+    ``target``'s data."""
     if side.answers is not None:
         return answers_in(side.answers)
     if target.other is not None and target.other.answers is not None:
@@ -192,7 +203,7 @@ def _sampled(side: Target, prompts: list[Any], stage: EvalStage, world: World) -
 
 
 def _length(side: Sequence[SampledPrompt]) -> float | None:
-    """Mean tokens an answer; None for answers whose tokens are not known."""
+    """Return the mean number of tokens per answer; None if some answer's tokens are not known."""
     every = [c.token_ids for one in side for c in one.completions]
     return (
         fmean(len(ids) for ids in every if ids is not None) if all(ids is not None for ids in every) else None
@@ -200,7 +211,7 @@ def _length(side: Sequence[SampledPrompt]) -> float | None:
 
 
 def row_of(one: Judged) -> dict[str, Any]:
-    """A line a prompt."""
+    """Return the record of one prompt."""
     prompt, means = one.sampled[0].prompt, one.means
     texts = [[_text(c) for c in side.completions] for side in one.sampled]
     return {
@@ -223,8 +234,10 @@ def _text(completion: Completion) -> str:
 
 
 def pool(parts: list[Evaluation], stage: EvalStage) -> Evaluation:
-    """Several pairs of runs as one result: intervals by a bootstrap over pairs and prompts. The tests are on
-    each prompt's mean difference over the pairs: they speak of these runs, on other prompts."""
+    """Combine several pairs of runs into one result, with intervals by a bootstrap over pairs and prompts.
+
+    The tests use each prompt's mean difference over the pairs, so they generalise to other prompts but not
+    to other runs."""
     counts = {"runs": len(parts), "prompts": parts[0].values["counts"]["prompts"]}
     return result(
         [part.items for part in parts],
@@ -249,7 +262,7 @@ def result(
     found: dict[str, Any],
     lengths: list[float | None],
 ) -> Evaluation:
-    """The record and the printed table. ``win_rate`` counts a tie as half a win."""
+    """Return the record and the printed table. ``win_rate`` counts a tie as half a win."""
     tie = stage.compare.tie
     tables = {metric: statistics.table_of([run[metric] for run in runs]) for metric in runs[0]}
     difference = [run["mean_difference"] for run in runs]
@@ -286,7 +299,7 @@ def result(
 
 
 def _outcome(difference: float, tie: float) -> int:
-    """0 a win, 1 a tie, 2 a loss."""
+    """Return 0 for a win, 1 for a tie, 2 for a loss."""
     return 0 if difference > tie else 2 if difference < -tie else 1
 
 

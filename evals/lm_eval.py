@@ -1,8 +1,8 @@
-"""``kind=lm_eval``: tasks of EleutherAI's lm-eval harness, run by its own library on the target, through
-transformers.
+"""``kind=lm_eval``, which runs tasks of EleutherAI's lm-eval harness on the target with the harness's own
+library, through transformers.
 
-Prompts, few-shot examples, answer extraction, metrics and standard errors are the harness's; weights, dtype,
-tokenizer and chat template are those that the target's settings name.
+Prompts, few-shot examples, answer extraction, metrics and standard errors come from the harness. Weights,
+dtype, tokenizer and chat template come from the target's settings.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ from models.policy import causal_lm
 from models.pretrained import check_model, load_policy, load_tokenizer
 
 FEWSHOT_SEED = 1234
-"""The harness's own: runs with other seeds meet the same few-shot examples."""
+"""The harness's own default, so that runs with other seeds use the same few-shot examples."""
 _NAMED = 3
 Metrics = dict[str, Any]
 
 
 def check(target: Target, stage: EvalStage) -> None:
-    """Raises ConfigError: the library is not there, a task is unknown or its data cannot be had, a task runs
-    the model's code and ``unsafe_code`` is not set, the target is no language model."""
+    """Raise ConfigError if the evaluation cannot be done.
+
+    The reasons are: the library is not installed, a task is unknown or its data are not available, a task
+    runs code that the model wrote and ``unsafe_code`` is not set, or the target is not a language model."""
     try:
         version("lm_eval")
     except PackageNotFoundError:
@@ -76,8 +78,9 @@ def check(target: Target, stage: EvalStage) -> None:
 
 
 def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
-    """Every metric of every task with its standard error, and every answer. Raises ConfigError, and
-    StoppedError where a task fails."""
+    """Return every metric of every task with its standard error, and every answer.
+
+    Raises ConfigError, and StoppedError where a task fails."""
     require(world.size == 1, "kind", "lm_eval", "runs on one process: start eval.py without a launcher")
     import lm_eval
 
@@ -118,7 +121,7 @@ def evaluate(target: Target, stage: EvalStage, world: World) -> Evaluation:
 
 
 def _model(config: Config, batch_size: int, world: World) -> Any:
-    """The target as the harness's own transformers model."""
+    """Return the target as the harness's own transformers model."""
     with _quiet():
         from lm_eval.models.huggingface import HFLM
 
@@ -126,11 +129,11 @@ def _model(config: Config, batch_size: int, world: World) -> Any:
         tokenizer.chat_template = load_template(tokenizer, config.model.chat_template)
         policy = load_policy(
             replace(config.model, packing=False, compile=False), world.device
-        )  # both are for training's rows
+        )  # packing and compile are for training rows
         model: Any = causal_lm(policy.model)
         model.config._attn_implementation = (
             config.model.attn_implementation
-        )  # the policy's own takes no mask, and the harness pads
+        )  # the policy's attention takes no mask, but the harness pads
         model.to(getattr(torch, config.model.dtype))
         return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
 
@@ -139,8 +142,9 @@ def _model(config: Config, batch_size: int, world: World) -> Any:
 
 
 def _load(stage: EvalStage) -> dict[str, Any]:
-    """The tasks by name, with their data. Raises ConfigError for one that is unknown or whose data cannot be
-    had."""
+    """Return the tasks by name, with their data.
+
+    Raises ConfigError for a task that is unknown or whose data are not available."""
     own = stage.lm_eval
     manager = _manager(own.tasks, own.include_path)
     for name in own.tasks:
@@ -156,9 +160,7 @@ def _load(stage: EvalStage) -> dict[str, Any]:
     try:
         with _quiet():
             loaded: dict[str, Any] = manager.load(list(own.tasks))["tasks"]
-    except (
-        Exception
-    ) as error:  # a task is a program of its own: whatever it raises, its data or itself cannot be had
+    except Exception as error:  # a task is a program of its own and may raise anything
         first = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(
             "lm_eval.tasks",
@@ -170,8 +172,10 @@ def _load(stage: EvalStage) -> dict[str, Any]:
 
 
 def _manager(tasks: Sequence[str], include_path: str | None) -> Any:
-    """The harness's register of tasks. Reading all of its own takes seconds: not where a folder of the user's
-    has what is asked."""
+    """Return the harness's register of tasks.
+
+    Reading the harness's own tasks takes seconds, so they are left out if the user's folder has all
+    ``tasks``."""
     if include_path is not None:
         mine = _register(include_path, False)
         if all(name in mine.all_tasks for name in tasks):
@@ -189,8 +193,7 @@ def _register(include_path: str | None, defaults: bool) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Python's warnings, and without what the harness logs below an error: it is about its own
-    defaults."""
+    """Suppress Python's warnings and the harness's log messages below errors, which concern its defaults."""
     logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -245,8 +248,9 @@ def _evaluation(found: dict[str, Any], target: Target, stage: EvalStage, chat: b
 
 
 def metrics_of(result: dict[str, Any]) -> Metrics:
-    """The numbers of one task or group by metric; the harness's ``metric,filter`` without the filter
-    ``none``, else ``metric_filter``."""
+    """Return the numbers of one task or group by metric.
+
+    The harness's key ``metric,filter`` becomes ``metric_filter``, or ``metric`` for the filter ``none``."""
     return {_name(key): value for key, value in result.items() if "," in key and isinstance(value, Real)}
 
 
@@ -256,7 +260,7 @@ def _name(key: str) -> str:
 
 
 def table_of(results: dict[str, Any], sizes: dict[str, int]) -> list[list[str]]:
-    """A line a metric: task, metric, value, standard error, number of prompts."""
+    """Return a table with one line per metric: task, metric, value, standard error, number of prompts."""
     table = [["task", "metric", "value", "std. error", "prompts"]]
     for task, result in results.items():
         for key in [key for key in result if "," in key and "_stderr," not in key]:
@@ -270,7 +274,7 @@ def _shown(value: Any) -> str:
 
 
 def rows_of(task: str, samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A line a question (and a filter): what was asked, what came back, what the metrics made of it."""
+    """Yield one record per question and filter, with the prompts, the responses and the metrics' values."""
     for one in samples:
         choices = [
             argument[1] for argument in one["arguments"] if len(argument) > 1 and isinstance(argument[1], str)

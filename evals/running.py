@@ -1,4 +1,4 @@
-"""One evaluation of one or several targets: checked, measured, written, mirrored, printed."""
+"""Run one kind of evaluation on one or several targets, and write, mirror and print the results."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from rollouts.files import refuse_existing
 from rollouts.rewards.base import RewardError
 
 SHOWN = 64
-"""Answers that are shown in wandb."""
+"""Largest number of answers that are shown in wandb."""
 
 
 def evaluate(targets: list[Target], stage: EvalStage, world: World) -> list[Evaluation]:
-    """Evaluate every target, then all of them as one result where the kind can pool them. Raises ConfigError,
-    DataError before anything is loaded, and StoppedError where sampling or scoring cannot go on."""
+    """Evaluate every target, then combine them into one result if the kind can pool.
+
+    Raises ConfigError and DataError before anything is loaded, and StoppedError where sampling or scoring
+    cannot continue."""
     kind = importlib.import_module(f"evals.{stage.kind}")
     pooled = pooled_path(targets, stage) if len(targets) > 1 and hasattr(kind, "pool") else None
     if pooled is not None:
@@ -35,7 +37,7 @@ def evaluate(targets: list[Target], stage: EvalStage, world: World) -> list[Eval
     for target in targets:
         path = result_path(target, stage)
         refuse_existing(path, stage.overwrite_out)
-        refuse_existing(path.with_suffix(".jsonl"), stage.overwrite_out)  # of the answers, or somebody's own
+        refuse_existing(path.with_suffix(".jsonl"), stage.overwrite_out)  # answers, or another file
         kind.check(target, stage)
     found = []
     for target in targets:
@@ -57,7 +59,7 @@ def _measured(kind: ModuleType, target: Target, stage: EvalStage, world: World) 
 
 
 def result_name(target: Target, stage: EvalStage) -> str:
-    """The result's file name without its end."""
+    """Return the result's file name without the suffix."""
     if stage.name is not None:
         return stage.name
     of = [target.config.data.name] if stage.kind in ("accuracy", "compare") else []
@@ -71,13 +73,13 @@ def result_path(target: Target, stage: EvalStage) -> Path:
 
 
 def pooled_path(targets: list[Target], stage: EvalStage) -> Path | None:
-    """Where the result of several runs together goes; None where ``out`` was not given: it is printed
-    alone."""
+    """Return the file of the pooled result; None where ``out`` was not given and the result is only
+    printed."""
     return None if stage.out is None else Path(stage.out) / f"{result_name(targets[0], stage)}-pooled.json"
 
 
 def report(target: Target, stage: EvalStage, evaluation: Evaluation) -> None:
-    """Write the result and its answers, tell wandb, print."""
+    """Write the result and its answers, mirror them to wandb, and print the table."""
     path = result_path(target, stage)
     write_result(path, evaluation)
     if target.run is not None:
@@ -94,7 +96,7 @@ def report(target: Target, stage: EvalStage, evaluation: Evaluation) -> None:
 
 
 def report_pooled(evaluation: Evaluation, targets: list[Target], stage: EvalStage) -> None:
-    """Print what several runs say together; it is written where ``out`` was given."""
+    """Print the pooled result of several runs, and write it where ``out`` was given."""
     print(
         f"\n{len(targets)} runs together: "
         f"{', '.join(target.name for target in targets)}\n{text_table(evaluation.table)}"
@@ -105,8 +107,9 @@ def report_pooled(evaluation: Evaluation, targets: list[Target], stage: EvalStag
 
 
 def write_result(path: Path, evaluation: Evaluation) -> None:
-    """The answers first, then the numbers: a result that is there has its answers beside it. Both whole or
-    not at all."""
+    """Write the answers first and then the numbers, so that a result always has its answers beside it.
+
+    Each file is written completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     answers = path.with_suffix(".jsonl")
     if evaluation.rows:
@@ -122,7 +125,7 @@ def write_result(path: Path, evaluation: Evaluation) -> None:
 
 
 def text_table(table: list[list[str]]) -> str:
-    """Columns as wide as their widest cell; the first to the left, the others to the right."""
+    """Return the table as text; the first column is left-aligned, the others are right-aligned."""
     widths = [
         max(len(row[i]) for row in table if i < len(row)) for i in range(max(map(len, table), default=0))
     ]

@@ -1,5 +1,4 @@
-"""What an evaluation says of its numbers: pass@k, bootstrap intervals over problems and seeds, paired
-tests."""
+"""Statistics of evaluations, namely pass@k, bootstrap intervals over problems and seeds, and paired tests."""
 
 from __future__ import annotations
 
@@ -14,20 +13,22 @@ from reports.statistics import paired
 
 Interval = tuple[float, float]
 _BLOCK = 500
-"""Resamples made at once, to bound memory."""
+"""Number of resamples made at once, to bound memory."""
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """The chance that of ``k`` answers at least one is right, estimated without bias from ``n`` answers of
-    which ``correct`` are: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1). ``1 <= k <=
-    n``."""
+    """Return the unbiased estimate of the probability that at least one of ``k`` answers is right.
+
+    It is 1 - C(n - c, k) / C(n, k) for ``n`` answers of which c = ``correct`` are right (Chen et al. 2021,
+    arXiv 2107.03374, eq. 1). ``1 <= k <= n``."""
     assert 0 <= correct <= n and 1 <= k <= n
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def table_of(runs: Sequence[Mapping[str, float]]) -> np.ndarray:
-    """[runs, problems] float64 of each run's problem -> value; nan where a run has no value for a problem
-    that another has."""
+    """Return the values of all runs as [runs, problems] float64, with the problems sorted.
+
+    ``runs``: problem -> value for each run. nan where a run has no value for a problem that another has."""
     problems = sorted({problem for run in runs for problem in run})
     return np.array([[run.get(problem, np.nan) for problem in problems] for run in runs], np.float64).reshape(
         len(runs), len(problems)
@@ -35,18 +36,18 @@ def table_of(runs: Sequence[Mapping[str, float]]) -> np.ndarray:
 
 
 def mean_of(values: np.ndarray) -> float | None:
-    """The mean of every number of [runs, problems]; None where there is none."""
+    """Return the mean of all numbers of [runs, problems], nan left out; None if there is no number."""
     return float(np.nanmean(values)) if np.isfinite(values).any() else None
 
 
 def intervals(
     metrics: Mapping[str, np.ndarray], resamples: int, confidence: float
 ) -> dict[str, Interval | None]:
-    """Percentile bootstrap of the mean of each metric's [runs, problems], nan left out. Problems are drawn
-    with replacement, and runs (seeds) too where there are several, crossed: every drawn run is judged on the
-    same drawn problems.
+    """Return a percentile bootstrap interval of the mean of each metric's [runs, problems], nan left out.
 
-    All metrics see the same draws. None where there is no number. The draws are always the same ones.
+    Problems are drawn with replacement, and so are runs (seeds) if there are several. The two draws are
+    crossed: every drawn run is evaluated on the same drawn problems. All metrics of one shape share the
+    draws, which come from a fixed seed. None for a metric without any number.
     """
     shapes = {values.shape for values in metrics.values()}
     out: dict[str, Interval | None] = {}
@@ -70,14 +71,16 @@ def intervals(
 
 
 def _counts(rng: np.random.Generator, n: int, size: int) -> np.ndarray:
-    """[size, n] how often each of ``n`` was drawn in ``size`` draws of ``n`` with replacement."""
+    """Return [size, n] how often each of ``n`` items was drawn, in ``size`` samples of ``n`` with
+    replacement."""
     picks = rng.integers(0, n, (size, n)) + n * np.arange(size)[:, None]
     return np.bincount(picks.reshape(-1), minlength=size * n).reshape(size, n).astype(np.float64)
 
 
 def _means(values: np.ndarray, runs: np.ndarray, problems: np.ndarray) -> np.ndarray:
-    """[resamples] weighted means of [runs, problems], weights [resamples, runs] and [resamples, problems];
-    nan has none."""
+    """Return [resamples] weighted means of ``values`` [runs, problems], nan left out.
+
+    The weights are ``runs`` [resamples, runs] times ``problems`` [resamples, problems]."""
     known = np.isfinite(values)
     sums = np.einsum("br,br->b", runs, problems @ np.where(known, values, 0.0).T)
     totals = np.einsum("br,br->b", runs, problems @ known.astype(np.float64).T)
@@ -86,7 +89,7 @@ def _means(values: np.ndarray, runs: np.ndarray, problems: np.ndarray) -> np.nda
 
 @dataclass(frozen=True)
 class Paired:
-    """Two-sided p-values of "no difference"; None where the test is not defined."""
+    """Two-sided p-values of the null hypothesis "no difference"; None where the test is not defined."""
 
     t: float | None
     wilcoxon: float | None
@@ -94,9 +97,10 @@ class Paired:
 
 
 def paired_tests(differences: Sequence[float], tie: float = 0.0) -> Paired:
-    """Tests on one difference a prompt: t and Wilcoxon's signed ranks on the differences, the sign test on
-    wins against losses. Ties, |difference| <= ``tie``, are left out of it. Differences that are all 0 have
-    p = 1."""
+    """Test one difference per prompt with the paired t, Wilcoxon signed-rank and sign tests.
+
+    The sign test compares wins with losses and leaves out ties, |difference| <= ``tie``. Differences that are
+    all 0 have p = 1."""
     wins, losses = sum(d > tie for d in differences), sum(d < -tie for d in differences)
     sign = float(stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
     if len(differences) < 2:

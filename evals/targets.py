@@ -1,4 +1,4 @@
-"""From the command line to what is evaluated: runs, checkpoints, models and files of answers."""
+"""Turn the command line into the targets of an evaluation: runs, checkpoints, models and files of answers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ ANSWERS = (".json", ".jsonl")
 
 
 def refuse_unread(given: Sequence[str], own: Sequence[str], runs: bool) -> None:
-    """Raise ConfigError for a key of the command line that an evaluation does not read. ``given``: dotted
-    keys."""
+    """Raise ConfigError for a key of the command line that an evaluation does not read.
+
+    ``given``: the dotted keys of the command line; ``own``: eval.py's own keys; ``runs``: whether ``run`` is
+    given, which already names the model."""
     for key in given:
         top = key.split(".")[0]
         require(
@@ -41,7 +43,9 @@ def refuse_unread(given: Sequence[str], own: Sequence[str], runs: bool) -> None:
 
 
 def expanded(paths: Sequence[str]) -> list[Path]:
-    """Run folders, where a pattern with ``*`` stands for all that it finds. Raises ConfigError."""
+    """Return the run folders, with patterns that contain ``*`` expanded.
+
+    Raises ConfigError for a pattern that matches no run."""
     found: list[Path] = []
     for path in paths:
         here = (
@@ -55,8 +59,9 @@ def expanded(paths: Sequence[str]) -> list[Path]:
 
 
 def run_of(path: Path, step: int | None) -> tuple[Path, int | None]:
-    """(the run's folder, the checkpoint's step or None) of ``run=``, which may name a checkpoint of the run.
-    Raises ConfigError."""
+    """Return (the run's folder, the checkpoint's step or None) for ``run=``, which may name a checkpoint.
+
+    Raises ConfigError if there is no such run, or if it has no final model and no step is given."""
     if path.parent.name == "checkpoints" and path.name.startswith("step_"):
         require(step is None, "step", step, f"run={path} already names a checkpoint")
         path, step = path.parent.parent, int(path.name.removeprefix("step_"))
@@ -83,14 +88,15 @@ def run_of(path: Path, step: int | None) -> tuple[Path, int | None]:
 
 
 def over_run(saved: Settings, composed: Settings, given: Sequence[str]) -> Settings:
-    """A run's own settings with those that the command line changes: a whole group (``data=gsm8k``) or single
-    keys. How answers are drawn (``sampler.temperature`` and ``top_p``) is the evaluation's, never the run's;
-    how long they may be is the run's, whichever sampler draws them."""
+    """Return a run's own settings with the command line's changes: whole groups (``data=gsm8k``) or keys.
+
+    ``sampler.temperature`` and ``sampler.top_p`` always come from the evaluation, never from the run. The
+    length limit of answers comes from the run, whichever sampler draws them."""
     out: Settings = {**saved, "reward": saved.get("reward") or composed.get("reward")}
     for key in given:
         if key in READ:
             out[key] = composed.get(key)
-    if "sampler" in given:  # how long an answer may be goes with the model: here it is the default model's
+    if "sampler" in given:  # the length limit belongs to the model; the command line has the default model's
         out["sampler"] = _with(out["sampler"], ["max_tokens"], _at(saved, "sampler.max_tokens"))
     for key in (*given, "sampler.temperature", "sampler.top_p"):
         first, *rest = key.split(".")
@@ -114,9 +120,10 @@ def _with(section: Settings, path: Sequence[str], value: Any) -> Settings:
 def targets_of(
     stage: EvalStage, composed: Settings, given: Sequence[str], exported: Mapping[Path, Path]
 ) -> list[Target]:
-    """What is evaluated. ``composed``: a run's settings as the command line alone gives them; ``given``: the
-    dotted keys that it sets; ``exported``: run folder -> where its checkpoint was written as a model. Raises
-    ConfigError."""
+    """Return the targets to evaluate.
+
+    ``composed``: a run's settings as the command line alone gives them; ``given``: the dotted keys that it
+    sets; ``exported``: run folder -> folder to which its checkpoint was exported. Raises ConfigError."""
     if stage.run:
         targets = [
             _of_run(*run_of(path, stage.step), stage, composed, given, exported)
@@ -186,7 +193,9 @@ def _of_run(
 
 
 def _other(path: str, target: Target, stage: EvalStage, composed: Settings, given: Sequence[str]) -> Target:
-    """The other side of a comparison, which answers the prompts of ``target`` and is scored by its reward."""
+    """Return the other side of a comparison, which answers ``target``'s prompts and is scored by its reward.
+
+    ``path``: a file of answers, a run's folder, or a model."""
     mine = target.config
     if path.endswith(ANSWERS):
         file = _answers("against", path)
@@ -200,14 +209,14 @@ def _other(path: str, target: Target, stage: EvalStage, composed: Settings, give
             f"is a checkpoint: python export.py {run} --step {step} --to DIR first, then against=DIR",
         )
         theirs = _of_run(run, None, stage, composed, given, {})
-        sampler = replace(mine.sampler, max_tokens=mine.max_tokens)  # no longer answers on one side
+        sampler = replace(mine.sampler, max_tokens=mine.max_tokens)  # the same length limit on both sides
         config = replace(theirs.config, data=mine.data, sampler=sampler, reward=mine.reward, seed=mine.seed)
         return replace(theirs, config=config, out=target.out, run=None)
     return Target(_named(Path(path)), _as_exported(mine, Path(path)), target.out)
 
 
 def _named(model: Path) -> str:
-    """What a model that is no run is called: its folder, or its name on the hub without the owner."""
+    """Return the name of a model that belongs to no run: its folder, or its hub name without the owner."""
     return model.parent.name if model.name == "model" and model.parent.name else model.name
 
 
@@ -221,8 +230,9 @@ def _checked(settings: Settings) -> Config:
 
 
 def _as_exported(config: Config, path: Path) -> Config:
-    """The settings of a run for the model that it exported: adapters are merged, and tokenizer and template
-    lie beside the weights."""
+    """Return a run's settings for the model that it exported to ``path``.
+
+    In the export adapters are merged, and tokenizer and chat template lie beside the weights."""
     model = replace(
         config.model,
         name_or_path=str(path),

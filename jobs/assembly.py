@@ -1,5 +1,5 @@
-"""The loss, the trainer and the source that the settings name. What they refuse is refused before weights are
-loaded."""
+"""Build the loss, the trainer and the data source that the settings name, and refuse bad settings before
+weights are loaded."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ Loss = Callable[..., LossResult]
 
 
 def make_loss(config: Config) -> Loss:
-    """The loss function with its numbers filled in. Raises ConfigError for a number it does not take or
-    lacks."""
+    """Return the loss function with its numbers filled in.
+
+    Raises ConfigError for a number that the loss does not take, lacks, or cannot use."""
     function = import_function("loss._target_", config.loss["_target_"])
     takes = {
         n: p
@@ -46,7 +47,7 @@ def make_loss(config: Config) -> Loss:
             require(value is None or value >= 0, f"loss.{key}", value, "must be 0 or more")
             scales = (
                 key in ("beta", "tau") and config.trainer.beta_scales_rewards
-            )  # there beta weighs a penalty, and 0 is none
+            )  # otherwise beta weights a penalty, and 0 means no penalty
             require(
                 value is None or not scales or value > 0,
                 f"loss.{key}",
@@ -66,8 +67,9 @@ def make_loss(config: Config) -> Loss:
 
 
 def _try(loss: Loss, config: Config) -> None:
-    """Call the loss once on one token a row, so that what it refuses of its numbers is refused now. A loss
-    with other inputs than those known here is not tried."""
+    """Call the loss once with one token per row, so that a number it refuses raises ConfigError now.
+
+    A loss that needs inputs other than the ones known here is not tried."""
     zero, one = torch.zeros(1, 1), torch.ones(1)
     scores = TokenScores(zero, zero, zero, torch.ones(1, 1, dtype=torch.bool))
     known = {
@@ -95,6 +97,7 @@ def _try(loss: Loss, config: Config) -> None:
 
 
 def trainer_class(config: Config) -> type[BasicTrainer]:
+    """Return the trainer class of the settings. Raises ConfigError if it is none or refuses the settings."""
     cls = import_function("trainer._target_", config.trainer._target_)
     require(
         isinstance(cls, type) and issubclass(cls, BasicTrainer),
@@ -107,7 +110,7 @@ def trainer_class(config: Config) -> type[BasicTrainer]:
 
 
 def check_ranks(config: Config, ranks: int) -> None:
-    """Raise ConfigError unless the batch divides into ranks x accumulation steps."""
+    """Raise ConfigError unless the batch size is a multiple of ranks x accumulation steps."""
     require(
         ranks % config.replicas == 0, "replicas", config.replicas, f"must divide the number of ranks, {ranks}"
     )
@@ -122,8 +125,9 @@ def check_ranks(config: Config, ranks: int) -> None:
 
 
 def check_budget(config: Config, plan: Segment) -> None:
-    """Raise ConfigError for an example that is more than a whole microbatch. Online, where nothing is sampled
-    yet, it is the longest that may be."""
+    """Raise ConfigError if an example has more tokens than ``model.microbatch_tokens`` allows.
+
+    Online, where nothing is sampled yet, the check uses the longest example that may be sampled."""
     budget = config.model.microbatch_tokens
     if budget is None:
         return
@@ -138,8 +142,7 @@ def check_budget(config: Config, plan: Segment) -> None:
 
 
 class Offline:
-    """The source of offline training: one segment, all of it; of a run that was made longer one for each
-    stretch."""
+    """Source of offline training: one segment, or one segment per stretch for a run that was extended."""
 
     def __init__(self, *segments: Segment) -> None:
         self.all = segments

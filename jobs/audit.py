@@ -1,12 +1,11 @@
-"""A run's rounds, checked by what they left: every file against the checksum that was promised of it, and the
-samples against the weights that they came from, where ``rounds.keep_weights`` kept them.
+"""Check a run's rounds: every file against its recorded checksum, and the samples against the weights that
+generated them where ``rounds.keep_weights`` kept these.
 
     python -m jobs.audit runs/NAME
     python -m jobs.audit runs/NAME --rounds 0,7 --prompts 64
 
-The weights are loaded and the samples scored by transformers alone: nothing of the trainer's or the sampler's
-own code has a part in it. Leaves with 1 where a file is not what it was, or the weights did not write the
-samples.
+Transformers alone loads the weights and scores the samples; no code of the trainer or sampler is involved.
+The exit code is 1 if a file differs from what was written, or if the weights did not generate the samples.
 """
 
 from __future__ import annotations
@@ -34,41 +33,42 @@ if TYPE_CHECKING:
     from rollouts.ledger import Line, RoundFolder
 
 TOKENS = 8192
-"""About as many, padding included, are scored at once."""
+"""Tokens, padding included, that are scored at once, approximately."""
 _ROUND = re.compile(r"[0-9]{3}|[1-9][0-9]{3,}")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A sample: its prompt's tokens and its own, and what the sampler said of them."""
+    """A sample: the tokens of its prompt, its own tokens, and the log-probabilities the sampler reported."""
 
     prompt_ids: np.ndarray
     """[P]"""
     token_ids: tuple[int, ...]
     """[T]"""
     said: np.ndarray
-    """[T] nats, nan for a token that the policy did not write"""
+    """[T] log-probabilities that the sampler reported, nats; nan for a token that the policy did not write"""
     temperature: float
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What was found of a round."""
+    """The result of checking one round."""
 
     index: int
     faults: tuple[str, ...]
-    """What is said of files that are not what was promised: each with the file and what to do."""
+    """Messages about files that differ from what was recorded; each names the file and what to do."""
     tokens: int = 0
-    """Of samples that were scored again; 0 where no weights were kept."""
+    """Number of sampled tokens that were scored again; 0 where no weights were kept."""
     largest: float = math.nan
-    """Largest difference of a token's log-probability, nats; nan where a weight is."""
+    """Largest absolute difference of a token's log-probability, nats; nan if a weight is nan."""
     mean: float = math.nan
-    """Mean absolute difference, nats."""
+    """Mean absolute difference of a token's log-probability, nats."""
 
 
 def rounds_of(run: Path) -> tuple[dict[int, Path], list[Path]]:
-    """(the folders of a run's rounds by index, in order; what else lies beside them and is none). Raises
-    ConfigError where there is no round."""
+    """Return (the folders of a run's rounds by index, in order; the other entries beside them).
+
+    Raises ConfigError where there is no round."""
     folders: dict[int, Path] = {}
     others: list[Path] = []
     for path in sorted((run / "rounds").glob("[!.]*")):
@@ -83,8 +83,9 @@ def rounds_of(run: Path) -> tuple[dict[int, Path], list[Path]]:
 def audit(
     run: Path, config: Config, chosen: Sequence[int] | None = None, prompts: int | None = None
 ) -> Iterator[Audit]:
-    """The rounds of a run in order, or the ``chosen`` ones. ``prompts``: so many of each sampling's are
-    scored at most. Raises ConfigError."""
+    """Check the rounds of a run in order, or only the ``chosen`` ones, and yield one result per round.
+
+    ``prompts``: at most so many prompts of each samples file are scored. Raises ConfigError."""
     require(prompts is None or prompts >= 1, "prompts", prompts, "must be at least 1")
     folders, _ = rounds_of(run)
     missing = sorted(set(chosen or ()) - set(folders))
@@ -124,7 +125,7 @@ def _of_round(
 
 @contextmanager
 def _noted(faults: list[str]) -> Iterator[None]:
-    """A file that is not as it was written is one more of ``faults``, and the audit goes on."""
+    """Append a DataError raised inside the context to ``faults``, so that the audit continues."""
     try:
         yield
     except DataError as error:
@@ -132,7 +133,9 @@ def _noted(faults: list[str]) -> Iterator[None]:
 
 
 def _stages(folder: RoundFolder) -> list[str]:
-    """The stages that the round says it has. Raises DataError."""
+    """Return the stages that the round's record lists.
+
+    Raises DataError if it lists none although files lie beside it."""
     stages = list(folder.record.get("stages", {}))
     if not stages and any(folder.path.glob("*.jsonl*")):
         raise folder.not_as_written(folder.path / "round.json", "it says nothing of the files beside it")
@@ -140,8 +143,9 @@ def _stages(folder: RoundFolder) -> list[str]:
 
 
 def _checked(folder: RoundFolder, stage: str) -> list[Line]:
-    """The lines of a samples file; [] of another, which is only compared with its checksum. Raises
-    DataError."""
+    """Return the lines of a samples file; [] for any other file, which is only compared with its checksum.
+
+    Raises DataError."""
     if stage.startswith("samples"):
         return folder.read(stage)
     if not folder.done(stage):
@@ -161,7 +165,7 @@ def _rows(line: Line, renderer: Renderer) -> Iterator[Row]:
 
 
 def _load(folder: Path, config: Config) -> PreTrainedModel:
-    """The weights that were kept. Raises DataError for files that are gone or damaged."""
+    """Load the weights that were kept. Raises DataError for files that are missing or damaged."""
     import torch
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import safe_open
@@ -173,7 +177,7 @@ def _load(folder: Path, config: Config) -> PreTrainedModel:
     at = folder
     try:
         for at in sorted(folder.glob("*.safetensors")):
-            safe_open(at, "pt")  # or transformers would not say which one is damaged
+            safe_open(at, "pt")  # transformers would not say which file is damaged
         at = folder
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -191,7 +195,9 @@ def _load(folder: Path, config: Config) -> PreTrainedModel:
 
 
 def _differences(model: PreTrainedModel, rows: list[Row]) -> Iterator[np.ndarray]:
-    """Of each row, what the sampler said of the policy's tokens less what ``model`` says, nats."""
+    """Yield for each row the sampler's log-probabilities minus those of ``model``, nats.
+
+    Only the tokens that the policy wrote are compared."""
     import torch
 
     rows = sorted(rows, key=lambda row: len(row.prompt_ids) + len(row.token_ids), reverse=True)
@@ -212,13 +218,14 @@ def _differences(model: PreTrainedModel, rows: list[Row]) -> Iterator[np.ndarray
 
 
 def report(found: Audit, dtype: str) -> tuple[str, bool]:
-    """(a line about a round, whether all is well with it). ``dtype``: the coarser of those that sampled and
-    that are compared with."""
+    """Return (a line about a round, whether the round has no fault).
+
+    ``dtype``: the coarser of the sampler's and the model's dtypes; it sets the tolerance for rounding."""
     from rollouts.probe import NOISE
 
     largest, mean = NOISE[dtype]
     faults = list(found.faults)
-    if found.tokens and not (found.largest <= largest and found.mean <= mean):  # a nan is neither
+    if found.tokens and not (found.largest <= largest and found.mean <= mean):  # nan fails both comparisons
         faults.append(f"these weights did not write these samples (rounding explains {mean:g} nats)")
     scored = "nothing to score: no weights were kept, or they or the samples are not whole"
     if found.tokens:
@@ -246,7 +253,7 @@ def main(words: Sequence[str] | None = None) -> None:
     def work() -> None:
         from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()  # transformers draws one for the weights of every round
+        disable_progress_bar()  # transformers draws a bar for the weights of every round
         config, chosen, well = load_run(given.run, given.trust_remote_code), _numbers(given.rounds), True
         for other in rounds_of(given.run)[1] if chosen is None else ():
             print(f"{other} is no round's folder; move it out of {other.parent}", flush=True)

@@ -1,5 +1,5 @@
-"""How far the policy has gone from the one that wrote its samples, by the position of the token and by the
-age of the sample: added up on the device, without making the host wait."""
+"""Accumulate how far the policy is from the behavior policy that wrote its samples, by token position and by
+sample age, on the device and without host synchronisation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from trainers.corrections import Behavior
 from trainers.losses.base import TokenScores
 
 AGES = 16
-"""Bin 0 has samples of the very policy; bin a > 0 those 2^(a-1) to 2^a - 1 steps old; the last is open."""
+"""Number of age bins. Bin 0 holds samples of the current policy, bin a > 0 samples 2^(a-1) to 2^a - 1 steps
+old; the last bin is open."""
 
 
 class BehaviorTally(Sums):
-    """Sums over the tokens seen since the last ``clear``, of this rank."""
+    """Sums over the tokens that this rank has seen since the last ``clear``."""
 
     def __init__(self, device: torch.device) -> None:
         columns = len(COLUMNS)
@@ -28,8 +29,9 @@ class BehaviorTally(Sums):
         self._powers = 2 ** torch.arange(max(POSITIONS, AGES), device=device)
 
     def add(self, micro: Microbatch, scores: TokenScores, step: int) -> None:
-        """Take in the R rows of a microbatch of optimizer step ``step``; nothing of one without mu and
-        without weights."""
+        """Add the R rows of a microbatch of optimizer step ``step``.
+
+        A microbatch without behavior log-probabilities (mu) and without weights adds nothing."""
         if micro.sequences.behavior_logprobs is None and scores.weights is None:
             return
         mask, behavior = scores.mask, Behavior.of(micro, scores.mask)
@@ -57,16 +59,18 @@ class BehaviorTally(Sums):
         parts["ages"].index_add_(0, age, values.sum(dim=1) * dated[:, None])
 
     def _ages(self, micro: Microbatch, step: int) -> tuple[Tensor, Tensor]:
-        """([R] int64 the bin of each row's age, [R] float64 1 where it has one)."""
+        """Return ([R] int64 age bin of each row, [R] float64 indicator: 1 where the row has an age)."""
         sampled = [age_of(example, step) for example in micro.examples]
-        rows = sampled * (len(micro.sequences.rows) // len(sampled))  # of pairs, the chosen stand first
+        rows = sampled * (len(micro.sequences.rows) // len(sampled))  # for pairs, all chosen rows come first
         ages = torch.tensor(rows).to(micro.labels.device, non_blocking=True)
         bins = torch.bucketize(ages.clamp(min=0), self._powers[: AGES - 1], right=True)
         return bins, (ages >= 0).double()
 
     def describe(self, total: Sequence[float]) -> dict[str, list[list[float | None]]] | None:
-        """``total`` as plain data: ``positions`` and ``ages``, a list of COLUMNS for each bin up to the last
-        that has tokens. None where mu was known of no token and nothing was weighed."""
+        """Return ``total`` as plain data: ``positions`` and ``ages``, each a list of bins with the COLUMNS.
+
+        The lists end with the last bin that has tokens. None if mu was known for no token and no token was
+        reweighted."""
         parts = self.named(torch.tensor(total, dtype=torch.float64))
         every = dict(zip(COLUMNS, parts["positions"].sum(dim=0).tolist(), strict=True))
         if every["known"] == 0 and every["weight"] == every["tokens"]:
@@ -79,5 +83,7 @@ class BehaviorTally(Sums):
 
 
 def age_of(example: Example, step: int) -> int:
-    """Steps since the example was sampled; -1 where it was not sampled in this run, or fills a batch up."""
+    """Return the number of steps since the example was sampled.
+
+    -1 for an example that was not sampled in this run, or that only fills up a batch."""
     return -1 if example.sampled_step is None else step - example.sampled_step

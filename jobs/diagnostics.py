@@ -1,10 +1,10 @@
-"""What explains a run, beside its metrics: ``diagnostics.jsonl``, figures of the report, histograms in wandb
-(docs/diagnostics.md).
+"""Diagnostics of a run beyond its metrics, for ``diagnostics.jsonl``, figures of the report and histograms in
+wandb (docs/diagnostics.md).
 
-A run is parted into at most LINES intervals of as many steps. Of each: the distribution of the tokens'
-log-ratios, unclipped, against the reference that the loss saw; where in the completions they lie beyond the
-clipping range; drift; and at its end the entropy of the policy. At the start once: the noise of a log-ratio,
-below which no difference means anything.
+A run is split into at most LINES intervals with equal numbers of steps. Each interval records the
+distribution of the tokens' unclipped log-ratios against the reference that the loss saw; where in the
+completions they lie beyond the clipping range; drift; and the policy's entropy at the interval's end. The
+start of the run records once the noise of a log-ratio: smaller differences mean nothing.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from trainers.drift import change_since
 from trainers.losses.base import TokenScores, token_sum
 
 LINES = 32
-"""Intervals that a run is parted into, at most."""
+"""Largest number of intervals that a run is split into."""
 SAMPLE = 16
-"""Held-out examples whose rows the policy's entropy, and at the start the noise floor, are measured on, over
-all ranks."""
+"""Number of examples, over all ranks, on whose rows the policy's entropy and, at the start, the noise floor
+are measured."""
 NOISE_ROWS = 8
-"""Of their rows, those that each rank scores twice for the noise floor."""
+"""Number of these rows that each rank scores twice for the noise floor."""
 
 
 class Diagnostics:
-    """Follows a trainer whose loss has a reference. ``examples``: of these the first are what entropy and
-    noise are measured on (none: they are not); ``steps``: those of the whole plan."""
+    """Follows a trainer whose loss has a reference.
+
+    ``examples``: entropy and noise are measured on the first SAMPLE of these, or not at all if there are
+    none. ``steps``: number of steps of the whole plan."""
 
     def __init__(self, trainer: BasicTrainer, examples: list[Example], steps: int) -> None:
         self.trainer, self.sample = trainer, examples[:SAMPLE]
@@ -45,10 +47,10 @@ class Diagnostics:
         self.tally = Tally(config.log_epsilon_P, config.log_epsilon_R, trainer.world.device)
         self.behavior = BehaviorTally(trainer.world.device)
         self.first = 0
-        """The first step of the interval under way."""
+        """The first step of the current interval."""
 
     def observe(self, micro: Microbatch, scores: TokenScores) -> None:
-        """Take in a microbatch of a step. Nothing waits for the device."""
+        """Add a microbatch of a step, without waiting for the device."""
         moved, known = change_since(micro, scores, self.trainer.initial_logprobs)
         raw = (scores.policy - scores.reference).detach()
         self.tally.add(sides(micro), raw, scores.mask, moved, known)
@@ -57,8 +59,9 @@ class Diagnostics:
     # -- lines -------------------------------------------------------------------------------------
 
     def begin(self, tracker: Tracking) -> None:
-        """The first line of the file, before step 0: what the others are read with, and what is measured
-        once."""
+        """Write the first line of the file, before step 0.
+
+        It holds what is needed to read the other lines, and the quantities that are measured once."""
         config = self.trainer.config
         tracker.diagnostics(
             {
@@ -81,7 +84,7 @@ class Diagnostics:
         return step > self.first and step % self.every == 0
 
     def write(self, tracker: Tracking) -> None:
-        """The line of the steps since the last one, if there were any. Every rank calls it."""
+        """Write the line for the steps since the last line, if there were any. Every rank calls it."""
         at = self.trainer.progress
         if at.step == self.first:
             return
@@ -107,7 +110,7 @@ class Diagnostics:
     # -- going on ----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The interval under way, for a checkpoint. Every rank calls it."""
+        """Return the state of the current interval for a checkpoint. Every rank calls it."""
         return {"first": self.first, "total": self.tally.total(), "behavior": self.behavior.total()}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -121,7 +124,9 @@ class Diagnostics:
 
     @torch.no_grad()
     def entropy(self) -> float | None:
-        """The policy's mean entropy a token, nats, along the sample's completions; None without a sample."""
+        """Return the policy's mean entropy over the sample's completion tokens, nats per token.
+
+        None without a sample."""
         trainer = self.trainer
         total = torch.zeros(2, dtype=torch.float64, device=trainer.world.device)
         for micro in shares(trainer, self.sample):
@@ -135,17 +140,18 @@ class Diagnostics:
 
 
 def shares(trainer: BasicTrainer, examples: list[Example]) -> list[Microbatch]:
-    """This rank's microbatches of ``examples``, as evaluation cuts them; none of none."""
+    """Return this rank's microbatches of ``examples``, cut as evaluation cuts them; [] without examples."""
     size = max(1, trainer.config.model.eval_batch_size // (trainer.world.size * trainer.rows_per_example))
     return trainer.microbatches(examples, size) if examples else []
 
 
 def noise_floor(trainer: BasicTrainer, examples: list[Example]) -> dict[str, float | None] | None:
-    """How much a log-ratio of equal weights differs from 0 by rounding alone: rows scored together and one by
-    one, under the weights as they are. ``rms`` and ``max`` over completion tokens, nats; ``tokens``: how many
-    there were. None where no rank has two rows.
+    """Measure how far rounding alone moves a log-ratio of equal weights from 0.
 
-    Every rank does as many forwards: missing rows are those that fill batches up.
+    The same rows are scored together and one by one under the current weights. The result has ``rms`` and
+    ``max`` over completion tokens, nats, and ``tokens``, their number. None where no rank has two rows.
+
+    Every rank does the same number of forwards; filler rows replace missing ones.
     """
     micros, device = shares(trainer, examples), trainer.world.device
     if not micros:

@@ -1,9 +1,10 @@
-"""Evaluation: rewards unclipped and against the initial weights in every variant, so that variants can be
-compared, and sampled accuracy beside them wherever answers can be checked.
+"""Evaluate the policy during a run by rewards on held-out rows, and by accuracy wherever answers can be
+checked.
 
-The whole held-out set stands for one global batch: what a loss needs of a batch (KTO's z0, PPO's normalised
-advantages) is estimated once on all of it. So no number depends on model.eval_batch_size or on the number of
-ranks, but for rounding.
+Every variant's rewards are unclipped and relative to the initial weights, so that variants can be compared.
+The whole held-out set acts as one global batch: the batch statistics that a loss needs (KTO's z0, PPO's
+normalised advantages) are estimated once on all of it. So no number depends on model.eval_batch_size or on
+the number of ranks, except for rounding.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ from trainers.meters import Meters
 
 Metrics = dict[str, float | None]
 SHOWN_AFTER_S = 10.0
-"""An evaluation that takes longer shows how far it is."""
+"""An evaluation that takes longer than this many seconds shows a progress bar."""
 
 
 class Evaluator:
     """Evaluates the trainer's policy on held-out examples.
 
-    ``held_out``: their plan, one epoch of them, or None where there are none. ``accuracy`` samples answers
-    and checks them, or is None where nothing can be checked; ``retained`` does so on a second task.
-    ``initial_kl`` compares with the initial weights, or is None. ``dtype`` is what the model will be exported
-    in: it is judged as it will be used. ``named``: evaluators of further sets, by name.
+    ``held_out``: one epoch of the held-out examples, or None where there are none. ``accuracy`` samples
+    answers and checks them, or is None where nothing can be checked; ``retained`` does the same on a second
+    task. ``initial_kl`` measures the KL divergence from the initial weights, or is None. ``dtype`` is the
+    dtype of the exported model: the weights are evaluated in the precision in which they will be used.
+    ``named``: evaluators of further sets, by name.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Evaluator:
         self.named = dict(named or {})
         self.trainer, self.accuracy = trainer, accuracy
         self.retained, self.initial_kl = retained, initial_kl
-        # Weights that are cast to the export dtype for computing anyway need no rounding first.
+        # Weights that the forward casts to the export dtype anyway need no rounding first.
         self.dtype = torch.float32 if dtype == getattr(torch, trainer.config.model.dtype) else dtype
         self.groups = () if held_out is None else held_out.groups
         self.batches = [] if held_out is None else arranged(trainer, held_out)
@@ -66,8 +68,9 @@ class Evaluator:
         )
 
     def prepare(self, parts: dict[str, str]) -> None:
-        """Score the held-out rows under the initial weights, which the policy must still have, as they will
-        be used."""
+        """Score the held-out rows under the initial weights, which the policy must still have.
+
+        The weights are rounded to the export dtype. ``parts``: what the scores depend on, the cache's key."""
         for other in self.named.values():
             other.prepare(parts)
         parts = parts | {"rounded to": str(self.dtype)}
@@ -84,12 +87,15 @@ class Evaluator:
                 )
 
     def evaluate(self, initial: bool = False) -> Metrics:
-        """``eval_loss``, ``eval_reward_{chosen,rejected,margin,accuracy}``, ``eval_drift`` (nats a token)
-        and, where answers can be checked, ``eval_accuracy_{sampled,greedy}`` and ``eval_length_sampled``
-        (tokens an answer); of the initial weights' answers
-        ``eval_kl_initial`` (nats a token), of a second task ``eval_retained_{sampled,greedy}``. The same on
-        every rank. Without a reference: the loss's own metrics. ``initial``: of the initial weights, whose
-        answers an earlier run may have left. Of a named set its name stands behind ``eval_``."""
+        """Return the metrics of the current weights, the same on every rank.
+
+        They are ``eval_loss``, ``eval_reward_{chosen,rejected,margin,accuracy}`` and ``eval_drift`` (nats per
+        token), or without a reference the loss's own metrics. Where answers can be checked:
+        ``eval_accuracy_{sampled,greedy}`` and ``eval_length_sampled`` (tokens per answer). On the initial
+        weights' answers: ``eval_kl_initial`` (nats per token). On a second task:
+        ``eval_retained_{sampled,greedy}``. Metrics of a named set have its name after ``eval_``.
+
+        ``initial``: the policy has the initial weights, whose answers an earlier run may have cached."""
         with rounded(self.trainer.policy, self.dtype):
             out: Metrics = self._scores() if self.batches else {}
             if self.accuracy is not None:
@@ -136,10 +142,12 @@ class Evaluator:
         return out
 
     def _rewards(self, rewards: dict[str, tuple[float, int]]) -> Metrics:
-        """The mean reward of the chosen (or desirable) rows and of the rejected; mean margin and accuracy
-        over what ``_compared`` says: of a pair the share that has the chosen above the rejected, a tie
-        counting one half. Without anything to compare the margin is the difference of the two means, and
-        there is no accuracy."""
+        """Return the mean rewards of chosen (or desirable) and rejected rows, the margin and the accuracy.
+
+        Margin and accuracy are means over the comparisons of ``_compared``; the accuracy is the share with
+        the chosen above the rejected rows, a tie counting one half. Without any comparison the margin is the
+        difference of the two mean rewards, and the accuracy is None. ``rewards``: row key -> (log-ratio in
+        nats, completion tokens)."""
         scale = reward_scale(self.trainer.config)
         chosen: list[float] = []
         rejected: list[float] = []
@@ -164,10 +172,11 @@ class Evaluator:
         }
 
     def _compared(self) -> list[list[tuple[str, float]]]:
-        """(row key, +1 better or -1 worse) of the held-out rows, those together that are compared: the two of
-        a pair, whether it is one example or split in two; the completions of a larger group (the mean of the
-        better against that of the worse). An example that stands alone in the data is compared with the
-        others of its prompt that do."""
+        """Return (row key, +1 better or -1 worse) of the held-out rows, one list per comparison.
+
+        The two rows of a pair are compared, whether the pair is one example or split in two. In a larger
+        group the mean of the better completions is compared with the mean of the worse. Examples that stand
+        alone in the data are compared with the other such examples of their prompt."""
         groups: list[list[tuple[str, float]]] = []
         alone: dict[str, list[tuple[str, float]]] = {}
         for group in self.groups:
@@ -186,21 +195,24 @@ class Evaluator:
 
 
 def arranged(trainer: BasicTrainer, held_out: Segment) -> list[list[Example]]:
-    """The batches of ``held_out``, whose examples the trainer has arranged as one global batch in the data's
-    own order."""
+    """Return the batches of ``held_out``, arranged by the trainer as one global batch in the data's order."""
     examples = [example for group in held_out.groups for example in group]
     made = dict(zip(examples, trainer.arrange(examples), strict=True))
     return [[made[example] for example in held_out.batch(i)] for i in range(held_out.steps)]
 
 
 def reward_scale(config: Config) -> float:
-    """The factor from a sequence's log-ratio to its reward: the loss's beta, where that is what beta does."""
+    """Return the factor from a sequence's log-ratio to its reward.
+
+    It is the loss's beta where beta scales rewards and the loss has a reference, else 1."""
     scaled = config.trainer.beta_scales_rewards and config.has_reference
     return float(config.loss.get("beta", 1.0)) if scaled else 1.0
 
 
 def row_rewards(micro: Microbatch, scores: TokenScores) -> dict[str, tuple[float, int]]:
-    """Row key -> (s in nats, completion tokens) of a microbatch's real rows."""
+    """Map each real row of a microbatch to its sequence log-ratio, nats, and its completion tokens.
+
+    A row without counted tokens is left out."""
     values = scores.sequence_log_ratio().tolist()
     rows = micro.sequences.rows
     return {row.key: (s, len(row.counted)) for row, s in zip(rows, values, strict=True) if len(row.counted)}

@@ -1,4 +1,4 @@
-"""Further held-out sets that every evaluation of a run measures (``evaluations``)."""
+"""Load the further held-out sets that every evaluation of a run measures (``evaluations``)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from trainers.basic import BasicTrainer
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A set that was loaded. Its rows are measured under the loss, its prompts are answered; either may be
-    none."""
+    """A loaded evaluation set. The loss is measured on its rows, and its prompts are answered and checked; a
+    set may have only one of the two."""
 
     name: str
     data: DataConfig
@@ -39,19 +39,19 @@ class EvaluationSet:
     checkable: Sequence[Group]
     """Groups whose prompts are answered: they have a reference answer, and ``data`` has a verifier."""
     played: bool
-    """Whether the run's environment answers the policy: the set is of the run's own task."""
+    """Whether the run's environment replies to the policy: true for sets of the run's own task."""
     about: str
-    """What was read, in a sentence."""
+    """One sentence on what was read."""
 
 
 def load_evaluation_sets(
     config: Config, trainer: type[BasicTrainer], renderer: Renderer, trained_on: Groups
 ) -> list[EvaluationSet]:
-    """The sets that ``config.evaluations`` names, in its order. ``trained_on``: the training groups, of which
-    a set should have none.
+    """Load the sets that ``config.evaluations`` names, in its order.
 
-    Raises ConfigError and DataError, which name the set: rows that cannot be read, that are of another
-    model's tokens, of which neither the loss nor a verifier can use any.
+    ``trained_on``: the training groups; a set should share no prompt with them. Raises ConfigError or
+    DataError that names the set if its rows cannot be read, if they are tokens of another model, or if
+    neither the loss nor a verifier can use any of them.
     """
     seen = prompt_ids(trained_on)
     found = []
@@ -127,7 +127,7 @@ def _dropped(examples: Examples) -> str:
 
 
 def _check_ranked(config: Config, sets: list[EvaluationSet]) -> None:
-    """Raise ConfigError where ``keep_best`` names a number that its set cannot have."""
+    """Raise ConfigError where ``keep_best`` names a metric that its evaluation set cannot give."""
     for one in sets:
         measured = {
             **dict.fromkeys(("loss", "reward_margin", "reward_accuracy"), one.held_out is not None),

@@ -1,4 +1,4 @@
-"""What is checked once policy and reference have scored the first batch, before the first update."""
+"""Check the scores of policy and reference on the first batch, before the first update."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from trainers.basic import BasicTrainer
 from trainers.humanline import Humanline
 
 LIMIT = {"float32": 1e-3, "bfloat16": 0.1}
-"""Nats by which rounding may part the two log-probabilities of a token, by model.dtype."""
+"""Largest difference, in nats, that rounding may cause between the two log-probabilities of a token, by
+model.dtype."""
 
 
 def check_first_scores(trainer: BasicTrainer, segment: Segment) -> None:
-    """Policy and reference are the same weights before step 0: their log-probabilities differ by rounding at
-    most, and are numbers.
+    """Check that the first batch's log-probabilities are finite and equal for policy and reference.
 
-    Raises StoppedError, on every rank.
+    Before step 0 both have the same weights, so only rounding may make them differ. Raises StoppedError on
+    every rank.
     """
     config = trainer.config
     micro = trainer.microbatches(segment.batch(0))[0]

@@ -1,4 +1,4 @@
-"""A run's exported model to the Hugging Face hub (``push_to_hub``), by the hub's own client."""
+"""Upload a run's exported model to the Hugging Face hub (``push_to_hub``) with the hub's own client."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def check_push(repository: str | None) -> None:
-    """Raise ConfigError where ``push_to_hub`` could not be honoured: no id, no token here, offline. Nobody is
-    asked: the hub may be out of reach until the end."""
+    """Raise ConfigError where ``push_to_hub`` could not be honoured: invalid id, no token, offline mode.
+
+    The hub itself is not contacted, because it may be unreachable until the end of the run."""
     if repository is None:
         return
     try:
@@ -43,8 +44,9 @@ def check_push(repository: str | None) -> None:
 
 
 def push(model_dir: Path, repository: str, private: bool) -> str:
-    """Upload an exported model with its card, in one commit; returns its address. A repository that is there
-    keeps who may see it. Raises StoppedError."""
+    """Upload an exported model with its card in one commit and return its address.
+
+    An existing repository keeps its visibility. Raises StoppedError."""
     api = HfApi()
     try:
         api.create_repo(repository, private=private, exist_ok=True)
@@ -53,15 +55,16 @@ def push(model_dir: Path, repository: str, private: bool) -> str:
             folder_path=model_dir,
             commit_message=f"Trained with humanline {git_commit(ROOT) or ''}".strip(),
         )
-    except Exception as error:  # the client's parts raise what they like
+    except Exception as error:  # the client's libraries raise many kinds of errors
         text = " ".join(str(error).split()) or type(error).__name__
         raise StoppedError(scrub_text(f"the model could not be uploaded to {repository} ({text})")) from error
     return str(said.repo_url)
 
 
 def push_or_say(run_dir: Path, repository: str, private: bool) -> None:
-    """``push`` of a run's model/. Where it fails, that is said with the command that tries again: the run is
-    done."""
+    """Upload a run's model/ with ``push``.
+
+    The run is done by then, so a failure only prints a warning with the command that tries again."""
     try:
         print(f"uploaded to {push(run_dir / 'model', repository, private)}", flush=True)
     except StoppedError as error:

@@ -1,12 +1,13 @@
-"""Whether humanline can change anything of a run: said at the start, since two runs that are the same by
-construction compare nothing.
+"""Decide at the start of a run whether humanline can change anything in it, since comparing two runs that are
+identical by construction shows nothing.
 
-Humanline does two things. It syncs: at steps 0, k, 2k … the reference becomes the policy before the update
-(``trainers.syncing``), and the steps behind see it up to the next sync, or to the end of their segment: a
-round starts with the policy as its reference anyway, unless ``rounds.reset_reference`` is false. So the sync
-of step t changes a later step of its segment only if the segment began before t and goes on behind t: all of
-a segment of two steps sees the policy that it began with. And it clips, which changes nothing where a bound
-is infinite, or where each step is the first of its segment, whose log-ratios are 0.
+Humanline does two things. First, it syncs: at steps 0, k, 2k … the reference becomes the policy as it is
+before the update (``trainers.syncing``). The following steps use that reference until the next sync or the
+end of their segment, because a round starts with the policy as its reference anyway, unless
+``rounds.reset_reference`` is false. So the sync at step t changes a later step of its segment only if the
+segment began before t and continues after t: in a segment of two steps, both steps use the policy at the
+segment's start. Second, it clips. Clipping changes nothing where the bounds are infinite, or where each step
+is the first of its segment, whose log-ratios are 0.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from collections.abc import Sequence
 from config.schema import Config
 
 ROUNDING = 0.01
-"""nats: bounds nearer to 0 may bind on rounding alone, where policy and reference are computed in other
-batches."""
+"""Nats. Bounds closer to 0 than this may clip rounding errors, where policy and reference are computed in
+different batches."""
 
 
 def notice(config: Config, segments: Sequence[int], exact: bool) -> str | None:
-    """The sentence, or None where humanline is off or can change something.
+    """Return the notice for a run in which humanline changes nothing, or clips while its syncing changes
+    nothing; None for any other run.
 
-    ``segments``: the steps of each segment as planned; ``exact``: whether they will be as planned, or may be
-    fewer.
+    ``segments``: planned number of steps of each segment. ``exact``: whether the plan is exact, or segments
+    may turn out shorter.
     """
     if not config.humanline or not segments:
         return None
-    if config.keeps_reference:  # rounds are one stretch to it
+    if config.keeps_reference:  # a reference that outlives rounds sees them as one segment
         segments = [sum(segments)]
     moot, clips = not moves(config, segments, exact), can_clip(config, max(segments))
     if clips and not moot:
@@ -50,8 +52,9 @@ def notice(config: Config, segments: Sequence[int], exact: bool) -> str | None:
 
 
 def moves(config: Config, segments: Sequence[int], exact: bool) -> bool:
-    """Whether syncing because of humanline may change what some step is compared with. Another ``sync_mode``
-    is the same with ``humanline=false``."""
+    """Return whether humanline's syncing may change the reference of some step.
+
+    False for any other ``sync_mode``, which does the same with ``humanline=false``."""
     if config.syncing != "humanline":
         return False
     k, planned = config.sync_freq, sum(segments)
@@ -61,14 +64,14 @@ def moves(config: Config, segments: Sequence[int], exact: bool) -> bool:
         return max(segments) > 2 and planned > k + 1
     begin, found = 0, False
     for steps in segments:
-        sync = (begin // k + 1) * k  # the first one behind the segment's first step
+        sync = (begin // k + 1) * k  # the first sync after the segment's first step
         found = found or sync + 1 < begin + steps
         begin += steps
     return found
 
 
 def can_clip(config: Config, longest: int) -> bool:
-    """Whether a log-ratio may lie beyond a bound in segments of at most ``longest`` steps."""
+    """Return whether a log-ratio may exceed a clipping bound in segments of at most ``longest`` steps."""
     if config.humanline_mode == "sample":
         return True
     bounds = (-config.log_epsilon_P, config.log_epsilon_R)

@@ -1,5 +1,8 @@
-"""Scores under the initial weights, made once before training and kept on disk: the reference of offline
-training, the zero point of every evaluation and of ``drift``, and the data report's likelihoods."""
+"""Score rows under the initial weights once before training and keep the scores on disk.
+
+They serve as the reference of offline training, the zero point of every evaluation and of ``drift``, and the
+likelihoods of the data report.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,11 @@ from trainers.basic import BasicTrainer
 
 SECONDS_PER_SHARD = 20.0
 WINDOW = 65_536
-"""Rows that are in memory at once where rows are scored alone."""
+"""Number of rows in memory at once where the scores belong to rows (``Reference.by_row``)."""
 
 
 def rows_of(batch: list[Example]) -> list[Sequence]:
-    """Every row of a batch that needs a reference, mismatched ones included."""
+    """Return every row of a batch that needs a reference, mismatched rows included."""
     return [
         row
         for example in batch
@@ -46,13 +49,15 @@ def initial_scores(
     what: str,
     arranged: bool = False,
 ) -> ScoreTable:
-    """Key -> [C] log-probabilities (nats, float32, CPU) of every row of ``batches`` under the policy as it is
-    now. ``batches`` are asked for one by one, several times.
+    """Return [C] log-probabilities (nats, float32, CPU) by key, of every row of ``batches`` under the policy.
 
-    ``reference`` decides by its keys whether scores belong to (step, row), made from the very microbatches of
-    ``size`` examples that will be trained, or to the row, made in batches of ``size`` rows. ``parts``: what
-    the scores depend on, the cache's key. Rows that the cache has are not scored again; a killed run goes on
-    where it was. ``arranged``: the trainer has arranged the batches already.
+    The policy has its current weights. ``batches`` is iterated several times, one batch at a time.
+
+    The keys of ``reference`` decide how rows are scored. Either a score belongs to (step, row) and comes from
+    the same microbatches of ``size`` examples that will be trained, or it belongs to the row and comes from
+    batches of ``size`` rows. ``parts``: everything the scores depend on, the cache's key. Cached rows are not
+    scored again, so a killed run continues where it was. ``arranged``: the trainer has already arranged the
+    batches. Raises StoppedError if scores that were just written cannot be read back.
     """
     if not arranged:
         batches = Arranged(trainer, batches)
@@ -92,7 +97,7 @@ def initial_scores(
 
 
 class Arranged(Seq[list[Example]]):
-    """Batches as the trainer arranges them, each when it is asked for."""
+    """Batches as the trainer arranges them; each is arranged on access."""
 
     def __init__(self, trainer: BasicTrainer, batches: Seq[list[Example]]) -> None:
         self.trainer, self.batches = trainer, batches
@@ -107,7 +112,7 @@ class Arranged(Seq[list[Example]]):
 
 
 def _wanted(batches: Seq[list[Example]], reference: Reference) -> np.ndarray:
-    """[rows] S: the key of every row of ``batches``, each once, where it comes first."""
+    """Return the distinct keys of all rows of ``batches`` in order of first occurrence, [rows] of dtype S."""
     keys = [
         np.array([reference.key(i, row).encode() for row in rows_of(batch)], "S")
         for i, batch in enumerate(batches)
@@ -117,15 +122,16 @@ def _wanted(batches: Seq[list[Example]], reference: Reference) -> np.ndarray:
 
 
 def _on_every_rank(cache: ScoreCache) -> ScoreTable:
-    """The scores that every rank can read: the same everywhere, so that all agree on what is left to do.
-    Nobody goes on, and writes, before everybody has read."""
+    """Return the scores that every rank can read, so that all ranks agree on what is left to score.
+
+    The gather also keeps every rank from writing before all ranks have read."""
     shards = cache.shards()
     seen = set.intersection(*map(set, gather_objects(list(shards))))
     return ScoreTable([shards[name] for name in sorted(seen)])
 
 
 Work = Iterator[tuple[int, list[Microbatch]]]
-"""(step, this rank's microbatches), as many on every rank"""
+"""(step, this rank's microbatches of it); every rank has the same number of microbatches"""
 
 
 def _work(
@@ -135,7 +141,7 @@ def _work(
     size: Size,
     reference: Reference,
 ) -> tuple[Work, int]:
-    """What is left to score, and how many pieces it comes in. ``missing``: [n] S, keys."""
+    """Return the work left to score and its number of pieces. ``missing``: [n] keys, dtype S."""
     if not reference.by_row:
         steps = sorted({int(key.split(b"/")[0]) for key in missing.tolist()})
         return ((i, trainer.share(batches[i], size)) for i in steps), len(steps)
@@ -147,7 +153,7 @@ def _work(
 
 
 def _windows(batches: Seq[list[Example]], missing: np.ndarray) -> Iterator[list[Sequence]]:
-    """The rows of these keys, WINDOW at a time, the longest first."""
+    """Yield the rows with these keys in lists of at most WINDOW rows, each list sorted longest first."""
     left = set(missing.tolist())
     rows: list[Sequence] = []
     for batch in batches:

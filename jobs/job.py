@@ -1,5 +1,5 @@
-"""A training job: the parts of a run put together in the order in which they can be checked, and what is left
-when it is done."""
+"""A training job, which builds the parts of a run in the order in which they can be checked, trains, and
+writes the results."""
 
 from __future__ import annotations
 
@@ -64,18 +64,19 @@ from trainers.corrections import check_correction
 
 
 class Job:
-    """Builds and runs. Everything a user can get wrong is found in ``__init__``, before weights are
-    loaded."""
+    """Builds the parts of a run and runs it.
+
+    ``__init__`` finds everything a user can get wrong, before weights are loaded."""
 
     def __init__(
         self, config: Config, folder: RunFolder, world: World, observers: Sequence[Any] = ()
     ) -> None:
-        """``folder``: where the run lies; claimed, unless this is a dry run. ``observers``: those beside the
-        ones that ``callbacks`` names."""
+        """``folder``: the run's folder, already claimed unless this is a dry run. ``observers``: observers in
+        addition to the ones that ``callbacks`` names."""
         self.config, self.folder, self.world = config, folder, world
         self.online: Online | None = None
         self.conversations: Conversations | None = None
-        disable_progress_bar()  # transformers draws one for every file; the run has its own
+        disable_progress_bar()  # transformers draws a bar for every file; the run has its own bar
         self.say(f"{folder.name}: {config.variant} {config.loss['name']}, {world.size} x {world.device.type}")
         check_trackers(config.trackers)
         check_optimizer(config)
@@ -98,13 +99,13 @@ class Job:
         if self.renderer.template is not None:
             self.tokenizer.chat_template = (
                 self.renderer.template
-            )  # the exported model talks as it was trained
+            )  # the exported model uses the template it was trained with
         self.plan = (make_online_plan if config.online else make_plan)(
             config, self.trainer_class, self.renderer
         )
         if (
             not config.online
-        ):  # a round may end with a batch of one prompt: then there is no mismatched row, and z0 is 0
+        ):  # not online: a round may end with a one-prompt batch, which has no mismatched row, and z0 is 0
             self.trainer_class.check(config, self.plan.train)
             check_correction(config, self.plan.train)
             self.make_longer()
@@ -126,7 +127,7 @@ class Job:
         self.say_plan()
 
     def say_plan(self) -> None:
-        """How long the run will be."""
+        """Print how long the run will be."""
         if self.online is not None:
             self.say(self.online.describe(self.plan, self.trainer_class.counts))
         else:
@@ -145,14 +146,15 @@ class Job:
             self.say(said)
 
     def idle_humanline(self) -> str | None:
-        """That humanline can change nothing in this run, where it is so."""
+        """Return the notice that humanline changes nothing in this run, or None (``jobs.idle_humanline``)."""
         if self.online is not None:
             return idle_humanline.notice(self.config, *round_steps(self.config, self.trainer_class))
         return idle_humanline.notice(self.config, [part.steps for part in self.plan.parts], exact=True)
 
     def make_longer(self) -> None:
-        """Plan the stretches of a run that goes on longer than it was planned to. Raises ConfigError for one
-        that would be shorter."""
+        """Plan the stretches of a resumed run that is extended beyond its planned length.
+
+        Raises ConfigError for a run that would be shorter than planned."""
         config = self.config
         if config.dry_run or not config.resume:
             return
@@ -171,7 +173,7 @@ class Job:
     # -- running -----------------------------------------------------------------------------------
 
     def run(self, signals: Signals) -> dict[str, Any]:
-        """Train, export, report; returns the summary."""
+        """Train, export and report; return the summary."""
         world, folder = self.world, self.folder.path
         cut = PlannedCut(self.config, self.plan.train, self.trainer_class, world)
         policy, fingerprint = load_sharded(self.config.model, world, self.config.seed)
@@ -210,7 +212,9 @@ class Job:
         return self.finish(run, folder, policy)
 
     def train(self, trainer: BasicTrainer, policy: Policy, run: RunWatch) -> None:
-        """All planned steps, or as many as ``patience`` allows. Raises StoppedError."""
+        """Train all planned steps, or fewer if ``patience`` or an observer ends the run early.
+
+        Raises StoppedError if training ended with too few steps."""
         online = None if self.online is None else self.online.source(trainer, policy, run)
         try:
             trainer.train(online or Offline(*self.plan.parts), run)
@@ -244,7 +248,9 @@ class Job:
         return Evaluator(trainer, self.plan.held_out, accuracy, dtype, retained, initial_kl, named)
 
     def accuracy_on(self, one: EvaluationSet, policy: Policy) -> Accuracy | None:
-        """Of answers to a further evaluation set's prompts; None where they cannot be checked."""
+        """Return the accuracy of answers to a further evaluation set's prompts.
+
+        None where the answers cannot be checked."""
         if not one.checkable:
             return None
         player = self.conversations if one.played else None
@@ -252,16 +258,16 @@ class Job:
         return make_accuracy(*of, section=f"evaluations.{one.name}")
 
     def make_diagnostics(self, trainer: BasicTrainer) -> Diagnostics | None:
-        """What follows the trainer beside its metrics, if asked for and there is a reference to compare
-        with."""
+        """Return the diagnostics of the run; None if they are off or the loss has no reference."""
         if not (self.config.diagnostics and self.config.has_reference):
             return None
         sample = self.plan.held_out or (None if self.config.online else self.plan.train)
         return Diagnostics(trainer, [] if sample is None else sample.batch(0), self.plan.steps)
 
     def choose_groups(self, trainer: BasicTrainer, parts: dict[str, str], folder: Path) -> None:
-        """Train on what ``data.logprob_range`` keeps. Raises ConfigError where the loss cannot be trained on
-        it."""
+        """Restrict training to the groups that ``data.logprob_range`` keeps.
+
+        Raises ConfigError where the loss cannot be trained on them."""
         examples, selection, scores = choose_groups(trainer, self.plan.examples, parts, folder)
         self.plan = replace(
             self.plan, examples=examples, train=training_segment(self.config, examples.groups)
@@ -284,8 +290,9 @@ class Job:
         )
 
     def report_logprobs(self, scores: Mapping[str, Tensor]) -> None:
-        """``scores``: row key -> [C] log-probabilities (nats) under the initial weights of what will be
-        trained on."""
+        """Add log-probabilities of the training rows to the data report.
+
+        ``scores``: row key -> [C] log-probabilities under the initial weights, nats."""
         config = self.config
         clips = config.humanline and config.humanline_mode == "clip"
         self.report = self.report.with_logprobs(
@@ -294,8 +301,10 @@ class Job:
         )
 
     def score_training_rows(self, trainer: BasicTrainer, parts: dict[str, str]) -> None:
-        """Training rows under the initial weights, for the data report: all of them where that is the
-        reference for ever (offline), else those of one batch in n, for ``drift``."""
+        """Score training rows under the initial weights, and write the data report.
+
+        All rows are scored where the initial weights stay the reference for the whole offline run. Otherwise
+        only the rows of one batch in n are scored, if ``drift`` is logged."""
         config, plan = self.config, self.plan.train
         if config.has_reference and not config.online and (trainer.fixed_reference or config.log_drift):
             fixed = trainer.fixed_reference
@@ -312,19 +321,19 @@ class Job:
             trainer.use_initial_scores(Sums(scores), known)
             if (
                 config.data.logprob_range is None
-            ):  # else the report has them already, of every row that is kept
+            ):  # otherwise choose_groups has already reported every row that is kept
                 self.report_logprobs(scores)
         on_main(self.write_data_report)
         for warning in self.report.warnings():
             self.say(f"warning: {warning}")
 
     def write_data_report(self) -> None:
-        """Rank 0. Raises ConfigError."""
+        """Write the data report to the run's folder; called on rank 0 alone. Raises ConfigError."""
         self.folder.write("data_report.json", json.dumps(self.report.to_dict(), indent=2))
         self.folder.write("data_report.md", self.report.to_markdown())
 
     def finish(self, run: RunWatch, folder: Path, policy: Policy) -> dict[str, Any]:
-        """Export, summary, model card, report, the table at the end."""
+        """Write the export, summary, model card and report, print the final table; return the summary."""
         state = full_state(policy)
         seconds = max(run.seconds, 1e-9)
         summary: dict[str, Any] = {
@@ -348,8 +357,9 @@ class Job:
     def leave(
         self, run: RunWatch, folder: Path, policy: Policy, state: dict[str, Tensor], summary: dict[str, Any]
     ) -> None:
-        """What rank 0 writes at the end; ``state`` is the model's. Raises StoppedError where there is no room
-        for it."""
+        """Write the results of the run on rank 0. ``state`` is the model's full state.
+
+        Raises StoppedError where they cannot be written, for example on a full disk."""
         try:
             run.tracker.settle()
             export(state, policy, self.tokenizer, folder / "model", export_dtype(self.config.model))
@@ -380,7 +390,7 @@ class Job:
     # -- dry run -----------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """What the run would do; nothing is written, no weights are loaded."""
+        """Print what the run would do and return its size, without writing files or loading weights."""
         self.say(self.report.to_markdown())
         plan, ranks = self.plan, self.config.plan.ranks or self.world.size
         sets = [plan.held_out, *(one.held_out for one in self.evaluation_sets)]

@@ -1,5 +1,8 @@
-"""A run that is made longer while it goes on: what was planned stays as it was, and what is added is a
-stretch of its own, at the learning rate that a constant schedule ends with."""
+"""Extend a run beyond its planned length when it is resumed.
+
+The original plan stays unchanged. Each extension is a stretch of its own, trained at the final learning rate
+of a constant schedule.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,20 @@ from config.schema import Config
 from data.batches import Segment
 
 LENGTHS = "lengths.json"
-"""Of a run that was made longer: the examples it was planned to train on, each time."""
+"""File of an extended run that holds the total number of examples planned at each extension."""
 
 
 def examples_of(n_epochs: int | None, n_examples: int | None, count: int) -> int:
-    """Examples that a run trains on in all, of ``count`` that there are."""
+    """Return the total number of examples that a run trains on; ``count``: examples in one epoch."""
     units = (n_epochs or 10**9) * count
     return min(units, n_examples or units)
 
 
 def planned(folder: Path, config: Config, count: int) -> tuple[int, ...]:
-    """The examples at the end of each stretch of the run in ``folder``, the last as ``config`` says; () for a
-    run of one stretch. ``count``: the examples that there are.
+    """Return the total number of examples at the end of each stretch of the run in ``folder``.
 
-    Raises ConfigError where the run would be shorter than it was planned to be.
+    The last number is the one that ``config`` gives; a run of one stretch gives (). ``count``: examples in
+    one epoch. Raises ConfigError where the run would be shorter than planned.
     """
     before = settings_before(folder) if started(folder) else {}
     if config.online or not before:
@@ -50,7 +53,9 @@ def planned(folder: Path, config: Config, count: int) -> tuple[int, ...]:
 
 
 def _recorded(folder: Path) -> list[int]:
-    """What LENGTHS says; [] where it is not there. Raises ConfigError where it says nothing."""
+    """Return the numbers in the LENGTHS file; [] if there is no such file.
+
+    Raises ConfigError if the file is damaged."""
     path = folder / LENGTHS
     if not path.exists():
         return []
@@ -66,14 +71,16 @@ def _recorded(folder: Path) -> list[int]:
 
 
 def write(folder: Path, ends: tuple[int, ...]) -> None:
-    """Keep the stretches; nothing for a run of one."""
+    """Write the stretches to the LENGTHS file; a run of one stretch writes nothing."""
     if ends:
         write_whole(folder / LENGTHS, json.dumps({"examples": list(ends)}) + "\n")
 
 
 def stretches(whole: Segment, ends: tuple[int, ...]) -> tuple[Segment, ...]:
-    """The run as segments: ``whole`` itself; with ``ends`` the first of them as it was planned, its own
-    warm-up with it, and each further one shuffled anew, behind the schedule's end."""
+    """Return the run as segments: ``whole`` alone without ``ends``, else one segment per stretch.
+
+    The first stretch is the original plan with its warm-up. Each further stretch is shuffled anew and lies
+    at the end of the schedule (progress 1)."""
     if not ends:
         return (whole,)
     first = replace(whole, n_examples=ends[0])

@@ -1,5 +1,5 @@
-"""How likely the initial weights find the training data: which part of it is kept (``data.logprob_range``),
-and what the data report says of it (paper §5.2.1, Figure 6)."""
+"""Measure the likelihood of the training data under the initial weights, for the selection of groups by
+``data.logprob_range`` and for the data report (paper §5.2.1, Figure 6)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ Scores = Mapping[str, Tensor]
 
 
 def score_groups(trainer: BasicTrainer, groups: ExampleGroups, parts: dict[str, str]) -> Scores:
-    """The scores of every row of these groups under the policy as it is now, from the cache on disk where it
-    has them."""
+    """Return the scores of every row of these groups under the policy's current weights.
+
+    Scores that the cache on disk has are read from it."""
     size = trainer.config.reference_batch_size or trainer.config.model.eval_batch_size
     return initial_scores(
         trainer, [list(group) for group in groups], size, Reference(by_row=True), parts, "score training data"
@@ -42,13 +43,13 @@ def score_groups(trainer: BasicTrainer, groups: ExampleGroups, parts: dict[str, 
 def choose_groups(
     trainer: BasicTrainer, examples: Examples, parts: dict[str, str], folder: Path
 ) -> tuple[Examples, Selection, Scores]:
-    """What ``data.logprob_range`` keeps of ``examples``, the selection, and the scores of all rows. The same
-    on every rank.
+    """Return the examples that ``data.logprob_range`` keeps, the selection, and the scores of all rows.
 
-    A group's place is the mean log-probability of all completion tokens that it trains on: of a pair, the
-    chosen's and the rejected's together (the paper speaks of "the average token log-probability of the
-    output" and does not say how a pair's two are joined). So DPO, KTO and GRPO keep the same pairs. Raises
-    StoppedError (``select``) and ConfigError (``kept_before``).
+    The result is the same on every rank. Groups are ranked by the mean log-probability of all completion
+    tokens that they train on. For a pair this mean covers chosen and rejected together: the paper speaks of
+    "the average token log-probability of the output" and does not say how a pair's two outputs are combined.
+    So DPO, KTO and GRPO keep the same pairs. Raises StoppedError (``select``) and ConfigError
+    (``kept_before``).
     """
     share = trainer.config.data.logprob_range
     assert share is not None
@@ -60,8 +61,9 @@ def choose_groups(
 
 
 def group_means(groups: ExampleGroups, scores: Scores) -> np.ndarray:
-    """[groups] the mean log-probability of a group's completion tokens, nats; float64. A row counts once,
-    however many examples it is in."""
+    """Return the mean log-probability of each group's completion tokens, [groups] float64, nats.
+
+    A row counts once, even if several examples share it."""
     out = np.empty(len(groups))
     for g, group in enumerate(groups):
         rows = {row.key: scores[row.key] for example in group for row in example.rows}.values()
@@ -70,11 +72,11 @@ def group_means(groups: ExampleGroups, scores: Scores) -> np.ndarray:
 
 
 def kept_before(path: Path, groups: ExampleGroups, fresh: Selection) -> Selection:
-    """The selection that the run of this file was started with; ``fresh``, written to the file, where there
-    is none.
+    """Return the selection that the file ``path`` recorded when the run started.
 
-    A run that goes on trains on the groups it was started with, even where a score's last bits have changed
-    since (other ranks, another GPU). Raises ConfigError if the data are others.
+    If there is no file, ``fresh`` is written to it and returned. A resumed run trains on the groups it
+    started with, even if the last bits of a score have changed since (another number of ranks, another GPU).
+    Raises ConfigError if the training data have changed.
     """
     digest = hashlib.sha256(
         "\n".join(row.key for group in groups for example in group for row in example.rows).encode()
@@ -99,8 +101,10 @@ def kept_before(path: Path, groups: ExampleGroups, fresh: Selection) -> Selectio
 
 
 def completion_means(groups: ExampleGroups, scores: Scores) -> dict[str, np.ndarray]:
-    """ "chosen" and "rejected" (or desirable and not) -> mean token log-probability of each completion, nats;
-    NaN where it was not scored."""
+    """Return the mean token log-probability of each completion, nats, under "chosen" and "rejected".
+
+    Desirable completions count as chosen, undesirable ones as rejected. NaN where a completion was not
+    scored."""
     kinds: dict[str, list[float]] = {"chosen": [], "rejected": []}
     for example in (example for group in groups for example in group):
         signs = (1.0, -1.0) if len(example.rows) == 2 else (example.label,)
@@ -113,8 +117,9 @@ def completion_means(groups: ExampleGroups, scores: Scores) -> dict[str, np.ndar
 
 
 def clippable_share(rows: Iterable[Tensor], log_epsilon_R: float) -> float | None:
-    """The share of these rows' tokens ([C] log-probabilities each) that can be clipped from above; None of no
-    token."""
+    """Return the share of these rows' tokens that can be clipped from above; None without tokens.
+
+    ``rows``: [C] log-probabilities of each row, nats."""
     counts = np.array(
         [(int(can_be_clipped(values.numpy(), log_epsilon_R).sum()), len(values)) for values in rows]
     ).reshape(-1, 2)

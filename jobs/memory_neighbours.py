@@ -1,5 +1,8 @@
-"""What else stands on a training rank's GPU, beside what a step takes: the sampler of rounds, the reward
-model, and the cache of answers that the policy itself gives. Counted, not simulated."""
+"""Estimate the GPU memory of everything that shares a training rank's GPU with the training step.
+
+This is the sampler of rounds, the reward models, and the key-value cache and logits while the policy itself
+answers. The numbers are computed from sizes, not simulated.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ GIB = 2.0**30
 
 
 def reward_models(config: Config) -> dict[str, float]:
-    """Part -> GiB of a reward model's weights and of one layer's work over the tokens that go through it at
-    once; {} where the reward loads none. They stand on every rank's GPU while a round is scored, those of a
-    weighted sum together.
+    """Return the GiB that each reward model takes; {} where the reward loads no model.
 
-    Raises ConfigError where an architecture cannot be had.
+    The number counts the model's weights and the work of one layer on the tokens of one batch. While a round
+    is scored, every rank's GPU holds the models, and those of a weighted sum all at once. Raises ConfigError
+    where an architecture cannot be loaded.
     """
     alone = config.reward_config.models_alone() if config.online and config.reward is not None else None
     if alone is None:
@@ -42,7 +45,7 @@ def reward_models(config: Config) -> dict[str, float]:
 
 
 def of_model(config: Config, settings: RewardModelConfig | TeacherConfig) -> float:
-    """GiB of one reward model. Raises ConfigError."""
+    """Return the GiB of one reward model. Raises ConfigError."""
     if isinstance(settings, TeacherConfig):
         tokens = settings.batch_size * config.model.max_length
     else:
@@ -56,29 +59,33 @@ def of_model(config: Config, settings: RewardModelConfig | TeacherConfig) -> flo
 
 
 def parameters_of(found: PretrainedConfig) -> int:
-    """Parameters of the language model of this architecture."""
+    """Return the number of parameters of the language model of this architecture."""
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(found)
     return sum(p.numel() for p in model.parameters())
 
 
 def layer_work(found: PretrainedConfig) -> int:
-    """Numbers that a layer holds for a token at once, about: its input, its norm, queries, keys, values and
-    attention; or its input, its norm and the three of a gated MLP."""
+    """Return about how many numbers a layer holds per token at once.
+
+    These are its input, its norm, and either queries, keys, values and attention output, or the three
+    intermediate tensors of a gated MLP."""
     text = found.get_text_config()
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     return int(2 * text.hidden_size + max(4 * text.hidden_size, 3 * inner))
 
 
 def engine_weights(config: Config, parameters: int) -> float:
-    """GiB of the sampled model on one GPU of the engine."""
+    """Return the GiB of the sampled model's weights on one GPU of the engine."""
     dtype = getattr(torch, config.sampler.dtype or config.model.dtype)
     return parameters * dtype.itemsize / config.sampler.tensor_parallel / GIB
 
 
 def own_answers(config: Config, found: PretrainedConfig, ranks: int, evaluates: bool) -> float:
-    """GiB of keys, values and logits while the policy itself answers prompts: a round's with
-    sampler=embedded, or those of an evaluation."""
+    """Return the GiB of keys, values and logits while the policy itself answers prompts.
+
+    It does so for rounds with sampler=embedded, and for the KL divergence of an evaluation. ``ranks``:
+    number of ranks; ``evaluates``: whether the run has held-out examples."""
     model, most = config.model, 0.0
     if config.online and not config.sampler.separate:
         rows = config.sampler.batch_size or model.eval_batch_size
@@ -90,7 +97,9 @@ def own_answers(config: Config, found: PretrainedConfig, ranks: int, evaluates: 
 
 
 def answers(found: PretrainedConfig, rows: int, tokens: int, model: ModelConfig) -> float:
-    """GiB of the cache of so many rows, and of float32 logits and two copies of them."""
+    """Return the GiB of the key-value cache of ``rows`` rows of ``tokens`` tokens, and of their logits.
+
+    The logits count three times in float32: themselves and two copies."""
     text = found.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 1
     keys = getattr(text, "num_key_value_heads", None) or heads

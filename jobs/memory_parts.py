@@ -9,7 +9,7 @@ from jobs.memory_neighbours import GIB
 from jobs.memory_simulation import Answer, evaluates
 
 GAPS = 0.05
-"""Share of a card that the allocator's gaps may take."""
+"""Share of a card that is reserved for fragmentation by the allocator."""
 ORDER = (
     "weights",
     "reference",
@@ -31,13 +31,13 @@ class Card:
 
     @property
     def room(self) -> float:
-        """GiB that may be planned for."""
+        """GiB that a plan may use."""
         return self.memory * (1 - GAPS)
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What a rank holds at once while something is done."""
+    """The memory that a rank holds at once during one activity, such as a training step."""
 
     name: str
     parts: Mapping[str, float]
@@ -54,7 +54,9 @@ class Situation:
 
 
 def peak(given: Answer, evaluation: bool) -> dict[str, int]:
-    """Part -> bytes at the moment at which they are most."""
+    """Return bytes by part at the moment of the largest sum.
+
+    ``evaluation``: consider the moments of the evaluation instead of those of the training step."""
     moments: Iterable[dict[str, int]] = (
         parts for moment, parts in given.peaks.items() if evaluates(moment) is evaluation
     )

@@ -1,8 +1,8 @@
-"""What memory a run takes on the fullest of its ranks, before anything is loaded: simulated for the step and
-the evaluation, counted for what stands beside them, and held against the card.
+"""Plan the memory that a run takes on the fullest of its ranks, before anything is loaded.
 
-``python -m jobs.memory_plan`` is the worker that a dry run and ``launch.sweep`` ask: what is simulated has a
-process of its own.
+The training step and the evaluation are simulated, everything beside them is computed from sizes, and the
+sums are compared with the card's memory. ``python -m jobs.memory_plan`` is the worker process of dry
+runs, of runs on GPUs and of ``launch.sweep``, because the simulation needs a process of its own.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from models.simulated import simulated_gpu
 from trainers.basic import BasicTrainer
 
 CONTEXT, ASLEEP = 1.5, 1.5
-"""GiB that a GPU gives to what is no tensor of ours, assumed: the trainer's CUDA context, libraries and NCCL;
-an engine that sleeps."""
+"""Assumed GiB of a GPU that hold no tensor of the trainer: CONTEXT for its CUDA context, libraries and NCCL,
+ASLEEP for a sleeping engine."""
 CANDIDATES = 32
-"""So many batches with most tokens, and as many with the longest examples, are dealt to find the widest
-microbatch."""
+"""Number of batches with the most tokens, and number of batches with the longest examples, that are dealt to
+ranks to find the widest microbatch."""
 SECONDS = 1800.0
 NOTHING: dict[str, float] = {}
 
@@ -50,13 +50,13 @@ class MemoryPlan:
     card: Card | None
     situations: tuple[Situation, ...]
     notes: tuple[str, ...]
-    """What else is to be said: what could not be counted, what would fit."""
+    """Further lines: what could not be counted, and what would fit."""
     microbatch_tokens: int | None = None
-    """Tokens of a microbatch at most, where the plan cuts a batch that does not fit in one pass."""
+    """Largest number of tokens of a microbatch, if the plan splits a batch that does not fit in one pass."""
 
     @property
     def over(self) -> list[Situation]:
-        """What does not fit."""
+        """The situations that do not fit the card."""
         return [s for s in self.situations if self.card is not None and s.total > self.card.room]
 
     def lines(self) -> list[str]:
@@ -83,7 +83,7 @@ class MemoryPlan:
 def describe_memory(
     config: Config, train: Segment, held_out: list[Segment], trainer: type[BasicTrainer], ranks: int
 ) -> str:
-    """The plan in words, for the data of a dry run; or in one sentence why there is none."""
+    """Return the plan in words for the data of a dry run, or a sentence that says why there is no plan."""
     evaluated = (part.batch(i) for part in held_out for i in range(part.steps))
     held = max(evaluated, key=lambda batch: sum(map(row_tokens, batch)), default=[])
     text: str = planned(config, train, held, trainer, ranks, card_of(config))["text"]
@@ -102,7 +102,8 @@ def planned(
     ranks: int,
     card: tuple[str, float] | None,
 ) -> dict[str, Any]:
-    """What ``of_examples`` answers for the heaviest batch of ``train``, from a process of its own."""
+    """Return the answer of ``of_examples`` for the heaviest batch of ``train``, computed in a process of its
+    own. ``card``: name and GiB; None for a CPU."""
     batch = heaviest_batch(config, train, trainer, ranks, card is not None)
     most = row_tokens(longest(train.groups))
     worker = WorkerProcess("jobs.memory_plan", log=None, env={"CUDA_VISIBLE_DEVICES": ""})
@@ -118,19 +119,19 @@ def planned(
 
 
 def unplanned(why: str) -> dict[str, Any]:
-    """The answer where there is no plan."""
+    """Return the answer of ``of_examples`` where there is no plan."""
     return {"text": f"The memory could not be planned: {why}", "over": None, "microbatch_tokens": None}
 
 
 def card_of(config: Config) -> tuple[str, float] | None:
-    """(name, GiB) of the GPU that a dry run plans for; None for a CPU."""
+    """Return (name, GiB) of the GPU that a dry run plans for; None for a CPU."""
     if config.plan.card is not None:
         return config.plan.card, card_memory("plan.card", config.plan.card)
     return gpu_here()
 
 
 def gpu_here() -> tuple[str, float] | None:
-    """(name, GiB) of this machine's first GPU; None without one."""
+    """Return (name, GiB) of this machine's first GPU; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(0)
@@ -140,8 +141,10 @@ def gpu_here() -> tuple[str, float] | None:
 def heaviest_batch(
     config: Config, segment: Segment, trainer: type[BasicTrainer], ranks: int, gpu: bool
 ) -> list[Example]:
-    """The batch of the segment with the widest microbatch, as far as dealing those with most tokens and with
-    the longest examples can tell."""
+    """Return the batch of the segment with the widest microbatch, by tokens.
+
+    Only the CANDIDATES batches with the most tokens and those with the longest examples are dealt to ranks,
+    so the result is a good guess."""
     packing, shared = how_rows_are_joined(config, architecture(config.model), gpu)
     size = size_of(config.model, ranks)
     steps = range(segment.steps if any_id(segment) else 1)
@@ -157,20 +160,21 @@ def heaviest_batch(
 
 
 def how_rows_are_joined(config: Config, found: PretrainedConfig, gpu: bool) -> tuple[bool, bool]:
-    """Whether rows are packed, and whether they share prompts, on a machine with GPUs or without."""
+    """Return whether rows are packed, and whether they share prompts, with a GPU or without one."""
     with simulated_gpu(gpu):
         packing, _ = packs_rows(config.model, found)
         return packing, shares_prompts(config.model, found, packing)
 
 
 def any_id(segment: Segment) -> bool:
-    """Whether these are real examples; those that stand in for rounds to come are all alike."""
+    """Return whether the examples are real; the placeholders for future rounds are all alike."""
     return bool(segment.groups[0][0].prompt_id)
 
 
 def told_apart(i: int, example: Example) -> Example:
-    """An example that stands for one still to be sampled as another than those beside it: with a prompt,
-    which it shares with none of them, and a label."""
+    """Return a placeholder example made distinct from its neighbours; a real example is returned unchanged.
+
+    The placeholder gets a prompt that it shares with no other example of the batch, and a label."""
     if example.prompt_id:
         return example
     rows = tuple(replace(row, prompt_ids=np.full_like(row.prompt_ids, i)) for row in example.rows)
@@ -178,7 +182,7 @@ def told_apart(i: int, example: Example) -> Example:
 
 
 def widest(batch: list[Example], ranks: int, size: Size, rows: int, packing: bool, shared: bool) -> int:
-    """Tokens of the widest share that a batch is dealt into."""
+    """Return the tokens of the widest share that a batch is dealt into."""
     turns = deal(batch, ranks, size, rows, packing, shared)
     return max(share_tokens(share, packing, shared) for turn in turns for share in turn)
 
@@ -192,8 +196,9 @@ def last_line(error: Exception) -> str:
 
 
 def of_settings(config: Config, ranks: int, card: str) -> dict[str, object]:
-    """The plan of a run whose data are not at hand: every row as long as it may be. ``text``, and what does
-    not fit as sentences, ``over``. Raises ConfigError for an architecture that cannot be had."""
+    """Return the plan of a run whose data are not available, with every row as long as allowed.
+
+    The result is that of ``of_examples``. Raises ConfigError for an architecture that cannot be loaded."""
     trainer = trainer_class(config)
     batch = longest_batch(config, trainer, config.model.batch_size)
     held_out = longest_batch(config, trainer, config.model.eval_batch_size)
@@ -201,7 +206,7 @@ def of_settings(config: Config, ranks: int, card: str) -> dict[str, object]:
 
 
 def longest_batch(config: Config, trainer: type[BasicTrainer], count: int) -> list[Example]:
-    """So many examples, each as long as it can get."""
+    """Return ``count`` examples, each as long as allowed."""
     first, model = config.model.max_prompt_length, config.model
     rest = config.max_tokens if config.online else model.max_length - first
     rows = (Sequence(np.zeros(first, np.int32), np.zeros(rest, np.int32)),) * trainer.rows_per_example
@@ -216,18 +221,18 @@ def of_examples(
     card: tuple[str, float] | None,
     longest_example: int = 0,
 ) -> dict[str, Any]:
-    """The plan of a run that trains on this global batch, and evaluates on these examples at once.
+    """Return the plan of a run that trains on the global batch ``batch`` and evaluates ``held_out`` at once.
 
-    ``longest_example``: tokens of the longest that is trained on, if it is longer than those of ``batch``.
-    Returns ``text``; ``over``, what does not fit as sentences (None: there is no plan); and
-    ``microbatch_tokens``, where the plan cuts a batch that does not fit in one pass.
+    ``longest_example``: tokens of the longest training example, if ``batch`` does not contain it. The result
+    has the plan as ``text``; a sentence for each situation that does not fit in ``over`` (None: there is no
+    plan, and ``text`` says why); and ``microbatch_tokens``, a number if the plan splits the batch.
     """
     found = architecture(config.model)
     own = type(found).__module__.startswith("transformers.")
     asked = Question(config, batch, held_out, ranks, card is not None, found if own else None)
     try:
         plan = make_plan(asked, found, None if card is None else Card(*card), answer, longest_example)
-    except Exception as error:  # code of a model, of a loss or of torch that needs values
+    except Exception as error:  # code of a model, a loss or torch may need tensors with values
         return unplanned(f"{type(error).__name__}: {last_line(error)}")
     over = [str(situation) for situation in plan.over]
     return {"text": "\n".join(plan.lines()), "over": over, "microbatch_tokens": plan.microbatch_tokens}
@@ -236,7 +241,7 @@ def of_examples(
 def make_plan(
     asked: Question, found: PretrainedConfig, card: Card | None, ask: Ask, longest_example: int = 0
 ) -> MemoryPlan:
-    """What a rank holds in every situation, and what would fit where something does not."""
+    """Return the memory of a rank in every situation, with notes on what would fit."""
     config, notes = asked.config, []
     outside = NOTHING if card is None else {"outside tensors": CONTEXT}
     shares = card is not None and config.online and config.sampler.separate
@@ -285,7 +290,7 @@ def make_plan(
 
 
 def remembered(ask: Ask) -> Ask:
-    """``ask``, which simulates each cut of a batch once."""
+    """Return ``ask`` with a memory: it simulates each size of microbatches once."""
     answers: dict[tuple[int | None, bool], Answer] = {}
 
     def once(asked: Question) -> Answer:
@@ -300,7 +305,7 @@ def remembered(ask: Ask) -> Ask:
 def planned_tokens(
     asked: Question, found: PretrainedConfig, room: float, ask: Ask, longest_example: int
 ) -> int | None:
-    """``fitting_tokens`` of a question that names its batch. ``room``: GiB for the step's own parts."""
+    """Return ``fitting_tokens`` for the batch of the question. ``room``: GiB for the step's own parts."""
     config, batch = asked.config, asked.batch
     packing, shared = how_rows_are_joined(config, found, asked.gpu)
     rows = trainer_class(config).rows_per_example
@@ -310,8 +315,9 @@ def planned_tokens(
 
 
 def scores_while_training(config: Config, ranks: int) -> bool:
-    """Whether a round is scored while the one before it is trained on: by one rank, as it is sampled ahead.
-    Several score together, between steps."""
+    """Return whether a round is scored while the previous one is trained on.
+
+    A single rank does so when rounds are sampled ahead; several ranks score together between steps."""
     return ranks == 1 and config.rounds.lag > 0 and config.sampler.separate
 
 

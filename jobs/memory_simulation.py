@@ -1,8 +1,9 @@
-"""Two optimizer steps of a run with tensors that have shapes and no values: the project's own step, with its
-own model, sharding, loss and optimizer, and what every moment of it takes on rank 0.
+"""Simulate two optimizer steps of a run with tensors that have shapes but no values, and record what every
+moment takes on rank 0.
 
-For a process of its own (jobs.memory_plan): it makes a process group of ranks that are not there, and takes
-the ways of a GPU where there is none.
+The steps are the project's own, with its model, sharding, loss and optimizer. The simulation needs a process
+of its own (jobs.memory_plan), because it makes a process group of ranks that do not exist and follows the
+code paths of a GPU where there is none.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from trainers.basic import BasicTrainer
 from trainers.humanline import Humanline
 
 STEPS = 2
-"""The second has the optimizer's moments."""
+"""Number of simulated steps. Only from the second step on does the optimizer hold its moments."""
 
 Peaks = dict[Moment, dict[str, int]]
 Turns = list[list[list[Example]]]
@@ -47,38 +48,40 @@ Turns = list[list[list[Example]]]
 
 @dataclass(frozen=True)
 class Question:
-    """What is simulated: a run's settings, and the examples of a global batch."""
+    """The input of a simulation: a run's settings and the examples of a global batch."""
 
     config: Config
     batch: list[Example]
     held_out: list[Example]
-    """What is evaluated at once, over all ranks; none where nothing is."""
+    """The examples that are evaluated at once over all ranks; empty without evaluation."""
     ranks: int
     gpu: bool
     """Whether the ranks have GPUs."""
     found: PretrainedConfig | None
-    """The architecture; None: what the settings name, whose own code makes it."""
+    """The architecture; None if the model's own code makes it from the settings."""
     whole: bool = False
-    """All layers, instead of a few whose growth is carried on to all of them."""
+    """Simulate all layers instead of extrapolating from two smaller numbers of layers."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What rank 0 takes, bytes."""
+    """The memory that rank 0 takes, in bytes."""
 
     parameters: int
-    """Of the whole model, counted once."""
+    """Number of parameters of the whole model, shared ones counted once."""
     tokens: int
-    """Of the widest microbatch."""
+    """Tokens of the widest microbatch."""
     peaks: Peaks
-    """Moment -> bytes by part, when they were most in all."""
+    """Moment -> bytes by part when their sum was largest."""
     resident: dict[str, int]
     """Part -> bytes between two steps."""
 
 
 def answer(question: Question) -> Answer:
-    """What every moment of two steps takes. Raises whatever a model's own code does without values."""
-    check_optimizer(question.config)  # its package is imported while tensors have values
+    """Return what every moment of two steps takes.
+
+    Raises whatever a model's own code raises when tensors have no values."""
+    check_optimizer(question.config)  # imports the optimizer's package while tensors still have values
     found = question.found
     if found is None:
         return simulated(question, None)
@@ -96,7 +99,7 @@ def answer(question: Question) -> Answer:
 
 @contextmanager
 def as_folder(question: Question, found: PretrainedConfig) -> Iterator[Question]:
-    """The question, with the architecture in a folder that its settings name."""
+    """Yield the question with the architecture saved in a temporary folder that its settings name."""
     with tempfile.TemporaryDirectory() as folder:
         found.save_pretrained(folder)
         given = question.config.model
@@ -108,7 +111,7 @@ def as_folder(question: Question, found: PretrainedConfig) -> Iterator[Question]
             tokenizer_name_or_path=given.tokenizer_name_or_path or given.name_or_path,
             revision=None,
             packing=packing,
-            compile=False,  # eager layers take no less
+            compile=False,  # eager layers take at least as much memory
         )
         yield replace(question, config=replace(question.config, model=model))
 
@@ -117,12 +120,14 @@ def as_folder(question: Question, found: PretrainedConfig) -> Iterator[Question]
 
 
 def simulated(question: Question, layers: int | None, edge: int = 10**9) -> Answer:
-    """Two steps. Moments say a block's number for the first ``edge`` blocks, counted from the last for the
-    last ``edge``, and none for those between."""
+    """Simulate two steps and, where the question has held-out examples, an evaluation.
+
+    The moments of the first ``edge`` blocks have the block's number, those of the last ``edge`` blocks a
+    negative number counted from the last block, and those of the blocks between have None."""
     tracker, config = StorageTracker(), question.config
     with simulated_gpu(question.gpu), simulated_ranks(question.ranks, config.replicas) as world:
         policy = empty_policy(config.model)
-        if world.size == 1:  # there the weights are loaded, and tied, before they are sharded
+        if world.size == 1:  # a single rank loads and ties the weights before sharding
             causal_lm(policy.model).tie_weights()
         again = config.model.reshard_after_forward
         shard(policy, decoder_blocks(policy), world, getattr(torch, config.model.dtype), again)
@@ -143,7 +148,7 @@ def simulated(question: Question, layers: int | None, edge: int = 10**9) -> Answ
 
 
 def take_steps(tracker: StorageTracker, trainer: BasicTrainer, segment: Segment) -> int:
-    """Two steps as training takes them; returns the tokens of the widest microbatch."""
+    """Take two steps as training does, and return the tokens of the widest microbatch."""
     tracker.peaks.clear()
     if trainer.config.has_reference:
         for step, micros in trainer.upcoming(segment, 0, 0):
@@ -160,7 +165,7 @@ def take_steps(tracker: StorageTracker, trainer: BasicTrainer, segment: Segment)
 
 
 def keep_scores(reference: Reference, step: int, micros: list[Microbatch]) -> None:
-    """What the reference keeps of these microbatches, without the forward."""
+    """Store placeholder scores of these microbatches in the reference, without a forward pass."""
     reference.scores = dict(reference.scores) | {
         reference.key(step, row): torch.zeros(len(row.counted))
         for sequences in sequences_of(micros)
@@ -170,7 +175,7 @@ def keep_scores(reference: Reference, step: int, micros: list[Microbatch]) -> No
 
 @torch.no_grad()
 def evaluate(tracker: StorageTracker, trainer: BasicTrainer, examples: list[Example]) -> None:
-    """The forward of an evaluation, over what one turn of it takes."""
+    """Simulate the forward pass of an evaluation on one turn of its examples."""
     tracker.enter(("evaluation", None))
     size = max(1, trainer.config.model.eval_batch_size // (trainer.world.size * trainer.rows_per_example))
     reference = Reference()
@@ -184,8 +189,10 @@ def evaluate(tracker: StorageTracker, trainer: BasicTrainer, examples: list[Exam
 
 
 def deal_heaviest(trainer: BasicTrainer) -> None:
-    """Of every batch the heaviest turn, with its heaviest share on rank 0; where there are more turns it is
-    dealt twice from the second step on, which then finds gradients of the first."""
+    """Make the trainer deal only the heaviest turn of every batch, with its heaviest share on rank 0.
+
+    Where a batch has more turns, the heaviest is dealt twice from the second step on, so that its second
+    pass runs with accumulated gradients in memory."""
     dealt = trainer.deal
 
     def deal(arranged: list[Example], size: Size) -> Turns:
@@ -203,7 +210,7 @@ def deal_heaviest(trainer: BasicTrainer) -> None:
 
 
 def assign_states(tracker: StorageTracker, trainer: BasicTrainer) -> None:
-    """Say which tensors are weights, gradients, the optimizer's and a second reference's."""
+    """Tell the tracker which tensors are weights, gradients, optimizer state and a second reference."""
     parameters = list(trainer.policy.parameters())
     tracker.assign("weights", [p.detach() for p in parameters])
     if trainer.soft is not None:
@@ -218,7 +225,9 @@ def assign_gradients(tracker: StorageTracker, parameters: list[nn.Parameter]) ->
 
 
 def watch_blocks(tracker: StorageTracker, blocks: list[nn.Module], edge: int) -> None:
-    """Tell the tracker of every block's forward and backward, and what a forward keeps."""
+    """Register hooks that tell the tracker when each block's forward and backward begin.
+
+    New tensors count as activations during the blocks' forwards with gradient, and as work otherwise."""
     parameters = [p for block in blocks for p in block.parameters()]
 
     def enter(doing: str, i: int) -> None:
@@ -248,7 +257,7 @@ def watch_blocks(tracker: StorageTracker, blocks: list[nn.Module], edge: int) ->
 
 
 def evaluates(moment: Moment) -> bool:
-    """Whether it is one of an evaluation, not of a step."""
+    """Return whether the moment belongs to an evaluation rather than to a step."""
     return moment[0].startswith("evaluation")
 
 
@@ -256,8 +265,10 @@ def evaluates(moment: Moment) -> bool:
 
 
 def carried_on(few: Answer, more: Answer, layers: Layers) -> Answer:
-    """What ``layers.count`` layers take, of answers for two smaller numbers of them: every moment grows
-    linearly, and those of the blocks between the first and the last lie between theirs."""
+    """Return the answer for ``layers.count`` layers, extrapolated from answers for two smaller numbers.
+
+    Every moment grows linearly with the number of layers, and the moments of the blocks between the first
+    and the last ones lie between theirs."""
     below, above = layers.few or (0, 1)
     times = (layers.count - above) / (above - below)
 

@@ -1,4 +1,4 @@
-"""How many tokens a microbatch may have, so that a step fits on the card: found by simulating a few sizes."""
+"""The number of tokens that a microbatch may have so that a step fits on the card, found by simulation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jobs.memory_simulation import Answer, Question
 Ask = Callable[[Question], Answer]
 
 PROBE = 8192
-"""Tokens of the smaller of the two microbatches whose memory says how it grows. Small ones are simulated in
-seconds, a whole batch in a minute."""
+"""Tokens of the smaller of two microbatches that show how memory grows. Small ones are simulated in seconds, a
+whole batch may take a minute."""
 SPARE = 1.1
-"""A batch that would fit with so many times its tokens is not simulated whole."""
+"""A batch is not simulated whole if it would fit with this many times its tokens."""
 RETREAT, TRIES = 0.9, 4
-"""An estimate that turns out not to fit is lowered by this factor, so many times at most."""
+"""An estimate that does not fit in the simulation is multiplied by RETREAT, at most TRIES times."""
 
 
 def with_tokens(asked: Question, tokens: int) -> Question:
@@ -72,13 +72,15 @@ def first_that_fits(asked: Question, most: float, least: int, room: float, ask: 
 
 
 def in_thousands(tokens: float) -> int:
-    """Rounded down to whole thousands, where there are some."""
+    """Return ``tokens`` rounded down to whole thousands, or to an integer below 1000."""
     return int(tokens) // 1000 * 1000 if tokens >= 1000 else int(tokens)
 
 
 def what_fits(asked: Question, given: Answer, card: Card, step: Situation, ask: Ask) -> str:
-    """How many tokens a microbatch may have: of a step that fits, counting all that may grow with them; of
-    one that does not, from a second answer for half as many."""
+    """Return a sentence on how many tokens a microbatch may have.
+
+    If the step fits, the estimate scales every part that may grow with the tokens. If it does not, the
+    estimate uses a second simulation with half as many tokens."""
     longest = max(map(row_tokens, asked.batch))
     spare = card.room - step.total
     if spare >= 0:
@@ -102,8 +104,10 @@ def what_fits(asked: Question, given: Answer, card: Card, step: Situation, ask: 
 
 
 def stays(asked: Question, given: Answer, spare: float) -> str:
-    """Whether every layer could stay gathered until its backward: there is room for the whole model as it is
-    computed, which is more than its layers."""
+    """Return words on keeping every layer gathered until its backward pass, or "" if that is no option.
+
+    It needs room for the whole model in the compute dtype, which is more than its layers take. ``spare``:
+    GiB."""
     whole = given.parameters * getattr(torch, asked.config.model.dtype).itemsize / GIB
     if asked.ranks == 1 or not asked.config.model.reshard_after_forward or spare < whole:
         return ""

@@ -1,8 +1,8 @@
-"""Callbacks: small observers of a run, given as objects (``train(config, name, observers=[…])``) or by their
-import path (``callbacks``).
+"""Callbacks that observe a run, given as objects (``train(config, name, observers=[…])``) or by their import
+path (``callbacks``).
 
-Rank 0 has them. They are told numbers, as copies, and may ask for a stop; nothing else that they do changes a
-number of the run.
+They live on rank 0. They receive copies of the run's numbers and may ask for a stop; nothing else that they
+do changes a number of the run.
 """
 
 from __future__ import annotations
@@ -28,43 +28,52 @@ from reports.metrics import plain
 from reports.provenance import scrub
 
 Asks = str | bool | None
-"""What an observer returns: the reason for a stop, or True; None or False where the run shall go on."""
+"""Return value of an observer: the reason for a stop, or True; None or False to let the run continue."""
 
 
 class Observer:
-    """What an observer may have: any class with some of these methods is one, whatever it starts from. All
-    of them are optional."""
+    """The methods that an observer may have, all of them optional.
+
+    Any class with some of these methods is an observer; it need not inherit from this one."""
 
     def on_start(self, run_dir: Path, config: dict[str, Any], step: int) -> None:
-        """Training begins, or goes on, before ``step``. ``config``: all settings as plain data, without
-        secrets."""
+        """Called when training begins or resumes, before ``step``.
+
+        ``config``: all settings as plain data, without secrets."""
 
     def on_step(self, record: dict[str, Any]) -> Asks:
-        """A line of metrics.jsonl, told while the next step is under way: a stop is before the step after
-        that."""
+        """Called with a line of metrics.jsonl while the next step runs.
+
+        A requested stop takes effect before the step after that one."""
         return None
 
     def on_evaluation(self, step: int, values: dict[str, Any]) -> Asks:
-        """The evaluation of the weights before ``step``: its ``eval_*``. A stop is before that step."""
+        """Called with the ``eval_*`` metrics of the weights before ``step``.
+
+        A requested stop takes effect before that step."""
         return None
 
     def on_round(self, index: int, values: dict[str, Any]) -> Asks:
-        """Online: what was sampled for a round. A stop is before its next step."""
+        """Called online with the metrics of a round's samples when training on the round starts.
+
+        A requested stop takes effect before the round's next step."""
         return None
 
     def on_end(self, summary: dict[str, Any]) -> None:
-        """The run is done: what summary.json says."""
+        """Called when the run is done, with the contents of summary.json."""
 
 
 METHODS = ("on_start", "on_step", "on_evaluation", "on_round", "on_end")
 
 
 class Observers:
-    """Those of a run. Every rank has one of these, rank 0 the observers. One that raises is told of, and the
-    run goes on without it: an observer is not worth a run, as a tracker is not."""
+    """The observers of a run. Every rank has an instance of this class, but only rank 0's holds observers.
+
+    An observer that raises is reported, and the run continues without it: like a tracker, an observer is not
+    worth losing a run."""
 
     def __init__(self, members: Mapping[str, Any] | None = None, present: bool = False) -> None:
-        """``present``: some rank has observers, so that all ask each other whether one wants a stop."""
+        """``present``: whether some rank has observers; then all ranks ask each other for requested stops."""
         self._members = dict(members or {})
         self.present = present or bool(self._members)
         self._stop: tuple[int, str] | None = None
@@ -73,8 +82,10 @@ class Observers:
     def of(
         cls, callbacks: Mapping[str, Any], given: Sequence[Any], world: World, make: bool = True
     ) -> Observers:
-        """Those that the settings name, and those that are ``given``. ``make``: whether rank 0 makes the
-        former (a dry run only looks at them). Raises ConfigError on every rank."""
+        """Return the observers that the settings name and those that are ``given``.
+
+        ``make``: whether rank 0 creates the former; a dry run only checks them. Raises ConfigError on every
+        rank."""
         for name, tree in callbacks.items():
             check_callback(name, tree)
         for i, observer in enumerate(given):
@@ -104,19 +115,20 @@ class Observers:
         self._tell("on_end", plain(summary))
 
     def stops(self, step: int) -> str | None:
-        """Why the run is to end before ``step``; None where it goes on. The same on every rank, but for the
-        words."""
+        """Return the reason why the run is to end before ``step``; None where it continues.
+
+        All ranks agree on whether to end, but only rank 0 has the words; the others return ""."""
         asked = self._stop is not None and self._stop[0] <= step
         if not self.present or not any_rank(asked):
             return None
         return "" if self._stop is None else self._stop[1]
 
     def state(self) -> list[Any] | None:
-        """The stop that was asked for, for a checkpoint."""
+        """Return the requested stop, for a checkpoint."""
         return None if self._stop is None else list(self._stop)
 
     def restore(self, state: list[Any] | None) -> None:
-        """A run that had been asked to stop ends there again, as long as it has observers."""
+        """Restore a requested stop, so that a resumed run ends at the same step if it still has observers."""
         if state is not None and self.present:
             self._stop = (int(state[0]), str(state[1]))
 
@@ -126,7 +138,7 @@ class Observers:
                 self._stop = (stop_at, f"{name} asked for it{f': {asked}' if isinstance(asked, str) else ''}")
 
     def _tell(self, method: str, *arguments: Any) -> list[tuple[str, Any]]:
-        """Call the method of each observer that has it; returns what they return."""
+        """Call the method of each observer that has it; return (observer name, return value) pairs."""
         said = []
         for name, observer in list(self._members.items()):
             call = getattr(observer, method, None)
@@ -145,8 +157,9 @@ class Observers:
 
 
 def check_callback(name: str, tree: Any) -> None:
-    """Raise ConfigError for a callback that cannot be made from its settings: no class, a key that it does
-    not take or lacks, no method of an observer."""
+    """Raise ConfigError for a callback that cannot be created from its settings.
+
+    The reasons are: no ``_target_``, a key that it does not accept or lacks, or no method of an observer."""
     key = f"callbacks.{name}"
     shaped = isinstance(tree, dict) and isinstance(tree.get("_target_"), str)
     require(shaped, key, tree, f"needs a _target_, as in {key}._target_=my_module.MyObserver")
@@ -172,8 +185,10 @@ def check_callback(name: str, tree: Any) -> None:
 
 
 def check_observer(key: str, observer: Any) -> None:
-    """Raise ConfigError for what is no observer: none of the methods, one that nothing would call, one
-    that does not take what it is told."""
+    """Raise ConfigError for an object or class that is not a valid observer.
+
+    The reasons are: none of the methods, an ``on_`` method that nothing would call, or a method that does not
+    accept its arguments."""
     value = observer.__qualname__ if inspect.isclass(observer) else type(observer).__qualname__
     own = [word for word in dir(observer) if word.startswith("on_")]
     known = f"an observer has some of {', '.join(METHODS)} (docs/extend.md)"
@@ -192,7 +207,7 @@ def check_observer(key: str, observer: Any) -> None:
 
 
 def _unbound(observer: Any, word: str) -> bool:
-    """Whether the method, got from a class, still takes ``self``."""
+    """Return whether ``observer`` is a class whose method still takes ``self``."""
     return inspect.isclass(observer) and not isinstance(
         inspect.getattr_static(observer, word), staticmethod | classmethod
     )
@@ -218,8 +233,8 @@ def _failure(name: str, method: str, error: Exception) -> str:
 
 
 def _where(error: Exception) -> str:
-    """File, line and words of an error, in the code that it came from."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call here
+    """Return file, line and message of an error, located in the observer's code."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is the call in this module
     at = f"{frames[0].filename}, line {frames[0].lineno}: " if frames else ""
     text = " ".join(str(error).split())
     return scrub_text(f"{at}{type(error).__name__}{f': {text}' if text else ''}")
@@ -227,7 +242,7 @@ def _where(error: Exception) -> str:
 
 @contextmanager
 def _own_random_numbers() -> Iterator[None]:
-    """What an observer draws takes no random number from the run."""
+    """Restore the run's random states afterwards, so that an observer's random draws do not change them."""
     ours = (torch.get_rng_state(), random.getstate(), np.random.get_state())
     try:
         yield

@@ -1,4 +1,4 @@
-"""From a typed config to the parts of online training. What can be refused is refused before any weights are
+"""Build the parts of online training from a typed config, and refuse bad settings before any weights are
 loaded."""
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from trainers.basic import BasicTrainer
 
 
 def make_online_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -> Plan:
-    """What is known before the first round: the held-out examples, and of the training data the prompts.
-    ``train`` stands in for the rounds where they have to be counted: as many examples as they can give, each
-    as long as it can get.
+    """Return the plan known before the first round: the held-out examples, and the training prompts.
 
-    Raises DataError, and ConfigError: no prompt can be rendered, a round has more contexts than there are
-    prompts.
+    ``train`` is a placeholder for the rounds: as many examples as they can give at most, each as long as
+    allowed. Raises DataError; raises ConfigError if no prompt can be rendered, or if a round has more
+    contexts than there are prompts.
     """
     loaded, evaluation = load_data(config, renderer)
     prompts, reasons = usable_prompts(prompts_of(loaded.groups), renderer)
@@ -67,13 +66,15 @@ def make_online_plan(config: Config, trainer: type[BasicTrainer], renderer: Rend
 
 
 def examples_per_context(config: Config, trainer: type[BasicTrainer]) -> int:
-    """Examples that a context gives at most."""
+    """Return the largest number of examples that a context gives."""
     rounds = config.rounds
     return rounds.samples if rounds.feedback in ("threshold", "group") else 2 // trainer.rows_per_example
 
 
 def round_steps(config: Config, trainer: type[BasicTrainer]) -> tuple[list[int], bool]:
-    """(the steps of each round at most, whether they are so many unless samples go without a verdict)."""
+    """Return (the largest number of steps of each round, whether these numbers are exact).
+
+    Exact numbers still shrink if samples get no verdict."""
     rounds, left = config.rounds, config.rounds.contexts
     contexts: list[int] = []
     while left > 0:
@@ -87,7 +88,7 @@ def round_steps(config: Config, trainer: type[BasicTrainer]) -> tuple[list[int],
 
 
 def _check_references(config: Config, prompts: list[Prompt]) -> None:
-    """Raise ConfigError if the reward would find no reference answer on any prompt."""
+    """Raise ConfigError if the reward needs reference answers and no prompt has one."""
     needs = config.reward_config.needs_reference
     require(
         not needs or any(prompt.reference_answer is not None for prompt in prompts),
@@ -99,18 +100,19 @@ def _check_references(config: Config, prompts: list[Prompt]) -> None:
 
 
 class OnlineWatch(RoundWatch, Protocol):
-    """What a run is told by its rounds and their stages."""
+    """The events that rounds and their stages report to a run."""
 
     def between_stages(self) -> None:
-        """Between two stages; may raise to stop the run there."""
+        """Called between two stages; may raise to stop the run there."""
 
 
 class Online:
-    """The parts that only online training has: reward, sampler, and the source made of them. To be closed."""
+    """The parts that only online training has: reward, sampler, and the source built from them.
+
+    ``close`` must be called at the end."""
 
     def __init__(self, config: Config, plan: Plan, renderer: Renderer, world: World, folder: Path) -> None:
-        """``folder``: where the run will lie. Raises ConfigError: the reward's or the sampler's, on every
-        rank."""
+        """``folder``: the run's folder. Raises the ConfigError of the reward or the sampler on every rank."""
         self.config, self.renderer, self.world, self.folder = config, renderer, world, folder
         prompts, _ = usable_prompts(prompts_of(plan.loaded.groups), renderer)
         self.contexts = PromptSchedule(prompts, config.rounds.contexts, config.seed)
@@ -145,13 +147,13 @@ class Online:
             reward.check_tokenizer(self.renderer.tokenizer)
 
     def _make_share(self) -> None:
-        """What a rank above 0 has of the reward: its models, of which it scores a share."""
+        """Load the reward's models on a rank above 0, which scores a share of the samples with them."""
         models = self.config.reward_config.models_alone()
         if models is not None:
             self.reward = make_reward(models, self.world.device)
 
     def source(self, trainer: BasicTrainer, policy: Policy, watch: OnlineWatch) -> OnlineSource:
-        """The rounds of ``trainer``'s run, followed by ``watch``."""
+        """Return the rounds of ``trainer``'s run as a source; ``watch`` is told of them."""
         engine = self.engine = self.sampling.engine(policy, list(self.contexts.prompts))
         if self.reward is not None:
             self.reward.share_over(engine.ranks)
@@ -165,7 +167,7 @@ class Online:
         )
 
     def describe(self, plan: Plan, unit: str) -> str:
-        """What is planned, in a sentence."""
+        """Return the plan in a sentence."""
         rounds = self.config.rounds
         size = f"{rounds.contexts_per_round}{' kept' if rounds.fill else ''}"
         return (
@@ -175,7 +177,7 @@ class Online:
         )
 
     def close(self) -> None:
-        """End the processes of sampler and reward."""
+        """End the processes of the sampler and the reward."""
         if self.engine is not None:
             self.engine.close()
         self.sampling.close()

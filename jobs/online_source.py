@@ -1,9 +1,8 @@
-"""Online training as a source of segments: one round after another, each sampled from the policy as it is
-when the round starts.
+"""Online training as a source of segments, one per round, each sampled from the policy at the round's start.
 
-That is all that online training adds. The trainer pulls a round when the one before is used up; optimizer,
-schedule and sync phase go on as if nothing had happened, and the reference becomes the policy at the round's
-start as it does for any segment.
+That is all that online training adds. The trainer pulls a round when the previous one is used up. Optimizer,
+schedule and sync phase simply continue, and the reference becomes the policy at the round's start as it does
+for any segment.
 """
 
 from __future__ import annotations
@@ -40,26 +39,28 @@ Facts = dict[str, Any]
 
 
 class RoundWatch(Protocol):
-    """Who follows the rounds of a run, beside its steps."""
+    """Follows the rounds of a run in addition to its steps."""
 
     def before_round(self) -> None:
-        """May save: what is sampled next comes from the weights as they are."""
+        """Called before a round is sampled from the current weights; may save a checkpoint."""
 
     def round_started(self, facts: Facts, metrics: Facts, table: list[list[Any]]) -> None:
-        """A round is trained on from here on. ``facts`` (``round``) belong to each of its steps, ``metrics``
-        and the ``table`` of samples to its first one; both are empty where training goes on inside a
-        round."""
+        """Called when training on a round begins.
+
+        ``facts`` (``round``) belong to each of its steps, ``metrics`` and the ``table`` of samples to its
+        first step. ``metrics`` and ``table`` are empty where training resumes inside a round."""
 
     def round_planned(self, round_: Segment) -> None:
-        """How many steps the round has, and which share of the run it is."""
+        """Called with the round's segment: its number of steps and its share of the run."""
 
     def trained_seconds(self) -> float:
-        """Spent in steps so far, in all processes of the run."""
+        """Return the seconds spent in steps so far, in all processes of the run."""
 
 
 class OnlineSource:
-    """The rounds of a run (a ``trainers.basic.Source``). Every rank has one and calls it alike; rank 0's
-    ``builder`` makes rounds."""
+    """The rounds of a run (a ``trainers.basic.Source``).
+
+    Every rank has an instance and makes the same calls; rank 0's ``builder`` makes the rounds."""
 
     def __init__(
         self,
@@ -83,16 +84,16 @@ class OnlineSource:
         self._left_over: Callable[[], None] | None = None
         several = self.ranks.world.size > 1
         self._scores_together = several and config.reward_config.models_alone() is not None
-        """Whether all ranks score, which they can do between steps alone."""
+        """Whether all ranks score together, which is possible only between steps."""
 
     def round(self, index: int) -> RoundFolder:
         return RoundFolder(self.folder / "rounds" / f"{index:03d}", self.config.rounds.compress)
 
     def segment(self, index: int) -> Segment | None:
-        """The round's segment, made now or found on disk; None when all planned contexts were sampled.
+        """Return the round's segment, made now or found on disk; None when all planned contexts were sampled.
 
-        Raises StoppedError when sampling or scoring cannot go on, and DataError for a round whose files are
-        gone.
+        Raises StoppedError when sampling or scoring cannot continue, and DataError for a round whose files
+        are missing.
         """
         try:
             return self._segment(index)
@@ -119,13 +120,14 @@ class OnlineSource:
         return self._enter(index, inside)
 
     def _planned(self, index: int) -> bool:
-        """Whether there is such a round: contexts are left for it."""
+        """Return whether the round exists, which means that contexts are left for it."""
         return self._first(index) < self.contexts.planned
 
     def _due(self, index: int) -> Iterator[int]:
-        """The rounds that are made, one after another, before round ``index`` is trained on, from the weights
-        as they are. A sampler that is separate makes the last of ``rounds.lag`` rounds beside the training
-        instead."""
+        """Yield the rounds to make from the current weights before training on round ``index``.
+
+        They are made one after another. With a separate sampler, the last of the ``rounds.lag`` rounds ahead
+        is made during training instead."""
         lag, separate = self.config.rounds.lag, self.config.sampler.separate
         last = index + lag - (lag > 0 and separate)
         for due in range(index if index == 0 or separate else last, last + 1):
@@ -135,7 +137,7 @@ class OnlineSource:
                 yield due
 
     def _done(self, index: int) -> bool:
-        """Whether the round is on disk, whatever weights it was sampled from."""
+        """Return whether the round is complete on disk, whatever weights it was sampled from."""
         return self.ranks.run_on_main(lambda: self.round(index).done("groups"))
 
     def _make(self, index: int) -> None:
@@ -146,16 +148,18 @@ class OnlineSource:
         )
 
     def _first(self, index: int) -> int:
-        """The round's first context, which is where the one before ended; behind the last one if there is no
-        round before it."""
+        """Return the round's first context, which is where the previous round ended.
+
+        If the previous round does not exist, the result is the number of planned contexts."""
         behind = [0, self.contexts.planned]
         return self.ranks.run_on_main(
             lambda: 0 if index == 0 else int(self.round(index - 1).record.get("contexts", behind)[1])
         )
 
     def _left(self, index: int) -> int | None:
-        """Of ``rounds.examples``, how many are left to train on when the round starts; None where contexts
-        alone end the run."""
+        """Return how many of ``rounds.examples`` are left to train on when the round starts.
+
+        None where only the contexts limit the run."""
         if self.config.rounds.examples is None:
             return None
         trained = self.ranks.run_on_main(
@@ -165,9 +169,11 @@ class OnlineSource:
         return max(0, self.config.rounds.examples - trained)
 
     def _start_prefetch(self, index: int, inside: bool) -> None:
-        """Sample and score a round beside the training of the one before, from the weights that that one
-        starts with; what all ranks score is only sampled. ``inside``: it has started, and they are those that
-        were published then."""
+        """Start to sample and score round ``index`` in the background while an earlier round is trained on.
+
+        It uses the weights at the start of the round being trained on. Where all ranks score together, the
+        background work only samples. ``inside``: training resumes inside that round, so the weights are the
+        ones published when it started."""
         first, wanted, folder = self._first(index), self.config.rounds.sampled(index), self.round(index)
         weights = (
             str(self.ranks.run_on_main(lambda: folder.record["weights"]))
@@ -188,7 +194,7 @@ class OnlineSource:
             self._left_over = partial(builder.build, folder, first, wanted, weights)
 
     def _join(self) -> None:
-        """Wait for the round that is being made ahead, if one is, and do what is left of it."""
+        """Wait for a round that is made in the background, if there is one, and finish its remaining work."""
         prefetch, self._prefetch = self._prefetch, None
         left_over, self._left_over = self._left_over, None
 
@@ -201,8 +207,10 @@ class OnlineSource:
         self.ranks.run_on_main(work)
 
     def _publish(self, index: int, first: int, keep: bool = False) -> str:
-        """Let the engine sample the round from the policy as it is now, if anything is left to sample;
-        ``keep``: while the policy is trained. Returns the weights' fingerprint."""
+        """Publish the policy's current weights to the engine if anything of the round is left to sample.
+
+        ``keep``: sampling happens while the policy is trained, so the weights must be kept. Returns the
+        weights' fingerprint."""
         folder, builder, step = self.round(index), self.builder, self.trainer.progress.step
         weights = weights_fingerprint(
             (name, local(p.detach())) for name, p in self.trainer.policy.named_parameters()
@@ -250,7 +258,7 @@ class OnlineSource:
         return segment
 
     def _examples(self, index: int) -> list[Examples]:
-        """What is trained on in the round, of each round that it comes from: those before it, then itself."""
+        """Return the round's training examples by source: earlier rounds that are replayed, then itself."""
         earlier = [self._kept_prompts(i) for i in range(index if self.config.rounds.replay else 0)]
         made = []
         chosen = replayed(earlier, self.config.rounds.replayed(index), index, self.config.seed)
@@ -261,20 +269,22 @@ class OnlineSource:
         return [*made, self._made(index, self.round(index).groups())]
 
     def _kept_prompts(self, index: int) -> list[str]:
-        """The ids of the contexts that round ``index`` kept. Its groups are read for them once a process."""
+        """Return the prompt ids of the contexts that round ``index`` kept.
+
+        The round's groups are read for this once per process."""
         if index not in self._kept:
             self._kept[index] = list(dict.fromkeys(group.prompt.id for group in self.round(index).groups()))
         return self._kept[index]
 
     def _made(self, index: int, groups: list[Group]) -> Examples:
-        """Examples of groups of round ``index``, with the step that sampled them."""
+        """Return the examples of groups of round ``index``, with the step at which they were sampled."""
         made = make_examples(groups, self.view, self.renderer)
         step = self.round(index).record["sampled_step"]
         sampled = [tuple(replace(e, sampled_step=step) for e in group) for group in made.groups]
         return replace(made, groups=sampled)
 
     def _close(self, index: int) -> None:
-        """Note what training on the round came to: time, KL, staleness, and what each device had to do."""
+        """Record the outcome of training on the round: time, KL, staleness, and the devices' idle shares."""
         trained, now = self.watch.trained_seconds(), time.monotonic()
         wall = None if self._entered is None else now - self._entered
         self.ranks.run_on_main(lambda: self._note_end(index, trained, wall))
@@ -285,7 +295,7 @@ class OnlineSource:
         lines = [line for line in read_metrics(self.folder / "metrics.jsonl") if line.get("round") == index]
         beside = self.round(
             index + self.config.rounds.lag
-        ).record  # with a lag, the round after was made meanwhile, if there is one
+        ).record  # with a lag, this later round was made meanwhile, if it exists
         made = beside.get("metrics", {})
         seconds = {
             "publish": beside.get("publish_seconds", 0.0),
@@ -307,9 +317,10 @@ class OnlineSource:
 
 
 def idle_shares(config: Config, seconds: dict[str, float], wall: float | None) -> dict[str, float]:
-    """The share of the round's time for which trainer and sampler had nothing to do. The embedded sampler is
-    the trainer. ``wall``: from the first step to the next round, None where the run was interrupted
-    between."""
+    """Return the shares of the round's time in which trainer and sampler were idle.
+
+    An embedded sampler counts as the trainer. ``seconds``: seconds by activity. ``wall``: seconds from the
+    first step to the next round; None where the run was interrupted in between."""
     together = seconds["publish"] + (wall or max(seconds["train"], seconds["sample"] + seconds["score"]))
     beside = config.rounds.lag > 0 and config.sampler.separate
     total = max(together if beside else sum(seconds.values()), 1e-9)
@@ -319,7 +330,7 @@ def idle_shares(config: Config, seconds: dict[str, float], wall: float | None) -
 
 
 def view_of_rounds(config: Config, view: View) -> View:
-    """The trainer's view, keeping groups of equal rewards where ``rounds.zero_variance`` says so."""
+    """Return the trainer's view, which keeps groups of equal rewards if ``rounds.zero_variance`` says so."""
     return partial(view, keep_zero_variance=True) if config.rounds.keeps_equal else view  # type: ignore[call-arg]  # GRPO's takes it
 
 

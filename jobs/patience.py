@@ -1,15 +1,16 @@
-"""When to stop early: once ``patience`` evaluations in a row were no better than the best before them."""
+"""Early stopping once ``patience`` evaluations in a row were no better than the best before them."""
 
 from __future__ import annotations
 
 
 class EnoughError(Exception):
-    """Training ends before its planned end; the message says why. What there is to do at the end is still to
-    be done."""
+    """Raised to end training before its planned end; the message says why.
+
+    The final evaluation, checkpoint and export still have to be done."""
 
 
 class Patience:
-    """Counts evaluations. ``limit``: None for no end."""
+    """Counts evaluations without improvement. ``limit``: evaluations in a row; None for no early stop."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
@@ -17,7 +18,7 @@ class Patience:
         self.no_better = 0
 
     def judge(self, score: float | None) -> None:
-        """An evaluation's score, higher is better; None where nothing was evaluated."""
+        """Record an evaluation's score, higher is better; None where nothing was evaluated."""
         if score is None:
             return
         if self.best is None or score > self.best:

@@ -1,5 +1,4 @@
-"""From a typed config to the parts of a run. What can be refused is refused in here, before any weights are
-loaded."""
+"""Build the data parts of a run from a typed config and refuse bad settings before weights are loaded."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from trainers.basic import BasicTrainer
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be trained on and evaluated with, before anything is computed."""
+    """The data that a run will train on and evaluate with, before anything is computed."""
 
     train: Segment
     held_out: Segment | None
@@ -41,9 +40,9 @@ class Plan:
     evaluation: Loaded
     examples: Examples
     cuts: dict[str, int]
-    """What was shortened of the training rows, and how often."""
+    """Kind of shortening -> number of times that it was applied to the training rows."""
     ends: tuple[int, ...] = ()
-    """Of a run that was made longer: the examples at the end of each stretch (``jobs.lengths``)."""
+    """Total number of examples at the end of each stretch of an extended run (``jobs.lengths``), else ()."""
 
     @property
     def steps(self) -> int:
@@ -51,11 +50,11 @@ class Plan:
 
     @cached_property
     def parts(self) -> tuple[Segment, ...]:
-        """What is trained on, one stretch after the other."""
+        """The segments that are trained on, one per stretch."""
         return stretches(self.train, self.ends)
 
     def batch(self, step: int) -> list[Example]:
-        """The global batch of a step of the run."""
+        """Return the global batch of a step of the run. Raises IndexError past the last step."""
         for part in self.parts:
             if step < part.steps:
                 return part.batch(step)
@@ -64,10 +63,10 @@ class Plan:
 
 
 def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -> Plan:
-    """Load, view and tokenise the data. Raises ConfigError when nothing is left to train on.
+    """Load the data, make the loss's examples and tokenise them.
 
-    With ``data.logprob_range`` the plan trains on as many groups as will be kept; which ones only the initial
-    weights can tell (``jobs.likelihood``).
+    With ``data.logprob_range`` the plan has as many groups as will be kept; the initial weights decide later
+    which ones (``jobs.likelihood``). Raises ConfigError when nothing is left to train on.
     """
     loaded, evaluation = load_data(config, renderer)
     examples = _tokenised(config, loaded.groups, trainer, renderer)
@@ -105,14 +104,16 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -
 
 
 def without_texts(plan: Plan) -> Plan:
-    """The plan without the groups that were read, which take a file where they are many: offline nothing
-    needs their texts once they are token ids and were reported on."""
+    """Return the plan without the groups that were read, which take a temporary file if they are many.
+
+    Offline training no longer needs their texts once they are tokenised and in the data report."""
     return replace(plan, loaded=replace(plan.loaded, groups=()))
 
 
 def first_example(plan: Plan, renderer: Renderer) -> list[str]:
-    """The first example as texts of its tokens, special ones included: its prompt, then its completions; of
-    online training the first prompt alone. Nothing where there is none."""
+    """Return the decoded first example, special tokens included: its prompt, then its completions.
+
+    Online it is only the first prompt that can be rendered. Without any, []."""
     decode = renderer.tokenizer.decode
     if plan.examples.groups:
         rows = plan.examples.groups[0][0].rows
@@ -124,7 +125,7 @@ def first_example(plan: Plan, renderer: Renderer) -> list[str]:
 
 
 def token_ids(examples: Examples) -> Iterator[np.ndarray]:
-    """The token ids of every row: of its prompt, of its completion."""
+    """Yield the token ids of every row, first of its prompt, then of its completion."""
     for group in examples.groups:
         for example in group:
             for row in example.rows:
@@ -132,8 +133,10 @@ def token_ids(examples: Examples) -> Iterator[np.ndarray]:
 
 
 def load_data(config: Config, renderer: Renderer) -> tuple[Loaded, Loaded]:
-    """Training and evaluation data. Raises ConfigError, and DataError for token ids that are not the model's
-    own where they would be read: online nobody reads those of the training data."""
+    """Return the training and the evaluation data.
+
+    Raises ConfigError, and DataError for token ids that are not the model's own. Online, the completions of
+    the training data are not used, so their token ids are not checked."""
     loaded, evaluation = load_splits(config.data)
     if config.loss.get("advantage") == "tokens" and not config.online:
         check_token_rewards(loaded.groups)
@@ -143,14 +146,14 @@ def load_data(config: Config, renderer: Renderer) -> tuple[Loaded, Loaded]:
 
 
 def check_read(config: Config, read: Iterable[Group], renderer: Renderer) -> None:
-    """Raise ConfigError, or DataError, for completions given as tokens of another model or at another
-    temperature, where they would be read."""
+    """Raise ConfigError or DataError for completions given as tokens of another model, or sampled at another
+    temperature where a correction reads their log-probabilities. ``read``: the groups that will be read."""
     sampled = (group for group in read if any(c.token_ids is not None for c in group.completions))
     first = next(sampled, None)
     if first is None:
         return
     tokenizer, text = renderer.tokenizer, model_config(config.model).get_text_config()
-    size = getattr(text, "vocab_size", None) or len(tokenizer)  # some have more rows than tokens
+    size = getattr(text, "vocab_size", None) or len(tokenizer)  # some embeddings have more rows than tokens
     fingerprint = vocabulary_fingerprint(tokenizer)
     for group in itertools.chain([first], sampled):
         check_token_ids([group], fingerprint, size)
@@ -158,7 +161,7 @@ def check_read(config: Config, read: Iterable[Group], renderer: Renderer) -> Non
 
 
 def check_token_rewards(groups: Iterable[Group]) -> None:
-    """Raise ConfigError where a completion has no reward for each token."""
+    """Raise ConfigError where a completion has no token rewards."""
     for group in groups:
         missing = sum(completion.token_rewards is None for completion in group.completions)
         where = group.place or f"prompt {group.prompt.id}"
@@ -172,8 +175,8 @@ def check_token_rewards(groups: Iterable[Group]) -> None:
 
 
 def check_temperatures(config: Config, groups: Iterable[Group]) -> None:
-    """Raise ConfigError where a correction would divide by log-probabilities of another temperature than the
-    trainer's."""
+    """Raise ConfigError where a correction would use behavior log-probabilities taken at a temperature other
+    than the trainer's."""
     wanted, correction = config.model.logit_temperature, config.correction
     if config.online or not correction.reads_behavior or correction.mismatch == "allow":
         return
@@ -191,15 +194,17 @@ def check_temperatures(config: Config, groups: Iterable[Group]) -> None:
 
 
 def training_segment(config: Config, groups: ExampleGroups) -> Segment:
-    """Offline training on these groups: all epochs of it, as far as ``n_examples`` goes."""
+    """Return the segment of offline training on these groups: all epochs, up to ``n_examples`` examples."""
     count = int(sizes_of(groups).sum())
     units = examples_of(config.n_epochs, config.n_examples, count)
     return Segment(groups, config.model.batch_size, units, config.seed)
 
 
 def _tokenised(config: Config, groups: Groups, trainer: type[BasicTrainer], renderer: Renderer) -> Examples:
-    """The examples of ``groups``. Rank 0 makes them, on all of the machine's cores, and the others read what
-    it wrote; a rank that does not see its files, or a dry run, which writes none, makes its own."""
+    """Return the tokenised examples of ``groups``.
+
+    Rank 0 makes them on all of the machine's cores, and the other ranks read the files that it wrote. A rank
+    that cannot see these files makes its own examples, and so does a dry run, which writes no files."""
     cache = TokenCache(Path(config.cache_dir), write=not config.dry_run)
     made: list[Examples] = []
     on_main(lambda: made.append(make_examples(groups, trainer.view_of(config), renderer, cache)))

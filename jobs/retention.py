@@ -1,8 +1,8 @@
-"""What the policy keeps of the initial weights: its KL divergence from them on their own answers, and its
-accuracy on a second task.
+"""Measure how much of the initial model the policy retains, by the KL divergence on the initial model's own
+answers and by accuracy on a second task.
 
-KL(pi_0 || pi_theta) on the task's prompts goes with what is forgotten elsewhere (Shenfeld et al. 2025, RL's
-Razor, arXiv 2509.04259). Its samples come from pi_0, so they are drawn once and serve every evaluation.
+KL(pi_0 || pi_theta) on the task's prompts correlates with forgetting on other tasks (Shenfeld et al. 2025,
+RL's Razor, arXiv 2509.04259). Its samples come from pi_0, so they are drawn once and serve every evaluation.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from rollouts.samplers import Sampler, SamplingSettings
 from trainers.basic import BasicTrainer
 
 PROMPTS, TOKENS = 64, 256
-"""Held-out prompts that the initial weights answer, and tokens of an answer that are looked at, at most."""
+"""Largest number of held-out prompts that the initial weights answer, and of tokens per answer."""
 
 
 def load_second_task(config: Config, renderer: Renderer) -> tuple[DataConfig, list[Group]] | None:
-    """The settings of the second task and its held-out groups whose prompts can be rendered; None where no
-    task is named. Raises ConfigError and DataError (``data.second_task``)."""
+    """Return the settings of the second task and its held-out groups whose prompts can be rendered.
+
+    None where no task is named. Raises ConfigError and DataError (``data.second_task``)."""
     if config.retention.data is None:
         return None
     task, groups = second_task(config.retention)
@@ -55,17 +56,17 @@ def load_second_task(config: Config, renderer: Renderer) -> tuple[DataConfig, li
 
 
 class InitialKL:
-    """KL(pi_0 || pi_theta), nats a token, over answers that the initial weights gave to held-out prompts: the
-    mean over their tokens of the k3 estimator, r - 1 - log r with r = pi_theta / pi_0.
+    """KL(pi_0 || pi_theta) on answers that the initial weights gave to held-out prompts, nats per token.
 
-    Every rank calls it; the result is the same on every rank.
+    It is the mean over the answers' tokens of the k3 estimator, r - 1 - log r with r = pi_theta / pi_0. Every
+    rank calls it and gets the same result.
     """
 
     def __init__(
         self, trainer: BasicTrainer, sampler: Sampler, groups: Groups, renderer: Renderer, tokens: int
     ) -> None:
-        """``groups``: held-out ones, whose first prompts by id are answered; ``tokens``: what the model has
-        room for."""
+        """``groups``: held-out groups, whose first prompts by id are answered. ``tokens``: the number of
+        completion tokens that the model has room for."""
         config = trainer.config
         prompts = sorted(prompts_of(groups), key=lambda prompt: prompt.id)
         self.trainer, self.renderer = trainer, renderer
@@ -76,8 +77,9 @@ class InitialKL:
         self.initial: dict[str, Tensor] = {}
 
     def prepare(self, parts: dict[str, str]) -> None:
-        """Draw the answers and score them under the policy as it is now, or take from the cache what an
-        earlier run of the same weights left."""
+        """Draw the answers and score them under the policy, which must still have the initial weights.
+
+        Answers and scores that an earlier run of the same weights left are read from the cache."""
         trainer = self.trainer
         self.answers.use_cache(Path(trainer.config.cache_dir), parts)
         drawn = self.answers.everywhere(initial=True)
@@ -95,12 +97,12 @@ class InitialKL:
 
     @property
     def size(self) -> int:
-        """Rows that a rank scores at once."""
+        """Number of rows that a rank scores at once."""
         return max(1, self.trainer.config.model.eval_batch_size // self.trainer.world.size)
 
     @torch.no_grad()
     def __call__(self) -> float | None:
-        """None where nothing was answered."""
+        """Return the divergence, nats per token; None if there is no answer."""
         total = torch.zeros(2, dtype=torch.float64)
         for micro in self._microbatches():
             scores = score(self.trainer.policy, micro.sequences).double().cpu()
@@ -112,7 +114,9 @@ class InitialKL:
         return kl / tokens if tokens else None
 
     def _microbatches(self) -> Iterator[Microbatch]:
-        """This rank's rows, cut as ``initial_scores`` cuts them: where nothing has moved, nothing differs."""
+        """Yield this rank's rows, cut into microbatches as ``initial_scores`` cuts them.
+
+        With the same cut, unchanged weights give exactly the same scores."""
         world, packing = self.trainer.world, self.trainer.packing
         stride = self.size * world.size
         for first in range(0, len(self.rows), stride):

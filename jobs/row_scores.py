@@ -1,4 +1,4 @@
-"""What the initial weights think of training rows, by row, however many there are."""
+"""Mappings from training rows to their log-probabilities under the initial weights, built for many rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from models.score_table import KeyIndex
 
 
 class PlannedBatches(Sequence[list[Example]]):
-    """The global batches of some steps of a run, each made when it is asked for."""
+    """The global batches of some steps of a run; each is made on access."""
 
     def __init__(self, plan: Plan, steps: range) -> None:
         self.plan, self.steps = plan, steps
@@ -30,13 +30,14 @@ class PlannedBatches(Sequence[list[Example]]):
 
 
 class OfRows(Mapping[str, Tensor]):
-    """Row key -> [C] log-probabilities, nats, of every row of ``batches``: those of the last batch that has
-    it."""
+    """Row key -> [C] log-probabilities, nats, of every row of ``batches``.
+
+    A row in several batches has the scores of the last one."""
 
     def __init__(
         self, scores: Mapping[str, Tensor], batches: Sequence[list[Example]], reference: Reference
     ) -> None:
-        """``scores``: as ``initial_scores`` gives them of these batches, with this reference's keys."""
+        """``scores``: the result of ``initial_scores`` for these batches, with the keys of ``reference``."""
         self._scores, self._by_row = scores, reference.by_row
         keys, counts = [np.zeros(0, "S32")], []
         for batch in batches:
@@ -58,7 +59,7 @@ class OfRows(Mapping[str, Tensor]):
 
 
 class Sums(Mapping[str, float]):
-    """Row key -> the log-probability of its completion, nats."""
+    """Row key -> log-probability of the row's whole completion, nats."""
 
     def __init__(self, scores: Mapping[str, Tensor]) -> None:
         self._scores = scores

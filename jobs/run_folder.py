@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, who is at work in it, and what may be written and deleted there."""
+"""The folder of a run, with the checks of its owner, its lock, and what may be written and deleted there."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from config.schema import Config
 from jobs import lengths
 
 LOGS = "logs"
-"""What the processes of a run say; they may be at it when an older run is deleted, so it stays."""
+"""Folder of the logs of a run's processes. overwrite=true keeps it, as they may still be writing to it."""
 SELECTION = "selection.json"
-"""Which groups are trained on (jobs.likelihood), chosen before the first step."""
+"""File of the groups that are trained on (jobs.likelihood), chosen before the first step."""
 _NAMED = 5
-"""Settings that are named of those that are others."""
+"""Largest number of changed settings that an error lists after the first."""
 
 
 class RunFolder:
-    """The folder of one run. Rank 0 alone calls its methods, in this order: ``claim``, ``prepare``,
-    ``write``, ``release``.
+    """The folder of one run. Only rank 0 calls its methods, in this order: ``claim``, ``prepare``, ``write``,
+    ``release``.
 
-    All of them raise ConfigError, also for what the file system refuses.
+    All of them raise ConfigError, also when the file system refuses an operation.
     """
 
     def __init__(self, config: Config, name: str) -> None:
@@ -52,16 +52,15 @@ class RunFolder:
         self._claimed_empty = False
 
     def claim(self) -> None:
-        """Make the folder, hold its lock until ``release``, mark it as a run's. What is there is not touched
-        yet.
+        """Create the folder, lock it until ``release``, and mark it as a run's; its contents stay untouched.
 
-        Raises ConfigError for a folder that is not a run's; for a run that is there already, unless overwrite
-        or resume says what to do with it; for one that was started with other settings; and for one that
-        another process is at work in.
+        Raises ConfigError for a folder that is not a run's; for an existing run, unless overwrite or resume
+        says what to do with it; for a run that was started with other settings; and for a run that another
+        process is working in.
         """
         check_name("exp_name", self.name)
         with self._refusals():
-            self._check()  # before anything is written into what may be somebody's folder
+            self._check()  # before anything is written into a folder that may not be a run's
             try:
                 self._lock.acquire()
             except LockedError as holder:
@@ -71,7 +70,7 @@ class RunFolder:
                     f"{self.path} is in use by {holder}; wait for its end, or exp_name=… names another run",
                 ) from holder
             try:
-                self._check()  # again: another process may have been at work in it until now
+                self._check()  # again, because another process may have changed it before the lock
                 self._mark()
             except BaseException:
                 self._lock.release()
@@ -86,17 +85,17 @@ class RunFolder:
             )
 
     def prepare(self, ends: tuple[int, ...] = ()) -> bool:
-        """Make the folder ready to be trained in, once weights and data are loaded.
+        """Prepare the folder for training, once weights and data are loaded.
 
-        overwrite=true deletes the run in it here; then the settings are written, of a run that is made longer
-        its stretches (``jobs.lengths``) before them. Returns whether there is a run to go on with.
+        With overwrite=true the run in it is deleted here. Then the settings are written, after the stretches
+        (``jobs.lengths``) of an extended run. Returns whether there is a run to resume.
         """
         with self._refusals():
             exists = started(self.path)
             if exists and self.config.overwrite:
                 self._delete_run()
                 exists = False
-            if not exists:  # a start that came to nothing may have left it, with other settings
+            if not exists:  # a failed start with other settings may have left the file
                 (self.path / SELECTION).unlink(missing_ok=True)
             lengths.write(self.path, ends if exists else ())
         try:
@@ -104,35 +103,35 @@ class RunFolder:
         except ConfigError as error:
             if not exists:
                 raise
-            # They differ in nothing that is computed.
+            # The settings that differ do not change any result.
             print(f"{self.path / RECORD} keeps the settings of an earlier start: {error.remedy}", flush=True)
         return exists
 
     def write(self, name: str, text: str) -> None:
-        """A file of the run, whole; not touched where it says this already."""
+        """Write a file of the run atomically, unless it already has this text."""
         with self._refusals():
             write_if_changed(self.path / name, text)
 
     def release(self) -> None:
-        """Let go of the folder. Of a run that did not begin in a new folder, nothing stays."""
+        """Release the lock. A new folder in which no run was started is removed."""
         if self._claimed_empty and not started(self.path) and self._entries() <= {MARKER}:
             (self.path / MARKER).unlink(missing_ok=True)
             self._lock.release(remove=True)
             try:
                 self.path.rmdir()
-            except OSError:  # another process has just made it its own
+            except OSError:  # another process has just claimed the folder
                 return
         self._lock.release()
 
     # -- what is there -----------------------------------------------------------------------------
 
     def _entries(self) -> set[str]:
-        """The names of what is in the folder, but for the lock and a marker that was not finished."""
+        """Return the names of the folder's entries, except the lock and a partly written marker."""
         own = {LOCK, part_of(self.path / MARKER).name}
         return {entry.name for entry in self.path.iterdir()} - own if self.path.exists() else set()
 
     def _check(self) -> None:
-        """Raise ConfigError unless the folder may be used as the settings say. Reads alone."""
+        """Raise ConfigError unless the folder may be used as the settings say. Writes nothing."""
         config, path = self.config, self.path
         is_run = not self._entries() or marked(path) or unmarked_run(path)
         require(
@@ -158,7 +157,7 @@ class RunFolder:
             self._check_changes()
 
     def _check_changes(self) -> None:
-        """Raise ConfigError for settings that the run cannot go on with."""
+        """Raise ConfigError for changed settings with which the run cannot be resumed."""
         path = self.path
         found = refused_changes(changes(path, self.config), self.config)
         if not found:
@@ -179,7 +178,7 @@ class RunFolder:
         )
 
     def _check_deletion(self) -> None:
-        """Raise ConfigError unless what is in the folder is one run and nothing else."""
+        """Raise ConfigError unless the folder holds one run and nothing else."""
         path = self.path
         for bad, why in (
             (path.is_symlink(), "is a link, and nothing is deleted through a link"),
@@ -210,7 +209,7 @@ class RunFolder:
     # -- changes -----------------------------------------------------------------------------------
 
     def _mark(self) -> None:
-        """Mark the folder as a run's, unless it is."""
+        """Mark the folder as a run's, unless it is already marked."""
         if marked(self.path):
             return
         self._claimed_empty = not self._entries()
@@ -223,9 +222,10 @@ class RunFolder:
         write_whole(self.path / MARKER, json.dumps(about, indent=2) + "\n")
 
     def _delete_run(self) -> None:
-        """Empty the folder but for lock, marker and logs. Checkpoints go first and settings last.
+        """Delete everything in the folder except lock, marker and logs, checkpoints first and settings last.
 
-        So what a kill leaves of it is still a run, and never one with checkpoints of unknown settings.
+        So if the process is killed meanwhile, the folder is still a run's, and never has checkpoints without
+        their settings.
         """
         self._check_deletion()
         kept = {LOCK, MARKER, LOGS}
@@ -243,7 +243,7 @@ class RunFolder:
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
-        """What the file system refuses, as ConfigError."""
+        """Turn an OSError inside the context into a ConfigError."""
         try:
             yield
         except OSError as error:
@@ -256,7 +256,7 @@ class RunFolder:
 
 
 def _goes_on(found: list[Change]) -> str:
-    """What to type for the settings as they were; nothing where one cannot be typed."""
+    """Return the words that restore the old settings and resume; "" if there are too many or no value."""
     typed = [f"{change.key}={change.before}" for change in found]
     return (
         ""
@@ -266,7 +266,7 @@ def _goes_on(found: list[Change]) -> str:
 
 
 def _texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, value) of every setting that is a text: what may be a path."""
+    """Yield (dotted key, value) of every setting that is a string and so may be a path."""
     if isinstance(tree, str):
         yield prefix, tree
     elif isinstance(tree, dict | list | tuple):

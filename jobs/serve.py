@@ -1,10 +1,11 @@
-"""vLLM servers that a run samples with (``sampler.urls``), on this machine, for the settings of that run.
+"""Start vLLM servers on this machine for a run to sample with (``sampler.urls``), by that run's settings.
 
     python -m jobs.serve loss=kto online=true sampler=vllm                # prints their addresses; Ctrl-C ends them
     python -m jobs.serve --ready addresses.txt loss=kto online=true sampler=vllm
 
-What follows are the words of ``train.py``. A server is started for every ``sampler.tensor_parallel`` of the GPUs
-that this process sees, one where there is none. Leaves with 1 when one of them ends by itself.
+The other words are the settings of ``train.py``. One server is started for each group of
+``sampler.tensor_parallel`` GPUs that this process sees, or a single server where there is no GPU. The exit
+code is 1 when a server ends by itself.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from config.cli import compose, guarded
 from config.schema import Config
 
 ANY = "http://localhost:8000"
-"""An address, for settings that are checked before there is one."""
+"""Placeholder address, to check settings before the servers have addresses."""
 PAUSE_S = 0.5
 
 
 def server_words(config: Config, port: int) -> tuple[list[str], dict[str, str]]:
-    """What starts a server for a run of these settings: a program with its arguments, and what goes over this
-    process's environment."""
+    """Return the command that starts a server for a run of these settings, and its environment variables.
+
+    The variables override those of this process."""
     import torch
 
     from models.pretrained import resolve_model_path
@@ -56,8 +58,9 @@ def server_words(config: Config, port: int) -> tuple[list[str], dict[str, str]]:
 
 
 def shares(gpus: Sequence[str], each: int) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of each server, ``each`` GPUs for one; a single None without GPUs. Raises
-    ConfigError where some would be left over."""
+    """Return CUDA_VISIBLE_DEVICES for each server of ``each`` GPUs; a single None without GPUs.
+
+    Raises ConfigError if GPUs would be left over."""
     if not gpus:
         return [None]
     require(
@@ -70,7 +73,7 @@ def shares(gpus: Sequence[str], each: int) -> list[str | None]:
 
 
 def seen_gpus() -> list[str]:
-    """The names, for CUDA_VISIBLE_DEVICES, of the GPUs that this process may use."""
+    """Return the names, as in CUDA_VISIBLE_DEVICES, of the GPUs that this process may use."""
     import torch
 
     given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -78,7 +81,7 @@ def seen_gpus() -> list[str]:
 
 
 def own_name() -> str:
-    """This machine's name, as others know it; its address where the name is known to nobody."""
+    """Return this machine's host name, or its IP address if the name cannot be resolved."""
     name = socket.gethostname()
     try:
         socket.gethostbyname(name)
@@ -86,7 +89,7 @@ def own_name() -> str:
     except OSError:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
             try:
-                asked.connect(("192.0.2.1", 9))  # an address for examples (RFC 5737): nothing is sent
+                asked.connect(("192.0.2.1", 9))  # a documentation address (RFC 5737): nothing is sent
                 return str(asked.getsockname()[0])
             except OSError:
                 return "127.0.0.1"
@@ -94,7 +97,7 @@ def own_name() -> str:
 
 @contextmanager
 def servers(config: Config, host: str) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """Started servers by their addresses; ended at the end."""
+    """Start the servers and yield their processes by address; kill them at the end."""
     from rollouts.transfer import free_port
 
     started: dict[str, subprocess.Popen[bytes]] = {}
@@ -111,20 +114,22 @@ def servers(config: Config, host: str) -> Iterator[dict[str, subprocess.Popen[by
     finally:
         for process in started.values():
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # with the engines that it has started
+                os.killpg(process.pid, signal.SIGKILL)  # also kills the engines that it has started
                 process.wait()
 
 
 def refuse_ended(started: dict[str, subprocess.Popen[bytes]]) -> None:
-    """Raise StoppedError where a server is no more."""
+    """Raise StoppedError if a server has ended."""
     for url, process in started.items():
         if (code := process.poll()) is not None:
             raise StoppedError(f"the vLLM server at {url} ended with exit code {code}: it said why above")
 
 
 def serve(words: Sequence[str], ready: Path | None, host: str) -> None:
-    """Start the servers; once all answer write their addresses, a line each; then stand by. Raises
-    ConfigError for settings whose run would not sample with them, StoppedError when one ends."""
+    """Start the servers, write their addresses, one per line, once all answer, and then wait.
+
+    Raises ConfigError for settings whose run would not sample with the servers, and StoppedError when one
+    ends."""
     from rollouts.vllm_sampler import require_installed
     from rollouts.vllm_server import alive
 

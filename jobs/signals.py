@@ -1,5 +1,5 @@
-"""What a run does when it is asked to stop. Imports nothing heavy: it is in force before anything else is
-loaded."""
+"""Signal handling of a run, for requests to stop. It imports nothing heavy, because it must be active before
+anything else is loaded."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import threading
 from types import FrameType
 
 REQUEUE = 75
-"""Exit code of a run that was asked to stop and has lost nothing (EX_TEMPFAIL): start the same command again
-with resume=true."""
+"""Exit code of a run that was asked to stop and lost nothing (EX_TEMPFAIL): run the same command again with
+resume=true."""
 
 
 class Requeue(SystemExit):
-    """The run was interrupted by a signal, and saved."""
+    """Raised to exit a run that was interrupted by a signal, after saving it."""
 
     def __init__(self) -> None:
         super().__init__(REQUEUE)
 
 
 class Signals:
-    """SIGTERM and SIGUSR1 (a cluster's warnings) ask for a stop after the step under way; a second one leaves
-    at once.
+    """Handlers of SIGTERM and SIGUSR1, a cluster's warnings, which ask for a stop after the current step.
 
-    Until ``arm`` is called there is nothing to save, and the first one leaves at once.
+    A second signal exits at once. Until ``arm`` is called there is nothing to save, and the first signal
+    exits at once.
     """
 
     def __init__(self) -> None:
@@ -32,16 +32,16 @@ class Signals:
         self._armed = False
         numbers: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1)
         if threading.current_thread() is not threading.main_thread():
-            numbers = ()  # Python lets no other thread answer: a run in one is not asked to stop
+            numbers = ()  # Python handles signals in the main thread alone: a run in another has no handlers
         self._before = {number: signal.signal(number, self._handle) for number in numbers}
 
     def restore(self) -> None:
-        """The run is over, and its program may go on: signals mean to it what they meant before."""
+        """Restore the previous handlers, for a program that continues after the run."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def arm(self) -> None:
-        """From now on there is something to save first."""
+        """From now on, let the first signal only set ``asked``, because there is something to save."""
         self._armed = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

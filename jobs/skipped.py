@@ -1,4 +1,4 @@
-"""The batch of a step whose update was skipped, as a file."""
+"""Write the batch of a step whose update was skipped to a file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from data.types import Example
 
 
 def write_batch(path: Path, batch: list[Example]) -> str:
-    """The rows of a batch as token ids, one example a line, for replay; returns where they are, or why they
-    are not."""
+    """Write the rows of a batch as token ids, one example per line, for replay.
+
+    Returns a sentence that names the file, or the reason why it could not be written."""
     lines = [
         json.dumps(
             {

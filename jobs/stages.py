@@ -1,4 +1,5 @@
-"""One stage of a round on its own, with the rounds' code: sample here, label there, train elsewhere."""
+"""Run one stage of a round on its own, so that sampling, labelling and training can happen on different
+machines."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ from rollouts.rounds import SampledPrompt, usable_prompts
 
 
 def sample(config: Config, stage: SampleStage, world: World) -> None:
-    """Sample ``rounds.samples`` answers to the data's prompts and write them to ``stage.out``. Raises
-    ConfigError, DataError."""
+    """Sample ``rounds.samples`` answers to each of the data's prompts and write them to ``stage.out``.
+
+    Raises ConfigError, DataError."""
     out = Path(stage.out)
     refuse_existing(out, stage.overwrite_out)
     require(

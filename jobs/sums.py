@@ -1,4 +1,4 @@
-"""Sums on the device that are added to in every step and read by the host now and then."""
+"""Sums on the device that grow in every step and that the host reads only occasionally."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from models.distributed import sum_over_ranks
 
 
 class Sums:
-    """Named tensors of sums over what this rank has seen since the last ``clear``: one flat tensor, so that
-    one collective sums it, in float64, in which counts are exact."""
+    """Named tensors of sums over the data that this rank has seen since the last ``clear``.
+
+    They are views of one flat tensor, so that one collective sums them over ranks. It is float64, in which
+    counts are exact."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
         self._shapes = dict(shapes)
@@ -23,23 +25,25 @@ class Sums:
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """Views of this rank's sums by name, to be added to."""
+        """Views of this rank's sums by name; callers add to them in place."""
         return self.named(self._all)
 
     def clear(self) -> None:
         self._all.zero_()
 
     def total(self) -> list[float]:
-        """The sums over all ranks, on every rank. The host waits."""
+        """Return the sums over all ranks, the same on every rank. The host waits for the device."""
         out: list[float] = sum_over_ranks(self._all.clone()).tolist()
         return out
 
     def restore(self, total: Sequence[float], mine: bool) -> None:
-        """Go on from ``total``, which one rank (``mine``) takes over, however many there were."""
+        """Continue from ``total``, the sums over all ranks; the rank with ``mine`` takes them, the others 0.
+
+        So the number of ranks may change."""
         self._all.copy_(torch.tensor(total, dtype=torch.float64) * mine)
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views of one flat tensor."""
+        """Return views of the flat tensor ``flat`` by name."""
         pieces = flat.split([math.prod(shape) for shape in self._shapes.values()])
         return {
             name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)

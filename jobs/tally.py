@@ -1,6 +1,9 @@
-"""What the tokens of some steps did, added up on the device: a histogram of their log-ratios, how many lie
-beyond the clipping range and where, how far the rows have moved. Nothing here makes the host wait; no token
-is looped over in Python."""
+"""Accumulate token statistics of training steps on the device.
+
+They are a histogram of the log-ratios, the number and position of tokens beyond the clipping range, and how
+far the rows' log-probabilities have moved. Adding to them does not make the host wait, and no Python loop
+runs over tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,24 @@ from jobs.sums import Sums
 from trainers.losses.base import token_sum
 
 SIDES = ("chosen", "rejected", "neutral")
-"""Chosen rows of pairs, desirable examples, completions of positive advantage; their opposites; completions
-of advantage 0."""
+"""Chosen: chosen rows of pairs, desirable examples, completions of positive advantage. Rejected: their
+opposites. Neutral: completions of advantage 0."""
 OCTAVES = range(-20, 5)
 EDGES = tuple(sign * 2.0**o for sign, octaves in ((-1, reversed(OCTAVES)), (1, OCTAVES)) for o in octaves)
-"""What parts the bins of the histogram, nats: -16, -8 … -2^-20, 2^-20 … 8, 16. Log-ratios are of every order
-of magnitude: a step's noise is 1e-6 in float32, a clipped token 1.5. A bin has its upper edge; the outer two
-are open."""
+"""Edges of the histogram's bins, nats: -16, -8 … -2^-20, 2^-20 … 8, 16. Log-ratios span many orders of
+magnitude: a step's noise is 1e-6 in float32, a clipped token 1.5. A bin includes its upper edge; the outer
+two bins are open."""
 BINS = len(EDGES) + 1
 POSITIONS = 16
-"""Bin p has the completion positions 2^p to 2^(p+1) - 1, counted from 1; the last is open."""
+"""Number of position bins. Bin p has the completion positions 2^p to 2^(p+1) - 1, counted from 1; the last
+bin is open."""
 DIGITS = 6
-"""Significant digits of what is written: ranks add up in another order after a restart."""
+"""Significant digits of written numbers; further digits may change, as ranks sum in another order after a
+restart."""
 
 
 def sides(micro: Microbatch) -> Tensor:
-    """[R] int64: which of SIDES each row belongs to."""
+    """Return the index in SIDES that each row belongs to, [R] int64."""
     n, device = len(micro.examples), micro.labels.device
     if len(micro.sequences.rows) == 2 * n:
         return torch.arange(2 * n, device=device) // n
@@ -40,8 +45,9 @@ def sides(micro: Microbatch) -> Tensor:
 
 
 class Tally(Sums):
-    """Sums over the rows and tokens seen since the last ``clear``, of this rank. ``low`` and ``high``: the
-    clipping range, nats."""
+    """Sums over the rows and tokens that this rank has seen since the last ``clear``.
+
+    ``low`` and ``high``: the clipping range of log-ratios, nats."""
 
     def __init__(self, low: float, high: float, device: torch.device) -> None:
         self.low, self.high = low, high
@@ -55,9 +61,11 @@ class Tally(Sums):
         super().__init__(shapes, device)
 
     def add(self, side: Tensor, raw: Tensor, mask: Tensor, moved: Tensor, known: Tensor) -> None:
-        """Take in R rows: ``side`` [R]; ``raw`` [R, T] unclipped log-ratios, nats; ``mask`` [R, T]; ``moved``
-        [R] the rows' log-probabilities now less those under the initial weights, nats, where ``known``
-        [R]."""
+        """Add R rows.
+
+        ``side``: [R] index in SIDES. ``raw``: [R, T] unclipped log-ratios, nats. ``mask``: [R, T] completion
+        tokens. ``moved``: [R] the rows' log-probabilities now minus those under the initial weights, nats,
+        valid where ``known`` [R] is true."""
         parts = self.parts
         counts = mask.double().flatten()
         bins = side[:, None] * BINS + torch.bucketize(raw, self._edges)
@@ -84,7 +92,7 @@ class Tally(Sums):
         parts["sums"] += (side == torch.arange(len(SIDES), device=side.device)[:, None]).double() @ rows
 
     def describe(self, total: Sequence[float]) -> dict[str, dict[str, Any]]:
-        """``total`` as plain data: each side that has rows -> its counts and means."""
+        """Return ``total`` as plain data: side -> its counts and means, for each side that has rows."""
         parts = self.named(torch.tensor(total, dtype=torch.float64))
         out: dict[str, dict[str, Any]] = {}
         for s, name in enumerate(SIDES):
@@ -106,5 +114,5 @@ class Tally(Sums):
 
 
 def rounded(value: float) -> float | None:
-    """``value`` to DIGITS significant digits; None where it is not finite."""
+    """Return ``value`` rounded to DIGITS significant digits; None if it is not finite."""
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None

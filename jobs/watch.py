@@ -1,5 +1,4 @@
-"""What happens around the steps of a run: evaluating, logging, saving, stopping when asked to, and what is
-left when it is done."""
+"""The work around a run's steps: evaluating, logging, saving, stopping on request, and finishing."""
 
 from __future__ import annotations
 
@@ -39,12 +38,12 @@ from trainers.corrections import with_sample_size
 from trainers.losses.base import TokenScores
 
 ROUNDING = 1e-9
-"""What a share of a run may lack of the quarter that it is."""
+"""Tolerance for rounding when the completed share of a run is compared with a quarter."""
 
 
 class RunWatch:
-    """Follows a trainer (its ``Watch``). The line of step s in metrics.jsonl tells of the weights before
-    update s: its loss, and the evaluation made then, if one was due."""
+    """Follows a trainer (its ``Watch``). The line of step s in metrics.jsonl describes the weights before
+    update s: their loss, and their evaluation if one was due."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class RunWatch:
             folder / "checkpoints", trainer.world, config.keep_checkpoints, config.async_save
         )
         self.saving_seconds = 0.0
-        """How long steps have waited for checkpoints."""
+        """Seconds that steps have waited for checkpoints."""
         self.bar = progress(total_steps, "train", done=trainer.progress.step, shown=trainer.world.is_main)
         self.bar.wait()
         self.patience = Patience(config.patience)
@@ -87,7 +86,7 @@ class RunWatch:
     # -- resuming ----------------------------------------------------------------------------------
 
     def resume(self) -> dict[str, Any] | None:
-        """Go on from the newest sound checkpoint; returns its state, None where there is none."""
+        """Resume from the newest sound checkpoint and return its state; None if there is no checkpoint."""
         path = from_main(None if (found := self.checkpoints.newest_sound()) is None else str(found))
         if path is None:
             return None
@@ -100,21 +99,21 @@ class RunWatch:
         return state
 
     def _restore(self, state: dict[str, Any], mine: dict[str, Tensor]) -> None:
-        """Be where the run was when it wrote this state."""
+        """Restore the state that the run had when it wrote this checkpoint."""
         trainer = self.trainer
         trainer.load_state_dict(state, mine)
         self._saved = replace(trainer.progress)
         self.bar.initial = self.bar.n = trainer.progress.step
         self._marks, self.before, self._evaluated = state["marks"], state["before"], state["evaluated"]
         self.seconds, self.tokens_timed = state["seconds"], state["tokens_timed"]
-        self.patience.restore(state.get("patience", self.patience.state()))  # an earlier version has none
+        self.patience.restore(state.get("patience", self.patience.state()))  # earlier versions have none
         self.saving_seconds = state.get("saving_seconds", 0.0)
         self.observers.restore(state.get("asked_to_stop"))
         if self.diagnostics is not None:
             self.diagnostics.restore(state["diagnostics"])
 
     def save(self) -> None:
-        """A checkpoint before the next step."""
+        """Save a checkpoint before the next step."""
         self._flush()
         trainer = self.trainer
         state = trainer.state_dict() | {
@@ -137,13 +136,13 @@ class RunWatch:
         self._saved = replace(trainer.progress)
 
     def _score(self) -> float | None:
-        """What ``keep_best`` ranks the checkpoint being saved by: higher is better; None where nothing was
-        evaluated here."""
+        """Return the score by which ``keep_best`` ranks the checkpoint, higher is better; None where nothing
+        was evaluated at this step."""
         value = self._evaluated.get(self.config.keep_best or "")
         return None if value is None else self._scored(value)
 
     def _scored(self, value: float) -> float:
-        """A value of ``keep_best`` as a score, or a score as the value."""
+        """Convert a value of ``keep_best`` to a score, or a score back to the value: a loss is negated."""
         return -value if (self.config.keep_best or "").endswith("_loss") else value
 
     # -- the watch ---------------------------------------------------------------------------------
@@ -177,7 +176,7 @@ class RunWatch:
         self._started = time.perf_counter()
 
     def _diagnose(self, first: bool = False, last: bool = False) -> None:
-        """A line of diagnostics, if one is due."""
+        """Write a line of diagnostics if one is due."""
         if self.diagnostics is None:
             return
         if first:
@@ -187,8 +186,8 @@ class RunWatch:
             self.diagnostics.write(self.tracker)
 
     def _evaluate(self, first: bool = False) -> Metrics:
-        """The evaluation of the weights as they are; a few samples go to the tracker's table, behind the line
-        of the step before, and into the run's folder."""
+        """Evaluate the current weights and return the metrics. A few samples go into the run's folder and to
+        the tracker's table, after the line of the previous step."""
         self._flush()
         values = self.evaluator.evaluate(first)
         if self.evaluator.accuracy is not None:
@@ -203,7 +202,7 @@ class RunWatch:
         return values
 
     def _keep_answers(self, step: int, rows: list[Any]) -> None:
-        """Without room for them the run goes on."""
+        """Write sampled answers to the run's folder; a failed write is reported, and the run continues."""
         try:
             keep_answers(self.folder, step, Accuracy.columns, rows)
         except OSError as error:
@@ -211,9 +210,7 @@ class RunWatch:
 
     def _stop_if_asked(self) -> None:
         if any_rank(self.signals.asked):
-            self._save_or_warn(
-                first=False
-            )  # without room for another, the checkpoint before it is gone on from
+            self._save_or_warn(first=False)  # if the disk is full, the run resumes from the checkpoint before
             self.settle()
             if self.trainer.world.is_main:
                 print(
@@ -224,8 +221,10 @@ class RunWatch:
             raise Requeue
 
     def _save_or_warn(self, first: bool) -> None:
-        """Nothing if this very place is saved already (a round began here). A run that cannot save does not
-        start; one that no longer can goes on with what it has saved, and says so."""
+        """Save a checkpoint, unless this position is already saved (a round began here).
+
+        A run that cannot save its first checkpoint does not start. If a later save fails, the run prints a
+        warning and continues with the checkpoints that it has."""
         if self._saved == self.trainer.progress:
             return
         begun = time.perf_counter()
@@ -241,7 +240,7 @@ class RunWatch:
         self.saving_seconds += time.perf_counter() - begun
 
     def settle(self) -> None:
-        """Wait for the checkpoint that is being written, if one is."""
+        """Wait for the checkpoint that is being written, if there is one."""
         try:
             self.checkpoints.finish()
         except CheckpointError as error:
@@ -253,8 +252,8 @@ class RunWatch:
             print(f"{error}; the run goes on, the checkpoints before it stay", flush=True)
 
     def _due(self, what: str, every: int | None, quarters: int = 0) -> bool:
-        """Whether another ``every`` examples have gone by since this was last true (0: never; None: another
-        quarter of the run)."""
+        """Return whether another ``every`` examples have passed since this was last true (0: never; None:
+        another quarter of the run)."""
         mark = quarters if every is None else self.trainer.progress.examples // every if every else 0
         due, self._marks[what] = mark > self._marks[what] >= 0, mark
         return due
@@ -263,7 +262,7 @@ class RunWatch:
         check_first_scores(self.trainer, segment)
 
     def observe(self, micro: Microbatch, scores: TokenScores) -> None:
-        """Hand a microbatch of a step to the diagnostics."""
+        """Pass a microbatch of a step to the diagnostics."""
         if self.diagnostics is not None:
             self.diagnostics.observe(micro, scores)
 
@@ -324,16 +323,18 @@ class RunWatch:
     # -- rounds of online training (jobs.online_source.RoundWatch) ---------------------------------
 
     def before_round(self) -> None:
-        """Save, unless ``save_every`` says that it is not time yet: then a run that is killed goes on from an
-        earlier round, trains again what it had trained, and finds the rounds' files as it makes them."""
+        """Save a checkpoint, unless ``save_every`` says that none is due yet.
+
+        Without it, a killed run resumes from an earlier round, repeats the training since then, and reuses
+        the rounds' files that it finds on disk."""
         self._stop_if_asked()
         first, every = self.trainer.progress.step == 0, self.config.save_every
         if first or every is None or self._due("save", every):
             self._save_or_warn(first)
 
     def between_stages(self) -> None:
-        """Between the stages of a round, on rank 0: leave if asked to. The round started with a checkpoint;
-        what is done lies on disk."""
+        """Exit if asked to, between the stages of a round on rank 0. Nothing is lost, because the round
+        started with a checkpoint and its finished stages are on disk."""
         if self.signals.asked:
             print("asked to stop: the same command with resume=true goes on with this round", flush=True)
             raise Requeue
@@ -348,9 +349,9 @@ class RunWatch:
             self.observers.round(facts["round"], self.trainer.progress.step, metrics)
 
     def round_planned(self, round_: Segment) -> None:
-        """Of a run's steps only those of the rounds so far are known: the others will have as many each."""
+        """Update the progress bar's number of steps, extrapolated from the rounds so far."""
         at = self.trainer.progress
-        if round_.end == 0:  # the run's examples are counted, and no round had any so far
+        if round_.end == 0:  # with rounds.examples, if no round has given an example so far
             return
         self.bar.total = round((at.step - at.position + round_.steps) / round_.end)
 
@@ -359,8 +360,8 @@ class RunWatch:
         return self.seconds
 
     def _of_round(self, record: StepRecord) -> dict[str, Any]:
-        """What a step's line says of its round: which, how many steps ago its examples were sampled (their
-        mean), and (once) what was sampled."""
+        """Return the entries of a step's line about its round: its index, the mean number of steps since the
+        batch's examples were sampled, and, in a round's first line, the metrics of its samples."""
         if not self._round:
             return {}
         metrics, self._round_metrics = self._round_metrics, {}
@@ -370,7 +371,7 @@ class RunWatch:
         return {"round": self._round["round"], "staleness": staleness, **metrics}
 
     def stop_early(self, why: str) -> None:
-        """What is to be done where training ends before its planned end."""
+        """Do the final work of a run whose training ends before its planned end."""
         step = self.trainer.progress.step
         if self.trainer.world.is_main:
             self.bar.say(f"stopped before step {step}: {why}")
@@ -388,7 +389,7 @@ class RunWatch:
 
 
 def gpu_memory(device: torch.device) -> dict[str, float]:
-    """The most that tensors have held of this rank's GPU so far, GiB; nothing without one."""
+    """Return the peak memory of tensors on this rank's GPU so far, GiB; {} without a GPU."""
     return (
         {"gpu_memory_gib": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}
     )

@@ -1,4 +1,4 @@
-"""The rows of a results table: runs that differ by their seed alone, of the setting that was chosen."""
+"""The rows of a results table, each with the runs of the chosen setting, which differ by their seed alone."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from reports.statistics import Mean, mean
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of the table: the runs of the setting that was chosen, and all that were tried."""
+    """One row of the table: the runs of the chosen setting, and those of all settings tried."""
 
     name: str
     chosen: list[Result]
     tried: list[list[Result]]
-    """Runs by setting, the chosen one's among them."""
+    """Runs by setting, including the chosen one."""
     selected: dict[str, object]
-    """The chosen values of the keys that were tried out."""
+    """The chosen values of the keys that were tried."""
 
     @property
     def finished(self) -> list[Result]:
         return [run for run in self.chosen if run.status == FINISHED]
 
     def values(self, metric: str) -> dict[int, float]:
-        """Seed -> value, of the finished runs that have it."""
+        """Return seed -> value of the finished runs that have the metric."""
         return {run.seed: run.values[metric] for run in self.finished if metric in run.values}
 
     def mean(self, metric: str) -> Mean | None:
@@ -34,7 +34,8 @@ class Cell:
 
     @property
     def progress(self) -> str:
-        """``3/3``, or what is missing: ``1/3, s2 interrupted at step 40, s3 not started``."""
+        """The progress as text: ``3/3``, or with the missing runs: ``1/3, s2 interrupted at step 40, s3 not
+        started``."""
         total = [f"{len(self.finished)}/{len(self.chosen)}"]
         missing = [run for run in self.chosen if run.status != FINISHED]
         return ", ".join(
@@ -49,11 +50,11 @@ class Cell:
 
 
 def cells_of(results: Sequence[Result], select: Sequence[str], validation: str) -> list[Cell]:
-    """Results by cell; of settings that differ in ``select`` alone, the one with the best mean of
-    ``validation`` is chosen.
+    """Group results by cell; among settings that differ in ``select`` alone, choose the one with the best
+    mean of ``validation``.
 
-    Choosing sees the validation metric of finished runs and nothing else; a setting with fewer finished seeds
-    than another is not chosen over it.
+    The choice uses the validation metric of finished runs and nothing else. A setting with fewer finished
+    seeds than another is not chosen over it.
     """
     by_cell: dict[tuple[str, str], dict[str, list[Result]]] = {}
     for run in results:
@@ -74,7 +75,7 @@ def cells_of(results: Sequence[Result], select: Sequence[str], validation: str) 
 
 
 def merit(runs: Sequence[Result], metric: str) -> tuple[int, float]:
-    """(finished seeds, mean of the metric, losses negated): larger is better."""
+    """Return (finished seeds, mean of the metric, negated for a loss): larger is better."""
     values = [run.values[metric] for run in runs if run.status == FINISHED and metric in run.values]
     value = mean(values)
     return len(values), 0.0 if value is None else -value.value if metric.endswith("loss") else value.value

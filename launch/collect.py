@@ -1,6 +1,6 @@
-"""Run folders read back: what was set, what came out, and what became of the run.
+"""Run folders read back as each run's settings, results and status.
 
-Nothing is left out for not being finished.
+Unfinished runs are included.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from launch.state import folder_of, last_line
 from launch.status import FINISHED, INTERRUPTED, NOT_STARTED, Status, Statuses
 
 NO_NUMBERS = ("settings", "fingerprints", "config", "counts")
-"""Parts of an evaluation file that say how it was made, and of how much."""
+"""Parts of an evaluation file that say how it was made and on how much data."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One run. ``values``: what was measured when it had finished; empty before."""
+    """One run. ``values``: the measurements of a finished run; empty before it has finished."""
 
     name: str
     cell: str
     seed: int
     about: Status
-    """What became of it, and where that is said."""
+    """The run's status, with its message and log."""
     settings: Settings = field(default_factory=dict)
-    """Dotted key -> value of what changes what is computed, the seed aside."""
+    """Dotted key -> value of the settings that change the computation, without the seed."""
     values: dict[str, float] = field(default_factory=dict)
-    """``eval_*`` on held-out data (validation), and ``<file>/<metric>`` of each evals/*.json."""
+    """``eval_*`` on held-out data (validation), and ``<file>/<metric>`` of each evals/*.json file."""
     lines: list[dict[str, Any]] = field(default_factory=list)
-    """metrics.jsonl, and for a finished run a last line with the evaluation after it."""
+    """The lines of metrics.jsonl; a finished run has one more, with the evaluation after training."""
     group: str = ""
     tags: tuple[str, ...] = ()
 
@@ -50,18 +50,20 @@ class Result:
         return self.about.kind
 
     def identity(self, without: Iterable[str] = ()) -> str:
-        """Of the settings, some keys aside: runs with the same one differ by their seed alone."""
+        """Return a hash of the settings without some keys: runs with the same one differ only in their seed
+        and those keys."""
         kept = {key: value for key, value in self.settings.items() if key not in set(without)}
         return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:6]
 
     @property
     def step(self) -> int:
-        """Steps that were done."""
+        """Number of steps done."""
         return max((line["step"] + 1 for line in self.lines if "loss" in line), default=0)
 
 
 def of_sweep(runs: Iterable[Run], logs: Path) -> list[Result]:
-    """The results of a sweep's runs, also of those without a folder. ``logs``: the sweep's log folder."""
+    """Return the results of a sweep's runs, including runs without a folder. ``logs``: the sweep's log
+    folder."""
     found, composer, statuses = [], Composer(), Statuses(logs)
     for run in runs:
         made = composer.config(run)
@@ -76,10 +78,10 @@ def of_sweep(runs: Iterable[Run], logs: Path) -> list[Result]:
 
 
 def of_folders(paths: Iterable[Path], logs: Path = ROOT / "logs") -> list[Result]:
-    """The results under ``paths``, each a run folder or a folder of them.
+    """Return the results under ``paths``, each a run folder or a folder of run folders.
 
-    ``logs``: where the log folders of sweeps lie; a run's first tag names its sweep.
-    Raises ConfigError where there is no run.
+    ``logs``: the folder with the log folders of sweeps; a run's first tag names its sweep. Raises ConfigError
+    if a path holds no run.
     """
     found = []
     of = cache(lambda sweep: Statuses(logs / sweep))
@@ -95,9 +97,10 @@ def of_folders(paths: Iterable[Path], logs: Path = ROOT / "logs") -> list[Result
 
 
 def read_run(folder: Path, cell: str | None = None) -> Result:
-    """One run folder, its status told by the folder alone.
+    """Read one run folder; the status is judged by the folder alone.
 
-    Without ``cell`` it is what the run's sweep called it (its second tag), or its name without the seed.
+    Without ``cell``, the cell is the name that the run's sweep gave it (its second tag), or the run's name
+    without the seed.
     """
     config = flat(settings_of((folder / RECORD).read_text(encoding="utf-8", errors="replace")))
     if not isinstance(seed := config.get("seed"), int):
@@ -138,12 +141,12 @@ def read_run(folder: Path, cell: str | None = None) -> Result:
 
 
 def computed(config: Settings) -> Settings:
-    """Of a flat configuration, what changes what is computed, the seed aside."""
+    """Return the settings of a flat configuration that change the computation, without the seed."""
     return {key: value for key, value in config.items() if key.split(".")[0] not in (*OPERATIONAL, "seed")}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file that is one JSON object. Raises DataError."""
+    """Return the content of a file that is one JSON object. Raises DataError."""
     try:
         found = json.loads(path.read_bytes())
     except ValueError as error:
@@ -154,7 +157,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without a last line that is half-written; [] without the file. Raises DataError."""
+    """Return the lines of metrics.jsonl without a half-written last line; [] without the file. Raises
+    DataError."""
     if not path.exists():
         return []
     lines = path.read_bytes().rpartition(b"\n")[0].splitlines()
@@ -166,8 +170,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def numbers(tree: Any, prefix: str = "") -> dict[str, float]:
-    """Dotted key -> number of an evaluation file; what says how it was made, and lists (of items), are no
-    results."""
+    """Return dotted key -> number of an evaluation file. Parts that say how it was made, and lists (of
+    items), are not results and left out."""
     if isinstance(tree, dict):
         inner = (
             numbers(item, f"{prefix}.{key}".lstrip("."))

@@ -1,7 +1,6 @@
-"""The settings of many runs, as ``python train.py`` would have them, without asking Hydra for each anew.
+"""The settings of many runs, as ``python train.py`` would have them, without a call of Hydra for each run.
 
-Hydra takes a fifth of a second to read its files; what a run sets beside its choice of files takes a
-hundredth.
+Hydra takes a fifth of a second to read its files; setting a run's other values takes a hundredth.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from launch.grid import CONFIG_DIR, Run, Settings, override
 
 _PLAIN_KEY = re.compile(r"(?!hydra\b)[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
 _READ_AS_MORE = re.compile(r"\$|[+-]?\.inf$")
-"""Texts that mean something to Hydra or to ``config.load``."""
+"""Matches texts that Hydra or ``config.load`` does not take literally."""
 
 
 def compose_config(overrides: list[str]) -> Config:
-    """The settings that ``python train.py <overrides>`` would have. Raises ConfigError."""
+    """Return the settings that ``python train.py <overrides>`` would have. Raises ConfigError."""
     try:
         return load(_composed(overrides))
     except (HydraException, OmegaConfBaseException) as error:
@@ -37,20 +36,21 @@ def compose_config(overrides: list[str]) -> Config:
 
 
 class Composer:
-    """``compose_config`` for the runs of a sweep: Hydra is asked once for each choice of files.
+    """Makes the settings of a sweep's runs as ``compose_config`` does, but calls Hydra once for each choice
+    of files.
 
-    Settings whose form or value is out of the ordinary, and all that are refused, go through
-    ``compose_config`` itself: it has the last word, and the words.
+    Settings of unusual form or value, and all that are refused, go through ``compose_config`` itself, which
+    decides and words the error.
     """
 
     def __init__(self) -> None:
         self._bases: dict[tuple[str, ...], tuple[DictConfig, set[str]]] = {}
         self._settings: Settings | None = None
         self._cell: tuple[DictConfig, set[str]]
-        """The base with ``_settings``: what runs that differ by their seed alone have in common."""
+        """The base with ``_settings`` applied, which runs that differ by their seed alone have in common."""
 
     def config(self, run: Run) -> Config:
-        """The settings of ``run``. Raises ConfigError."""
+        """Return the settings of ``run``. Raises ConfigError."""
         if all(map(_is_plain, run.given.values())):
             try:
                 return self._filled(run)
@@ -72,8 +72,8 @@ class Composer:
         return config
 
     def _base(self, choices: tuple[str, ...]) -> tuple[DictConfig, set[str]]:
-        """The files of ``choices`` with the types of ``Config``, not checked yet; and which settings they
-        have."""
+        """Return the composed files of ``choices`` with the types of ``Config``, not validated yet, and the
+        set of settings that they have."""
         if choices not in self._bases:
             made = _composed(list(choices))
             base = OmegaConf.merge(OmegaConf.structured(Config), made)
@@ -99,7 +99,8 @@ def _set(config: DictConfig, known: set[str], values: Settings) -> None:
 
 
 def _chooses(key: str) -> bool:
-    """Whether a setting is more than a value: the choice of a file, or one with a sign of Hydra's grammar."""
+    """Whether a setting is more than a value: it chooses a file, or its key uses a sign of Hydra's
+    grammar."""
     return _PLAIN_KEY.fullmatch(key) is None or (CONFIG_DIR / key.replace(".", "/")).is_dir()
 
 
@@ -112,7 +113,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _keys(tree: Any, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a tree of settings, those of whole sections too."""
+    """Yield every dotted key of a tree of settings, including the keys of whole sections."""
     if isinstance(tree, dict):
         for key, item in tree.items():
             yield f"{prefix}{key}"

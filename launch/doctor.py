@@ -1,10 +1,10 @@
-"""Is this machine, with these settings, fit for a long run? Each finding comes with its remedy.
+"""Check whether this machine, with these settings, is fit for a long run. Each finding comes with its remedy.
 
     python -m launch.doctor loss=dpo humanline=true model=llama3-8b-instruct     # the settings that the run will have
 
-Checks settings, versions, GPUs and attention kernels, that ranks reach each other, data (a dry run), disk
-space for the checkpoints to come, the hub and wandb, and takes two steps. Exit codes: 0 fit; 1 something
-would stop the run; 2 the settings cannot be honoured.
+The doctor checks settings, versions, GPUs and attention kernels, the connection between ranks, data (a dry
+run), disk space for the checkpoints to come, the hub and wandb, and takes two steps. Exit codes: 0 fit; 1
+something would stop the run; 2 the settings are not valid.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from launch.slurm import ROOT
 
 OK, NOTE, BAD = "ok", "note", "BAD"
 PARAMETER_BYTES = 12
-"""A checkpoint has float32 weights and AdamW's two moments."""
+"""Bytes of a checkpoint per parameter: float32 weights and AdamW's two moments."""
 NETWORK_SECONDS = 5
 PROBE_SECONDS, DRY_SECONDS, RUN_SECONDS = 180, 900, 1800
 _PARAMETERS = re.compile(r"([\d,.]+) M parameters")
@@ -54,8 +54,8 @@ total = float(sum_over_ranks(torch.tensor(world.rank + 1.0, device=world.device)
 assert total == world.size * (world.size + 1) / 2, total
 stop()
 """
-"""Both run as processes of their own: a broken driver or a hanging collective must not take the doctor
-along."""
+"""Both scripts run in processes of their own, so that a broken driver or a hanging collective does not end
+the doctor."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +73,20 @@ class Finding:
 
 @dataclass(frozen=True)
 class Devices:
-    """What torch sees, from a process of its own."""
+    """The devices that torch sees, asked in a process of its own."""
 
     gpus: tuple[tuple[str, int, int], ...]
-    """(name, bytes in all, bytes free)"""
+    """(name, total bytes, free bytes) of each GPU."""
     findings: tuple[Finding, ...]
 
     @property
     def ranks(self) -> int:
-        """Processes that a run here would have."""
+        """Number of processes that a run here would have."""
         return len(self.gpus) or 1
 
 
 def examine(config: Config, overrides: Sequence[str], steps: bool = True) -> Iterator[Finding]:
-    """Every finding, as it is made: the quick checks first."""
+    """Yield every finding as it is made, the quick checks first."""
     yield Finding(
         "settings", OK, f"{config.variant} {config.loss['name']}, {config.model.name} on {config.data.name}"
     )
@@ -104,7 +104,7 @@ def examine(config: Config, overrides: Sequence[str], steps: bool = True) -> Ite
 
 
 def versions() -> Iterator[Finding]:
-    """Installed packages against the pins of requirements/cpu.txt and requirements.txt (vLLM)."""
+    """Compare installed packages with the pins of requirements/cpu.txt and requirements.txt (vLLM)."""
     text = "\n".join((ROOT / name).read_text() for name in ("requirements/cpu.txt", "requirements.txt"))
     pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", text, re.MULTILINE))
     other = []
@@ -122,7 +122,7 @@ def versions() -> Iterator[Finding]:
 
 
 def look(config: Config) -> Devices:
-    """GPUs, their free memory, bf16, attention kernels."""
+    """Check GPUs, their free memory, bf16 and attention kernels."""
     code, out = run([sys.executable, "-c", DEVICES], PROBE_SECONDS)
     if code:
         return Devices(
@@ -172,7 +172,7 @@ def look(config: Config) -> Devices:
 
 
 def network(config: Config) -> Iterator[Finding]:
-    """The hub and wandb, as far as the settings need them."""
+    """Check the hub and wandb, as far as the settings need them."""
     yield from hub(config)
     if not config.wandb.enabled or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
         yield Finding("wandb", OK, "not used online")
@@ -188,8 +188,8 @@ def network(config: Config) -> Iterator[Finding]:
 
 
 def hub(config: Config) -> Iterator[Finding]:
-    """Whether what the settings name can be had: models, a reward model and data. Each is a file of this
-    machine, in the cache, or on the hub."""
+    """Check that the models, reward model and data that the settings name are available: each is a file of
+    this machine, in the cache, or on the hub."""
     remote = [source for source in sources(config) if not (ROOT / source.name).exists()]
     wanted = [source for source in remote if not source.cached()]
     names = ", ".join(source.name for source in wanted)
@@ -203,7 +203,7 @@ def hub(config: Config) -> Iterator[Finding]:
                 "hub",
                 NOTE
                 if source.kind == "dataset"
-                else BAD,  # of data the cache is another, which is not asked here
+                else BAD,  # data have another cache, which is not checked here
                 f"HF_HUB_OFFLINE is set: what is in the cache is all there is, and {source} is not seen there",  # noqa: E501
                 "fetch it where there is a network (hf download …), then HF_HOME=…",
             )
@@ -230,18 +230,18 @@ def hub(config: Config) -> Iterator[Finding]:
 
 
 def reach(url: str) -> str | None:
-    """What is wrong with ``url``; None when something answers there."""
+    """Return an error message for ``url``; None if something answers there."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=NETWORK_SECONDS):
             return None
     except urllib.error.HTTPError:
-        return None  # an answer, if not a page
+        return None  # the server answered, even if not with a page
     except (OSError, ValueError) as error:
         return f"{url} is not reached ({error})"
 
 
 def talk(ranks: int, backend: str) -> Finding:
-    """Whether ranks on this machine reach each other."""
+    """Check whether ranks on this machine reach each other."""
     words = [*torchrun(ranks), "--no-python", sys.executable, "-c", RANKS]
     code, out = run(words, PROBE_SECONDS)
     if code:
@@ -255,8 +255,8 @@ def talk(ranks: int, backend: str) -> Finding:
 
 
 def data(overrides: Sequence[str]) -> tuple[Finding, float | None]:
-    """A dry run: data, tokenizer, combination of settings; and the number of parameters, where it says
-    one."""
+    """Make a dry run, which checks data, tokenizer and the combination of settings; return its finding and
+    the number of parameters, None if it printed none."""
     code, out = run([sys.executable, "train.py", *overrides, "dry_run=true"], DRY_SECONDS)
     if code:
         return Finding("dry run", BAD, last(out), "python train.py … dry_run=true shows all of it"), None
@@ -268,7 +268,8 @@ def data(overrides: Sequence[str]) -> tuple[Finding, float | None]:
 
 
 def disk(config: Config, parameters: float) -> Finding:
-    """Room for the checkpoints that stay, one that is being written, and the exported model."""
+    """Check that there is room for the checkpoints that stay, one more while it is written, and the exported
+    model."""
     need = parameters * (PARAMETER_BYTES * (config.keep_checkpoints + 1) + 4)
     folder = ROOT / config.runs_dir
     while not folder.exists():
@@ -284,7 +285,7 @@ def disk(config: Config, parameters: float) -> Finding:
 
 
 def two_steps(config: Config, overrides: Sequence[str], ranks: int) -> Finding:
-    """The run itself, two steps (online: one small round) long."""
+    """Run the training itself for two steps (online: one small round)."""
     if config.online:
         contexts = max(2, config.model.batch_size // config.rounds.samples)
         short = [f"rounds.contexts={contexts}", f"rounds.contexts_per_round={contexts}"]
@@ -318,7 +319,7 @@ def torchrun(ranks: int) -> list[str]:
 
 
 def run(words: Sequence[str], seconds: int) -> tuple[int, str]:
-    """(exit code, everything it said) of a process of its own; 124 and what it was when it took too long."""
+    """Run a process and return (exit code, all its output); (124, a message) if it took too long."""
     try:
         done = subprocess.run(
             words,
@@ -335,8 +336,8 @@ def run(words: Sequence[str], seconds: int) -> tuple[int, str]:
 
 
 def last(out: str) -> str:
-    """The line that says most: the first error (others follow from it), else the last line with words in
-    it."""
+    """Return the most telling line: the first error (later ones follow from it), else the last line that has
+    words."""
     errors = re.findall(r"^(?:\[\w+\]:? ?)?(error: .*|[\w.]+(?:Error|Exception)\b.*)", out, re.MULTILINE)
     lines = [line.strip() for line in out.splitlines() if re.search(r"\w", line)]
     return errors[0] if errors else (lines or ["no output"])[-1]

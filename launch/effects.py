@@ -1,9 +1,10 @@
-"""What each setting of a crossed sweep changes, averaged over all the others.
+"""The effect of each setting of a crossed sweep, averaged over all the others.
 
-A sweep that crosses its axes (``cells`` and the lines of ``grid``) answers more than its cells one by one:
-two values of an axis are compared over all pairs of cells that differ in it alone. Per seed the differences
-of the pairs are averaged, and the averages are tested like the differences of two cells. So the seeds are
-what is counted, not the pairs, and the noise of single runs is averaged out.
+A sweep that crosses its axes (``cells`` and the lines of ``grid``) allows more than a comparison of its cells
+one by one: two values of an axis are compared over all pairs of cells that differ in that axis alone. For
+each seed the differences of the pairs are averaged, and these averages are tested like the differences of two
+cells. So the sample size is the number of seeds, not of pairs, and averaging reduces the noise of single
+runs.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ Coordinates = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Crossing:
-    """The cells of a crossed sweep. ``values``: coordinates -> seed -> value, of cells with every seed."""
+    """The cells of a crossed sweep. ``values``: coordinates -> seed -> value, for cells that have every
+    seed."""
 
     axes: Mapping[str, tuple[str, ...]]
     values: Mapping[Coordinates, Mapping[int, float]]
 
     @classmethod
     def of(cls, sweep: Sweep, cells: Sequence[Cell], metric: str) -> Crossing:
-        """Cells with a run that is not finished, or lacks the metric, are left out. Raises ConfigError where
-        no two axes are crossed."""
+        """Make the crossing of a sweep's cells; cells with a run that is not finished or lacks the metric are
+        left out. Raises ConfigError if no two axes are crossed."""
         axes = sweep.axes
         many = [name for name, values in axes.items() if len(values) > 1]
         require(len(many) > 1, "--effects", sweep.name, f"needs two axes that are crossed; has {many}")
@@ -42,9 +44,9 @@ class Crossing:
         return cls(axes, whole)
 
     def effects(self, within: str | None = None) -> list[Comparison]:
-        """Each value of each axis minus the axis' first, by a paired t-test over seeds, with Holm's
-        correction over all of them. ``within``: an axis by whose values all others are looked at apart.
-        Raises ConfigError."""
+        """Compare each value of each axis with the axis' first by a paired t-test over seeds, with Holm's
+        correction over all of them. ``within``: an axis; the others are compared separately for each of its
+        values. Raises ConfigError."""
         require(within is None or within in self.axes, "--within", within, f"is no axis: {list(self.axes)}")
         found = []
         for where in (None,) if within is None else self.axes[within]:
@@ -72,8 +74,8 @@ class Crossing:
         return found
 
     def means(self, within: str | None = None) -> list[list[str]]:
-        """Heading, then each value of each axis with the mean over its cells and seeds; ``within``: a column
-        for each of that axis' values."""
+        """Return a heading, then a row for each value of each axis with the mean over its cells and seeds.
+        ``within``: an axis; there is a column for each of its values."""
         names = list(self.axes)
         columns: tuple[str | None, ...] = (None,) if within is None else self.axes[within]
         table = [["axis", "value", *("all cells" if column is None else column for column in columns)]]
@@ -93,6 +95,6 @@ class Crossing:
 
 
 def by_seed(pairs: Sequence[tuple[Mapping[int, float], Mapping[int, float]]]) -> list[float]:
-    """The mean difference over the pairs, for each seed; empty without pairs."""
+    """Return, for each seed, the mean difference over the pairs; empty without pairs."""
     seeds = sorted(set.intersection(*(a.keys() & b.keys() for a, b in pairs))) if pairs else []
     return [fmean(b[seed] - a[seed] for a, b in pairs) for seed in seeds]

@@ -1,5 +1,5 @@
-"""What a sweep will cost before it starts: from its finished runs, from what its file says, or from a dry run
-and a rate."""
+"""The cost of a sweep before it starts, from its finished runs, from its file, or from a dry run and a
+rate."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ DRY_RUN_SECONDS = 1800
 
 
 class EstimateError(RuntimeError):
-    """A dry run failed; the message is what it said last."""
+    """A dry run failed; the message is its last output."""
 
 
 def hours_of(states: Sequence[State]) -> dict[str, float]:
-    """Run name -> expected hours, where anything is known: the mean of its cell's finished runs, else the
-    file's ``hours``."""
+    """Return run name -> expected hours, where known: the mean of its cell's finished runs, else the file's
+    ``hours``."""
     measured: dict[str, list[float]] = {}
     for state in states:
         if state.kind == FINISHED:
@@ -37,7 +37,7 @@ def hours_of(states: Sequence[State]) -> dict[str, float]:
 
 
 def dry_run(state: State) -> tuple[int, int]:
-    """(examples, steps) of a run, counted by train.py on its real data. Raises EstimateError."""
+    """Return (examples, steps) of a run, counted by train.py on its real data. Raises EstimateError."""
     words = [sys.executable, *command(state.run), "dry_run=true"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=DRY_RUN_SECONDS)
     found = _PLAN.search(done.stdout)
@@ -51,5 +51,6 @@ def dry_run(state: State) -> tuple[int, int]:
 
 
 def hours_at(examples: int, per_second: float, job: Job) -> float:
-    """Hours for ``examples`` at ``per_second`` examples a second on one rank, all ranks of a run at work."""
+    """Return the hours that ``examples`` take with all ranks of a run, each at ``per_second`` examples per
+    second."""
     return examples / (per_second * job.world_size) / 3600

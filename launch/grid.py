@@ -1,4 +1,5 @@
-"""A sweep as data: what its runs have in common, the grid they differ in, seeds, and what to leave out.
+"""A sweep file and its runs, with the settings that the runs share, the grid in which they differ, the seeds,
+and the combinations to leave out.
 
 A sweep file::
 
@@ -18,8 +19,8 @@ A sweep file::
     hours: 2.5                           # what one run takes, or {default: 2, rules: [{when: {online: true}, hours: 12}]}
     select: [lr]                         # grid keys to be chosen on validation, not compared (launch.results)
 
-The runs are ``cells x grid x seeds`` in that order; a run's name is made of the sweep's, its values and its
-seed.
+The runs are ``cells x grid x seeds`` in that order; a run's name consists of the sweep's name, the run's
+values and its seed.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -46,23 +47,24 @@ CONFIG_DIR = Path(__file__).parent.parent / "config"
 OWN_KEYS = ("seed", "exp_name", "resume", "overwrite", "dry_run", "wandb.tags")
 """Settings that the sweep itself gives to every run."""
 LONGEST_TAG = 64
-"""Characters that wandb allows in a tag, and so in the name of a cell."""
+"""Characters that wandb allows in a tag, and so also the longest name of a cell."""
 _PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.:\-]*")
 _WORDS = ("true", "false", "null", "none", "inf", "nan", "yes", "no", "on", "off")
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a sweep. ``settings`` has everything but what says where the run lies."""
+    """One run of a sweep. ``settings`` has everything but the settings in ``own``, such as the run's name and
+    seed."""
 
     sweep: str
     cell: str
-    """The sweep's name and the values of the grid: what runs that differ by their seed alone have in
+    """The sweep's name and the values of the grid, which runs that differ by their seed alone have in
     common."""
     seed: int
     settings: Settings
     hours: float | None
-    """What it is expected to take, wall-clock; None where the sweep does not say."""
+    """Expected hours, wall-clock; None if the sweep does not say."""
 
     @property
     def name(self) -> str:
@@ -70,18 +72,18 @@ class Run:
         return f"{self.cell}-s{self.seed}"
 
     def overrides(self) -> list[str]:
-        """What follows ``python train.py``: one command line that serves the first start and every later
+        """Return the arguments of ``python train.py``: one command line for the first start and every later
         one."""
         return [override(key, value) for key, value in self.given.items()]
 
     @property
     def given(self) -> Settings:
-        """Everything that the run sets."""
+        """All settings that the run sets."""
         return self.settings | self.own
 
     @property
     def own(self) -> Settings:
-        """What the sweep gives to this run alone."""
+        """The settings that the sweep gives to this run alone."""
         return {
             "seed": self.seed,
             "exp_name": self.name,
@@ -92,7 +94,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Hours:
-    """Expected wall-clock hours of a run: those of the first rule whose settings a run has, else the
+    """Expected wall-clock hours of a run: those of the first rule whose settings the run has, else the
     default."""
 
     default: float | None = None
@@ -110,7 +112,7 @@ class Sweep:
     base: Settings = field(default_factory=dict)
     cells: dict[str, Settings] = field(default_factory=dict)
     grid: tuple[tuple[Settings, ...], ...] = ()
-    """One tuple of alternatives per axis; an alternative has one key, or several that are tied."""
+    """One tuple of alternatives per axis; an alternative has one key, or several tied keys."""
     seeds: tuple[int, ...] = (1,)
     skip: tuple[Settings, ...] = ()
     hours: Hours = Hours()
@@ -118,10 +120,10 @@ class Sweep:
     slurm: Settings = field(default_factory=dict)
 
     def runs(self) -> list[Run]:
-        """Every run, in the order of the file.
+        """Return every run, in the order of the file.
 
-        Raises ConfigError where two runs would have one name, a name cannot be a folder's, or nothing is left
-        to run.
+        Raises ConfigError if two runs would have one name, a name cannot be a folder's, or nothing is left to
+        run.
         """
         check_name("name", self.name)
         for name in self.cells:
@@ -151,13 +153,13 @@ class Sweep:
 
     @property
     def varied(self) -> set[str]:
-        """The settings in which runs differ, the seed aside."""
+        """The settings in which runs differ, without the seed."""
         return set().union(*self.cells.values(), *(point for axis in self.grid for point in axis))
 
     @property
     def axes(self) -> dict[str, tuple[str, ...]]:
-        """What is crossed, in the order of the file: ``cells`` and each line of the grid -> its values, as
-        the names of cells have them."""
+        """The crossed axes in the order of the file: ``cells`` and each line of the grid -> its values, as
+        they appear in the names of cells."""
         lines = {", ".join(axis[0]): tuple(map(labels, axis)) for axis in self.grid}
         return ({"cells": tuple(self.cells)} if self.cells else {}) | lines
 
@@ -176,10 +178,10 @@ class Sweep:
 
 
 def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> Sweep:
-    """The sweep in a yaml file; ``extra`` settings win over its base.
+    """Return the sweep in a yaml file; ``extra`` settings win over its base.
 
-    Raises ConfigError: no such file, a key that is not known, a value of the wrong form, a setting that is
-    given twice.
+    Raises ConfigError if there is no such file, a key is not known, a value has the wrong form, or a setting
+    is given twice.
     """
     require(path.is_file(), "sweep", path, "is not a file")
     try:
@@ -221,13 +223,14 @@ def matches(rule: Settings, settings: Settings) -> bool:
 
 
 def override(key: str, value: Any) -> str:
-    """``key=value`` as Hydra's command line reads it back to the same value. (Quoting for a shell is another
-    matter.)"""
+    """Return ``key=value`` so that Hydra's command line reads the same value back. Quoting for a shell is not
+    included."""
     return f"{key}={_text(value)}"
 
 
 def parse_overrides(words: list[str]) -> Settings:
-    """``["loss=dpo", "lr=1e-5"]`` as settings. Raises ConfigError for a word that is not ``key=value``."""
+    """Return ``["loss=dpo", "lr=1e-5"]`` as settings. Raises ConfigError for a word that is not
+    ``key=value``."""
     settings: Settings = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -249,13 +252,13 @@ def _text(value: Any) -> str:
 
 
 def labels(part: Settings) -> str:
-    """A point on an axis, as the names of cells have it."""
+    """Return a point on an axis as it appears in the names of cells."""
     return "-".join(label(key, value) for key, value in part.items())
 
 
 def label(key: str, value: Any) -> str:
-    """loss=dpo -> dpo (config/loss has such a file); humanline=false -> no_humanline; model.max_grad_norm=4
-    -> max_grad_norm4."""
+    """Return a setting's part of a cell's name: loss=dpo -> dpo (config/loss is a folder); humanline=false ->
+    no_humanline; model.max_grad_norm=4 -> max_grad_norm4."""
     last = key.rsplit(".", 1)[-1]
     if isinstance(value, bool):
         return last if value else f"no_{last}"
@@ -264,7 +267,7 @@ def label(key: str, value: Any) -> str:
 
 
 def _axis(keys: str, values: Any) -> tuple[Settings, ...]:
-    """The alternatives of one line of the grid."""
+    """Return the alternatives of one line of the grid."""
     names = [name.strip() for name in keys.split(",")]
     alternatives: list[Any] = (
         _range(keys, values) if isinstance(values, dict) else _list(f"grid.{keys}", values)
@@ -279,8 +282,8 @@ def _axis(keys: str, values: Any) -> tuple[Settings, ...]:
 
 
 def _range(key: str, spec: Settings) -> list[float]:
-    """``{from: 1, to: 64, times: 4}`` -> 1, 4, 16, 64; ``{from: 0, to: 1, plus: 0.5}`` -> 0, 0.5, 1: both
-    ends are in."""
+    """Return the values of a range, both ends included: ``{from: 1, to: 64, times: 4}`` -> 1, 4, 16, 64;
+    ``{from: 0, to: 1, plus: 0.5}`` -> 0, 0.5, 1."""
     form = "must be {from: a, to: b, plus: step} or {from: a, to: b, times: factor}, step > 0, factor > 1, a > 0 with times"  # noqa: E501
     numbers = all(isinstance(value, int | float) and math.isfinite(value) for value in spec.values())
     require(
@@ -297,7 +300,7 @@ def _range(key: str, spec: Settings) -> list[float]:
         values = [start * spec["times"] ** i for i in range(count)]
     return [
         value if isinstance(value, int) else float(f"{value:.12g}") for value in values
-    ]  # 0.1 + 0.2 is 0.3 here
+    ]  # rounded, so that 0.1 + 0.2 is 0.3
 
 
 def _check(sweep: Sweep, extra: Mapping[str, Any]) -> None:

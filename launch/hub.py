@@ -1,5 +1,5 @@
-"""What the settings of a run name that may lie on the Hugging Face hub, and whether it can be had from
-there."""
+"""The models and data that a run's settings may name on the Hugging Face hub, and whether the hub has
+them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from config.schema_rewards import RewardModelConfig
 
 @dataclass(frozen=True)
 class Source:
-    """What a setting names that may lie on the hub."""
+    """A model or data set, named by a setting, that may lie on the hub."""
 
     key: str
     name: str
@@ -25,7 +25,7 @@ class Source:
         return f"{self.key}={self.name}"
 
     def cached(self) -> bool:
-        """Whether its newest fetched files are in the hub's cache."""
+        """Whether the newest files fetched for it are in the hub's cache."""
         try:
             found = try_to_load_from_cache(
                 self.name, "config.json", revision=self.revision, repo_type=self.kind
@@ -35,7 +35,7 @@ class Source:
         return isinstance(found, str)
 
     def problem(self, endpoint: str, seconds: float) -> str | None:
-        """What the hub there says against it; None where it has it."""
+        """Return the error of the hub at ``endpoint`` for this source; None if the hub has it."""
         api = HfApi(endpoint=endpoint)
         try:
             api.repo_info(self.name, revision=self.revision, repo_type=self.kind, timeout=seconds)
@@ -45,7 +45,7 @@ class Source:
 
 
 def sources(config: Config) -> list[Source]:
-    """Models, reward model and data of the settings."""
+    """Return the models, reward model and data that the settings name."""
     model, data = config.model, config.data
     found = [Source("model.name_or_path", model.name_or_path, model.revision)]
     if config.reward is not None:

@@ -1,5 +1,5 @@
-"""The runs of a sweep on this machine: a number of them at a time, a live table, crashed ones started
-again."""
+"""Execution of a sweep's runs on this machine, several at a time, with a live table and restarts after a
+crash."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from launch.state import State, last_line, tail
 
 WAITING, RUNNING, DONE, FAILED, STOPPED = "waiting", "running", "finished", "failed", "stopped"
 REFUSED, REQUEUE = 2, 75
-"""Exit codes of train.py: settings refused (trying again is no use); interrupted and saved (start the same
+"""Exit codes of train.py: settings refused (trying again is useless); interrupted and saved (start the same
 command again)."""
 MOST_RESTARTS = 20
-"""How often a run that was interrupted by someone else is started again."""
+"""How often a run is started again after an interruption from outside."""
 
 
 @dataclass
 class Task:
-    """A run, and the process that is at it."""
+    """A run and its process."""
 
     state: State
     log: Path
@@ -45,14 +45,14 @@ class Task:
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def note(self, said: str) -> None:
-        """A line in the log, as job.sh.j2 writes them and launch.status reads them."""
+        """Add a line to the log, in the form that job.sh.j2 writes and launch.status reads."""
         start = self.failures + self.restarts + 1
         with self.log.open("a") as log:
             log.write(f"[{datetime.now():%F %T} {self.state.run.name}, here, start {start}] {said}\n")
 
 
 class Pool:
-    """``slots`` runs at a time, each with an equal share of ``gpus`` (indices; none: CPU) and of the
+    """Does ``slots`` runs at a time, each with an equal share of ``gpus`` (indices; none: CPU) and of the
     cores."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Pool:
         self.stopping = False
 
     def run(self, out: IO[str]) -> list[Task]:
-        """Run them all; returns the tasks. SIGINT and SIGTERM make every run save and end."""
+        """Do all runs and return the tasks. SIGINT and SIGTERM make every run save and end."""
         old = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
         screen = Screen(out)
         try:
@@ -87,7 +87,7 @@ class Pool:
             task.slot, task.status, task.started = slot, RUNNING, time.monotonic()
             task.note(f"on {socket.gethostname()}")
             with task.log.open("ab") as log:
-                # A session of its own: Ctrl-C reaches this process alone, which then asks each run once.
+                # A session of its own: Ctrl-C reaches this process alone, which then signals each run once.
                 task.process = subprocess.Popen(
                     self._command(task, slot),
                     cwd=ROOT,
@@ -171,7 +171,7 @@ class Screen:
 
 
 def line(task: Task) -> str:
-    """One run of the table: name, status, how far, how long, and what went wrong."""
+    """Return one row of the table: name, status, progress, time, and failures."""
     last = last_line(task.state.folder) if task.status != WAITING else {}
     seconds = task.seconds + (time.monotonic() - task.started if task.status == RUNNING else 0)
     parts = [f"{task.state.run.name:<40} {task.status:<9}", f"{seconds:6.0f} s"]
@@ -187,7 +187,7 @@ def line(task: Task) -> str:
 
 
 def failures(tasks: Sequence[Task]) -> str:
-    """What the failed runs said last."""
+    """Return the last output of the failed runs."""
     return "\n".join(
         f"\n--- {task.state.run.name}: exit code {task.code}, {task.log}\n" + "\n".join(tail(task.log))
         for task in tasks

@@ -1,4 +1,5 @@
-"""Whether the runs of a sweep fit on the cards that they will be given, told before they are submitted."""
+"""The memory plan of a sweep's runs, which tells before they are submitted whether they fit on their
+cards."""
 
 from __future__ import annotations
 
@@ -35,17 +36,17 @@ IDLE = (
     "trackers",
     "callbacks",
 )
-"""Settings that a plan without data does not depend on: cells that differ in them alone have one plan."""
+"""Settings that do not affect a plan made without data: cells that differ only in them share a plan."""
 
 
 @dataclass(frozen=True)
 class CellPlan:
-    """The memory plan of some runs."""
+    """The memory plan that some runs share."""
 
     runs: tuple[str, ...]
     text: str
     over: tuple[str, ...]
-    """What does not fit, as sentences."""
+    """The parts that do not fit, as sentences."""
 
     def __str__(self) -> str:
         others = f" and {len(self.runs) - 1} more" if len(self.runs) > 1 else ""
@@ -53,8 +54,8 @@ class CellPlan:
 
 
 def cell_plans(states: Sequence[State], job: Job) -> list[CellPlan]:
-    """The plans of these runs, one for all whose settings make no difference to it; none where the job names
-    no card. Rows are taken to be as long as they may be."""
+    """Return the plans of these runs, one for all runs whose settings give the same plan; none if the job
+    names no card. Rows are assumed to have the maximum length."""
     if job.card is None or not job.gpus_per_node or not states:
         return []
     alike: dict[str, list[State]] = {}
@@ -71,8 +72,8 @@ def cell_plans(states: Sequence[State], job: Job) -> list[CellPlan]:
 
 
 def planned(worker: WorkerProcess, config: Config, job: Job) -> tuple[str, tuple[str, ...]]:
-    """(the plan in words, what does not fit)."""
-    if job.sampler_nodes:  # no engine shares the trainer's GPUs
+    """Return (the plan in words, the parts that do not fit)."""
+    if job.sampler_nodes:  # no sampling engine shares the trainer's GPUs
         config = replace(config, sampler=replace(config.sampler, urls=["http://sampler:8000"]))
     try:
         said: Mapping[str, Any] = worker.call(
@@ -84,6 +85,6 @@ def planned(worker: WorkerProcess, config: Config, job: Job) -> tuple[str, tuple
 
 
 def signature(config: Config) -> str:
-    """The same of two runs that have the same plan."""
+    """Return a key that is equal for runs with the same plan."""
     tree = asdict(config)
     return repr({key: value for key, value in tree.items() if key not in IDLE})

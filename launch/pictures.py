@@ -1,5 +1,5 @@
-"""The results as a page: the tables, the cells side by side, their learning curves in one picture, and those
-of each with its seeds."""
+"""The results as a page, with the tables, the cells side by side, and learning curves of all cells together
+and of each with its seeds."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ WORDS = {
 
 
 def in_words(metric: str) -> str:
-    """A metric as an axis says it, that of a named evaluation set with its name."""
+    """Return a metric's label for an axis; the label of a named evaluation set's metric includes the set's
+    name."""
     named = named_measure(metric)
     if named is None:
         return WORDS.get(metric, metric)
@@ -72,8 +73,8 @@ def write_html(
     metric: str,
     crossed: tuple[Sequence[Sequence[str]], Sequence[Comparison]] = ((), ()),
 ) -> None:
-    """One self-contained page. ``crossed``: of a crossed sweep the means of its axes' values, and their
-    effects. Curves of more than ``MOST_CURVES`` cells are not drawn."""
+    """Write one self-contained page. ``crossed``: for a crossed sweep, the means of its axes' values and
+    their effects. With more than ``MOST_CURVES`` cells, no curves are drawn."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
     )
@@ -110,8 +111,8 @@ def svg(figure: Figure) -> str:
 
 
 def bars(cells: Sequence[Cell], metric: str) -> Figure:
-    """Mean and standard error of each cell, every seed as a dot; cells without a finished run keep their
-    line, empty."""
+    """Draw the mean and standard error of each cell with every seed as a dot; a cell without a finished run
+    keeps its line, with a note."""
     figure = Figure(figsize=(7, 0.6 + 0.32 * len(cells)))
     axes = figure.subplots()
     for row, cell in enumerate(cells):
@@ -134,7 +135,7 @@ def bars(cells: Sequence[Cell], metric: str) -> Figure:
 
 
 def forest(effects: Sequence[Comparison], metric: str) -> Figure:
-    """Difference and standard error of each effect, those that are significant filled."""
+    """Draw the difference and standard error of each effect; significant ones are filled."""
     figure = Figure(figsize=(7, 0.7 + 0.24 * len(effects)))
     axes = figure.subplots()
     axes.axvline(0, color=GREY, linewidth=0.8)
@@ -156,8 +157,8 @@ def forest(effects: Sequence[Comparison], metric: str) -> Figure:
 
 
 def overlay(cells: Sequence[Cell], metric: str) -> Figure | None:
-    """The mean curve of every cell, of the held-out metric (or of the evaluation's loss, where no run has a
-    curve of it); None where fewer than two cells have one."""
+    """Draw the mean curve of every cell for the held-out metric, or for the evaluation loss if no run has a
+    curve of the metric; None if fewer than two cells have a curve."""
     key = metric if limits(cells, metric) is not None else "eval_loss"
     lines = [(cell.name, mean_curve(cell.chosen, key)) for cell in cells]
     lines = [(name, line) for name, line in lines if len(line) > 1]
@@ -178,9 +179,9 @@ def overlay(cells: Sequence[Cell], metric: str) -> Figure | None:
 
 
 def curve(cell: Cell, metric: str, span: tuple[float, float] | None) -> Figure | None:
-    """Held-out metric over training examples beside the training loss: seeds thin (dashed: unfinished), their
-    mean thick; a single seed thick. One of the two alone where the other has no numbers, None where neither
-    has."""
+    """Draw the held-out metric over training examples beside the training loss: seeds thin (dashed:
+    unfinished), their mean thick; a single seed thick. If one of the two has no numbers, the other is drawn
+    alone; None if neither has any."""
     held_out = metric if span is not None else "eval_loss"
     keys = [key for key in (held_out, "loss") if any(points_of(run, key) for run in cell.chosen)]
     if not keys:
@@ -197,7 +198,8 @@ def curve(cell: Cell, metric: str, span: tuple[float, float] | None) -> Figure |
 
 
 def mean_curve(runs: Sequence[Result], key: str) -> list[tuple[int, Mean]]:
-    """(examples, mean over seeds) where as many seeds are as anywhere: else a mean jumps as one ends."""
+    """Return (examples, mean over seeds) at the points with the largest number of seeds; elsewhere the mean
+    would jump as a seed ends."""
     at: dict[int, list[float]] = {}
     for run in runs:
         for x, y in points_of(run, key):
@@ -228,8 +230,8 @@ def draw(axes: Axes, runs: Sequence[Result], key: str, marked: bool) -> None:
 
 
 def points_of(run: Result, key: str) -> list[tuple[int, float]]:
-    """(examples trained on before the measurement, value). A line tells of the weights before its step, its
-    own batch not counted."""
+    """Return (examples trained on before the measurement, value). A line measures the weights before its
+    step, so its own batch is not counted."""
     points, before = [], 0
     for line in run.lines:
         if line.get(key) is not None:
@@ -239,7 +241,7 @@ def points_of(run: Result, key: str) -> list[tuple[int, float]]:
 
 
 def limits(cells: Sequence[Cell], metric: str) -> tuple[float, float] | None:
-    """The y axis that all learning curves share; None where no run has a curve of the metric."""
+    """Return the y limits that all learning curves share; None if no run has a curve of the metric."""
     values = [y for cell in cells for run in cell.chosen for _, y in points_of(run, metric)]
     if not values:
         return None

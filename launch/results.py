@@ -4,12 +4,12 @@
     python -m launch.results runs/adder-* --select lr --baseline adder-dpo-no_humanline
     python -m launch.results sweeps/off_policy.yaml --effects --within cells
 
-Per cell: mean and standard error over seeds, of the setting that was best on the validation metric (where
---select names keys that were tried out); paired tests over seeds with Holm's correction, of cells or, with
---effects, of what each axis of a crossed sweep changes (launch/effects.py); a learning curve. Of runs that
-are not finished it is said what became of them: not started, waiting, running, interrupted, or failed, and
-then what they said last and in which log. Writes results/<name>/: index.html, table.md,
-table.csv, tests.csv, runs.csv; prints the first two tables.
+For each cell, the table has the mean and standard error over seeds. Where --select names keys that were tried
+out, these are the numbers of the setting with the best validation metric. Paired tests over seeds with Holm's
+correction compare the cells or, with --effects, the values of each axis of a crossed sweep
+(launch/effects.py). Each cell has a learning curve. For a run that is not finished, the status is shown: not
+started, waiting, running, interrupted, or failed, which comes with the run's last message and its log. Writes
+results/<name>/: index.html, table.md, table.csv, tests.csv, runs.csv; prints the first two tables.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ SHOWN = (
 
 
 def metrics_of(results: Iterable[Result]) -> list[str]:
-    """The columns: held-out metrics in a fixed order, then those of named sets, then every number of the
-    evaluation files."""
+    """Return the columns: held-out metrics in a fixed order, then those of named sets, then every number of
+    the evaluation files."""
     present = {key for run in results for key in run.values}
     named = [of_name(key, name) for name in names_of(sorted(present)) for key in SHOWN]
     return [key for key in (*SHOWN, *named) if key in present] + sorted(key for key in present if "/" in key)
 
 
 def rows(cells: Sequence[Cell], metrics: Sequence[str]) -> list[list[str]]:
-    """The table as text, heading first."""
+    """Return the table as text, heading first."""
     select = sorted({key for cell in cells for key in cell.selected})
     out = [["cell", "seeds", *select, *metrics]]
     for cell in cells:
@@ -103,7 +103,7 @@ def markdown(table: Sequence[Sequence[str]]) -> str:
 
 
 def failure(run: Result) -> str:
-    """What a failed run said last, as it stands, whatever Markdown or HTML would make of it."""
+    """Return the last message of a failed run, protected from Markdown and HTML."""
     return f"- {run.name} failed: `{run.about.detail.replace('`', chr(39))}` ({run.about.log})"
 
 
@@ -113,7 +113,7 @@ def write_csv(path: Path, table: Iterable[Iterable[object]]) -> None:
 
 
 def numeric_rows(cells: Sequence[Cell], metrics: Sequence[str]) -> list[list[object]]:
-    """The table with full precision: a column each for mean, standard error and number of seeds."""
+    """Return the table with full precision: a column each for mean, standard error and number of seeds."""
     out: list[list[object]] = [
         ["cell", "finished", "planned", *(f"{m} {part}" for m in metrics for part in ("mean", "se", "n"))]
     ]
@@ -125,7 +125,7 @@ def numeric_rows(cells: Sequence[Cell], metrics: Sequence[str]) -> list[list[obj
 
 
 def run_rows(results: Sequence[Result], cells: Sequence[Cell]) -> list[list[object]]:
-    """Every run, chosen or not, with where wandb has it."""
+    """Return a row for every run, chosen or not, with its wandb group and tags."""
     metrics = sorted({key for run in results for key in run.values})
     of = {run.name: cell for cell in cells for runs in cell.tried for run in runs}
     chosen = {run.name for cell in cells for run in cell.chosen}
@@ -200,8 +200,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def report(options: argparse.Namespace) -> str:
-    """Write every form of the table; returns what is printed. Raises ConfigError."""
-    # Matplotlib takes a second that a wrong command line need not wait.
+    """Write every form of the table and return the text to print. Raises ConfigError."""
+    # Importing matplotlib takes a second, which a wrong command line is spared.
     from launch.pictures import write_html
 
     results, name, select, sweep = load(options)
@@ -262,7 +262,7 @@ def report(options: argparse.Namespace) -> str:
 def notes_of(
     results: Sequence[Result], select: Sequence[str], validation: str, metric: str, tests: int
 ) -> list[str]:
-    """What a reader has to know of the table, of the choice and of the tests."""
+    """Return what a reader has to know about the table, the choice and the tests."""
     finished = sum(run.status == FINISHED for run in results)
     notes = [f"Mean ± standard error over seeds. {finished} of {len(results)} runs are finished."]
     if select:
@@ -283,7 +283,8 @@ EFFECTS = (
 def crossing_of(
     options: argparse.Namespace, sweep: Sweep | None, cells: Sequence[Cell], metric: str
 ) -> Crossing | None:
-    """What --effects asks for. Raises ConfigError where it has no meaning."""
+    """Return the crossing that --effects needs; None without --effects. Raises ConfigError if the option has
+    no meaning."""
     if not options.effects:
         require(options.within is None, "--within", options.within, "is a part of --effects: give both")
         return None
@@ -296,7 +297,7 @@ def crossing_of(
 
 
 def load(options: argparse.Namespace) -> tuple[list[Result], str, list[str], Sweep | None]:
-    """(results, name, keys to select over, sweep) of the command line."""
+    """Return (results, name, keys to select over, sweep) for the command line."""
     select = [key for key in options.select.split(",") if key]
     files = [path for path in options.sources if path.suffix in (".yaml", ".yml")]
     if not files:

@@ -1,9 +1,9 @@
-"""Slurm: what a run needs of a cluster (``Job``), the script made of it, and what the queue says of submitted
-runs.
+"""The resources of a run on a Slurm cluster (``Job``), the script made from them, and the queue's state of
+submitted runs.
 
-A sweep is one job array, or as many as the cluster's MaxArraySize asks for: every task is one run, one
-command line that serves the first start and every later one. The script is complete in itself (Slurm keeps a
-copy), so editing a sweep afterwards changes nothing that is queued.
+A sweep is one job array, or several if the cluster's MaxArraySize requires it. Every task is one run, with
+one command line for the first start and every later one. The script is complete in itself (Slurm keeps a
+copy), so editing a sweep afterwards does not change queued runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from launch.grid import Run, Settings
 
 ROOT = Path(__file__).parent.parent
 RECORD = "submitted.jsonl"
-"""In a sweep's log folder: one line a submission, which says the run of each task of its array."""
+"""File in a sweep's log folder with one line per submission, which maps each task of the array to its run."""
 
 
 class SlurmError(RuntimeError):
@@ -45,12 +45,12 @@ class Job:
     nodes: int = 1
     gpus_per_node: int = 1
     ranks_per_node: int | None = None
-    """Training processes a node; None: one a GPU (one in all without GPUs). Fewer than GPUs leaves the last
-    ones to a sampler."""
+    """Training processes a node; None: one a GPU (one in all without GPUs). With fewer ranks than GPUs, the
+    last GPUs are left to a sampler."""
     sampler_nodes: int = 0
-    """Further nodes, which run vLLM servers that the run samples with (``sampler.urls``)."""
+    """Additional nodes that run vLLM servers, which the run samples with (``sampler.urls``)."""
     card: str | None = None
-    """The GPU, for the memory plan; None: not known, and nothing is planned."""
+    """The GPU, for the memory plan; None: not known, and no plan is made."""
     cpus_per_rank: int = 8
     mem: str | None = None
     time: str = "24:00:00"
@@ -65,16 +65,17 @@ class Job:
     allocation."""
     max_requeues: int = 100
     retries: int = 1
-    """How often a run that failed (other than by its settings) is started again at once, from its last
+    """How often a failed run (other than by its settings) is started again at once, from its last
     checkpoint."""
     running_at_once: int | None = None
     modules: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
-    """Shell commands run on the first node before training: source an environment, unpack data.
+    """Shell commands run on the first node before training, such as to source an environment or unpack data.
 
-    One that fails ends the job."""
+    A command that fails ends the job.
+    """
     python: str | None = None
-    """None: the Python that submits; in a container, ``python``."""
+    """The Python interpreter; None: the Python that submits, or ``python`` in a container."""
     container: str | None = None
     """A command put before python on every rank, such as ``apptainer exec --nv image.sif``."""
     srun: tuple[str, ...] = ()
@@ -126,12 +127,12 @@ class Job:
 
     @property
     def all_nodes(self) -> int:
-        """Those that train and those that sample."""
+        """Number of nodes that train or sample."""
         return self.nodes + self.sampler_nodes
 
     @property
     def interpreter(self) -> str:
-        """What runs train.py on every rank."""
+        """The interpreter that runs train.py on every rank."""
         return self.python or ("python" if self.container else sys.executable)
 
     @property
@@ -141,7 +142,7 @@ class Job:
 
     @property
     def exports(self) -> dict[str, str]:
-        """The environment of every rank, beside what rendezvous needs."""
+        """The environment of every rank, without the variables for rendezvous."""
         given = {"OMP_NUM_THREADS": str(self.cpus_per_rank)}
         if self.hf_home is not None:
             given["HF_HOME"] = self.hf_home
@@ -151,8 +152,8 @@ class Job:
 
 
 def seconds(time: str) -> int:
-    """Slurm's ways to write a duration (minutes, m:s, h:m:s, d-h, d-h:m, d-h:m:s) in seconds. Raises
-    ConfigError for any other."""
+    """Return the seconds of a duration in one of Slurm's forms (minutes, m:s, h:m:s, d-h, d-h:m, d-h:m:s).
+    Raises ConfigError for any other form."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
         raise ConfigError(
@@ -167,7 +168,7 @@ def seconds(time: str) -> int:
 
 
 def read_site(path: Path | None) -> Settings:
-    """The settings of a site file; none without one. Raises ConfigError where it cannot be read."""
+    """Return the settings of a site file; none without one. Raises ConfigError if it cannot be read."""
     if path is None:
         return {}
     require(path.is_file(), "--site", path, "is not a file; copy launch/sites/example.yaml and fill it in")
@@ -180,7 +181,8 @@ def read_site(path: Path | None) -> Settings:
 
 
 def make_job(settings: Settings) -> Job:
-    """A Job of yaml values. Raises ConfigError for a key that is not known and a value of the wrong form."""
+    """Make a Job from yaml values. Raises ConfigError for a key that is not known or a value of the wrong
+    form."""
     known = {f.name: f for f in fields(Job)}
     values = dict(settings)
     for key, value in settings.items():
@@ -210,7 +212,7 @@ def make_job(settings: Settings) -> Job:
 
 
 def _check_shell(key: str, text: str) -> None:
-    """Raise ConfigError unless ``text`` is a whole shell command, whose exit code can be looked at."""
+    """Raise ConfigError unless ``text`` is a whole shell command, whose exit code can be checked."""
     checked = subprocess.run(["bash", "-n"], input=text + "\n", capture_output=True, text=True, check=False)
     good = not checked.returncode and not checked.stderr and not text.rstrip().endswith("\\")
     said = checked.stderr.strip().rpartition("\n")[2] or "it ends with a backslash"
@@ -223,14 +225,14 @@ def _check_shell(key: str, text: str) -> None:
 
 
 def command(run: Run) -> list[str]:
-    """What python is given for ``run``."""
+    """Return the arguments of python for ``run``."""
     return ["train.py", *run.overrides()]
 
 
 def script(job: Job, sweep: str, runs: Sequence[Run], logs: Path, after: str | None = None) -> str:
-    """The sbatch script of a job array with one task a run, in the order given.
+    """Return the sbatch script of a job array with one task a run, in the order given.
 
-    ``logs`` is the sweep's log folder; ``after`` an array that has to end first.
+    ``logs`` is the sweep's log folder; ``after`` is an array that has to end first.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -247,21 +249,22 @@ def script(job: Job, sweep: str, runs: Sequence[Run], logs: Path, after: str | N
 
 
 def largest_array() -> int | None:
-    """How many tasks this cluster lets a job array have; None if it does not say. Raises SlurmError."""
+    """Return how many tasks this cluster allows in a job array; None if it does not say. Raises
+    SlurmError."""
     found = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask(["scontrol", "show", "config"]), re.MULTILINE)
     return int(found[1]) or None if found else None
 
 
 def parts(runs: Sequence[Run], most: int | None) -> list[Sequence[Run]]:
-    """``runs`` in order, at most ``most`` at a time."""
+    """Split ``runs``, in order, into parts of at most ``most`` runs."""
     return [runs[at : at + most] for at in range(0, len(runs), most)] if most else [runs]
 
 
 def submit(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> list[str]:
-    """Hand the runs to Slurm in as few arrays as it allows; returns their job ids.
+    """Submit the runs to Slurm in as few arrays as it allows; return their job ids.
 
-    With ``running_at_once``, which Slurm knows for one array, each begins when the one before it has ended.
-    Raises SlurmError with sbatch's own words, and how many runs were submitted before it.
+    Slurm limits ``running_at_once`` per array only, so with that limit each array begins when the one before
+    it has ended. Raises SlurmError with sbatch's own words and the number of runs submitted before it.
     """
     (logs / "slurm").mkdir(parents=True, exist_ok=True)
     arrays: list[str] = []
@@ -284,7 +287,7 @@ def submit(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> list[str]:
 
 
 def submitted(logs: Path) -> dict[str, str]:
-    """Task of an array, such as ``123_4`` -> the run that it was submitted for, in the order of
+    """Return a task of an array, such as ``123_4`` -> the run that it was submitted for, in the order of
     submission."""
     if not (logs / RECORD).exists():
         return {}
@@ -293,7 +296,7 @@ def submitted(logs: Path) -> dict[str, str]:
 
 
 def queued(logs: Path) -> dict[str, str]:
-    """Run -> the job that is waiting, running or about to be requeued, as ``123_4 RUNNING``. Raises
+    """Return run -> its job that is waiting, running or about to be requeued, as ``123_4 RUNNING``. Raises
     SlurmError."""
     runs = submitted(logs)
     if not runs:
@@ -304,7 +307,7 @@ def queued(logs: Path) -> dict[str, str]:
 
 
 def ask(words: list[str]) -> str:
-    """The output of one of Slurm's commands. Raises SlurmError."""
+    """Return the output of one of Slurm's commands. Raises SlurmError."""
     try:
         return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
     except FileNotFoundError as error:
@@ -318,7 +321,7 @@ def ask(words: list[str]) -> str:
 
 
 def describe(job: Job) -> str:
-    """One line: what a run gets."""
+    """Return one line about a run's resources."""
     devices = (
         f"{job.gpus_per_node} {job.card or 'GPU'}s"
         if job.gpus_per_node

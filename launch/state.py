@@ -1,4 +1,4 @@
-"""How far a run of a sweep is, told from its folder and its settings, before anything is started."""
+"""The progress of a sweep's run, judged by its folder and settings, before anything is started."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ FINISHED, PARTIAL, NEW, CHANGED = "finished", "unfinished", "new", "settings cha
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands. ``kind`` is one of FINISHED (nothing to do), PARTIAL (goes on), NEW, and CHANGED
-    (is refused)."""
+    """Where a run stands. ``kind`` is FINISHED (nothing to do), PARTIAL (goes on), NEW, or CHANGED
+    (refused)."""
 
     run: Run
     config: Config
     kind: str
     detail: str = ""
     change: Change | None = None
-    """Of CHANGED: the setting that was another."""
+    """For CHANGED: the setting that differs from the run's own."""
 
     @property
     def folder(self) -> Path:
@@ -35,12 +35,12 @@ class State:
 
 
 def folder_of(config: Config, run: Run) -> Path:
-    """The run's folder; a relative runs_dir is the repository's, where runs are started."""
+    """Return the run's folder; a relative runs_dir is relative to the repository, where runs are started."""
     return CONFIG_DIR.parent / config.runs_dir / run.name
 
 
 def check_ranks(config: Config, run: Run, ranks: int) -> None:
-    """Raise ConfigError unless a batch divides into ranks x accumulation steps, which train.py would find
+    """Raise ConfigError unless a batch divides into ranks x accumulation steps; train.py would notice this
     only on the cluster."""
     parts = config.model.gradient_accumulation_steps * ranks
     if config.model.batch_size % parts:
@@ -55,9 +55,9 @@ def check_ranks(config: Config, run: Run, ranks: int) -> None:
 
 
 def inspect(run: Run, composer: Composer | None = None) -> State:
-    """The state of ``run``; of many runs, give all the same ``composer``.
+    """Return the state of ``run``; for many runs, pass the same ``composer`` to all calls.
 
-    Raises ConfigError where its settings cannot be honoured.
+    Raises ConfigError if the run's settings are not valid.
     """
     try:
         config = (composer or Composer()).config(run)
@@ -78,17 +78,17 @@ def inspect(run: Run, composer: Composer | None = None) -> State:
 
 
 def told(other: Change) -> str:
-    """A setting that is another, in words."""
+    """Return a changed setting in words."""
     return f"{other.key}: {other.before} there, {other.now} here"
 
 
 def shorter(other: Change) -> bool:
-    """Whether a run that is there would be made shorter, as far as its settings alone say."""
+    """Whether the change would make an existing run shorter, judged by the settings alone."""
     return other.before is not None and other.now is not None and other.now < other.before
 
 
 def last_line(folder: Path) -> dict[str, Any]:
-    """The last whole line of a run's metrics.jsonl; {} where there is none."""
+    """Return the last whole line of a run's metrics.jsonl; {} without one."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return {}
@@ -97,12 +97,12 @@ def last_line(folder: Path) -> dict[str, Any]:
         whole = file.read().rpartition(b"\n")[0].splitlines()
     try:
         return json.loads(whole[-1]) if whole else {}
-    except ValueError:  # damaged: the run itself will say so when it goes on
+    except ValueError:  # damaged: the run itself will report it when it goes on
         return {}
 
 
 def tail(path: Path, lines: int = 15) -> list[str]:
-    """The last lines of a log, a progress bar cut to what it ended with; [] where there is no file."""
+    """Return the last lines of a log, with a progress bar cut to its last state; [] without the file."""
     if not path.exists():
         return []
     with path.open("rb") as file:

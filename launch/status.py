@@ -1,6 +1,6 @@
-"""What became of the runs of a sweep: told by their folders, their logs, and Slurm where it is at hand.
+"""The status of a sweep's runs, judged by their folders, their logs, and Slurm where available.
 
-A run's log says when a start of it began and with which exit code it ended (job.sh.j2, launch/local.py).
+A run's log says when each start began and with which exit code it ended (job.sh.j2, launch/local.py).
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from launch.state import tail
 NOT_STARTED, WAITING, RUNNING = "not started", "waiting", "running"
 INTERRUPTED, FAILED, FINISHED = "interrupted", "failed", "finished"
 _STOPPED = (75, -signal.SIGTERM, -signal.SIGINT)
-"""Exit codes of a run that was asked to stop: saved (75), or still loading."""
+"""Exit codes of a run that was asked to stop: 75 after saving, or a signal's negative number while still
+loading."""
 _IN_THE_WORKS = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "STAGE_OUT", "SIGNALING")
 """States of a job in the queue that has nodes."""
 _FAILURES = ("FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "TIMEOUT")
-"""States of a job that has ended, by itself or by a limit that it did not see coming."""
+"""States of a job that ended by itself or at a limit that it was not warned of."""
 _OURS = re.compile(r"\[\d{4}-\d\d-\d\d [\d:]{8} .*, start \d+\] (?P<said>.*)")
 _ENDED = re.compile(r"exit code (-?\d+)")
 _ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b")
@@ -34,8 +35,8 @@ _LINES = 400
 
 @dataclass(frozen=True)
 class Status:
-    """``kind``: one of the six words above. ``detail``: of a failed run, what it said last. ``log``:
-    where."""
+    """``kind``: one of the six words above. ``detail``: for a failed run, its last message. ``log``: the file
+    with that message."""
 
     kind: str
     detail: str = ""
@@ -48,8 +49,8 @@ class Status:
 
 @dataclass(frozen=True)
 class Ending:
-    """What the last start in a log came to. ``code``: its exit code, None: not said. ``stopped``: by
-    Slurm."""
+    """The outcome of the last start in a log. ``code``: its exit code; None if the log does not say.
+    ``said``: the message that tells why it ended. ``stopped``: whether Slurm ended the job."""
 
     code: int | None
     said: str
@@ -57,7 +58,7 @@ class Ending:
 
 
 class Statuses:
-    """What is known outside of the run folders; read once for all runs. ``logs``: the sweep's log folder."""
+    """What is known outside of the run folders, read once for all runs. ``logs``: the sweep's log folder."""
 
     def __init__(self, logs: Path) -> None:
         self.logs = logs
@@ -69,7 +70,7 @@ class Statuses:
         self.accounts = _or_nothing(lambda: accounted(list(tasks)))
 
     def of(self, name: str, folder: Path) -> Status:
-        """Of the run ``name``, whose folder is ``folder``."""
+        """Return the status of the run ``name``, whose folder is ``folder``."""
         if (folder / "summary.json").exists():
             return Status(FINISHED)
         if name in self.queue:
@@ -87,7 +88,7 @@ class Statuses:
         return self._unsaid(name, begun or log is not None, log, ending)
 
     def _unsaid(self, name: str, begun: bool, log: Path | None, ending: Ending | None) -> Status:
-        """Of a run whose end nobody has written down: its process was killed, or it never began."""
+        """Return the status of a run without a recorded end: its process was killed, or it never began."""
         task = self.task.get(name, "")
         own = self.logs / "slurm" / f"{task}.out"
         state = self.accounts.get(task, "")
@@ -101,7 +102,8 @@ class Statuses:
 
 
 def newest_logs(logs: Path) -> dict[str, Path]:
-    """Run -> the log that was written to last, of ``<run>.<job>.out`` in the folder ``logs``."""
+    """Return run -> its most recently written log, of the files ``<run>.<job>.out`` in the folder
+    ``logs``."""
     found: dict[str, Path] = {}
     for path in sorted(logs.glob("*.out"), key=lambda path: path.stat().st_mtime):
         found[path.name.removesuffix(".out").rpartition(".")[0]] = path
@@ -109,7 +111,7 @@ def newest_logs(logs: Path) -> dict[str, Path]:
 
 
 def ending_of(log: Path) -> Ending:
-    """What the last start in ``log`` came to, from its last lines."""
+    """Return the outcome of the last start in ``log``, from the log's last lines."""
     lines = tail(log, _LINES)
     ours = [(at, match["said"]) for at, line in enumerate(lines) if (match := _OURS.fullmatch(line))]
     first = max((at for at, said in ours if said.startswith("on ")), default=-1)
@@ -123,7 +125,7 @@ def ending_of(log: Path) -> Ending:
 
 
 def last_words(lines: Sequence[str]) -> str:
-    """Of what a program printed, the line that says why it ended.
+    """Return the line of a program's output that says why it ended.
 
     That is its last ``error: …``, else its last exception, else its last line.
     """
@@ -132,12 +134,12 @@ def last_words(lines: Sequence[str]) -> str:
     errors = [line for line in spoken if line.startswith("error: ")]
     raised = [
         line for line in spoken if _ERROR.match(line) and "ChildFailedError" not in line
-    ]  # torchrun's own
+    ]  # ChildFailedError is torchrun's own
     return (errors or raised or spoken or [""])[-1]
 
 
 def _or_nothing(asked: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """What Slurm says, if there is a Slurm here that says it."""
+    """Return Slurm's answer, or {} if there is no Slurm here that can answer."""
     try:
         return asked()
     except SlurmError:
@@ -145,7 +147,8 @@ def _or_nothing(asked: Callable[[], dict[str, str]]) -> dict[str, str]:
 
 
 def accounted(tasks: Sequence[str]) -> dict[str, str]:
-    """Task of an array -> the state of its last job. Raises SlurmError where Slurm keeps no accounts."""
+    """Return a task of an array -> the state of its last job. Raises SlurmError if Slurm keeps no
+    accounts."""
     if not tasks:
         return {}
     arrays = dict.fromkeys(task.partition("_")[0] for task in tasks)

@@ -1,4 +1,4 @@
-"""A sweep from one command: its plan, run here, or handed to Slurm.
+"""The command for a sweep, which prints its plan, does its runs on this machine, or submits them to Slurm.
 
     python -m launch.sweep sweeps/adder.yaml                      # the plan: runs, their states, commands, cost
     python -m launch.sweep sweeps/adder.yaml --local 2            # run here, two at a time
@@ -6,9 +6,9 @@
     python -m launch.sweep sweeps/table3.yaml --memory          # what each cell needs of slurm.card
     python -m launch.sweep sweeps/adder.yaml n_examples=640       # … with settings of your own in every run
 
-The same command again does what is left: finished runs are skipped, queued ones left alone, others go on from
-their last checkpoint. Exit codes: 0 all is well; 1 runs failed, or Slurm refused; 2 the sweep cannot be
-honoured; 75 stopped, start again to go on.
+The same command again does what is left: finished runs are skipped, queued ones left alone, and others go on
+from their last checkpoint. Exit codes: 0 all is well; 1 runs failed, or Slurm refused; 2 the sweep is not
+valid; 75 stopped, start again to go on.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def check_servers(config: Config, run: Run, job: Job) -> None:
 
 
 def dry_hours(states: Sequence[State], rate: float, job: Job) -> dict[str, float]:
-    """Run name -> hours, by one dry run a cell."""
+    """Return run name -> hours, from one dry run per cell."""
     require(rate > 0, "--rate", rate, "must be above 0")
     cells = {state.run.cell: state for state in reversed(states)}
     examples = {cell: dry_run(state)[0] for cell, state in cells.items()}
@@ -163,7 +163,7 @@ def dry_hours(states: Sequence[State], rate: float, job: Job) -> dict[str, float
 def plan(
     sweep: Sweep, states: Sequence[State], waiting: dict[str, str], hours: dict[str, float], job: Job | None
 ) -> str:
-    """The runs, what state each is in and the command that will run it; then the sum."""
+    """Return the list of runs with the state and command of each, then the totals."""
     width = max(len(state.run.name) for state in states)
     lines = []
     for state in states:
@@ -199,7 +199,8 @@ def plan(
 
 
 def refuse_changed(sweep: Sweep, states: Sequence[State], acting: bool) -> None:
-    """A run that is there with other settings is never gone on with, nor passed over as finished."""
+    """Refuse a run that exists with other settings, or only warn unless ``acting``; it is never continued,
+    nor skipped as finished."""
     for state in states:
         if (other := state.change) is not None:
             error = ConfigError(
@@ -214,8 +215,8 @@ def refuse_changed(sweep: Sweep, states: Sequence[State], acting: bool) -> None:
 
 
 def refuse_too_large(todo: Sequence[State], job: Job, acting: bool) -> None:
-    """Say what the runs need of the card that the job names. Raises ConfigError, if ``acting``, for runs that
-    need more than it has; else that is a warning."""
+    """Print what the runs need of the card that the job names. For runs that need more than it has: raise
+    ConfigError if ``acting``, else print a warning."""
     plans = cell_plans(todo, job)
     for made in plans:
         print(made, flush=True)
@@ -241,7 +242,7 @@ def run_here(pool: Pool) -> int:
 
 
 def hand_over(sweep: Sweep, todo: Sequence[State], job: Job, logs: Path) -> None:
-    """Submit what is left, after showing what earlier attempts at it said last."""
+    """Submit what is left, after showing the last output of earlier attempts."""
     newest = newest_logs(logs)
     for state in todo:
         if (log := newest.get(state.run.name)) is not None:
@@ -254,8 +255,8 @@ def hand_over(sweep: Sweep, todo: Sequence[State], job: Job, logs: Path) -> None
 
 
 def print_scripts(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> None:
-    """The script of every array that ``--submit`` would hand over; one array where no Slurm can say their
-    size."""
+    """Print the script of every array that ``--submit`` would submit; one array if no Slurm can tell the
+    largest size."""
     try:
         most = largest_array()
     except SlurmError:

@@ -1,5 +1,5 @@
-"""LoRA's adapters by themselves: as a folder that PEFT, transformers and vLLM load onto the model under them,
-and with noise on them, to see who reads them."""
+"""LoRA adapters by themselves, exported as a folder that PEFT, transformers and vLLM load onto the base
+model, or perturbed with noise to see who reads them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from models.pretrained import empty_policy
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 STIRRED = 0.2
-"""Noise on adapters changes each weight matrix under them by so much of its norm: token log-probabilities by
-tenths of a nat and more, which no rounding explains."""
+"""Noise on adapters changes each weight matrix under them by this share of its norm. Token log-probabilities
+then change by tenths of a nat and more, which no rounding explains."""
 _NAME = re.compile(r"(\.lora_\w+)\.[^.]+(\.weight)?$")
 
 
 def adapter_state(policy: Policy) -> dict[str, Tensor]:
-    """Every weight of the adapters whole, on the CPU, under PEFT's names in files. Every rank calls it, in
-    step with the others; nothing else of the model is gathered."""
+    """Return every adapter weight whole, on the CPU, under PEFT's names in files. Every rank calls it, in
+    step with the others; no other weight of the model is gathered."""
     return {
         _NAME.sub(r"\1\2", name.removeprefix("model.")): local(tensor.detach()).to("cpu", copy=True)
         for name, tensor in get_model_state_dict(policy).items()
@@ -49,8 +49,9 @@ def adapter_state(policy: Policy) -> dict[str, Tensor]:
 def export_adapters(
     state: dict[str, Tensor], policy: Policy, base: Path, folder: Path, dtype: torch.dtype
 ) -> None:
-    """Write ``adapter_state`` to ``folder`` as PEFT does, in ``dtype``, whole or not at all; nothing of the
-    model under it, which lies in ``base``. One rank calls it. Raises OSError where it cannot be written."""
+    """Write ``adapter_state`` to ``folder`` in PEFT's format and in ``dtype``, whole or not at all. The base
+    model, which lies in ``base``, is not written. One rank calls it. Raises OSError where it cannot be
+    written."""
     model = policy.model
     assert isinstance(model, PeftModel)
     config = copy.deepcopy(model.peft_config[model.active_adapter])
@@ -64,18 +65,18 @@ def export_adapters(
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """What a folder of adapters says of itself."""
+    """Description of a folder of adapters, from its own files."""
 
     base: str
-    """the model under them: a folder, or a name on the hub"""
+    """the base model: a folder, or a name on the hub"""
     rank: int
     modules: tuple[str, ...]
-    """what the layers are called that have them, without what is in front: q_proj, …"""
+    """the last part of the names of the layers that have adapters: q_proj, …"""
 
 
 def adapter_folder(folder: Path) -> AdapterFolder | None:
-    """What ``folder`` says; None where it holds no adapters. Raises OSError, ValueError or SafetensorError
-    for files that are damaged."""
+    """Return the description of ``folder``, or None where it holds no adapters. Raises OSError, ValueError or
+    SafetensorError for damaged files."""
     if not (folder / CONFIG).is_file():
         return None
     config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -86,16 +87,16 @@ def adapter_folder(folder: Path) -> AdapterFolder | None:
 
 
 def adapted_modules(config: ModelConfig) -> tuple[str, ...]:
-    """What the layers are called that get adapters, as ``AdapterFolder.modules``: of the model without its
-    weights."""
+    """Return the names of the layers that get adapters, as in ``AdapterFolder.modules``, from the model
+    without its weights."""
     named = empty_policy(config).model.named_modules()
     return tuple(sorted({name.rpartition(".")[2] for name, module in named if isinstance(module, LoraLayer)}))
 
 
 @contextmanager
 def stirred(policy: Policy) -> Iterator[None]:
-    """The policy with noise on its adapters, the same on every rank's replica; as it was once the context
-    ends. Fresh adapters change nothing, so whether they are read at all shows with noise alone."""
+    """Add noise to the policy's adapters, the same on every rank's replica, and restore them once the context
+    ends. Fresh adapters change nothing, so only with noise does it show whether they are read at all."""
     reshard(policy)
     ups = list(_ups(policy.model))
     kept = [_own(up).clone() for up, _ in ups]
@@ -114,8 +115,9 @@ def stirred(policy: Policy) -> Iterator[None]:
 
 
 def _ups(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
-    """(B, the standard deviation of noise on it) of each adapter: so much that scaling B A, with A as it is
-    drawn (entries of variance 1 / (3 in)), has ``STIRRED`` of the norm of the matrix [out, in] beneath it."""
+    """Yield (B, the standard deviation of the noise on it) of each adapter. The noise is such that ``scaling
+    B A``, with A as initialised (entries of variance 1 / (3 in)), has ``STIRRED`` times the norm of the base
+    matrix [out, in]."""
     layers: Iterator[Any] = (module for module in model.modules() if isinstance(module, LoraLayer))
     for layer in layers:
         (adapter,) = layer.active_adapters
@@ -126,6 +128,6 @@ def _ups(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """Return this rank's part of ``tensor``."""
     value = tensor.detach()
     return value.to_local() if isinstance(value, DTensor) else value

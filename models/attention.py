@@ -1,8 +1,8 @@
-"""Attention over rows packed end to end, each row for itself, without a mask.
+"""Attention over rows packed end to end, in which each row attends only to itself, without a mask.
 
 transformers keeps packed rows apart too (it finds them by their positions), but with a boolean mask of [N, N]
-for N tokens in all, and it computes every pair. Here a row attends to itself alone: by the flash kernel for
-uneven lengths on a GPU in half precision, row by row elsewhere.
+for N tokens in all, and it computes every pair. Here a row's attention covers that row alone. On a GPU in
+half precision the flash kernel for uneven lengths computes it; elsewhere rows are computed one by one.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ MODEL_TYPES = (
     *("ernie4_5", "seed_oss", "hunyuan_v1_dense", "persimmon"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe"),
 )
-"""Architectures that hand the rows' limits down to their attention, each with a test
-(tests/unit/models/test_families.py). In any other the kernel would not see where rows end, so packed rows
-take transformers' own way there."""
+"""Architectures that pass the rows' limits down to their attention, each with a test
+(tests/unit/models/test_families.py). In any other the kernel would not see where rows end, so packed rows use
+transformers' own attention there."""
 KEPT_APART = (*MODEL_TYPES, "cohere2", "gemma2", "gemma3_text", "olmo3")
 """Architectures in which transformers itself finds packed rows by their positions, each with a test
-(test_families.py). Some others do not look (OPT, GPT-OSS, Falcon), have no positions (BLOOM, MPT), or carry a
-state over from row to row (Mamba): there a row would read its neighbours, so packing is refused."""
+(test_families.py). Some others ignore positions (OPT, GPT-OSS, Falcon), have none (BLOOM, MPT), or carry a
+state from row to row (Mamba): there a row would read its neighbours, so packing is refused."""
 
 GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""torch 2.11's takes as many key heads as query heads."""
+"""Whether the kernel supports fewer key heads than query heads; torch 2.11's requires as many of both."""
 
 
 def packable(found: PretrainedConfig, kernel: str) -> bool:
-    """Whether packed rows of this architecture may take this kernel: full attention by sdpa, in an
+    """Return whether packed rows of this architecture may use this kernel: full attention by sdpa, in an
     architecture with a test."""
     windowed = getattr(found, "sliding_window", None)  # Qwen2-MoE has 0 for none
     full = not windowed and getattr(found, "attn_logit_softcapping", None) is None
@@ -53,14 +53,14 @@ def packable(found: PretrainedConfig, kernel: str) -> bool:
 
 
 def packs_rows(config: ModelConfig, found: PretrainedConfig) -> tuple[bool, str]:
-    """(whether the rows of a microbatch are put end to end, why): model.packing where it is true or false,
-    else what is best here.
+    """Return (whether the rows of a microbatch are packed end to end, the reason): model.packing where it is
+    true or false, else the best choice here.
 
-    Left open, rows are packed where each can attend to itself alone without a mask: not in an architecture
-    that this kernel does not take, not with torch.compile, which would cut every layer in two there, and on a
-    GPU only if it has the kernel for uneven lengths. ``found`` is the architecture; no weights are needed.
-    Raises ConfigError for model.packing=true in an architecture of which it is not known that packed rows are
-    kept apart.
+    If model.packing is unset, rows are packed where each can attend to itself alone without a mask. Rows are
+    not packed in an architecture that this kernel does not support, nor with torch.compile, which would cut
+    every layer in two there, nor on a GPU that lacks the kernel for uneven lengths. ``found`` is the
+    architecture; no weights are needed. Raises ConfigError for model.packing=true in an architecture that is
+    not known to keep packed rows apart.
     """
     require(
         not config.packing or found.model_type in KEPT_APART,
@@ -85,9 +85,9 @@ def packs_rows(config: ModelConfig, found: PretrainedConfig) -> tuple[bool, str]
 
 @cache
 def flash_fails(shared: bool = False) -> str | None:
-    """Why the kernel for uneven lengths cannot be used here, or None: whether it runs, forward and backward,
-    and gives what sdpa gives row by row is tried once, on two rows of bfloat16; where prompts are ``shared``,
-    on one more, which reads the first one's prompt."""
+    """Return why the kernel for uneven lengths cannot be used here, or None. The kernel is tried once,
+    forward and backward, on two rows of bfloat16, and must give what sdpa gives row by row. With ``shared``,
+    a third row reads the first one's prompt."""
     rows = PackedRows((3, 6, 4), ((0, 0), (0, 0), (0, 2))) if shared else PackedRows((3, 6), ((0, 0),) * 2)
     generator, results = torch.Generator().manual_seed(0), []
     start = torch.randn(3, 1, 2, sum(rows.own), 64, generator=generator).bfloat16().cuda()
@@ -112,9 +112,9 @@ def flash_fails(shared: bool = False) -> str | None:
 
 
 def shares_prompts(config: ModelConfig, found: PretrainedConfig, packing: bool) -> bool:
-    """Whether rows of a microbatch with the same prompt compute it once: model.share_prompts where it is true
-    or false, else wherever they can. ``packing``: whether rows are packed (``packs_rows``). Raises
-    ConfigError for true where they cannot."""
+    """Return whether rows of a microbatch with the same prompt compute it once: model.share_prompts where it
+    is true or false, else wherever they can. ``packing``: whether rows are packed (``packs_rows``). Raises
+    ConfigError for model.share_prompts=true where they cannot."""
     if config.share_prompts is False:
         return False
     why = why_not_shared(config, found, packing)
@@ -123,7 +123,8 @@ def shares_prompts(config: ModelConfig, found: PretrainedConfig, packing: bool) 
 
 
 def why_not_shared(config: ModelConfig, found: PretrainedConfig, packing: bool) -> str | None:
-    """Why packed rows of this model cannot share a prompt, or None. On a GPU its kernel is tried once."""
+    """Return why packed rows of this model cannot share a prompt, or None. On a GPU its kernel is tried
+    once."""
     if not packing:
         return f"rows are padded ({packs_rows(config, found)[1]})"
     if not packable(found, config.attn_implementation):
@@ -139,8 +140,8 @@ def why_not_shared(config: ModelConfig, found: PretrainedConfig, packing: bool) 
 
 
 class RowLengths:
-    """How long each row is, tokens, and the keys that it reads. An object of its own: a layer compiled by
-    torch.compile would be compiled again for every other tuple of numbers."""
+    """Number of tokens of each row, and of the keys that it reads. This is an object instead of a tuple
+    because torch.compile would compile a layer again for every new tuple of numbers."""
 
     def __init__(self, own: Seq[int], keys: Seq[int]) -> None:
         self.own = tuple(own)
@@ -148,7 +149,8 @@ class RowLengths:
         self._masks: dict[tuple[int, int], Tensor] = {}
 
     def mask(self, own: int, keys: int, device: torch.device) -> Tensor:
-        """[own, keys] bool: a token reads all keys up to its own, which are the last ones."""
+        """Return [own, keys] bool: a token reads all keys up to its own; the keys of the row's own tokens are
+        the last ones."""
         if (own, keys) not in self._masks:
             everything = torch.ones(own, keys, dtype=torch.bool, device=device)
             self._masks[own, keys] = everything.tril(keys - own)
@@ -156,9 +158,10 @@ class RowLengths:
 
 
 def row_limits(rows: PackedRows, device: torch.device) -> dict[str, Any]:
-    """What a model's forward hands down to ``attend`` for these rows: where each begins, the longest, and
-    all; the same of the keys that each reads, and where these lie, if a prompt is shared. On the device and
-    on the host, so that neither has to wait for the other."""
+    """Return the arguments that a model's forward passes down to ``attend`` for these rows: where each row
+    begins, the longest length, and all lengths. If a prompt is shared, they include the same for the keys
+    that each row reads, and the places of these keys. The numbers are on the device and on the host, so that
+    neither waits for the other."""
     keys = [count + own for own, (_, count) in zip(rows.own, rows.prompts, strict=True)]
     limits = {
         "cu_seq_lens_q": _limits(rows.own).to(device, non_blocking=True),
@@ -179,13 +182,13 @@ def _limits(lengths: Seq[int]) -> Tensor:
 
 
 def _key_places(rows: PackedRows, device: torch.device) -> Tensor:
-    """[sum of the rows' keys] int64: the places of the tokens that each row reads, row after row."""
+    """Return [sum of the rows' keys] int64, the places of the tokens that each row reads, row after row."""
     places, start = [], 0
     for own, (first, count) in zip(rows.own, rows.prompts, strict=True):
         places += [np.arange(first, first + count), np.arange(start, start + own)]
         start += own
     found = torch.from_numpy(np.concatenate(places))
-    if device.type == "cuda":  # a copy of this size would make the host wait otherwise
+    if device.type == "cuda":  # the host would wait for a copy of this size from unpinned memory
         found = found.pin_memory()
     return found.to(device, non_blocking=True)
 
@@ -206,10 +209,10 @@ def attend(
     key_places: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """[B, L, H, d] causal attention of query [B, H, L, d] to key and value [B, H', L, d]. With
-    ``cu_seq_lens_q`` (row_limits) B is 1 and each row attends to itself, and with ``key_places`` to the
-    prompt that another row has for it; without, it is a padded grid and transformers' sdpa. The signature is
-    theirs."""
+    """Return [B, L, H, d], causal attention of query [B, H, L, d] to key and value [B, H', L, d]. With
+    ``cu_seq_lens_q`` (row_limits) B is 1 and each row attends to itself, and with ``key_places`` also to the
+    prompt that another row computes for it. Without ``cu_seq_lens_q`` the input is a padded grid, for which
+    transformers' sdpa is used. The signature is that of transformers."""
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
@@ -224,8 +227,8 @@ def attend(
 
 
 class _Read(torch.autograd.Function):
-    """[1, H, K, d]: the tokens of [1, H, L, d] at ``places`` [K]. What several rows read gets the sum of
-    their gradients, in float32 at least, however many there are."""
+    """Select from [1, H, L, d] the tokens at ``places`` [K], as [1, H, K, d]. A token that several rows read
+    gets the sum of their gradients, added in float32 at least, whatever the number of rows."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, places: Tensor) -> Tensor:
@@ -247,7 +250,7 @@ def _row_by_row(
     query: Tensor, key: Tensor, value: Tensor, lengths: RowLengths, scaling: float | None
 ) -> Tensor:
     parts, grouped = [], query.shape[1] != key.shape[1]
-    # split, not slices: the backward of a slice fills a gradient as long as all rows, for every row.
+    # split instead of slices: the backward of each slice would fill a gradient as long as all rows.
     splits = (query.split(lengths.own, dim=2), *(x.split(lengths.keys, dim=2) for x in (key, value)))
     for q, k, v in zip(*splits, strict=True):
         alone = q.shape[2] == k.shape[2]
@@ -273,7 +276,8 @@ def _flash(
     longest: tuple[int, int],
     scaling: float | None,
 ) -> Tensor:
-    """``limits`` and ``longest``: of the queries, and of the keys."""
+    """Compute ``attend`` with the flash kernel. ``limits`` and ``longest``: of the queries, and of the
+    keys."""
     groups = query.shape[1] // key.shape[1]
     more: dict[str, Any] = {}
     if groups > 1 and GROUPED:
@@ -281,8 +285,8 @@ def _flash(
     elif groups > 1:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    # The window (everything before, nothing after) is how this kernel says causal. Where there are more keys
-    # than queries the last of both stand side by side, which ``flash_fails`` tries.
+    # A window of everything before and nothing after makes this kernel causal. Where there are more keys than
+    # queries, the last query is aligned with the last key, which ``flash_fails`` tests.
     out = varlen_attn(q, k, v, *limits, *longest, scale=scaling, window_size=(-1, 0), **more)
     return cast(Tensor, out)[None]
 

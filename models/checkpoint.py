@@ -1,10 +1,10 @@
-"""Checkpoints: everything a run needs to go on, written beside, checked, then renamed; the newest sound one
-is used.
+"""Checkpoints with everything a run needs to continue, written under a temporary name, checked, then renamed;
+a run uses the newest sound one.
 
-``checkpoints/step_00000080/`` holds torch.distributed.checkpoint's shards (weights and optimizer, readable by
-any number of ranks), ``rank_0000.safetensors`` (what each rank alone knows: reference scores in flight,
-random state), ``state.json`` (where the run is) and ``manifest.json`` (size and checksum of every file: what
-is damaged is found before it is loaded).
+``checkpoints/step_00000080/`` holds the shards of torch.distributed.checkpoint (weights and optimizer,
+readable by any number of ranks), ``rank_0000.safetensors`` (state that one rank alone has: reference scores
+in use, random state), ``state.json`` (the position of the run) and ``manifest.json`` (size and checksum of
+every file, so that damage is found before loading).
 """
 
 from __future__ import annotations
@@ -40,26 +40,27 @@ from models.distributed import Group, World, any_rank, aside, gather_objects
 
 T = TypeVar("T")
 FAILURES = (SafetensorError, OSError, RuntimeError, ValueError)
-"""What writing raises where it cannot. Beside them torch's CheckpointException, which is no Exception, stands
-for the failure of any rank."""
+"""Exceptions that a failed write raises. In addition torch's CheckpointException, which is not an Exception,
+stands for the failure of any rank."""
 UNSAID = dealing(packed=False)
-"""How rows were dealt in a checkpoint that does not say: one of an earlier version."""
+"""The dealing of rows to assume for a checkpoint that does not record it, which is one of an earlier
+version."""
 UNSHARED = StagingOptions(
     use_async_staging=False, use_shared_memory=False, use_pinned_memory=False, use_non_blocking_copy=False
 )
-"""A copy that is done when training goes on."""
+"""Options of a copy that is complete when training goes on."""
 _NAME = re.compile(r"step_[0-9]{8,}")
 
 FOREIGN = (TypeError, LookupError, AttributeError)
-"""What else reading raises where the files are somebody else's."""
+"""Further exceptions that reading raises where the files are somebody else's."""
 
 
 class Checkpoints:
     """The checkpoints of one run. Every method is called by every rank."""
 
     def __init__(self, folder: Path, world: World, keep: int, behind: bool = False) -> None:
-        """``behind``: shards are written by a thread, from a copy in the memory of the CPU, while training
-        goes on. A checkpoint is there, as any other, once it is whole; one that a kill cuts off is not."""
+        """``behind``: a thread writes the shards from a copy in CPU memory while training goes on. Such a
+        checkpoint exists, as any other, only once it is complete; one that a kill interrupts does not."""
         self.folder, self.world, self.keep = folder, world, keep
         self._stager = DefaultStager(UNSHARED) if behind else None
         self._group = aside() if behind else None
@@ -69,8 +70,8 @@ class Checkpoints:
         return self.folder / f"step_{step:08d}"
 
     def all(self) -> list[Path]:
-        """Those that were written whole (or damaged later), oldest first. A folder of another name is
-        somebody else's."""
+        """Return the checkpoints that were written completely (some may be damaged since), oldest first.
+        Folders with other names are somebody else's."""
         return sorted(p for p in self.folder.glob("step_*") if _NAME.fullmatch(p.name) and p.is_dir())
 
     def save(
@@ -83,11 +84,11 @@ class Checkpoints:
         records: Callable[[Path], None] = lambda part: None,
     ) -> None:
         """Write the checkpoint before ``step``. ``state`` (JSON) is rank 0's; ``mine`` are this rank's own
-        tensors; ``records``, called by rank 0 with the unfinished folder, adds files to it.
+        tensors; rank 0 calls ``records`` with the unfinished folder to add files to it.
 
-        Raises CheckpointError on every rank if any could not write (a full disk); what was there before
-        stays, and nothing else does. Where shards are written behind, ``finish`` raises what becomes known
-        later, and is called first: one is written at a time.
+        Raises CheckpointError on every rank if any rank could not write (a full disk); earlier checkpoints
+        stay, and nothing of this one does. Only one checkpoint is written at a time, so ``save`` calls
+        ``finish`` first. With ``behind``, ``finish`` raises the errors that become known later.
         """
         self.finish()
         part = self.folder / f"step_{step:08d}.part"
@@ -113,12 +114,13 @@ class Checkpoints:
                 everywhere(write)  # a rank that still writes has unfinished files in the folder
                 self._seal(part, step)
             else:
-                everywhere(write)  # of this moment, as the copy is
+                everywhere(write)  # the state of this moment, like the copy's
                 staged = everywhere(lambda: stager.stage(tensors))
                 self._writing = Writing(lambda: self._write_behind(part, step, staged))
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if one is. Raises CheckpointError, as ``save``."""
+        """Wait for the checkpoint that is being written, if there is one. Raises CheckpointError, as
+        ``save``."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -139,7 +141,8 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint {self.path(step)} could not be written: {error}") from error
 
     def _seal(self, part: Path, step: int) -> None:
-        """Add up the files, rename the folder into place, forget the oldest."""
+        """Collect the checksums of the files, rename the folder into place and remove the oldest
+        checkpoints."""
         group = self._group
         sums = gather_objects(everywhere(lambda: _checksums(part, self.world.rank), group=group), group)
         files = {name: value for of_rank in sums for name, value in of_rank.items()}
@@ -148,14 +151,14 @@ class Checkpoints:
             self._forget()
 
     def _publish(self, part: Path, step: int, files: dict[str, Any]) -> None:
-        """Rename the finished checkpoint into place."""
+        """Write the manifest and rename the finished checkpoint into place."""
         (part / "manifest.json").write_text(json.dumps(files, indent=2, sort_keys=True))
         shutil.rmtree(self.path(step), ignore_errors=True)
         part.rename(self.path(step))
 
     def _forget(self) -> None:
-        """Remove the oldest but the best. One that cannot be removed stays, and is tried again after the next
-        save."""
+        """Remove all but the newest ``keep`` checkpoints and the best one. One that cannot be removed stays,
+        and is tried again after the next save."""
         for old in set(self.all()[: -self.keep]) - {self.best()}:
             try:
                 shutil.rmtree(old)
@@ -163,8 +166,8 @@ class Checkpoints:
                 print(f"{old}: an old checkpoint could not be removed ({error})", flush=True)
 
     def best(self) -> Path | None:
-        """The checkpoint with the highest "score" in its state; None where none has one. One whose state is
-        damaged has none."""
+        """Return the checkpoint with the highest "score" in its state, or None where none has a score. A
+        checkpoint whose state is damaged has no score."""
         scored: dict[Path, float] = {}
         for path in self.all():
             try:
@@ -176,8 +179,8 @@ class Checkpoints:
         return max(scored, key=lambda path: scored[path]) if scored else None
 
     def newest_sound(self) -> Path | None:
-        """The newest checkpoint whose every file is as it was written; says which it passes over. None if
-        there is none."""
+        """Return the newest checkpoint whose every file is as it was written, or None if there is none. Print
+        which checkpoints are passed over."""
         for path in reversed(self.all()):
             problem = self.problem(path)
             if not any_rank(bool(problem)):
@@ -190,7 +193,7 @@ class Checkpoints:
         return None
 
     def problem(self, path: Path) -> str:
-        """What is wrong with this rank's share of a checkpoint's files, or nothing."""
+        """Return what is wrong with this rank's share of a checkpoint's files, or an empty string."""
         try:
             files = json.loads((path / "manifest.json").read_text())
             for name in sorted(files)[self.world.rank :: self.world.size]:
@@ -203,10 +206,11 @@ class Checkpoints:
     def load(
         self, path: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, dealing: str | None = None
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Put weights and optimizer back; returns (state, this rank's own tensors). Where the rows were dealt
-        to the ranks in another way than ``dealing`` (data.batches.dealing; None: whichever way), the other
-        ranks' tensors beside them; written by more or fewer ranks than there are now, the tensors of all of
-        them, without random state. Raises CheckpointError, on every rank."""
+        """Restore weights and optimizer; return (state, this rank's own tensors). The tensors of the other
+        ranks are included where the rows were dealt to the ranks in another way than ``dealing``
+        (data.batches.dealing; None: any way). If the checkpoint was written by more or fewer ranks than there
+        are now, the tensors are those of all its ranks, without random state. Raises CheckpointError on every
+        rank."""
         state: dict[str, Any] = everywhere(lambda: json.loads((path / "state.json").read_text()), path)
         saved = everywhere(lambda: _tensors(policy, optimizer, fresh=state["fresh_optimizer"]), path)
         _read_shards(path, saved)
@@ -233,7 +237,7 @@ class Checkpoints:
         return together | mine
 
     def load_weights(self, path: Path, policy: nn.Module) -> None:
-        """Put the weights alone back, for export. Raises CheckpointError."""
+        """Restore the weights alone, for export. Raises CheckpointError."""
         saved = {"model": get_model_state_dict(policy, options=StateDictOptions(ignore_frozen_params=True))}
         _read_shards(path, saved)
         set_model_state_dict(
@@ -242,7 +246,7 @@ class Checkpoints:
 
 
 class Writing(Thread):
-    """What a thread does beside the training. The process need not wait for it to end."""
+    """Thread that runs ``work`` beside the training. The process need not wait for it to end."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__(name="checkpoint", daemon=True)
@@ -253,19 +257,19 @@ class Writing(Thread):
     def run(self) -> None:
         try:
             self.work()
-        except BaseException as error:  # raised where it is waited for
+        except BaseException as error:  # ``result`` raises it
             self.error = error
 
     def result(self) -> None:
-        """Wait for it. Raises what it raised."""
+        """Wait for the thread to end. Raises what ``work`` raised."""
         self.join()
         if self.error is not None:
             raise self.error
 
 
 def everywhere(work: Callable[[], T], path: Path | None = None, group: Group | None = None) -> T:
-    """What ``work`` gives on this rank, once every rank has done it. Raises CheckpointError on every rank
-    where it failed on any, with what went wrong there; ``path`` is what could not be loaded; ``group``: as of
+    """Return the result of ``work`` on this rank, once every rank has done it. Raises CheckpointError on
+    every rank if it failed on any, with the reason; ``path``: what could not be loaded; ``group``: as for
     ``gather_objects``."""
     value, problem = None, ""
     try:
@@ -274,7 +278,7 @@ def everywhere(work: Callable[[], T], path: Path | None = None, group: Group | N
         problem = str(error)
     except CheckpointException as error:
         if any(not isinstance(cause, Exception) for cause, _ in error.failures.values()):
-            raise  # asked to stop, on some rank
+            raise  # some rank was asked to stop
         problem = reason(error)
     except FAILURES as error:
         problem = reason(error)
@@ -289,7 +293,7 @@ def everywhere(work: Callable[[], T], path: Path | None = None, group: Group | N
 
 
 def _read_shards(path: Path, saved: dict[str, Any]) -> None:
-    """Fill ``saved`` from the checkpoint's shards, as data. Raises CheckpointError, on every rank."""
+    """Fill ``saved`` from the checkpoint's shards, read as data. Raises CheckpointError on every rank."""
     reader = everywhere(lambda: Reader(path), path)
     everywhere(lambda: dcp.load(saved, storage_reader=reader, planner=Planner()), path)
 
@@ -297,8 +301,9 @@ def _read_shards(path: Path, saved: dict[str, Any]) -> None:
 def _tensors(
     policy: nn.Module, optimizer: torch.optim.Optimizer, fresh: bool | None = None
 ) -> dict[str, Any]:
-    """What goes into the shards: the trained weights (frozen ones are the initial model's) and the optimizer.
-    A fresh optimizer has no state, and asking for it would make torch step it once: it is left out."""
+    """Return the contents of the shards: the trained weights (frozen ones are the initial model's) and the
+    optimizer. A fresh optimizer has no state and is left out: asking for its state would make torch step it
+    once."""
     fresh = not optimizer.state if fresh is None else fresh
     tensors: dict[str, Any] = {
         "model": get_model_state_dict(policy, options=StateDictOptions(ignore_frozen_params=True))
@@ -316,7 +321,8 @@ def _checksum(path: Path) -> list[int]:
 
 
 def _checksums(part: Path, rank: int) -> dict[str, list[int]]:
-    """Those of the files that this rank wrote; rank 0 has all that are no rank's own."""
+    """Return the checksums of the files that this rank wrote; rank 0 adds those of files that belong to no
+    rank."""
     names = [p for p in part.iterdir() if p.name.startswith((f"__{rank}_", f"rank_{rank:04d}"))]
     if rank == 0:
         names += [p for p in part.iterdir() if not p.name.startswith(("__", "rank_"))]

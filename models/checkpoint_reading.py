@@ -1,9 +1,9 @@
-"""Shards are read as data: nothing in a checkpoint's files is run, whoever made them.
+"""Reading of a checkpoint's shards as data, so that nothing in its files is executed, whoever made them.
 
-torch.distributed.checkpoint keeps its table of contents (``.metadata``) as a pickle, and unpickles it and
-every value that is no tensor freely. Here the table may be made of that library's own records and of plain
-values alone, and other values are read by ``torch.load(weights_only=True)``. Anything else is refused before
-it is built.
+torch.distributed.checkpoint stores its table of contents (``.metadata``) as a pickle, and unpickles it and
+every value that is not a tensor without restriction. Here the table may consist only of that library's own
+records and of plain values, and other values are read by ``torch.load(weights_only=True)``. Anything else is
+refused before it is built.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class CheckpointError(StoppedError):
 
 
 def _path(*parts: str) -> str:
-    """Stands for pathlib's classes: where the shards were first written, which nobody reads."""
+    """Stand-in for pathlib's classes, which hold where the shards were first written; nobody reads it."""
     return "/".join(parts)
 
 
 def _layout(name: str) -> torch.layout:
-    """Stands for torch.serialization._get_layout."""
+    """Stand-in for torch.serialization._get_layout."""
     return torch.strided
 
 
@@ -49,7 +49,7 @@ RECORDS: tuple[type, ...] = (
     torch_metadata._MEM_FORMAT_ENCODING,
     torch_files._StorageInfo,
 )
-"""What a table of contents is made of."""
+"""Record types that a table of contents consists of."""
 ALLOWED: dict[tuple[str, str], Any] = {
     **{(record.__module__, record.__qualname__): record for record in RECORDS},
     **{
@@ -66,14 +66,14 @@ ALLOWED: dict[tuple[str, str], Any] = {
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "Path")
     },
 }
-"""(module, name) that a table may ask for -> what it gets."""
+"""(module, name) that a table may ask for -> the object that it gets."""
 
 
 _InPython: Any = pickle._Unpickler  # type: ignore[attr-defined]  # the one in C cannot be told what to build
 
 
 class _Unpickler(_InPython):  # type: ignore[misc]
-    """Builds records and plain values alone."""
+    """Unpickler that builds only records and plain values."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
 
@@ -84,7 +84,8 @@ class _Unpickler(_InPython):  # type: ignore[misc]
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint has") from None
 
     def load_build(self) -> None:
-        """Set a record's fields. A class has none: setting those would change it for the whole process."""
+        """Set a record's fields. Anything else is refused: setting a class's fields would change it for the
+        whole process."""
         if not isinstance(self.stack[-2], RECORDS):
             raise pickle.UnpicklingError("it changes something that is no record")
         super().load_build()
@@ -93,8 +94,8 @@ class _Unpickler(_InPython):  # type: ignore[misc]
 
 
 def read_table(folder: Path) -> Metadata:
-    """A checkpoint's table of contents. Raises CheckpointError for one that is not made of records and plain
-    values, is damaged, or speaks of files outside ``folder``."""
+    """Return a checkpoint's table of contents. Raises CheckpointError for a table that does not consist of
+    records and plain values, is damaged, or refers to files outside ``folder``."""
     path = folder / ".metadata"
     try:
         with path.open("rb") as stream:
@@ -102,7 +103,7 @@ def read_table(folder: Path) -> Metadata:
         _check(table)
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a pickle that nobody vouches for makes its reader do
+    except Exception as error:  # an untrusted pickle may make its reader raise anything
         raise CheckpointError(
             f"{path} is not the table of contents of a checkpoint ({error}); nothing of it was run or loaded"
         ) from error
@@ -110,7 +111,7 @@ def read_table(folder: Path) -> Metadata:
 
 
 def _check(table: Any) -> None:
-    """Raise ValueError unless the fields of ``table`` are what a loader takes them for."""
+    """Raise ValueError unless the fields of ``table`` are what a loader expects."""
     if not isinstance(table, Metadata) or not isinstance(table.storage_data, dict):
         raise ValueError("it holds something else")
     for name, entry in table.state_dict_metadata.items():
@@ -128,7 +129,7 @@ def _check(table: Any) -> None:
 
 
 class Reader(FileSystemReader):
-    """The shards of one checkpoint, by a table that was read as data."""
+    """Reader of one checkpoint's shards, with a table of contents that was read as data."""
 
     def __init__(self, folder: Path) -> None:
         """Raises CheckpointError (``read_table``)."""
@@ -136,13 +137,13 @@ class Reader(FileSystemReader):
         self.table = read_table(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The one table; never a table of one rank, which no checkpoint of this project has."""
+        """Return the one table, never a table of a single rank: no checkpoint of this project has one."""
         self.table.storage_meta = torch_metadata.StorageMeta(load_id=self.load_id)
         return self.table
 
 
 class Planner(DefaultLoadPlanner):
-    """Values that are no tensors (the optimizer's settings) are plain data."""
+    """Load planner that reads values other than tensors (the optimizer's settings) as plain data."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         found = torch.load(value, weights_only=True)
@@ -150,7 +151,8 @@ class Planner(DefaultLoadPlanner):
 
 
 def reason(error: BaseException) -> str:
-    """One line about a failed save or load: of torch's own, what went wrong first on which rank."""
+    """Return one line about a failed save or load; for torch's CheckpointException, the failure of the lowest
+    rank."""
     failures: dict[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
     for rank, (cause, _) in sorted(failures.items()):
         return f"rank {rank}: {reason(cause)}"

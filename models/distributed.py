@@ -1,7 +1,7 @@
 """Processes, devices, sharding, and the only collectives of the project.
 
-A process group always exists: from torchrun or accelerate launch, or of one rank where there was no launcher.
-So one CPU process, two gloo ranks and eight GPUs run the same code.
+A process group always exists: torchrun or accelerate launch starts it, and without a launcher it has one
+rank. So one CPU process, two gloo ranks and eight GPUs run the same code.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ PATIENCE = timedelta(days=7)
 T = TypeVar("T")
 
 _patient: dist.ProcessGroup | None = None
-"""A gloo group for waits on the CPU: ranks may wait for hours while one samples or scores a round, or writes
-a checkpoint. A rank that dies ends them all the same; a device that hangs does not pass through here."""
+"""Gloo group for waits on the CPU: ranks may wait for hours while one samples or scores a round, or writes a
+checkpoint. The death of a rank still ends these waits; a device that hangs is not detected here."""
 
 
 Group = dist.ProcessGroup
@@ -43,7 +43,7 @@ Group = dist.ProcessGroup
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others."""
+    """This process's place among all processes."""
 
     rank: int
     size: int
@@ -56,8 +56,8 @@ class World:
 
 
 def start(replicas: int = 1) -> World:
-    """Join (or make) the process group. ``replicas`` > 1: that many copies of the sharded model (HSDP), for
-    several nodes."""
+    """Join (or create) the process group and return this process's World. ``replicas`` > 1: the number of
+    copies of the sharded model (HSDP), for several nodes."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
@@ -77,8 +77,8 @@ def start(replicas: int = 1) -> World:
 
 @contextmanager
 def simulated_ranks(size: int, replicas: int = 1) -> Iterator[World]:
-    """Rank 0 of so many, of which no other is there: collectives return at once. For a process that has no
-    process group, and tensors without values."""
+    """Act as rank 0 of ``size`` ranks of which no other exists; collectives return at once. For a process
+    without a process group, and for tensors without values."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # only here: it is torch's own test aid
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -89,7 +89,7 @@ def simulated_ranks(size: int, replicas: int = 1) -> Iterator[World]:
 
 
 def make_mesh(device: str, size: int, replicas: int) -> DeviceMesh:
-    """The ranks, over all of which the model is sharded, or over those of each replica."""
+    """Return the mesh of the ranks; the model is sharded over all of them, or over those of each replica."""
     if (
         replicas > 1 and size % replicas == 0
     ):  # a number that does not divide the ranks is refused with the other settings
@@ -107,9 +107,10 @@ def stop() -> None:
 def shard(
     policy: nn.Module, blocks: Iterable[nn.Module], world: World, dtype: torch.dtype, again: bool = True
 ) -> None:
-    """FSDP2: each decoder block a unit, the rest (embedding, norm, head) the root's. Master weights stay as
-    loaded (float32), the computation runs in ``dtype``, gradients are reduced in float32. ``again``: a block
-    is sharded again after its forward, and gathered a second time for its backward."""
+    """Shard the policy with FSDP2: each decoder block is a unit, the rest (embedding, norm, head) is the
+    root's. Master weights stay as loaded (float32), the computation runs in ``dtype``, gradients are reduced
+    in float32. ``again``: shard a block again after its forward, and gather it a second time for its
+    backward."""
     precision = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
     )
@@ -120,9 +121,9 @@ def shard(
 
 
 def reduced_once(policy: nn.Module, world: World, turns: Sequence[T]) -> Iterator[T]:
-    """The turns of a step, each to be run forward and backward on. Gradients are reduced over the ranks of a
-    replica at each of them, over the replicas (the nodes) at the last alone: what is reduced till then stays,
-    sharded, on its rank."""
+    """Yield the turns of a step, each to be run forward and backward. Gradients are reduced over the ranks of
+    a replica in every turn, but over the replicas (the nodes) only in the last. Until then each rank keeps
+    its sharded gradients."""
     for i, turn in enumerate(turns):
         if world.mesh.ndim > 1 and isinstance(policy, FSDPModule):
             policy.set_requires_all_reduce(i == len(turns) - 1)
@@ -130,17 +131,19 @@ def reduced_once(policy: nn.Module, world: World, turns: Sequence[T]) -> Iterato
 
 
 def reshard(policy: nn.Module) -> None:
-    """Shard everything again after a forward without backward: FSDP2 leaves the root whole, and every block
-    with ``model.reshard_after_forward=false``, and they are stale after the next optimizer step."""
+    """Shard everything again after a forward without backward. FSDP2 leaves the root whole, and with
+    ``model.reshard_after_forward=false`` every block too; they would be stale after the next optimizer
+    step."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def fill(policy: nn.Module, whole: dict[str, Any], device: torch.device, tie: Callable[[], object]) -> None:
-    """Give a sharded policy without weights (on the meta device) those of ``whole``, which rank 0 alone has,
-    one tensor at a time: no other rank ever holds more than its share. Buffers, which every rank has made for
-    itself, go to ``device``. ``tie`` ties the weights again that leaving the meta device has parted."""
+    """Fill a sharded policy on the meta device with the weights ``whole``, which rank 0 alone has. Tensors
+    are sent one at a time, so no other rank ever holds more than its share. Buffers, which every rank has
+    made for itself, go to ``device``. ``tie`` ties the weights again, which leaving the meta device has
+    separated."""
     buffers = {name: buffer.to(device) for name, buffer in policy.named_buffers()}
     policy.to_empty(device=device)
     for name, buffer in policy.named_buffers():
@@ -153,8 +156,8 @@ def fill(policy: nn.Module, whole: dict[str, Any], device: torch.device, tie: Ca
 
 @contextmanager
 def rounded(policy: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """The policy with its weights as they will be exported: rounded to ``dtype`` and back, for as long as the
-    context lasts."""
+    """Round the policy's weights to ``dtype`` and back, as they will be exported, for as long as the context
+    lasts."""
     params = [] if dtype == torch.float32 else [p for p in policy.parameters() if p.dtype == torch.float32]
     masters = [p.detach().clone() for p in params]
     with torch.no_grad():
@@ -169,24 +172,25 @@ def rounded(policy: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The plain tensor behind a DTensor, made whole; a plain tensor as it is."""
+    """Return the whole plain tensor behind a DTensor; a plain tensor is returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale the gradients so that the norm of the whole model's is at most ``max_norm``; returns the norm
-    before, [] on the device."""
+    """Scale the gradients so that their norm over the whole model is at most ``max_norm``; return the norm
+    before scaling, [] on the device."""
     return local(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
 
 
 def by_turns(tensors: Iterable[Tensor], work: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-    """This rank's shard of ``work`` of every whole tensor, in order. Each is done by one rank and handed to
-    the others, as many at once as there are ranks. ``work`` keeps shape and type."""
+    """Yield this rank's shard of ``work(tensor)`` for every whole tensor, in order. One rank computes each
+    and sends it to the others; as many are computed at once as there are ranks. ``work`` keeps shape and
+    dtype."""
     rank, size, rest = dist.get_rank(), dist.get_world_size(), iter(tensors)
     while turn := list(islice(rest, size)):
         mine = None
         for owner, tensor in enumerate(turn):
-            whole = local(tensor)  # on every rank; all but its owner let it go
+            whole = local(tensor)  # gathered on every rank; only its owner keeps it
             mine = whole if owner == rank else mine
         done = None if mine is None else work(mine).contiguous()
         for owner, tensor in enumerate(turn):
@@ -198,7 +202,7 @@ def by_turns(tensors: Iterable[Tensor], work: Callable[[Tensor], Tensor]) -> Ite
 
 
 def _placed_as(whole: Tensor, tensor: Tensor) -> Tensor:
-    """This rank's shard of ``whole``, which every rank has, as ``tensor`` is sharded."""
+    """Return this rank's shard of ``whole``, which every rank has, sharded as ``tensor`` is."""
     if not isinstance(tensor, DTensor):
         return whole
     mesh = tensor.device_mesh
@@ -207,14 +211,14 @@ def _placed_as(whole: Tensor, tensor: Tensor) -> Tensor:
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """``tensor`` (on the device) summed over ranks, in place."""
+    """Sum ``tensor`` (on the device) over ranks, in place, and return it."""
     dist.all_reduce(tensor)
     return tensor
 
 
 def gather_values(values: Tensor, fill: float) -> Tensor:
-    """[N] ``values`` (on the device) of every rank end to end, on every rank; ``fill`` stands where a rank
-    has fewer than another."""
+    """Return the ``values`` [N] (on the device) of all ranks end to end, on every rank; ``fill`` pads a rank
+    that has fewer than another."""
     room = values.new_full((max(gather_objects(len(values))),), fill)
     room[: len(values)] = values
     every = [torch.empty_like(room) for _ in range(dist.get_world_size())]
@@ -223,28 +227,30 @@ def gather_values(values: Tensor, fill: float) -> Tensor:
 
 
 def gather_objects(value: Any, group: Group | None = None) -> list[Any]:
-    """``value`` of every rank, in rank order, on every rank. Small Python objects only (goes through the
-    CPU). ``group``: that of another thread (``aside``); None: of the thread that trains."""
+    """Return the ``value`` of every rank, in rank order, on every rank. For small Python objects only (it
+    goes through the CPU). ``group``: that of another thread (``aside``); None: that of the training
+    thread."""
     out: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(out, value, group=_patient if group is None else group)
     return out
 
 
 def aside() -> Group | None:
-    """A group of all ranks for a thread beside the one that trains: what they send must not meet. Every rank
-    calls it."""
+    """Return a group of all ranks for a thread beside the training thread, whose messages must not mix with
+    it. Every rank calls it."""
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def from_main(value: Any) -> Any:
-    """Rank 0's ``value`` on every rank."""
+    """Return rank 0's ``value`` on every rank."""
     box = [value]
     dist.broadcast_object_list(box, src=0, group=_patient)
     return box[0]
 
 
 def on_main(work: Callable[[], T]) -> T:
-    """What rank 0's ``work`` gives, on every rank; what a user can mend of it, raised on every rank."""
+    """Run ``work`` on rank 0 and return its result on every rank; an error that a user can fix (ValueError,
+    OSError, UserError) is raised on every rank."""
     outcome: tuple[T | None, Exception | None] = (None, None)
     if dist.get_rank() == 0:
         try:
@@ -258,12 +264,12 @@ def on_main(work: Callable[[], T]) -> T:
 
 
 class Watchdog:
-    """Says which ranks the others wait for, and which of them give no sign of life.
+    """Prints which ranks the others wait for, and which of them give no sign of life.
 
-    Every rank marks what it is about to do. A thread of each writes its mark and a growing number to the
-    launcher's store, and reads those of all; a process that is stopped writes nothing more. When no rank has
-    marked anything new for ``seconds``, the first rank that lives prints whom it waits for. A store that
-    itself does not answer (without a launcher rank 0 holds it) is told by every rank. Nothing here makes a
+    Every rank marks what it is about to do. A thread of each rank writes its mark and a growing number to the
+    launcher's store, and reads those of all ranks; a stopped process writes nothing more. When no rank has
+    marked anything new for ``seconds``, the first live rank prints which ranks are waited for. If the store
+    itself does not answer (without a launcher rank 0 holds it), every rank prints that. Nothing here makes a
     step wait.
     """
 
@@ -282,7 +288,7 @@ class Watchdog:
                 thread.start()
 
     def mark(self, doing: str) -> None:
-        """What this rank does from now on: a step's number and a word."""
+        """Set what this rank does from now on: a step's number and a word."""
         self._mark = doing
 
     def close(self) -> None:
@@ -292,8 +298,8 @@ class Watchdog:
                 thread.join(1.0)
 
     def _listen(self) -> None:
-        """Give signs of life and take those of the others. Each call of the store may hang for as long as its
-        holder does."""
+        """Give signs of life and read those of the other ranks. A call of the store may hang for as long as
+        the process that holds it does."""
         names, beat = [str(rank) for rank in range(self.world.size)], 0
         process = f"process {os.getpid()} on {socket.gethostname()}"
         while not self._stop.wait(self._interval):
@@ -302,7 +308,7 @@ class Watchdog:
                 self._store.set(names[self.world.rank], json.dumps([beat, process, self._mark]))
                 begun = names if self._store.check(names) else [n for n in names if self._store.check([n])]
                 found = self._store.multi_get(begun)
-            except RuntimeError:  # the store went with the ranks, or its holder has been silent for too long
+            except RuntimeError:  # the store ended with the ranks, or its holder was silent for too long
                 continue
             self._heard = time.monotonic()
             for name, text in zip(begun, found, strict=True):
@@ -313,7 +319,7 @@ class Watchdog:
         last: list[str] = []
         while not self._stop.wait(self._interval):
             now, marks = time.monotonic(), [sign.mark for sign in self._signs]
-            if now - tick > 3 * self._interval:  # this process was the one that was stopped: begin anew
+            if now - tick > 3 * self._interval:  # this process itself was stopped: begin anew
                 self._heard = now
             deaf = now - self._heard
             if marks != last or now - tick > 3 * self._interval or deaf > 2 * self._interval:
@@ -331,26 +337,26 @@ class Watchdog:
 
 @dataclass
 class Sign:
-    """What is known of a rank."""
+    """The last sign of life of a rank."""
 
     beat: int = -1
     process: str = "has not begun"
     mark: str = "has not begun"
     changed: float | None = None
-    """When its last sign of life was seen here, on this process's clock, seconds; None: never."""
+    """When this process saw the rank's last sign of life, on its own clock, seconds; None: never."""
 
     def take(self, beat: int, process: str, mark: str) -> None:
         if beat != self.beat:
             self.beat, self.process, self.mark, self.changed = beat, process, mark, time.monotonic()
 
     def age(self, now: float) -> float:
-        """Seconds without a sign of life; 0 of a rank that has not begun."""
+        """Return the seconds since the last sign of life; 0 for a rank that has not begun."""
         return 0.0 if self.changed is None else now - self.changed
 
 
 def slow_ranks(marks: list[str], seconds: float, silent: Mapping[int, Sign] | None = None) -> str:
-    """The message about ``marks``, one a rank: whoever gives no sign of life (``silent``), else whoever is
-    not at what most are at, is who they wait for."""
+    """Return the message about ``marks``, one per rank. It names the ranks that give no sign of life
+    (``silent``), else those that are not where most ranks are."""
     start = f"no rank has moved for {seconds:.0f} s; "
     if silent:
         return (
@@ -372,7 +378,7 @@ def slow_ranks(marks: list[str], seconds: float, silent: Mapping[int, Sign] | No
 
 
 def silent_store(rank: int, seconds: float) -> str:
-    """The message of ``rank`` about a store that has not answered for so many seconds."""
+    """Return the message of ``rank`` about a store that has not answered for ``seconds``."""
     launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     holder = f"{'the launcher' if launched else 'rank 0'} ({os.environ.get('MASTER_ADDR', 'this machine')})"
     return f"rank {rank}: {holder} has not answered for {seconds:.0f} s: stopped, or its machine is gone"
@@ -384,7 +390,7 @@ def barrier() -> None:
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether ``flag`` is true on any rank."""
+    """Return whether ``flag`` is true on any rank."""
     box = torch.tensor([int(flag)])
     dist.all_reduce(box, group=_patient)
     return bool(box.item())

@@ -1,5 +1,5 @@
-"""The trained model as transformers and vLLM load it: safetensors, config, tokenizer, chat template,
-generation config."""
+"""Export of the trained model as transformers and vLLM load it, with safetensors, config, tokenizer, chat
+template and generation config."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _BASE = ".base_layer.weight"
 
 
 def full_state(policy: Policy) -> dict[str, Tensor]:
-    """Every weight whole, on the CPU, under the names transformers uses, adapters merged in float32. Called
-    by every rank; empty on all but the first. Weights are float32, but for a LoRA base that had nothing to
-    merge. What training alone needs beside the model (a value head, a slow reference, running means) is left
-    out."""
+    """Return every weight whole, on the CPU, under transformers' names, with adapters merged in float32.
+    Every rank calls it; the result is empty on all but the first. Weights are float32, except those of a LoRA
+    base that had nothing to merge. Parts that only training needs (a value head, a slow reference, running
+    means) are left out."""
     state = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     named = {
         name.removeprefix("model."): tensor
@@ -42,19 +42,19 @@ def full_state(policy: Policy) -> dict[str, Tensor]:
 
 
 def whole_weights(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of what ``export`` writes of ``full_state``, one by one, where the weights lie: whole on
-    every rank, and perhaps the policy's own. Every rank goes through all of it, in step with the others. Tied
-    weights come under each of their names."""
+    """Yield (name, tensor) of what ``export`` writes of ``full_state``, one at a time, on the weights'
+    device. Each tensor is whole on every rank and may be the policy's own. Every rank goes through all of it,
+    in step with the others. Tied weights come under each of their names."""
     model = causal_lm(policy.model)
     for _, layer in itertools.groupby(_plain_weights(policy), key=lambda pair: _layer_of(pair[0])):
-        # Some models hold their weights in other tensors than their checkpoints do (experts, fused).
+        # Some models hold their weights in other tensors than their checkpoints do (fused experts).
         stored = revert_weight_conversion(model, dict(layer))
         for name, tensor in stored.items():
             yield name, _cast(tensor, dtype)
 
 
 def _plain_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Each weight whole, as ``full_state`` has it."""
+    """Yield (name, tensor) of each weight whole, as ``full_state`` has it."""
     state = get_model_state_dict(policy)
     named = {
         name.removeprefix("model."): tensor
@@ -74,14 +74,15 @@ def _plain_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def _layer_of(name: str) -> str:
-    """What a name begins with, up to its first number: the same for all weights of one layer."""
+    """Return the beginning of ``name`` up to its first number, which is the same for all weights of one
+    layer."""
     first = re.match(r"(.*?\.\d+)\.", name)
     return first[1] if first else ""
 
 
 def merge_adapters(state: dict[str, Tensor], policy: Policy) -> dict[str, Tensor]:
-    """``state`` of a model with LoRA as that of the model without: W + scaling B A, in float32 (Hu et al.
-    2021, eq. 3)."""
+    """Return the state of a model with LoRA as that of the model without: W + scaling B A, in float32 (Hu et
+    al. 2021, eq. 3)."""
     layers = _adapted(policy)
     if not layers:
         return state
@@ -113,11 +114,11 @@ def export(
     folder: Path,
     dtype: torch.dtype,
 ) -> None:
-    """Write the model to ``folder``, whole or not at all: beside it, then renamed. ``state`` is full_state's;
-    one rank calls it.
+    """Write the model to ``folder``, whole or not at all: first to a folder beside it, which is then renamed.
+    ``state`` comes from ``full_state``; one rank calls this.
 
-    Tied weights are written once, as transformers does. What transformers loads from here equals ``state``
-    cast to ``dtype``. Raises OSError where it cannot be written; nothing of it is left then.
+    Tied weights are written once, as transformers does. What transformers loads from ``folder`` equals
+    ``state`` cast to ``dtype``. Raises OSError where it cannot be written; nothing of it is left then.
     """
     model = causal_lm(policy.model)
     with whole_folder(folder) as part:
@@ -132,8 +133,8 @@ def export(
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write to, which is ``folder`` once the context ends, in place of one that is there. Raises
-    OSError where it cannot be written; nothing of it is left then."""
+    """Yield a folder to write to, which replaces ``folder`` once the context ends. Raises OSError where it
+    cannot be written; nothing of it is left then."""
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:
@@ -152,7 +153,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def config_json(policy: Policy, dtype: torch.dtype) -> str:
-    """The ``config.json`` of what ``export`` writes."""
+    """Return the ``config.json`` that ``export`` writes."""
     model = causal_lm(policy.model)
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # as save_pretrained does
@@ -161,8 +162,8 @@ def config_json(policy: Policy, dtype: torch.dtype) -> str:
 
 
 def _system_error(error: Exception) -> int | None:
-    """The system's number of what went wrong, None where it was something else. safetensors and tokenizers
-    tell it in words alone."""
+    """Return the system's error number of ``error``, or None where it has none. safetensors and tokenizers
+    give it only in their message."""
     said = re.search(r"\(os error (\d+)\)", str(error))
     return error.errno if isinstance(error, OSError) else int(said[1]) if said else None
 
@@ -172,8 +173,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _tie(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The same tensor under every name of one parameter: gathering made copies, which would be written
-    twice."""
+    """Make every name of one parameter refer to the same tensor: gathering made copies, which would be
+    written twice."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         name = name.replace(".base_layer.", ".")

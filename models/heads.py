@@ -1,4 +1,4 @@
-"""Policies with a head of their own: a critic beside the language model, a reward instead of it."""
+"""Policies with a different head, a critic beside the language model's head or a reward instead of it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from models.policy import Policy, causal_lm, on_grid, output_head
 
 
 class ValuePolicy(Policy):
-    """A policy with a value head on the hidden states that its own head reads: offline PPO's critic.
+    """A policy with a value head, offline PPO's critic, on the hidden states that its language model head
+    reads.
 
-    The head starts at 0 and reads the states detached: it learns from the policy's features and leaves them
-    alone.
+    The value head starts at 0 and reads the states detached: it learns from the policy's features and does
+    not change them.
     """
 
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
@@ -31,8 +32,8 @@ class ValuePolicy(Policy):
     def forward(
         self, sequences: Sequences, entropy: bool = False, collision: bool = False, values: bool = False
     ) -> Tensor:
-        """[R, T] as a Policy's; with ``values`` [2, R, T]: beside them the values of the states before each
-        completion token."""
+        """Return [R, T] as ``Policy.forward``; with ``values`` [2, R, T], the log-probabilities and the
+        values of the states before each completion token."""
         if not values:
             return super().forward(sequences, entropy, collision)
         before = self.hidden(sequences).index_select(0, sequences.predict)
@@ -42,16 +43,16 @@ class ValuePolicy(Policy):
 
 
 class RewardModel(Policy):
-    """A sequence classifier with one label: its reward is read at the last token of a row, which is its
-    end-of-turn token.
+    """A sequence classifier with one label, whose reward is read at the last token of a row, its end-of-turn
+    token.
 
-    Any policy's trainer can run it: it stands where a Policy does, with rewards in place of
+    Any policy's trainer can run it: it takes the place of a Policy, with rewards instead of
     log-probabilities.
     """
 
     def forward(self, sequences: Sequences, entropy: bool = False, collision: bool = False) -> Tensor:
-        """[R, T] float32: the row's reward at its last completion token, 0 elsewhere, so that a row's sum is
-        its reward."""
+        """Return [R, T] float32: the row's reward at its last completion token and 0 elsewhere, so that a
+        row's sum is its reward."""
         width = sequences.input_ids.shape[1]
         lengths = torch.tensor([max(len(row), 1) for row in sequences.rows])
         packed = sequences.position_ids is not None
@@ -65,13 +66,13 @@ class RewardModel(Policy):
         return torch.where(at_end, rewards[:, None], 0.0)
 
     def check_head(self) -> None:
-        """Raise ConfigError unless the classifier's head is what forward takes it for."""
+        """Raise ConfigError unless the classifier's head is the one that ``forward`` expects."""
         score_head(self.model)
 
 
 def score_head(model: PreTrainedModel | PeftModel) -> nn.Linear:
-    """The head of a sequence classifier. Raises ConfigError unless it is one linear layer without bias and
-    with one label."""
+    """Return the head of a sequence classifier. Raises ConfigError unless it is one linear layer without bias
+    and with one label."""
     head = getattr(causal_lm(model), "score", None)
     if not (type(head) is nn.Linear and head.bias is None and head.out_features == 1):
         raise ConfigError(

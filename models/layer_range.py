@@ -1,4 +1,4 @@
-"""Models with fewer layers than an architecture has, where its layers repeat."""
+"""Models with fewer layers than their architecture has, for architectures whose layers repeat."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from models.policy import Policy, decoder_blocks
 
 LEAST = 4
-"""Layers of the smaller model at least: two first and two last ones."""
+"""Smallest number of layers of the smaller model: two first and two last ones."""
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,17 @@ class Layers:
 
     count: int
     period: int
-    """A layer is like the one so many before it."""
+    """Each layer is like the one this many layers before it."""
 
     @property
     def edge(self) -> int:
-        """So many layers at either end of a smaller model stand for those of the whole one."""
+        """Number of layers at either end of a smaller model that stand for those of the whole one."""
         return max(LEAST // 2, self.period)
 
     @property
     def few(self) -> tuple[int, int] | None:
-        """Two smaller numbers of layers, which end as the whole model does; None where they are no fewer
-        together."""
+        """Two smaller numbers of layers, with which a model ends as the whole model does; None where together
+        they are not fewer than the whole model's."""
         below = 2 * self.edge
         below += (self.count - below) % self.period
         above = below + self.period
@@ -37,7 +37,7 @@ class Layers:
 
 
 def layers_of(policy: Policy, found: PretrainedConfig) -> Layers:
-    """How the layers of ``policy``, which may lie on the meta device, repeat."""
+    """Return how the layers of ``policy``, which may lie on the meta device, repeat."""
     kinds = getattr(found.get_text_config(), "layer_types", None)
     blocks = decoder_blocks(policy)
     looks = [
@@ -53,7 +53,7 @@ def layers_of(policy: Policy, found: PretrainedConfig) -> Layers:
 
 
 def with_layers(found: PretrainedConfig, count: int) -> PretrainedConfig:
-    """The architecture with its first ``count`` layers alone."""
+    """Return the architecture with its first ``count`` layers alone."""
     made = copy.deepcopy(found)
     text = made.get_text_config()
     every = text.num_hidden_layers

@@ -1,4 +1,4 @@
-"""From a model's files to a sharded policy, without every rank holding all of it."""
+"""Loading of a model's files into a sharded policy, without every rank holding all of it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from models.reference import weights_fingerprint
 
 
 def load_sharded(config: ModelConfig, world: World, seed: int = 0) -> tuple[Policy, str]:
-    """(the policy, sharded over the ranks; the fingerprint of its weights). Raises ConfigError, on every
-    rank, if there are none.
+    """Return (the policy, sharded over the ranks; the fingerprint of its weights). Raises ConfigError on
+    every rank if there are no weights.
 
-    One rank loads to its device. Of several, rank 0 alone reads the weights, on the CPU, and hands every
-    other its share. ``seed`` is that of random weights: of adapters, or of a model that has none yet.
+    A single rank loads to its device. With several ranks, rank 0 alone reads the weights, on the CPU, and
+    sends every other rank its share. ``seed`` is that of random weights: of adapters, or of a model that has
+    none yet.
     """
     dtype = getattr(torch, config.dtype)
     if world.size == 1:

@@ -1,9 +1,10 @@
 """Token log-probabilities from hidden states, without ever holding the logits of a batch.
 
-At a vocabulary of 128k the float32 logits of 16k completion tokens are 8 GB, and their gradient as much
-again. Here the vocabulary is walked in slices: the forward keeps a running maximum and sum of exponentials,
-the backward recomputes each slice. So memory is flat in M x V, a slice of the weight's gradient is one
-product, written once, and only [M, D] is accumulated, in float32.
+At a vocabulary of 128k the float32 logits of 16k completion tokens take 8 GB, and their gradient as much
+again. Here the vocabulary is processed in slices: the forward keeps a running maximum and sum of
+exponentials, and the backward recomputes each slice. So memory does not grow with M x V. The weight's
+gradient in a slice is one product, written once; only the hidden states' gradient [M, D] is accumulated, in
+float32.
 
 Logits have float32 *precision* whatever the model computes in: a bfloat16 product that is rounded to bfloat16
 and then upcast is off by up to 0.05 nats at logits of 25, more than a one-step log-ratio.
@@ -23,19 +24,20 @@ from torch import Tensor
 from models.simulated import on_gpu
 
 BUDGET = {"cpu": 1 << 23, "cuda": 1 << 26}
-"""Logits held at once: 32 MB of float32 on a CPU, 256 MB on a GPU (a few times that while a slice is worked
-on)."""
+"""Number of logits held at once: 32 MB of float32 on a CPU, 256 MB on a GPU (a few times that while a slice
+is processed)."""
 
 
 def budget_for(hidden: Tensor) -> int:
-    """Logits held at once where ``hidden`` lies."""
+    """Return the number of logits to hold at once on the device of ``hidden``."""
     return BUDGET["cuda" if on_gpu(hidden) else "cpu"]
 
 
 @dataclass(frozen=True)
 class Logits:
-    """What becomes of the head's product: ``softcap * tanh(scale * (h @ W.T + b) / softcap) / temperature``.
-    The model does the first two, ``model.logit_temperature`` is the last."""
+    """Transformation of the head's product into logits: ``softcap * tanh(scale * (h @ W.T + b) / softcap) /
+    temperature``. ``scale`` and ``softcap`` are the model's, ``temperature`` is
+    ``model.logit_temperature``."""
 
     scale: float = 1.0
     """Cohere multiplies by logit_scale, Granite divides by logits_scaling."""
@@ -45,14 +47,14 @@ class Logits:
     """Log-probabilities are those of softmax(logits / temperature); at 1 nothing is divided."""
 
     def of(self, raw: Tensor) -> Tensor:
-        """Logits from the head's product; may overwrite it."""
+        """Return logits from the head's product; may overwrite it."""
         if self.scale != 1.0:
             raw = raw.mul_(self.scale)
         logits = raw if self.softcap is None else raw.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """The gradient of the head's product from that of the logits; may overwrite both."""
+        """Return the gradient of the head's product from that of the logits; may overwrite both."""
         if self.temperature != 1.0:
             grad, logits = grad.div_(self.temperature), logits.mul_(self.temperature)
         if self.softcap is not None:
@@ -71,12 +73,12 @@ def chunked_logprobs(
     temperature: float = 1.0,
     budget: int | None = None,
 ) -> Tensor:
-    """[M] float32: log softmax(logits)[targets], nats, with gradients for hidden, weight and bias where they
-    require them.
+    """Return [M] float32, log softmax(logits)[targets] in nats, with gradients for hidden, weight and bias
+    where they require them.
 
     hidden [M, D] and weight [V, D] share a dtype (float32 or bfloat16; float64 gives float64); bias [V] or
-    None; targets [M] int64. ``scale``, ``softcap`` and ``temperature``: see Logits. ``budget``: logits held
-    at once; None chooses by device.
+    None; targets [M] int64. ``scale``, ``softcap`` and ``temperature``: see Logits. ``budget``: number of
+    logits held at once; None chooses by device.
     """
     budget = budget or budget_for(hidden)
     width = max(budget // max(len(hidden), 1), 64)
@@ -94,10 +96,10 @@ def chunked_entropies(
     temperature: float = 1.0,
     budget: int | None = None,
 ) -> Tensor:
-    """[M] float32: the entropy of softmax(logits), nats, without gradient. Arguments as ``chunked_logprobs``
-    has them."""
+    """Return [M] float32, the entropy of softmax(logits) in nats, without gradient. The arguments are those
+    of ``chunked_logprobs``."""
     form = Logits(scale, softcap, temperature)
-    total = weighted = _zeros(hidden)  # of exp(d) and exp(d) d, d = logit - the highest so far
+    total = weighted = _zeros(hidden)  # sums of exp(d) and of exp(d) d, d = logit - highest logit so far
     for down, below in _below_highest(hidden, weight, bias, form, budget):
         weighted, total = (weighted + total * down) * down.exp(), total * down.exp()
         shares = below.exp()
@@ -116,8 +118,8 @@ def chunked_collisions(
     temperature: float = 1.0,
     budget: int | None = None,
 ) -> Tensor:
-    """[M] float32: log sum_v p_v^2 of p = softmax(logits), the log of the chance that two draws agree, nats,
-    without gradient. Arguments as ``chunked_logprobs`` has them."""
+    """Return [M] float32, log sum_v p_v^2 of p = softmax(logits), in nats, without gradient. This is the log
+    of the probability that two draws agree. The arguments are those of ``chunked_logprobs``."""
     form = Logits(scale, softcap, temperature)
     total = squares = _zeros(hidden)
     for down, below in _below_highest(hidden, weight, bias, form, budget):
@@ -128,7 +130,7 @@ def chunked_collisions(
 
 
 def _zeros(hidden: Tensor) -> Tensor:
-    """[M] in the dtype that is summed in."""
+    """Return [M] zeros in the dtype of the sums."""
     return torch.zeros(
         len(hidden), device=hidden.device, dtype=torch.promote_types(hidden.dtype, torch.float32)
     )
@@ -137,8 +139,8 @@ def _zeros(hidden: Tensor) -> Tensor:
 def _below_highest(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, form: Logits, budget: int | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """A slice of the vocabulary at a time: ([M] the highest logit before it less the highest so far; [M, v]
-    the logits of the slice less the highest so far)."""
+    """Yield, one slice of the vocabulary at a time, ([M] the highest logit before the slice minus the highest
+    so far; [M, v] the logits of the slice minus the highest so far)."""
     budget = budget or budget_for(hidden)
     highest = _zeros(hidden)
     highest += torch.finfo(highest.dtype).min
@@ -175,8 +177,8 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """d log p[target] / d logits = onehot(target) - softmax. Products take operands of the model's dtype
-        (on a GPU: bfloat16, as the backward of any other layer does) and accumulate in float32; a CPU
+        """Apply d log p[target] / d logits = onehot(target) - softmax. On a GPU products take operands of the
+        model's dtype (bfloat16, as the backward of any other layer does) and accumulate in float32; a CPU
         multiplies in float32."""
         hidden, weight, bias, targets, normaliser = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -209,13 +211,15 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _slices(weight: Tensor, width: int) -> Iterator[slice]:
-    """The vocabulary in slices of ``width``, a multiple of 64 so that matrix units are fed in whole tiles."""
+    """Return the vocabulary in slices of ``width``, rounded down to a multiple of 64 so that matrix units get
+    whole tiles."""
     width = width // 64 * 64
     return (slice(first, min(first + width, len(weight))) for first in range(0, len(weight), width))
 
 
 def _place(targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """([M] whether the target lies in this slice, [M, 1] its place there, or any place where it does not)."""
+    """Return ([M] whether the target lies in this slice, [M, 1] its place there, or any place where it does
+    not)."""
     index = targets - part.start
     return (index >= 0) & (index < part.stop - part.start), index.clamp(0, part.stop - part.start - 1)[
         :, None
@@ -223,8 +227,8 @@ def _place(targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
 
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """left [A, K] @ right [B, K].T + bias [B] in float32 precision: on a GPU low-precision operands with a
-    float32 result, on a CPU, which has no such kernel, upcast operands."""
+    """Return left [A, K] @ right [B, K].T + bias [B] in float32 precision. On a GPU low-precision operands
+    give a float32 result; on a CPU, which has no such kernel, operands are upcast."""
     if left.dtype == right.dtype and on_gpu(left) and left.dtype in (torch.bfloat16, torch.float16):
         out = torch.mm(left, right.T, out_dtype=torch.float32)
     else:

@@ -1,7 +1,7 @@
-"""The policy: a causal language model whose forward is token log-probabilities, how it is loaded, and what is
-refused.
+"""The policy, a causal language model whose forward returns token log-probabilities, with the checks that
+refuse models it does not support.
 
-It stays in eval mode for ever: the reference is scored by the policy itself, which must not be random. Rows
+The policy always stays in eval mode: it scores its own reference, and these scores must not be random. Rows
 are padded on the right, and no attention mask is passed: under a causal mask no completion token can see the
 padding after it.
 """
@@ -30,8 +30,8 @@ from models.logprobs import chunked_collisions, chunked_entropies, chunked_logpr
 
 
 class Policy(nn.Module):
-    """The model that is trained: ``policy(sequences)`` is the only forward there is, for training, scoring
-    and evaluation alike."""
+    """The model that is trained. ``policy(sequences)`` is the only forward, for training, scoring and
+    evaluation alike."""
 
     model: PreTrainedModel | PeftModel
 
@@ -39,31 +39,32 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         config = causal_lm(model).config.get_text_config()
-        # Between hidden state and logit: Cohere multiplies, Granite divides, Gemma-2 caps. check_head finds
-        # whatever else there is.
+        # Between hidden state and logit Cohere multiplies, Granite divides and Gemma-2 caps. check_head finds
+        # anything else.
         self.scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
         )
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.temperature = 1.0
-        """What its logits are divided by in every forward (``model.logit_temperature``)."""
+        """Divisor of the logits in every forward (``model.logit_temperature``)."""
         self.packs = False
         self._routed: list[tuple[Tensor, ...]] | None = None
         self.train(False)
 
     def train(self, mode: bool = True) -> Policy:
-        """Eval mode whatever is asked for: dropout would make the policy differ from itself as its
+        """Stay in eval mode whatever ``mode`` is: dropout would make the policy differ from itself as its
         reference."""
         return super().train(False)
 
     def forward(self, sequences: Sequences, entropy: bool = False, collision: bool = False) -> Tensor:
-        """[R, T] float32: log p(token | what is before it) at completion cells, nats, p = softmax(logits /
-        ``temperature``); 0 where the mask is False. With ``entropy`` that of the distribution which each
-        token is drawn from instead, nats, without gradient. With ``collision`` [2, R, T]: beside the
-        log-probabilities log sum p^2 of those distributions, nats, without gradient.
+        """Return [R, T] float32, log p(token | preceding tokens) at completion cells, in nats, with p =
+        softmax(logits / ``temperature``); 0 where the mask is False. With ``entropy``, return instead the
+        entropy of the distribution that each token is drawn from, in nats, without gradient. With
+        ``collision``, return [2, R, T]: the log-probabilities, and log sum p^2 of those distributions, in
+        nats, without gradient.
 
-        Without a completion token (rows that fill a batch up) it is zeros that still hang on every trained
-        weight, so that a sharded backward runs on every rank.
+        Without a completion token (rows that only fill up the batch) the result is zeros that still depend on
+        every trained weight, so that a sharded backward runs on every rank.
         """
         before = self.hidden(sequences).index_select(0, sequences.predict)
         if collision:
@@ -73,9 +74,9 @@ class Policy(nn.Module):
         return self.entropies(sequences, before) if entropy else self.logprobs(sequences, before)
 
     def hidden(self, sequences: Sequences) -> Tensor:
-        """[B L, D] the last hidden state at every position, B and L flattened."""
+        """Return [B L, D], the last hidden state at every position, with B and L flattened."""
         asked: dict[str, Any] = {}
-        if sequences.position_ids is not None:  # a recurrence knows of no positions, not even of None
+        if sequences.position_ids is not None:  # a recurrent model takes no such argument, not even None
             asked["position_ids"] = sequences.position_ids
             packed = sequences.packed
             assert packed is not None and (self.packs or not packed.shares), (
@@ -92,8 +93,8 @@ class Policy(nn.Module):
 
     @contextmanager
     def routed(self) -> Iterator[list[tuple[Tensor, ...]]]:
-        """A list that every forward in the context adds its routers' logits to: a [B L, experts] tensor for
-        each mixture layer, with their gradient."""
+        """Yield a list to which every forward in the context appends its routers' logits: a [B L, experts]
+        tensor for each mixture layer, with gradient."""
         self._routed = []
         try:
             yield self._routed
@@ -101,8 +102,8 @@ class Policy(nn.Module):
             self._routed = None
 
     def logprobs(self, sequences: Sequences, before: Tensor) -> Tensor:
-        """[R, T] log-probabilities of the completion tokens from the hidden states [M, D] that predict
-        them."""
+        """Return [R, T], log-probabilities in nats of the completion tokens from the hidden states [M, D]
+        that predict them."""
         # The head's weight is read here, not in __init__: once sharded it is whole only inside this forward.
         head = output_head(self.model)
         values = chunked_logprobs(before, head.weight, head.bias, sequences.targets, **self.form)
@@ -110,12 +111,12 @@ class Policy(nn.Module):
 
     @property
     def form(self) -> dict[str, Any]:
-        """What becomes of the head's product, as ``models.logprobs`` takes it."""
+        """Arguments for ``models.logprobs`` that say how the head's product becomes logits."""
         return {"scale": self.scale, "softcap": self.softcap, "temperature": self.temperature}
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
-        """Forwards divide logits by this instead, as long as the context lasts."""
+        """Divide logits by ``temperature`` instead of the policy's own, for as long as the context lasts."""
         own, self.temperature = self.temperature, temperature
         try:
             yield
@@ -123,7 +124,7 @@ class Policy(nn.Module):
             self.temperature = own
 
     def entropies(self, sequences: Sequences, before: Tensor) -> Tensor:
-        """[R, T] the entropies of the distributions that the hidden states [M, D] give."""
+        """Return [R, T], the entropies in nats of the distributions that the hidden states [M, D] give."""
         head = output_head(self.model)
         return on_grid(sequences, chunked_entropies(before, head.weight, head.bias, **self.form))
 
@@ -135,11 +136,11 @@ class Policy(nn.Module):
         logits_processor: LogitsProcessorList | None = None,
         synced_gpus: bool = False,
     ) -> Tensor:
-        """[B, P + new] token ids, by transformers' generate with a KV cache. input_ids [B, P] are padded on
-        the left; attention_mask [B, P] says where. ``synced_gpus``: weights are sharded, so all ranks run as
-        many forwards as the slowest."""
+        """Return [B, P + new] token ids, by transformers' generate with a KV cache. input_ids [B, P] are
+        padded on the left; attention_mask [B, P] marks the padding. ``synced_gpus``: weights are sharded, so
+        all ranks run as many forwards as the slowest."""
         generate, config = cast(Callable[..., Tensor], self.model.generate), causal_lm(self.model).config
-        if self.packs:  # that kernel knows of no cache and of no padding on the left
+        if self.packs:  # that kernel supports neither a cache nor padding on the left
             config._attn_implementation = "sdpa"
         try:
             with torch.no_grad():
@@ -155,9 +156,9 @@ class Policy(nn.Module):
                 config._attn_implementation = PACKED
 
     def use_packed_attention(self) -> None:
-        """Attention by models.attention, where this model can: a packed row attends to itself alone, and
-        transformers does not search padded ones for packed ones, for which the host would wait. Elsewhere it
-        does, and masks packed rows."""
+        """Use the attention of models.attention where this model supports it. Then a packed row attends to
+        itself alone, and transformers does not search padded rows for packed ones, which would make the host
+        wait. For other models transformers does search, and masks packed rows."""
         model = causal_lm(self.model)
         self.packs = packable(model.config, model.config._attn_implementation)
         if self.packs:
@@ -165,10 +166,11 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def check_head(self) -> None:
-        """Raise ConfigError if the model does more between hidden state and logits than forward knows of.
+        """Raise ConfigError if the model does more between hidden state and logits than ``forward`` accounts
+        for.
 
-        The model's own head is run on random hidden states (its body is left out) and compared. Call it
-        before sharding.
+        The model's own head is run on random hidden states (its body is left out) and the results are
+        compared. Call it before sharding.
         """
         model, head = causal_lm(self.model), output_head(self.model)
         weight, name = head.weight, type(model).__name__
@@ -201,8 +203,9 @@ class Policy(nn.Module):
 
 
 class HiddenState:
-    """What stands for a body's output when its layers are left out: the last hidden state, and None for all
-    else that a model's own forward may ask of it (router logits, a recurrence's cache, attentions)."""
+    """Stand-in for a body's output when its layers are left out: the last hidden state, and None for
+    everything else that a model's own forward may read from it (router logits, a recurrence's cache,
+    attentions)."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -216,8 +219,8 @@ class HiddenState:
 
 
 def bodies(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that a causal language model may call for hidden states: its body, or the decoder within it
-    (OPT)."""
+    """Return the modules that a causal language model may call for hidden states: its body, and the decoder
+    within it (OPT)."""
     body = cast(nn.Module, model.base_model)
     inner = getattr(body, "decoder", None)
     return [body, inner] if isinstance(inner, nn.Module) else [body]
@@ -225,7 +228,7 @@ def bodies(model: PreTrainedModel) -> list[nn.Module]:
 
 @contextmanager
 def _left_out(modules: list[nn.Module], output: object) -> Iterator[None]:
-    """The modules giving ``output`` without computing anything."""
+    """Make ``modules`` return ``output`` without computing anything, for as long as the context lasts."""
     before = [module.__dict__.get("forward") for module in modules]
     for module in modules:
         module.__dict__["forward"] = lambda *args, **kwargs: output
@@ -239,23 +242,23 @@ def _left_out(modules: list[nn.Module], output: object) -> Iterator[None]:
 
 
 def on_grid(sequences: Sequences, values: Tensor) -> Tensor:
-    """[R, T] the [M] ``values`` of completion tokens in their cells, 0 elsewhere."""
+    """Return [R, T] with the ``values`` [M] of completion tokens in their cells and 0 elsewhere."""
     grid, width = (
         torch.zeros(sequences.mask.shape, device=values.device, dtype=values.dtype),
         sequences.mask.shape[1],
     )
-    # Not a view of a flat tensor: FSDP2 hangs its pre-backward hook on what is returned.
+    # This is not a view of a flat tensor because FSDP2 attaches its pre-backward hook to the returned tensor.
     return grid.index_put((sequences.cells // width, sequences.cells % width), values)
 
 
 def causal_lm(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """The transformers model, with or without adapters around it."""
+    """Return the transformers model, without the adapters that may be around it."""
     return cast(PreTrainedModel, model.get_base_model()) if isinstance(model, PeftModel) else model
 
 
 def output_head(model: PreTrainedModel | PeftModel) -> nn.Linear:
-    """The head that makes logits. Raises ConfigError unless it is a plain linear layer (adapters on it are
-    not offered)."""
+    """Return the head that makes logits. Raises ConfigError unless it is a plain linear layer (adapters on it
+    are not supported)."""
     head = causal_lm(model).get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ConfigError(
@@ -268,10 +271,10 @@ def output_head(model: PreTrainedModel | PeftModel) -> nn.Linear:
 
 
 def decoder_blocks(model: Policy | PreTrainedModel | PeftModel) -> list[nn.Module]:
-    """The decoder layers of a model (or of a Policy), in order: the units of sharding and of activation
-    checkpointing.
+    """Return the decoder layers of a model (or of a Policy), in order. They are the units of sharding and of
+    activation checkpointing.
 
-    Raises ConfigError for a model that keeps them in no list as long as its config's num_hidden_layers.
+    Raises ConfigError for a model that has no list of them as long as its config's num_hidden_layers.
     """
     inner = causal_lm(model.model if isinstance(model, Policy) else model)
     layers = inner.config.get_text_config().num_hidden_layers
@@ -284,8 +287,9 @@ def decoder_blocks(model: Policy | PreTrainedModel | PeftModel) -> list[nn.Modul
 
 
 def checkpoint_activations(blocks: list[nn.Module], selective: bool = False) -> None:
-    """Keep only each block's input for the backward and recompute the rest; ``selective``: keep what is dear
-    to recompute too (``keep_dear``). Call it before sharding, whose hooks must lie outside.
+    """Keep only each block's input for the backward and recompute the rest. With ``selective``, also keep
+    results that are expensive to recompute (``keep_dear``). Call it before sharding, whose hooks must lie
+    outside.
 
     transformers' own switch does nothing in eval mode; a wrapper module would change the names of the
     weights.
@@ -298,8 +302,8 @@ def checkpoint_activations(blocks: list[nn.Module], selective: bool = False) -> 
 
 
 def keep_dear() -> Any:
-    """Contexts of a block's forward and of its recomputation: what attention gives is kept, and every second
-    matrix product, as torchtitan does; the rest, and the products between, is recomputed."""
+    """Return contexts of a block's forward and of its recomputation. The results of attention and of every
+    second matrix product are kept, as torchtitan does; everything else is recomputed."""
     products = 0
 
     def policy(_: Any, op: Any, *args: Any, **keywords: Any) -> CheckpointPolicy:
@@ -317,4 +321,4 @@ def keep_dear() -> Any:
 
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
-"""Names of torch's matrix products, as ``aten.mm.default`` has them."""
+"""Names of torch's matrix products, as they appear in ``aten.mm.default``."""

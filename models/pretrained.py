@@ -1,5 +1,5 @@
-"""A model and its tokenizer from a folder or the hub: what is refused before weights are read, and the policy
-that is built."""
+"""Building of a policy and its tokenizer from a folder or the hub, with the checks that refuse a model before
+its weights are read."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from models.routing import check_routing
 
 ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
 SOFTCAP_ATTENTION = ("eager", "flex_attention", "flash_attention_2", "flash_attention_3")
-"""Kernels that apply Gemma-2's attn_logit_softcapping; transformers' sdpa drops it without a word."""
+"""Kernels that apply Gemma-2's attn_logit_softcapping; transformers' sdpa silently drops it."""
 
 
 WRAPPERS: dict[str | None, type[Policy]] = {None: Policy, "value": ValuePolicy, "reward": RewardModel}
-"""model.head -> what stands around the transformers model"""
+"""model.head -> the class that wraps the transformers model"""
 
 
 def resolve_model_path(name_or_path: str) -> str:
-    """A run's folder stands for the model in it (``model/``); anything else for itself."""
+    """Return the model inside a run's folder (``model/``); any other name or path is returned unchanged."""
     inner = Path(name_or_path) / "model"
     return str(inner) if (inner / "config.json").is_file() else name_or_path
 
 
 def model_config(config: ModelConfig) -> PretrainedConfig:
-    """The architecture, without weights. Raises ConfigError if it cannot be had."""
+    """Return the architecture, without weights. Raises ConfigError if it cannot be loaded."""
     path = reachable("model.name_or_path", config.name_or_path, config.revision)
     try:
         return AutoConfig.from_pretrained(
@@ -61,11 +61,12 @@ def model_config(config: ModelConfig) -> PretrainedConfig:
 
 
 def check_model(config: ModelConfig) -> PretrainedConfig:
-    """The architecture, once everything that can be refused without weights was not.
+    """Return the architecture, after every check that needs no weights.
 
-    Raises ConfigError: a model that cannot be found, that is no causal language model, that is shorter than
-    model.max_length, an attention kernel that is not installed, that the model does not have or that would
-    drop a feature of it, or an auxiliary loss for routers that it does not have.
+    Raises ConfigError for a model that cannot be found, that is not a causal language model or that is
+    shorter than model.max_length; for an attention kernel that is not installed, that the model does not have
+    or that would drop a feature of it; for an auxiliary loss of routers that the model does not have; and as
+    ``check_embedded`` and ``check_quantization`` do.
     """
     found = model_config(config)
     check_embedded(config, found)
@@ -102,8 +103,8 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
     positions = getattr(text, "max_position_embeddings", None) or config.max_length
     if config.head == "reward":
         found.num_labels = 1
-        # A classifier pools at the last token that is not this one: were it also the end-of-turn token, it
-        # would pool before it.
+        # A classifier pools at the last token that is not padding. If the padding token were also the
+        # end-of-turn token, it would pool before that token.
         text.pad_token_id = None
     require(
         config.max_length <= positions,
@@ -116,8 +117,8 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
 
 
 def check_quantization(config: ModelConfig, found: PretrainedConfig) -> None:
-    """Raise ConfigError for an architecture that cannot be quantised as it is asked for, and for one that is
-    stored quantised."""
+    """Raise ConfigError for an architecture that cannot be quantised as requested, or that is stored
+    quantised."""
     if config.quantization is None:
         return
     stored = getattr(found, "quantization_config", None)
@@ -131,7 +132,8 @@ def check_quantization(config: ModelConfig, found: PretrainedConfig) -> None:
 
 
 def check_embedded(config: ModelConfig, found: PretrainedConfig) -> None:
-    """Raise ConfigError for another model under an embedded one's settings, which are made for its task."""
+    """Raise ConfigError for another model with the settings of an embedded one, which are made for that
+    model's task."""
     for file in ("model/adder.yaml:model", "model/instruct.yaml:model"):
         embedded = section(file)
         own = Path(embedded["name_or_path"], "config.json")
@@ -149,8 +151,8 @@ def check_embedded(config: ModelConfig, found: PretrainedConfig) -> None:
 
 
 def check_kernel(kernel: str, found: PretrainedConfig) -> None:
-    """Raise ConfigError for an attention kernel that transformers does not offer for this architecture (an
-    architecture of its own remote code says so itself when it is built)."""
+    """Raise ConfigError for an attention kernel that transformers does not offer for this architecture. (An
+    architecture with its own remote code raises an error itself when it is built.)"""
     mapping = AutoModelForCausalLM._model_mapping
     if type(found) not in mapping:
         return
@@ -171,14 +173,15 @@ def check_kernel(kernel: str, found: PretrainedConfig) -> None:
 
 
 def export_dtype(config: ModelConfig) -> torch.dtype:
-    """What the trained model is written in: model.export_dtype, or what the loaded model was written in."""
+    """Return the dtype in which the trained model is written: model.export_dtype, or that in which the loaded
+    model was written."""
     found = config.export_dtype or model_config(config).dtype or "float32"
     return found if isinstance(found, torch.dtype) else getattr(torch, found)
 
 
 def empty_policy(config: ModelConfig) -> Policy:
-    """The policy with its weights on the meta device, to be sharded and then filled (models.loading). Buffers
-    are real."""
+    """Return the policy with its weights on the meta device, to be sharded and then filled (models.loading).
+    Buffers are real."""
     found = check_model(config)
     with init_empty_weights(include_buffers=False):
         policy = WRAPPERS[config.head](_empty(config, found))
@@ -186,7 +189,7 @@ def empty_policy(config: ModelConfig) -> Policy:
 
 
 def _empty(config: ModelConfig, found: PretrainedConfig) -> PreTrainedModel | PeftModel:
-    """The model, with its adapters, on the meta device; buffers are real."""
+    """Return the model, with its adapters, on the meta device; buffers are real."""
     with init_empty_weights(include_buffers=False):
         model = _auto(config).from_config(found, **_how(config))
         return _with_lora(model, config) if config.use_peft else model
@@ -197,7 +200,8 @@ def _auto(config: ModelConfig) -> type[AutoModelForCausalLM] | type[AutoModelFor
 
 
 def _how(config: ModelConfig) -> dict[str, Any]:
-    """How transformers builds the model. Masters are float32; with LoRA the base is frozen in model.dtype."""
+    """Return transformers' arguments for building the model. Master weights are float32; with LoRA the base
+    is frozen in model.dtype."""
     dtype = getattr(torch, config.dtype) if config.use_peft else torch.float32
     return {
         "attn_implementation": config.attn_implementation,
@@ -207,11 +211,11 @@ def _how(config: ModelConfig) -> dict[str, Any]:
 
 
 def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Policy:
-    """The policy on ``device``, float32 masters; with LoRA the base is frozen in model.dtype and the adapters
-    are float32.
+    """Return the policy on ``device``, with float32 master weights; with LoRA the base is frozen in
+    model.dtype and the adapters are float32.
 
     ``seed`` is that of random weights (of adapters, or of all with model.from_config). Raises ConfigError if
-    weights cannot be had.
+    weights cannot be loaded.
     """
     found, common = check_model(config), _how(config)
     path = resolve_model_path(config.name_or_path)
@@ -235,7 +239,7 @@ def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Pol
 
 
 def check_finite(model: nn.Module, config: ModelConfig) -> None:
-    """Raise ConfigError for weights that are not finite numbers: it names a tensor, and the file that has
+    """Raise ConfigError for weights that are not finite numbers; it names a tensor and the file that has
     it."""
     name = next((name for name, p in model.named_parameters() if not _finite(p.detach())), None)
     if name is None:
@@ -262,7 +266,7 @@ def _finite(values: torch.Tensor) -> bool:
 
 
 def _weight_files(config: ModelConfig) -> list[Path]:
-    """The files that the weights were read from, in a folder or in the hub's cache."""
+    """Return the files that the weights were read from, in a folder or in the hub's cache."""
     path = Path(resolve_model_path(config.name_or_path))
     if not path.is_dir():
         cached = try_to_load_from_cache(config.name_or_path, "config.json", revision=config.revision)
@@ -273,14 +277,14 @@ def _weight_files(config: ModelConfig) -> list[Path]:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, values) of a safetensors file, one at a time."""
+    """Yield (name, values) of a safetensors file, one at a time."""
     with safe_open(file, framework="pt") as opened:
         for name in opened.keys():  # noqa: SIM118  (not a dict)
             yield name, opened.get_tensor(name)
 
 
 def _finished(policy: Policy, config: ModelConfig) -> Policy:
-    """The policy with its forward as the settings ask for it."""
+    """Set up the policy's forward as the settings ask for it, and return the policy."""
     policy.temperature = config.logit_temperature
     policy.use_packed_attention()
     if config.compile:
@@ -312,12 +316,12 @@ def _with_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, or model.tokenizer_name_or_path's; model.chat_template (a jinja file), if given,
-    replaces its own.
+    """Return the model's tokenizer, or that of model.tokenizer_name_or_path; model.chat_template (a jinja
+    file), if given, replaces its chat template.
 
-    A tokenizer without a padding token gets its end-of-sequence token for one: padding only fills, what
-    counts is said by masks, and no embedding is resized. Raises ConfigError if it cannot be had, or has no
-    end-of-sequence token.
+    A tokenizer without a padding token uses its end-of-sequence token for padding: padding only fills, masks
+    say which tokens count, and no embedding is resized. Raises ConfigError if the tokenizer cannot be loaded
+    or has no end-of-sequence token.
     """
     own = config.tokenizer_name_or_path is None
     key = "model.name_or_path" if own else "model.tokenizer_name_or_path"
@@ -350,9 +354,9 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def reachable(key: str, name: str, revision: str | None) -> str:
-    """The path to load from. Raises ConfigError for a run without a model, and for a name that is no folder,
-    not cached and not on the hub: one request says so at once, where loading would retry for half a
-    minute."""
+    """Return the path to load from. Raises ConfigError for a run without a model, and for a name that is not
+    a folder, not cached and not on the hub. One request finds this out at once, where loading would retry for
+    half a minute."""
     path = resolve_model_path(name)
     require(
         not (Path(path) / "config.yaml").is_file() or (Path(path) / "config.json").is_file(),
@@ -372,7 +376,7 @@ def reachable(key: str, name: str, revision: str | None) -> str:
 
 
 def not_found(key: str, value: str, error: Exception) -> ConfigError:
-    """What a user can do about a model that could not be had."""
+    """Return the ConfigError that says what a user can do about a model that could not be loaded."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if value.startswith((".", "/", "~")) or Path(value).exists():
         return ConfigError(

@@ -1,10 +1,11 @@
-"""A frozen base in 4 bits under LoRA: QLoRA (Dettmers et al., arXiv 2305.14314), ``model.quantization=nf4``.
+"""Frozen base weights in 4 bits under LoRA, as in QLoRA (Dettmers et al., arXiv 2305.14314), for
+``model.quantization=nf4``.
 
-torchao gives the numbers: its ``NF4Tensor`` rounds a weight to one of 16 levels times the scale of its block,
-and the scales of blocks to 8 bits. Its class can be sharded only where whole blocks of blocks fall to every
-rank, and a state dict that one rank hands to the others does not carry it. Here the same numbers lie in one
-plain tensor of bytes, a row of it for a row of the weights: it is sharded, handed over and counted as any
-other parameter, and what is computed does not depend on the number of ranks.
+torchao computes the numbers: its ``NF4Tensor`` rounds a weight to one of 16 levels times the scale of its
+block, and the scales of blocks to 8 bits. Its class can be sharded only where every rank gets whole blocks of
+blocks, and a state dict that one rank sends to the others does not carry it. Here the same numbers lie in one
+plain tensor of bytes, with one row for each row of the weights. It is sharded, sent and counted like any
+other parameter, and results do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -20,32 +21,33 @@ from common.small_gpus import import_with_torchao
 
 KEY, NF4 = "model.quantization", "nf4"
 BLOCK, NARROWEST = 64, 16
-"""A block has at most so many values, as in torchao, and no fewer than so many."""
+"""Largest number of values in a block, as in torchao, and smallest."""
 RANGES = 8
-"""Bytes at the beginning of a row: two float32, what its scales are divided by and what is added to them.
-They are kept as bytes, since FSDP would round floating-point parameters to the dtype that is computed in."""
+"""Number of bytes at the beginning of a row: two float32, the divisor of the row's scales and the number
+added to them. They are kept as bytes because FSDP would round floating-point parameters to the dtype of the
+computation."""
 LEVELS = (
     *(-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0),
     *(0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0),
 )
-"""What the 16 codes stand for, as torchao has them: quantiles of a normal distribution, and 0."""
+"""Values of the 16 codes, as in torchao: quantiles of a normal distribution, and 0."""
 ZEROS = 0x77
-"""A byte of two codes for 0."""
+"""A byte with two codes for 0."""
 
 
 class NF4Linear(nn.Module):
-    """A frozen linear layer whose weights are kept in 4 bits. ``packed`` is [rows, bytes of a row] uint8; the
+    """A frozen linear layer whose weights are kept in 4 bits. ``packed`` is [rows, bytes of a row] uint8. Its
     products are those of a linear layer with the weights ``weight``, in the input's dtype."""
 
     packed: nn.Parameter
     table: Tensor
 
     def __init__(self, linear: nn.Linear) -> None:
-        """Keeps the bias of ``linear`` as it is. Raises ConfigError for rows that no block divides."""
+        """Keep the bias of ``linear`` as it is. Raises ConfigError for rows that no block length divides."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.dtype = linear.weight.dtype
-        """What the weights were before, and what they are exported in."""
+        """Dtype that the weights had before, and in which they are exported."""
         self.packed = nn.Parameter(pack(linear.weight.detach()), requires_grad=False)
         self.bias = linear.bias
         codes = torch.arange(256)
@@ -53,19 +55,20 @@ class NF4Linear(nn.Module):
         self.register_buffer("table", pairs, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+        """Return [..., out] for ``x`` [..., in]."""
         product: Tensor = _Product.apply(x, self.packed, self.table, self.bias, self.in_features)  # type: ignore[no-untyped-call]
         return product
 
     @property
     def weight(self) -> Tensor:
-        """[out, in] the weights as products have them. For models that look at them by themselves; this rank
-        must have the layer whole."""
+        """[out, in] weights as the products use them, for models that read them directly; this rank must have
+        the whole layer."""
         return self.dequantised(self.packed)
 
     @torch.no_grad()
     def dequantised(self, packed: Tensor) -> Tensor:
-        """[out, in] in ``dtype`` of this layer's ``packed``, whole and a plain tensor, wherever it lies."""
+        """Return the weights [out, in] in ``dtype`` from this layer's ``packed``, a whole and plain tensor on
+        any device."""
         return unpack(packed, self.table.to(packed.device), self.in_features).to(self.dtype)
 
     def extra_repr(self) -> str:
@@ -73,7 +76,7 @@ class NF4Linear(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """A linear layer's product whose backward makes the weights again instead of keeping them."""
+    """Product of a linear layer whose backward computes the weights again instead of keeping them."""
 
     @staticmethod
     def forward(
@@ -91,19 +94,19 @@ class _Product(torch.autograd.Function):
 
 
 def block_length(columns: int) -> int | None:
-    """How many values of a row share a scale: the most up to ``BLOCK`` that divide it and are even (two codes
-    a byte). None where that would be fewer than ``NARROWEST``."""
+    """Return how many values of a row share a scale: the largest number up to ``BLOCK`` that divides the row
+    and is even (a byte holds two codes). None where that would be less than ``NARROWEST``."""
     fitting = [n for n in range(NARROWEST, BLOCK + 1, 2) if columns % n == 0]
     return max(fitting, default=None)
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[out, in] weights as [out, ``RANGES`` + blocks of a row + in / 2] bytes: of each row what its scales
-    are divided by and what is added to them (float32), its scales (int8), its codes, two a byte. Of weights
-    on the meta device the shape alone.
+    """Return [out, in] weights as [out, ``RANGES`` + blocks of a row + in / 2] bytes. A row holds the divisor
+    of its scales and the number added to them (float32), its scales (int8), and its codes, two per byte. For
+    weights on the meta device only the shape is returned.
 
     Where torchao divides by 0, a block of zeros is 0 here, and scales that are all alike are their mean.
-    Raises ConfigError for rows that no block divides, and where torchao is missing.
+    Raises ConfigError for rows that no block length divides, and where torchao is missing.
     """
     rows, columns = weight.shape
     block = block_length(columns)
@@ -132,8 +135,8 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, table: Tensor, columns: int) -> Tensor:
-    """[out, in] float32: the weights that ``pack`` made bytes of. ``table`` [256, 2]: what a byte of two
-    codes stands for."""
+    """Return [out, in] float32, the weights that ``pack`` turned into bytes. ``table`` [256, 2]: the two
+    values of each byte."""
     block = block_length(columns)
     assert block is not None
     blocks = columns // block
@@ -145,14 +148,15 @@ def unpack(packed: Tensor, table: Tensor, columns: int) -> Tensor:
 
 
 def torchao_nf4() -> Any:
-    """torchao's NF4Tensor. Raises ConfigError where it is not installed."""
+    """Return torchao's NF4Tensor. Raises ConfigError where torchao is not installed."""
     return import_with_torchao("torchao.quantization", KEY, NF4, f"use {KEY}=null").NF4Tensor
 
 
 def quantise(blocks: list[nn.Module]) -> None:
-    """Make every frozen linear layer of these decoder blocks an ``NF4Linear``: all but LoRA's adapters.
+    """Replace every frozen linear layer of these decoder blocks, that is all but LoRA's adapters, by an
+    ``NF4Linear``.
 
-    Raises ConfigError for a model most of whose blocks' weights are in no linear layers, and as ``pack``.
+    Raises ConfigError for a model most of whose blocks' weights are not in linear layers, and as ``pack``.
     """
     torchao_nf4()
     frozen = sum(p.numel() for block in blocks for p in block.parameters() if not p.requires_grad)
@@ -176,19 +180,19 @@ def quantise(blocks: list[nn.Module]) -> None:
 
 
 def quantised(model: nn.Module) -> dict[str, NF4Linear]:
-    """Name of its ``packed`` in a state dict -> layer."""
+    """Return name of ``packed`` in a state dict -> its layer, for every quantised layer."""
     return {
         f"{name}.packed": module for name, module in model.named_modules() if isinstance(module, NF4Linear)
     }
 
 
 def weight_name(packed: str) -> str:
-    """The name that the weights have where they are not quantised."""
+    """Return the name that the weights of ``packed`` have in a model that is not quantised."""
     return f"{packed.removesuffix('packed')}weight"
 
 
 def count_weights(model: nn.Module) -> int:
-    """Numbers that the parameters stand for, each counted once."""
+    """Return how many numbers the parameters stand for, each counted once."""
     layers = quantised(model)
     return sum(
         layer.in_features * layer.out_features if (layer := layers.get(name)) is not None else p.numel()

@@ -1,7 +1,7 @@
-"""Rank 0 makes a round alone, as plain code without collectives; the other ranks wait, and help when it asks:
-to sample, to gather weights, to score.
+"""Work that rank 0 does alone once a round, as plain code without collectives, while the other ranks wait and
+help on request. They help to sample, to gather weights and to score.
 
-What they can be asked for is said beforehand, by every rank alike, when samplers and rewards are made.
+Every rank declares alike and beforehand, when samplers and rewards are made, what it can be asked for.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ R = TypeVar("R")
 
 
 class ShareError(StoppedError):
-    """A rank could not do its share; the message says which and why."""
+    """A rank could not do its share; the message says which rank and why."""
 
 
 class Ranks:
-    """The ranks of a run, for what is done once a round."""
+    """The ranks of a run, for work that is done once a round."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -30,8 +30,8 @@ class Ranks:
         self._helped = False
 
     def run_on_main(self, work: Callable[[], T]) -> T:
-        """What rank 0's ``work`` gives, or raises, on every rank; ``work`` may call what ``together`` and
-        ``dealt`` gave. Every rank calls it."""
+        """Return on every rank what rank 0's ``work`` returns, or raise what it raises. ``work`` may call the
+        functions that ``together`` and ``dealt`` returned. Every rank calls this."""
         if not self.world.is_main:
             return outcome(self._help())  # type: ignore[no-any-return]
         before, self._helped = self._helped, True
@@ -42,7 +42,7 @@ class Ranks:
         return outcome(done)  # type: ignore[no-any-return]
 
     def _help(self) -> Any:
-        """Do what rank 0 asks for, until it has done its work."""
+        """Do what rank 0 asks for until its work is done; return the outcome of that work."""
         while True:
             duty, value = from_main(None)
             if duty is None:
@@ -50,9 +50,9 @@ class Ranks:
             self._duties[duty](value)
 
     def together(self, work: Callable[[T], R]) -> Callable[[T], R]:
-        """``work`` done by every rank when rank 0 asks for it, inside ``run_on_main``; it may use
-        collectives. What it raises on another rank ends that rank. Every rank calls this alike, and in the
-        same order."""
+        """Return a function that runs ``work`` on every rank when rank 0 calls it inside ``run_on_main``;
+        ``work`` may use collectives. What ``work`` raises on another rank ends that rank. Every rank calls
+        this alike, and in the same order."""
         duty = len(self._duties)
         self._duties.append(work)
 
@@ -65,11 +65,12 @@ class Ranks:
         return ask
 
     def dealt(self, work: Callable[[T], R]) -> Callable[[Sequence[T]], list[R]]:
-        """``work`` of each of many items, every rank a share of them; the results in the items' order.
-        ``work`` uses no collectives. Every rank calls this alike, as ``together``.
+        """Return a function that applies ``work`` to many items, a share of them on every rank, and returns
+        the results in the items' order. ``work`` uses no collectives. Every rank calls this alike, as
+        ``together``.
 
-        What ``work`` raises on any of several ranks is raised once all are done: a UserError as it is,
-        anything else as a ShareError.
+        With several ranks, what ``work`` raises on any of them is raised once all are done: a UserError as it
+        is, anything else as a ShareError.
         """
         rank, size = self.world.rank, self.world.size
         if size == 1:
@@ -88,7 +89,7 @@ class Ranks:
         return each
 
     def _tried(self, work: Callable[[], R]) -> tuple[R | None, Exception | None]:
-        """As ``attempt``, with an error that can be told to other ranks: not every exception can be sent."""
+        """Do as ``attempt``, with an error that can be sent to other ranks: not every exception can."""
         try:
             return work(), None
         except UserError as error:
@@ -100,13 +101,13 @@ class Ranks:
 
 
 def alone(work: Callable[[T], R]) -> Callable[[Sequence[T]], list[R]]:
-    """As ``Ranks.dealt``, by this process."""
+    """Return the function that ``Ranks.dealt`` returns, for this process alone."""
     return lambda items: [work(item) for item in items]
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """(what ``work`` gives, what it raises): to be told to other ranks, which would wait for ever if rank 0
-    just left."""
+    """Return (the result of ``work``, the exception that it raised). The other ranks must be told of an
+    exception: they would wait for ever if rank 0 left."""
     try:
         return work(), None
     except BaseException as error:
@@ -114,7 +115,7 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def outcome(done: tuple[Any, BaseException | None]) -> Any:
-    """Give or raise what ``attempt`` has."""
+    """Return the result in ``done``, the output of ``attempt``, or raise its exception."""
     value, error = done
     if error is not None:
         raise error

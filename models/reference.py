@@ -1,9 +1,9 @@
-"""The reference model, without its weights.
+"""Log-probabilities of the reference model, without a copy of its weights.
 
 At a sync point the reference *is* the policy, and the batches that will be trained until the next sync are
-known. So the policy scores them then, without gradient, and what is kept is a few log-probabilities instead
-of a second copy of the weights: no memory for it, no traffic to sync it, and LoRA and sharding need nothing
-special. Losses and weights are bit-identical to a run with a second model
+known. So the policy scores them then, without gradient, and only a few log-probabilities are kept instead of
+a second copy of the weights. This takes no memory for a second model and no traffic to sync it, and LoRA and
+sharding need nothing special. Losses and weights are bit-identical to a run with a second model
 (tests/integration/test_two_models.py).
 """
 
@@ -19,16 +19,16 @@ from data.types import Microbatch, Sequence, Sequences
 from models.distributed import reshard
 
 Scored = Iterable[tuple[int, list[Microbatch]]]
-"""(step, this rank's microbatches of it)"""
+"""(step, this rank's microbatches of that step)"""
 
 
 @torch.no_grad()
 def score(policy: nn.Module, sequences: Sequences) -> Tensor:
-    """[R, T] token log-probabilities under the policy as it is now, nats, float32, no gradient.
+    """Return [R, T], token log-probabilities under the current policy, in nats, float32, without gradient.
 
     The root of an FSDP2 model stays whole after a forward without backward; after the next optimizer step it
-    would be silently stale (embedding, norm, head). So every no-gradient forward goes through here and shards
-    it again.
+    would be silently stale (embedding, norm, head). So the model is sharded again after every no-gradient
+    forward.
     """
     values = policy(sequences)
     reshard(policy)
@@ -38,9 +38,9 @@ def score(policy: nn.Module, sequences: Sequences) -> Tensor:
 class Reference:
     """Log-probabilities of the reference for the batches up to the next sync.
 
-    ``by_row`` False: scores belong to (step, row), made from the very microbatches that will be trained (same
-    shapes, same kernels), so policy and reference agree to the bit where their weights do. True: scores
-    belong to the row, made once for all epochs.
+    With ``by_row`` False, scores belong to (step, row) and are computed on the very microbatches that will be
+    trained (same shapes, same kernels), so policy and reference agree to the bit where their weights do. With
+    ``by_row`` True, scores belong to the row and are computed once for all epochs.
     """
 
     def __init__(self, by_row: bool = False) -> None:
@@ -53,8 +53,8 @@ class Reference:
         return row.key if self.by_row else f"{step}/{row.key}"
 
     def refresh(self, policy: nn.Module, step: int, upcoming: Scored) -> None:
-        """Make the reference the policy as it is now, before the update of ``step``: score ``upcoming`` and
-        forget the rest."""
+        """Make the current policy, before the update of ``step``, the reference: score ``upcoming`` and
+        forget all other scores."""
         self.step, self.scores = step, {}
         new: dict[str, Tensor] = {}
         for at, microbatches in upcoming:
@@ -62,8 +62,8 @@ class Reference:
         self.scores = new
 
     def scored(self, policy: nn.Module, step: int, microbatches: Iterable[Microbatch]) -> dict[str, Tensor]:
-        """Key -> [C] log-probabilities of the completion tokens of every row of these microbatches, nats, on
-        the device."""
+        """Return key -> [C] log-probabilities of the completion tokens that count, in nats, on the device,
+        for every row of these microbatches."""
         new: dict[str, Tensor] = {}
         for sequences in sequences_of(microbatches):
             for row, values in zip(sequences.rows, score(policy, sequences), strict=True):
@@ -72,11 +72,11 @@ class Reference:
         return new
 
     def lookup(self, step: int, sequences: Sequences) -> Tensor:
-        """[R, T] the reference's log-probabilities of these rows at this step, nats, float32, 0 where the
-        mask is False.
+        """Return [R, T], the reference's log-probabilities of these rows at this step, in nats, float32; 0
+        where the mask is False.
 
-        Raises KeyError for a row that was not scored: training it would be an error of the program, never a
-        fallback.
+        Raises KeyError for a row that was not scored: training such a row would be an error of the program,
+        and there is no fallback.
         """
         device, width = sequences.mask.device, sequences.mask.shape[1]
         rows = [
@@ -89,8 +89,8 @@ class Reference:
 
 
 def sequences_of(microbatches: Iterable[Microbatch]) -> Iterator[Sequences]:
-    """Everything in these microbatches that needs a reference: the rows of the loss, and the mismatched
-    ones."""
+    """Yield everything in these microbatches that needs a reference: the rows of the loss, and the mismatched
+    rows."""
     for micro in microbatches:
         yield micro.sequences
         if micro.mismatched is not None:
@@ -99,8 +99,8 @@ def sequences_of(microbatches: Iterable[Microbatch]) -> Iterator[Sequences]:
 
 @torch.no_grad()
 def weights_fingerprint(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """A digest of every bit of the weights (position-weighted sums of each tensor's bit patterns), whatever
-    files they came from."""
+    """Return a digest of every bit of the weights (position-weighted sums of each tensor's bit patterns),
+    whatever files they came from."""
     digest = hashlib.sha256()
     for name, tensor in parameters:
         flat = tensor.detach().reshape(-1).contiguous()

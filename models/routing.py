@@ -1,18 +1,18 @@
-"""The auxiliary loss that keeps the experts of a mixture in use (Fedus et al. 2021, Switch Transformer, arXiv
-2101.03961, equations 4 to 6; as transformers computes it: all layers together, and k choices a token), over
-the global batch.
+"""Auxiliary loss that keeps the experts of a mixture in use (Fedus et al., 2021, Switch Transformer, arXiv
+2101.03961, equations 4 to 6), over the global batch. It follows transformers: all layers together, and k
+choices per token.
 
-``L = E sum_e f_e P_e``. E: the experts of a layer. f_e: how often a token chooses expert e (0 to 1; over all
-e they add up to k). P_e: the probability that a token's router gives to expert e. Both are means over every
-layer and token: prompts and completions of the rows that the loss is computed on, neither padding nor rows
-that fill a batch up. L is k where all experts are chosen alike.
+``L = E sum_e f_e P_e``. E is the number of experts in a layer. f_e is how often a token chooses expert e (0
+to 1; over all e they add up to k). P_e is the probability that a token's router gives to expert e. Both are
+means over every layer and token: prompts and completions of the rows that the loss is computed on, without
+padding and without rows that only fill up the batch. L is k where all experts are chosen equally often.
 
-L is a product of two means, so the sum of a microbatch's L over microbatches would be another loss. But f
-counts choices, which have no gradient; once the f of the global batch is known, what is left is a sum over
-tokens. So f is counted first, over all microbatches of all ranks, and every microbatch adds its tokens'
-share: value and gradient are the global batch's, however it is cut. A rank that runs one microbatch a step
-counts in that forward; with several (model.gradient_accumulation_steps) it takes one more forward without
-gradient, of the whole batch.
+L is a product of two means, so the sum of L over microbatches would be another loss. But f counts choices,
+which have no gradient; once the f of the global batch is known, the rest is a sum over tokens. So f is
+counted first, over all microbatches of all ranks, and every microbatch then adds its tokens' share. Value and
+gradient are those of the global batch, however it is split. A rank that runs one microbatch per step counts
+in that forward; with several (model.gradient_accumulation_steps) it runs one more forward of the whole batch,
+without gradient.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from models.policy import Policy, causal_lm
 from models.reference import score
 
 Routed = list[tuple[Tensor, ...]]
-"""A forward each: the logits [B L, E] of each mixture layer's router"""
+"""One entry per forward: the logits [B L, E] of each mixture layer's router"""
 
 
 def is_mixture(found: PretrainedConfig) -> bool:
-    """Whether this architecture is a mixture of experts with an auxiliary loss of its own, and transformers
-    can say how it routes."""
+    """Return whether this architecture is a mixture of experts with an auxiliary loss of its own, whose
+    routing transformers can record."""
     mapping = AutoModelForCausalLM._model_mapping
     records = (
         getattr(mapping[type(found)], "_can_record_outputs", None) or {} if type(found) in mapping else {}
@@ -49,7 +49,7 @@ def is_mixture(found: PretrainedConfig) -> bool:
 
 
 def check_routing(config: ModelConfig, found: PretrainedConfig) -> None:
-    """Raise ConfigError for an auxiliary loss that this model has no use for, or that cannot be computed."""
+    """Raise ConfigError for an auxiliary loss that does not apply to this model or cannot be computed."""
     key, value = "model.router_aux_loss_coef", config.router_aux_loss_coef
     if value is None:
         return
@@ -63,7 +63,7 @@ def check_routing(config: ModelConfig, found: PretrainedConfig) -> None:
 
 
 def routing_notice(config: ModelConfig, found: PretrainedConfig) -> str | None:
-    """What a start says of a mixture of experts; None of another model."""
+    """Return the message about a mixture of experts at the start of a run; None for another model."""
     if not is_mixture(found):
         return None
     own = found.get_text_config().router_aux_loss_coef
@@ -79,8 +79,8 @@ def routing_notice(config: ModelConfig, found: PretrainedConfig) -> str | None:
 
 
 class RouterBalance:
-    """The auxiliary loss of a policy's routers. For each step ``begin``, then for each microbatch a
-    ``watched`` forward and ``part``."""
+    """Auxiliary loss of a policy's routers. Each step calls ``begin``, then for each microbatch a forward
+    inside ``watched`` and ``part``."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -90,8 +90,8 @@ class RouterBalance:
 
     @torch.no_grad()
     def begin(self, batch: list[Sequences]) -> None:
-        """Count the choices of this rank's microbatches of a global batch. Every rank calls it, with as
-        many."""
+        """Count the choices in this rank's microbatches of a global batch. Every rank calls it, with the same
+        number of microbatches."""
         self._counts = None
         if len(batch) == 1:
             return
@@ -104,13 +104,13 @@ class RouterBalance:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """The context of the forward, with gradient, of one microbatch."""
+        """Record the routers' logits of one microbatch's forward, with gradient."""
         with self.policy.routed() as self._routed:
             yield
 
     def part(self, sequences: Sequences) -> Tensor:
-        """[] float32: the share of L that the microbatch of the last watched forward has, with gradient: over
-        all microbatches and ranks they add up to L."""
+        """Return [] float32, the share of L that belongs to the microbatch of the last watched forward, with
+        gradient. Over all microbatches and ranks the shares add up to L."""
         (layers,), real = self._routed, own_tokens(sequences)
         counts = self._counts
         if counts is None:
@@ -124,7 +124,8 @@ class RouterBalance:
 
     @torch.no_grad()
     def _count(self, sequences: Sequences, routed: Routed) -> Tensor:
-        """[E + 1] float64: how often each expert was chosen, and the number of tokens times layers."""
+        """Return [E + 1] float64: how often each expert was chosen, then the number of tokens times
+        layers."""
         (layers,), real = routed, own_tokens(sequences)
         counts = torch.zeros(layers[0].shape[-1] + 1, dtype=torch.float64, device=real.device)
         weights = real.double().repeat_interleave(self.choices)
@@ -135,7 +136,8 @@ class RouterBalance:
 
 
 def own_tokens(sequences: Sequences) -> Tensor:
-    """[B L] bool: the tokens of rows, prompts included; neither padding nor rows that fill a batch up."""
+    """Return [B L] bool, the tokens of rows, prompts included, without padding and without rows that only
+    fill up the batch."""
     lengths = torch.tensor([len(row) if len(row.completion_ids) else 0 for row in sequences.rows])
     device = sequences.input_ids.device
     if sequences.position_ids is None:

@@ -1,5 +1,5 @@
-"""Log-probabilities on disk: what was scored once under some weights is read by every later run that starts
-from them."""
+"""Log-probabilities on disk, so that every later run that starts from the same weights reads them instead of
+scoring again."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from common.errors import StoppedError
 from models.score_table import Shard, packed
 
 Shards = dict[str, Shard]
-"""Name of a file -> its scores"""
+"""File name -> its scores"""
 LAYOUT = "keys, ends, values"
-"""Part of what names a folder: other versions lay out their files otherwise."""
+"""Part of the digest that names a folder: other versions lay out their files differently."""
 
 
 class ScoreCache:
-    """Shards written as they come, ``<root>/scores/<digest of parts>/*.safetensors``, each with a checksum of
-    what it holds and of what that depends on. Any number of processes may use a folder at once."""
+    """Shards of scores, written as they are computed to ``<root>/scores/<digest of parts>/*.safetensors``.
+    Each has a checksum of its contents and of what they depend on. Any number of processes may use a folder
+    at once."""
 
     def __init__(self, root: Path, parts: dict[str, str], rank: int) -> None:
-        """``parts``: all that a score depends on."""
+        """``parts``: everything that a score depends on."""
         self.parts, self.rank = parts | {"layout": LAYOUT}, rank
         self.key = hashlib.sha256(json.dumps(self.parts, sort_keys=True).encode()).hexdigest()[:24]
         self.folder = root / "scores" / self.key
 
     def shards(self) -> Shards:
-        """Every shard written so far, of any rank. One that is not as it was written is said, and removed:
-        its rows are scored again."""
+        """Return every shard written so far, of any rank. A shard that is not as it was written is reported
+        and removed; its rows are scored again."""
         found: Shards = {}
         for path in sorted(self.folder.glob("*.safetensors")):
             if path.name.startswith("."):  # one that is being written
@@ -51,26 +52,27 @@ class ScoreCache:
         return found
 
     def _read(self, path: Path) -> Shard:
-        with safe_open(path, framework="numpy") as file:  # a copy, which is forgotten once it is checked
+        with safe_open(path, framework="numpy") as file:  # reads a copy, which is dropped once it is checked
             known = (file.metadata() or {}).get("sha256")
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if known is None:
             raise ValueError("it has no checksum")
         if known != self._digest(found):
             raise ValueError("it is damaged, its checksum is another")
-        with safe_open(path, framework="pt") as file:  # values stay where they lie
+        with safe_open(path, framework="pt") as file:  # values stay in the file
             return {name: file.get_tensor(name) for name in found}
 
     def write(self, scores: dict[str, Tensor]) -> None:
-        """One more shard: written beside, then renamed. Raises StoppedError where that cannot be."""
+        """Write one more shard under a temporary name, then rename it. Raises StoppedError where it cannot be
+        written."""
         shard = packed(scores)
-        name = f"{self.rank:04d}-{uuid4().hex}.safetensors"  # a process number may be another node's too
+        name = f"{self.rank:04d}-{uuid4().hex}.safetensors"  # a process id may occur on another node too
         part = self.folder / f".{name}.part"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not (about := self.folder / "about.json").exists():
                 part.write_text(json.dumps(self.parts, indent=2, sort_keys=True))
-                os.replace(part, about)  # of several at once one stays: they say the same
+                os.replace(part, about)  # if several write at once, one file stays: they are equal
             digest = self._digest({name: values.numpy() for name, values in shard.items()})
             save_file(shard, part, metadata={"sha256": digest})
             os.replace(part, self.folder / name)
@@ -78,11 +80,12 @@ class ScoreCache:
             part.unlink(missing_ok=True)
             said = f"{self.folder}: scores cannot be written ({error}); make room, or name another cache_dir"
             if self.rank:
-                print(f"rank {self.rank}: {said}", flush=True)  # programs print rank 0's errors alone
+                print(f"rank {self.rank}: {said}", flush=True)  # programs print only rank 0's errors
             raise StoppedError(said) from error
 
     def _digest(self, shard: Mapping[str, np.ndarray]) -> str:
-        """Of the key and every score, 64 hex digits: the file format has no checksum of its own."""
+        """Return the checksum of the key and every score, 64 hex digits: the file format has none of its
+        own."""
         digest = hashlib.sha256(self.key.encode())
         for name in sorted(shard):
             digest.update(f"\n{name} {shard[name].shape} {shard[name].dtype}\n".encode())

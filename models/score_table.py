@@ -1,4 +1,5 @@
-"""Log-probabilities of many rows, found by the row's key: they stay in the files that they were read from."""
+"""Table of the log-probabilities of many rows by the row's key, whose values stay in the files that they were
+read from."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ import torch
 from torch import Tensor
 
 Shard = Mapping[str, Tensor]
-"""``keys`` [rows, width] uint8: each row's key, zeros behind it; ``ends`` [rows] int64; ``values`` [tokens]
-float32, nats."""
+"""``keys`` [rows, width] uint8: each row's key, padded with zeros; ``ends`` [rows] int64: where each row's
+values end; ``values`` [tokens] float32, nats."""
 
 
 class KeyIndex:
-    """Where each of many keys stands; of a key that is there several times, the last place."""
+    """Position of each of many keys; for a key that occurs several times, the last position."""
 
     def __init__(self, keys: np.ndarray) -> None:
-        """``keys``: [n] S"""
+        """``keys``: [n] byte strings (numpy's S)"""
         order = np.argsort(keys, kind="stable")
         ordered = keys[order]
         last = np.append(ordered[1:] != ordered[:-1], True)[: len(order)]
@@ -30,7 +31,7 @@ class KeyIndex:
         return (key.decode() for key in self.keys)
 
     def place(self, key: str) -> int:
-        """Raises KeyError."""
+        """Return the position of ``key``. Raises KeyError."""
         wanted = key.encode()
         at = int(np.searchsorted(self.keys, wanted))
         if at == len(self.keys) or self.keys[at] != wanted:
@@ -39,7 +40,7 @@ class KeyIndex:
 
 
 class ScoreTable(Mapping[str, Tensor]):
-    """Key -> [C] log-probabilities, nats, float32, CPU. Of a key in several shards the last counts."""
+    """Key -> [C] log-probabilities, nats, float32, CPU. For a key in several shards the last one counts."""
 
     def __init__(self, shards: Sequence[Shard] = ()) -> None:
         names = [_names(shard["keys"]) for shard in shards]
@@ -62,18 +63,18 @@ class ScoreTable(Mapping[str, Tensor]):
         return self._values[self._shards[at]][int(self._starts[at]) : int(self._ends[at])]
 
     def missing(self, keys: np.ndarray) -> np.ndarray:
-        """[n] bool: which of ``keys`` ([n] S) have no score."""
+        """Return [n] bool, which of ``keys`` ([n] byte strings) have no score."""
         return ~np.isin(keys, self._index.keys)
 
 
 def _names(keys: Tensor) -> np.ndarray:
-    """[rows] S"""
+    """Return the keys as [rows] byte strings."""
     width = keys.shape[1]
     return np.ascontiguousarray(keys.numpy()).view(f"S{width}").reshape(-1)
 
 
 def packed(scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The shard of these scores."""
+    """Return the shard that holds these scores."""
     names = np.array([key.encode() for key in scores], "S")
     width = max(1, names.dtype.itemsize)
     keys = np.frombuffer(names.astype(f"S{width}").tobytes(), np.uint8).reshape(-1, width)

@@ -1,4 +1,4 @@
-"""What models look like, without a network: the architectures of the models that the shipped recipes name."""
+"""Architectures of the models that the shipped recipes name, available without a network."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ FILE = Path(__file__).with_suffix(".json")
 
 @cache
 def known_shapes() -> dict[str, dict[str, Any]]:
-    """Name on the hub -> what of its config.json says how large its tensors are."""
+    """Return name on the hub -> the part of its config.json that determines how large its tensors are."""
     shapes: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
     return shapes
 
 
 def architecture(config: ModelConfig) -> PretrainedConfig:
-    """The architecture: of a folder or the hub's cache, else from the table of known ones, else from the hub.
+    """Return the architecture, from a folder or the hub's cache, else from the table of known ones, else from
+    the hub.
 
-    Raises ConfigError where it cannot be had.
+    Raises ConfigError where it cannot be loaded.
     """
     path = resolve_model_path(config.name_or_path)
     known = None if Path(path).is_dir() else known_shapes().get(path)

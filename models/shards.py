@@ -1,4 +1,4 @@
-"""Tensors that are sharded as a parameter is."""
+"""Tensors that are sharded in the same way as a parameter."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor
 
 
 def sharded_like(p: Tensor, made: Tensor) -> Tensor:
-    """``made``, this rank's part of a tensor that differs from ``p`` in its last dimension alone, as that
-    tensor, sharded like ``p``; ``made`` itself where ``p`` is not sharded."""
+    """Return the whole tensor of which ``made`` is this rank's part, sharded like ``p``. It has the shape of
+    ``p`` except in its last dimension. Where ``p`` is not sharded, return ``made`` itself."""
     if not isinstance(p, DTensor):
         return made
     shape = torch.Size((*p.shape[:-1], made.shape[-1]))

@@ -1,5 +1,5 @@
-"""Whether a computation is to take the ways of a GPU: because its tensors lie on one, or because a simulation
-of one is under way, whose tensors have shapes and no values (jobs/memory_simulation.py)."""
+"""Whether a computation uses the code paths of a GPU, because its tensors lie on one, or because a GPU is
+being simulated. The tensors of a simulation have shapes and no values (jobs/memory_simulation.py)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _simulated: ContextVar[bool] = ContextVar("simulated", default=False)
 
 @contextmanager
 def simulated_gpu(whether: bool = True) -> Iterator[None]:
-    """Within the context everything goes the ways of a GPU, wherever it lies; nothing changes without
-    ``whether``."""
+    """Use the code paths of a GPU within the context, wherever tensors lie; nothing changes where ``whether``
+    is False."""
     token = _simulated.set(whether)
     try:
         yield
@@ -25,15 +25,15 @@ def simulated_gpu(whether: bool = True) -> Iterator[None]:
 
 
 def simulates_gpu() -> bool:
-    """Whether a GPU is only simulated."""
+    """Return whether a GPU is being simulated."""
     return _simulated.get()
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether what is computed with this tensor is computed on a GPU."""
+    """Return whether computations with this tensor use the code paths of a GPU."""
     return tensor.is_cuda or _simulated.get()
 
 
 def has_gpu() -> bool:
-    """Whether the model is computed on a GPU."""
+    """Return whether the model's computations use the code paths of a GPU."""
     return _simulated.get() or torch.cuda.is_available()

@@ -1,5 +1,5 @@
-"""The weights of a reference that only moves towards the policy, or outlives a round: the one place that
-holds a second copy of them."""
+"""Weights of a reference that only moves towards the policy, or outlives a round. This is the only place that
+holds a second copy of the weights."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 
 class SoftReference(nn.Module):
-    """The weights of a reference that follows the policy slowly: a copy of what is trained (with LoRA, of the
-    adapters), sharded like it. A part of the policy's module, so that checkpoints have it; no part of the
-    exported model."""
+    """Weights of a reference that follows the policy slowly: a copy of the trained weights (with LoRA, of the
+    adapters), sharded like them. The copy is part of the policy's module, so that checkpoints include it, but
+    not of the exported model."""
 
     def __init__(self, policy: nn.Module) -> None:
         super().__init__()
@@ -23,21 +23,22 @@ class SoftReference(nn.Module):
 
     @classmethod
     def part_of(cls, policy: nn.Module) -> SoftReference:
-        """The copy, as a part of the policy's module."""
+        """Return a copy that is added to the policy's module."""
         made = cls(policy)
         policy.add_module("soft_reference", made)
         return made
 
     @torch.no_grad()
     def follow(self, policy: nn.Module, alpha: float) -> None:
-        """reference <- alpha policy + (1 - alpha) reference; exactly the policy at ``alpha`` 1."""
+        """Set reference <- alpha policy + (1 - alpha) reference; with ``alpha`` 1 it is exactly the
+        policy."""
         for mine, parameter in self._pairs(policy):
             mine.lerp_(parameter, alpha)
 
     @contextmanager
     def in_place_of(self, policy: nn.Module) -> Iterator[None]:
-        """The policy with these weights for as long as the context lasts, bit for bit its own again after it.
-        Weights change places one tensor at a time, so that no third copy is ever held."""
+        """Give the policy these weights for as long as the context lasts; after it the policy has its own
+        again, bit for bit. Weights are swapped one tensor at a time, so that no third copy is ever held."""
         self._swap(policy)
         try:
             yield
@@ -57,5 +58,5 @@ class SoftReference(nn.Module):
 
 
 def _flat(name: str) -> str:
-    """A buffer's name has no dots."""
+    """Return ``name`` as a buffer's name, which must not have dots."""
     return name.replace(".", "/")

@@ -1,5 +1,6 @@
-"""What tensors take, storage by storage, while a computation runs: how much at most at every moment that has
-a name, and what of. It sees tensors without values too, whose storages have a size and no memory."""
+"""Memory that tensors take, tracked storage by storage while a computation runs. For every named moment the
+tracker records the peak and the parts that make it up. It also sees tensors without values, whose storages
+have a size and no memory."""
 
 from __future__ import annotations
 
@@ -16,26 +17,28 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 Moment = tuple[str, int | None]
-"""(what is being done, the number of the block that does it, counted from the last where it is below 0)."""
+"""(name of what is being done, number of the block that does it, counted from the last block where it is
+below 0)."""
 
 MADE_IN = {
     "models/logprobs.py": "head",
     "_fsdp_param.py": "gathered blocks",
     "_fsdp_collectives.py": "communication",
 }
-"""The end of a source file's name -> the part that its new tensors are of."""
+"""End of a source file's name -> the part that its new tensors belong to."""
 FRAMES = 12
-"""So many callers are looked at for such a file."""
+"""Number of callers that are searched for such a file."""
 NEVER_THERE = "_sharding_prop.py"
-"""Here DTensor works shapes out on tensors as large as all ranks' together, which no real step makes."""
+"""File in which DTensor infers shapes from tensors as large as those of all ranks together, which no real
+step makes."""
 
 
 class StorageTracker(TorchDispatchMode):
     """Follows every storage from the operation that makes it to its end.
 
-    ``moment``: what is being done now, to be set as the computation goes on. A new tensor is of the part that
-    ``MADE_IN`` names for the code that made it, else of ``making``; ``assign`` says it anew of tensors that
-    are there.
+    ``moment``: what is being done now, set as the computation goes on. A new tensor belongs to the part that
+    ``MADE_IN`` names for the code that made it, else to ``making``; ``assign`` changes the part of existing
+    tensors.
     """
 
     def __init__(self) -> None:
@@ -43,16 +46,16 @@ class StorageTracker(TorchDispatchMode):
         self.moment: Moment = ("start", None)
         self.making = "work"
         self.peaks: dict[Moment, dict[str, int]] = {}
-        """Moment -> bytes by part, when they were most in all."""
+        """Moment -> bytes by part when their total was largest."""
         self._live: dict[int, tuple[int, str]] = {}
         self._parts: dict[str, int] = {}
         self._now = 0
         self._most: dict[Moment, int] = {}
 
-    # -- what is there -----------------------------------------------------------------------------
+    # -- current contents --------------------------------------------------------------------------
 
     def assign(self, part: str, tensors: Iterable[Tensor]) -> None:
-        """These tensors, and what lies in their storages, are of ``part`` from now on."""
+        """Assign these tensors, and everything in their storages, to ``part`` from now on."""
         for tensor in tensors:
             storage = local_part(tensor).untyped_storage()
             size, before = self._follow(storage)
@@ -63,21 +66,21 @@ class StorageTracker(TorchDispatchMode):
 
     @property
     def now(self) -> dict[str, int]:
-        """Bytes by part."""
+        """Current bytes by part."""
         return {part: size for part, size in self._parts.items() if size}
 
     def enter(self, moment: Moment) -> None:
-        """From now on it is ``moment``."""
+        """Set the current moment to ``moment``."""
         self.moment = moment
         self._note()
 
-    # -- how it is followed ------------------------------------------------------------------------
+    # -- tracking ----------------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # a DTensor's local part, or what else is wrapped, comes by itself
+            return NotImplemented  # a DTensor's local part, or any other wrapped tensor, is seen by itself
         result = func(*args, **(kwargs or {}))
         if func.namespace == "prim" or within(NEVER_THERE, sys._getframe(1)):
             return result
@@ -128,7 +131,8 @@ class StorageTracker(TorchDispatchMode):
 
 
 def _telling(resize: Callable[..., Any], tell: Callable[[torch.UntypedStorage], None]) -> Callable[..., Any]:
-    """``resize``, which FSDP frees and takes memory by, and that no operation is."""
+    """Return ``resize`` followed by a call of ``tell``. FSDP frees and takes memory by resizing, which is not
+    a dispatched operation."""
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
         done = resize(storage, size)
@@ -139,8 +143,8 @@ def _telling(resize: Callable[..., Any], tell: Callable[[torch.UntypedStorage], 
 
 
 def part_made_by(frame: FrameType | None) -> str | None:
-    """The part that the code in ``frame``, or in what called it, makes tensors of; None where it is not
-    known."""
+    """Return the part that tensors made by the code in ``frame``, or by one of its callers, belong to; None
+    where it is not known."""
     for name in callers(frame):
         for end, part in MADE_IN.items():
             if name.endswith(end):
@@ -149,12 +153,12 @@ def part_made_by(frame: FrameType | None) -> str | None:
 
 
 def within(end: str, frame: FrameType | None) -> bool:
-    """Whether ``frame`` belongs to a file whose name ends so, or was called from one."""
+    """Return whether ``frame`` belongs to a file whose name ends with ``end``, or was called from one."""
     return any(name.endswith(end) for name in callers(frame))
 
 
 def callers(frame: FrameType | None) -> Iterator[str]:
-    """The files of ``frame`` and of what called it."""
+    """Yield the files of ``frame`` and of its callers, ``FRAMES`` at most."""
     for _ in range(FRAMES):
         if frame is None:
             return
@@ -163,5 +167,5 @@ def callers(frame: FrameType | None) -> Iterator[str]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What of a tensor lies on this rank."""
+    """Return this rank's part of ``tensor``."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

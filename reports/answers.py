@@ -1,7 +1,8 @@
-"""Sample answers of a run's evaluations, to be looked at: ``answers.jsonl`` in the run's folder, the same
-prompts before, during and after training.
+"""``answers.jsonl`` of a run, which has the answers to the same prompts before, during and after training,
+for people to read.
 
-A line: ``{"step", "kind": sampled or greedy, "prompt", "answer", "reference", "verdict"}``.
+Each line is ``{"step", "kind", "prompt", "answer", "reference", "verdict"}``, where ``kind`` is sampled or
+greedy.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from common.files import write_whole
 FILE = "answers.jsonl"
 KEYS = {"step", "kind", "prompt", "answer", "reference", "verdict"}
 SHOWN = 4
-"""Prompts that the report shows the answers to: the first, whatever became of them."""
+"""Number of prompts whose answers the report shows: the first ones, good or bad."""
 _MOST_CHARACTERS = 160
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt's answers at either end of a run."""
+    """One prompt's answers before and after training."""
 
     kind: str
     prompt: str
@@ -33,8 +34,8 @@ class Answered:
 
 
 def keep_answers(run_dir: Path, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Add what was answered before ``step``. Lines of this step and later ones, which a run that was killed
-    may have left, go. Raises OSError."""
+    """Add the answers given before ``step``. Lines of this step and of later ones, which a killed run may
+    have left, are removed. Raises OSError."""
     path = run_dir / FILE
     earlier = [line for line in read_answers(path) if line["step"] < step]
     lines = [*earlier, *({"step": step, **dict(zip(columns, row, strict=True))} for row in rows)]
@@ -42,7 +43,8 @@ def keep_answers(run_dir: Path, step: int, columns: Sequence[str], rows: Sequenc
 
 
 def read_answers(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file; [] where there is none, or where it is damaged: it is only looked at."""
+    """Return the lines of a file; [] if the file is missing or damaged, because the answers are only for
+    reading."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError):
@@ -52,8 +54,8 @@ def read_answers(path: Path) -> list[dict[str, Any]]:
 
 
 def before_and_after(run_dir: Path) -> list[Answered]:
-    """The greedy answers to the first prompts, before training and after it; where there are none, sampled
-    ones."""
+    """Return the greedy answers to the first prompts before and after training, or the sampled answers if
+    there are no greedy ones."""
     lines = read_answers(run_dir / FILE)
     for kind in ("greedy", "sampled"):
         own = [line for line in lines if line["kind"] == kind]
@@ -72,13 +74,13 @@ def _answered(before: dict[str, Any], after: dict[str, Any]) -> Answered:
 
 
 def told(line: dict[str, Any]) -> str:
-    """An answer and its verdict."""
+    """Return an answer with its verdict."""
     verdict = "no verdict" if line["verdict"] is None else f"{round(line['verdict'], 3):g}"
     return f"{line['answer']} ({verdict})"
 
 
 def example_lines(run_dir: Path) -> list[str]:
-    """The first prompt's answers, for the terminal."""
+    """Return the first prompt's answers as lines for the terminal."""
     found = before_and_after(run_dir)[:1]
     return [
         line
@@ -92,7 +94,7 @@ def example_lines(run_dir: Path) -> list[str]:
 
 
 def shortened(text: str) -> str:
-    """In one line, with the middle left out of what is long: the verdict is at the end."""
+    """Return the text on one line; a long text loses its middle, because the verdict is at the end."""
     line = " ".join(text.split())
     half = _MOST_CHARACTERS // 2
     return line if len(line) <= _MOST_CHARACTERS else f"{line[:half]} … {line[-half:]}"

@@ -1,4 +1,4 @@
-"""The figures of samples that another policy wrote, from diagnostics.jsonl (docs/off-policy.md)."""
+"""The figures about samples that another policy wrote, from diagnostics.jsonl (docs/off-policy.md)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from reports.charts import BLUE, GREEN, ORANGE, Record, svg
 TITLES = {"positions": "by position", "ages": "by staleness"}
 AXES = {"positions": "position in the completion", "ages": "steps since sampled"}
 COLUMNS = ("tokens", "known", "kl", "ratio", "ratio_squared", "weight", "weight_squared", "masked")
-"""What a bin has: sums over its completion tokens. How many; of how many log mu is known. Of these: KL(mu ||
-pi_theta) by the k3 estimator, nats; the ratio pi_theta / mu; its square. Of all: the correction's weight (1
-without one); its square; how many have weight 0."""
+"""The columns of a bin, each a sum over its completion tokens. ``tokens`` counts them and ``known`` counts
+those whose log mu is known. Over the known tokens: ``kl`` is KL(mu || pi_theta) by the k3 estimator in nats,
+``ratio`` is pi_theta / mu, and ``ratio_squared`` is its square. Over all tokens: ``weight`` is the
+correction's weight (1 without a correction), ``weight_squared`` is its square, and ``masked`` counts the
+tokens with weight 0."""
 
 
 def behavior_charts(intervals: Sequence[Record]) -> list[tuple[str, bytes]]:
-    """(title, SVG) of what is known of the whole run; none where mu is known of no token."""
+    """Return (title, SVG) of each figure over the whole run; a figure is left out if no token has a known
+    mu."""
     found = [line["behavior"] for line in intervals if "behavior" in line]
     drawn = []
     for name, suffix in TITLES.items():
@@ -32,7 +35,7 @@ def behavior_charts(intervals: Sequence[Record]) -> list[tuple[str, bytes]]:
 
 
 def total(parts: Sequence[Sequence[Sequence[float | None]]]) -> dict[str, np.ndarray]:
-    """Column -> its sums by bin over all intervals; NaN where one of them is not finite."""
+    """Return column -> its sums by bin over all intervals; NaN if an interval's sum is not finite."""
     out = np.zeros((max(map(len, parts), default=0), len(COLUMNS)))
     for part in parts:
         out[: len(part)] += np.array(part, float).reshape(-1, len(COLUMNS))
@@ -40,8 +43,8 @@ def total(parts: Sequence[Sequence[Sequence[float | None]]]) -> dict[str, np.nda
 
 
 def figure(title: str, name: str, sums: dict[str, np.ndarray]) -> Figure:
-    """KL(mu || policy) and the effective sample size of policy / mu in each bin; beside them, where a
-    correction weighs tokens, that of its weights and the share that it masks."""
+    """Draw KL(mu || policy) and the effective sample size of policy / mu in each bin. If a correction weighs
+    tokens, also draw the effective sample size of its weights and the share of tokens that it masks."""
     weighed = bool((sums["weight"] != sums["tokens"]).any())
     shown = np.flatnonzero(sums["known"])
     made = Figure(figsize=(5.4, 2.9), layout="constrained")
@@ -92,7 +95,7 @@ def _name_bins(axes: Axes, name: str, shown: np.ndarray) -> None:
 
 
 def _span(k: int, first: int) -> str:
-    """The bin's name: positions 1, 2–3, 4–7 …; ages 0, 1, 2–3 …"""
+    """Return the bin's label: positions 1, 2–3, 4–7 …; ages 0, 1, 2–3 …"""
     if first == 0 and k == 0:
         return "0"
     power = k if first == 1 else k - 1

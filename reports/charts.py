@@ -1,4 +1,4 @@
-"""The curves of a run: which numbers are drawn together, in which unit, and how."""
+"""The curves of a run, with the numbers that share a chart, their units, and the way they are drawn."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ BLUE, ORANGE, GREEN, PURPLE = (
     "#D55E00",
     "#009E73",
     "#AA5C99",
-)  # told apart by the colour-blind too (Okabe and Ito)
+)  # the colour-blind can tell them apart (Okabe and Ito)
 MOST_POINTS = 800
-"""Longer curves are drawn as means of as many blocks: a chart is not wider than that many pixels."""
+"""A curve with more points is drawn as the means of at most this many blocks, because a chart is no more
+pixels wide."""
 SMOOTH_FROM = 80
-"""Curves with at least this many points are drawn faint, with their running mean over 1/20 of the run on top
-of them."""
+"""A curve with at least this many points is drawn faint, with its running mean over 1/20 of the run on
+top."""
 FLATTENED = 4.0
-"""Evaluations that would stretch the axis to so many times what the curves of training take get the axis on
-the right."""
+"""Evaluations get an axis of their own on the right if they would stretch the left one to more than this many
+times the range of the training curves."""
 FEW_POINTS = 30
-"""Up to this many points are marked one by one."""
+"""Up to this many points, each one gets a marker."""
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9,
@@ -54,8 +55,8 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Curve:
-    """One key of metrics.jsonl. ``marked``: measured now and then, each point is shown. ``exact``: no noise,
-    no mean is drawn."""
+    """One key of metrics.jsonl. ``marked``: measured only now and then, so each point gets a marker.
+    ``exact``: free of noise, so no mean is drawn."""
 
     key: str
     label: str
@@ -66,8 +67,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves that share axes. ``unit`` labels the y axis; ``share``: numbers in [0, 1], shown as percentages;
-    ``from_zero``: the axis starts at 0; ``form`` formats its ticks."""
+    """Curves that share axes. ``unit`` labels the y axis; ``share``: the numbers are in [0, 1] and shown as
+    percentages; ``from_zero``: the y axis starts at 0; ``form`` formats the y axis' ticks."""
 
     title: str
     unit: str
@@ -202,8 +203,8 @@ _COLORS = (BLUE, ORANGE, GREEN, PURPLE, "#56B4E9", "#E69F00", "#000000")
 
 
 def named_panels(records: Sequence[Record]) -> list[Panel]:
-    """Where there are named evaluation sets: for each measure a panel with all of them beside the run's own
-    held-out set."""
+    """Return, for each measure, a panel with all named evaluation sets beside the run's own held-out set;
+    none if there are no named sets."""
     names = names_of(dict.fromkeys(key for record in records for key in record))
     if not names:
         return []
@@ -218,8 +219,8 @@ def named_panels(records: Sequence[Record]) -> list[Panel]:
 
 
 def points(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, values) of the lines that have ``key``; null is NaN: a gap in the curve. Both empty where no
-    value is finite."""
+    """Return (steps, values) of the lines that have ``key``; null becomes NaN, a gap in the curve. Both are
+    empty if no value is finite."""
     if key == "reference_age":
         pairs = [
             (r["step"], r["step"] - r["reference_step"])
@@ -233,7 +234,8 @@ def points(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """The mean of the finite values within ``window`` (odd) around each point; NaN where there is none."""
+    """Return the mean of the finite values within ``window`` (odd) around each point; NaN where there are
+    none."""
     finite, ones = np.isfinite(values), np.ones(window)
     total = np.convolve(np.where(finite, values, 0.0), ones, mode="same")
     count = np.convolve(finite.astype(float), ones, mode="same")
@@ -241,7 +243,7 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def thinned(values: np.ndarray, most: int) -> np.ndarray:
-    """At most ``most`` values: means of blocks of equal length, NaN left out."""
+    """Return at most ``most`` values: means of blocks of equal length, without NaN values."""
     if len(values) <= most:
         return values
     block = -(-len(values) // most)
@@ -254,7 +256,7 @@ def thinned(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def draw(panel: Panel, records: Sequence[Record]) -> Figure | None:
-    """The panel as a figure; None where no line has a number for it."""
+    """Return the panel as a figure; None if no line has a number for it."""
     curves = [(curve, *points(records, curve.key)) for curve in panel.curves]
     curves = [c for c in curves if len(c[1])]
     if not curves:
@@ -285,7 +287,7 @@ Drawn = list[tuple[Curve, np.ndarray, np.ndarray]]
 
 
 def _flattened(curves: Drawn) -> bool:
-    """Whether evaluations would flatten the curves of training."""
+    """Whether evaluations would flatten the curves of training if they shared an axis."""
     training = [values for curve, _, values in curves if not curve.marked]
     if len(training) == len(curves) or not training or min(map(len, training)) <= FEW_POINTS:
         return False
@@ -294,13 +296,13 @@ def _flattened(curves: Drawn) -> bool:
 
 
 def _span(found: list[np.ndarray]) -> float:
-    """From the lowest to the highest of all values."""
+    """Return the distance between the lowest and the highest of all values."""
     values = np.concatenate(found)
     return float(np.nanmax(values) - np.nanmin(values))
 
 
 def _right_axis(axes: Axes, curves: Drawn) -> Axes:
-    """An axis on the right, in the colour of the evaluations that it is for."""
+    """Return an axis on the right in the colour of the evaluations drawn on it."""
     color = next(curve.color for curve, *_ in curves if curve.marked)
     right = axes.twinx()
     right.spines["right"].set_visible(True)
@@ -313,12 +315,13 @@ def _right_axis(axes: Axes, curves: Drawn) -> Axes:
 
 
 LINE = 74
-"""Characters of a legend's labels that fit beside each other under a chart, so many of each mark included."""
+"""Characters that fit in a line of the legend under a chart; each label takes its length and ``MARK`` more
+for its line mark."""
 MARK = 8
 
 
 def put_legend(figure: Figure, *axes: Axes) -> None:
-    """The curves' names below the chart, where no curve runs; nothing where none has a name."""
+    """Put the curves' names below the chart, where no curve runs; nothing if no curve has a name."""
     found = [each.get_legend_handles_labels() for each in axes]
     handles, labels = ([item for part in parts for item in part] for parts in zip(*found, strict=True))
     if labels:
@@ -356,8 +359,8 @@ def _draw_curve(axes: Axes, curve: Curve, steps: np.ndarray, values: np.ndarray)
 
 
 def charts(records: Sequence[Record], panels: Sequence[Panel] | None = None) -> list[tuple[str, bytes]]:
-    """(title, SVG) of each panel that has something to show; None: a run's, those of its named evaluation
-    sets behind them."""
+    """Return (title, SVG) of each panel that has something to show. Without ``panels``: the panels of a run,
+    then those of its named evaluation sets."""
     if panels is None:
         panels = [*PANELS, *named_panels(records)]
     with matplotlib.rc_context(STYLE):
@@ -365,7 +368,7 @@ def charts(records: Sequence[Record], panels: Sequence[Panel] | None = None) -> 
 
 
 def svg(figure: Figure) -> bytes:
-    """The figure as the same bytes whenever it is drawn."""
+    """Return the figure as SVG, with the same bytes whenever it is drawn."""
     out = io.BytesIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue()

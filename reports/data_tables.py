@@ -1,4 +1,5 @@
-"""What a run trained on, for its report: data_report.json as tables that people read."""
+"""The tables and facts of data_report.json, which describe the data that a run trained on, for the run's
+report."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 Facts = Mapping[str, Any]
 
 SPREAD = ("mean", "minimum", "lower_quartile", "median", "upper_quartile", "maximum")
-"""Keys of a spread in the file, behind its ``count``."""
+"""Keys of a distribution in the file, after its ``count``."""
 COLUMNS = ("count", "mean", "minimum", "25 %", "median", "75 %", "maximum")
 COUNTS = (
     ("dropped", "Rows dropped", "rows"),
@@ -28,9 +29,9 @@ class Table:
 
 
 def facts(data: Facts) -> list[tuple[str, str]]:
-    """(label, value) of what the report says in a word or two; what it does not say is left out. Of what is
-    no data report this raises AttributeError, LookupError, TypeError or ValueError, as ``tables`` and
-    ``example`` do."""
+    """Return (label, value) of the facts that need only a word or two; facts missing from the report are left
+    out. Raises AttributeError, LookupError, TypeError or ValueError for data that is no data report, as
+    ``tables`` and ``example`` do."""
     return [(label, value) for label, value in _facts(data) if value]
 
 
@@ -58,7 +59,7 @@ def _facts(data: Facts) -> Iterator[tuple[str, str]]:
 
 
 def tables(data: Facts) -> list[Table]:
-    """Reasons with their counts, then lengths and log-probabilities; none that would be empty."""
+    """Return the reasons with their counts, then lengths and log-probabilities; empty tables are left out."""
     found = [
         Table(
             title,
@@ -75,7 +76,7 @@ def tables(data: Facts) -> list[Table]:
 
 
 def _spreads(title: str, unit: str, spreads: Mapping[str, Any], form: str) -> Table:
-    """``form``: how its numbers are shown, but for the count."""
+    """Return a table of distributions. ``form`` formats its numbers other than the count."""
     rows = [
         (name, f"{spread['count']:,}", *(form.format(spread[key]) for key in SPREAD))
         for name, spread in spreads.items()
@@ -85,13 +86,13 @@ def _spreads(title: str, unit: str, spreads: Mapping[str, Any], form: str) -> Ta
 
 
 def example(data: Facts) -> list[tuple[str, str]]:
-    """("prompt", text), then ("completion", text) of each answer of the first example."""
+    """Return ("prompt", text), then ("completion", text) for each answer, of the first example."""
     shown = [str(text) for text in list_of(data, "example")]
     return list(zip(["prompt"] + ["completion"] * len(shown), shown, strict=False))
 
 
 def list_of(data: Facts, key: str) -> list[Any]:
-    """What the report lists; [] where it says nothing. Raises TypeError for what is no list."""
+    """Return the list under ``key``; [] if the report has none. Raises TypeError if the value is no list."""
     found = data.get(key) or []
     if not isinstance(found, list):
         raise TypeError(f"{key} is no list")

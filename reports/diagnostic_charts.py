@@ -39,7 +39,7 @@ PANELS = (
 
 
 def diagnostic_charts(lines: Sequence[Record]) -> list[tuple[str, bytes]]:
-    """(title, SVG) of the figures; none of a file without its first line and an interval."""
+    """Return (title, SVG) of the figures; none if the file lacks its first line or has no interval."""
     if len(lines) < 2 or "edges" not in lines[0]:
         return []
     first, intervals = lines[0], lines[1:]
@@ -54,8 +54,8 @@ def diagnostic_charts(lines: Sequence[Record]) -> list[tuple[str, bytes]]:
 
 
 def flattened(line: Record) -> Record:
-    """An interval as a line of metrics: ``drift_chosen`` …, measured at its middle, but entropy at its
-    end."""
+    """Return an interval as a line of metrics: ``drift_chosen`` …, measured at the interval's middle, and the
+    entropy, measured at its end."""
     sides = {side: line[side] for side in COLORS if side in line}
     return {"step": line["step"] + 1, "entropy": line["entropy"]} | {
         f"{key}_{side}": values[key]
@@ -65,8 +65,8 @@ def flattened(line: Record) -> Record:
 
 
 def log_ratios(first: Record, intervals: Sequence[Record]) -> Figure:
-    """Heat map: over the steps, the share of an interval's tokens in each bin of log-ratios, whose width
-    doubles away from 0."""
+    """Draw a heat map: the share of an interval's tokens in each bin of log-ratios, over the steps. A bin's
+    width doubles away from 0."""
     counts = np.array(
         [
             sum(np.array(line[side]["histogram"]) for side in first["sides"] if side in line)
@@ -102,8 +102,8 @@ def log_ratios(first: Record, intervals: Sequence[Record]) -> Figure:
 
 
 def _height(edges: Sequence[float], value: float | None, shown: tuple[int, int]) -> float | None:
-    """Where ``value`` nats lies on the heat map, whose bin k is drawn from k to k + 1: within a bin by its
-    logarithm. None where it is not shown."""
+    """Return the height of ``value`` nats on the heat map, whose bin k is drawn from k to k + 1; the position
+    within a bin is logarithmic. None if the value is not shown."""
     if value is None or not edges[0] < value < edges[-1]:
         return None
     k = int(np.searchsorted(edges, value))  # edges[k - 1] < value <= edges[k]
@@ -131,7 +131,7 @@ def _mark(axes: Axes, height: float | None, name: str, style: str) -> None:
 
 
 def spread(first: Record, intervals: Sequence[Record]) -> Figure:
-    """Root mean square of the log-ratios over the steps, with the noise floor below it."""
+    """Draw the root mean square of the log-ratios over the steps, with the noise floor below it."""
     figure, axes = _axes("Spread of the log-ratios", "nats, root mean square")
     for side, color in COLORS.items():
         found = [
@@ -146,13 +146,13 @@ def spread(first: Record, intervals: Sequence[Record]) -> Figure:
     if noise := (first["noise"] or {}).get("rms"):
         axes.axhline(noise, color="#888888", linestyle=":", label=f"noise of a log-ratio, {noise:.1g}")
     axes.set_yscale("log")
-    put_legend(figure, axes)  # none where the reference was synced at every step that was drawn
+    put_legend(figure, axes)  # nothing is drawn if the reference was synced at every step shown
     return figure
 
 
 def by_position(first: Record, intervals: Sequence[Record]) -> Figure:
-    """The share of the tokens at each position of their completion that lie below and above the clipping
-    range, over the whole run."""
+    """Draw the share of tokens below and above the clipping range at each position of their completion, over
+    the whole run."""
     title = "Beyond the clipping range, by position" + ("" if first["clips"] else " (nothing is clipped)")
     figure, axes = _axes(title, "share of the tokens there")
     longest = 0

@@ -1,4 +1,4 @@
-"""Evaluations in words: the lines on the terminal, and the measures of each named set."""
+"""Evaluations as text lines for the terminal, and the measures of each named evaluation set."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ _SHOWN = (
 
 
 def names_of(keys: Iterable[str]) -> list[str]:
-    """The named sets that have a measure among ``keys``, in their order."""
+    """Return the named sets that have a measure among ``keys``, in the order of the keys."""
     return list(dict.fromkeys(found[0] for key in keys if (found := named_measure(key)) is not None))
 
 
 def of_name(key: str, name: str) -> str:
-    """``eval_loss`` as a named set has it: ``eval_<name>_loss``."""
+    """Return a key of the run's own set as the named set has it: ``eval_loss`` becomes
+    ``eval_<name>_loss``."""
     return f"eval_{name}_{key.removeprefix('eval_')}"
 
 
 def evaluation_lines(step: int, values: Mapping[str, float | None]) -> list[str]:
-    """An evaluation in a line, and one for each named set, for the terminal."""
+    """Return an evaluation as lines for the terminal: one for the run's own set, then one for each named
+    set."""
 
     def told(keys: Mapping[str, str]) -> str:
         known = (form.format(values[key]) for key, form in keys.items() if values.get(key) is not None)

@@ -1,7 +1,8 @@
-"""A run's files of numbers, ``metrics.jsonl`` and ``diagnostics.jsonl``: a JSON object with its step a line.
+"""A run's files of numbers, ``metrics.jsonl`` and ``diagnostics.jsonl``, with one JSON object that has a step
+on each line.
 
-A checkpoint has a copy of both as they were when it was written, and a run that goes on starts from that
-copy. So each step stands in them once, whatever became of the files since.
+A checkpoint has a copy of both files as they were when it was written, and a resumed run starts from that
+copy. So each step appears in them once, whatever happened to the files since.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ FILES = (METRICS, DIAGNOSTICS)
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON has it: numpy numbers become Python's, a float that is not finite becomes None
-    (null)."""
+    """Return ``value`` as JSON can represent it: numpy numbers become Python's, and a float that is not
+    finite becomes None (null)."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -40,10 +41,10 @@ def plain(value: Any) -> Any:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The lines of a metrics.jsonl; [] where there is no file. A last line that a kill left half-written is
-    dropped.
+    """Return the lines of a metrics.jsonl; [] if there is no file. A half-written last line, left by a kill,
+    is dropped.
 
-    Raises DataError where another line is no JSON object with a step.
+    Raises DataError if another line is no JSON object with a step.
     """
     records: list[Record] = []
     for number, line in enumerate(_whole_lines(_content(path)), start=1):
@@ -61,7 +62,7 @@ def _content(path: Path) -> bytes:
 
 
 def _whole_lines(content: bytes) -> list[bytes]:
-    """Every whole line has its end: only a half-written last one can lack it."""
+    """Return the complete lines: only a half-written last line can lack its line end."""
     whole, _, _ = content.rpartition(b"\n")
     return whole.split(b"\n") if whole else []
 
@@ -73,7 +74,8 @@ def _parsed(line: bytes) -> Record:
 
 
 def sound_lines(content: bytes) -> tuple[list[bytes], list[Record]]:
-    """(lines, what they say) of those that can be read, the first of each step."""
+    """Return (lines, their records) of the lines that can be read; of several lines with one step, the
+    first."""
     lines: list[bytes] = []
     records: dict[int, Record] = {}
     for line in _whole_lines(content):
@@ -88,13 +90,14 @@ def sound_lines(content: bytes) -> tuple[list[bytes], list[Record]]:
 
 
 def steps_of(records: Iterable[Record]) -> set[int]:
-    """The steps that lines tell of: a line of metrics of one, a line of diagnostics of an interval."""
+    """Return the steps that the lines cover: a line of metrics covers one step, a line of diagnostics an
+    interval."""
     spans = ((int(r["first_step"] if "first_step" in r else r["step"]), r["step"]) for r in records)
     return {step for first, last in spans for step in range(first, last + 1)}
 
 
 def ranges(steps: Iterable[int]) -> str:
-    """Step numbers as text: 0 to 6, 9."""
+    """Return step numbers as text, such as 0 to 6, 9."""
     parts: list[list[int]] = []
     for step in sorted(steps):
         if parts and step == parts[-1][1] + 1:
@@ -105,14 +108,14 @@ def ranges(steps: Iterable[int]) -> str:
 
 
 class LineFile:
-    """A file of records that one process appends to, on disk line by line.
+    """A file of records that one process appends to; each line goes to disk at once.
 
-    Where there is no room for a line it waits in memory, and is written before the next one; the file always
+    If there is no room for a line, it waits in memory and is written before the next one. The file always
     ends with a whole line.
     """
 
     def __init__(self, path: Path, fresh: bool) -> None:
-        """``fresh``: without the lines that are there."""
+        """``fresh``: discard the lines that the file has."""
         self.path = path
         if fresh:
             write_whole(path, "")
@@ -127,7 +130,7 @@ class LineFile:
         self._stream = self.path.open("ab", buffering=0)
 
     def append(self, record: Record) -> None:
-        """One more line. ``record`` is plain, its step above that of the line before."""
+        """Append one line. ``record`` is plain data; its step is above that of the line before."""
         self._waiting.append(json.dumps(record, allow_nan=False).encode() + b"\n")
         self._steps |= steps_of([record])
         try:
@@ -138,7 +141,7 @@ class LineFile:
             self._full = True
 
     def _write(self) -> None:
-        """Write what waits. Raises OSError, with nothing of it in the file."""
+        """Write the waiting lines. Raises OSError and then leaves none of them in the file."""
         data, size = memoryview(b"".join(self._waiting)), os.fstat(self._stream.fileno()).st_size
         rest = data
         try:
@@ -152,9 +155,9 @@ class LineFile:
         self._full = False
 
     def settle(self) -> bytes:
-        """Write what waits, and see that the file holds what was written to it; returns its content. Where
-        something else has changed it, the lines that can be read stay, and what is missing is said. Raises
-        OSError."""
+        """Write the waiting lines, check that the file holds what was written to it, and return its content.
+        If something else has changed the file, the lines that can be read stay and the missing ones are
+        reported. Raises OSError."""
         self._write()
         content = _content(self.path)
         if (len(content), zlib.crc32(content)) == self._sum:
@@ -169,7 +172,7 @@ class LineFile:
         return b"".join(lines)
 
     def copy_to(self, folder: Path) -> None:
-        """A copy of the file, all its lines included, for a checkpoint. Raises OSError."""
+        """Copy the file with all its lines into a checkpoint's ``folder``. Raises OSError."""
         (folder / self.path.name).write_bytes(self.settle())
 
     def close(self) -> None:
@@ -183,12 +186,12 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def restore(run_dir: Path, checkpoint: Path, step: int, interval: int) -> None:
-    """Put a run's files back to what they were when ``checkpoint``, that before ``step``, was written;
-    ``interval`` is the first step that diagnostics have no line of. What is not as the run left it is said,
-    and kept beside as ``<name>.damaged``.
+    """Restore a run's files as they were when ``checkpoint``, the one before ``step``, was written.
+    ``interval`` is the first step that no line of diagnostics covers. A file that is not as the run left it
+    is reported, and kept beside the restored one as ``<name>.damaged``.
 
-    A checkpoint without copies (of an older version): the lines of the steps before it stay, and those that
-    are missing are named.
+    A checkpoint of an older version has no copies: the lines of the steps before it stay, and the missing
+    ones are named.
     """
     copied = (checkpoint / METRICS).exists()
     for name, before in zip(FILES, (step, interval), strict=True):
@@ -211,8 +214,7 @@ def restore(run_dir: Path, checkpoint: Path, step: int, interval: int) -> None:
 
 
 def _kept(found: bytes, before: int) -> tuple[bytes, str]:
-    """(what stays of a file's lines: those before a step; what is to be said of those that are missing, or
-    nothing)."""
+    """Return (the lines that stay, those before a step; a message about missing lines, or "")."""
     lines, records = sound_lines(found)
     kept = [(line, r) for line, r in zip(lines, records, strict=True) if r["step"] < before]
     missing = set(range(before)) - steps_of(r for _, r in kept)

@@ -1,4 +1,5 @@
-"""The README of an exported model: where it comes from, in the format of the Hugging Face hub."""
+"""The README of an exported model, in the format of the Hugging Face hub, which tells where the model comes
+from."""
 
 from __future__ import annotations
 
@@ -17,32 +18,34 @@ ROOT = Path(__file__).parents[1]
 _HUB_ID = re.compile(r"\w[\w.\-]*(/\w[\w.\-]*)?", re.ASCII)
 _TAG = re.compile(r"[^\w.+\-]+", re.ASCII)
 _FOLDERS = re.compile(r"(?<![\w.~:/<…\-])/(?:[^\s/'\"|<>&]+/)+(?=[^\s/])")
-"""The folders of an absolute path, without its last part; not the slashes of a URL or of a relative path."""
+"""Matches the folders of an absolute path, without its last part; the slashes of a URL or of a relative path
+do not match."""
 PAPER = "Humanline: Online Alignment as Perceptual Loss (Liu, Muennighoff, Ethayarajh)"
 
 
 def write_model_card(model_dir: Path, config: dict[str, Any], summary: dict[str, Any]) -> Path:
     """Write ``model_dir/README.md`` and return its path.
 
-    ``config``: the run's, as plain data; ``summary``: as in summary.json, {} where it is not known. No secret
-    of either gets in, and of an absolute path outside the working directory and the home only the last part.
+    ``config``: the run's settings as plain data; ``summary``: the content of summary.json, {} if it is not
+    known. Secrets are removed, and an absolute path outside the working directory and the home is cut to its
+    last part.
     """
     path = model_dir / "README.md"
     text = scrub_text(model_card(scrub(config), scrub(summary)))
-    # Who trained it, and where, is nobody's business.
+    # Paths could reveal who trained the model, and where.
     text = text.replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", "~/")
     path.write_text(_FOLDERS.sub("…/", text), encoding="utf-8")
     return path
 
 
 def model_card(config: dict[str, Any], summary: dict[str, Any]) -> str:
-    """The card's text: YAML front matter, provenance, what evaluation said before and after."""
+    """Return the card's text: YAML front matter, provenance, and the evaluation before and after training."""
     model, data, loss = config["model"], config["data"], config["loss"]
     base = str(model["name_or_path"])
     taken = loss_numbers(loss, config.get("trainer", {}).get("loss_keys", []))
     numbers = ", ".join(f"{key} = {value}" for key, value in taken.items())
     front = ModelCardData(
-        base_model=base if _is_hub_id(base) else None,  # the hub takes nothing else
+        base_model=base if _is_hub_id(base) else None,  # the hub accepts only an id
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["alignment", _TAG.sub("-", str(loss["name"])), variant(config)],
@@ -92,7 +95,7 @@ def _humanline(config: dict[str, Any]) -> str:
 
 
 def _evaluation(summary: dict[str, Any]) -> str:
-    """The table of before and after, "" where nothing was evaluated."""
+    """Return the table of measures before and after; "" if nothing was evaluated."""
     rows = "\n".join(f"| {label} | {before} | {after} |" for label, before, after in compared(summary))
     return (
         f"""

@@ -1,4 +1,4 @@
-"""How far a run is: a bar with an ETA on a terminal; in a log file, a line every ten seconds."""
+"""A run's progress as a bar with an ETA on a terminal, or as a line every ten seconds in a log file."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SECONDS_BETWEEN_REDRAWS = 0.2
 
 
 class _Lines:
-    """A stream for tqdm that writes each state of the bar as a line of its own, where a carriage return would
-    not go back."""
+    """A stream for tqdm where a carriage return has no effect: it writes each state of the bar on a line of
+    its own."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -31,24 +31,24 @@ class _Lines:
 
 
 class Bar(tqdm):
-    """A tqdm bar whose time left is a mean over what it has measured, not over the last steps alone: rounds
-    and evaluations come at intervals."""
+    """A tqdm bar that estimates the time left from the mean over everything measured, not from the last steps
+    alone, because rounds and evaluations come at intervals."""
 
     _since: tuple[int, float] | None = None
     _waits = False
 
     def wait(self) -> None:
-        """Say nothing of the time left until ``measure`` is called."""
+        """Show no time left until ``measure`` is called."""
         self._waits = True
 
     def measure(self) -> None:
-        """What was done until now tells nothing of the time that the rest takes: a first evaluation, a
-        compiler's first step."""
+        """Start measuring the speed now, because earlier work (a first evaluation, a compiler's first step)
+        does not predict the time of the rest."""
         if not self.disable:
             self._since = (self.n, self._time())
 
     def say(self, text: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         with self.external_write_mode():
             print(text, flush=True)
 
@@ -74,11 +74,11 @@ def progress(
     stream: TextIO | None = None,
     delay: float = 0.0,
 ) -> Bar:
-    """A tqdm bar over ``work``, to iterate over or (for a number) to ``update()``; a context manager either
-    way. With ``delay`` nothing is shown of what takes fewer seconds.
+    """Return a tqdm bar over ``work``, to iterate over or (for a number) to ``update()``; a context manager
+    either way. With ``delay``, work that takes fewer seconds shows nothing.
 
-    ``done`` of a total were finished before (a resumed run); ``shown=False`` on ranks above 0; ``stream`` is
-    stderr if not given. What is measured goes to its end: ``bar.set_postfix_str(status(record),
+    ``done``: steps of the total that a resumed run finished before; ``shown=False`` on ranks above 0;
+    ``stream`` is stderr if not given. Metrics go to the end of the bar: ``bar.set_postfix_str(status(record),
     refresh=False)`` before ``bar.update()``.
     """
     out = sys.stderr if stream is None else stream
@@ -95,14 +95,14 @@ def progress(
         file=out if terminal else _Lines(out),
         bar_format=bar if terminal else line,
         mininterval=SECONDS_BETWEEN_REDRAWS if terminal else SECONDS_BETWEEN_LINES,
-        miniters=1,  # look at the clock at every update: steps may take longer than a line's ten seconds
+        miniters=1,  # check the clock at every update: a step may take longer than a line's ten seconds
         dynamic_ncols=terminal,
         delay=delay,
     )
 
 
 def status(record: dict[str, Any]) -> str:
-    """The numbers of a metrics line that are worth watching, as far as it has them."""
+    """Return the numbers of a metrics line that are worth watching, as far as it has them."""
     shown = (
         ("loss", "loss {:.4f}"),
         ("reward_margin", "margin {:+.3f}"),
@@ -115,7 +115,7 @@ def status(record: dict[str, Any]) -> str:
 
 
 def round_line(index: int, metrics: dict[str, Any]) -> str:
-    """A round's samples in a line, for the terminal."""
+    """Return a round's sampling metrics as a line for the terminal."""
     reward = "no reward" if metrics["reward"] is None else f"reward {metrics['reward']:.3f}"
     return (
         f"round {index}: {metrics['contexts']} contexts, {metrics['keep_rate']:.0%} kept, {reward}, "

@@ -1,4 +1,4 @@
-"""What a run is, told to other people (tracker, report, model card) without telling them a secret."""
+"""A run's settings, versions and commit for other people (tracker, report, model card), without secrets."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "vllm")
 
 
 def scrub(config: Any, named: list[str] | None = None) -> Any:
-    """A copy of nested plain data with secrets replaced: known by the name of their key (``*_key``, ``token``
-    …) or by their look. ``named`` as in ``scrub_text``.
+    """Return a copy of nested plain data with secrets replaced. A secret is recognized by the name of its key
+    (``*_key``, ``token`` …) or by its look; ``named`` is that of ``scrub_text``.
 
-    ``tokenizer_name_or_path``, ``max_tokens`` and revisions (40 hex digits) are no secrets and stay.
+    ``tokenizer_name_or_path``, ``max_tokens`` and revisions (40 hex digits) are not secrets and stay.
     """
     named = named_secrets() if named is None else named
     if isinstance(config, dict):
@@ -36,14 +36,14 @@ def scrub(config: Any, named: list[str] | None = None) -> Any:
 
 
 def variant(config: dict[str, Any]) -> str:
-    """Which of the paper's four variants a saved config (config.yaml) is."""
+    """Return which of the paper's four variants a saved config (config.yaml) is."""
     return variants.variant(
         bool(config.get("online")), bool(config.get("humanline")), config.get("sync_mode")
     )
 
 
 def versions() -> dict[str, str]:
-    """Package -> installed version, Python's included; packages that are not installed are left out."""
+    """Return package -> installed version, with Python's; packages that are not installed are left out."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -54,7 +54,7 @@ def versions() -> dict[str, str]:
 
 
 def git_commit(folder: Path) -> str | None:
-    """The commit of ``folder``, with ``+changes`` where tracked files differ from it; None outside a
+    """Return the commit of ``folder``, with ``+changes`` if tracked files differ from it; None outside a
     repository or without git."""
     try:
         describe = subprocess.run(

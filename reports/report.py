@@ -1,10 +1,10 @@
-"""What a run has to show for itself: the table printed at its end, and ``report.html``.
+"""The results of a run for people, as the table printed at its end and as ``report.html``.
 
     python -m reports.report runs/NAME      # draws it again, or for the first time
 
-``summary.json`` (written by the trainer) has ``before`` and ``after``, the ``eval_*`` metrics at either end,
-and ``tokens_per_second``, ``seconds``, ``run_dir``, ``command``. Whatever is missing is left out: a killed
-run can be reported too.
+``summary.json``, which the trainer writes, has ``before`` and ``after`` (the ``eval_*`` metrics before and
+after training), ``tokens_per_second``, ``seconds``, ``run_dir`` and ``command``. Missing parts are left out,
+so a killed run can be reported too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ABSENT = "–"
 
 
 def compared(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(label, before, after), formatted, of every measure that was taken at either end."""
+    """Return (label, before, after), formatted, for every measure that was taken before or after training."""
     ends = [summary.get(end) or {} for end in ("before", "after")]
     rows = []
     named = names_of([*ends[0], *ends[1]])
@@ -65,8 +65,8 @@ def compared(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def final_table(summary: dict[str, Any]) -> str:
-    """The plain text printed when a run ends: before and after, speed, where the run lies, how to load what
-    it made."""
+    """Return the plain text printed when a run ends: measures before and after, speed, the run's folder, and
+    how to load its model."""
     rows = [("", "before", "after"), *compared(summary)]
     width = max(len(label) for label, _, _ in rows)
     lines = (
@@ -93,7 +93,7 @@ def final_table(summary: dict[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``seconds`` as people say it: 42 s, 3 min 05 s, 2 h 03 min."""
+    """Return ``seconds`` in everyday form: 42 s, 3 min 05 s, 2 h 03 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -103,9 +103,9 @@ def duration(seconds: float) -> str:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write ``run_dir/report.html``, self-contained, from config.yaml, metrics.jsonl, diagnostics.jsonl,
-    answers.jsonl, summary.json and data_report.json as far as they are there; returns its path. Secrets in
-    them are left out. Raises ConfigError for a file that is damaged, OSError."""
+    """Write the self-contained ``run_dir/report.html`` and return its path. It is made of config.yaml,
+    metrics.jsonl, diagnostics.jsonl, answers.jsonl, summary.json and data_report.json, as far as they exist,
+    without their secrets. Raises OSError, and ConfigError if a file is damaged."""
     config = scrub(_read(run_dir / "config.yaml"))
     summary = scrub(_read(run_dir / "summary.json"))
     data = _data(run_dir / "data_report.json")
@@ -138,8 +138,8 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _data(path: Path) -> dict[str, Any]:
-    """What the page shows of what was trained on. Raises ConfigError for a file that is damaged, or
-    another's."""
+    """Return what the page shows of the training data. Raises ConfigError if the file is damaged or is no
+    data report."""
     data = scrub(_read(path))
     try:
         return {
@@ -153,7 +153,7 @@ def _data(path: Path) -> dict[str, Any]:
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted.key, text) of nested plain data, for a table. Empty lists and mappings have nothing to say."""
+    """Yield (dotted.key, text) of nested plain data, for a table. Empty lists and mappings are left out."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from flat(item, f"{name}.{key}" if name else str(key))
@@ -170,12 +170,12 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 def _text(value: Any) -> str:
     if isinstance(value, bool) or value is None:
-        return json.dumps(value)  # as yaml has it
+        return json.dumps(value)  # as in yaml
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _headline(config: dict[str, Any], summary: dict[str, Any], records: list[dict[str, Any]]) -> str:
-    """One line: variant, loss, how far, how long."""
+    """Return one line with the variant, loss, steps and duration."""
     loss = config.get("loss", {}).get("name")
     parts = [f"{variant(config)} {str(loss).upper()}"] if loss else []
     if records:
@@ -190,14 +190,14 @@ def _headline(config: dict[str, Any], summary: dict[str, Any], records: list[dic
 
 
 def _end(summary: dict[str, Any], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The evaluation of the trained model as a point after the last step: a line's evaluation is of the
-    weights before its step."""
+    """Return the evaluation of the trained model as a point after the last step, because a line's evaluation
+    measures the weights before its step."""
     last = records[-1]["step"] if records else -1
     return [summary["after"] | {"step": last + 1}] if summary.get("after") else []
 
 
 def _settings(config: dict[str, Any]) -> list[tuple[str, str]]:
-    """What says most about a run, first."""
+    """Return the settings that characterize a run, the most important first."""
     model, data = config.get("model", {}), config.get("data", {})
     loss = loss_numbers(config.get("loss", {}), config.get("trainer", {}).get("loss_keys", []))
     clipping = [f"{key} {_text(config.get(key))}" for key in ("log_epsilon_P", "log_epsilon_R", "sync_freq")]
@@ -220,7 +220,8 @@ def _settings(config: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON or YAML file's mapping; {} where there is no such file. Raises ConfigError for a damaged one."""
+    """Return the mapping in a JSON or YAML file; {} if there is no such file. Raises ConfigError for a
+    damaged one."""
     if not path.exists():
         return {}
     try:
@@ -238,7 +239,7 @@ def _damaged(path: Path, why: str) -> ConfigError:
 
 
 def main(words: Sequence[str]) -> int:
-    """Draw the report of each run that is named; 2 where one is no run, or cannot be read or written."""
+    """Draw the report of each run named; return 2 if one is no run, or cannot be read or written."""
     try:
         for word in words:
             folder = Path(word)

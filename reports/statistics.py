@@ -1,4 +1,5 @@
-"""The statistics of a results table: mean and standard error over seeds, paired tests, Holm's correction."""
+"""The statistics of a results table, with mean and standard error over seeds, paired tests, and Holm's
+correction."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ SIGNIFICANT = 0.05
 
 @dataclass(frozen=True)
 class Mean:
-    """Mean over ``n`` seeds and its standard error (sample standard deviation / sqrt n); no error with one
-    seed."""
+    """Mean over ``n`` seeds and its standard error (sample standard deviation / sqrt n), which is None with
+    one seed."""
 
     value: float
     error: float | None
@@ -26,8 +27,8 @@ class Mean:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Cell ``b`` minus cell ``a`` over the seeds that both have. ``p_*``: two-sided; None where the test is
-    not defined."""
+    """Cell ``b`` minus cell ``a`` over the seeds that both have. The p-values ``p_*`` are two-sided, and None
+    where the test is not defined."""
 
     a: str
     b: str
@@ -39,12 +40,13 @@ class Comparison:
 
     @property
     def significant(self) -> bool:
-        """By the paired t-test, after Holm's correction over all comparisons of the table."""
+        """Whether the paired t-test is significant after Holm's correction over all comparisons of the
+        table."""
         return self.p_t_holm is not None and self.p_t_holm < SIGNIFICANT
 
 
 def mean(values: Sequence[float]) -> Mean | None:
-    """None for no values."""
+    """Return the mean and standard error; None for no values."""
     if not values:
         return None
     return Mean(
@@ -53,8 +55,8 @@ def mean(values: Sequence[float]) -> Mean | None:
 
 
 def compare(cells: Mapping[str, Mapping[int, float]], baseline: str | None = None) -> list[Comparison]:
-    """Every pair of cells (or each with ``baseline``) that has at least two seeds in common. ``cells``: name
-    -> seed -> value.
+    """Compare every pair of cells (or each cell with ``baseline``) that has at least two seeds in common.
+    ``cells``: name -> seed -> value.
 
     Tests are paired by seed: runs with the same seed see the same data in the same order.
     """
@@ -72,13 +74,14 @@ def compare(cells: Mapping[str, Mapping[int, float]], baseline: str | None = Non
 
 
 def with_holm(found: Sequence[Comparison]) -> list[Comparison]:
-    """The comparisons with their p-values adjusted over all of them."""
+    """Return the comparisons with their p-values adjusted over all of them."""
     adjusted = zip(found, holm([c.p_t for c in found]), holm([c.p_wilcoxon for c in found]), strict=True)
     return [replace(c, p_t_holm=t, p_wilcoxon_holm=wilcoxon) for c, t, wilcoxon in adjusted]
 
 
 def paired(a: str, b: str, differences: Sequence[float]) -> Comparison:
-    """One comparison. Differences that are all 0 have p = 1; others without variance have no t-test."""
+    """Return one comparison. If all differences are 0, p = 1; if they are equal but not 0, there is no
+    t-test."""
     middle = mean(differences)
     assert middle is not None
     if not any(differences):
@@ -93,8 +96,8 @@ def paired(a: str, b: str, differences: Sequence[float]) -> Comparison:
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """p-values adjusted by Holm (1979): the i-th smallest of m times m - i + 1, made monotone, at most 1.
-    None stays None."""
+    """Return p-values adjusted by Holm (1979): the i-th smallest of m is multiplied by m - i + 1, then they
+    are made monotone and capped at 1. None stays None."""
     known = sorted((p, i) for i, p in enumerate(values) if p is not None)
     adjusted: list[float | None] = [None] * len(values)
     largest = 0.0

@@ -1,4 +1,4 @@
-"""A run's numbers as TensorBoard's event files: ``trackers=[tensorboard]``."""
+"""A tracker that writes a run's numbers as TensorBoard's event files: ``trackers=[tensorboard]``."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ except ImportError as missing:
 
 
 class TensorBoard:
-    """Writes to ``run_dir/folder``. A resumed run's first line takes what came after it out of sight, as
-    TensorBoard's ``purge_step`` does."""
+    """Writes to ``run_dir/folder``. The first line of a resumed run hides later entries of the earlier start,
+    as TensorBoard's ``purge_step`` does."""
 
     def __init__(self, run_dir: Path, config: Record, *, folder: str = "tensorboard") -> None:
         self._folder, self._config = run_dir / folder, config
@@ -43,7 +43,7 @@ class TensorBoard:
 
     def histogram(self, name: str, counts: Sequence[int], edges: Sequence[float], step: int) -> None:
         inner = np.asarray(edges, dtype=np.float64)
-        limits = np.append(inner, inner[-1] + 1)  # the last bin is open, and TensorBoard wants its end
+        limits = np.append(inner, inner[-1] + 1)  # the last bin is open, and TensorBoard needs its end
         middles = np.concatenate([inner[:1], (inner[1:] + inner[:-1]) / 2, inner[-1:]])
         of = np.asarray(counts, dtype=np.float64)
         self._opened(step).add_histogram_raw(
@@ -67,8 +67,8 @@ class TensorBoard:
             self._writer.close()
 
     def _opened(self, step: int | None) -> SummaryWriter:
-        """The writer; when it is opened, lines of an earlier start from ``step`` on go out of sight. None: no
-        line was written since, and all of them stay."""
+        """Return the writer. When it is first opened, it hides the lines of an earlier start from ``step``
+        on; ``step`` is None if no line was written since, and then all lines stay."""
         if self._writer is None:
             self._writer = SummaryWriter(str(self._folder), purge_step=step)
             text = json.dumps(self._config, indent=2, sort_keys=True, default=str)
@@ -77,7 +77,7 @@ class TensorBoard:
 
 
 def _cell(value: Any) -> str:
-    """What a cell of a Markdown table can hold."""
+    """Return a value as text that a cell of a Markdown table can hold."""
     return str(value).replace("|", "\\|").replace("\n", "<br>")
 
 

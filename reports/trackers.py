@@ -1,4 +1,4 @@
-"""Trackers beside metrics.jsonl and wandb: each is a class and a file of config/trackers that names it.
+"""Trackers beside metrics.jsonl and wandb: each is a class, named by a file of config/trackers.
 
 python train.py trackers=[mine]      # config/trackers/mine.yaml
 """
@@ -18,28 +18,28 @@ from reports.provenance import scrub
 
 
 class ExternalTracker(Protocol):
-    """What a tracker is told. It is made as ``cls(run_dir, config, **numbers)``: the run's folder, all
-    settings as plain data without secrets, and the keys of its yaml. Only rank 0 has one."""
+    """The methods of a tracker. It is made as ``cls(run_dir, config, **numbers)`` from the run's folder, all
+    settings as plain data without secrets, and the keys of its yaml file. Only rank 0 has one."""
 
     def log(self, record: Record, step: int) -> None:
-        """A line of metrics.jsonl; what is not known at this step is None."""
+        """Record a line of metrics.jsonl; a number that is not known at this step is None."""
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Samples, a row each."""
+        """Record samples, one per row."""
 
     def histogram(self, name: str, counts: Sequence[int], edges: Sequence[float], step: int) -> None:
-        """``counts`` [bins] between ``edges`` [bins - 1]: the outer two bins are open."""
+        """Record ``counts`` [bins] between ``edges`` [bins - 1]; the two outer bins are open."""
 
     def summary(self, values: Record) -> None:
-        """The numbers that stand for the whole run."""
+        """Record the numbers that summarize the whole run."""
 
     def finish(self) -> None:
-        """The run has ended."""
+        """End the run."""
 
 
 class Fused:
-    """A tracker behind a fuse: its first failure is told, and nothing is asked of it again. A tracker is not
-    worth a run."""
+    """A tracker whose first failure is reported and disables it, so that a tracker's error does not end a
+    run."""
 
     def __init__(self, name: str, make: Callable[[], ExternalTracker]) -> None:
         self.name = name
@@ -47,7 +47,7 @@ class Fused:
         self._guard(lambda: setattr(self, "_tracker", make()))
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Call a method of the tracker, if it has not failed yet."""
+        """Call a method of the tracker, unless the tracker has failed."""
         if self._tracker is not None:
             self._guard(lambda: getattr(self._tracker, method)(*arguments))
 
@@ -67,8 +67,8 @@ class Fused:
 
 
 def check_trackers(trackers: dict[str, Any]) -> None:
-    """Raise ConfigError for a tracker that cannot be made from its yaml: no class, a key that it does not
-    take or lacks."""
+    """Raise ConfigError for a tracker that cannot be made from its yaml file: it names no class, has a key
+    that the class does not take, or lacks a required one."""
     for name, tree in trackers.items():
         require(
             isinstance(tree, dict) and "_target_" in tree,
@@ -91,7 +91,7 @@ def check_trackers(trackers: dict[str, Any]) -> None:
 
 
 def open_trackers(run_dir: Path, config: Record) -> list[Fused]:
-    """The trackers that ``config["trackers"]`` names, in its order."""
+    """Return the trackers that ``config["trackers"]`` names, in its order."""
     shown = scrub(config)
 
     def make(name: str, tree: dict[str, Any]) -> Callable[[], ExternalTracker]:

@@ -1,8 +1,9 @@
-"""Where a run's numbers go: ``metrics.jsonl`` first, Weights & Biases second. The file is the record, wandb
-is its mirror.
+"""Trackers that write a run's numbers to ``metrics.jsonl`` and show them to Weights & Biases. The file is the
+record, wandb mirrors it.
 
 Rank 0 holds a ``Tracker``, every other rank a ``NullTracker``; the trainer calls both alike. wandb may fail,
-be slow or be absent without the run noticing: it is warned about once and then left alone.
+be slow or be absent without affecting the run: the first failure prints a warning, and wandb is then not
+called again.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ if TYPE_CHECKING:
     import wandb
 
 INIT_SECONDS = 10.0
-"""How long an unreachable wandb server may delay the start; the run is then tracked offline."""
+"""Seconds that an unreachable wandb server may delay the start; after that the run is tracked offline."""
 FINISH_SECONDS = 60.0
-"""How long uploading may delay the end; what is left stays on disk for ``wandb sync``."""
+"""Seconds that uploading may delay the end; the rest stays on disk for ``wandb sync``."""
 
 Histograms = Mapping[str, tuple[Sequence[int], Sequence[float]]]
-"""name -> (counts [bins], what parts the bins [bins - 1]): the outer two bins are open"""
+"""name -> (counts [bins], edges between the bins [bins - 1]); the two outer bins are open."""
 
 
 class Tracking(Protocol):
-    """What the trainer tells its numbers to."""
+    """The interface through which the trainer records its numbers."""
 
     @property
     def wandb_id(self) -> str | None: ...
@@ -58,38 +59,39 @@ class Tracking(Protocol):
 
 
 class NullTracker:
-    """The tracker of ranks above 0: takes everything, keeps nothing."""
+    """The tracker of ranks above 0, which ignores every call."""
 
     wandb_id: str | None = None
 
     def log(self, record: Record) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def diagnostics(self, record: Record, histograms: Histograms) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def summary(self, values: Record) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def settle(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def copy_to(self, folder: Path) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class Tracker:
     """The tracker of rank 0.
 
-    ``resumed``: the run goes on with the lines that its files have (reports.metrics.restore has cut them);
-    otherwise it forgets what a killed process left. ``wandb_id``: the id that this run had before it was
-    resumed, or None; the one in use is the attribute of that name, for the caller to keep in its checkpoints.
+    ``resumed``: the run continues the lines that its files have (reports.metrics.restore has cut them);
+    otherwise the tracker discards what a killed process left. ``wandb_id``: the id that this run had before
+    it was resumed, or None. The attribute of that name is the id in use, which the caller keeps in its
+    checkpoints.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class Tracker:
 
     @property
     def wandb_id(self) -> str | None:
-        """The wandb id of this run, None when wandb is off."""
+        """The wandb id of this run; None when wandb is off."""
         return self._wandb.id
 
     def log(self, record: Record) -> None:
@@ -120,7 +122,7 @@ class Tracker:
         self._tell("log", record, record["step"])
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """A wandb table (of samples); ``step`` is that of the last line or of the next one."""
+        """Show a table of samples to wandb; ``step`` is that of the last line or of the next one."""
         self._wandb.table(name, columns, rows, step)
         self._tell("table", name, columns, rows, step)
 
@@ -129,8 +131,8 @@ class Tracker:
             tracker.tell(method, *arguments)
 
     def diagnostics(self, record: Record, histograms: Histograms) -> None:
-        """Append one line to diagnostics.jsonl, and show ``histograms`` to wandb at ``record["step"]``, that
-        of the last line of metrics."""
+        """Append one line to diagnostics.jsonl, and show ``histograms`` to wandb at ``record["step"]``, the
+        step of the last line of metrics."""
         if self._diagnostics is None:
             self._diagnostics = self._open_diagnostics()
         self._diagnostics.append(plain(record))
@@ -139,7 +141,7 @@ class Tracker:
             self._tell("histogram", name, counts, edges, record["step"])
 
     def summary(self, values: Record) -> None:
-        """The numbers that stand for the whole run, in wandb's list of runs."""
+        """Show the numbers that summarize the whole run in wandb's list of runs."""
         self._wandb.summary(plain(values))
         self._tell("summary", plain(values))
 
@@ -147,12 +149,12 @@ class Tracker:
         return [self._metrics, *([] if self._diagnostics is None else [self._diagnostics])]
 
     def settle(self) -> None:
-        """See that the files hold every line that was logged (LineFile.settle). Raises OSError."""
+        """Check that the files hold every line that was logged (LineFile.settle). Raises OSError."""
         for file in self._files():
             file.settle()
 
     def copy_to(self, folder: Path) -> None:
-        """Copies of the files as they are, for a checkpoint. Raises OSError."""
+        """Copy the files, as they are, into a checkpoint's ``folder``. Raises OSError."""
         for file in self._files():
             file.copy_to(folder)
 
@@ -167,9 +169,9 @@ class Tracker:
 def mirror_evaluation(
     run_dir: Path, config: Record, wandb: WandbConfig, name: str, values: Record, rows: Sequence[Record]
 ) -> bool:
-    """Show an evaluation in the run's own wandb run: each number as ``<name>/<metric>``, after its last step
-    and in its summary, and ``rows`` as a table. Returns whether the run has one that could be told; it need
-    not, and wandb may fail as ever."""
+    """Show an evaluation in the run's own wandb run: each number as ``<name>/<metric>``, after the run's last
+    step and in its summary, and ``rows`` as a table. Return whether wandb took it; False if the run has no
+    wandb run or wandb failed."""
     run_id = wandb_id_of(run_dir)
     if run_id is None:
         return False
@@ -189,8 +191,8 @@ def mirror_evaluation(
 
 
 def wandb_id_of(run_dir: Path) -> str | None:
-    """The wandb id of a run, from what wandb left in its folder (``wandb/[offline-]run-<time>-<id>``), the
-    newest; None without one."""
+    """Return the wandb id of a run, from the newest folder that wandb left in the run's
+    (``wandb/[offline-]run-<time>-<id>``); None without one."""
     found = [
         path.name.rsplit("-", 2)
         for path in (run_dir / "wandb").glob("*run-*-*")
@@ -200,7 +202,7 @@ def wandb_id_of(run_dir: Path) -> str | None:
 
 
 def _numbers(tree: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """(dotted key, number) of nested values."""
+    """Yield (dotted key, number) of nested values."""
     if isinstance(tree, dict):
         for key, item in tree.items():
             yield from _numbers(item, f"{prefix}.{key}".lstrip("."))
@@ -209,7 +211,7 @@ def _numbers(tree: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _cell(value: Any) -> Any:
-    """What a wandb table shows of a value that is no number, flag or text."""
+    """Return a value as a wandb table can show it: a value that is no number, flag or text becomes JSON."""
     return (
         value
         if value is None or isinstance(value, bool | int | float | str)
@@ -218,7 +220,7 @@ def _cell(value: Any) -> Any:
 
 
 class _Mirror:
-    """wandb behind a fuse: the first failure is warned about, and nothing is asked of it again."""
+    """wandb, disabled by its first failure: the failure prints a warning, and wandb is not called again."""
 
     def __init__(self, run_dir: Path, config: Record, settings: WandbConfig, run_id: str | None) -> None:
         self.id = run_id
@@ -227,7 +229,7 @@ class _Mirror:
             self._guard(lambda: self._start(run_dir, scrub(config), settings))
 
     def _start(self, run_dir: Path, config: Record, settings: WandbConfig) -> None:
-        import wandb  # half a second that a run without wandb need not wait
+        import wandb  # the import takes half a second, which a run without wandb is spared
 
         mode = _mode(wandb.setup().settings)
         if mode == "disabled":
@@ -243,7 +245,7 @@ class _Mirror:
                 f"`wandb sync {run_dir / 'wandb' / 'offline-run-*'}` uploads it, once key (`wandb login`, "
                 "WANDB_API_KEY) and server (WANDB_BASE_URL) are right"
             )
-            wandb.teardown()  # the attempt still holds the id
+            wandb.teardown()  # the failed attempt still holds the id
             self._init("offline", run_dir, config, settings)
 
     def _init(self, mode: Any, run_dir: Path, config: Record, settings: WandbConfig) -> None:
@@ -260,7 +262,7 @@ class _Mirror:
             dir=run_dir,
             mode=mode,
             id=self.id,
-            # Offline, wandb warns that resuming is not for it; the id alone joins the pieces when they are
+            # Offline, wandb warns that resuming is not supported; the id alone joins the pieces when they are
             # synced.
             resume="allow" if mode == "online" else None,
             settings=wandb.Settings(
@@ -298,7 +300,7 @@ class _Mirror:
             return
         import wandb
 
-        closed = np.array([2 * edges[0], *edges, 2 * edges[-1]])  # wandb takes no open bins
+        closed = np.array([2 * edges[0], *edges, 2 * edges[-1]])  # wandb accepts no open bins
         self._guard(
             lambda: run.log({name: wandb.Histogram(np_histogram=(np.array(counts), closed))}, step=step)
         )
@@ -310,12 +312,12 @@ class _Mirror:
 
     @property
     def alive(self) -> bool:
-        """Whether wandb takes numbers: it is on and has not failed."""
+        """Whether wandb accepts numbers: it is on and has not failed."""
         return self._run is not None
 
     @property
     def step(self) -> int:
-        """The first step that wandb still takes numbers for."""
+        """The first step for which wandb still accepts numbers."""
         return 0 if self._run is None else self._run.step
 
     def finish(self) -> None:
@@ -325,8 +327,8 @@ class _Mirror:
             self._run = None
 
     def _guard(self, call: Callable[[], object]) -> None:
-        """Do ``call``; if it fails in whatever way, say so and never call wandb again: a tracker is not worth
-        a run."""
+        """Call ``call``. If it fails in any way, print a warning and never call wandb again, so that a
+        tracker's error does not end a run."""
         try:
             call()
         except Exception as error:
@@ -338,7 +340,7 @@ class _Mirror:
 
 
 def warn(message: str) -> None:
-    """Say on the console what is wrong with wandb; not by logging, which a program may have turned down."""
+    """Print a warning about wandb on the console, not by logging, which a program may have silenced."""
     print(f"warning: wandb: {message}", file=sys.stderr, flush=True)
 
 
@@ -347,8 +349,8 @@ def in_a_line(error: Exception) -> str:
 
 
 def _mode(settings: Any) -> str:
-    """online, offline or disabled: as WANDB_MODE or wandb's settings file says, but online only where no
-    login is asked for."""
+    """Return online, offline or disabled, as WANDB_MODE or wandb's settings file says; online only if wandb
+    would not ask for a login."""
     if settings.mode in ("disabled", "offline", "dryrun"):
         return "disabled" if settings.mode == "disabled" else "offline"
     if settings.api_key or settings.identity_token_file or os.environ.get("WANDB_API_KEY"):
@@ -357,7 +359,7 @@ def _mode(settings: Any) -> str:
 
 
 def _in_netrc(host: str) -> bool:
-    """Whether ``wandb login`` left a key for ``host``; an unreadable file counts as none."""
+    """Whether ``wandb login`` left a key for ``host``; an unreadable file counts as no key."""
     named = os.environ.get("NETRC")
     for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
         try:

@@ -1,4 +1,4 @@
-"""A run's numbers in trackio: ``trackers=[trackio]``."""
+"""A tracker that shows a run's numbers in trackio: ``trackers=[trackio]``."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ except ImportError as missing:
     ) from missing
 
 STARTED = ".trackio"
-"""In the run's folder: trackio has this run already, and a resumed one goes on with it."""
+"""File in the run's folder that says that trackio already has this run, so a resumed run continues it."""
 
 
 class Trackio:
-    """One of trackio's runs, of the run's name. Steps that a killed run takes again stand there twice, with
-    the same numbers."""
+    """A trackio run with the name of this run. Steps that a killed run repeats appear there twice, with the
+    same numbers."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Trackio:
         self._run.log({name: shown}, step=step)
 
     def histogram(self, name: str, counts: Sequence[int], edges: Sequence[float], step: int) -> None:
-        closed = np.array([2 * edges[0], *edges, 2 * edges[-1]])  # trackio takes no open bins
+        closed = np.array([2 * edges[0], *edges, 2 * edges[-1]])  # trackio accepts no open bins
         self._run.log({name: trackio.Histogram(np_histogram=(np.array(counts), closed))}, step=step)
 
     def summary(self, values: Record) -> None:

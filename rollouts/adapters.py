@@ -1,5 +1,5 @@
-"""Whether a LoRA run's adapters go over to vLLM alone, onto engines with the model as it was, or merged into
-it (``sampler.adapters``)."""
+"""The decision whether a LoRA run sends vLLM its adapters alone or merged into the model
+(``sampler.adapters``). Adapters alone go to engines that hold the base model."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from rollouts.weights import model_folder
 KEY = "sampler.adapters"
 PLACES = "rollouts.vllm_places"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM 0.32 can be told to be the highest rank (``vllm.config.lora.MaxLoRARanks``)."""
+"""The maximum adapter ranks that vLLM 0.32 can be configured with (``vllm.config.lora.MaxLoRARanks``)."""
 MERGED = "sampler.adapters=merged hands the whole model over"
 
 
 def highest_rank(rank: int) -> int:
-    """The least of vLLM's ``RANKS`` that has room for adapters of this rank."""
+    """Return the smallest of vLLM's ``RANKS`` that has room for adapters of this rank."""
     return next(most for most in RANKS if most >= rank)
 
 
 def with_adapters(options: EngineOptions, model: ModelConfig) -> EngineOptions:
-    """Those of engines that take this model's adapters alone."""
+    """Return the options of engines that are sent this model's adapters alone."""
     return replace(options, lora_rank=highest_rank(model.peft.lora_r), lora_modules=adapted_modules(model))
 
 
 def base_of_adapters(config: Config) -> Path | None:
-    """The folder of the model that engines are started on, to be sent adapters; None: merged models go over.
+    """Return the folder of the model on which engines start in order to be sent adapters; None if merged
+    models are sent.
 
-    Raises ConfigError for ``sampler.adapters=alone`` where that cannot be.
+    Raises ConfigError for ``sampler.adapters=alone`` if that is not possible.
     """
     wanted = config.sampler.adapters
     if wanted == "merged" or not config.online:
@@ -53,8 +54,8 @@ def base_of_adapters(config: Config) -> Path | None:
 
 
 def check_places(config: Config, base: Path) -> None:
-    """Raise ConfigError unless vLLM takes adapters in every layer that has some. vLLM is asked, in a process
-    of its own; if it fails at that it has said nothing, and the first hand-over will show."""
+    """Raise ConfigError unless vLLM takes adapters in every layer that has them. vLLM is asked in a separate
+    process. If that process fails, nothing is known yet, and the first hand-over will show."""
     with tempfile.TemporaryDirectory() as logs:
         worker = WorkerProcess(PLACES, log=Path(logs) / "places.log", env={"VLLM_NO_USAGE_STATS": "1"})
         try:
@@ -78,7 +79,8 @@ def check_places(config: Config, base: Path) -> None:
 
 
 def obstacles(config: Config) -> Iterator[str]:
-    """Why adapters cannot go over alone, and what to do, of what can be known before weights load."""
+    """Yield the reasons why adapters cannot be sent alone, each with a remedy, as far as they are known
+    before weights load."""
     model, sampler = config.model, config.sampler
     if not model.use_peft:
         yield "hands over adapters, and model.use_peft=false trains whole weights: leave it at auto"

@@ -1,9 +1,9 @@
-"""Answers that were drawn for an evaluation, kept as they come: one that was killed goes on with the prompts
-that are left, and another one of the same weights with the same sampling draws nothing again; so runs that
-start from the same weights measure those once.
+"""A cache on disk of the answers drawn for evaluations. Answers are stored as they are drawn, so an
+evaluation that was killed continues with the prompts that are left. Another evaluation of the same weights
+with the same sampling draws nothing again, so runs that start from the same weights measure those once.
 
-``<cache_dir>/answers/<key>.jsonl`` has a line a prompt: which, and its samples. The key stands for all that
-they depend on.
+``<cache_dir>/answers/<key>.jsonl`` has one line for each prompt, with its id and its samples. The key is a
+digest of everything that the samples depend on.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from rollouts.samplers import Sample
 
 @cache
 def _code() -> str:
-    """A digest of the code that decides what is sampled, committed or not."""
+    """Return a digest of the code that determines the samples, committed or not."""
     root = Path(__file__).parents[1]
     files = (path for part in ("models", "rollouts") for path in sorted((root / part).rglob("*.py")))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 class AnswerCache:
-    """The answers to one request by one model, by the prompts' ids. One process adds to them."""
+    """The answers to one request by one model, keyed by prompt id. One process adds to them."""
 
     def __init__(self, cache_dir: Path, parts: Mapping[str, Any]) -> None:
-        """``parts``: all that a sample depends on beside its prompt, this code and the libraries' versions,
-        as plain data."""
+        """``parts``: everything that a sample depends on besides its prompt, this code and the libraries'
+        versions, as plain data."""
         every = {"parts": parts, "code": _code(), "versions": versions()}
         key = hashlib.sha256(json.dumps(every, sort_keys=True).encode()).hexdigest()[:32]
         self.path = cache_dir / "answers" / f"{key}.jsonl"
 
     def read(self) -> dict[str, list[Sample]]:
-        """Prompt id -> its samples. A line that is not as it was written (the last one of a process that was
-        killed, one of a damaged disk) is left out."""
+        """Return prompt id -> samples. A line that is not as it was written is left out, such as the last
+        line of a process that was killed, or one on a damaged disk."""
         found: dict[str, list[Sample]] = {}
         lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
         for line in lines:
@@ -56,8 +56,8 @@ class AnswerCache:
         return found
 
     def add(self, answers: Mapping[str, list[Sample]]) -> None:
-        """Append them, down to the disk. Where they cannot be written they are said, and drawn again another
-        time."""
+        """Append the answers and sync them to the disk. If they cannot be written, a message says so, and
+        they are drawn again another time."""
         lines = [
             {"prompt_id": name, "samples": [asdict(sample) for sample in samples]}
             for name, samples in answers.items()
@@ -78,7 +78,7 @@ class AnswerCache:
 
 
 def _sample(one: Mapping[str, Any]) -> Sample:
-    """What ``asdict`` made of a sample, back from JSON."""
+    """Rebuild a sample from its ``asdict`` in JSON."""
     mask = one["loss_mask"]
     return Sample(
         tuple(one["token_ids"]),

@@ -1,4 +1,4 @@
-"""The answers that an evaluation draws to its prompts: each rank draws a share of them. Those of the initial
+"""The answers that an evaluation draws to its prompts, where each rank draws a share. Answers of the initial
 weights are drawn once for all runs that start from them."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rollouts.samplers import Sample, Sampler, SamplingSettings
 
 
 class Answers:
-    """``n`` answers to each of ``prompts``, always with the same seed. Every rank has one and calls it
-    alike."""
+    """``n`` answers to each of ``prompts``, always with the same seed. Every rank has an instance and makes
+    the same calls."""
 
     def __init__(
         self,
@@ -37,13 +37,14 @@ class Answers:
         return self.prompts[self.world.rank :: self.world.size]
 
     def use_cache(self, cache_dir: Path, parts: Mapping[str, Any]) -> None:
-        """Let calls with ``initial`` take the initial weights' answers from ``cache_dir``, and leave them
-        there. ``parts``: what answers depend on beside the sampling."""
+        """Make calls with ``initial`` read the initial weights' answers from ``cache_dir`` and store them
+        there. ``parts``: what answers depend on besides the sampling."""
         drawn = {"settings": asdict(self.settings), "n": self.n, "seed": self.seed}
         self.kept = AnswerCache(cache_dir, {**parts, **drawn})
 
     def mine(self, initial: bool) -> list[list[Sample]]:
-        """The answers to this rank's share. ``initial``: the policy has its initial weights."""
+        """Return the answers to this rank's share. ``initial``: whether the policy has its initial
+        weights."""
         kept = self.kept if initial else None
         if kept is None:
             return self._drawn()
@@ -51,13 +52,13 @@ class Answers:
         return [known[prompt.id] for prompt in self.share]
 
     def everywhere(self, initial: bool) -> dict[str, list[Sample]]:
-        """Prompt id -> its answers, of all prompts on every rank."""
+        """Return prompt id -> answers for all prompts, on every rank."""
         if initial and self.kept is not None:
             return self._known(self.kept)
         return self._gathered()
 
     def _known(self, kept: AnswerCache) -> dict[str, list[Sample]]:
-        """What the cache has, drawn first where anything is missing."""
+        """Return the cached answers, after drawing them if any is missing."""
         known: dict[str, list[Sample]] = on_main(kept.read)
         if not all(prompt.id in known for prompt in self.prompts):
             known |= self._gathered()

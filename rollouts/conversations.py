@@ -1,10 +1,10 @@
-"""Conversations of the policy with an environment: rounds of generation over those that are not at their end,
-all in one batch.
+"""Conversations of the policy with an environment, generated turn by turn for all open conversations in one
+batch.
 
-Token in, token out: the policy's tokens are kept as they were sampled, and each next turn of it goes on
-behind all tokens before it. The environment's tokens lie between them and are marked as not the policy's
-(``loss_mask``). Random numbers belong to (seed, prompt, sample, turn), so that the same weights play the same
-games in whatever company, and in a round that was killed.
+The policy's tokens are kept as they were sampled, and each of its next turns continues from all tokens before
+it. The environment's tokens lie between them and are marked as not the policy's (``loss_mask``). Random
+numbers depend on (seed, prompt, sample, turn), so that the same weights play the same games whatever else is
+sampled with them, and also in a round that was killed.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from rollouts.samplers import Draw, Row, Sample, SamplingSettings, rows_of
 
 @dataclass
 class _Conversation:
-    """One of them, as far as it has come."""
+    """One conversation, as far as it has come."""
 
     prompt: Prompt
     row: Row
-    """the prompt's tokens, and how many may come behind them"""
+    """the prompt's tokens, and how many may follow them"""
     turns: list[Turn] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     own: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     taken: int = 0
-    """turns of the policy"""
+    """number of turns that the policy has had"""
     begin: int = 0
-    """where its last turn's message begins in ``tokens``"""
+    """position in ``tokens`` at which the message of the policy's last turn begins"""
     open: bool = True
     finished: bool = False
 
@@ -54,14 +54,14 @@ class _Conversation:
         return self.row.max_tokens - len(self.tokens)
 
     def take(self, sample: Sample) -> None:
-        """The policy's next turn."""
+        """Append the policy's next turn."""
         self.tokens += sample.token_ids
         self.own += [True] * len(sample.token_ids)
         self.logprobs += sample.logprobs
         self.taken += 1
 
     def add(self, ids: list[int], known: bool) -> None:
-        """Tokens of the environment. ``known``: whether the sampler says log-probabilities."""
+        """Append tokens of the environment. ``known``: whether the sampler reports log-probabilities."""
         self.tokens += ids
         self.own += [False] * len(ids)
         self.logprobs += [math.nan] * len(ids) if known else []
@@ -73,11 +73,11 @@ class _Conversation:
 
 
 class Conversations:
-    """A ``rollouts.samplers.Player``: the environment that the settings name."""
+    """A ``rollouts.samplers.Player`` that plays the environment named by the settings."""
 
     def __init__(self, config: EnvironmentConfig, renderer: Renderer, log_dir: Path) -> None:
-        """Raises ConfigError: a chat template without such turns, stops that are no tokens, a function that
-        cannot be had."""
+        """Raises ConfigError for a chat template without such turns, stops that are not single tokens, or a
+        function that cannot be imported."""
         self.config, self.renderer = config, renderer
         self.added = {config.role: AddedTurns(renderer, config.role)}
         self.stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *self._markers())))
@@ -95,14 +95,14 @@ class Conversations:
         return [ids[0] for ids in found]
 
     def close(self) -> None:
-        """End its processes."""
+        """End the environment's processes."""
         self.process.close()
 
     def play(
         self, draw: Draw, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int, synced: bool
     ) -> list[list[Sample]]:
-        """``n`` conversations from each prompt on, of at most ``settings.max_tokens`` tokens behind it.
-        Raises DataError for a prompt that cannot be rendered, and WorkerError."""
+        """Return ``n`` conversations that start from each prompt, with at most ``settings.max_tokens`` tokens
+        after it. Raises DataError for a prompt that cannot be rendered, and WorkerError."""
         rows = rows_of(self.renderer, prompts, n, settings)
         every = [_Conversation(prompts[i // n], row) for i, row in enumerate(rows)]
         while True:
@@ -117,7 +117,8 @@ class Conversations:
         return [samples[i : i + n] for i in range(0, len(samples), n)]
 
     def _row(self, one: _Conversation) -> Row:
-        """What is drawn next of a conversation: its first turn exactly as without an environment."""
+        """Return the row that is drawn next in a conversation. The first turn is drawn exactly as without an
+        environment."""
         first, limit = one.row, self.config.max_turn_tokens
         key = first.key if one.taken == 0 else f"{first.key}/{one.taken}"
         ids = np.concatenate([first.ids, np.array(one.tokens, np.int32)])
@@ -136,7 +137,7 @@ class Conversations:
         one.open = not (last or (inside and ended))
 
     def _answer(self, asked: list[_Conversation], seed: int) -> None:
-        """Ask the environment for the next turn of each."""
+        """Ask the environment for the next turn of each conversation, and append it."""
         calls = [self._call(one, seed) for one in asked]
         for one, answer in zip(asked, self.process.answers(calls) if calls else [], strict=True):
             if answer is None:
@@ -155,7 +156,8 @@ class Conversations:
         }
 
     def _add(self, one: _Conversation, turn: Turn) -> None:
-        """The environment's turn; a conversation without room for it and for a token behind it is cut."""
+        """Append the environment's turn. A conversation that has no room for this turn and one more token is
+        cut."""
         if turn.role not in self.added:
             try:
                 self.added[turn.role] = AddedTurns(self.renderer, turn.role)
@@ -173,18 +175,19 @@ class Conversations:
 
 
 def make_conversations(config: Config, renderer: Renderer, log_dir: Path) -> Conversations | None:
-    """Who answers the policy; None where nobody does. Raises ConfigError."""
+    """Return the player that answers the policy; None without an environment. Raises ConfigError."""
     return Conversations(config.environment, renderer, log_dir) if config.environment.plays else None
 
 
 def facts_of(config: Config) -> dict[str, Any]:
-    """What samples depend on of the environment, as plain data; {} without one."""
+    """Return the settings of the environment, on which samples depend, as plain data; {} without an
+    environment."""
     return {"environment": asdict(config.environment)} if config.environment.plays else {}
 
 
 def source_digest(config: Config) -> dict[str, str]:
-    """A digest of the file that the environment's code stands in, for what is kept across runs; {} without
-    one. Raises ConfigError."""
+    """Return a digest of the file with the environment's code, for the keys of caches that outlive a run; {}
+    without an environment. Raises ConfigError."""
     if not config.environment.plays:
         return {}
     found = import_function("environment.path", str(config.environment.path))

@@ -1,5 +1,5 @@
-"""``sampler=embedded``: transformers' own generation in the trainer's processes, every rank a share of the
-prompts."""
+"""The sampler ``sampler=embedded``, which is transformers' own generation in the trainer's processes. Every
+rank samples a share of the prompts."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from rollouts.sampling import refuse_options
 
 
 class EmbeddedSampling:
-    """The policy itself samples."""
+    """The kind of sampler in which the policy itself samples."""
 
     @classmethod
     def check(cls) -> None:
-        """It runs everywhere."""
+        """Does nothing: this sampler runs everywhere."""
 
     def __init__(self, config: Config, renderer: Renderer, world: World, log_dir: Path) -> None:
         refuse_options(config)
@@ -60,5 +60,5 @@ class EmbeddedSampling:
             self.conversations.close()
 
     def part(self, prompts: int, n: int) -> int:
-        """A batch's worth on every rank."""
+        """Return as many prompts as fill one batch on every rank."""
         return max(1, self.rows * self.world.size // n)

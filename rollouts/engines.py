@@ -1,5 +1,6 @@
-"""Who samples in a round, whatever the number of ranks: the embedded sampler on every rank's share, or vLLM
-beside rank 0 (``rollouts.vllm_engine``). Rank 0 makes the round, and the others help (``models.ranks``)."""
+"""The engines that sample the rounds of a run on any number of ranks. The embedded sampler runs on every
+rank's share; vLLM runs beside rank 0 (``rollouts.vllm_engine``). Rank 0 makes the round, and the others help
+(``models.ranks``)."""
 
 from __future__ import annotations
 
@@ -23,19 +24,20 @@ Facts = dict[str, Any]
 
 
 class Engine(Protocol):
-    """What rounds ask of a sampler, beside samples: to take the policy's weights."""
+    """The sampler interface that rounds use. Besides sampling, an engine takes over the policy's weights."""
 
     ranks: Ranks
-    """By which the other ranks help to make a round."""
+    """The ranks, through which those above 0 help to make a round."""
 
     def publish(self, folder: Path, version: int, keep: bool) -> Facts:
-        """Sample from the policy as it is now, from here on. Every rank calls it. ``folder``: for what has to
-        be written; it may go once the round is sampled. ``keep``: the policy moves on meanwhile, so the
-        weights have to be there for ``reload_weights``. Returns what is worth keeping of it. Raises
+        """Sample from the policy's current weights from now on. Every rank calls it. ``folder``: for files
+        that have to be written; it may be deleted once the round is sampled. ``keep``: the policy is trained
+        meanwhile, so the weights must be kept for ``reload_weights``. Returns facts to record. Raises
         WorkerError."""
 
     def reload_weights(self, folder: Path, version: int) -> None:
-        """Sample from what ``publish`` kept in ``folder``, in a process that was killed since. Rank 0."""
+        """Sample from the weights that ``publish`` kept in ``folder``, in a process that has since been
+        killed. Called on rank 0."""
 
     def sample(
         self,
@@ -45,20 +47,20 @@ class Engine(Protocol):
         seed: int,
         answered: Answered | None = None,
     ) -> list[list[Sample]]:
-        """``n`` answers to each prompt, in order. Rank 0, inside ``ranks.run_on_main``. ``answered`` may be
-        told of a prompt's answers as soon as they are there."""
+        """Return ``n`` answers to each prompt, in order. Called on rank 0, inside ``ranks.run_on_main``.
+        ``answered`` may be called with a prompt's answers as soon as they are there."""
 
     def sleep(self) -> None:
-        """Give accelerator memory back until the next ``publish``. Rank 0."""
+        """Release accelerator memory until the next ``publish``. Called on rank 0."""
 
     def close(self) -> None: ...
 
 
 class EmbeddedEngine:
-    """The policy itself samples, every rank a share of the prompts. It has the weights already."""
+    """The policy itself samples, every rank a share of the prompts. It already has the weights."""
 
     def __init__(self, sampler: EmbeddedSampler, world: World, dtype: torch.dtype) -> None:
-        """``dtype``: what the policy computes in, in which kept weights are written."""
+        """``dtype``: the policy's compute dtype, in which kept weights are written."""
         self.sampler, self.world, self.dtype, self.ranks = sampler, world, dtype, Ranks(world)
         self._shares = self.ranks.together(self._share)
 
@@ -69,7 +71,8 @@ class EmbeddedEngine:
         return {}
 
     def reload_weights(self, folder: Path, version: int) -> None:
-        """The embedded sampler has only the weights of now: the schema lets it not sample ahead."""
+        """Raise WorkerError: the embedded sampler has only the current weights, so it never samples during
+        training."""
         raise WorkerError(f"{folder} was not written by the embedded sampler")
 
     def sample(
@@ -80,7 +83,7 @@ class EmbeddedEngine:
         seed: int,
         answered: Answered | None = None,
     ) -> list[list[Sample]]:
-        """``answered`` is told nothing: the ranks' answers come together."""
+        """``answered`` is never called, because the ranks' answers arrive together."""
         shares = self._shares((prompts, n, settings, seed))
         return [shares[i % self.world.size][i // self.world.size] for i in range(len(prompts))]
 
@@ -90,22 +93,23 @@ class EmbeddedEngine:
         return gather_objects(self.sampler.sample(mine, n, settings, seed))
 
     def sleep(self) -> None:
-        """It has no memory of its own."""
+        """Does nothing: the engine has no memory of its own."""
 
     def close(self) -> None:
-        """It has no process of its own."""
+        """Does nothing: the engine has no process of its own."""
 
 
 def write_weights(
     ranks: Ranks, policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype
 ) -> None:
-    """The policy as it is now, as a model in ``folder``. Every rank calls it. Raises OSError on all."""
+    """Write the policy's current weights to ``folder`` as a model. Every rank calls it. Raises OSError on all
+    ranks."""
     state = full_state(policy)
     ranks.run_on_main(lambda: export(state, policy, tokenizer, folder, dtype))
 
 
 class Prefetch:
-    """Work that goes on in a thread of its own while the round before is trained on."""
+    """Work that runs in its own thread while the previous round is trained on."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._done: tuple[Any, BaseException | None] = (None, None)
@@ -116,6 +120,6 @@ class Prefetch:
         self._done = attempt(work)
 
     def result(self) -> None:
-        """Wait for it; raises what it raised."""
+        """Wait for the work to end, and raise what it raised."""
         self._thread.join()
         outcome(self._done)

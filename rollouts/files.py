@@ -1,5 +1,5 @@
-"""Samples and feedback as files that others read: groups files, AlpacaEval's outputs, HALOs' sample and
-feedback JSON."""
+"""Samples and feedback as files for other programs. The formats are groups files, AlpacaEval's outputs, and
+HALOs' sample and feedback JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Scores = list[list[float | None]]
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:
-    """Raise ConfigError for a file that is there, before anything is computed for it."""
+    """Raise ConfigError for a file that exists already, before anything is computed for it."""
     if path.exists() and not overwrite:
         raise ConfigError("out", path, "is there already; overwrite_out=true writes over it")
 
@@ -62,8 +62,8 @@ def write_samples(
 
 
 def read_samples(path: Path) -> list[SampledPrompt]:
-    """The samples in a file of any of those formats, gathered by prompt, in order of first appearance. Raises
-    DataError."""
+    """Return the samples in a file of any of those formats, gathered by prompt, in order of first appearance.
+    Raises DataError."""
     found: dict[str, SampledPrompt] = {}
     for row in read_rows(path, "in"):
         if not isinstance(row, Row):
@@ -81,7 +81,7 @@ def read_samples(path: Path) -> list[SampledPrompt]:
 
 
 def _one_sample(values: Any) -> SampledPrompt:
-    """A row of AlpacaEval's outputs or of HALOs' samples."""
+    """Parse a row of AlpacaEval's outputs or of HALOs' samples."""
     asked = (
         (Turn("user", text(values, "instruction")),)
         if "prompt" not in values
@@ -99,9 +99,9 @@ def _one_sample(values: Any) -> SampledPrompt:
 def write_feedback(
     path: Path, samples: Sequence[SampledPrompt], scores: Scores, form: str, config: RoundsConfig, seed: int
 ) -> int:
-    """Write what the scores say, as ``groups`` or as HALOs' ``binary``, ``pairwise`` or ``scalar`` feedback;
-    returns the number of entries. Which samples are compared, and when they differ enough, is ``rounds``'
-    (rollouts.rounds.feedback)."""
+    """Write the feedback that the scores give, as ``groups`` or as HALOs' ``binary``, ``pairwise`` or
+    ``scalar`` feedback, and return the number of entries. The ``rounds`` settings decide which samples are
+    compared and by how much they must differ (rollouts.rounds.feedback)."""
     if form == "groups":
         groups = [
             g for one, values in zip(samples, scores, strict=True) for g in _made(one, values, config, seed)
@@ -143,7 +143,7 @@ def _binary(
 def _pairwise(
     i: int, one: SampledPrompt, values: Sequence[float | None], config: RoundsConfig, seed: int
 ) -> list[Line]:
-    """The better one is A."""
+    """Return the entries of a prompt's pairs, with the better sample as A."""
     return [
         _prompt(i, one)
         | {

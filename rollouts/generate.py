@@ -1,5 +1,5 @@
-"""Answers of a model to many prompts, outside of a run's rounds: for the stages and for evaluation. What is
-drawn is kept as it comes."""
+"""Answers of a model to many prompts outside a run's rounds, for the stages and for evaluation. Answers are
+stored as they are drawn."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from rollouts.weights import weights_digest
 
 @dataclass(frozen=True)
 class Request:
-    """``n`` answers to every prompt."""
+    """A request for ``n`` answers to every prompt."""
 
     what: str
-    """said by the progress bar"""
+    """description that the progress bar shows"""
     n: int
     settings: SamplingSettings
 
 
 def settings_of(config: Config) -> SamplingSettings:
-    """How answers are drawn with the settings of a run."""
+    """Return the sampling settings of a run."""
     return SamplingSettings(config.sampler.temperature, config.sampler.top_p, config.max_tokens)
 
 
@@ -45,11 +45,11 @@ def generate_answers(
     log_dir: Path,
     name: str,
 ) -> list[list[list[Sample]]]:
-    """[requests][prompts][n] answers, drawn with ``config.seed``; the same on every rank, each of which calls
-    it. Those that are kept from earlier are not drawn; where all are, no weights are loaded. ``name``: whose
-    they are, for the progress bar.
+    """Return [requests][prompts][n] answers, drawn with ``config.seed``. Every rank calls it and gets the
+    same answers. Answers kept from earlier are not drawn again; if all are kept, no weights are loaded.
+    ``name``: whose answers they are, for the progress bar.
 
-    Raises WorkerError, and ConfigError for weights that cannot be had.
+    Raises WorkerError, and ConfigError for weights that cannot be obtained.
     """
     kept, known = on_main(lambda: _kept(config, renderer, requests))
     if all(prompt.id in found for found in known for prompt in asked):
@@ -91,7 +91,7 @@ def generate_answers(
 def _kept(
     config: Config, renderer: Renderer, requests: list[Request]
 ) -> tuple[list[AnswerCache], list[dict[str, list[Sample]]]]:
-    """Where each request's answers are kept, and those that are there, by prompt id (the digest of its
+    """Return each request's cache of answers, and the answers in it by prompt id (the digest of the prompt's
     turns)."""
     model, sampler = config.model, config.sampler
     shared = {

@@ -1,10 +1,10 @@
-"""What a round leaves on disk: ``rounds/003/samples.jsonl``, ``scores.jsonl``, ``groups.jsonl`` and
-``round.json``; with ``rounds.compress`` the first three end in ``.jsonl.gz``.
+"""The files that a round leaves on disk. They are ``rounds/003/samples.jsonl``, ``scores.jsonl``,
+``groups.jsonl`` and ``round.json``; with ``rounds.compress`` the first three end in ``.jsonl.gz``.
 
-Each file is written whole, then renamed; before that, ``round.json`` says of it what it was made from, how,
-how many lines, and its checksum. So a stage is done exactly if its file is the one that ``round.json``
-promises for the inputs at hand, and a round that was killed goes on with the first stage that is not.
-``groups.jsonl`` is an ordinary groups file: ``data=local data.path=…`` trains on it.
+Each file is written whole and then renamed. Before the rename, ``round.json`` records what the file was made
+from, how, its number of lines and its checksum. So a stage is done exactly if its file is the one that
+``round.json`` records for the current inputs, and a round that was killed continues with the first stage that
+is not done. ``groups.jsonl`` is an ordinary groups file: ``data=local data.path=…`` trains on it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ Facts = dict[str, Any]
 Line = dict[str, Any]
 
 LEVEL = 3
-"""Of compression: 12 % larger than at level 9, in 0.12 of the CPU time
-(``python -m benchmarks.ledger --levels``)."""
+"""Compression level. Files are 12 % larger than at level 9, in 0.12 of the CPU time (``python -m
+benchmarks.ledger --levels``)."""
 
 
 class RoundFolder:
     """The files of one round. One process writes them."""
 
     def __init__(self, path: Path, compress: bool = False) -> None:
-        """``compress``: how files are written; either kind is read."""
+        """``compress``: whether new files are compressed. Both kinds can be read."""
         self.path, self.compress = path, compress
 
     @property
     def record(self) -> Facts:
-        """What ``round.json`` says so far; {} before the round. Raises DataError for one that is damaged."""
+        """The contents of ``round.json`` so far; {} before the round begins. Raises DataError if the file is
+        damaged."""
         path = self.path / "round.json"
         if not path.exists():
             return {}
@@ -54,16 +55,17 @@ class RoundFolder:
         return dict(found)
 
     def note(self, facts: Facts) -> None:
-        """Add to ``round.json``."""
+        """Add ``facts`` to ``round.json``."""
         write_whole(self.path / "round.json", json.dumps(self.record | facts, indent=2, ensure_ascii=False))
 
     @property
     def weights(self) -> Path:
-        """Where the weights lie that the round is sampled from, where they are on disk."""
+        """Folder of the weights that the round is sampled from, if they are on disk."""
         return self.path / "weights"
 
     def file(self, stage: str) -> Path:
-        """The stage's file as it was promised, else as it would be written now."""
+        """Return the path of the stage's file as ``round.json`` records it, else as it would be written
+        now."""
         said = self._promise(stage)
         if said is None:
             return self._named(stage, self.compress)
@@ -73,19 +75,20 @@ class RoundFolder:
         return self.path / f"{stage}.jsonl{'.gz' if compress else ''}"
 
     def checksum(self, stage: str) -> str:
-        """The stage's checksum, by which what is made from it names it."""
+        """Return the stage's checksum, which the files made from this stage record as their input."""
         return str(self.record["stages"][stage]["sha256"])
 
     def _promise(self, stage: str, inputs: Facts | None = None) -> Facts | None:
-        """What ``round.json`` says of the stage's file; None where nothing, or of other ``inputs``."""
+        """Return the record of the stage's file in ``round.json``; None if there is none, or if it is for
+        other ``inputs``."""
         said: Facts | None = self.record.get("stages", {}).get(stage)
         if said is None or (inputs is not None and said["inputs"] != json.loads(json.dumps(inputs))):
             return None
         return said
 
     def done(self, stage: str, inputs: Facts | None = None) -> bool:
-        """Whether the stage's file is the one that was promised, made from ``inputs`` (None: from
-        whatever)."""
+        """Return whether the stage's file is the recorded one, made from ``inputs`` (None: from any
+        inputs)."""
         said, path = self._promise(stage, inputs), self.file(stage)
         if said is None or not path.is_file():
             return False
@@ -93,8 +96,8 @@ class RoundFolder:
             return bool(said["sha256"] == hashlib.file_digest(stream, "sha256").hexdigest())
 
     def write(self, stage: str, lines: Iterable[Line], inputs: Facts, facts: Facts) -> None:
-        """The stage's file, and what is said of it: what it was made from (settings included), and ``facts``
-        (counts, seconds). Raises OSError."""
+        """Write the stage's file, and record its inputs (settings included) and ``facts`` (counts, seconds).
+        Raises OSError."""
         path = self._named(stage, self.compress)
         with whole_file(path) as stream:
             written = _Summed(stream)
@@ -105,8 +108,8 @@ class RoundFolder:
         self._named(stage, not self.compress).unlink(missing_ok=True)
 
     def found(self, stage: str, inputs: Facts | None = None) -> list[Line] | None:
-        """The lines of a stage that is done, made from ``inputs`` (None: from whatever); None of one that is
-        not. The file is read once. Raises DataError."""
+        """Return the lines of a stage that is done, made from ``inputs`` (None: from any inputs); None if it
+        is not done. The file is read once. Raises DataError."""
         said, path = self._promise(stage, inputs), self.file(stage)
         if said is None or not path.is_file():
             return None
@@ -118,15 +121,15 @@ class RoundFolder:
                 return [json.loads(line) for line in lines]
 
     def read(self, stage: str) -> list[Line]:
-        """The lines of a stage that is done. Raises DataError if it is not."""
+        """Return the lines of a stage that is done. Raises DataError if it is not."""
         lines = self.found(stage)
         if lines is None:
             raise self.not_as_written(self.file(stage))
         return lines
 
     def first(self, stage: str, count: int) -> list[Line]:
-        """At most ``count`` lines of a stage that is done, to be looked at: what comes behind them is neither
-        read nor checked. Raises DataError."""
+        """Return at most ``count`` lines of a stage that is done, for display. The rest of the file is
+        neither read nor checked. Raises DataError."""
         said, path = self._promise(stage), self.file(stage)
         if said is None:
             raise self.not_as_written(path)
@@ -137,11 +140,11 @@ class RoundFolder:
         return found
 
     def groups(self) -> list[Group]:
-        """What is trained on. Raises DataError."""
+        """Return the groups that are trained on. Raises DataError."""
         return [from_dict(line) for line in self.read("groups")]
 
     def not_as_written(self, path: Path, why: object = "") -> DataError:
-        """What is said of a file of the round, or of the round, that is gone or damaged."""
+        """Return the error for a missing or damaged file of the round, or for a missing or damaged round."""
         return DataError(
             f"{path} is not as it was written{f' ({why})' if why else ''}; put it back from a copy, or "
             f"delete {self.path} and resume from a checkpoint before it, or start the run afresh with "
@@ -150,7 +153,7 @@ class RoundFolder:
 
     @contextmanager
     def _as_written(self, path: Path) -> Iterator[None]:
-        """Raises DataError in place of what reading a file raises that was not written so."""
+        """Raise DataError in place of the errors of reading a damaged file."""
         try:
             yield
         except (OSError, EOFError, ValueError, zlib.error) as error:
@@ -158,7 +161,8 @@ class RoundFolder:
 
 
 def _is_record(found: Any) -> bool:
-    """Whether ``round.json`` is one that ``RoundFolder.write`` has made promises in, or none yet."""
+    """Return whether ``round.json`` is valid: an object whose stages, if any, are recorded as
+    ``RoundFolder.write`` does."""
     stages = found.get("stages", {}) if isinstance(found, dict) else None
     return isinstance(stages, dict) and all(
         isinstance(said, dict)
@@ -171,7 +175,7 @@ def _is_record(found: Any) -> bool:
 
 
 class _Summed(io.RawIOBase):
-    """Writes to ``stream``, and sums up what was written."""
+    """Writes to ``stream``, and computes the SHA-256 digest of what is written."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.stream, self.digest = stream, hashlib.sha256()
@@ -185,8 +189,8 @@ class _Summed(io.RawIOBase):
 
 
 def _write_lines(lines: Iterable[Line], stream: _Summed, compress: bool) -> int:
-    """Returns how many they are. The same lines give the same bytes: a compressed file holds neither its name
-    nor the time."""
+    """Write the lines and return their number. The same lines give the same bytes: a compressed file contains
+    neither its name nor the time."""
     count = 0
     with gzip.GzipFile("", "wb", LEVEL, stream, mtime=0) if compress else nullcontext(stream) as into:
         for line in lines:
@@ -196,17 +200,17 @@ def _write_lines(lines: Iterable[Line], stream: _Summed, compress: bool) -> int:
 
 
 def _opened(stream: BinaryIO, path: Path) -> BinaryIO | gzip.GzipFile:
-    """The lines of a file, whichever kind it is."""
+    """Return a stream of a file's lines, compressed or not."""
     return gzip.GzipFile(fileobj=stream) if path.suffix == ".gz" else stream
 
 
 def sampled_line(sampled: SampledPrompt) -> Line:
-    """A line of a samples file: a groups file's, without rewards."""
+    """Return a line of a samples file, which is a line of a groups file without rewards."""
     blank = Group(sampled.prompt, sampled.completions, (0.0,) * len(sampled.completions))
     return {key: value for key, value in to_dict(blank).items() if key != "rewards"}
 
 
 def sampled_of(line: Line) -> SampledPrompt:
-    """What ``sampled_line`` wrote. Raises RowError."""
+    """Parse a line that ``sampled_line`` made. Raises RowError."""
     group = from_dict(line | {"rewards": [0.0] * len(line["completions"])})
     return SampledPrompt(group.prompt, group.completions)

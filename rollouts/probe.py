@@ -1,13 +1,14 @@
-"""Whether an engine samples from the trainer's weights: the same rows scored by both, compared.
+"""A test of whether an engine samples from the trainer's weights, which compares their log-probabilities of
+the same rows.
 
-Hashes cannot tell: engines fuse, cast and shard weights. Log-probabilities can: wrong weights show as nats of
-difference (an old output head: 3 and more), right ones as rounding. Two things are asked, because wrong
-weights can pass either alone:
+Hashes cannot tell, because engines fuse, cast and shard weights. Log-probabilities can: wrong weights show as
+differences of nats (3 and more for an old output head), right ones as rounding. There are two checks, because
+wrong weights can pass either one alone:
 
-- the difference lies within the dtype's noise (``NOISE``). That catches a load that went wrong;
-- the engine moved when the trainer moved. A round at a small learning rate can move log-probabilities by
-  less than bfloat16's noise, so that an engine which skipped the load passes the first question. But its
-  numbers for the same rows stay the same.
+- The difference lies within the dtype's noise (``NOISE``). This catches a load that went wrong.
+- The engine moved when the trainer moved. A round at a small learning rate can move log-probabilities by less
+  than bfloat16's noise, so an engine that skipped the load passes the first check. But its values for the
+  same rows stay the same.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from common.worker_process import WorkerError
 NOISE = {"float32": (1e-3, 1e-4), "bfloat16": (1.0, 0.15), "float16": (0.2, 0.01)}
 """dtype -> (largest, mean) absolute difference of token log-probabilities that rounding explains, nats.
 
-float32: some 1e-6 on a CPU; TF32 would show as 1e-3, and is not wanted. bfloat16 keeps 8 bits: a logit of 20
-is rounded by up to 0.06, an unlikely token's by more, so the mean is the criterion and the largest a stop for
-gross errors. float16 keeps 11.
+float32: about 1e-6 on a CPU; TF32 would show as 1e-3, and is not wanted. bfloat16 keeps 8 bits: a logit of 20
+is rounded by up to 0.06, and the log-probability of an unlikely token by more, so the mean is the criterion
+and the largest difference only catches gross errors. float16 keeps 11 bits.
 """
 
 _MOVED = 1e-5
@@ -32,7 +33,7 @@ _STALE_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Probe:
-    """Log-probabilities of the same rows, flattened, nats, by the engine and by the trainer."""
+    """Log-probabilities of the same rows by the engine and by the trainer, flattened, nats."""
 
     engine: np.ndarray
     """[tokens] float64"""
@@ -53,12 +54,12 @@ class Probe:
 def check_probe(
     engine: list[list[float]], trainer: list[list[float]], dtype: str, previous: Probe | None = None
 ) -> Probe:
-    """Compare one row of log-probabilities per sequence (nats); ``previous`` is the same rows' probe before
-    the last load.
+    """Compare the engine's and the trainer's log-probabilities (nats), one row for each sequence.
+    ``previous`` is the probe of the same rows before the last load.
 
-    Returns the probe, to be given as ``previous`` next time. Raises WorkerError with the measured difference:
-    above the noise of ``dtype`` (the coarser of the engine's and the trainer's), not finite, or the engine
-    stood still while the trainer moved.
+    Returns the probe, to be passed as ``previous`` next time. Raises WorkerError with the measured difference
+    if it is above the noise of ``dtype`` (the coarser of the engine's and the trainer's) or not finite, or if
+    the engine stood still while the trainer moved.
     """
     if [len(row) for row in engine] != [len(row) for row in trainer] or not any(engine):
         raise WorkerError("the probe's rows differ in length between engine and trainer, or have no token")
@@ -67,7 +68,7 @@ def check_probe(
         np.concatenate([np.asarray(row, np.float64) for row in trainer]),
     )
     largest, mean = NOISE[dtype]
-    if not (now.largest <= largest and now.mean <= mean):  # also when not a number
+    if not (now.largest <= largest and now.mean <= mean):  # also true for nan
         raise WorkerError(
             "the engine does not have the trainer's weights: token log-probabilities differ by "
             f"{now.largest:.3g} "

@@ -1,4 +1,4 @@
-"""Which contexts of earlier rounds a round trains on again (``rounds.replay``)."""
+"""The choice of contexts from earlier rounds that a round trains on again (``rounds.replay``)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rollouts.rounds import derived_seed
 
 
 def replayed(earlier: Sequence[Sequence[str]], count: int, index: int, seed: int) -> list[list[str]]:
-    """Of the contexts that each earlier round sampled and kept (``earlier``: prompt ids a round), those that
-    round ``index`` trains on again, a list for each of these rounds.
+    """Return, for each earlier round, the prompt ids that round ``index`` trains on again. ``earlier`` has
+    the prompt ids that each earlier round sampled and kept.
 
-    ``count`` of them are drawn without replacement, each as likely as any other however old it is; all of
-    them where there are no more.
+    ``count`` of these are drawn without replacement, each as likely as any other however old it is. If there
+    are no more than ``count``, all are taken.
     """
     places = [(r, prompt_id) for r, prompts in enumerate(earlier) for prompt_id in prompts]
     rng = np.random.default_rng(derived_seed(seed, f"replay {index}"))

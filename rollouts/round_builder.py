@@ -1,7 +1,7 @@
-"""How a round is made: sample, score, keep or drop, each stage on disk before the next begins (paper,
-Algorithm 1, lines 4 to 12).
+"""The construction of a round in the stages of sampling, scoring, and keeping or dropping (paper, Algorithm
+1, lines 4 to 12). Each stage is on disk before the next begins.
 
-Rank 0 alone does this. What is already on disk, made from the same inputs, is not made again.
+Only rank 0 runs this code. A stage that is already on disk, made from the same inputs, is not repeated.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class RoundBuilder:
         self.settings = SamplingSettings(config.sampler.temperature, config.sampler.top_p, config.max_tokens)
 
     def needs_weights(self, folder: RoundFolder, first: int, wanted: int, weights: str) -> bool:
-        """Whether anything is left to be sampled for the round."""
+        """Return whether anything is left to sample for the round."""
         end = min(first + wanted, self.contexts.planned)
         whole = folder.done("samples", self._sampling_inputs(first, end, weights))
         return not (whole and (not self.config.rounds.fill or folder.done("groups")))
 
     def sample(self, folder: RoundFolder, first: int, wanted: int, weights: str) -> None:
-        """What ``build`` does first, alone: the samples of the ``wanted`` contexts."""
+        """Sample the ``wanted`` contexts, which is the first step of ``build``, and do nothing else."""
         self._sample(folder, "samples", first, min(first + wanted, self.contexts.planned), weights)
 
     def build(self, folder: RoundFolder, first: int, wanted: int, weights: str) -> None:
-        """The round of the ``wanted`` contexts from ``first`` on, sampled from ``weights`` (their
-        fingerprint): up to ``groups.jsonl``."""
+        """Make the round of the ``wanted`` contexts from number ``first`` on, up to ``groups.jsonl``.
+        ``weights``: the fingerprint of the weights that it is sampled from."""
         end = first
         groups: list[list[Group]] = []
         dropped: Counter[str] = Counter()
@@ -95,7 +95,7 @@ class RoundBuilder:
             )
         if (
             self.config.rounds.fill
-        ):  # not before: only the groups' file says that nothing more will be sampled
+        ):  # not earlier: only the file of groups shows that nothing more will be sampled
             self._sampled(folder)
         folder.note(
             {
@@ -108,11 +108,12 @@ class RoundBuilder:
         )
 
     def _feedback_settings(self) -> Facts:
-        """What the groups are made by. How a round is kept on disk changes none of them."""
+        """Return the settings that determine the groups. How a round is kept on disk changes none of them."""
         return {k: v for k, v in asdict(self.config.rounds).items() if k not in ("compress", "keep_weights")}
 
     def _sampled(self, folder: RoundFolder) -> None:
-        """All samples of the round are on disk: the weights that they came from need not be."""
+        """Free what is no longer needed once all samples of the round are on disk: the weights that they came
+        from, unless ``rounds.keep_weights``, and the engine's memory."""
         if not self.config.rounds.keep_weights:
             shutil.rmtree(folder.weights, ignore_errors=True)
         self.engine.sleep()
@@ -151,8 +152,8 @@ class RoundBuilder:
         return [sampled_of(line) for line in lines]
 
     def _draw(self, prompts: list[Prompt], seed: int, arrivals: Arrivals | None, first: int) -> list[Line]:
-        """The answers to prompts that are the round's contexts from ``first`` on; to ``arrivals`` they go as
-        soon as they are there."""
+        """Return the lines with the answers to ``prompts``, whose first one has position ``first`` among the
+        contexts sampled together. Each prompt's answers go to ``arrivals`` as soon as they are there."""
         how = {"sampler": self.config.sampler.name, **asdict(self.settings), "seed": seed}
         how |= facts_of(self.config)
         n, temperature = self.config.rounds.samples, self.config.model.logit_temperature
@@ -175,14 +176,14 @@ class RoundBuilder:
         ]
 
     def _score(self, folder: RoundFolder, suffix: str, sampled: list[SampledPrompt]) -> list[Line]:
-        """A line a prompt, as ``score_lines`` makes them."""
+        """Return one line for each prompt, as ``score_lines`` makes them."""
         stage, inputs = (
             f"scores{suffix}",
             {"samples": folder.checksum(f"samples{suffix}"), "reward": reward_settings(self.config)},
         )
         lines = folder.found(stage, inputs)
         if lines is None:
-            if not self.config.rounds.fill:  # else more may have to be sampled from the same weights
+            if not self.config.rounds.fill:  # with fill, more samples from the same weights may be needed
                 self._sampled(folder)
             start = time.monotonic()
             lines = score_lines(self.reward, sampled, self.renderer)
@@ -199,7 +200,8 @@ class RoundBuilder:
         completions: list[Completion],
         scores: list[list[list[float | None]]],
     ) -> Facts:
-        """What is logged of the round's samples. ``scores``: by part, prompt and sample."""
+        """Return the metrics that are logged for the round's samples. ``scores``: indexed by part, prompt and
+        sample."""
         given = [s for part in scores for values in part for s in values if s is not None]
         prompts = sum(map(len, scores))
         seconds = {
@@ -223,8 +225,8 @@ class RoundBuilder:
 
 
 def part_means(stages: Facts, parts: list[str], counts: list[int]) -> dict[str, float]:
-    """What the reward says of its own parts (``reward_...``): the mean over the round's completions, of which
-    each of ``parts`` has so many."""
+    """Return the mean over the round's completions of each metric that the reward reports for its own parts
+    (``reward_...``). ``counts``: the number of completions in each of ``parts``."""
     sums: dict[str, list[tuple[float, int]]] = {}
     for suffix, count in zip(parts, counts, strict=True):
         for name, value in stages[f"scores{suffix}"]["metrics"].items():
@@ -234,7 +236,8 @@ def part_means(stages: Facts, parts: list[str], counts: list[int]) -> dict[str, 
 
 
 def conversation_metrics(completions: list[Completion]) -> dict[str, float]:
-    """``turns`` of the policy and ``environment_tokens``, a completion; ``truncated``: how many were cut."""
+    """Return the mean number of the policy's ``turns`` and of ``environment_tokens`` per completion, and
+    ``truncated``, the number of completions that were cut."""
     return {
         "turns": fmean(max(1, sum(turn.role == "assistant" for turn in c.turns)) for c in completions),
         "environment_tokens": fmean(len(c.token_ids or ()) - own_tokens(c) for c in completions),
@@ -243,14 +246,14 @@ def conversation_metrics(completions: list[Completion]) -> dict[str, float]:
 
 
 def reward_settings(config: Config) -> Facts:
-    """The reward's settings that are given: what a score depends on beside the samples."""
+    """Return the reward's settings, on which a score depends besides the samples."""
     reward = config.reward_config
     return {"name": reward.name, "max_missing": reward.max_missing, reward.kind: asdict(reward.settings)}
 
 
 def score_lines(reward: Reward, sampled: list[SampledPrompt], renderer: Renderer) -> list[Line]:
-    """A line a prompt: its samples' scores, and ``token_rewards`` of a reward that gives those, whose mean is
-    then the score. Raises RewardError."""
+    """Return one line for each prompt with its samples' scores. A reward that scores tokens also gives
+    ``token_rewards``, and the score is then their mean over the policy's tokens. Raises RewardError."""
     if not reward.gives_tokens:
         scores = score_samples(reward, sampled)
         return [{"id": one.prompt.id, "scores": values} for one, values in zip(sampled, scores, strict=True)]
@@ -273,7 +276,7 @@ def score_lines(reward: Reward, sampled: list[SampledPrompt], renderer: Renderer
 
 
 def with_token_rewards(sampled: list[SampledPrompt], lines: list[Line]) -> list[SampledPrompt]:
-    """The samples with the rewards of their tokens, where their lines have some."""
+    """Return the samples with their token rewards, where the lines have any."""
     return [
         replace(
             one,
@@ -289,7 +292,7 @@ def with_token_rewards(sampled: list[SampledPrompt], lines: list[Line]) -> list[
 
 
 def score_samples(reward: Reward, sampled: list[SampledPrompt]) -> list[list[float | None]]:
-    """Every sample's reward, None for no verdict; the reward model's memory is given back. Raises
+    """Return every sample's reward, None for no verdict, and release the reward model's memory. Raises
     RewardError."""
     pairs = [pair for asked in asked_of(sampled) for pair in asked]
     try:
@@ -300,12 +303,12 @@ def score_samples(reward: Reward, sampled: list[SampledPrompt]) -> list[list[flo
 
 
 def asked_of(sampled: list[SampledPrompt]) -> list[list[tuple[Prompt, str]]]:
-    """What a reward is asked about, and the answer, of each completion of each prompt."""
+    """Return, for each completion of each prompt, the prompt and the answer that a reward scores."""
     return [[asked_and_answered(one.prompt, c) for c in one.completions] for one in sampled]
 
 
 def samples_table(folder: RoundFolder) -> list[list[Any]]:
-    """Rows of (prompt, completion, reward, tokens, finished) of the round's first contexts, for the
+    """Return rows of (prompt, completion, reward, tokens, finished) of the round's first contexts, for the
     tracker. Raises DataError."""
     scores = folder.first("scores", _SHOWN_CONTEXTS)
     samples = folder.first("samples", _SHOWN_CONTEXTS)
@@ -321,7 +324,7 @@ def samples_table(folder: RoundFolder) -> list[list[Any]]:
             for line, scored in zip(samples, scores, strict=True)
             for completion, value in zip(line["completions"], scored["scores"], strict=True)
         ]
-    except (LookupError, TypeError, ValueError) as error:  # no checksum was taken of what is only looked at
+    except (LookupError, TypeError, ValueError) as error:  # these lines were read without their checksum
         raise folder.not_as_written(folder.path, f"its samples or scores: {error!r}") from error
 
 

@@ -1,5 +1,5 @@
-"""What a round is made of, as pure functions: which prompts come when, and what becomes of their scored
-samples (paper, Algorithm 1)."""
+"""Pure functions that choose the prompts of a round and turn its scored samples into groups (paper, Algorithm
+1)."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class SampledPrompt:
     completions: tuple[Completion, ...]
 
 
-# Which prompts come when
+# The order of prompts
 
 
 class PromptSchedule:
-    """The contexts of a run, counted from 0: all prompts in an order that is a function of the seed alone,
-    then all again in another."""
+    """The contexts of a run, numbered from 0: all prompts in an order that depends on the seed alone, then
+    all again in another order."""
 
     def __init__(self, prompts: Sequence[Prompt], planned: int, seed: int) -> None:
-        """``prompts``: distinct, at least one. ``planned``: contexts of the whole run."""
+        """``prompts``: distinct, at least one. ``planned``: number of contexts of the whole run."""
         self.prompts, self.planned, self.seed = prompts, planned, seed
 
     def take(self, first: int, end: int) -> list[tuple[int, list[Prompt]]]:
-        """Contexts ``first`` to ``end`` (without it), as (sampling seed, prompts) of each pass over the
-        prompts that they belong to.
+        """Return contexts ``first`` to ``end`` (exclusive) as (sampling seed, prompts), one pair for each
+        pass over the prompts to which they belong.
 
-        A prompt comes once in a pass, and each pass has its own sampling seed: no two contexts of a run share
-        their random numbers.
+        A prompt occurs once in a pass, and each pass has its own sampling seed. So no two contexts of a run
+        share random numbers.
         """
         size, parts = len(self.prompts), []
         while first < end:
@@ -58,23 +58,23 @@ class PromptSchedule:
 
 
 def derived_seed(seed: int, what: str) -> int:
-    """63 bits that are a function of a run's seed and of what they are for."""
+    """Return 63 bits that depend on a run's seed and on ``what`` they are used for."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{what}".encode(), digest_size=8).digest()) >> 1
 
 
-# What becomes of scored samples
+# Groups from scored samples
 
 
 def feedback(
     sampled: SampledPrompt, scores: Sequence[float | None], config: RoundsConfig, seed: int
 ) -> list[Group] | str:
-    """The groups to train on that a context gives, or the reason why it is dropped. A sample without a score
-    is left out of everything: no verdict is not a bad one.
+    """Return the groups to train on that a context gives, or the reason why it is dropped. A sample without a
+    score is left out of everything, because no verdict is not a bad verdict.
 
-    ``pair``: the best and the worst, if they differ by at least tau (Algorithm 1, lines 8 to 10), best first,
-    with their scores. ``random``: two that differ by at least tau, drawn by the seed and the prompt.
-    ``threshold``: each sample alone, 1.0 where its score is at least the threshold, else -1.0. ``group``: all
-    of them with their scores.
+    ``pair``: the best and the worst sample, best first, with their scores, if these differ by at least tau
+    (Algorithm 1, lines 8 to 10). ``random``: two samples whose scores differ by at least tau, drawn by the
+    seed and the prompt. ``threshold``: each sample alone, with 1.0 if its score is at least the threshold,
+    else -1.0. ``group``: all samples with their scores.
     """
     group = with_scores(sampled, scores)
     if config.feedback == "threshold":
@@ -97,13 +97,14 @@ def feedback(
 
 
 def with_scores(sampled: SampledPrompt, scores: Sequence[float | None]) -> Group:
-    """The samples that have a score, with it."""
+    """Return a group of the samples that have a score, with their scores."""
     kept = [(c, float(s)) for c, s in zip(sampled.completions, scores, strict=True) if s is not None]
     return Group(sampled.prompt, tuple(c for c, _ in kept), tuple(s for _, s in kept))
 
 
 def asked_and_answered(prompt: Prompt, completion: Completion) -> tuple[Prompt, str]:
-    """What a reward is asked about, and the answer: of a conversation its last turn, and all of it before."""
+    """Return the prompt and the answer that a reward scores. In a conversation the answer is the last turn,
+    and the prompt includes all turns before it."""
     if not completion.turns:
         return prompt, completion.text or ""
     *before, last = completion.turns
@@ -111,14 +112,14 @@ def asked_and_answered(prompt: Prompt, completion: Completion) -> tuple[Prompt, 
 
 
 def own_tokens(completion: Completion) -> int:
-    """How many of a completion's tokens the policy wrote."""
+    """Return how many of a completion's tokens the policy wrote."""
     mask = completion.loss_mask
     return len(completion.token_ids or ()) if mask is None else sum(mask)
 
 
 def _random_pair(group: Group, tau: float, seed: int) -> tuple[int, int] | None:
-    """Two completions whose rewards differ, by ``tau`` or more, each such pair as likely; the better one
-    first."""
+    """Return the indices of two completions whose rewards differ, by ``tau`` or more, the better one first;
+    None if there is no such pair. Every such pair is equally likely."""
     rewards = group.rewards
     far = [
         (i, j)
@@ -140,8 +141,8 @@ def _only(group: Group, which: Sequence[int]) -> Group:
 
 
 def usable_prompts(prompts: list[Prompt], renderer: Renderer) -> tuple[list[Prompt], Counter[str]]:
-    """The prompts that can be rendered, and for what reasons how many cannot. Raises ConfigError for prompts
-    that the tokenizer cannot read."""
+    """Return the prompts that can be rendered, and a count of the others by reason. Raises ConfigError for
+    prompts that the tokenizer cannot read."""
     rendered = renderer.prompts(prompts)
     known = [ids for ids in rendered if not isinstance(ids, str)]
     check_vocabulary(renderer.tokenizer, known, f"these {len(known)} prompts")

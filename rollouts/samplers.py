@@ -1,9 +1,9 @@
-"""Sampling answers from the policy: the protocol, and the embedded sampler on transformers' own generation.
+"""The sampler interface, and the embedded sampler on transformers' own generation.
 
 Prompts are rendered by the function that renders them for training, every sampling field is explicit, and
 samples are token ids. Each token comes with its log-probability under the policy that drew it, at
-``model.logit_temperature`` and before top-p: what the policy thought of it, not with which chance it was
-drawn. The trainer scores samples itself.
+``model.logit_temperature`` and before top-p. This is the policy's own probability of the token, not the
+probability with which the sampler drew it. The trainer computes its own log-probabilities of the samples.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from models.policy import Policy, causal_lm
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How tokens are drawn. Nothing else decides it: a model's generation_config.json is not read. Raises
-    ConfigError."""
+    """The settings that alone decide how tokens are drawn: a model's generation_config.json is not read.
+    Raises ConfigError."""
 
     temperature: float
     """0: greedy"""
     top_p: float
     """the next token comes from the smallest set of tokens with this probability; 1: from all"""
     max_tokens: int
-    """a sample is cut after so many tokens"""
+    """length in tokens at which a sample is cut"""
 
     def __post_init__(self) -> None:
         require(self.temperature >= 0, "sampler.temperature", self.temperature, "must be 0 (greedy) or more")
@@ -56,25 +56,25 @@ class Sample:
     """One sampled answer, or a conversation with an environment."""
 
     token_ids: tuple[int, ...]
-    """ends with the stop token if ``finished``"""
+    """the sampled tokens, with the stop token at the end if ``finished``"""
     finished: bool
-    """False when it was cut by max_tokens: it has no stop token then"""
+    """False if the sample was cut by max_tokens and so has no stop token"""
     logprobs: tuple[float, ...] = field(default=(), compare=False)
-    """log mu: what the sampling policy thought of each token, nats, at model.logit_temperature and without
-    top-p; nan of an environment's tokens; () where the sampler cannot say"""
+    """log mu: log-probability of each token under the sampling policy, nats, at model.logit_temperature and
+    without top-p; nan for an environment's tokens; () if the sampler cannot report them"""
     loss_mask: tuple[bool, ...] | None = None
     """which tokens the policy wrote; None: all"""
     turns: tuple[Turn, ...] = ()
-    """``Completion.turns``"""
+    """as in ``Completion.turns``"""
 
     @property
     def own_tokens(self) -> int:
-        """How many of the tokens the policy wrote."""
+        """Number of tokens that the policy wrote."""
         return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
 
     def completion(self, tokenizer: PreTrainedTokenizerBase, temperature: float = 1.0) -> Completion:
-        """As the record of a groups file: the ids, which are trained on as they are, and the text, for
-        verifiers and readers. ``temperature``: the one that ``logprobs`` are at."""
+        """Return the sample as a groups file records it: the token ids, which are trained on unchanged, and
+        the text, for verifiers and readers. ``temperature``: the temperature of ``logprobs``."""
         return Completion(
             str(tokenizer.decode(list(self.token_ids), skip_special_tokens=True)),
             self.token_ids,
@@ -88,18 +88,18 @@ class Sample:
 
 
 class Sampler(Protocol):
-    """What rounds and evaluation ask for answers. The same weights, prompts, settings and seed give the same
-    answers."""
+    """The interface through which rounds and evaluation obtain answers. The same weights, prompts, settings
+    and seed give the same answers."""
 
     def sample(
         self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
     ) -> list[list[Sample]]:
-        """``n`` answers to each prompt, in the order of the prompts."""
+        """Return ``n`` answers to each prompt, in the order of the prompts."""
         ...
 
 
 Answered = Callable[[int, list[Sample]], None]
-"""(which of the prompts, its samples): told as soon as they are all there."""
+"""Callback (index of the prompt, its samples), called as soon as all samples of the prompt are there."""
 
 
 @dataclass(frozen=True)
@@ -107,34 +107,36 @@ class Row:
     """One sample to be drawn."""
 
     key: str
-    """what its random numbers belong to, with ``index`` and the seed: its prompt's id"""
+    """the prompt's id, followed by the turn in later turns of a conversation; with ``index`` and the seed it
+    determines the sample's random numbers"""
     index: int
     ids: np.ndarray
-    """[P] int32: the tokens that it goes on behind"""
+    """[P] int32: the tokens that the sample continues"""
     max_tokens: int
 
 
 Draw = Callable[[list[Row], SamplingSettings, int, tuple[int, ...]], list[Sample]]
-"""(rows, settings, seed, the tokens that end a sample) -> their samples, in order."""
+"""Function (rows, settings, seed, stop token ids) -> the rows' samples, in order."""
 
 
 class Player(Protocol):
-    """Who answers the policy while it is sampled (``rollouts.conversations``)."""
+    """The other side of a conversation, which answers the policy while it is sampled
+    (``rollouts.conversations``)."""
 
     def play(
         self, draw: Draw, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int, synced: bool
     ) -> list[list[Sample]]:
-        """``n`` conversations from each prompt on. ``synced``: every rank plays a share, and calls ``draw``
-        as often as the others."""
+        """Return ``n`` conversations that start from each prompt. ``synced``: every rank plays a share, and
+        calls ``draw`` as often as the others."""
         ...
 
 
 class EmbeddedSampler:
-    """The policy itself, by transformers' generate with a KV cache.
+    """Samples from the policy itself, with transformers' generate and a KV cache.
 
-    A sample depends on the weights, its prompt, its index, the settings and the seed alone (to rounding): not
-    on the batch in which it is computed, the number of ranks, or the state of any random number generator. So
-    equal prompts get equal samples.
+    Up to rounding, a sample depends only on the weights, its prompt, its index, the settings and the seed. It
+    does not depend on the batch in which it is computed, the number of ranks, or the state of any random
+    number generator. So equal prompts get equal samples.
     """
 
     def __init__(
@@ -148,8 +150,8 @@ class EmbeddedSampler:
         player: Player | None = None,
     ) -> None:
         """``batch_size``: rows generated at once. ``synced``: the policy is sharded over several ranks, each
-        of which samples a share of its own: every rank runs as many forwards as the slowest, and must call
-        ``sample`` even if its share is empty. ``player``: who answers the policy; None: nobody."""
+        of which samples its own share. Every rank then runs as many forwards as the slowest, and must call
+        ``sample`` even if its share is empty. ``player``: answers the policy; None for single answers."""
         self.player = player
         self.policy, self.renderer, self.device = policy, renderer, device
         self.batch_size, self.synced = batch_size, synced
@@ -157,7 +159,7 @@ class EmbeddedSampler:
     def sample(
         self, prompts: list[Prompt], n: int, settings: SamplingSettings, seed: int
     ) -> list[list[Sample]]:
-        """``n`` answers to each prompt. Raises DataError for a prompt that cannot be rendered."""
+        """Return ``n`` answers to each prompt. Raises DataError for a prompt that cannot be rendered."""
         if self.player is not None:
             return self.player.play(self.draw, prompts, n, settings, seed, self.synced)
         rows = rows_of(self.renderer, prompts, n, settings)
@@ -167,7 +169,8 @@ class EmbeddedSampler:
     def draw(
         self, rows: list[Row], settings: SamplingSettings, seed: int, stops: tuple[int, ...]
     ) -> list[Sample]:
-        """A sample of each row, which ends with one of ``stops`` or at its own ``max_tokens``."""
+        """Return a sample for each row, which ends with one of ``stops`` or at the row's own
+        ``max_tokens``."""
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
         batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
         rounds = max(gather_objects(len(batches))) if self.synced else len(batches)
@@ -208,8 +211,8 @@ class EmbeddedSampler:
 
 
 def rows_of(renderer: Renderer, prompts: list[Prompt], n: int, settings: SamplingSettings) -> list[Row]:
-    """``n`` rows of each prompt, those of one prompt together. Raises DataError for a prompt that cannot be
-    rendered."""
+    """Return ``n`` rows for each prompt, with those of one prompt together. Raises DataError for a prompt
+    that cannot be rendered."""
     ids = [renderer.prompt_ids(prompt) for prompt in prompts]
     return [
         Row(prompt.id, i, of_prompt, settings.max_tokens)
@@ -219,8 +222,9 @@ def rows_of(renderer: Renderer, prompts: list[Prompt], n: int, settings: Samplin
 
 
 def left_padded(rows: list[np.ndarray], pad: int) -> tuple[Tensor, Tensor]:
-    """([B, P] int64 token ids, [B, P] int64 mask) with every row at the right edge, where generation goes on.
-    Transformers counts positions from the mask, so a row's positions begin at its own first token."""
+    """Return ([B, P] int64 token ids, [B, P] int64 mask) with every row at the right edge, where generation
+    continues. Transformers counts positions from the mask, so a row's positions begin at its own first
+    token."""
     width = max(len(row) for row in rows)
     ids = np.full((len(rows), width), pad, np.int64)
     mask = np.zeros((len(rows), width), np.int64)
@@ -230,7 +234,7 @@ def left_padded(rows: list[np.ndarray], pad: int) -> tuple[Tensor, Tensor]:
 
 
 def uniforms(seed: int, prompt_id: str, index: int, n: int) -> np.ndarray:
-    """[n] float32 in [0, 1): the random numbers of one sample, one a token."""
+    """Return the random numbers of one sample, one per token: [n] float32 in [0, 1)."""
     key = hashlib.blake2b(f"{seed}/{prompt_id}/{index}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(key))).random(n, dtype=np.float32)
 
@@ -238,8 +242,8 @@ def uniforms(seed: int, prompt_id: str, index: int, n: int) -> np.ndarray:
 def processors(
     settings: SamplingSettings, draws: list[np.ndarray], width: int, device: torch.device
 ) -> LogitsProcessorList:
-    """What turns logits into scores of which generate takes the highest: if greedy nothing, else temperature,
-    top-p, draw."""
+    """Return the processors that turn logits into scores, of which generate takes the highest: none for
+    greedy sampling, else temperature, top-p and the draw."""
     if settings.temperature == 0:
         return LogitsProcessorList()
     steps = LogitsProcessorList([TemperatureLogitsWarper(settings.temperature)])
@@ -250,18 +254,18 @@ def processors(
 
 
 class InverseCdfProcessor(LogitsProcessor):
-    """Draws each row's next token by inverting its distribution function at the row's own random number, and
-    leaves only that token possible. (generate's own sampling draws from the global generator, so that a row's
-    tokens depend on its neighbours.)"""
+    """Draws each row's next token by inverting its cumulative distribution at the row's own random number,
+    and leaves only that token possible. (generate's own sampling draws from the global generator, so that a
+    row's tokens would depend on its neighbours.)"""
 
     def __init__(self, uniforms: Tensor, width: int) -> None:
-        """uniforms: [B, max_tokens] in [0, 1); width: the prompts' padded length."""
+        """``uniforms``: [B, max_tokens] in [0, 1). ``width``: the prompts' padded length."""
         self.uniforms, self.width = uniforms, width
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """[B, V] scores -> [B, V], 0 at the token drawn and -inf elsewhere."""
-        # float64: a running sum in float32 is off by what an unlikely token is worth, and on a GPU it need
-        # not even rise steadily.
+        """Map [B, V] scores to [B, V] scores that are 0 at the token drawn and -inf elsewhere."""
+        # float64: the error of a cumulative sum in float32 is as large as the probability of an unlikely
+        # token, and on a GPU the sum need not even be monotonic.
         cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
         step = input_ids.shape[1] - self.width
         token = torch.searchsorted(cumulative, self.uniforms[:, step, None] * cumulative[:, -1:], right=True)
@@ -269,8 +273,8 @@ class InverseCdfProcessor(LogitsProcessor):
 
 
 class ChosenLogprobs:
-    """The log-probability of each token that is generated, under the logits as the model gives them, divided
-    by ``temperature``."""
+    """Records the log-probability of each generated token under the model's unprocessed logits, divided by
+    ``temperature``."""
 
     def __init__(self, temperature: float = 1.0) -> None:
         self.temperature = temperature
@@ -278,7 +282,8 @@ class ChosenLogprobs:
         self._chosen: list[Tensor] = []
 
     def around(self, processors: LogitsProcessorList) -> LogitsProcessorList:
-        """``processors`` with what looks at the logits before them and at their choice behind them."""
+        """Return ``processors`` with a step before them that keeps the logits and one after them that records
+        the token they chose."""
         return LogitsProcessorList([self._before, *processors, self._behind])
 
     def _before(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -286,7 +291,8 @@ class ChosenLogprobs:
         return scores
 
     def _behind(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """generate takes the highest of these scores."""
+        """Record the log-probability of the chosen token, which is the one with the highest of these
+        scores."""
         assert self._logits is not None, "called behind _before"
         token = scores.argmax(-1, keepdim=True)
         logits = self._logits if self.temperature == 1.0 else self._logits.float() / self.temperature
@@ -294,14 +300,14 @@ class ChosenLogprobs:
         return scores
 
     def values(self) -> np.ndarray:
-        """[B, steps] float32, nats."""
+        """Return the [B, steps] float32 log-probabilities, nats."""
         return torch.cat(self._chosen, dim=-1).cpu().numpy()
 
 
 @contextmanager
 def without_generation_defaults(policy: Policy) -> Iterator[None]:
-    """The policy without the generation settings it was published with: transformers fills every unset field
-    from them without a word (a repetition penalty, a top-k)."""
+    """Remove the generation settings that the policy was published with while the context lasts. Otherwise
+    transformers silently fills every unset field from them (a repetition penalty, a top-k)."""
     model = causal_lm(policy.model)
     own = model.generation_config
     model.generation_config = GenerationConfig()
@@ -312,9 +318,9 @@ def without_generation_defaults(policy: Policy) -> Iterator[None]:
 
 
 def _ended(tokens: list[int], logprobs: np.ndarray, stops: set[int], max_tokens: int) -> Sample:
-    """A generated row up to its first stop token; behind it is padding."""
+    """Cut a generated row after its first stop token, behind which there is padding, or at ``max_tokens``."""
     end = next((i for i, token in enumerate(tokens[:max_tokens]) if token in stops), None)
     kept = max_tokens if end is None else end + 1
-    # The shortest text that is the same float32: half of what the float64 would take in a file.
+    # The shortest decimal that is the same float32 takes half the space of the float64 in a file.
     values = tuple(float(str(value)) for value in logprobs[:kept])
     return Sample(tuple(tokens[:kept]), end is not None, values)

@@ -1,5 +1,5 @@
-"""A kind of sampler, as its yaml names it (``sampler._target_``): nothing else in the code knows samplers by
-name."""
+"""The interface of a kind of sampler, which its yaml names (``sampler._target_``). No other code knows
+samplers by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollouts.samplers import Sample, SamplingSettings
 
 
 class OpenSampler(Protocol):
-    """A sampler with its weights. ``ranks`` and ``sample`` as of ``rollouts.engines.Engine``."""
+    """A sampler that has its weights. ``ranks`` and ``sample`` are as in ``rollouts.engines.Engine``."""
 
     ranks: Ranks
 
@@ -30,44 +30,47 @@ class OpenSampler(Protocol):
 
 
 class Sampling(Protocol):
-    """Made as ``cls(config, renderer, world, log_dir)`` before any weights load. Every rank has one."""
+    """One kind of sampler, made as ``cls(config, renderer, world, log_dir)`` before any weights load. Every
+    rank has one."""
 
     @classmethod
     def check(cls) -> None:
-        """Raise ConfigError where this kind of sampler cannot run at all."""
+        """Raise ConfigError if this kind of sampler cannot run at all."""
 
     def engine(self, policy: Policy, prompts: list[Prompt]) -> Engine:
-        """What samples the rounds of a run. ``prompts``: those of the run, for a probe."""
+        """Return the engine that samples the rounds of a run. ``prompts``: those of the run, for a probe."""
         ...
 
     def opened(self) -> AbstractContextManager[OpenSampler]:
-        """The sampler with the weights of ``model``, outside of rounds. Raises ConfigError."""
+        """Open the sampler with the weights of ``model``, for use outside rounds. Raises ConfigError."""
         ...
 
     def part(self, prompts: int, n: int) -> int:
-        """How many prompts, ``n`` answers each, are answered between two movements of a progress bar."""
+        """Return how many of ``prompts`` prompts, with ``n`` answers each, to sample between two updates of a
+        progress bar."""
         ...
 
     def close(self) -> None:
-        """End what it started beside the engine and what ``opened`` gives."""
+        """End what was started besides the engine and the result of ``opened``."""
 
 
 def make_sampling(config: Config, renderer: Renderer, world: World, log_dir: Path) -> Sampling:
-    """The sampler that the settings name. What its processes print goes to ``log_dir``. Raises
+    """Return the sampler that the settings name. The output of its processes goes to ``log_dir``. Raises
     ConfigError."""
     made: Sampling = sampling_class(config)(config, renderer, world, log_dir)
     return made
 
 
 def refuse_options(config: Config) -> None:
-    """Raise ConfigError for ``sampler.options``, which a sampler without any would not read."""
+    """Raise ConfigError if there are ``sampler.options``, for a sampler that takes none and would not read
+    them."""
     options = config.sampler.options
     require(not options, "sampler.options", options, f"sampler={config.sampler.name} takes none")
 
 
 def sampling_class(config: Config) -> Any:
-    """The class that ``sampler._target_`` names. Raises ConfigError if it cannot be had, or cannot run
-    here."""
+    """Return the class that ``sampler._target_`` names. Raises ConfigError if it cannot be imported, or
+    cannot run here."""
     found = import_function("sampler._target_", config.sampler._target_)
     found.check()
     return found

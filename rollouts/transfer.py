@@ -1,9 +1,9 @@
-"""The trainer's side of vLLM's weight transfer: a round's weights go from memory to the engines, and never to
-a disk.
+"""The trainer's side of vLLM's weight transfer, which moves a round's weights from memory to the engines and
+never to a disk.
 
-``ipc`` (the engine stands on the trainer's own GPUs) and ``nccl`` (it has GPUs of its own) are vLLM's own
-trainer engines. ``shared_memory`` is ours, for one machine and without a GPU; vLLM's side of it is
-``rollouts.vllm_backend``. All speak to the engines through vLLM's four calls (``VLLMWeightSyncClient``).
+``ipc`` (the engine runs on the trainer's own GPUs) and ``nccl`` (it has its own GPUs) are vLLM's own trainer
+engines. ``shared_memory`` is this project's, for one machine and without a GPU; vLLM's side of it is
+``rollouts.vllm_backend``. All of them reach the engines through vLLM's four calls (``VLLMWeightSyncClient``).
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from models.distributed import World
 T = TypeVar("T")
 HEAD = "lm_head.weight"
 PART_BYTES = 512 * 1024**2
-"""Weights are shared so many bytes at a time, or one tensor where that is larger: what a hand-over needs of
-memory beside the model's two copies."""
+"""Weights are shared in parts of this many bytes, or of one tensor if that is larger. A hand-over needs this
+much memory besides the model's two copies."""
 _ALIGNED = 64
 
 
 class Client(Protocol):
-    """What vLLM's trainer engines ask of an engine: vLLM's ``VLLMWeightSyncClient``, which is structural."""
+    """The calls that vLLM's trainer engines make to an engine. They are those of vLLM's
+    ``VLLMWeightSyncClient``, a structural protocol."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 
@@ -43,15 +44,15 @@ class Client(Protocol):
 
 
 class Transfer(Protocol):
-    """A way to the engines, made anew with them."""
+    """A connection that sends weights to the engines. It is made again whenever they are started."""
 
     def send_weights(self) -> None:
-        """Every rank calls it. Raises WorkerError where the client does."""
+        """Send all weights. Every rank calls it. Raises WorkerError if the client does."""
 
 
 @dataclass(frozen=True)
 class Meta:
-    """As vLLM's ``ParamMeta``."""
+    """Name, dtype and shape of one weight, as in vLLM's ``ParamMeta``."""
 
     name: str
     dtype: torch.dtype
@@ -59,17 +60,20 @@ class Meta:
 
 
 class Source:
-    """The weights as an engine wants them: vLLM's ``WeightSource``, of which its engines use these two."""
+    """The weights in the form that an engine needs. Of vLLM's ``WeightSource``, these two methods are the
+    ones that vLLM's engines use."""
 
     def __init__(self, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
-        """``weights``: goes through them from the beginning; every rank in step (it gathers)."""
+        """``weights``: iterates over all weights from the beginning, on every rank in step, because it
+        gathers them."""
         self._weights = weights
         self._metadata: list[Meta] | None = None
         self.without: frozenset[str] = frozenset()
-        """names that the engine has no place for"""
+        """names of weights that the engine has no place for"""
 
     def metadata(self) -> list[Meta]:
-        """What iterating gives. The first call goes through all weights."""
+        """Return the metadata of the weights that iteration gives. The first call iterates over all
+        weights."""
         if self._metadata is None:
             self._metadata = [Meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
         return self._metadata
@@ -79,12 +83,12 @@ class Source:
 
 
 class Patient:
-    """A client whose first error waits until the weights were gone through: a rank that left in the middle
-    would leave the others in a gathering for ever."""
+    """A client that holds its first error back until all weights have been iterated over. A rank that left
+    midway would leave the others waiting in a collective for ever."""
 
     def __init__(self, client: Client | None, version: str = "") -> None:
-        """``client``: None on ranks above 0, which tell the engines nothing. ``version``: what the weights
-        are called once they are there."""
+        """``client``: None on ranks above 0, which make no calls to the engines. ``version``: the version
+        that the weights get once they are all there."""
         self._client, self.version = client, version
         self._error: WorkerError | None = None
 
@@ -116,7 +120,7 @@ class Patient:
 
 
 class SharedMemory:
-    """Weights in memory that this process shares with the engines on its machine."""
+    """Sends weights in memory that this process shares with the engines on its machine."""
 
     def __init__(self, client: Client, source: Source, world: World) -> None:
         self.client, self.source, self.world = client, source, world
@@ -132,7 +136,7 @@ class SharedMemory:
 
 
 def parts(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """``weights`` in lists of at most so many bytes, or of one tensor."""
+    """Split ``weights`` into lists of at most ``most`` bytes, or of one tensor that is larger."""
     part: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:
@@ -147,8 +151,9 @@ def parts(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[tup
 
 @contextlib.contextmanager
 def shared(part: list[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
-    """The update info of ``rollouts.vllm_backend`` for these weights, which lie in memory with a path while
-    the context lasts. The memory has no name in any file system: it goes with the processes that hold it."""
+    """Put these weights into memory that has a path while the context lasts, and yield the update info of
+    ``rollouts.vllm_backend`` for them. The memory has no name in any file system: it is freed with the
+    processes that hold it."""
     offsets, size = [], 0
     for _, tensor in part:
         offsets.append(size)
@@ -172,7 +177,8 @@ def shared(part: list[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
 
 
 def _write(descriptor: int, tensor: Tensor, offset: int) -> None:
-    """By calls, not through a mapping, whose pages would be made one by one: a third of the time."""
+    """Write by system calls and not through a mapping, whose pages would be created one by one. This takes a
+    third of the time."""
     content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     while content:
         written = os.pwrite(descriptor, content, offset)
@@ -182,9 +188,9 @@ def _write(descriptor: int, tensor: Tensor, offset: int) -> None:
 def make_transfer(
     backend: str, client: Client, source: Source, world: World, *, workers: int, address: str
 ) -> Transfer:
-    """The way to engines that have just been started. Every rank calls it. ``workers``: of all engines
-    together; ``address``: of this machine, as the engines know it. Raises WorkerError where the client does,
-    and what vLLM raises."""
+    """Return the transfer to engines that have just been started. Every rank calls it. ``workers``: number of
+    workers of all engines together. ``address``: this machine's address as the engines see it. Raises
+    WorkerError if the client does, and what vLLM raises."""
     if backend == "shared_memory":
         return SharedMemory(client, source, world)
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # seconds to import
@@ -196,7 +202,8 @@ def make_transfer(
 
 
 def trainer_info(backend: str, rank: int, workers: int, address: str) -> Any:
-    """What vLLM's trainer engine of that name is made with. In parts of bounded size (``packed``)."""
+    """Return the settings of vLLM's trainer engine for ``backend``. Weights are sent in parts of bounded size
+    (``packed``)."""
     if backend == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
@@ -213,14 +220,14 @@ def trainer_info(backend: str, rank: int, workers: int, address: str) -> Any:
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
+    """Return a port that nothing listens on."""
     with socket.socket() as tried:
         tried.bind(("", 0))
         return int(tried.getsockname()[1])
 
 
 def chosen(config: SamplerConfig, device: torch.device) -> str:
-    """The backend that ``sampler.weight_transfer`` means on this device."""
+    """Return the backend that ``sampler.weight_transfer`` means on this device."""
     if config.weight_transfer != "auto":
         return config.weight_transfer
     if device.type != "cpu":

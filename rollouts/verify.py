@@ -1,4 +1,5 @@
-"""Checking sampled answers: the verifier that a data set names, and the accuracy that evaluation reports."""
+"""Verification of sampled answers by the verifier that a data set names, and the accuracy that evaluation
+reports."""
 
 from __future__ import annotations
 
@@ -20,23 +21,24 @@ from rollouts.rounds import asked_and_answered
 from rollouts.samplers import EmbeddedSampler, Player, Sample, Sampler, SamplingSettings
 
 Verifier = Callable[[list[str], list[str | None]], list[float | None]]
-"""(completions, reference answers) -> verdicts in [0, 1]; None: no verdict, which is not a 0."""
+"""Function (completions, reference answers) -> verdicts in [0, 1]. None is no verdict, which is not a 0."""
 
 TEMPERATURE = 0.7
-"""Of sampled accuracy, with top-p 1: the policy's own distribution, not its truncation (spec of the
-verifiable setting, §5.2)."""
+"""Temperature of sampled accuracy. Top-p is 1, so that answers come from the policy's own distribution and
+not from its truncation (spec of the verifiable setting, §5.2)."""
 
 
 SHOWN = 16
-"""Samples of an evaluation that are kept to be looked at."""
+"""How many samples of each kind (sampled, greedy) an evaluation keeps for display."""
 
 
 class Accuracy:
-    """What evaluation calls for ``accuracy_sampled`` (``samples`` answers a prompt at temperature 0.7, top-p
-    1, always the same seed) and ``accuracy_greedy`` (one): the mean verdict over ``prompts``, None where
-    there is no verdict at all; and for ``length_sampled``, their mean number of tokens.
+    """Measures ``accuracy_sampled`` (``samples`` answers per prompt at temperature 0.7 and top-p 1, always
+    with the same seed), ``accuracy_greedy`` (one answer) and ``length_sampled``, the mean number of tokens of
+    the sampled answers. An accuracy is the mean verdict over ``prompts``, or None if there is no verdict at
+    all.
 
-    Every rank calls it and samples its own share; the result is the same on every rank.
+    Every rank calls it and samples its own share. The result is the same on every rank.
     """
 
     columns = ("kind", "prompt", "answer", "reference", "verdict")
@@ -53,7 +55,7 @@ class Accuracy:
         samples: int = 1,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """``facts``: what answers depend on beside what ``use_cache`` is given."""
+        """``facts``: what answers depend on besides the ``parts`` that ``use_cache`` is given."""
         self.verifier, self.renderer, self.facts = verifier, renderer, facts or {}
         sampled = SamplingSettings(TEMPERATURE, 1.0, max_tokens)
         greedy = SamplingSettings(0.0, 1.0, max_tokens)
@@ -62,23 +64,23 @@ class Accuracy:
             "greedy": Answers(sampler, prompts, 1, greedy, world, seed),
         }
         self.samples: list[tuple[str, str, str, str | None, float | None]] = []
-        """A few rows of ``columns`` from the last call, of this rank's share."""
+        """A few rows of ``columns`` from the last call, from this rank's share."""
 
     def use_cache(self, cache_dir: Path, parts: Mapping[str, str]) -> None:
-        """Let calls with ``initial`` take the initial weights' answers from ``cache_dir``, and leave them
-        there. ``parts``: what answers depend on beside the sampling."""
+        """Make calls with ``initial`` read the initial weights' answers from ``cache_dir`` and store them
+        there. ``parts``: what answers depend on besides the sampling."""
         for answers in self.answers.values():
             answers.use_cache(cache_dir, {**parts, **self.facts})
 
     def __call__(self, initial: bool = False) -> dict[str, float | None]:
-        """``initial``: the policy has its initial weights."""
+        """Return the metrics. ``initial``: whether the policy has its initial weights."""
         self.samples = []
         found = {kind: self._measure(kind, initial) for kind in self.answers}
         accuracies = {f"accuracy_{kind}": accuracy for kind, (accuracy, _) in found.items()}
         return accuracies | {"length_sampled": found["sampled"][1]}
 
     def _measure(self, kind: str, initial: bool) -> tuple[float | None, float]:
-        """(the mean verdict, the mean number of tokens that the policy wrote in an answer)"""
+        """Return (the mean verdict, the mean number of tokens that the policy wrote per answer)."""
         answers = self.answers[kind]
         sampled = answers.mine(initial)
         mine = [prompt for prompt in answers.share for _ in range(answers.n)]
@@ -94,7 +96,7 @@ class Accuracy:
 
 
 def answer_of(prompt: Prompt, sample: Sample, renderer: Renderer) -> str:
-    """The text that is checked: the answer, of a conversation the last one."""
+    """Return the text that is verified: the answer, or the last answer of a conversation."""
     return asked_and_answered(prompt, sample.completion(renderer.tokenizer))[1]
 
 
@@ -108,10 +110,10 @@ def make_accuracy(
     player: Player | None = None,
     section: str = "data",
 ) -> Accuracy | None:
-    """What evaluation calls, or None where answers cannot be checked: the verifier of ``task`` (None:
-    ``data``) is none, or no held-out prompt has a reference answer. Prompts are taken by their id, so that
-    fewer of them are a fair draw. ``player``: who answers the policy. ``section``: where ``task`` stands
-    among the settings. Raises ConfigError."""
+    """Return the accuracy that evaluation measures, or None if answers cannot be checked: ``task`` (None:
+    ``data``) names no verifier, or no held-out prompt has a reference answer. Prompts are taken in order of
+    their ids, so that a smaller number of them is a fair draw. ``player``: answers the policy; None for
+    single answers. ``section``: where ``task`` stands among the settings. Raises ConfigError."""
     data = task or config.data
     if data.verifier is None:
         return None
@@ -135,7 +137,8 @@ def make_accuracy(
 def embedded_sampler(
     config: Config, policy: Policy, renderer: Renderer, world: World, player: Player | None = None
 ) -> EmbeddedSampler:
-    """The policy as an evaluation's sampler. ``player``: who answers it."""
+    """Return a sampler of the policy for evaluation. ``player``: answers the policy; None for single
+    answers."""
     return EmbeddedSampler(
         policy,
         renderer,

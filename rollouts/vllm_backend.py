@@ -1,9 +1,9 @@
-"""What this project adds inside vLLM's own workers: a weight transfer backend for one machine, and reading
-weights from a folder.
+"""This project's additions inside vLLM's own workers, which are a weight transfer backend for one machine and
+reading weights from a folder.
 
-vLLM imports this module where its ``worker_extension_cls`` is ``rollouts.vllm_backend.WorkerExtension``, in
-each of its workers and before they make their backends. So the backend is known there by its name, in an
-engine of ours as in a server (``vllm serve --worker-extension-cls …``).
+vLLM imports this module in each of its workers, before they make their backends, if its
+``worker_extension_cls`` is ``rollouts.vllm_backend.WorkerExtension``. So the backend is known there by its
+name, both in an engine that this project starts and in a server (``vllm serve --worker-extension-cls …``).
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ EXTENSION = "rollouts.vllm_backend.WorkerExtension"
 
 @dataclass
 class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """Trainer and engine have nothing to agree on before the first weights."""
+    """Empty, because trainer and engine have nothing to agree on before the first weights."""
 
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """Some of the weights, and where their bytes lie."""
+    """Some of the weights, and the location of their bytes."""
 
     path: str
-    """a file that can be mapped into memory, to be found by this path while the call lasts"""
+    """a file that can be mapped into memory; the path is valid while the call lasts"""
     size: int
-    """its bytes"""
+    """size of the file in bytes"""
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
     offsets: list[int]
-    """the first byte of each tensor, a multiple of its element's size"""
+    """the first byte of each tensor, a multiple of its element size"""
 
     def __post_init__(self) -> None:
         lengths = {len(of) for of in (self.names, self.dtype_names, self.shapes, self.offsets)}
@@ -59,20 +59,20 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
 
 
 class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
-    """Takes weights in checkpoint format from memory that the trainer shares, in any number of parts."""
+    """Receives weights in checkpoint format in memory that the trainer shares, in any number of parts."""
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
-        """There is nothing to meet for."""
+        """Does nothing, because there is no connection to set up."""
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":  # where torch has no accelerator to wait for
+        if self.device.type != "cpu":  # on a CPU torch has no accelerator to wait for
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
@@ -82,14 +82,15 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Nothing is held: what is mapped goes with the tensors that lie in it."""
+        """Does nothing, because a mapping is freed with the tensors that lie in it."""
 
 
 def mapped(info: SharedMemoryUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of each. They lie in the shared memory itself and keep it, without its path: vLLM may
-    hold a layer's first tensors until the last of them has come. Raises OSError where it is not there."""
+    """Yield (name, tensor) for each of the weights. The tensors lie in the shared memory itself and keep it
+    alive without its path, because vLLM may hold a layer's first tensors until the last of them has arrived.
+    Raises OSError if the memory is not there."""
     with open(info.path, "rb") as file:
-        # A copy on write: torch has no tensors that cannot be written to.
+        # Copy-on-write, because torch has no read-only tensors.
         memory = mmap.mmap(file.fileno(), info.size, access=mmap.ACCESS_COPY)
     parts = zip(info.names, info.dtype_names, info.shapes, info.offsets, strict=True)
     for name, dtype_name, shape, offset in parts:
@@ -100,27 +101,27 @@ def mapped(info: SharedMemoryUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, torch.empty(shape, dtype=dtype)
 
 
-with contextlib.suppress(ValueError):  # it is known already
+with contextlib.suppress(ValueError):  # it is registered already
     WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)
 
 
 class WorkerExtension:
-    """Mixed into each of the engine's own workers (vLLM's ``worker_extension_cls``). Every method is called
-    by ``collective_rpc`` and returns what JSON can say."""
+    """Methods mixed into each of the engine's own workers (vLLM's ``worker_extension_cls``). Each one is
+    called by ``collective_rpc`` and returns values that JSON can represent."""
 
     def has_own_head(self) -> list[bool]:
-        """Whether the model has an output head by that name, also where it is tied to the embeddings. Gemma's
-        has none: all in one."""
+        """Return whether the model has an output head by that name, even if it is tied to the embeddings.
+        Gemma's has none: its embeddings are also its head."""
         names = self.get_model().named_parameters(remove_duplicate=False)  # type: ignore[attr-defined]
         return [any(name == HEAD for name, _ in names)]
 
     def model_shape(self) -> dict[str, Any]:
-        """What the model's config says of its sizes."""
+        """Return the sizes of the model (``SHAPE``) from its config."""
         config = self.model_config.hf_text_config  # type: ignore[attr-defined]
         return {name: getattr(config, name, None) for name in SHAPE}
 
     def read_weights(self, folder: str) -> None:
-        """Take the safetensors files of a Hugging Face folder in place. Raises FileNotFoundError if there are
+        """Load the safetensors files of a Hugging Face folder in place. Raises FileNotFoundError if there are
         none."""
         tied = self.model_config.hf_text_config.tie_word_embeddings  # type: ignore[attr-defined]
         (has_head,) = self.has_own_head()
@@ -129,11 +130,11 @@ class WorkerExtension:
 
 
 def checkpoint_tensors(folder: Path, add_head: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of all in the folder's safetensors files; ``add_head``: with the embeddings as the
-    output head if it is not there.
+    """Yield (name, tensor) for everything in the folder's safetensors files. ``add_head``: also yield the
+    embeddings as the output head if the files have no head.
 
-    A tied checkpoint is saved without its head, and an engine whose model has a head of its own (as vLLM's
-    Llama and Qwen do on a CPU) would go on with the old one and report success.
+    A tied checkpoint is saved without its head. An engine whose model has a separate head (as vLLM's Llama
+    and Qwen do on a CPU) would keep the old one and report success.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:

@@ -1,5 +1,5 @@
-"""vLLM as the sampler of rounds: it takes the policy's weights, proves that it has them, and samples beside
-rank 0."""
+"""The vLLM sampler of rounds, which runs beside rank 0. It takes the policy's weights, proves that it has
+them, and samples."""
 
 from __future__ import annotations
 
@@ -40,21 +40,22 @@ _COARSENESS = ("float32", "float16", "bfloat16")
 
 
 def probe_rows(prompts: list[Prompt], renderer: Renderer) -> list[Sequence]:
-    """A fixed probe batch: the tokens of some prompts, each but the first to be predicted."""
+    """Return a fixed probe batch with the tokens of some prompts, each token but the first to be
+    predicted."""
     rows = [renderer.prompt_ids(prompt) for prompt in prompts[:PROBE_ROWS]]
     return [Sequence(ids[:1], ids[1:]) for ids in rows if len(ids) > 1]
 
 
 class TransferError(WorkerError):
-    """Engines that run, and were not brought to have the trainer's weights."""
+    """Running engines could not be given the trainer's weights."""
 
 
 class VllmEngine:
-    """vLLM beside rank 0. Weights go over by ``sampler.weight_transfer``; then engine and trainer score the
+    """vLLM beside rank 0. Weights are sent by ``sampler.weight_transfer``; then engine and trainer score the
     probe, and must agree.
 
-    An engine that dies while it samples is started again, once a round: its weights are sent again, or read
-    from where they were kept, and the prompts that were asked for are answered from the beginning.
+    An engine that dies while it samples is started again, at most once per round. Its weights are sent again,
+    or read from where they were kept, and the prompts that were asked for are answered from the beginning.
     """
 
     def __init__(
@@ -67,9 +68,9 @@ class VllmEngine:
         trained_in: str,
         base: Path | None = None,
     ) -> None:
-        """``probe``: rows on which engine and trainer must agree; ``trained_in``: the trainer's compute
-        dtype; ``base``: of a LoRA policy, the folder of the model under its adapters, which then go over
-        alone. None: whole models do."""
+        """``probe``: rows on which engine and trainer must agree. ``trained_in``: the trainer's compute
+        dtype. ``base``: for a LoRA policy whose adapters are sent alone, the folder of the model under them;
+        None: whole models are sent."""
         self.sampler, self.policy, self.renderer, self.world = sampler, policy, renderer, world
         self.probe, self.trained_in = probe, trained_in
         self.base = base
@@ -78,14 +79,14 @@ class VllmEngine:
         self._said: list[list[float]] = []
         self._version, self._worked, self._tried = 0, False, False
         self._proving, self._writing = 0.0, 0.0
-        """seconds of the probe, and of writing files, in this hand-over"""
+        """seconds spent on the probe, and on writing files, in this hand-over"""
         self._kept: Path | None = None
         self._restarted = False
         self._source = Source(partial(whole_weights, policy, getattr(torch, sampler.dtype)))
         self._client = Patient(sampler if world.is_main else None)
         self._transfer: Transfer | None = None
         self.ranks = Ranks(world)
-        # what goes wrong elsewhere, rank 0 says
+        # rank 0 reports what goes wrong on other ranks
         self._send_all = self.ranks.together(self._send if world.is_main else partial(_quietly, self._send))
         self.sampler.transfers_by(None if self.backend == "disk" else self.backend)
 
@@ -97,7 +98,7 @@ class VllmEngine:
         self._version, self._kept, self._restarted = version, None, False
         if self.sampler.config.shares_devices and self.world.device.type == "cuda":
             gc.collect()
-            torch.cuda.empty_cache()  # what the engine wakes up to use
+            torch.cuda.empty_cache()  # the engine uses this memory when it wakes up
         start, self._proving, self._writing = time.monotonic(), 0.0, 0.0
         while True:
             try:
@@ -119,8 +120,8 @@ class VllmEngine:
         )
 
     def _scored(self) -> list[list[float]]:
-        """What the trainer says of the probe, nats: [rows][tokens]. Every rank."""
-        with self.policy.at_temperature(1.0):  # what vLLM says of a prompt's tokens
+        """Return the trainer's log-probabilities of the probe, nats: [rows][tokens]. Every rank calls it."""
+        with self.policy.at_temperature(1.0):  # as vLLM reports a prompt's tokens
             scores = score(self.policy, collate(self.probe, self.world.device))
         return [
             values[: len(row.completion_ids)].tolist() for row, values in zip(self.probe, scores, strict=True)
@@ -136,7 +137,9 @@ class VllmEngine:
         return {"adapters": "merged" if self.base is None else "alone"}
 
     def _hand_over(self, folder: Path, keep: bool) -> None:
-        """Every rank. Raises TransferError."""
+        """Send the weights and prove that they arrived. At the first hand-over of adapters alone, adapters
+        with noise go ahead, because fresh adapters change nothing and could not show whether they are read.
+        Every rank calls it. Raises TransferError."""
         if self.base is not None and not self._tried:
             with stirred(self.policy):
                 said = self._scored()
@@ -148,7 +151,8 @@ class VllmEngine:
         self.ranks.run_on_main(self._give)
 
     def _another_way(self, error: TransferError) -> bool:
-        """Whether there is one where the first try failed: it is gone from here on. Every rank."""
+        """Switch to another way of sending weights if the first try failed, and return whether there is one.
+        It is used from then on. Every rank calls it."""
         config = self.sampler.config
         if self._worked:
             return False
@@ -171,7 +175,8 @@ class VllmEngine:
         return True
 
     def _write(self, folder: Path, said: list[list[float]]) -> None:
-        """The weights as they are, with what the trainer says of the probe. Every rank."""
+        """Write the current weights to ``folder``, with the trainer's log-probabilities of the probe. Every
+        rank calls it."""
         start, dtype = time.monotonic(), getattr(torch, self.sampler.dtype)
         if (base := self.base) is None:
             write_weights(self.ranks, self.policy, self.renderer.tokenizer, folder, dtype)
@@ -182,7 +187,8 @@ class VllmEngine:
         self._kept, self._writing = folder, self._writing + time.monotonic() - start
 
     def _give_adapters(self, said: list[list[float]]) -> None:
-        """Those that were written, and ``said`` with them. Rank 0, inside ``ranks.run_on_main``."""
+        """Load the adapters that were written, and compare the engines' probe with ``said``. Called on rank
+        0, inside ``ranks.run_on_main``."""
         assert self._kept is not None
         try:
             self.sampler.load(self._kept, self._version)
@@ -191,7 +197,8 @@ class VllmEngine:
             raise TransferError(f"the adapters alone could not be handed over: {error}") from error
 
     def _give(self) -> None:
-        """The weights of now, or those that were kept. Rank 0, inside ``ranks.run_on_main``."""
+        """Send the current weights, or those that were kept. Called on rank 0, inside
+        ``ranks.run_on_main``."""
         if self.base is not None:
             self._give_adapters(self._said)
             return
@@ -215,7 +222,8 @@ class VllmEngine:
         return not tied or self.sampler.own_head()
 
     def _send(self, asked: tuple[bool, frozenset[str]]) -> None:
-        """Every rank. ``asked``: whether the engines have just been started, and what is not sent."""
+        """Send the weights from every rank. ``asked``: whether the engines have just been started, and the
+        names of weights that are not sent."""
         fresh, without = asked
         self._source.without = without
         if fresh or self._transfer is None:
@@ -246,7 +254,7 @@ class VllmEngine:
         self._prove(json.loads((folder / _PROBE).read_text()))
 
     def _prove(self, trainer: list[list[float]]) -> None:
-        """Raise WorkerError unless the engines say of the probe what the trainer does."""
+        """Raise WorkerError unless the engines' log-probabilities of the probe agree with the trainer's."""
         start = time.monotonic()
         dtype = max(self.trained_in, self.sampler.dtype, key=_COARSENESS.index)
         for engine in self.sampler.logprobs(self.probe):
@@ -266,7 +274,7 @@ class VllmEngine:
         try:
             return self.sampler.sample(prompts, n, settings, seed, answered)
         except WorkerError as error:
-            if self._restarted or self.sampler.running:  # it was not an engine
+            if self._restarted or self.sampler.running:  # no engine failed
                 raise
             self._restart(error)
         return self.sampler.sample(prompts, n, settings, seed, answered)

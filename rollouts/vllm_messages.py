@@ -1,5 +1,4 @@
-"""What the vLLM sampler and its worker process say to each other: plain records, without torch and without
-vLLM."""
+"""The records that the vLLM sampler and its worker process exchange, without torch and without vLLM."""
 
 from __future__ import annotations
 
@@ -8,12 +7,12 @@ from dataclasses import dataclass
 TokenRow = list[int]
 
 SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-"""What two configs have in common if their models can take each other's weights."""
+"""Config fields that are equal for two models that can take each other's weights."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine is made with, once; it then lives as long as its process."""
+    """The options with which an engine is created, once. It then lives as long as its process."""
 
     dtype: str
     max_length: int
@@ -21,27 +20,27 @@ class EngineOptions:
     tensor_parallel: int
     gpu_memory_utilization: float
     max_sequences: int | None
-    """sequences in flight at most; None: vLLM's choice"""
+    """most sequences in flight; None: vLLM's choice"""
     enforce_eager: bool
     sleeps: bool
-    """whether it must be able to give its GPU memory back"""
+    """whether the engine must be able to release its GPU memory"""
     temperature: float = 1.0
-    """the one at which log-probabilities of sampled tokens are wanted"""
+    """temperature of the log-probabilities of sampled tokens"""
     transfer: str | None = None
-    """vLLM's backend of weight transfer; None: weights come from folders alone"""
+    """vLLM's backend of weight transfer; None: weights come only from folders"""
     model_config: str = ""
     """config.json of a model that is started without weights"""
     lora_rank: int = 0
-    """highest rank of the adapters that go over alone, onto the model that the engine is started with; 0:
-    whole models go over"""
+    """highest rank of adapters that are sent alone, onto the model that the engine starts with; 0: whole
+    models are sent"""
     lora_modules: tuple[str, ...] = ()
-    """what the layers are called that have adapters"""
+    """names of the layers that have adapters"""
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One sample to be drawn. All that decides it is here: nothing comes from the model's config or
-    generation_config.json."""
+    """One sample to be drawn. It holds everything that determines the sample: nothing comes from the model's
+    config or generation_config.json."""
 
     prompt: TokenRow
     temperature: float
@@ -56,8 +55,9 @@ class Generated:
     """One sample as the engine drew it."""
 
     token_ids: tuple[int, ...]
-    """with the stop token that ended it"""
+    """the sampled tokens, including the stop token that ended the sample"""
     finished: bool
-    """False when the length limit cut it"""
+    """False if the length limit cut the sample"""
     logprobs: tuple[float, ...]
-    """nats, one a token: the engine's own, at temperature 1 and without top-p"""
+    """the engine's own log-probability of each token, nats: at temperature 1 and without top-p if
+    ``EngineOptions.temperature`` is 1, else after temperature and top-p"""

@@ -1,5 +1,5 @@
-"""Where vLLM takes adapters in a model, asked of vLLM itself: ``python -m rollouts.vllm_places``, a process
-that builds the model without its weights."""
+"""The layers of a model in which vLLM takes adapters, as vLLM itself reports them. ``python -m
+rollouts.vllm_places`` is a process that builds the model without its weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rollouts.transfer import free_port
 
 
 def places(folder: str, max_length: int) -> tuple[str, ...] | None:
-    """What the layers are called that may have adapters, as vLLM's own check of an adapter names them; None
-    where this kind of model may have none."""
+    """Return the names of the layers that may have adapters, as vLLM's own check of an adapter names them;
+    None if this kind of model may have none."""
     config = EngineArgs(
         folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=max_length, enforce_eager=True
     ).create_engine_config()

@@ -1,14 +1,14 @@
-"""The vLLM sampler: engines in processes of their own that live across rounds and take each round's weights
-in place.
+"""The vLLM sampler, whose engines run in separate processes across rounds and load each round's weights in
+place.
 
-Weights come by vLLM's weight transfer (``rollouts.transfer``), or as a Hugging Face folder of safetensors,
-under a version that the engine says with every answer; prompts and samples are token ids. The trainer
-compares log-probabilities after every hand-over (``rollouts.probe``) and recomputes those of the samples: the
-engine's are a diagnostic.
+Weights arrive through vLLM's weight transfer (``rollouts.transfer``), or as a Hugging Face folder of
+safetensors. They have a version, which the engine returns with every answer. Prompts and samples are token
+ids. The trainer compares log-probabilities after every hand-over (``rollouts.probe``) and recomputes those of
+the samples; the engine's are a diagnostic.
 
-On GPUs the engine shares the trainer's devices (``sleep`` gives the memory back until the next weights) or
-has its own (``sampler.devices``); several copies (``sampler.data_parallel``) share the work. The tests run
-the CPU engine: sleep, tensor parallelism and own devices follow vLLM's documented interface.
+On GPUs the engine shares the trainer's devices (``sleep`` releases the memory until the next weights) or has
+its own (``sampler.devices``). Several copies (``sampler.data_parallel``) share the work. The tests run the
+CPU engine: sleep, tensor parallelism and separate devices follow vLLM's documented interface.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ WORKER = "rollouts.vllm_worker"
 
 
 class VllmSampler:
-    """One engine, or ``data_parallel`` of them. Started by the first ``load``; to be closed, or used as a
-    context.
+    """One engine, or ``data_parallel`` of them, started by the first ``load``. The caller closes it, or uses
+    it as a context manager.
 
-    A sample's random numbers belong to its prompt, its index and the seed, so equal calls to one engine give
-    equal samples. Rounding may depend on what else is in flight, so that another batch, or another engine,
-    may part from it at a near tie.
+    A sample's random numbers depend on its prompt, its index and the seed, so equal calls to one engine give
+    equal samples. Rounding may depend on what else is in flight, so in another batch, or on another engine, a
+    sample may diverge at a near tie.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class VllmSampler:
         temperature: float = 1.0,
         player: Player | None = None,
     ) -> None:
-        """``max_length``: longest prompt and completion together (model.max_length); ``dtype``: the trainer's
-        compute dtype, which sampler.dtype overrides; ``log_dir``: for the engines' output; ``temperature``:
-        the one at which samples' log-probabilities are wanted (model.logit_temperature); ``player``: who
-        answers the policy, None: nobody. Raises ConfigError if vLLM is not installed."""
+        """``max_length``: longest prompt and completion together (model.max_length). ``dtype``: the trainer's
+        compute dtype, which sampler.dtype overrides. ``log_dir``: for the engines' output. ``temperature``:
+        that of the samples' log-probabilities (model.logit_temperature). ``player``: answers the policy; None
+        for single answers. Raises ConfigError if vLLM is not installed."""
         require_installed()
         self.player = player
         self.config, self.renderer, self.log_dir = config, renderer, log_dir
@@ -73,16 +73,16 @@ class VllmSampler:
 
     @property
     def address(self) -> str:
-        """This machine's, as the engines know it."""
+        """This machine's address, as the engines see it."""
         return address_towards(self._urls[0]) if self._urls else "127.0.0.1"
 
     def sizes_are(self, workers: list[int]) -> None:
-        """How many workers each server of ``sampler.urls`` has."""
+        """Set the number of workers of each server in ``sampler.urls``."""
         self._sizes = list(workers)
 
     @property
     def dtype(self) -> str:
-        """What the engine computes in: with the trainer's, it decides how much noise a probe may show."""
+        """Compute dtype of the engine. With the trainer's, it decides how much noise a probe may show."""
         return self._options.dtype
 
     @property
@@ -92,21 +92,20 @@ class VllmSampler:
 
     @property
     def engine_workers(self) -> int:
-        """Processes with a part of a model, of all engines."""
+        """Number of processes with a part of a model, over all engines."""
         return sum(self._sizes)
 
     def transfers_by(self, backend: str | None) -> None:
-        """Engines that are started from now on take weights by this backend of vLLM's; None: from folders
+        """Make engines that start from now on take weights by this backend of vLLM's; None: from folders
         alone."""
         self._options = replace(self._options, transfer=backend)
 
     def load(self, folder: Path, version: int) -> None:
-        """Take the weights of a Hugging Face folder (config.json, *.safetensors), or PEFT's of adapters
-        (adapter_config.json): in place, waking up first if asleep.
+        """Load the weights of a Hugging Face folder (config.json, *.safetensors), or the adapters of a PEFT
+        folder (adapter_config.json), in place, waking up first if asleep.
 
-        The first call, the first after a failure, and the first of the other kind of folder starts the
-        engines: on the model that the adapters belong to, where it is adapters. Raises WorkerError; no engine
-        is left then.
+        The engines start at the first call, at the first after a failure, and when the kind of folder
+        changes. For adapters they start on the model under them. Raises WorkerError; no engine is left then.
         """
         path, adapters = str(folder.resolve()), adapter_folder(folder)
         self._must_take(adapters)
@@ -120,7 +119,7 @@ class VllmSampler:
             self._start(path, str(version))
 
     def _must_take(self, adapters: AdapterFolder | None) -> None:
-        """Such adapters, or whole models (None): engines that were started for others go."""
+        """Require engines for such adapters, or for whole models (None), and close any others."""
         rank, modules = (highest_rank(adapters.rank), adapters.modules) if adapters else (0, ())
         wanted = replace(self._options, lora_rank=rank, lora_modules=modules)
         if wanted != self._options:
@@ -128,7 +127,7 @@ class VllmSampler:
             self._options = wanted
 
     def start(self, model_config: str) -> bool:
-        """Have engines that can be sent weights: they are started where there are none, which is True.
+        """Ensure that there are engines that can be sent weights. Returns True if they had to be started.
         ``model_config``: the text of the model's config.json. Raises WorkerError; no engine is left then."""
         self._must_take(None)
         if self._workers:
@@ -149,7 +148,7 @@ class VllmSampler:
         self._ask("start", [start] * len(self._workers), self.config.start_timeout)
 
     def _leave_the_dead(self) -> None:
-        """Go on with the servers that are left. Raises WorkerError where none is."""
+        """Continue with the servers that answer. Raises WorkerError if none does."""
         well = [alive(url) for url in self._urls]
         if not any(well):
             raise WorkerError(f"none of sampler.urls={','.join(self._urls)} answers")
@@ -160,14 +159,14 @@ class VllmSampler:
         self._urls = [url for url, answers in zip(self._urls, well, strict=True) if answers]
 
     def own_head(self) -> bool:
-        """Whether the engines want the output head by its name, even if it is tied to the embeddings."""
+        """Return whether the engines need the output head by name, even if it is tied to the embeddings."""
         return bool(self._ask_all("own_head")[0])
 
-    # What vLLM's trainer engines call (rollouts.transfer.Client). All engines work at once.
+    # The calls of vLLM's trainer engines (rollouts.transfer.Client). All engines work at once.
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """``rank_offset``, where there is one, is the first engine's: each of the others is behind the one
-        before."""
+        """If there is a ``rank_offset``, it is the first engine's. The workers of each other engine follow
+        those before."""
         infos = [dict(init_info) for _ in self._workers]
         if "rank_offset" in init_info:
             for k, info in enumerate(infos):
@@ -193,9 +192,9 @@ class VllmSampler:
         seed: int,
         answered: Answered | None = None,
     ) -> list[list[Sample]]:
-        """``n`` answers to each prompt, with what the engine believed of them. ``answered``: told of a
-        prompt's answers while others are still drawn, unless a player answers the policy. Raises DataError if
-        a prompt cannot be rendered, and WorkerError."""
+        """Return ``n`` answers to each prompt, with the engine's log-probabilities. ``answered`` is called
+        with a prompt's answers while others are still drawn, unless a player answers the policy. Raises
+        DataError if a prompt cannot be rendered, and WorkerError."""
         if self.player is not None:
             return self.player.play(self.draw, prompts, n, settings, seed, synced=False)
         rows = rows_of(self.renderer, prompts, n, settings)
@@ -211,9 +210,9 @@ class VllmSampler:
         together: int = 1,
         answered: Answered | None = None,
     ) -> list[Sample]:
-        """A sample of each row, which ends with one of ``stops`` or at its own ``max_tokens``. ``together``:
-        rows of one prompt, which no two engines share, and of which ``answered`` is told at once. Raises
-        WorkerError."""
+        """Return a sample for each row, which ends with one of ``stops`` or at the row's own ``max_tokens``.
+        ``together``: number of rows of one prompt; one engine draws them all, and ``answered`` is called once
+        for them. Raises WorkerError."""
         requests = [
             GenerateRequest(
                 row.ids.tolist(),
@@ -225,7 +224,7 @@ class VllmSampler:
             )
             for row in rows
         ]
-        # Dealt out in runs, not one by one: the samples of a prompt share its part of the KV cache.
+        # Each engine gets consecutive rows, because the samples of a prompt share its part of the KV cache.
         engines, prompts = len(self._sizes), len(rows) // together
         bounds = [prompts * k // engines * together for k in range(engines + 1)]
         self._require_weights()
@@ -248,9 +247,9 @@ class VllmSampler:
         return found
 
     def logprobs(self, rows: list[Sequence]) -> list[list[list[float]]]:
-        """Log-probabilities of each row's completion tokens, nats, by every engine: [engines][rows][tokens].
+        """Return each engine's log-probabilities of the completion tokens, nats: [engines][rows][tokens].
 
-        Rows must be shorter than max_length (an engine has to have room for one token more). Raises
+        Rows must be shorter than max_length, because an engine needs room for one more token. Raises
         WorkerError.
         """
         tokens: list[TokenRow] = [[*row.prompt_ids.tolist(), *row.completion_ids.tolist()] for row in rows]
@@ -262,7 +261,7 @@ class VllmSampler:
         ]
 
     def sleep(self) -> None:
-        """Give the GPU's memory back until the next load where it is shared with the trainer; else nothing.
+        """Release the GPU's memory until the next load if it is shared with the trainer; else do nothing.
         Raises WorkerError."""
         if self._workers and self.config.shares_devices:
             self.version = None
@@ -301,8 +300,9 @@ class VllmSampler:
         timeout: float,
         part: Callable[[int, Any], None] | None = None,
     ) -> list[Any]:
-        """One request to each engine, all at work at once; the answers in order, all from the weights of
-        ``self.version``. ``part``: told (which engine, what it says) before it answers."""
+        """Send one request to each engine at once, and return the answers in order, which must all come from
+        the weights of ``self.version``. ``part`` is called with (index of the engine, report) before its
+        answer."""
         with self._closed_on_failure():
             for worker, each in zip(self._workers, arguments, strict=True):
                 worker.send(method, *each)
@@ -315,8 +315,8 @@ class VllmSampler:
 
     @contextmanager
     def _closed_on_failure(self) -> Iterator[None]:
-        """After an error no answer may be left in a pipe to be taken for that of a later request: end the
-        engines."""
+        """Close the engines after an error. Otherwise an answer left in a pipe could be taken for the answer
+        to a later request."""
         try:
             yield
         except BaseException:
@@ -325,7 +325,7 @@ class VllmSampler:
 
 
 def engine_options(config: SamplerConfig, max_length: int, dtype: str, temperature: float) -> EngineOptions:
-    """What an engine is made with: as ``VllmSampler`` has these."""
+    """Return the options with which an engine is created. The arguments are those of ``VllmSampler``."""
     return EngineOptions(
         dtype=config.dtype or dtype,
         max_length=max_length,
@@ -339,7 +339,7 @@ def engine_options(config: SamplerConfig, max_length: int, dtype: str, temperatu
 
 
 def installed() -> bool:
-    """Whether this environment has vLLM."""
+    """Return whether this environment has vLLM."""
     return importlib.util.find_spec("vllm") is not None
 
 
@@ -355,14 +355,14 @@ def require_installed() -> None:
 
 
 def says_logprobs(settings: SamplingSettings, temperature: float) -> bool:
-    """Whether vLLM says what its policy thought of the tokens at this temperature. It gives log-probabilities
-    before it divides by the temperature of sampling and cuts the support, or after both: so at 1 always, at
-    another one where that is how it samples, from the whole support."""
+    """Return whether vLLM reports the policy's log-probabilities of tokens at this temperature. It reports
+    those before it divides by the sampling temperature and cuts the support, or those after both. So those at
+    1 are always available, and others only if it samples at that temperature from the whole support."""
     return temperature == 1 or (settings.temperature == temperature and settings.top_p == 1)
 
 
 def sample_seed(seed: int, prompt_id: str, index: int) -> int:
-    """63 bits: the random numbers of one sample belong to its prompt and index, not to its place in a
+    """Return 63 bits. A sample's random numbers depend on its prompt and index, and not on its place in a
     batch."""
     return (
         int.from_bytes(hashlib.blake2b(f"{seed}/{prompt_id}/{index}".encode(), digest_size=8).digest()) >> 1
@@ -370,8 +370,8 @@ def sample_seed(seed: int, prompt_id: str, index: int) -> int:
 
 
 def engine_environment(config: SamplerConfig, replica: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """What an engine's process gets on top of the owner's environment: its GPUs, its share of the cores, and
-    vLLM's own switches.
+    """Return the variables that an engine's process gets on top of the owner's environment: its GPUs, its
+    share of the cores, and vLLM's own switches.
 
     ``sampler.devices`` counts within the owner's CUDA_VISIBLE_DEVICES, if that is set.
     """
@@ -386,11 +386,11 @@ def engine_environment(config: SamplerConfig, replica: int, environment: Mapping
         )
     threads = {}
     if config.data_parallel > 1 and "OMP_NUM_THREADS" not in environment:
-        # Or every engine would have a thread for every core, and on a CPU they would wait for each other.
+        # Otherwise every engine would have a thread per core, and on a CPU they would wait for each other.
         threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // config.data_parallel))}
     return threads | {
         "CUDA_VISIBLE_DEVICES": ",".join(visible[d] if visible else str(d) for d in devices),
-        # the engine core in the worker itself: it ends with it, and starts faster
+        # the engine core runs in the worker process: it ends with the worker, and starts faster
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gb),

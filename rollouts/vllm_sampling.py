@@ -1,4 +1,4 @@
-"""``sampler=vllm``: engines in processes of their own, beside rank 0."""
+"""The sampler ``sampler=vllm``, whose engines run in separate processes beside rank 0."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from rollouts.vllm_server import check_servers, serve_command, without_adapters
 from rollouts.weights import model_folder
 
 PARTS, IN_FLIGHT = 20, 512
-"""vLLM is asked in so many parts, so that there is something to show and to keep, but for at least so many
-samples at once."""
+"""vLLM is asked in ``PARTS`` parts, so that there is progress to show and to keep, but for at least
+``IN_FLIGHT`` samples at once."""
 
 
 class VllmSampling:
-    """vLLM."""
+    """The kind of sampler in which vLLM samples."""
 
     @classmethod
     def check(cls) -> None:
@@ -55,8 +55,8 @@ class VllmSampling:
         self.conversations = make_conversations(config, renderer, log_dir)
 
     def _ask_servers(self) -> tuple[list[int], Path | None]:
-        """(how many workers each server has, what they have under adapters that go over alone). Raises
-        ConfigError unless the servers are such as this run needs."""
+        """Return (number of workers of each server, folder of the model under adapters that are sent alone).
+        Raises ConfigError unless the servers suit this run."""
         model, wanted = self.config.model, self.config.sampler.adapters
         options = engine_options(self.config.sampler, model.max_length, model.dtype, model.logit_temperature)
         backend, path = chosen(self.config.sampler, self.world.device), resolve_model_path(model.name_or_path)
@@ -77,7 +77,7 @@ class VllmSampling:
         return sizes, self._base if said is None else None
 
     def sampler(self) -> VllmSampler:
-        """The engines, not started yet."""
+        """Return the sampler, with its engines not started yet."""
         model = self.config.model
         made = VllmSampler(
             self.config.sampler,
@@ -121,7 +121,7 @@ class VllmSampling:
 
 
 def check_logprobs(config: Config) -> None:
-    """Raise ConfigError for a correction by log-probabilities that vLLM would not say."""
+    """Raise ConfigError for a correction that needs log-probabilities which vLLM would not report."""
     sampler, wanted = config.sampler, config.model.logit_temperature
     settings = SamplingSettings(sampler.temperature, sampler.top_p, config.max_tokens)
     require(
@@ -135,7 +135,7 @@ def check_logprobs(config: Config) -> None:
 
 
 class OneProcess:
-    """vLLM outside of rounds: its processes are its own, and there is no other rank to help."""
+    """vLLM outside rounds. It has its own processes, and no other rank helps."""
 
     def __init__(self, sampler: VllmSampler, world: World) -> None:
         self.sample, self.ranks = sampler.sample, Ranks(world)

@@ -1,8 +1,8 @@
-"""An engine that is a vLLM server of its own (what ``vllm serve`` starts), driven by its HTTP interface:
-tokens in and out, vLLM's weight transfer, vLLM's weight version.
+"""An engine that is a separate vLLM server (started by ``vllm serve``), driven through its HTTP interface.
+The interface takes and returns tokens, and has vLLM's weight transfer and vLLM's weight version.
 
-``ServerEngine`` answers the requests of ``rollouts.vllm_worker``, so the sampler does not know which it has.
-``check_servers`` asks a server what it is before anything is loaded.
+``ServerEngine`` answers the requests of ``rollouts.vllm_worker``, so the sampler does not know which of the
+two it has. ``check_servers`` asks a server about itself before anything is loaded.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, To
 
 EXTENSION = "rollouts.vllm_backend.WorkerExtension"
 TESTED = "0.32."
-"""The versions of vLLM that this was written for and tested with begin so."""
+"""Prefix of the vLLM versions that this code was written for and tested with."""
 KEY = "sampler.urls"
 IN_FLIGHT = 512
-"""Samples that a server is asked for at once; it queues what it has no room for."""
+"""Samples that a server is asked for at once. It queues those that it has no room for."""
 ADAPTERS = "adapters-of-round-"
-"""What a round's adapters are called, before its version."""
+"""Prefix of the name of a round's adapters, which the version follows."""
 NONE = ""
 RESETS = 20
 _ONE_TOKEN = {"max_tokens": 1, "detokenize": False}
 UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 ASK_S = 60.0
-"""Seconds that a server has to say what it is."""
+"""Seconds within which a server must answer a question about itself."""
 
 
 class ServerEngine:
@@ -52,7 +52,7 @@ class ServerEngine:
         self._doing: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
         self._takes_adapters = False
         self._named: dict[str, str] = {}
-        """what every request names, where adapters go over alone"""
+        """the model that every request names if adapters are sent alone, else empty"""
 
     def send(self, method: str, *arguments: Any) -> None:
         self._asked.append(self._thread.submit(self._answer, method, arguments))
@@ -65,10 +65,10 @@ class ServerEngine:
         return asyncio.run(answer())
 
     def ready(self, seconds: float, part: Callable[[Any], None] | None = None) -> bool:
-        """Whether the reply to the oldest unanswered request is there, waiting at most ``seconds``. ``part``
-        is told of what comes before it."""
+        """Return whether the reply to the oldest unanswered request is there, after waiting at most
+        ``seconds``. ``part`` is called with what arrives before the reply."""
         wait([self._asked[0]], seconds)
-        done = self._asked[0].done()  # before its last parts are looked for
+        done = self._asked[0].done()  # read before the parts, so that none of them is missed
         while not self._parts.empty():
             found = self._parts.get()
             if part is not None:
@@ -76,8 +76,8 @@ class ServerEngine:
         return done
 
     def receive(self, timeout: float, begun: float | None = None) -> Any:
-        """The reply to the oldest unanswered request, within ``timeout`` seconds of ``begun`` (None: now).
-        Raises WorkerError, which names the address."""
+        """Return the reply to the oldest unanswered request, within ``timeout`` seconds of ``begun`` (None:
+        now). Raises WorkerError, which names the address."""
         spent = 0.0 if begun is None else time.monotonic() - begun
         try:
             return self._asked.pop(0).result(max(0.0, timeout - spent))
@@ -87,24 +87,25 @@ class ServerEngine:
             raise WorkerError(f"{self.url}: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """Let go of what is asked of it. The server lives on: it is not ours."""
+        """Cancel what was asked of the server. The server itself keeps running, because it was not started by
+        this process."""
         if self._doing is not None:
             loop, task = self._doing
-            with contextlib.suppress(RuntimeError):  # it has been answered
+            with contextlib.suppress(RuntimeError):  # the request was answered, and its loop is closed
                 loop.call_soon_threadsafe(task.cancel)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    # -- what rollouts.vllm_worker answers too ---------------------------------------------------------
+    # -- requests shared with rollouts.vllm_worker -----------------------------------------------------
 
     async def start(self, options: EngineOptions, folder: str | None, version: str) -> tuple[str, None]:
         self._takes_adapters = options.lora_rank > 0
         if folder is not None and not self._takes_adapters:
             return await self.load(folder, version)
-        await self._post("abort_requests", {})  # of a client that is gone
+        await self._post("abort_requests", {})  # left over from a client that is gone
         return await self._versioned(NONE)
 
     async def load(self, folder: str, version: str) -> tuple[str, None]:
-        """From a folder that the server can read too."""
+        """Load weights from a folder that the server can read too."""
         await self._versioned(NONE)
         if self._takes_adapters:
             await self._read_adapters(folder, f"{ADAPTERS}{version}")
@@ -113,8 +114,8 @@ class ServerEngine:
         return await self._fresh(version)
 
     async def _read_adapters(self, folder: str, name: str) -> None:
-        """Under a name that is new to the server: loaded in place of others of that name, they would be read
-        again at every step (vLLM 0.32 keeps ``load_inplace`` with the name)."""
+        """Load adapters under a name that is new to the server. If they replaced adapters of the same name,
+        they would be read again at every step (vLLM 0.32 keeps ``load_inplace`` with the name)."""
         async with httpx2.AsyncClient(timeout=None) as client:
             known = _content(await client.get(f"{self.url}/v1/models"))["data"]
             for old in (model["id"] for model in known if model["id"].startswith(ADAPTERS)):
@@ -144,7 +145,7 @@ class ServerEngine:
         return await self._fresh(version)
 
     async def sleep(self) -> tuple[str, None]:
-        """It has devices of its own, and keeps its memory."""
+        """Keeps the memory, because the server has its own devices."""
         return await self._said(None)
 
     async def generate(self, requests: list[GenerateRequest]) -> tuple[str, None]:
@@ -171,7 +172,7 @@ class ServerEngine:
         asked: list[tuple[TokenRow, dict[str, Any]]],
         take: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> list[dict[str, Any]]:
-        """The replies, in order; ``take`` is told of each as it comes."""
+        """Return the replies, in order. ``take`` is called with each reply as it arrives."""
         room = asyncio.Semaphore(IN_FLIGHT)
         async with httpx2.AsyncClient(
             timeout=None, limits=httpx2.Limits(max_connections=IN_FLIGHT)
@@ -188,7 +189,7 @@ class ServerEngine:
             return list(await asyncio.gather(*(one(i, *each) for i, each in enumerate(asked))))
 
     async def _fresh(self, version: str) -> tuple[str, None]:
-        """All of the weights are there, and nothing of the old ones is left."""
+        """Drop the cache of the old weights and set the version, once all of the new weights are there."""
         for _ in range(RESETS):
             if (await self._post("reset_prefix_cache"))["success"]:
                 return await self._versioned(version)
@@ -213,19 +214,19 @@ class ServerEngine:
 
 
 def _refused(response: httpx2.Response) -> None:
-    """Raise ValueError with what the server said of its refusal, if it did refuse."""
+    """Raise ValueError with the server's message if it refused the request."""
     if response.status_code != 200:
         raise ValueError(f"{response.status_code} for {response.url}: {response.text[:500]}")
 
 
 def _content(response: httpx2.Response) -> dict[str, Any]:
-    """Raises ValueError as ``_refused``."""
+    """Return the reply's JSON object. Raises ValueError as ``_refused`` does."""
     _refused(response)
     return dict(response.json()) if response.content else {}
 
 
 def sampling_params(request: GenerateRequest) -> dict[str, Any]:
-    """As ``rollouts.vllm_worker`` has it: every field that could change a sample."""
+    """Return every field that could change a sample, as ``rollouts.vllm_worker`` does."""
     return {
         "n": 1,
         "temperature": request.temperature,
@@ -252,11 +253,12 @@ def _drawn(choice: dict[str, Any]) -> Generated:
     return Generated(tuple(tokens), choice["finish_reason"] == "stop", tuple(one["logprob"] for one in said))
 
 
-# -- what a server is ----------------------------------------------------------------------------------
+# -- checks of a server --------------------------------------------------------------------------------
 
 
 def serve_command(model: str, options: EngineOptions, backend: str, port: int, cpu: bool) -> list[str]:
-    """What starts a server that ``sampler.urls`` takes: words for a shell, in this project's folder."""
+    """Return the command that starts a server which ``sampler.urls`` accepts, as words for a shell in this
+    project's folder."""
     words = ["env", "PYTHONPATH=.", "VLLM_SERVER_DEV_MODE=1"]
     words += [f"{UPDATING}=1"] if options.lora_rank else []
     words += ["python", "-m"]
@@ -278,8 +280,9 @@ def serve_command(model: str, options: EngineOptions, backend: str, port: int, c
 def check_servers(
     urls: list[str], options: EngineOptions, backend: str, shape: dict[str, Any], command: list[str]
 ) -> list[int]:
-    """How many workers each server has. ``shape``: what the trainer's model says of ``SHAPE``; ``command``:
-    what starts a server that would do. Raises ConfigError: key, address and remedy."""
+    """Return the number of workers of each server. ``shape``: the fields of ``SHAPE`` in the config of the
+    trainer's model. ``command``: starts a suitable server. Raises ConfigError with key, address and
+    remedy."""
     return [_check(url.rstrip("/"), options, backend, shape, shlex.join(command)) for url in urls]
 
 
@@ -313,7 +316,8 @@ def _check(url: str, options: EngineOptions, backend: str, shape: dict[str, Any]
 
 
 def without_adapters(urls: list[str], options: EngineOptions, command: list[str]) -> str | None:
-    """Why one of the servers does not take such adapters alone; None where all do. Raises ConfigError."""
+    """Return the reason why one of the servers does not take such adapters alone; None if all do. Raises
+    ConfigError."""
     for url in urls:
         said = _asked(url.rstrip("/"), "server_info?config_format=json", shlex.join(command))
         lora, updates = said["vllm_config"].get("lora_config"), said.get("vllm_env", {}).get(UPDATING)
@@ -333,7 +337,8 @@ def _require(condition: bool, url: str, said: str, command: str) -> None:
 
 
 def logprobs_mode(options: EngineOptions) -> str:
-    """Which log-probabilities of sampled tokens vLLM says; of prompts they are at temperature 1 in either."""
+    """Return which log-probabilities of sampled tokens vLLM reports. Those of prompts are at temperature 1 in
+    either mode."""
     return "raw_logprobs" if options.temperature == 1 else "processed_logprobs"
 
 
@@ -352,7 +357,7 @@ def _asked(url: str, path: str, command: str, body: dict[str, Any] | None = None
 
 
 def address_towards(url: str) -> str:
-    """This machine's address, as the server at ``url`` knows it."""
+    """Return this machine's address as the server at ``url`` sees it."""
     host = httpx2.URL(url).host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         asked.connect((socket.gethostbyname(host), 9))  # nothing is sent
@@ -360,7 +365,7 @@ def address_towards(url: str) -> str:
 
 
 def alive(url: str) -> bool:
-    """Whether the server's engine is well."""
+    """Return whether the server reports that its engine is healthy."""
     try:
         return httpx2.get(f"{url.rstrip('/')}/health", timeout=ASK_S).status_code == 200
     except httpx2.HTTPError:

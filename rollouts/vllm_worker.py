@@ -1,7 +1,8 @@
-"""The worker process that holds a vLLM engine: ``python -m rollouts.vllm_worker``.
+"""The worker process that holds a vLLM engine (``python -m rollouts.vllm_worker``).
 
-The engine core runs in this very process (VLLM_ENABLE_V1_MULTIPROCESSING=0, set by the owner), so that it
-ends with it; with tensor_parallel above 1 the engine starts processes of its own, of this process's group.
+The engine core runs in this same process (VLLM_ENABLE_V1_MULTIPROCESSING=0, set by the owner), so that it
+ends with the process. With tensor_parallel above 1 the engine starts further processes, in this process's
+group.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, To
 T = TypeVar("T")
 ADAPTERS = "adapters"
 NONE = ""
-"""The version of weights of which not all are there."""
+"""The weight version while not all weights are there."""
 
 
 class Engine:
-    """vLLM's offline engine behind the few requests that rounds need. Every answer is (vLLM's weight version
-    that it comes from, value)."""
+    """vLLM's offline engine behind the few requests that rounds need. Every answer is (vLLM's version of the
+    weights that it comes from, value)."""
 
     def __init__(self) -> None:
         self._llm: LLM | None = None
         self._asleep = False
         self._takes_adapters = False
         self._adapters: LoRARequest | None = None
-        """what every request names, where adapters go over alone"""
+        """the adapters that every request names if adapters are sent alone"""
 
     def start(self, options: EngineOptions, folder: str | None, version: str) -> tuple[str, None]:
-        """Make the engine: with the weights in ``folder``; None: by ``options.model_config`` alone, to be
-        sent weights."""
+        """Create the engine with the weights in ``folder``; None: from ``options.model_config`` alone, so
+        that weights can be sent to it."""
         with tempfile.TemporaryDirectory() as alone:
             if folder is None:
                 (Path(alone) / "config.json").write_text(options.model_config, encoding="utf-8")
@@ -64,27 +65,28 @@ class Engine:
             enable_prefix_caching=True,
             max_num_seqs=options.max_sequences,
             generation_config="vllm",
-            # of prompts they are at temperature 1 in either mode
+            # log-probabilities of prompts are at temperature 1 in either mode
             logprobs_mode="raw_logprobs" if options.temperature == 1 else "processed_logprobs",
             worker_extension_cls=EXTENSION,
             weight_transfer_config=WeightTransferConfig(options.transfer) if options.transfer else None,
             enable_chunked_prefill=not cpu,
             **_lora(options),
-        )  # vLLM winds the random generator of a cut prompt back, which a CPU's cannot
+        )  # for a chunked prompt vLLM rewinds the random generator, impossible on a CPU
 
     def load(self, folder: str, version: str) -> tuple[str, None]:
-        """Take the weights in ``folder`` in place, waking up first if asleep."""
+        """Load the weights or adapters in ``folder`` in place, waking up first if asleep."""
         llm = self._begin()
         if self._takes_adapters:
             llm.llm_engine.add_lora(LoRARequest(ADAPTERS, 1, folder, load_inplace=True))
-            # The same without load_inplace: that would read the folder again at every step of the engine.
+            # Requests go without load_inplace, with which the folder would be read again at every engine
+            # step.
             self._adapters = LoRARequest(ADAPTERS, 1, folder)
         else:
             llm.collective_rpc("read_weights", args=(folder,))
         return self._end(version)
 
     def own_head(self) -> tuple[str, bool]:
-        """Whether the engine wants the output head by its name, even if it is tied to the embeddings."""
+        """Return whether the engine needs the output head by name, even if it is tied to the embeddings."""
         return self._said(self._started().collective_rpc("has_own_head")[0][0])
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> tuple[str, None]:
@@ -92,7 +94,8 @@ class Engine:
         return self._said(None)
 
     def start_weight_update(self) -> tuple[str, None]:
-        """Wakes the weights' memory up first, if asleep: an update sent to a sleeping engine ends it."""
+        """Begin an update. The weights' memory wakes up first if asleep, because a sleeping engine does not
+        survive an update."""
         self._begin().start_weight_update()
         return self._said(None)
 
@@ -106,7 +109,7 @@ class Engine:
 
     def _begin(self) -> LLM:
         llm = self._started()
-        llm.update_weight_version(NONE)  # until all of them are there, nothing may be drawn
+        llm.update_weight_version(NONE)  # nothing may be sampled until all weights are there
         if self._asleep:
             llm.wake_up(tags=["weights"])
         return llm
@@ -124,9 +127,9 @@ class Engine:
         return self._said(None)
 
     def sleep(self) -> tuple[str, None]:
-        """Give back the GPU memory of weights and KV cache. The next weights come from the trainer anyway
-        (level 2), but for the model under adapters, which waits in the host's memory (level 1). No effect on
-        a CPU."""
+        """Release the GPU memory of weights and KV cache. The weights are discarded, since the trainer sends
+        the next ones anyway (level 2). The model under adapters is kept in the host's memory instead (level
+        1). This has no effect on a CPU."""
         llm = self._started()
         llm.sleep(level=1 if self._takes_adapters else 2)
         llm.update_weight_version(NONE)
@@ -136,8 +139,8 @@ class Engine:
     def generate(
         self, requests: list[GenerateRequest]
     ) -> Generator[list[tuple[int, Generated]], None, tuple[str, None]]:
-        """One sample a request: (which request, its sample) of those that are finished, a step at a time, as
-        ``LLM.generate`` takes the steps."""
+        """Generate one sample for each request. After each engine step, as ``LLM.generate`` takes them, yield
+        (index of the request, its sample) for those that are finished."""
         llm = self._awake()
         names = llm.enqueue(
             [{"prompt_token_ids": request.prompt} for request in requests],
@@ -145,7 +148,7 @@ class Engine:
             use_tqdm=False,
             lora_request=self._adapters,
         )
-        # vLLM adds random characters to its own name of a request, not to that of its output
+        # vLLM adds random characters to the name that enqueue returns, but not to the output's request_id
         places = {name.partition("-")[0]: place for place, name in enumerate(names)}
         engine = llm.llm_engine
         while engine.has_unfinished_requests():
@@ -155,8 +158,8 @@ class Engine:
         return self._said(None)
 
     def logprobs(self, rows: list[TokenRow]) -> tuple[str, list[list[float]]]:
-        """log p(token | what is before it) of every token but the first, nats. Rows must be shorter than
-        max_length."""
+        """Return log p(token | the tokens before it) of every token but the first, nats. Rows must be shorter
+        than max_length."""
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         outputs = self._awake().generate(
             [{"prompt_token_ids": row} for row in rows],
@@ -194,9 +197,9 @@ def _drawn(output: RequestOutput) -> Generated:
 
 
 def _lora(options: EngineOptions) -> dict[str, Any]:
-    """Places for adapters where they are needed, and in no other layer. Least of all in the output head: with
-    adapters there vLLM 0.32 cannot say log-probabilities of several prompts at once on a CPU (an einsum's
-    sizes differ)."""
+    """Return the options that make room for adapters where they are needed, and in no other layer. The output
+    head in particular must have none: with adapters there, vLLM 0.32 cannot compute log-probabilities of
+    several prompts at once on a CPU (an einsum's sizes differ)."""
     if not options.lora_rank:
         return {}
     modules = list(options.lora_modules)
@@ -204,8 +207,8 @@ def _lora(options: EngineOptions) -> dict[str, Any]:
 
 
 def _sampling_params(request: GenerateRequest) -> SamplingParams:
-    """Every field that could change a sample, said outright. ``ignore_eos``: only our stop tokens end a
-    sample, not the end token that the model's config names, which the engine would add to them."""
+    """Set every field that could change a sample explicitly. ``ignore_eos``: only this project's stop tokens
+    end a sample. Otherwise the engine would add the end token that the model's config names."""
     return SamplingParams(
         n=1,
         temperature=request.temperature,

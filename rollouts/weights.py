@@ -1,4 +1,4 @@
-"""The files of a model's weights."""
+"""The location and the digest of a model's weight files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from models.pretrained import resolve_model_path
 
 
 def model_folder(config: Config) -> Path:
-    """The model's own files, from a run's folder, any folder or the hub."""
+    """Return the folder with the model's own files, which come from a run's folder, any folder or the hub."""
     path = Path(resolve_model_path(config.model.name_or_path))
     if path.is_dir():
         return path
@@ -26,5 +26,5 @@ def model_folder(config: Config) -> Path:
 
 
 def weights_digest(config: Config) -> str:
-    """The digest of the model's weight files. Raises ConfigError where they cannot be had."""
+    """Return the digest of the model's weight files. Raises ConfigError if they cannot be obtained."""
     return files_digest(sorted(model_folder(config).glob("*.safetensors")))

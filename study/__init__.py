@@ -1,2 +1,2 @@
-"""The paper's comparisons in miniature, on the embedded task, from one command: plan, runs, statistics,
-claims, report."""
+"""The paper's comparisons in miniature, on the embedded tasks, from one command, with plan, runs, statistics,
+claims and report."""

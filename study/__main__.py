@@ -1,4 +1,4 @@
-"""The study, from plans to reports: one plan for each of the two embedded tasks.
+"""The command for the study, from plans to reports, with one plan for each of the two embedded tasks.
 
     python -m study full                 # tunes the main cells, then runs everything: hours; the same command goes on where it was
     python -m study quick                # with what full chose: the main figure and some more, three seeds, in minutes
@@ -6,8 +6,8 @@
     python -m study full --task instruct # one of the tasks
     python -m study quick --seeds 11,12,13 --name other-seeds
 
-Runs lie in runs/<name>/<task>/, reports in results/<name>/: report.md and report.html are the first page, of both tasks; each
-task's own (report.html, report.md, figures, runs.jsonl) is in <task>/.
+Runs lie in runs/<name>/<task>/, reports in results/<name>/. report.md and report.html there are the first
+page, for both tasks; each task's own report (report.html, report.md, figures, runs.jsonl) is in <task>/.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parts_of(options: argparse.Namespace) -> list[Part]:
-    """A part for each plan, the folders of which are the task's where there are several. Raises
-    ConfigError."""
+    """Return a part for each plan. A task's plan has subfolders of its own; the plan of ``--plan`` has none.
+    Raises ConfigError."""
     name = options.name or ("quick-study" if options.mode == QUICK else "study")
     check_name("--name", name)
     runs_dir = (options.runs_dir or Path("runs") / name).resolve()
@@ -110,13 +110,13 @@ def act(options: argparse.Namespace) -> None:
     for one in asked or ():
         there = list(dict.fromkeys(name for _, plan in parts for name in plan.cells(mode)))
         require(one in there, "--only", one, f"is no experiment of {mode}; there are {', '.join(there)}")
-    if asked is not None:  # a task that has none of them is neither tuned nor reported
+    if asked is not None:  # a task without any of these experiments is neither tuned nor reported
         parts = [(part, plan) for part, plan in parts if set(asked) & set(plan.cells(mode))]
     chosen_before = {
         part.name: read_chosen(part.plan.with_name(CHOSEN), plan)
         for part, plan in parts
         if mode == QUICK and (len(parts) == 1 or part.plan.with_name(CHOSEN).is_file())
-    }  # read, and refused, of every part before anything is run
+    }  # for every part, read and validated before anything is run
     if options.mode != "report":
         for _, plan in parts:
             print(forecast(plan, mode, options.jobs))
@@ -141,7 +141,7 @@ def act(options: argparse.Namespace) -> None:
 
 
 def forecast(plan: Plan, mode: str, jobs: int) -> str:
-    """What all of ``mode`` takes, said before it begins."""
+    """Return a message with the cost of all of ``mode``, to be printed before it begins."""
     runs = plan.all_runs(mode)
     hours = sum(map(plan.cost, runs)) / 3600
     return (
@@ -158,7 +158,7 @@ def report_part(
     chosen: Mapping[str, Settings],
     wanted: Sequence[Run],
 ) -> Findings:
-    from study.report import write_report  # matplotlib takes a second that a wrong command line need not wait
+    from study.report import write_report  # imports matplotlib, which a wrong command line is spared
 
     runs = [*(tuned.runs if tuned else []), *wanted]
     found = write_report(
@@ -177,9 +177,9 @@ def report_part(
 
 
 def tune_part(plan: Plan, part: Part, options: argparse.Namespace) -> Tuned:
-    """What the main cells are run with, by the plan's rule. ``report`` runs nothing: it takes the file of an
-    earlier tuning where runs of it are not there, and chooses nothing where there is none: then it has the
-    runs that were asked for."""
+    """Tune the main cells by the plan's rule. ``report`` runs nothing: if runs of the tuning are missing, it
+    reads the file of an earlier tuning; without that file it chooses nothing and returns the runs that the
+    tuning asked for."""
     path = part.plan.with_name(CHOSEN)
     asked: list[Run] = []
 
@@ -196,15 +196,15 @@ def tune_part(plan: Plan, part: Part, options: argparse.Namespace) -> Tuned:
             raise
         if path.is_file():
             return Tuned(read_chosen(path, plan))
-        return Tuned(runs=list({run.name: run for run in asked}.values()))  # a longer grid asks again
+        return Tuned(runs=list({run.name: run for run in asked}.values()))  # an extended grid asks again
     if options.mode == FULL:
         write_chosen(plan, tuned.chosen, path)
     return tuned
 
 
 def unfinished(plan: Plan, part: Part, tuned: Tuned | None) -> str:
-    """What is said of a plan whose tuning is not finished. The records of its finished runs are written, so
-    that it can go on elsewhere (``--records``)."""
+    """Return the message about a plan whose tuning is not finished. The records of its finished runs are
+    written, so that the study can continue elsewhere (``--records``)."""
     begun = collect(tuned.runs, part.runs_dir, part.records) if tuned is not None else []
     if begun:
         part.out.mkdir(parents=True, exist_ok=True)
@@ -224,7 +224,7 @@ def do(plan: Plan, runs: Sequence[Run], part: Part, jobs: int) -> None:
 
 
 def seeds_of(text: str) -> list[int] | None:
-    """Raises ConfigError."""
+    """Return the seeds of a comma-separated list; None for an empty text. Raises ConfigError."""
     if not text:
         return None
     require(

@@ -1,5 +1,5 @@
-"""The paper's claims held against the runs: what was compared, how large the difference is, and one word for
-it."""
+"""The paper's claims checked against the runs, each with its comparison, the size of the difference, and a
+one-word verdict."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CLAIMS = Path(__file__).parent / "adder" / "claims.yaml"
 SEEN, NOT_SEEN, REVERSED, NOT_RUN = "seen", "not seen", "reversed", "not run"
 GREATER, MATCH, SAME = "greater", "match", "same"
 FEWEST_SEEDS = 3
-"""With fewer a paired test can hardly say anything: the claim counts as not run."""
+"""Seeds that a claim needs: with fewer, a paired test has hardly any power and the claim counts as not
+run."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim and the pairs of cells (b, a) that answer it; ``claims.yaml`` says what each kind of claim
-    asks."""
+    """A claim and the pairs of cells (b, a) that answer it; ``claims.yaml`` explains the kinds of claims."""
 
     title: str
     source: str
@@ -38,8 +38,8 @@ class Claim:
 
 @dataclass(frozen=True)
 class Answer:
-    """One pair's answer. ``difference``: of the metric, b - a over the seeds that both have; ``interval``:
-    its 95 % t-interval."""
+    """One pair's answer. ``difference``: b - a of the metric over the seeds that both have; ``interval``: its
+    95 % t-interval."""
 
     claim: Claim
     b: str
@@ -50,30 +50,30 @@ class Answer:
     p: float | None = None
     p_holm: float | None = None
     other: Mean | None = None
-    """The same difference of greedy accuracy, for comparison; nothing is tested on it."""
+    """The same difference in greedy accuracy, for comparison; it is not tested."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a report found of one task."""
+    """The findings of a report on one task."""
 
     said: str
-    """What is printed."""
+    """The text to print."""
     title: str
     measure: str
-    """What the metric is, in words."""
+    """The metric in words."""
     answers: tuple[Answer, ...]
     values: Mapping[str, Mapping[int, float]]
     """Cell -> seed -> the metric after training."""
     base: float | None
-    """The metric of the model that all start from."""
+    """The metric of the model from which all runs start."""
     margin: float
     runs: int
     planned: int
 
 
 def read_claims(path: Path = CLAIMS) -> tuple[list[Claim], float, str]:
-    """(claims, margin, metric)."""
+    """Return (claims, margin, metric) of a claims file."""
     raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     claims = [Claim(**entry | {"pairs": tuple((b, a) for b, a in entry["pairs"])}) for entry in raw["claims"]]
     for claim in claims:
@@ -87,7 +87,7 @@ def read_claims(path: Path = CLAIMS) -> tuple[list[Claim], float, str]:
 
 
 def by_cell(records: Sequence[Record], metric: str) -> dict[str, dict[int, float]]:
-    """cell -> seed -> value."""
+    """Return cell -> seed -> value."""
     found: dict[str, dict[int, float]] = {}
     for record in records:
         if metric in record.after:
@@ -101,8 +101,8 @@ def answers(
     margin: float,
     greedy: Mapping[str, Mapping[int, float]],
 ) -> list[Answer]:
-    """An answer to each pair of each claim. Holm's correction is over every test of a ``greater`` claim that
-    could be made."""
+    """Return an answer to each pair of each claim. Holm's correction covers every test of a ``greater`` claim
+    that could be made."""
     tested: list[tuple[Claim, str, str, Comparison | None]] = []
     for claim in claims:
         for b, a in claim.pairs:
@@ -125,8 +125,8 @@ def _p(comparison: Comparison | None) -> float | None:
 
 
 def differences(values: Mapping[str, Mapping[int, float]], b: str, a: str) -> list[float]:
-    """b - a, seed by seed: runs of a seed see the same data in the same order and are evaluated with the same
-    random numbers."""
+    """Return b - a, seed by seed: runs of a seed see the same data in the same order and are evaluated with
+    the same random numbers."""
     seeds = sorted(values.get(b, {}).keys() & values.get(a, {}).keys())
     return [values[b][seed] - values[a][seed] for seed in seeds]
 
@@ -160,8 +160,8 @@ def _answer(
 def verdict(
     kind: str, difference: float, interval: tuple[float, float], p_holm: float | None, margin: float
 ) -> str:
-    """One word. ``greater``: by the corrected test. ``match`` and ``same``: by the interval against the
-    margin; reversed where the interval lies beyond it altogether."""
+    """Return the verdict in one word. ``greater`` uses the corrected test; ``match`` and ``same`` compare the
+    interval with the margin, and are reversed if the interval lies entirely beyond it."""
     low, high = interval
     if kind == GREATER:
         if p_holm is None or p_holm >= SIGNIFICANT:
@@ -175,7 +175,7 @@ def verdict(
 
 
 def interval(value: Mean) -> tuple[float, float]:
-    """The 95 % confidence interval of a mean over seeds (Student's t); infinite for one seed."""
+    """Return the 95 % confidence interval of a mean over seeds (Student's t); infinite for one seed."""
     if value.error is None:
         return -math.inf, math.inf
     half = float(stats.t.ppf(0.975, value.n - 1)) * value.error

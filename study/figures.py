@@ -1,5 +1,5 @@
-"""The report's figures, drawn like the paper's: means with 95 % confidence intervals over seeds, every seed a
-dot."""
+"""The report's figures, drawn like the paper's, as means with 95 % confidence intervals over seeds and every
+seed as a dot."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Bar = tuple[str, str, str]
 
 
 def figures(records: Sequence[Record]) -> dict[str, tuple[str, Figure]]:
-    """File stem -> (caption, figure), of every figure that there are runs for."""
+    """Return file stem -> (caption, figure), of every figure that has runs."""
     sampled, greedy = by_cell(records, SAMPLED), by_cell(records, GREEDY)
     start = mean(
         [r.before[SAMPLED] for r in records if not r.cell.startswith("tune-") and SAMPLED in r.before]
@@ -45,7 +45,7 @@ def figures(records: Sequence[Record]) -> dict[str, tuple[str, Figure]]:
 def of_the_paper(
     records: Sequence[Record], sampled: Values, greedy: Values, base: float | None
 ) -> dict[str, tuple[str, Figure | None]]:
-    """The figures that are the paper's own. ``base``: the sampled accuracy that all runs start from."""
+    """Return the paper's own figures. ``base``: the sampled accuracy from which all runs start."""
     return {
         "figure1": (
             "Figure 1: the four variants of each loss, at equal numbers of examples. Above sampled accuracy "
@@ -81,7 +81,7 @@ def of_the_paper(
 def of_our_own(
     records: Sequence[Record], sampled: Values, greedy: Values, base: float | None
 ) -> dict[str, tuple[str, Figure | None]]:
-    """What runs take, and a table and a control of the paper as figures."""
+    """Return figures of the runs' cost, and of a table and a control of the paper."""
     return {
         "figure11": (
             "Figure 11: what a run takes, CPU seconds on one core, by what they go to.",
@@ -119,7 +119,7 @@ def humanline_or_trust_region(loss: str) -> list[Bar]:
 
 
 def svg(figure: Figure) -> bytes:
-    """The same runs give the same bytes."""
+    """Return the figure as SVG; the same runs give the same bytes."""
     out = io.BytesIO()
     with rc_context(STYLE):
         figure.savefig(out, format="svg", metadata={"Date": None}, bbox_inches="tight")
@@ -133,7 +133,7 @@ def canvas(columns: int, width: float, height: float, rows: int = 1, **keywords:
 
 
 def bars(axes: Axes, values: Values, groups: Sequence[tuple[str, Sequence[Bar]]], base: float | None) -> bool:
-    """Groups of bars; a cell without runs leaves its place empty. Whether there was any."""
+    """Draw groups of bars; a cell without runs leaves its place empty. Return whether any cell had runs."""
     seen: dict[str, str] = {}
     found = False
     for g, (_, cells) in enumerate(groups):
@@ -188,7 +188,7 @@ def twelve(sampled: Values, greedy: Values, base: float | None) -> Figure | None
 
 
 def side_by_side(values: Values, base: float | None, panels: Mapping[str, Any]) -> Figure | None:
-    """Panels of bars by loss; ``panels``: title -> (loss -> its bars)."""
+    """Draw panels of bars by loss; ``panels``: title -> (loss -> its bars)."""
     figure, axes = canvas(len(panels), 4.2 * len(panels) + (2 if len(panels) == 1 else 0), 3.2)
     found = False
     for ax, (title, cells) in zip(axes[0], panels.items(), strict=True):
@@ -204,7 +204,7 @@ def side_by_side(values: Values, base: float | None, panels: Mapping[str, Any]) 
 
 
 def dots(values: Values, cells: Sequence[str], measure: str) -> Figure:
-    """A line for each cell: its seeds, their mean, its interval."""
+    """Draw a line for each cell with its seeds, their mean and its interval."""
     figure, axes = canvas(1, 6, 0.8 + 0.28 * len(cells))
     ax = axes[0][0]
     for y, cell in enumerate(reversed(cells)):
@@ -238,7 +238,7 @@ def quarters(values: Values, base: float | None) -> Figure | None:
 
 
 def curves(records: Sequence[Record]) -> Figure | None:
-    """Accuracy over examples of the rare-sampling runs: mean and 95 % interval over seeds."""
+    """Draw accuracy over examples of the rare-sampling runs: mean and 95 % interval over seeds."""
     styles = {
         "rare-online": ("online: every step", BLUE),
         "rare-64x": ("every 64 steps", RED),
@@ -330,8 +330,8 @@ def times(records: Sequence[Record]) -> Figure | None:
 
 
 def part_seconds(record: Record) -> dict[str, float]:
-    """A run's CPU seconds by what they went to. Steps and sampling are timed by the clock: where runs shared
-    cores, their clock time is scaled to the CPU time that the run got."""
+    """Return a run's CPU seconds by stage. Steps and sampling are timed by wall clock; if runs shared cores,
+    their wall time is scaled to the CPU time that the run got."""
     share = min(1.0, record.seconds["cpu"] / record.seconds["wall"])
     train, sample = record.seconds["train"] * share, record.seconds["sample"] * share
     return {

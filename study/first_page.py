@@ -1,7 +1,8 @@
-"""The study's first page: one figure in the form of the paper's Figure 1 for every task, and the claims that
-both tasks were asked, with a word for each answer.
+"""The study's first page, with a figure in the form of the paper's Figure 1 for every task and a one-word
+verdict on each of the claims about the main cells.
 
-``<out>/figure1.svg``, ``report.md``, ``report.html``; each task's own report lies beside them, in its folder.
+The files are ``<out>/figure1.svg``, ``report.md`` and ``report.html``; each task's own report lies beside
+them, in its folder.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ CAPTION = (
 
 
 def write_first_page(out: Path, found: Mapping[str, Findings]) -> str:
-    """Write it; returns what is printed. ``found``: task -> what its report found."""
+    """Write the page and return the text to print. ``found``: task -> the findings of its report."""
     out.mkdir(parents=True, exist_ok=True)
     figure = overview([one for one in found.values() if one.runs])
     if figure is not None:
@@ -70,7 +71,7 @@ def key(found: Mapping[str, Findings]) -> str:
 
 
 def overview(found: Sequence[Findings]) -> Figure | None:
-    """A panel for each task."""
+    """Draw a panel for each task; None without any runs."""
     if not found:
         return None
     figure, axes = canvas(len(found), 4.4 * len(found), 3.4)
@@ -86,7 +87,7 @@ def overview(found: Sequence[Findings]) -> Figure | None:
             for v, *_ in VARIANTS
             for value in one.values.get(f"{loss}-{v}", {}).values()
         ]
-        if values:  # from where the differences can be seen
+        if values:  # start the axis where the differences become visible
             everything = [*values, *([] if one.base is None else [one.base])]
             room = max(0.02, 0.1 * (max(everything) - min(everything)))
             ax.set_ylim(max(0.0, min(everything) - room), min(1.02, max(everything) + room))
@@ -98,7 +99,7 @@ def overview(found: Sequence[Findings]) -> Figure | None:
 
 
 def variants_table(found: Mapping[str, Findings]) -> Table:
-    """Means over seeds, per cent."""
+    """Return means over seeds, per cent."""
     rows = [["task", "loss", *(label for _, label, _ in VARIANTS)]]
     for task, one in found.items():
         for loss in LOSSES:
@@ -110,7 +111,7 @@ def variants_table(found: Mapping[str, Findings]) -> Table:
 
 
 def claims_table(found: Mapping[str, Findings]) -> Table:
-    """A line for each claim of the main cells, a column for each task."""
+    """Return a row for each claim about the main cells, with a column for each task."""
     titles = list(
         dict.fromkeys(
             a.claim.title for one in found.values() for a in one.answers if a.claim.experiment == MAIN
@@ -125,7 +126,7 @@ def claims_table(found: Mapping[str, Findings]) -> Table:
 
 
 def words(answers: Sequence[Answer]) -> str:
-    """What became of a claim, by loss."""
+    """Return the verdicts on a claim, by loss."""
     if not answers:
         return "–"
     return "; ".join(

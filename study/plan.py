@@ -1,7 +1,7 @@
-"""What the study runs: a plan read, checked, and turned into runs (``launch.grid.Run``).
+"""The study's plan, read, checked, and turned into runs (``launch.grid.Run``).
 
-Tuning (``study.tuning``) has the same runs in each of the main cells. Everything else inherits the tuned
-settings of the cell that it is ``like``.
+Tuning (``study.tuning``) has the same runs in each of the main cells. Every other cell inherits the tuned
+settings of the main cell that it is ``like``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from launch.grid import Run, Settings
 TASKS = {name: Path(__file__).parent / name / "plan.yaml" for name in ("adder", "instruct")}
 """The plans that come with the project, one for each embedded task."""
 PLAN, CHOSEN = TASKS["adder"], "chosen.yaml"
-"""A plan, and what lies beside one once its tuning was run."""
+"""The default plan, and the name of the file beside a plan that has the result of its tuning."""
 FULL, QUICK = "full", "quick"
 MAIN = "main"
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A question and its cells (name -> settings beyond those of the cell that it is like)."""
+    """A question and its cells (name -> settings beyond those of the main cell that it is like)."""
 
     name: str
     modes: tuple[str, ...]
@@ -41,9 +41,9 @@ class Plan:
 
     title: str
     about: str
-    """What is trained on what, for the report's reader."""
+    """The data and the model, for the report's reader."""
     measure: str
-    """What the metric is, in words."""
+    """The metric in words."""
     base: Settings
     main: dict[str, Settings]
     """The main cells, ``dpo-offline`` …, with all their settings but the tuned ones."""
@@ -54,20 +54,19 @@ class Plan:
     metric: str
     lrs: tuple[float, ...]
     then: dict[str, tuple[str, float]]
-    """Main cell -> the setting that is tuned at the best learning rate, and the value that it has till
-    then."""
+    """Main cell -> the setting that is tuned at the best learning rate, and its value until then."""
     then_name: str
     factors: tuple[float, ...]
-    """What that value is multiplied by, beside 1."""
+    """Multiples of that value that are tried, beside 1."""
     tuning_settings: Settings
-    """What tuning's runs have beside those of their cell."""
+    """Settings of tuning's runs beyond those of their cell."""
     extend: int
-    """How often a grid is made longer where its best value is at its edge."""
+    """How often a grid is extended if its best value is at its edge."""
     seeds: dict[str, dict[str, int]]
     quick: tuple[str, ...]
-    """The main cells that ``quick`` has."""
+    """The main cells of ``quick``."""
     seconds: dict[str, float]
-    """What an ``offline`` and an ``online`` run take of a core, about."""
+    """Approximate seconds of one core that an ``offline`` and an ``online`` run take."""
 
     # -- runs --------------------------------------------------------------------------------------
 
@@ -76,7 +75,7 @@ class Plan:
         return "lr", self.then[cell][0]
 
     def tuning_run(self, cell: str, lr: float, value: float, seed: int) -> Run:
-        """``value``: of the second tuned setting."""
+        """Return a run of tuning. ``value``: that of the second tuned setting."""
         name = f"tune-{cell}-lr{lr:g}-{self.then_name}{value:g}"
         tried = self.tuning_settings | {"data.eval_split": "validation", "lr": lr, self.then[cell][0]: value}
         return Run("study", name, seed, self.settings(cell) | tried, None)
@@ -84,11 +83,12 @@ class Plan:
     def runs(
         self, mode: str, chosen: Mapping[str, Settings], seeds: Sequence[int] | None = None
     ) -> list[Run]:
-        """The runs of ``full`` or ``quick`` with the settings that tuning chose (``cell -> {setting:
+        """Return the runs of ``full`` or ``quick`` with the settings that tuning chose (``cell -> {setting:
         value}``).
 
-        A first three seeds of everything come first, then the rest, so that what is there early covers every
-        question. ``seeds``: these instead of 1, 2, … (as many as there are)."""
+        The first three seeds of everything come first, then the rest, so that early results cover every
+        question. ``seeds``: used instead of 1, 2, …; all of them are run.
+        """
         found: list[tuple[int, int, Run]] = []
         for order, (name, cells) in enumerate(self.cells(mode).items()):
             count = self.seeds[mode]["main" if name == MAIN else "other"]
@@ -104,12 +104,12 @@ class Plan:
         return main | {e.name: list(e.cells) for e in self.experiments if mode in e.modes}
 
     def cost(self, run: Run) -> float:
-        """Seconds of a core that it takes, about."""
+        """Return the approximate seconds of one core that the run takes."""
         return self.seconds["online" if run.settings.get("online") else "offline"]
 
     def all_runs(self, mode: str) -> list[Run]:
-        """As many runs as the mode has and as they cost, as if every grid's first values were best: ``full``
-        with those of tuning, where no grid is made longer."""
+        """Return runs that equal those of the mode in number and cost, as if every grid's first values were
+        best. ``full`` includes the runs of tuning, without extended grids."""
         first = {cell: {"lr": self.lrs[0], self.then[cell][0]: self.then[cell][1]} for cell in self.main}
         tried = [
             self.tuning_run(cell, lr, self.then[cell][1] * factor, seed)
@@ -124,7 +124,7 @@ class Plan:
         return cell if cell in self.main else next(e.like[cell] for e in self.experiments if cell in e.cells)
 
     def settings(self, cell: str) -> Settings:
-        """All settings of a cell but seed and what was tuned."""
+        """All settings of a cell but the seed and the tuned ones."""
         own: Settings = (
             {} if cell in self.main else next(e.cells[cell] for e in self.experiments if cell in e.cells)
         )
@@ -132,8 +132,8 @@ class Plan:
 
 
 def read_plan(path: Path = PLAN) -> Plan:
-    """Raises ConfigError for what is not a plan: a part that is missing, unknown or of another kind, an
-    experiment's cell that is like none of the main ones, or is named twice."""
+    """Return the plan in a file. Raises ConfigError for a part that is missing, unknown or of the wrong type,
+    and for an experiment's cell that is like none of the main ones or is named twice."""
     raw, tuning = _read(path)
     main: dict[str, Settings] = {}
     losses: dict[str, str] = {}
@@ -170,7 +170,8 @@ def read_plan(path: Path = PLAN) -> Plan:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(a plan's file with all of its parts, its part of tuning with all of its own). Raises ConfigError."""
+    """Return (a plan's file with all of its parts, its tuning part with all of its parts). Raises
+    ConfigError."""
     raw = read_yaml("--plan", path, "is not a file")
     require(isinstance(raw, dict), f"{path}", raw, "must be a mapping: see study/adder/plan.yaml")
     raw = {
@@ -214,7 +215,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _then(settings: Any, loss: str, own: Settings) -> tuple[str, float]:
-    """The second tuned setting of a cell and its value before that: the cell's own where it has one."""
+    """Return the second tuned setting of a cell and its value before tuning: the cell's own if it has one."""
     parts("tuning.then.settings", settings, {**dict.fromkeys(settings, dict), loss: dict})
     require(len(settings[loss]) == 1, f"tuning.then.settings: {loss}", settings[loss], "must be one setting")
     ((key, value),) = settings[loss].items()
@@ -236,8 +237,8 @@ def _experiment(name: str, part: dict[str, Any], main: Mapping[str, Settings]) -
 
 
 def read_chosen(path: Path, plan: Plan, cells: Collection[str] | None = None) -> dict[str, Settings]:
-    """What tuning chose for ``cells`` (None: all main ones), from its file. Raises ConfigError where it was
-    not run, or not for all of them."""
+    """Return the settings that tuning chose for ``cells`` (None: all main ones), from its file. Raises
+    ConfigError if tuning was not run, or not for all of them."""
     wanted = plan.main if cells is None else cells
     raw = read_yaml("chosen", path, "is not there: run `python -m study full`, which tunes first")
     parts(f"{path}", raw, {"cells": dict})
@@ -253,7 +254,7 @@ def read_chosen(path: Path, plan: Plan, cells: Collection[str] | None = None) ->
 
 
 def read_yaml(key: str, path: Path, missing: str) -> Any:
-    """What a YAML file holds. Raises ConfigError if it is not there or cannot be read."""
+    """Return the content of a YAML file. Raises ConfigError if it does not exist or cannot be read."""
     require(path.is_file(), key, path, missing)
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -262,7 +263,7 @@ def read_yaml(key: str, path: Path, missing: str) -> Any:
 
 
 def number(key: str, value: Any) -> float:
-    """A number, also one that YAML reads as a text (1e-4). Raises ConfigError."""
+    """Return the value as a number, even if YAML reads it as a text (1e-4). Raises ConfigError."""
     try:
         return float(value)
     except (TypeError, ValueError) as error:
@@ -270,7 +271,8 @@ def number(key: str, value: Any) -> float:
 
 
 def parts(key: str, found: Any, wanted: Mapping[str, type]) -> None:
-    """Raise ConfigError unless ``found`` is a mapping with just the parts of ``wanted``, each of its type."""
+    """Raise ConfigError unless ``found`` is a mapping with exactly the parts of ``wanted``, each of its
+    type."""
     require(isinstance(found, dict), key, found, f"must be a mapping with {', '.join(wanted)}")
     for name, kind in wanted.items():
         require(

@@ -1,5 +1,5 @@
-"""Prospect theory (Tversky and Kahneman 1992): how people value outcomes and weigh their chances. Equations 2
-to 4 of the paper.
+"""Prospect theory (Tversky and Kahneman 1992), how people value outcomes and weigh their chances (equations 2
+to 4 of the paper).
 
 An outcome may be money, or the surprisal of a completion in nats (section 3). Everything here is a pure
 function of float64 arrays.
@@ -15,24 +15,25 @@ from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 Capacity = Callable[[Array], Array]
-"""From cumulative probabilities to perceived ones, elementwise; increasing, with 0 -> 0 and 1 -> 1."""
+"""Maps cumulative probabilities to perceived ones, elementwise; increasing, with 0 -> 0 and 1 -> 1."""
 
 LAMBDA, ALPHA = 2.25, 0.88
 """Median loss aversion and risk aversion of Tversky and Kahneman's subjects."""
 
 
 def value(z: ArrayLike, lam: float = LAMBDA, alpha: float = ALPHA, z0: float = 0.0) -> Array:
-    """``(z - z0)^alpha`` of gains, ``-lambda (z0 - z)^alpha`` of losses (equation 2). Any shape."""
+    """Return ``(z - z0)^alpha`` for gains and ``-lambda (z0 - z)^alpha`` for losses (equation 2). Any
+    shape."""
     distance = np.asarray(z, dtype=np.float64) - z0
     return np.where(distance >= 0, 1.0, -lam) * np.abs(distance) ** alpha
 
 
 def capacity(a: ArrayLike, gamma: float) -> Array:
-    """``a^gamma / (a^gamma + (1 - a)^gamma)^(1 / gamma)`` (equation 3). ``a``: cumulative probabilities in
-    [0, 1], any shape.
+    """Return ``a^gamma / (a^gamma + (1 - a)^gamma)^(1 / gamma)`` (equation 3). ``a``: cumulative
+    probabilities in [0, 1], any shape.
 
-    ``gamma``: 1 gives the objective probabilities; below it, the inverted S of most people. Raises ValueError
-    unless above 0.
+    ``gamma``: 1 gives the objective probabilities; a value below 1 gives the inverted S of most people.
+    Raises ValueError unless ``gamma`` is above 0.
     """
     if gamma <= 0:
         raise ValueError(f"gamma={gamma}: must be above 0")
@@ -52,13 +53,14 @@ def decision_weights(
     gains: Capacity = GAINS,
     losses: Capacity = LOSSES,
 ) -> Array:
-    """[n] the weight of each outcome, in the order given (equation 4).
+    """Return the weight of each outcome, [n], in the order given (equation 4).
 
-    ``outcomes``: [n], in any order. ``probabilities``: [n], of sum 1. A gain (``>= z0``) weighs the capacity
-    of doing as well or better, less that of doing better; a loss the capacity of doing as badly or worse,
-    less that of doing worse, each side by its own capacity function. Equal outcomes are one outcome: they
-    share its weight in proportion to their probabilities. The weights of a prospect with both gains and
-    losses need not add up to 1. Raises ValueError for probabilities that are none.
+    ``outcomes``: [n], in any order. ``probabilities``: [n], of sum 1. The weight of a gain (``>= z0``) is the
+    capacity of doing as well or better minus the capacity of doing better; the weight of a loss is the
+    capacity of doing as badly or worse minus that of doing worse. Each side has its own capacity function.
+    Equal outcomes count as one outcome, whose weight they share in proportion to their probabilities. The
+    weights of a prospect with both gains and losses need not add up to 1. Raises ValueError for invalid
+    probabilities.
     """
     z, p = np.asarray(outcomes, dtype=np.float64), np.asarray(probabilities, dtype=np.float64)
     if z.shape != p.shape or z.ndim != 1 or (p < 0).any() or not np.isclose(p.sum(), 1.0):
@@ -72,10 +74,10 @@ def decision_weights(
 
 
 def _differences(mass: Array, perceived: Capacity) -> Array:
-    """The capacity of each cumulative probability less that of the one before, from the most extreme outcome
-    inwards."""
+    """Return the capacity of each cumulative probability minus that of the one before, from the most extreme
+    outcome inwards."""
     cumulative = np.concatenate([[0.0], np.cumsum(mass)])
-    # Capacity is infinitely steep at 1: there a sum's rounding error of 1e-16 would become 1e-6 of weight.
+    # Capacity is infinitely steep at 1: a sum's rounding error of 1e-16 there would become 1e-6 of weight.
     return np.diff(perceived(np.where(cumulative > 1 - 1e-12, 1.0, cumulative)))
 
 
@@ -89,6 +91,7 @@ def subjective_expected_utility(
     gains: Capacity = GAINS,
     losses: Capacity = LOSSES,
 ) -> float:
-    """``sum of omega(z) v(z)`` (Definition 3.3). Arguments as for ``value`` and ``decision_weights``."""
+    """Return ``sum of omega(z) v(z)`` (Definition 3.3). Arguments as for ``value`` and
+    ``decision_weights``."""
     weights = decision_weights(outcomes, probabilities, z0=z0, gains=gains, losses=losses)
     return float(weights @ value(outcomes, lam, alpha, z0))

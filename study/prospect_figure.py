@@ -1,13 +1,13 @@
-"""Figure 2 of the paper from a run: how people would perceive what its policy can produce, and how near to
-that its training data come.
+"""Figure 2 of the paper from a run, which shows how people would perceive the outputs of its policy and how
+close its training data come to that.
 
     python -m study.prospect_figure runs/NAME                # to runs/NAME/figure2.png
     python -m study.prospect_figure runs/NAME --prompts 512 --to figure.pdf
 
 An outcome is the surprisal of a token, log pi_theta - log pi_ref in nats, under the run's exported model and
-its initial one. The horizontal axis is the share of the policy's own tokens of at most some surprisal, the
-vertical one the share of tokens from elsewhere of at most the same. So the policy's own samples are the
-diagonal, and human perception (equation 4 on those samples) is an inverted S.
+its initial one. The horizontal axis is the share of the policy's own tokens with at most a given surprisal,
+the vertical axis the share of tokens from another source with at most the same surprisal. So the policy's own
+samples are the diagonal, and human perception (equation 4 on those samples) is an inverted S.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from rollouts.samplers import EmbeddedSampler, SamplingSettings
 from study.prospect import Array, decision_weights
 
 ROWS = 32
-"""Rows scored at once."""
+"""Number of rows scored at once."""
 
 
 def cumulative(values: Array, at: Array) -> Array:
-    """[m] the share of the [n] ``values`` that are at most each of ``at``."""
+    """Return [m], the share of the [n] ``values`` that are at most each element of ``at``."""
     return np.searchsorted(np.sort(values), at, side="right") / len(values)
 
 
 def perceived(values: Array, at: Array) -> Array:
-    """[m] the same share as people perceive it: by the decision weights (equation 4, medians of Tversky and
-    Kahneman) of the [n] ``values``, equally likely each, over their sum."""
+    """Return [m], the same share as people perceive it: the decision weights (equation 4, medians of Tversky
+    and Kahneman) of the [n] ``values``, each equally likely, normalized by their sum."""
     distinct, counts = np.unique(values, return_counts=True)
     weights = decision_weights(distinct, counts / counts.sum())
     shares = np.concatenate([[0.0], np.cumsum(weights) / weights.sum()])
@@ -60,9 +60,9 @@ def perceived(values: Array, at: Array) -> Array:
 
 
 def draw(on_policy: Array, offline: dict[str, Array], bounds: tuple[float, float]) -> Figure:
-    """The figure from token surprisals, nats: of the policy's own samples, and of the training data
-    (``better`` and ``worse`` completions). ``bounds``: the range in which humanline clipping leaves a token
-    its gradient."""
+    """Draw the figure from token surprisals in nats, of the policy's own samples and of the training data
+    (``better`` and ``worse`` completions). ``bounds``: the range in which humanline clipping keeps a token's
+    gradient."""
     at = np.unique(on_policy)
     across = cumulative(on_policy, at)
     everything = np.concatenate(list(offline.values()))
@@ -96,7 +96,7 @@ def draw(on_policy: Array, offline: dict[str, Array], bounds: tuple[float, float
 
 
 def surprisals(now: Policy, before: Policy, rows: list[Sequence], device: torch.device) -> Array:
-    """[tokens] log pi_theta - log pi_ref of every completion token, nats."""
+    """Return [tokens], log pi_theta - log pi_ref of every completion token in nats."""
     found = []
     for first in range(0, len(rows), ROWS):
         sequences = collate(rows[first : first + ROWS], device)
@@ -108,7 +108,7 @@ def surprisals(now: Policy, before: Policy, rows: list[Sequence], device: torch.
 def sampled(
     config: Config, policy: Policy, renderer: Renderer, prompts: list[Prompt], world: World
 ) -> list[Sequence]:
-    """One completion of each prompt, from the policy's own distribution, tokenised."""
+    """Return one tokenised completion of each prompt, from the policy's own distribution."""
     sampler = EmbeddedSampler(policy, renderer, world.device, batch_size=ROWS, synced=False)
     settings = SamplingSettings(1.0, 1.0, config.model.max_length - config.model.max_prompt_length)
     answers = sampler.sample(prompts, 1, settings, config.seed)
@@ -124,8 +124,8 @@ def sampled(
 
 
 def of_run(run: Path, prompts: int) -> Figure:
-    """The figure of a finished run, from the completions of ``prompts`` of its prompts. Raises ConfigError,
-    DataError."""
+    """Return the figure of a finished run, from the completions of ``prompts`` of its prompts. Raises
+    ConfigError, DataError."""
     record, exported = run / "config.yaml", run / "model" / "config.json"
     require(
         record.is_file() and exported.is_file(),
@@ -167,7 +167,8 @@ def of_run(run: Path, prompts: int) -> Figure:
 
 
 def plain(model: ModelConfig) -> ModelConfig:
-    """How a model of a run is read back: whole, merged, in float32, without what only training needs."""
+    """Return the settings that read a run's model back whole: merged, in float32, without features that only
+    training needs."""
     return replace(
         model,
         use_peft=False,

@@ -1,8 +1,8 @@
-"""What is left of each run: one line with its settings, its results and where they came from. The report is
-made of these alone.
+"""The record of each run, one line with its settings, its results and their origin; the report is made from
+these alone.
 
-``runs.jsonl`` beside a report holds the lines of its runs; each is read from the run's own folder while that
-is there.
+``runs.jsonl`` beside a report holds the records of its runs; a record is read from the run's own folder as
+long as that exists.
 """
 
 from __future__ import annotations
@@ -29,38 +29,39 @@ class Record:
     cell: str
     seed: int
     command: list[str]
-    """What follows ``python train.py``."""
+    """The arguments of ``python train.py``."""
     before: dict[str, float]
     after: dict[str, float]
-    """``eval_*`` of the initial and of the trained weights; ``before`` also ``train_logprob_chosen`` and
-    ``train_logprob_rejected``, of the training rows under the initial weights, nats a token, where they were
-    scored."""
+    """``eval_*`` of the initial weights (``before``) and of the trained weights (``after``). ``before`` also
+    has ``train_logprob_chosen`` and ``train_logprob_rejected`` of the training rows under the initial
+    weights, nats a token, if they were scored."""
     steps: int
     examples: int
     seconds: dict[str, float]
-    """``train``: in steps; ``sample``: sampling and scoring; ``cpu``, ``wall``: of the whole run, evaluations
-    included."""
+    """``train``: in steps; ``sample``: sampling and scoring; ``cpu``, ``wall``: of the whole run with its
+    evaluations."""
     traces: dict[str, float] = field(default_factory=dict)
-    """Means over the last tenth of the steps of what a step logs: ``clipped_low``, ``grad_norm`` …
-    ``entropy`` …"""
+    """Mean over the last tenth of the steps of each of ``TRACES`` that a step logs: ``clipped_low``,
+    ``grad_norm`` …"""
     curve: list[tuple[int, float]] = field(default_factory=list)
-    """(examples trained on, sampled accuracy) of the evaluations during training, the first before it."""
+    """(examples trained on, sampled accuracy) of the evaluations during training; the first is before
+    training."""
     clipped: float | None = None
     """Mean share of tokens that humanline clipped, over the whole run."""
     commit: str | None = None
-    """Of this project when the run began; None where that was not noted or is not known."""
+    """This project's commit when the run began; None if it was not noted or is not known."""
 
 
 TRACES = ("clipped_low", "clipped_high", "grad_norm", "loss", "kl", "reward_margin")
 
 
 def finished(folder: Path) -> bool:
-    """Whether nothing is left to do for a run."""
+    """Whether a run is complete, with nothing left to do."""
     return (folder / "summary.json").exists() and (folder / FACTS).exists()
 
 
 def read_record(run: Run, folder: Path) -> Record:
-    """The record of a finished run, from its folder."""
+    """Return the record of a finished run, from its folder."""
     summary, facts = (json.loads((folder / name).read_text()) for name in ("summary.json", FACTS))
     lines = [line for line in read_run(folder, run.cell).lines if "loss" in line]
     rounds = [json.loads(path.read_text()) for path in sorted((folder / "rounds").glob("*/round.json"))]
@@ -96,7 +97,7 @@ def read_record(run: Run, folder: Path) -> Record:
 
 
 def training_rows(path: Path) -> dict[str, float]:
-    """What a run's data report says of its rows' mean token log-probability, by side."""
+    """Return the mean token log-probability of a run's training rows, by side, from its data report."""
     sides = (json.loads(path.read_text()).get("logprob") or {}) if path.is_file() else {}
     return {
         f"train_logprob_{side}": sides[side]["mean"] for side in ("chosen", "rejected") if sides.get(side)
@@ -104,12 +105,12 @@ def training_rows(path: Path) -> dict[str, float]:
 
 
 def command(run: Run) -> list[str]:
-    """What follows ``python train.py``, but for the folders."""
+    """Return the arguments of ``python train.py``, without the folders."""
     return [override(key, value) for key, value in (run.settings | {"seed": run.seed}).items()]
 
 
 def traces(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The mean over ``lines`` of each of ``TRACES`` that they have."""
+    """Return the mean over ``lines`` of each of ``TRACES`` that they have."""
     found = {key: [line[key] for line in lines if line.get(key) is not None] for key in TRACES}
     return {key: _mean(values) for key, values in found.items() if values}
 
@@ -124,10 +125,11 @@ def numbers(values: dict[str, Any]) -> dict[str, float]:
 
 
 def collect(runs: Sequence[Run], runs_dir: Path, earlier: Path | None = None) -> list[Record]:
-    """The records of those of ``runs`` that are finished: from their folders, or else from the file
+    """Return the records of the finished ones of ``runs``, from their folders or else from the file
     ``earlier``.
 
-    Raises ConfigError where ``earlier`` has a run of this name with other settings."""
+    Raises ConfigError if ``earlier`` has a run of this name with other settings.
+    """
     known = {record.name: record for record in read_records(earlier)} if earlier is not None else {}
     found = []
     for run in runs:
@@ -145,7 +147,8 @@ def collect(runs: Sequence[Run], runs_dir: Path, earlier: Path | None = None) ->
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Raises ConfigError if there is no such file, or a line of it is not a record."""
+    """Yield the records of a file. Raises ConfigError if there is no such file, or a line of it is not a
+    record."""
     require(path.is_file(), "records", path, "is not a file")
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:

@@ -1,7 +1,7 @@
-"""The study's report: markdown and HTML from the same parts, the figures as files, and the runs that every
-number comes from.
+"""The study's report as markdown and HTML made from the same parts, with the figures as files and the runs
+behind every number.
 
-``<out>/report.md``, ``report.html`` (self-contained), ``figure*.svg``, ``runs.jsonl``.
+The files are ``<out>/report.md``, ``report.html`` (self-contained), ``figure*.svg`` and ``runs.jsonl``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from study.tuning import Tuned
 from study.why import WHY, why_figures, why_sections
 
 ACCURACY = "sampled accuracy"
-"""What is measured on sums."""
+"""The measure's name on the sums task, which other plans' reports replace with their own."""
 
 
 def write_report(
@@ -52,8 +52,8 @@ def write_report(
     claims: Path = CLAIMS,
     tuned: Tuned | None = None,
 ) -> Findings:
-    """Write everything. ``claims``: their file, the default one where it is not there. ``tuned``: None where
-    it is not known by which runs ``chosen`` was chosen."""
+    """Write the report and return its findings. ``claims``: their file; the default file if it does not
+    exist. ``tuned``: None if the runs behind ``chosen`` are not known."""
     out.mkdir(parents=True, exist_ok=True)
     asked, margin, metric = read_claims(claims if claims.is_file() else CLAIMS)
     final = [record for record in records if not record.cell.startswith("tune-")]
@@ -103,8 +103,8 @@ def all_figures(
     tuned: Tuned | None,
     values: Values,
 ) -> dict[str, tuple[str, Figure]]:
-    """File stem -> (caption, figure): the paper's, those of why, and a plain one of each other experiment.
-    ``values``: of the final runs, by cell and seed."""
+    """Return file stem -> (caption, figure): the paper's figures, those on mechanisms (study.why), and a
+    plain one for each other experiment. ``values``: the metric of the final runs, by cell and seed."""
     final = [record for record in records if not record.cell.startswith("tune-")]
     plain = {
         name: (f"{title_of(name)}: mean, 95 % interval and every seed.", dots(values, cells, plan.measure))
@@ -113,7 +113,7 @@ def all_figures(
     }
     drawn = figures(final) | why_figures(plan, records, chosen, tuned) | plain
     for _, figure in drawn.values():
-        for ax in figure.axes:  # sums are what the paper's figures were drawn for first
+        for ax in figure.axes:  # the paper's figures were first written for the sums task
             ax.set_ylabel(ax.get_ylabel().replace(ACCURACY, plan.measure))
             ax.set_xlabel(ax.get_xlabel().replace(ACCURACY, plan.measure))
     return {
@@ -155,7 +155,7 @@ def opening(plan: Plan, mode: str, records: Sequence[Record], planned: int, comm
 
 
 def made_at(records: Sequence[Record]) -> str:
-    """Which commits of this project the runs were made with."""
+    """Return which commits of this project the runs were made with."""
     counts = Counter(record.commit for record in records)
     told = [
         f"{n} at {'no noted commit' if commit is None else f'`{commit[:12]}{commit[40:]}`'}"
@@ -185,7 +185,7 @@ def claim_sections(found: Sequence[Answer], margin: float, measure: str) -> list
 
 
 def first_of_claim(found: Sequence[Answer]) -> list[Answer]:
-    """One answer for each claim that was not seen throughout."""
+    """Return one answer for each claim that was not seen in every pair."""
     first: dict[str, Answer] = {}
     for answer in found:
         if answer.verdict not in (SEEN, NOT_RUN):
@@ -242,14 +242,14 @@ TITLES = {
 
 
 def title_of(experiment: str) -> str:
-    """Its heading: of one that is not the paper's, its name in words."""
+    """Return an experiment's heading; for an experiment that is not the paper's, its name in words."""
     return TITLES.get(experiment, experiment.replace("-", " ").replace("_", " ").capitalize())
 
 
 def cell_sections(
     plan: Plan, mode: str, final: Sequence[Record], captions: Mapping[str, str]
 ) -> list[Section]:
-    """A table and the figures of each experiment that has runs."""
+    """Return a table and the figures of each experiment that has runs."""
     sections = []
     for name, cells in plan.cells(mode).items():
         here = [(cell, [r for r in final if r.cell == cell]) for cell in cells]
@@ -300,7 +300,7 @@ def cells_table(here: Sequence[tuple[str, Sequence[Record]]], measure: str) -> T
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean with its 95 % interval, per cent."""
+    """Return the mean with its 95 % interval, per cent."""
     middle = mean(list(values))
     if middle is None:
         return "–"
@@ -311,7 +311,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def tuning_sections(plan: Plan, chosen: Mapping[str, Settings], tuned: Tuned | None) -> list[Section]:
-    """What was tried in each main cell and what was chosen."""
+    """Return a table of the values tried in each main cell, with the chosen ones."""
     grids = [] if tuned is None else [tuned.lrs, tuned.then]
     columns = [sorted({value for grid in half.values() for value in grid}) for half in grids[:1]]
     factors = sorted(
@@ -357,14 +357,14 @@ def tuning_sections(plan: Plan, chosen: Mapping[str, Settings], tuned: Tuned | N
 
 
 def told(values: Sequence[float]) -> str:
-    """Mean and standard deviation over seeds, per cent."""
+    """Return the mean and standard deviation over seeds, per cent."""
     if not values:
         return "–"
     return f"{100 * fmean(values):.1f}" + (f" ± {100 * stdev(values):.1f}" if len(values) > 1 else "")
 
 
 def origins(final: Sequence[Record], measure: str) -> Section:
-    """Which runs a cell's numbers are of."""
+    """Return the runs behind each cell's numbers."""
     cells: dict[str, list[Record]] = {}
     for record in final:
         cells.setdefault(record.cell, []).append(record)

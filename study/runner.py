@@ -1,8 +1,8 @@
-"""The study's runs on this machine: a few processes, each of which does one run after another without
+"""The study's runs on this machine, done by a few processes, each of which does one run after another without
 importing anything again.
 
-A run is exactly what ``python train.py`` with its settings does, in its own folder; killed at any instant,
-the same study goes on with it. What is kept of a finished run: all of its folder but the checkpoints.
+A run is exactly what ``python train.py`` with its settings does, in its own folder. If it is killed at any
+instant, the same study continues it. A finished run keeps all of its folder but the checkpoints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from reports.provenance import git_commit
 from study.records import FACTS, finished
 
 RUNS_OF_A_PROCESS = 40
-"""About as many, then it is replaced: nothing that a library keeps grows for hours."""
+"""Runs that a process does, approximately, before it is replaced, so that memory kept by libraries does not
+grow for hours."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,9 @@ class Outcome:
 
 
 def run_all(runs: Sequence[Run], runs_dir: Path, jobs: int, cost_of: Callable[[Run], float]) -> None:
-    """Do what is left of ``runs``, ``jobs`` at a time. ``cost_of``: seconds of a core that a run takes,
-    about, for the time left. Raises StoppedError, once the others are done, if any failed."""
+    """Do what is left of ``runs``, ``jobs`` at a time. ``cost_of``: approximate seconds of one core that a
+    run takes, for the estimate of the time left. Raises StoppedError, once the others are done, if any
+    failed."""
     todo = [run for run in runs if not finished(runs_dir / run.name)]
     cost = {run.name: cost_of(run) for run in runs}
     if not todo:
@@ -74,8 +76,8 @@ def run_all(runs: Sequence[Run], runs_dir: Path, jobs: int, cost_of: Callable[[R
 
 
 def finish(runs: Sequence[Run], runs_dir: Path, jobs: int) -> Iterator[Outcome]:
-    """The outcomes of ``runs``, as they come, from processes of their own. Raises StoppedError where they
-    cannot go on."""
+    """Yield the outcomes of ``runs`` as they come, from separate processes. Raises StoppedError if the
+    processes cannot go on."""
     with ProcessPoolExecutor(jobs, get_context("spawn"), live_with, (os.getpid(),)) as pool:
         try:
             for future in as_completed([pool.submit(one, run, runs_dir) for run in runs]):
@@ -90,29 +92,29 @@ def finish(runs: Sequence[Run], runs_dir: Path, jobs: int) -> Iterator[Outcome]:
 
 
 def live_with(study: int) -> None:
-    """End this process when the study's is gone: it would go on with the runs that it was given, beside those
+    """End this process when the study's process is gone; otherwise it would go on with its runs beside those
     of the next study."""
     live_while(study, lambda: os._exit(1))
 
 
 def one(run: Run, runs_dir: Path) -> Outcome:
-    """A run in this process; what it prints goes to its log."""
+    """Do a run in this process; its output goes to its log."""
     import torch
 
     from launch.composing import compose_config
     from train import train
 
     torch.set_num_threads(1)
-    # A record tells of the weights before and after. Neither evaluations in between change them, nor the
-    # report's charts, which take as long as a third of the training. What a plan says of them comes last, and
-    # holds.
+    # A record describes the weights before and after training. Evaluations in between do not change them, nor
+    # do the report's charts, which take up to a third of the training time. Settings of the plan come later
+    # and win.
     overrides = ["eval_every=0", "report=false", *run.overrides(), f"runs_dir={runs_dir}"]
     folder, log = runs_dir / run.name, runs_dir / "logs" / f"{run.name}.out"
     log.parent.mkdir(parents=True, exist_ok=True)
     wall, cpu, commit = time.perf_counter(), time.process_time(), git_commit(CONFIG_DIR.parent)
     with log.open("a") as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
-            sys.argv = ["train.py", *overrides]  # what the run's summary says it was started with
+            sys.argv = ["train.py", *overrides]  # the run's summary records this command line
             train(compose_config(overrides), run.name)
         except (Exception, SystemExit) as error:
             traceback.print_exc()
@@ -132,6 +134,6 @@ def one(run: Run, runs_dir: Path) -> Outcome:
 
 
 def keep(folder: Path, facts: dict[str, Any]) -> None:
-    """Note what the study measured of a finished run, and drop what only an unfinished one needs."""
+    """Write the study's measurements of a finished run, and delete what only an unfinished run needs."""
     write_whole(folder / FACTS, json.dumps(facts, indent=2))
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)

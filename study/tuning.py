@@ -1,8 +1,8 @@
-"""Tuning: the same for each of the main cells, by a rule that the plan states before anything is run.
+"""Tuning of the main cells by one rule, which the plan states before anything is run.
 
-First every learning rate of the plan, then every value of a second setting at the learning rate that was
-best. The best mean over the tuning seeds wins, of equals the smallest value. Where the best value is at its
-grid's edge, the grid is made longer by one value, ``plan.extend`` times at most.
+First every learning rate of the plan is tried, then every value of a second setting at the best learning
+rate. The best mean over the tuning seeds wins; of equal means, the smallest value. If the best value is at
+its grid's edge, the grid is extended by one value, ``plan.extend`` times at most.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from launch.grid import Run, Settings
 from study.plan import Plan
 
 Measure = Callable[[Sequence[Run]], Mapping[str, float]]
-"""Makes the runs that are not there yet; the name of each -> the tuned metric."""
+"""Makes the runs that do not exist yet; returns the name of each -> the tuned metric."""
 Grid = dict[float, list[float]]
 """Tried value -> the metric of each tuning seed."""
 
 
 @dataclass
 class Tuned:
-    """What tuning chose, by which runs."""
+    """The settings that tuning chose, and the runs behind the choice."""
 
     chosen: dict[str, Settings] = field(default_factory=dict)
     lrs: dict[str, Grid] = field(default_factory=dict)
-    """Cell -> what was found at each learning rate."""
+    """Cell -> the metric at each learning rate."""
     then: dict[str, Grid] = field(default_factory=dict)
-    """Cell -> what was found at each value of the second setting."""
+    """Cell -> the metric at each value of the second setting."""
     runs: list[Run] = field(default_factory=list)
 
 
 def tune(plan: Plan, measure: Measure) -> Tuned:
-    """Choose for every main cell."""
+    """Choose the settings of every main cell."""
     found = Tuned()
 
     def at(lrs: Mapping[str, float] | None) -> Callable[[str, float, int], Run]:
@@ -66,13 +66,13 @@ def search(
     measure: Measure,
     made: list[Run],
 ) -> dict[str, Grid]:
-    """What was found at each value of each cell's grid, which is made longer where its best is at its edge.
-    The runs go into ``made``, each once."""
+    """Return the metric at each value of each cell's grid; a grid whose best value is at its edge is
+    extended. The runs are added to ``made``, each once."""
     for extension in range(plan.extend + 1):
         longest = max(len(grid) for grid in grids.values())
         runs = [
             run_at(cell, grid[place], seed)
-            for seed in plan.tuning_seeds  # a first seed of everything comes first
+            for seed in plan.tuning_seeds  # the first seed of everything comes first
             for place in range(longest)
             for cell, grid in grids.items()
             if place < len(grid)
@@ -97,8 +97,8 @@ def search(
 
 
 def beyond(grid: Sequence[float], choice: float) -> float | None:
-    """The next value behind the edge of ``grid`` where ``choice`` is at it, by the ratio of the two values
-    there; None where it is not, or there is one value alone."""
+    """Return the next value beyond the edge of ``grid`` if ``choice`` is at it, by the ratio of the two
+    values there; None if ``choice`` is not at an edge or the grid has a single value."""
     ordered = sorted(grid)
     if len(ordered) < 2 or choice not in (ordered[0], ordered[-1]):
         return None
@@ -108,12 +108,13 @@ def beyond(grid: Sequence[float], choice: float) -> float | None:
 
 
 def best(values: Mapping[float, Sequence[float]]) -> float:
-    """The tried value with the highest mean; of equals the smallest. Raises ValueError of nothing."""
+    """Return the tried value with the highest mean; of equal means, the smallest value. Raises ValueError if
+    there are none."""
     return min(values, key=lambda tried: (-fmean(values[tried]), tried))
 
 
 def write_chosen(plan: Plan, chosen: Mapping[str, Settings], path: Path) -> None:
-    """The file that ``quick`` reads."""
+    """Write the file that ``quick`` reads."""
     rule = (
         f"# Written by `python -m study full`: for each cell the learning rate, then the {plan.then_name}, "
         "with the best mean\n"

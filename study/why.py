@@ -1,8 +1,8 @@
-"""Why: what the runs' other numbers say of the mechanism. How far chosen and rejected answers moved, what
-that cost in distance from the start, how long answers became, what was clipped, how much an example still
-weighs; and what tuning saw of the anchor.
+"""Figures and tables about the mechanism behind the results, to be read beside the claims; none of it is
+tested.
 
-Nothing here is tested: it is for reading beside the claims.
+They show how far chosen and rejected answers moved, what that cost in distance from the start, how long
+answers became, what was clipped, how much an example still weighs, and how tuning depended on the anchor.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from study.tuning import Tuned
 Drawn = dict[str, tuple[str, Figure | None]]
 COLORS = {variant: color for variant, _, color in VARIANTS}
 OTHERS = (GREEN, GREY, "#56B4E9", "#F0E442")
-"""Of further variants, in their order."""
+"""Colours of further variants, in their order."""
 KL, CHOSEN, REJECTED = "eval_kl_initial", "eval_reward_chosen", "eval_reward_rejected"
 WHY = ("moves", "displacement", "frontier", "anchor", "share")
-"""The figures of the section on mechanisms, in their order; ``share`` is also the one of its experiment."""
+"""The figures of the section on mechanisms, in their order; ``share`` is also the figure of its
+experiment."""
 FEWEST = 10
-"""Runs of which a correlation says something."""
+"""Fewest runs for a meaningful correlation."""
 LENGTH, OWN = "eval_length_sampled", "data.instruct.own_share"
 
 
 def why_figures(
     plan: Plan, records: Sequence[Record], chosen: Mapping[str, Settings], tuned: Tuned | None
 ) -> dict[str, tuple[str, Figure]]:
-    """File stem -> (caption, figure), of those that there are numbers for."""
+    """Return file stem -> (caption, figure), of those that have numbers."""
     final = [record for record in records if not record.cell.startswith("tune-")]
     drawn: Drawn = {
         "moves": (
@@ -75,7 +76,7 @@ def why_figures(
 def why_sections(
     plan: Plan, final: Sequence[Record], chosen: Mapping[str, Settings], captions: Mapping[str, str]
 ) -> list[Section]:
-    """What else was measured of the main cells."""
+    """Return the sections on the other measurements of the main cells."""
     text = (
         "For reading beside the claims; nothing is tested here. *Moved*: the mean log-ratio of held-out "
         "chosen and rejected answers against the initial weights, nats a sequence. *KL*: of the trained "
@@ -96,7 +97,7 @@ def why_sections(
 
 
 def why_table(plan: Plan, records: Sequence[Record], chosen: Mapping[str, Settings]) -> list[list[str]]:
-    """A line for each main cell that has runs."""
+    """Return a row for each main cell that has runs."""
     rows = [
         [
             "cell",
@@ -129,14 +130,14 @@ def why_table(plan: Plan, records: Sequence[Record], chosen: Mapping[str, Settin
 
 
 def of_cells(plan: Plan, records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
-    """The main cells that have runs, with these."""
+    """Return the main cells that have runs, with their runs."""
     found = [(cell, [record for record in records if record.cell == cell]) for cell in plan.main]
     return [(cell, runs) for cell, runs in found if runs]
 
 
 def reward_scale(plan: Plan, cell: str, chosen: Mapping[str, Settings]) -> float:
-    """What a log-ratio in nats was multiplied by to be the evaluation's reward: beta, but for GRPO, whose
-    beta is another."""
+    """Return the factor from a log-ratio in nats to the evaluation's reward: beta, except for GRPO, whose
+    beta has another meaning and whose factor is 1."""
     parent = plan.parent(cell)
     if plan.losses[parent] == "grpo":
         return 1.0
@@ -145,9 +146,9 @@ def reward_scale(plan: Plan, cell: str, chosen: Mapping[str, Settings]) -> float
 
 
 def example_weight(run: Record) -> float | None:
-    """What DPO's loss weighs an example with at the end, sigmoid(-margin), at the mean margin of the last
-    tenth of the steps, against the reference of each. Where the reference is the policy it is 1/2: nothing
-    counts as learnt."""
+    """Return the weight of an example in DPO's loss at the end, sigmoid(-margin), at the mean margin of the
+    last tenth of the steps against each step's reference. If the reference is the policy itself, the weight
+    is 1/2: no example counts as learnt."""
     margin = run.traces.get("reward_margin")
     return None if margin is None else 1 / (1 + math.exp(margin))
 
@@ -162,7 +163,7 @@ def form(value: float | None, how: str) -> str:
 
 
 def color_of(plan: Plan, cell: str) -> str:
-    """Of a cell's variant."""
+    """Return the colour of a cell's variant."""
     cells = by_loss(plan)[plan.losses[cell]]
     further = [other for other in cells if variant_of(plan, other) not in COLORS]
     return COLORS.get(variant_of(plan, cell)) or OTHERS[further.index(cell) % len(OTHERS)]
@@ -181,7 +182,7 @@ def by_loss(plan: Plan) -> dict[str, list[str]]:
 
 
 def moves(plan: Plan, final: Sequence[Record], chosen: Mapping[str, Settings]) -> Figure | None:
-    """Two bars a cell."""
+    """Draw two bars a cell."""
     cells = [(cell, runs) for cell, runs in of_cells(plan, final) if any(CHOSEN in run.after for run in runs)]
     if not cells:
         return None
@@ -203,7 +204,8 @@ def moves(plan: Plan, final: Sequence[Record], chosen: Mapping[str, Settings]) -
 
 
 def displacement(plan: Plan, final: Sequence[Record], chosen: Mapping[str, Settings]) -> Figure | None:
-    """A panel for each loss, a dot for each run of its main cells and of those that are like them."""
+    """Draw a panel for each loss, with a dot for each run of its main cells and of the cells that are like
+    them."""
     losses = by_loss(plan)
     places: dict[str, list[tuple[Record, float, float]]] = {loss: [] for loss in losses}
     for run in final:
@@ -228,7 +230,7 @@ def displacement(plan: Plan, final: Sequence[Record], chosen: Mapping[str, Setti
 
 
 def correlations(plan: Plan, places: Sequence[tuple[Record, float, float]]) -> list[str]:
-    """Spearman's rho of the offline and of the online runs, of ten or more."""
+    """Return Spearman's rho of the offline and of the online runs, if there are at least ten."""
     told = []
     for name in ("offline", "online"):
         pairs = [
@@ -242,7 +244,7 @@ def correlations(plan: Plan, places: Sequence[tuple[Record, float, float]]) -> l
 
 
 def frontier(plan: Plan, records: Sequence[Record]) -> Figure | None:
-    """A panel for each loss."""
+    """Draw a panel for each loss."""
     losses = by_loss(plan)
     figure, axes = canvas(len(losses), 3.4 * len(losses), 3.4, sharey=True)
     found = False
@@ -268,12 +270,12 @@ def frontier(plan: Plan, records: Sequence[Record]) -> Figure | None:
 
 
 def points(runs: Iterable[Record]) -> list[tuple[float, float]]:
-    """(KL from the start, the measure) of those that have both."""
+    """Return (KL from the start, the measure) of the runs that have both."""
     return [(run.after[KL], run.after[SAMPLED]) for run in runs if KL in run.after and SAMPLED in run.after]
 
 
 def anchors(plan: Plan, tuned: Tuned | None) -> Figure | None:
-    """A panel for each loss, a line for each of its cells."""
+    """Draw a panel for each loss with a line for each of its cells."""
     if tuned is None or not tuned.then:
         return None
     losses = by_loss(plan)
@@ -295,7 +297,7 @@ def anchors(plan: Plan, tuned: Tuned | None) -> Figure | None:
 
 
 def shares(plan: Plan, final: Sequence[Record]) -> Figure | None:
-    """The ``share`` experiment: plain and with humanline, by the share of the model's own answers."""
+    """Draw the ``share`` experiment, plain and with humanline, by the share of the model's own answers."""
     cells = plan.cells(FULL).get("share", [])
     if not any(record.cell in cells for record in final):
         return None
@@ -332,6 +334,6 @@ def shares(plan: Plan, final: Sequence[Record]) -> Figure | None:
 
 
 def gained(final: Sequence[Record], plain: str, moved: str) -> list[float]:
-    """``moved`` - ``plain``, by seed."""
+    """Return ``moved`` - ``plain``, by seed."""
     values = [{r.seed: r.after[SAMPLED] for r in final if r.cell == cell} for cell in (plain, moved)]
     return [values[1][seed] - values[0][seed] for seed in sorted(values[0].keys() & values[1].keys())]

@@ -33,7 +33,7 @@ TEMPLATE = (
 def tokenizer(
     words: Sequence[str], pre_tokenizer: PreTokenizer, decoder: Decoder | None
 ) -> PreTrainedTokenizerFast:
-    """One token for each of ``words``, and six special tokens."""
+    """Return a tokenizer with one token for each of ``words``, and six special tokens."""
     vocabulary = {token: i for i, token in enumerate([*SPECIALS, *words])}
     machine = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     machine.pre_tokenizer = pre_tokenizer
@@ -55,8 +55,9 @@ def tokenizer(
 
 
 def architecture(tokens: PreTrainedTokenizerFast) -> LlamaConfig:
-    """A Llama of 0.6 million parameters. Heads of 32, the smallest that vLLM's CPU attention takes; the head
-    is not tied to the embedding, so that a checkpoint holds every weight by name."""
+    """Return the configuration of a Llama of 0.6 million parameters. Its heads have size 32, the smallest
+    that vLLM's CPU attention accepts. The head is not tied to the embedding, so that a checkpoint holds every
+    weight by name."""
     return LlamaConfig(
         vocab_size=len(tokens),
         hidden_size=128,
@@ -75,7 +76,7 @@ def architecture(tokens: PreTrainedTokenizerFast) -> LlamaConfig:
 
 
 def write_blank(folder: Path, tokens: PreTrainedTokenizerFast) -> None:
-    """Write what a run with ``model.from_config=true`` starts from."""
+    """Write the folder from which a run with ``model.from_config=true`` starts."""
     config = architecture(tokens)
     tokens.save_pretrained(folder)
     config.save_pretrained(folder)

@@ -1,5 +1,7 @@
-"""What mkdocs asks while it builds the site (mkdocs.yml): links from docs/ to code become links to where the
-code is shown, or, where nobody has said where that is, plain names."""
+"""The hook of mkdocs (mkdocs.yml) that rewrites links from docs/ to code.
+
+They become links to the code in the repository of ``repo_url``, or plain names if no ``repo_url`` is set.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ _LINK = re.compile(r"\[(?P<text>[^\[\]]*(?:\[[^\]]*\][^\[\]]*)*)\]\((?P<to>[^)\s
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """The page as mkdocs is to read it."""
+    """Return the page's markdown with its links rewritten."""
     folder = (ROOT / "docs" / page.file.src_path).parent
 
     def link(found: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""Two steps of making the embedded assets (all of them: tools/make_adder.sh).
+"""Two of the steps of tools/make_adder.sh, which makes the embedded assets.
 
 python -m tools.make_adder blank FOLDER        # architecture, tokenizer and chat template of the embedded model, no weights
 python -m tools.make_adder pairs RUN FOLDER    # pairs.jsonl and eval_pairs.jsonl, sampled from a run's model
@@ -30,7 +30,7 @@ CHARACTERS = "0123456789+=;"
 
 
 def blank(folder: Path) -> None:
-    """One token a character."""
+    """Write the blank model, whose tokenizer has one token per character."""
     write_blank(
         folder,
         tokenizer(CHARACTERS, pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse()),
@@ -46,7 +46,7 @@ CONTEXTS_AT_ONCE = 512
 
 
 def pairs(run: str, folder: Path) -> None:
-    """Write the pairs of both splits. Prompts come in the order of their ids, which says nothing about the
+    """Write the pairs of both splits. Prompts come in the order of their ids, which is unrelated to their
     numbers."""
     config = with_defaults(
         ModelConfig, name="sampler", name_or_path=run, dtype="float32", max_length=64, max_prompt_length=16
@@ -70,8 +70,8 @@ def pairs(run: str, folder: Path) -> None:
 def sampled_pairs(
     sampler: Sampler, renderer: Renderer, prompts: tuple[Prompt, ...], wanted: int
 ) -> list[Group]:
-    """The first ``wanted`` pairs of as many prompts as it takes; a prompt whose samples differ by less than
-    0.01 has none."""
+    """Return the first ``wanted`` pairs, from as many prompts as necessary; a prompt whose samples' rewards
+    differ by less than 0.01 has none."""
     found: list[Group] = []
     left = iter(prompts)
     while len(found) < wanted and (contexts := list(islice(left, CONTEXTS_AT_ONCE))):
@@ -81,8 +81,8 @@ def sampled_pairs(
 
 
 def _pair(renderer: Renderer, prompt: Prompt, samples: list[Sample]) -> list[Group]:
-    """The group of two that the samples give, best first, or nothing. They are stored as text, which any
-    model can be trained on: a sample that is not its text's tokens is left out."""
+    """Return the group of two that the samples give, best first, or nothing. Pairs are stored as text, on
+    which any model can be trained, so a sample whose tokens differ from those of its text is left out."""
     made = [(sample, sample.completion(renderer.tokenizer)) for sample in samples]
     texts = [
         Completion(text=c.text, finished=c.finished)

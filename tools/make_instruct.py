@@ -1,4 +1,6 @@
-"""What the embedded instructions need beside training (all of it: tools/make_instruct.sh).
+"""Commands for the files that the embedded instructions need beside training (tools/make_instruct.sh).
+
+The script makes all of the embedded files.
 
 python -m tools.make_instruct blank FOLDER              # architecture, tokenizer and chat template of the embedded model, no weights
 python -m tools.make_instruct answers AUTHOR FILE       # an author's stories for the held-out prompts, to compare a model's with (eval.py)
@@ -29,17 +31,18 @@ from tools.blank_model import tokenizer, write_blank
 
 LANGUAGE = "assets/instruct/language.yaml"
 CONTROL_WORDS = ("good", "poor")
-"""Of loss=csft: words that no story has (config/model/instruct.yaml)."""
+"""Words of loss=csft that no story has (config/model/instruct.yaml)."""
 
 
 def blank(language: Language, folder: Path) -> None:
-    """One token a word."""
+    """Write the blank model, whose tokenizer has one token per word."""
     words = [*language.vocabulary, *CONTROL_WORDS]
     write_blank(folder, tokenizer(words, pre_tokenizers.WhitespaceSplit(), None))
 
 
 def answers(language: Language, author: str, split: str, path: Path) -> None:
-    """One story by ``author`` to each prompt of ``split``, with its true reward. Raises ConfigError."""
+    """Write one story by ``author`` for each prompt of ``split``, with its true reward. Raises
+    ConfigError."""
     one_of("AUTHOR", author, (*language.authors, *language.mixtures))
     groups = []
     for prompt in prompts(language, split):
@@ -50,8 +53,8 @@ def answers(language: Language, author: str, split: str, path: Path) -> None:
 
 
 def texts(labelled: Path, path: Path) -> None:
-    """A groups file with its answers as texts alone, a fortieth of it. The same groups give the same bytes.
-    Raises DataError."""
+    """Write a groups file with its answers as texts alone, a fortieth of its size. The same groups give the
+    same bytes. Raises DataError."""
     groups = read_groups(labelled)
     bare = [replace(g, completions=tuple(Completion(text=c.text) for c in g.completions)) for g in groups]
     lines = "".join(json.dumps(to_dict(group)) + "\n" for group in bare)
@@ -60,7 +63,7 @@ def texts(labelled: Path, path: Path) -> None:
 
 
 def authors(language: Language) -> None:
-    """Print a line an author."""
+    """Print one line per author, with the mean reward of the stories and an example."""
     asked = prompts(language, "eval")
     for author in (*language.authors, *language.mixtures):
         stories = [candidates(language, prompt, [author])[0].text or "" for prompt in asked]

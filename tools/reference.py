@@ -1,5 +1,5 @@
-"""Write what is made from the code in docs/: settings.md from the yaml comments, map.md from the docstrings,
-the tables of settings in from-halos-and-trl.md from config/elsewhere.py.
+"""Write the parts of docs/ that are made from the code: settings.md from the yaml comments, map.md from the
+docstrings, and the tables of settings in from-halos-and-trl.md from config/elsewhere.py.
 
 python -m tools.reference            # write them
 python -m tools.reference --check    # exit 1 if any is out of date
@@ -73,8 +73,8 @@ _LINE = re.compile(
 
 
 def settings_of(text: str) -> Iterator[tuple[str, Setting | None]]:
-    """(section heading, setting) of a yaml file in order; a heading without setting where one begins. What
-    stands below ``hydra:`` is Hydra's own."""
+    """Yield (section heading, setting) of a yaml file in order; the setting is None where a section begins.
+    Lines below ``hydra:`` are skipped, because they are Hydra's own settings."""
     stack: list[tuple[int, str]] = []
     current: list[str] | None = None
     section = ""
@@ -100,7 +100,7 @@ def settings_of(text: str) -> Iterator[tuple[str, Setting | None]]:
 
 
 def table(settings: list[Setting], prefix: str = "") -> list[str]:
-    """A markdown table of settings."""
+    """Return a markdown table of settings."""
 
     def cell(text: str) -> str:
         return text.strip().replace("|", "\\|").replace("<", "&lt;")
@@ -113,7 +113,7 @@ def table(settings: list[Setting], prefix: str = "") -> list[str]:
 
 
 def settings_page() -> str:
-    """docs/settings.md: every key of config/ with its default and its comment."""
+    """Return docs/settings.md: every key of config/ with its default and its comment."""
     out = [
         MADE,
         "# Settings\n",
@@ -144,8 +144,8 @@ def settings_page() -> str:
 
 
 def group_file(group: str, path: Path, base: str | None) -> Iterator[str]:
-    """The part of settings.md for one file of a group: all of its own settings, or of a file with a base only
-    what it says it is."""
+    """Yield the part of settings.md for one file of a group: all of its settings, or only its description if
+    the group has a base file and this is another one."""
     text = path.read_text()
     about = " ".join(m[1] for m in re.finditer(r"^# (?!@package)(.*)$", text.split("\n\n")[0], re.MULTILINE))
     if base is not None and path.stem not in (base, f"_{base}"):
@@ -160,14 +160,15 @@ def group_file(group: str, path: Path, base: str | None) -> Iterator[str]:
 
 
 def first_sentence(path: Path) -> str:
-    """The first sentence of a module's docstring, on one line; "" without one."""
+    """Return the first sentence of a module's docstring (up to a full stop or colon) on one line; "" without
+    one."""
     doc = ast.get_docstring(ast.parse(path.read_text())) or ""
     paragraph = " ".join(doc.split("\n\n")[0].split())
     return re.split(r"(?<=[.:])\s", paragraph)[0].rstrip(".:")
 
 
 def map_page() -> str:
-    """docs/map.md: every Python file with the first sentence of its docstring."""
+    """Return docs/map.md: every Python file with the first sentence of its docstring."""
     out = [MADE, "# Map of the files\n"]
     out.append("Programs: " + ", ".join(f"`{p.name}`" for p in sorted(ROOT.glob("*.py"))) + ".\n")
     for room, what in ROOMS.items():
@@ -179,8 +180,8 @@ def map_page() -> str:
 
 
 def guide_page() -> str:
-    """docs/from-halos-and-trl.md with its tables of settings as config/elsewhere.py has them; the rest of the
-    page is as it stands there."""
+    """Return docs/from-halos-and-trl.md with its tables of settings made from config/elsewhere.py; the rest
+    of the page is unchanged."""
     text = (ROOT / "docs" / GUIDE).read_text()
     for whose, rows in SOURCES:
         begin = f"<!-- {whose}: made by python -m tools.reference from config/elsewhere.py -->\n"

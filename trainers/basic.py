@@ -1,8 +1,8 @@
-"""The one training loop. The four variants share all of it; losses differ in three short methods of a
-subclass.
+"""The training loop, which every loss shares, offline and online, plain and humanline.
 
-Offline or online is where ``source`` gets its segments from. Plain or humanline is the numbers of one
-``Humanline``. Nothing in here asks which.
+Losses differ in three short methods of a subclass. Offline and online runs differ in where ``source`` gets
+its segments from, plain and humanline ones in the numbers of one ``Humanline``. The update itself does not
+ask which of them runs.
 """
 
 from __future__ import annotations
@@ -37,38 +37,39 @@ from trainers.scorer import TokenScorer, rejection_key
 from trainers.syncing import Syncing
 
 Prepared = TypeVar("Prepared")
-"""What a trainer's ``prepare`` finds for one microbatch and hands to its ``compute_loss``."""
+"""Type of the value that a trainer's ``prepare`` computes for one microbatch and hands to its
+``compute_loss``."""
 
 Observe = Callable[[Microbatch, TokenScores], None]
-"""Told of every microbatch of a step. It must not make the host wait for the device."""
+"""Callback for every microbatch of a step. It must not make the host wait for the device."""
 
 
 class Source(Protocol):
-    """Where batches come from: offline one segment, online one a round."""
+    """Source of the batches: offline it gives one segment, online one per round."""
 
     def segment(self, index: int) -> Segment | None:
-        """The segment, or None when the plan is done."""
+        """Return segment ``index``, or None when the plan is finished."""
         ...
 
 
 @dataclass
 class Progress:
-    """Where a run is: all that the loop itself must remember."""
+    """Position of a run in its plan: everything that the loop itself must remember."""
 
     step: int = 0
-    """The next optimizer step."""
+    """Index of the next optimizer step."""
     segment: int = 0
     position: int = 0
-    """The next batch of the segment."""
+    """Index of the segment's next batch."""
     examples: int = 0
     tokens: int = 0
     skipped: int = 0
-    """Steps in a row whose update was skipped for a non-finite gradient."""
+    """Number of steps in a row whose update was skipped for a non-finite gradient."""
 
 
 @dataclass
 class StepRecord:
-    """A step's line of metrics: what the host knows, and what is still on its way from the device."""
+    """Metrics of one step, of which some values are still on their way from the device."""
 
     known: dict[str, Any]
     pending: Pending
@@ -77,12 +78,12 @@ class StepRecord:
 
 
 class Watch(Protocol):
-    """Who follows a run: evaluates, logs, saves, stops."""
+    """Observer of a run, which evaluates, logs, saves and stops."""
 
     def before_step(self, segment: Segment) -> None: ...
 
     def before_first_step(self, segment: Segment) -> None:
-        """Before step 0 of a loss with a reference, whose scores are made by now."""
+        """Called before step 0 if the loss has a reference; the reference's scores exist by then."""
 
     def observe(self, micro: Microbatch, scores: TokenScores) -> None: ...
 
@@ -92,15 +93,15 @@ class Watch(Protocol):
 
 
 class BasicTrainer(ABC, Generic[Prepared]):
-    """Owns the step.
+    """Base class of the trainers; it owns the training step.
 
-    A subclass says how a group becomes examples (``view``, or ``view_of`` where settings decide), what the
-    summed loss is divided by (``loss_denominator``) and how scores feed the loss (``compute_loss``). KTO and
-    PPO also need something of the whole batch first (``arrange``, ``prepare``).
+    A subclass defines how a group becomes examples (``view``, or ``view_of`` where settings decide), the
+    divisor of the summed loss (``loss_denominator``) and how scores enter the loss (``compute_loss``). KTO
+    and PPO also need a result over the whole batch first (``arrange``, ``prepare``).
     """
 
     counts: ClassVar[str] = "sequences"
-    """What one example is called: sequences or pairs."""
+    """Plural name of an example: sequences or pairs."""
     rows_per_example: ClassVar[int] = 1
     view: View
     scorer_class: ClassVar[type[TokenScorer]] = TokenScorer
@@ -132,41 +133,42 @@ class BasicTrainer(ABC, Generic[Prepared]):
         self.shares_prompts = shares_prompts(config.model, found, self.packing)
         self.micro_size = size_of(config.model, world.size)
 
-    # -- what a subclass supplies ----------------------------------------------------------------------
+    # -- methods of a subclass -------------------------------------------------------------------------
 
     @abstractmethod
     def loss_denominator(self, batch: list[Example]) -> int:
-        """What the summed loss of the global batch is divided by: its pairs, its sequences or its completion
+        """Return the divisor of the global batch's summed loss: its number of pairs, sequences or completion
         tokens."""
 
     @abstractmethod
     def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: Prepared) -> LossResult:
-        """The loss of a microbatch, summed. ``prepared``: what ``prepare`` found for it."""
+        """Return the summed loss of a microbatch. ``prepared``: the result of ``prepare`` for it."""
 
     def prepare(self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer) -> list[Prepared]:
-        """What the losses need of the whole global batch (or the whole held-out set), one item a microbatch.
+        """Return, for each microbatch, what its loss needs from the whole global batch (or the whole held-out
+        set).
 
-        ``batch``: this rank's microbatches of it, each with the step under which the scorer's reference has
-        its scores.
+        ``batch``: this rank's microbatches, each with the step under which the scorer's reference stores its
+        scores.
         """
         return cast(list[Prepared], [None] * len(batch))
 
     def arrange(self, batch: list[Example]) -> list[Example]:
-        """A last look at the global batch in its own order, before it is cut."""
+        """Return the global batch as the loss needs it, in its own order, before it is split."""
         return batch
 
     @classmethod
     def view_of(cls, config: Config) -> View:
-        """How a group becomes examples with these settings."""
+        """Return the function that turns a group into examples with these settings."""
         return cls.view
 
     @classmethod
     def check_settings(cls, config: Config) -> None:
-        """Raise ConfigError for a setting of this trainer that cannot be honoured."""
+        """Raise ConfigError for a setting that this trainer cannot honour."""
 
     @classmethod
     def unread(cls, config: Config) -> dict[str, list[str]]:
-        """A setting of the loss -> the keys that nothing reads because of it, whatever their values."""
+        """Return setting of the loss -> keys that have no effect because of it, whatever their values."""
         return {}
 
     @classmethod
@@ -174,40 +176,40 @@ class BasicTrainer(ABC, Generic[Prepared]):
         """Raise ConfigError if the loss cannot be trained on this plan."""
 
     def after_backward(self, metrics: list[dict[str, Mean]]) -> None:
-        """Called with the loss's metrics of each microbatch: what the objective carries to the next step
-        (BCO's running means)."""
+        """Update what the objective carries to the next step (BCO's running means), from ``metrics``, the
+        loss's metrics of each microbatch."""
 
     # -- scores ----------------------------------------------------------------------------------------
 
     def scorer_with(self, reference: Reference, humanline: Humanline) -> TokenScorer:
-        """A scorer of this policy against ``reference``, which a loss without one does not read."""
+        """Return a scorer of this policy against ``reference``; a loss without a reference ignores it."""
         used = reference if self.config.has_reference else None
         return self.scorer_class(self.policy, used, humanline)
 
     def microbatches(self, batch: list[Example], size: Size | None = None) -> list[Microbatch]:
-        """This rank's share of a global batch, on the device."""
+        """Return this rank's share of a global batch in microbatches, on the device."""
         return self.share(self.arrange(batch), size or self.micro_size)
 
     def share(self, arranged: list[Example], size: Size) -> list[Microbatch]:
-        """This rank's share of examples that ``arrange`` has seen, in microbatches of at most ``size``, on
-        the device."""
+        """Return this rank's share of ``arranged``, the output of ``arrange``, in microbatches of at most
+        ``size``, on the device."""
         return self.mine(self.deal(arranged, size))
 
     def deal(self, arranged: list[Example], size: Size) -> list[list[list[Example]]]:
-        """What every rank computes in every turn, of examples that ``arrange`` has seen: [turn][rank]."""
+        """Deal ``arranged``, the output of ``arrange``, to the ranks: [turn][rank] lists of examples."""
         return deal(arranged, self.world.size, size, self.rows_per_example, self.packing, self.shares_prompts)
 
     def mine(self, turns: list[list[list[Example]]]) -> list[Microbatch]:
-        """This rank's microbatches of what was dealt, on the device."""
+        """Return this rank's microbatches of the dealt ``turns``, on the device."""
         rank, device = self.world.rank, self.world.device
         return [microbatch(turn[rank], device, self.packing, self.shares_prompts) for turn in turns]
 
     def upcoming(
         self, segment: Segment, position: int, step: int, since: int | None = None
     ) -> Iterator[tuple[int, list[Microbatch]]]:
-        """(step, microbatches) of the batches from ``position`` on that see the same reference as step
-        ``step``: up to the next sync, or the segment's end. ``since``: the step whose policy the reference
-        is; None: ``step``."""
+        """Yield (step, microbatches) of the batches from ``position`` on that use the same reference as step
+        ``step``: up to the next sync or the segment's end. ``since``: the step whose policy the reference is;
+        None: ``step``."""
         last = self.syncing.last_step_before_sync(step, step if since is None else since)
         while position < segment.steps and step <= last:
             yield step, self.microbatches(segment.batch(position))
@@ -217,7 +219,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
     # -- the step --------------------------------------------------------------------------------------
 
     def step(self, segment: Segment, observe: Observe | None = None) -> StepRecord:
-        """One optimizer update on one global batch (this rank's microbatches)."""
+        """Run one optimizer update on one global batch (this rank's microbatches) and return its record."""
         at = self.progress
         batch = segment.batch(at.position)
         turns = self.deal(self.arrange(batch), self.micro_size)
@@ -235,8 +237,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
                 scores = self.scorer.score(at.step, micro.sequences)
             scores = self.correction.tokens(scores, micro)
             result = self.correction.examples(self.compute_loss(micro, scores, item), scores, micro)
-            # Ranks' gradients are averaged and the loss is the global batch's mean, hence the factor. They
-            # are sharded at every microbatch: holding that back would keep whole float32 gradients.
+            # Gradients are averaged over ranks but the loss is the global batch's mean, hence the factor.
+            # They are sharded after every microbatch: waiting would keep whole float32 gradients in memory.
             total = result.total * (self.world.size / denominator)
             if self.balance is not None:
                 total = total + self.routers_share(self.balance.part(micro.sequences), len(micros), meters)
@@ -272,8 +274,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
         return self._advance(StepRecord(known, meters.reduce(), batch, token_count(batch)))
 
     def sync(self, segment: Segment, policy_step: int) -> None:
-        """Move the reference to the policy as it is now, that of ``policy_step``, and score what will be
-        compared with it."""
+        """Move the reference to the current policy, that of ``policy_step`` (or towards it, by
+        ``sync_alpha``), and score the batches that will be compared with it."""
         at = self.progress
         if self.soft is not None:
             self.soft.follow(self.policy, self.syncing.alpha)
@@ -293,15 +295,16 @@ class BasicTrainer(ABC, Generic[Prepared]):
         return record
 
     def count_skipped(self, skipped: bool) -> int:
-        """Take in whether a step's update was skipped, once that is known; returns how many were in a row."""
+        """Record whether a step's update was skipped, once that is known; return how many in a row were
+        skipped."""
         self.progress.skipped = self.progress.skipped + 1 if skipped else 0
         return self.progress.skipped
 
     # -- metrics ---------------------------------------------------------------------------------------
 
     def routers_share(self, part: Tensor, microbatches: int, meters: Meters) -> Tensor:
-        """[] what is added to a microbatch's loss for its ``part`` of the routers' auxiliary loss, which is
-        logged."""
+        """Return [], the term that ``part``, a microbatch's part of the routers' auxiliary loss, adds to its
+        loss; the auxiliary loss is logged."""
         share = torch.full_like(part.detach(), 1.0 / (microbatches * self.world.size))
         meters.add({"router_aux_loss": Mean(part.detach(), share)})
         return part * (self.world.size * cast(float, self.config.model.router_aux_loss_coef))
@@ -309,8 +312,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
     def metrics(
         self, segment: Segment, micro: Microbatch, scores: TokenScores, result: LossResult
     ) -> dict[str, Mean]:
-        """Everything logged of a microbatch, as sums and counts: their quotient over the global batch is the
-        exact mean."""
+        """Return everything logged for a microbatch as sums and counts; their quotient over the global batch
+        is the exact mean."""
         out = {"loss": self.mean_loss(micro, result)} | result.metrics
         if self.config.has_reference:
             key = rejection_key(self.progress.step, micro.sequences)
@@ -324,7 +327,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
         return out
 
     def mean_loss(self, micro: Microbatch, result: LossResult) -> Mean:
-        """The microbatch's summed loss over what it is divided by; rows that fill a batch up do not count."""
+        """Return the microbatch's summed loss with its divisor; examples that only fill up the batch do not
+        count."""
         real = [example for example in micro.examples if example.prompt_id]
         total = result.total.detach()
         return Mean(total, torch.full_like(total, float(self.loss_denominator(real))))
@@ -333,7 +337,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
 
     def train(self, source: Source, watch: Watch) -> None:
         """Train segment after segment until the source has no more. ``watch`` is told of every step and may
-        interrupt by raising."""
+        interrupt by raising an exception."""
         while (segment := source.segment(self.progress.segment)) is not None:
             if self.progress.position == 0 and self.config.has_reference and not self.fixed_reference:
                 self.start_segment(segment)
@@ -347,8 +351,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
         watch.done()
 
     def start_segment(self, segment: Segment) -> None:
-        """The reference becomes the policy that the segment starts with (Algorithm 1, line 3), or, where
-        ``rounds.reset_reference`` is false, stays."""
+        """Set the reference to the policy at the start of the segment (Algorithm 1, line 3). Where
+        ``rounds.reset_reference`` is false, it stays as it is from the second segment on."""
         step = self.progress.step
         stays = self.config.keeps_reference and self.progress.segment > 0
         if self.soft is not None and not stays:
@@ -358,22 +362,22 @@ class BasicTrainer(ABC, Generic[Prepared]):
 
     @property
     def fixed_reference(self) -> bool:
-        """Whether the reference is the initial weights for ever (offline without syncing): scored once,
-        before training."""
+        """Whether the reference is always the initial weights (offline without syncing), so that it is scored
+        once, before training."""
         return not self.config.online and self.config.syncing == "never"
 
-    # -- what a run remembers of its trainer -----------------------------------------------------------
+    # -- state of a run --------------------------------------------------------------------------------
 
     def use_initial_scores(self, initial_logprobs: Mapping[str, float], scores: Mapping[str, Tensor]) -> None:
-        """Take in what the initial weights think of the training rows: ``initial_logprobs`` for ``drift``
+        """Store scores of the training rows under the initial weights: ``initial_logprobs`` for ``drift``
         (row key -> nats), and ``scores`` (key -> [C] nats) for a reference that stays at the initial weights,
-        read where ``fixed_reference`` says so."""
+        used where ``fixed_reference`` is true."""
         self.initial_logprobs = initial_logprobs
         if self.fixed_reference:
             self.reference.scores = scores
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the loop beside weights and optimizer, as JSON has it."""
+        """Return the loop's part of a checkpoint as JSON-compatible values."""
         return {
             "progress": asdict(self.progress),
             "reference_step": self.reference.step,
@@ -381,14 +385,14 @@ class BasicTrainer(ABC, Generic[Prepared]):
         }
 
     def reference_scores(self) -> dict[str, Tensor]:
-        """This rank's reference scores up to the next sync, on the CPU; none where they are made before
-        training."""
+        """Return this rank's reference scores up to the next sync, on the CPU; empty where they were computed
+        once before training."""
         if self.fixed_reference:
             return {}
         return {key: values.cpu().contiguous() for key, values in self.reference.scores.items()}
 
     def load_state_dict(self, state: dict[str, Any], reference_scores: dict[str, Tensor]) -> None:
-        """Go on where ``state_dict`` and ``reference_scores`` were taken."""
+        """Continue from where ``state_dict`` and ``reference_scores`` were taken."""
         self.progress = Progress(**state["progress"])
         if not self.fixed_reference:
             self.reference.step = state["reference_step"]

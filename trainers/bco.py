@@ -1,4 +1,4 @@
-"""BCO: a classifier of desirable and undesirable completions, whose threshold is a running mean of the
+"""BCO trainer, a classifier of desirable and undesirable completions whose threshold is a running mean of the
 rewards."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class BCOTrainer(BasicTrainer[None]):
         self, config: Config, policy: nn.Module, loss: Callable[..., LossResult], world: World
     ) -> None:
         super().__init__(config, policy, loss, world)
-        # Sum and count of the desirable rewards so far, then of the others: a part of the policy's module, so
-        # that checkpoints have it.
+        # Sum and count of the desirable rewards so far, then of the others. They are a buffer of the policy's
+        # module so that checkpoints include them.
         policy.register_buffer("reward_totals", torch.zeros(4, dtype=torch.float64, device=world.device))
         self.totals = policy.get_buffer("reward_totals")
 
@@ -37,13 +37,13 @@ class BCOTrainer(BasicTrainer[None]):
     @property
     def shift(self) -> Tensor:
         """[] delta: the average of the desirable and the undesirable mean reward over all batches before this
-        one, so that no batch has to be run twice; 0 at the first step, where every reward is 0. While only
-        one kind was seen, half its mean."""
+        one, so that no batch has to be run twice. It is 0 at the first step, where every reward is 0. While
+        only one kind has been seen, it is half of that kind's mean."""
         total, count = self.totals[0::2], self.totals[1::2]
         return (total / count.clamp(min=1)).mean().float()
 
     def after_backward(self, metrics: list[dict[str, Mean]]) -> None:
-        """The batch's rewards join the running means."""
+        """Add the batch's rewards to the running means."""
         seen = [values[name] for values in metrics for name in ("reward_chosen", "reward_rejected")]
         batch = (
             torch.stack([part.double() for mean in seen for part in mean]).view(len(metrics), 4).sum(dim=0)

@@ -1,23 +1,23 @@
-"""Corrections for samples that another policy wrote: a weight w for each token, multiplied into its loss term
-and never differentiated.
+"""Corrections for samples that another policy wrote, by a weight w that multiplies each token's loss term and
+has no gradient.
 
-With mu the behaviour policy (whoever wrote the completion) and ``rho_t = exp(log pi_ref(y_t) - log mu(y_t))``,
-which humanline does not clip:
+mu is the behaviour policy, which wrote the completion, and ``rho_t = exp(log pi_ref(y_t) - log mu(y_t))``,
+which humanline does not clip.
 
 | ``correction=`` | w | source |
 |---|---|---|
 | ``truncated`` | rho_t, clamped to [low, high] | truncated importance sampling (Ionides 2008) |
 | ``masked`` | rho_t where low <= rho_t <= high, else 0 | IcePop (Ling team 2025, arXiv 2510.18855) |
-| ``sequence_masked`` | rho_t in sequences whose geometric mean of rho lies in [low, high], else 0 | as IcePop, a sequence at a time |
+| ``sequence_masked`` | rho_t in sequences whose geometric mean of rho lies in [low, high], else 0 | as IcePop, per sequence |
 | ``negative_masked`` | 0 in sequences with A < 0 and mean_t(log mu - log pi_theta) > delta, else 1 | DeepSeek-V3.2 (2025, arXiv 2512.02556) |
-| ``weighted_pairs`` | exp(mean_t [log pi_theta - log sum_v pi_theta(v)^2]) of an example's completions, multiplied, at most 1: one w an example | WPO (Zhou et al. 2024, arXiv 2406.11827, equation 2, with its sampled alignment) |
+| ``weighted_pairs`` | exp(mean_t [log pi_theta - log sum_v pi_theta(v)^2]) of an example's completions, multiplied, at most 1: one w per example | WPO (Zhou et al. 2024, arXiv 2406.11827, equation 2, with its sampled alignment) |
 
-A token whose mu is not known has rho = 1; means are over the tokens whose mu is known. What the loss is divided
-by stays what it is without a correction. A KL penalty is no part of a token's term: its weight is 1.
+A token whose mu is not known has rho = 1; means are over the tokens whose mu is known. A correction does not
+change the divisor of the loss. The weight of a KL penalty is 1: it is not part of a token's term.
 
-``weighted_pairs`` divides each token's probability by the mean probability of the tokens that the policy itself
-would draw there, sum_v pi_theta(v)^2: a completion of its own weighs about 1 however sure it is. The bound of 1
-is that of the authors' code.
+``weighted_pairs`` divides each token's probability by sum_v pi_theta(v)^2, the mean probability of the tokens
+that the policy itself would draw there. So a completion that the policy itself drew weighs about 1, however
+sure the policy is. The bound of 1 is that of the authors' code.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from trainers.losses.base import LossResult, Mean, TokenScores, mean_where, toke
 
 @dataclass(frozen=True)
 class Behavior:
-    """The behaviour policy's log-probabilities of a microbatch's tokens."""
+    """Log-probabilities of a microbatch's tokens under the behaviour policy."""
 
     logprobs: Tensor
     """[R, T] nats; 0 where not known"""
@@ -55,8 +55,9 @@ class Behavior:
         return cls(torch.where(known, found, 0.0), known)
 
     def metrics(self, scores: TokenScores) -> dict[str, Mean]:
-        """``engine_gap``: the mean of log pi_theta - log mu; ``behavior_kl``: KL(mu || pi_theta) by the k3
-        estimator, r - 1 - log r with r = pi_theta / mu. Nats a token, over the tokens that mu is known of."""
+        """Return ``engine_gap``, the mean of log pi_theta - log mu, and ``behavior_kl``, KL(mu || pi_theta)
+        by the k3 estimator, r - 1 - log r with r = pi_theta / mu. Both are in nats per token, over the tokens
+        whose mu is known."""
         gap = torch.where(self.known, scores.policy.detach() - self.logprobs, 0.0)
         return {
             "engine_gap": mean_where(gap, self.known),
@@ -65,22 +66,24 @@ class Behavior:
 
 
 Weigh = Callable[[CorrectionConfig, TokenScores, Behavior, Tensor], Tensor]
-"""(settings, scores, mu, labels [examples]) -> w, [R, T] or [examples]. A label of GRPO is its advantage."""
+"""(settings, scores, mu, labels [examples]) -> w, [R, T] or [examples]. In GRPO a label is an advantage."""
 
 
 def log_rho(scores: TokenScores, behavior: Behavior) -> Tensor:
-    """[R, T] log pi_ref - log mu, nats; 0 where mu is not known."""
+    """Return [R, T], log pi_ref - log mu in nats; 0 where mu is not known."""
     return torch.where(behavior.known, scores.reference - behavior.logprobs, 0.0)
 
 
 def truncated(
     settings: CorrectionConfig, scores: TokenScores, behavior: Behavior, advantages: Tensor
 ) -> Tensor:
+    """Return w [R, T]: rho clamped to [low, high]; 1 where mu is not known."""
     rho = log_rho(scores, behavior).exp()
     return torch.where(behavior.known, rho.clamp(settings.low, settings.high), 1.0)
 
 
 def masked(settings: CorrectionConfig, scores: TokenScores, behavior: Behavior, advantages: Tensor) -> Tensor:
+    """Return w [R, T]: rho inside [low, high] and 0 outside; 1 where mu is not known."""
     rho = log_rho(scores, behavior).exp()
     inside = (settings.low <= rho) & (rho <= settings.high)
     return torch.where(behavior.known, torch.where(inside, rho, 0.0), 1.0)
@@ -89,6 +92,8 @@ def masked(settings: CorrectionConfig, scores: TokenScores, behavior: Behavior, 
 def sequence_masked(
     settings: CorrectionConfig, scores: TokenScores, behavior: Behavior, advantages: Tensor
 ) -> Tensor:
+    """Return w [R, T]: rho (1 where mu is not known), or 0 in rows whose geometric mean of rho is outside
+    [low, high]."""
     logs = log_rho(scores, behavior)
     mean = token_mean(logs, behavior.known).exp()
     inside = ((settings.low <= mean) & (mean <= settings.high)) | ~behavior.known.any(dim=-1)
@@ -98,6 +103,8 @@ def sequence_masked(
 def negative_masked(
     settings: CorrectionConfig, scores: TokenScores, behavior: Behavior, advantages: Tensor
 ) -> Tensor:
+    """Return w [R, T]: 0 in rows with a negative advantage whose mean of log mu - log pi_theta is above
+    delta, else 1."""
     away = token_mean(behavior.logprobs - scores.policy.detach(), behavior.known)
     dropped = (advantages < 0) & (away > settings.delta)
     return (~dropped)[:, None].expand_as(scores.mask).float()
@@ -106,6 +113,8 @@ def negative_masked(
 def weighted_pairs(
     settings: CorrectionConfig, scores: TokenScores, behavior: Behavior, advantages: Tensor
 ) -> Tensor:
+    """Return w [examples], the product over an example's completions of exp(mean_t [log pi_theta - log sum_v
+    pi_theta(v)^2]), at most 1."""
     assert scores.collision is not None, "its yaml says reads_collision"
     means = token_mean(scores.policy.detach() - scores.collision, scores.mask)
     return means.view(-1, len(advantages)).sum(dim=0).exp().clamp(max=1)
@@ -113,33 +122,34 @@ def weighted_pairs(
 
 @dataclass(frozen=True)
 class Correction:
-    """What ``correction=`` asks for. Without one, scores and losses stay the very objects that they are."""
+    """The correction that ``correction=`` selects. Without one, scores and losses pass through as the same
+    objects."""
 
     settings: CorrectionConfig
     weigh: Weigh | None = None
 
     @classmethod
     def from_config(cls, config: Config) -> Correction:
-        """Raises ConfigError where the function cannot be had."""
+        """Return the correction of ``config``. Raises ConfigError where its function cannot be imported."""
         target = config.correction._target_
         found = None if target is None else import_function("correction._target_", target)
         return cls(config.correction, found)
 
     @torch.no_grad()
     def weights(self, scores: TokenScores, micro: Microbatch, of: str) -> Tensor | None:
-        """[R, T] of ``tokens`` or [examples] of ``examples``; None where the correction does not weigh
-        them."""
+        """Return the weights, [R, T] for ``of="tokens"`` or [examples] for ``of="examples"``; None where the
+        correction does not weigh those."""
         if self.weigh is None or self.settings.weighs != of:
             return None
         return self.weigh(self.settings, scores, Behavior.of(micro, scores.mask), micro.labels)
 
     def tokens(self, scores: TokenScores, micro: Microbatch) -> TokenScores:
-        """The scores with their tokens' weights."""
+        """Return the scores with the weights of their tokens."""
         weights = self.weights(scores, micro, "tokens")
         return scores if weights is None else replace(scores, weights=weights)
 
     def examples(self, result: LossResult, scores: TokenScores, micro: Microbatch) -> LossResult:
-        """The loss with its examples weighted."""
+        """Return the loss with its examples weighted."""
         weights = self.weights(scores, micro, "examples")
         if weights is None:
             return result
@@ -147,9 +157,9 @@ class Correction:
         return replace(result, total=(weights * result.examples).sum())
 
     def metrics(self, scores: TokenScores, micro: Microbatch) -> dict[str, Mean]:
-        """``correction_masked``: the share of tokens with w = 0; ``correction_weight`` and its square: means
-        (see ``with_sample_size``); ``correction_unknown``: the share of tokens whose mu is not known. Of
-        ``weighted_pairs`` only the second, over examples."""
+        """Return ``correction_masked``, the share of tokens with w = 0; the means of ``correction_weight``
+        and of its square (see ``with_sample_size``); and ``correction_unknown``, the share of tokens whose mu
+        is not known. For ``weighted_pairs`` it returns only the two means, over examples."""
         weights = self.weights(scores, micro, "examples")
         if weights is not None:
             return _moments(weights, scores.valid[: len(micro.examples)])
@@ -170,8 +180,8 @@ def _moments(weights: Tensor, where: Tensor) -> dict[str, Mean]:
 
 
 def with_sample_size(means: dict[str, float | None]) -> dict[str, float | None]:
-    """A step's metrics with ``effective_sample_size``, (sum w)^2 / (n sum w^2), in the place of the mean of
-    w^2."""
+    """Return a step's metrics with ``effective_sample_size``, (sum w)^2 / (n sum w^2), in place of the mean
+    of w^2."""
     if "correction_weight_squared" not in means:
         return means
     mean, square = means["correction_weight"], means.pop("correction_weight_squared")
@@ -180,7 +190,7 @@ def with_sample_size(means: dict[str, float | None]) -> dict[str, float | None]:
 
 
 def check_correction(config: Config, segment: Segment) -> None:
-    """Raise ConfigError for a correction by mu where mu is known of no token of the plan."""
+    """Raise ConfigError for a correction that reads mu if mu is known for no token of the plan."""
     name = config.correction.name
     require(
         not config.correction.reads_behavior or config.online or segment.has_behavior,

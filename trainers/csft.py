@@ -1,5 +1,6 @@
-"""Token-conditioned fine-tuning (Korbak et al. 2023, arXiv 2302.08582): good and bad completions are learned
-alike, each behind a text that says which it is. To sample a good one, put the good text behind the prompt."""
+"""Token-conditioned fine-tuning (Korbak et al., 2023, arXiv 2302.08582), in which a control text after the
+prompt says whether the completion is good or bad. Both kinds are learned alike. To sample a good completion,
+append the good text to the prompt."""
 
 from __future__ import annotations
 
@@ -39,8 +40,7 @@ class ConditionedSFTTrainer(SFTTrainer):
         control_tokens(config)
 
     def arrange(self, batch: list[Example]) -> list[Example]:
-        """Every row with its control tokens as the last of its prompt, so that they are read and not
-        learned."""
+        """Append the control tokens to the prompt of every row, so that they are read and not learned."""
         chosen, rejected = self.control
         return [
             replace(
@@ -50,14 +50,15 @@ class ConditionedSFTTrainer(SFTTrainer):
         ]
 
     def _conditioned(self, row: Sequence, control: np.ndarray) -> Sequence:
-        """A row that gets too long loses the beginning of its prompt."""
+        """Append ``control`` to the row's prompt; a row that gets too long loses the beginning of its
+        prompt."""
         excess = max(0, len(row) + len(control) - self.config.model.max_length)
         return replace(row, prompt_ids=np.concatenate([row.prompt_ids[excess:], control]))
 
 
 def control_tokens(config: Config) -> tuple[np.ndarray, np.ndarray]:
-    """The token ids of loss.control_tokens, chosen and rejected. Raises ConfigError for a text that the
-    tokenizer does not know."""
+    """Return the token ids of loss.control_tokens, chosen and rejected. Raises ConfigError for a text that
+    the tokenizer does not know."""
     tokenizer = load_tokenizer(config.model)
     found = []
     for kind in ("chosen", "rejected"):

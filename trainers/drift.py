@@ -1,4 +1,4 @@
-"""How far the policy has moved: from what the initial weights thought of a row, and from its reference."""
+"""Distance of the policy from the initial weights and from its reference."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trainers.losses.base import Mean, TokenScores, kl_estimate, mean_where
 def change_since(
     micro: Microbatch, scores: TokenScores, before: Mapping[str, float]
 ) -> tuple[Tensor, Tensor]:
-    """([R] by how much each row's log-probability has changed against ``before`` (row key -> nats), nats; [R]
-    bool: is it known)."""
+    """Return ([R] the change of each row's log-probability since ``before`` (row key -> nats), in nats; [R]
+    bool, whether that change is known)."""
     old = torch.tensor([before.get(row.key, math.nan) for row in micro.sequences.rows], dtype=torch.float32)
     old = old.to(scores.mask.device, non_blocking=True)
     known = ~old.isnan() & scores.valid
@@ -25,21 +25,21 @@ def change_since(
 
 
 def mean_log_ratio(micro: Microbatch, scores: TokenScores, before: Mapping[str, float]) -> Mean:
-    """The mean token log-ratio of the policy against ``before`` (row key -> nats), over the rows that it
-    knows."""
+    """Return the mean token log-ratio of the policy to ``before`` (row key -> nats), over the rows that
+    ``before`` has."""
     change, known = change_since(micro, scores, before)
     tokens = torch.where(known, scores.mask.sum(dim=-1), 0).sum()
     return Mean(mean_where(change, known).sum, tokens)
 
 
 def reference_kl(scores: TokenScores) -> Mean:
-    """KL(policy || reference) of a microbatch by the k3 estimator, over its completion tokens, nats a token.
-    Humanline does not clip it."""
+    """Return KL(policy || reference) of a microbatch by the k3 estimator, averaged over its completion
+    tokens, in nats per token. Humanline does not clip it."""
     return mean_where(kl_estimate(scores).detach(), scores.mask)
 
 
 def global_mean(parts: Sequence[Mean]) -> float:
-    """The mean over the global batch, the same on every rank. The host waits for the device."""
+    """Return the mean over the global batch, the same on every rank. The host waits for the device."""
     halves = [torch.stack([part.sum.double(), part.count.double()]) for part in parts]
     total, count = sum_over_ranks(torch.stack(halves).sum(dim=0)).tolist()
     return float(total / max(count, 1.0))

@@ -1,5 +1,5 @@
-"""GRPO: every completion with its group's advantage; by default the loss is a mean over the global batch's
-completion tokens (DAPO, C.1.4)."""
+"""GRPO trainer, which trains every completion with the advantage within its group. By default the loss is a
+mean over the global batch's completion tokens (DAPO, C.1.4)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GRPOTrainer(BasicTrainer[Tensor | None]):
 
     @classmethod
     def view_of(cls, config: Config) -> View:
-        """The view that ``loss.advantage`` names; where it names none, the class's own."""
+        """Return the view that ``loss.advantage`` names, or the class's own where it names none."""
         advantage = config.loss.get("advantage")
         return cls.view if advantage is None else ADVANTAGES[advantage]
 
@@ -42,21 +42,22 @@ class GRPOTrainer(BasicTrainer[Tensor | None]):
         return sum(len(row.counted) for example in batch for row in example.rows)
 
     def arrange(self, batch: list[Example]) -> list[Example]:
-        """``advantage=batch``: the advantages normalised over the batch, before it is cut."""
+        """Return the batch; with ``advantage=batch`` its advantages are normalised over it before it is
+        split."""
         return normalised(batch) if self.config.loss.get("advantage") == "batch" else batch
 
     @classmethod
     def unread(cls, config: Config) -> dict[str, list[str]]:
-        """``epsilon`` of a shape that clips no ratio to a range."""
+        """Return ``epsilon`` for a shape that does not clip the ratio to a range: it has no effect there."""
         shape = config.loss.get("shape")
         ranged = shape is None or "epsilon" in shapes.reads(shape)
         return {} if ranged else {f"loss.shape={shape}": ["loss.epsilon"]}
 
     @torch.no_grad()
     def prepare(self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer) -> list[Tensor | None]:
-        """[R, T] bool for a shape that masks by the global batch (M2PO): the tokens that the second moment of
-        its log-ratios masks. It costs one more forward of the batch, without gradient. Others need
-        nothing."""
+        """Return None per microbatch, unless the shape masks by the global batch (M2PO): then [R, T] bool,
+        the tokens that the second moment of the batch's log-ratios masks. That costs one more forward of the
+        batch, without gradient."""
         shape = self.config.loss.get("shape")
         if shape is None or "masked" not in shapes.reads(shape):
             return [None] * len(batch)
@@ -76,23 +77,23 @@ class GRPOTrainer(BasicTrainer[Tensor | None]):
         return self.loss(scores, self.advantages(micro), prepared)
 
     def advantages(self, micro: Microbatch) -> Tensor:
-        """[R] the rows' advantages, or [R, T] their tokens' with ``advantage=tokens``."""
+        """Return [R], the rows' advantages, or with ``advantage=tokens`` [R, T], the tokens' advantages."""
         if self.config.loss.get("advantage") != "tokens":
             return micro.labels
         given = micro.sequences.token_rewards
-        # none where all rows fill the batch up
+        # None where all rows only fill up the batch
         return torch.zeros_like(micro.sequences.mask, dtype=torch.float32) if given is None else given
 
 
 class CentredGRPOTrainer(GRPOTrainer):
-    """Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): a std would weigh prompts whose answers differ little as
-    much as any."""
+    """Trainer of Dr. GRPO (Liu et al. 2025, arXiv 2503.20783), which does not divide advantages by their std:
+    dividing would weigh prompts whose answers differ little as much as any other."""
 
     view = staticmethod(centred_advantages)
 
 
 def check_token_advantages(config: Config) -> None:
-    """Raise ConfigError for what has no use for an advantage a token."""
+    """Raise ConfigError for a shape that cannot use one advantage per token."""
     require(
         config.loss.get("shape") != "gmpo",
         "loss.advantage",
@@ -104,11 +105,11 @@ def check_token_advantages(config: Config) -> None:
 def check_shape(config: Config) -> None:
     """Raise ConfigError for a setting that this shape does not read and that is not at its default.
 
-    ``epsilon`` may be any: it has no default, and a sweep over shapes has one for all.
+    ``epsilon`` may have any value: it has no default, and a sweep over shapes sets one for all.
     """
     shape = config.loss.get("shape")
     if shape not in tuple(shapes.SHAPES):
-        return  # a loss without shapes; or one that refuses this one itself
+        return  # the loss has no shapes, or refuses this shape itself
     defaults = inspect.signature(grpo).parameters
     for key in sorted(frozenset[str]().union(*shapes.READS.values()) & config.loss.keys()):
         default = defaults[key].default

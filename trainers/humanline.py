@@ -1,9 +1,9 @@
-"""Humanline (paper §5.1): clip every token log-ratio upstream of the loss; or, in its general form
-(Definition 4.2), reject tokens at random, of which clipping is the limit. The reference that follows the
-policy one step behind is ``trainers.syncing``'s.
+"""Humanline (paper §5.1), which clips every token log-ratio upstream of the loss or, in its general form
+(Definition 4.2), rejects tokens at random. Clipping is the limit of random rejection. The schedule by which
+the reference follows one step behind the policy is in ``trainers.syncing``.
 
-This is the only place where log-ratios are made. With humanline off the bounds are infinite: the same code,
-exact, without a branch.
+This is the only place where log-ratios are computed. With humanline off the bounds are infinite: the same
+code runs, with exact values and without a branch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainers.sampling import BetaConstants, detach_rejected, log_thresholds, re
 
 @dataclass(frozen=True)
 class RejectionKey:
-    """What a random rejection depends on, beside the seed: the step, and what identifies each of the R rows
+    """Inputs of a random rejection besides the seed: the step, and an identifier of each of the R rows
     (``Sequence.key``)."""
 
     step: int
@@ -30,8 +30,8 @@ class RejectionKey:
 
 @dataclass(frozen=True)
 class Humanline:
-    """``log_epsilon_P`` and ``log_epsilon_R`` in nats; ``sampling``: reject at random instead, by these
-    constants and ``seed``."""
+    """Clipping bounds ``log_epsilon_P`` and ``log_epsilon_R``, in nats. With ``sampling``, tokens are
+    rejected at random instead, by these constants and ``seed``."""
 
     log_epsilon_P: float = -math.inf
     log_epsilon_R: float = math.inf
@@ -40,7 +40,7 @@ class Humanline:
 
     @classmethod
     def from_config(cls, config: Config) -> Humanline:
-        """What ``humanline``, ``humanline_mode`` and their numbers ask for."""
+        """Return the Humanline that ``humanline``, ``humanline_mode`` and their numbers ask for."""
         if not config.humanline:
             return cls()
         if config.humanline_mode == "sample":
@@ -55,16 +55,16 @@ class Humanline:
     def scores(
         self, policy: Tensor, reference: Tensor, mask: Tensor, key: RejectionKey | None = None
     ) -> TokenScores:
-        """TokenScores of policy and reference log-probabilities, [R, T] each. ``key`` is read, and needed, by
-        sampling alone."""
+        """Return TokenScores from policy and reference log-probabilities, [R, T] each, in nats. Only sampling
+        reads ``key``, and it requires it."""
         raw = policy - reference
         log_ratio = self.clip(raw) if self.sampling is None else detach_rejected(raw, self._rejects(raw, key))
         return TokenScores(policy, reference, log_ratio, mask)
 
     def metrics(self, scores: TokenScores, key: RejectionKey | None = None) -> dict[str, Mean]:
-        """``kl``: the mean raw token log-ratio; ``clipped_low`` / ``clipped_high``: the share of tokens
-        beyond each bound; with sampling ``rejected`` instead of them: the share of tokens that ``key``
-        rejects."""
+        """Return ``kl``, the mean raw token log-ratio, and ``clipped_low`` / ``clipped_high``, the share of
+        tokens beyond each bound. With sampling, ``rejected`` replaces the two shares: the share of tokens
+        that ``key`` rejects."""
         raw = (scores.policy - scores.reference).detach()
         kl = {"kl": mean_where(raw, scores.mask)}
         if self.sampling is not None:
@@ -75,7 +75,7 @@ class Humanline:
         }
 
     def _rejects(self, raw: Tensor, key: RejectionKey | None) -> Tensor:
-        """[R, T] bool: a function of seed, step, row and position alone, so the same on any number of ranks
-        and however often asked."""
+        """Return [R, T] bool, the rejected tokens: a function of seed, step, row and position alone, so it is
+        the same on any number of ranks and on every call."""
         assert self.sampling is not None and key is not None and len(key.rows) == len(raw)
         return rejected(raw, log_thresholds(self.sampling, self.seed, key.step, key.rows, raw.shape[1]))

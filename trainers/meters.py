@@ -1,8 +1,8 @@
-"""Metrics as sums and counts, added up over microbatches, reduced over ranks in one collective, and read a
+"""Metrics as sums and counts, added up over microbatches, reduced over ranks in one collective, and read one
 step late.
 
-Reading a device tensor makes the host wait for the device; a step never does. ``Meters.reduce`` starts the
-copy, ``Pending.read`` is called when the next step is already under way.
+Reading a device tensor makes the host wait for the device; a step never does so. ``Meters.reduce`` starts the
+copy, and ``Pending.read`` is called when the next step is already under way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Pending:
     """Reduced metrics on their way to the host."""
 
     def __init__(self, names: list[str], values: Tensor) -> None:
-        """``values``: [2, names] float64: sums and counts of the global batch."""
+        """``values``: [2, names] float64, the sums and the counts of the global batch."""
         self.names = names
         self.host = values.to("cpu", non_blocking=True)
         self.ready = torch.cuda.Event() if values.is_cuda else None
@@ -28,7 +28,7 @@ class Pending:
             self.ready.record()
 
     def read(self) -> dict[str, float | None]:
-        """The means; None where nothing counted (no desirable example in the batch, say)."""
+        """Return the means; None where the count is 0 (for instance, no desirable example in the batch)."""
         if self.ready is not None:
             self.ready.synchronize()
         sums, counts = self.host.tolist()

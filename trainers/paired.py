@@ -1,4 +1,5 @@
-"""Losses on pairs (DPO and its relatives): one example is a pair, chosen against rejected."""
+"""Trainer for losses on pairs (DPO and its variants), where one example is a chosen and a rejected
+completion."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Offline, one-step PPO (Ethayarajh et al. 2024, arXiv 2402.01306): a desirable completion is paid 1 at its
-last token, an undesirable one -1, and a value head says what was to be expected."""
+"""Offline, one-step PPO with a value head (Ethayarajh et al., 2024, arXiv 2402.01306). A desirable completion
+gets reward 1 at its last token, an undesirable one -1; the value head predicts the expected reward."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from trainers.scorer import TokenScorer, rejection_key
 
 @dataclass(frozen=True)
 class ValueScores(TokenScores):
-    """Token scores with the value head's estimates beside them."""
+    """Token scores together with the value head's estimates."""
 
     values: Tensor = field(kw_only=True)
-    """[R, T] the value of the state before each completion token; carries the gradient"""
+    """[R, T] the value of the state before each completion token, with gradient"""
 
 
 class ValueScorer(TokenScorer):
@@ -40,7 +40,7 @@ class ValueScorer(TokenScorer):
 
 @dataclass(frozen=True)
 class Targets:
-    """What a microbatch's tokens are trained towards, [R, T] each, without gradient."""
+    """Training targets of a microbatch's tokens, [R, T] each, without gradient."""
 
     advantages: Tensor
     returns: Tensor
@@ -62,8 +62,8 @@ class OfflinePPOTrainer(BasicTrainer[Targets]):
 
     @torch.no_grad()
     def prepare(self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer) -> list[Targets]:
-        """Advantages and returns of every token from the values before this step, the advantages normalised
-        over the global batch's completion tokens (population variance)."""
+        """Return advantages and returns of every token, computed from the values before this step. The
+        advantages are normalised over the global batch's completion tokens (population variance)."""
         targets = [self._targets(micro) for _, micro in batch]
         masks = [micro.sequences.mask for _, micro in batch]
         mean, std = moments([(t.advantages, mask) for t, mask in zip(targets, masks, strict=True)])
@@ -85,7 +85,8 @@ class OfflinePPOTrainer(BasicTrainer[Targets]):
 
 
 def moments(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """([] mean, [] std) over all ranks of the values at the masked places of (values, mask) pairs."""
+    """Return ([] mean, [] standard deviation) over all ranks; ``parts`` are pairs of values and a mask that
+    selects among them."""
     own = [(values.double(), mask) for values, mask in parts]
     sums = [torch.stack([mask.sum().double(), torch.where(mask, v, 0.0).sum()]) for v, mask in own]
     count, total = sum_over_ranks(torch.stack(sums).sum(0))

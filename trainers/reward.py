@@ -1,6 +1,6 @@
-"""The Bradley-Terry reward model: a scalar head on pairs. What it trains is a models.heads.RewardModel, whose
-forward gives each row's reward at its last token; it is exported as a stock sequence classifier, which
-``reward=bradley_terry`` scores with."""
+"""Trainer of the Bradley-Terry reward model, a scalar head trained on pairs. The policy is a
+models.heads.RewardModel, whose forward gives each row's reward at its last token. It is exported as a stock
+sequence classifier, which ``reward=bradley_terry`` scores with."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Humanline sampling (Definition 4.2): the random rejection of tokens that humanline clipping is the limit of
-(Theorem 4.3).
+"""Humanline sampling (Definition 4.2), the random rejection of tokens of which humanline clipping is the
+limit (Theorem 4.3).
 
 A token is rejected where ``r < M_P B_P`` or ``1 / r < M_R B_R``, with r the likelihood ratio of policy to
-reference and B two independent Beta variables. A rejected token keeps its value, unclamped, and loses its
-gradient.
+reference and B_P, B_R two independent Beta variables. A rejected token keeps its value, unclamped, and loses
+its gradient.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BetaConstants:
-    """The constants of Definition 4.2: ``B_P ~ Beta(gamma_P, beta_P)``, ``B_R ~ Beta(gamma_R, beta_R)``, and
-    the bounds ``M_P`` of policy over reference and ``M_R`` of reference over policy. Raises ValueError unless
-    all are above 0."""
+    """Constants of Definition 4.2: ``B_P ~ Beta(gamma_P, beta_P)``, ``B_R ~ Beta(gamma_R, beta_R)``, and the
+    bounds ``M_P`` on the ratio of policy to reference and ``M_R`` on the ratio of reference to policy. Raises
+    ValueError unless all are above 0."""
 
     M_P: float
     M_R: float
@@ -40,8 +40,8 @@ class BetaConstants:
     def towards_clipping(
         cls, k: float, *, epsilon_P: float, epsilon_R: float, M_P: float, M_R: float
     ) -> BetaConstants:
-        """Theorem 4.3's construction: as k grows, M_P B_P tends to ``epsilon_P`` and M_R B_R to ``1 /
-        epsilon_R``.
+        """Return the constants of Theorem 4.3's construction: as k grows, M_P B_P tends to ``epsilon_P`` and
+        M_R B_R to ``1 / epsilon_R``.
 
         Raises ValueError unless ``epsilon_P < M_P`` and ``epsilon_R > 1 / M_R``.
         """
@@ -55,11 +55,11 @@ class BetaConstants:
 
 
 def log_thresholds(constants: BetaConstants, seed: int, step: int, keys: Sequence[str], width: int) -> Tensor:
-    """[2, R, T] ``log(M_P B_P)`` and ``log(M_R B_R)``, float64, on the CPU.
+    """Return [2, R, T], ``log(M_P B_P)`` and ``log(M_R B_R)``, float64, on the CPU.
 
-    ``keys``: what identifies each of the R rows (``data.types.Sequence.key``). ``width``: T. A draw is a
-    function of seed, step, key and position alone, so it is the same whatever else is in the batch, however
-    wide it is padded, and on any number of ranks. Two rows of the same key in one step get the same draws.
+    ``keys``: identifiers of the R rows (``data.types.Sequence.key``). ``width``: T. A draw is a function of
+    seed, step, key and position alone, so it does not depend on the rest of the batch, on its padding or on
+    the number of ranks. Two rows with the same key in one step get the same draws.
     """
     bounds = (
         ("P", constants.M_P, constants.gamma_P, constants.beta_P),
@@ -69,8 +69,8 @@ def log_thresholds(constants: BetaConstants, seed: int, step: int, keys: Sequenc
     for i, (side, bound, gamma, beta) in enumerate(bounds):
         for row, key in enumerate(keys):
             digest = hashlib.blake2b(f"{seed}/{step}/{key}/{side}".encode(), digest_size=16).digest()
-            # A counter-based generator per row: numpy fills a row from its first position on, so a longer row
-            # only adds to it.
+            # Each row has its own counter-based generator: numpy fills a row from its first position on, so a
+            # longer row only appends draws.
             generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
             with np.errstate(divide="ignore"):  # a draw that underflows to 0 rejects nothing: log 0 = -inf
                 drawn[i, row] = math.log(bound) + np.log(generator.beta(gamma, beta, size=width))
@@ -78,7 +78,7 @@ def log_thresholds(constants: BetaConstants, seed: int, step: int, keys: Sequenc
 
 
 def rejected(log_ratio: Tensor, thresholds: Tensor) -> Tensor:
-    """[R, T] bool: the tokens that Definition 4.2 rejects. ``thresholds``: [2, R, T], of
+    """Return [R, T] bool, the tokens that Definition 4.2 rejects. ``thresholds``: [2, R, T], from
     ``log_thresholds``."""
     log_P, log_R = thresholds.to(log_ratio.device, non_blocking=True)
     value = log_ratio.detach().double()
@@ -86,5 +86,5 @@ def rejected(log_ratio: Tensor, thresholds: Tensor) -> Tensor:
 
 
 def detach_rejected(log_ratio: Tensor, reject: Tensor) -> Tensor:
-    """``log_ratio`` [R, T] with its values as they are and no gradient where ``reject`` is True."""
+    """Return ``log_ratio`` [R, T] with unchanged values, and without gradient where ``reject`` is True."""
     return torch.where(reject, log_ratio.detach(), log_ratio)

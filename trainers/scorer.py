@@ -1,5 +1,5 @@
-"""Where policy and reference meet: the token scores that every loss, every evaluation and every no-gradient
-pass is made of."""
+"""Token scores of the policy and its reference, which every loss, every evaluation and every no-gradient pass
+uses."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from trainers.losses.base import TokenScores
 
 
 class TokenScorer:
-    """Scores rows under the policy as it is now, beside the log-probabilities that the reference has kept for
-    them."""
+    """Scores rows under the current policy, together with the log-probabilities that the reference has stored
+    for them."""
 
     def __init__(self, policy: nn.Module, reference: Reference | None, humanline: Humanline) -> None:
-        """``reference``: None for a loss that has none; the policy's own values then stand in its place.
-        ``humanline``: what happens to the log-ratio between the two; ``Humanline()`` leaves it as it is."""
+        """``reference``: None for a loss that has none; the policy's own values then take its place.
+        ``humanline``: transforms the log-ratio between the two; ``Humanline()`` leaves it unchanged."""
         self.policy = policy
         self.reference = reference
         self.humanline = humanline
         self.reads_collision = False
-        """Whether scores have their ``collision``: one more product with the head."""
+        """Whether scores include ``collision``, which costs one more product with the head."""
 
     def score(self, step: int, sequences: Sequences) -> TokenScores:
-        """The scores of R rows at optimizer step ``step``, with the policy's gradient.
+        """Return the scores of R rows at optimizer step ``step``, with the policy's gradient.
 
-        Raises KeyError for a row that the reference was not asked to keep for this step.
+        Raises KeyError for a row that the reference did not score for this step.
         """
         collision = None
         if self.reads_collision:
@@ -44,18 +44,18 @@ class TokenScorer:
 
     @torch.no_grad()
     def score_without_gradient(self, step: int, sequences: Sequences) -> TokenScores:
-        """The same scores without gradient. The model is sharded again after the forward
+        """Return the same scores without gradient. The model is sharded again after the forward
         (``models.reference.score`` says why)."""
         scores = self.score(step, sequences)
         reshard(self.policy)
         return scores
 
     def reference_logprobs(self, step: int, sequences: Sequences, policy: torch.Tensor) -> torch.Tensor:
-        """[R, T] the reference's log-probabilities, nats; those of ``policy`` [R, T], detached, where there
-        is no reference."""
+        """Return [R, T], the reference's log-probabilities in nats; without a reference, ``policy`` [R, T],
+        detached."""
         return policy.detach() if self.reference is None else self.reference.lookup(step, sequences)
 
 
 def rejection_key(step: int, sequences: Sequences) -> RejectionKey:
-    """What a random rejection of these rows' tokens depends on."""
+    """Return the key that the random rejection of these rows' tokens depends on."""
     return RejectionKey(step, [row.key for row in sequences.rows])

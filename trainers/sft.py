@@ -1,5 +1,5 @@
-"""Supervised fine-tuning: the best completion alone, no reference; the loss is a mean over the global batch's
-completion tokens."""
+"""Supervised fine-tuning on the best completion alone, without a reference. The loss is a mean over the
+global batch's completion tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Losses on single examples (KTO): one example is a sequence, desirable or not, judged against one KL
-estimate a global batch."""
+"""Trainer for losses on single examples (KTO), where an example is a desirable or undesirable sequence,
+judged against one KL estimate per global batch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class UnpairedPreferenceTrainer(BasicTrainer[Tensor]):
         return len(batch)
 
     def arrange(self, batch: list[Example]) -> list[Example]:
-        """The batch with its mismatched rows, made in the batch's own order, before anything is sorted or
-        split."""
+        """Return the batch with its mismatched rows, which are made in the batch's own order, before anything
+        is sorted or split."""
         return views.mismatched(batch, self.config.model.max_length)
 
     @classmethod
     def check(cls, config: Config, segment: Segment) -> None:
-        """Refuse a plan in which a batch has one prompt only: nothing could be mismatched there, and z0 would
-        be made up."""
+        """Raise ConfigError for a plan in which a batch has only one prompt: no row could be mismatched
+        there, and z0 would have no data."""
         for i in range(segment.steps):
             if len({example.prompt_id for example in segment.batch(i)}) < 2:
                 raise ConfigError(
@@ -42,8 +42,8 @@ class UnpairedPreferenceTrainer(BasicTrainer[Tensor]):
                 )
 
     def prepare(self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer) -> list[Tensor]:
-        """z0 for each microbatch, the same [] tensor (eq. 7), nats: max(0, mean of s over the global batch's
-        mismatched rows).
+        """Return z0 for each microbatch, the same [] tensor (eq. 7), in nats: max(0, mean of s over the
+        global batch's mismatched rows).
 
         These rows are clipped like any other. No gradient flows through z0.
         """

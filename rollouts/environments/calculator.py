@@ -1,9 +1,9 @@
-r"""A calculator: ``<<12*7>>`` in the policy's turn is answered by ``84``.
+r"""A calculator environment, which answers ``<<12*7>>`` in the policy's turn with ``84``.
 
-The marks are a regular expression, so that a tokenizer without such marks can call it too: with
-``environment.role=assistant``, ``environment.stops=["="]`` and ``environment.options.call=([0-9+]+)=$`` the
-sum behind each ``=`` is filled in, which is how calculation annotations are sampled in Cobbe et al. 2021
-(arXiv 2110.14168).
+The marks of a call are a regular expression, so that a model whose tokenizer has no such marks can call the
+calculator too. With ``environment.role=assistant``, ``environment.stops=["="]`` and
+``environment.options.call=([0-9+]+)=$`` the value of a sum is filled in after each ``=``, which is how
+calculation annotations are sampled in Cobbe et al. 2021 (arXiv 2110.14168).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Callable
 from fractions import Fraction
 
 MOST_CHARACTERS = 200
-"""Of an expression: what is longer is not computed. Without powers none then takes any time."""
+"""Length of the longest expression that is computed. There are no powers, so within this limit no expression
+takes long."""
 
 _PAIRS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -29,8 +30,9 @@ _LEADING_ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")
 def calculate(
     conversation: list[dict[str, str]], *, call: str = "<<(.+?)>>", failed: str = "error"
 ) -> str | None:
-    """The value of the last call in the policy's last turn; None, the end, where it has none. ``call``: a
-    regular expression whose first group is the expression; ``failed``: the answer where that has no value."""
+    """Return the value of the last call in the policy's last turn. Without a call return None, which ends the
+    conversation. ``call``: a regular expression whose first group is the expression. ``failed``: the answer
+    if the expression has no value."""
     calls = list(re.finditer(call, conversation[-1]["content"]))
     if not calls:
         return None
@@ -41,7 +43,8 @@ def calculate(
 
 
 def value(expression: str) -> Fraction:
-    """The exact value of numbers, + - * / and brackets. Raises SyntaxError, ValueError, ZeroDivisionError."""
+    """Return the exact value of an expression of numbers, + - * / and brackets. Raises SyntaxError,
+    ValueError, ZeroDivisionError."""
     if len(expression) > MOST_CHARACTERS:
         raise ValueError(f"longer than {MOST_CHARACTERS} characters")
     plain = _LEADING_ZEROS.sub("", expression.replace(",", "").replace("$", "").strip())
@@ -60,7 +63,7 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def shown(number: Fraction) -> str:
-    """A whole number as it is, another one with up to six decimals."""
+    """Return a whole number as it is, and any other number with up to six decimals."""
     if number.denominator == 1:
         return str(number.numerator)
     return f"{float(number):.6f}".rstrip("0").rstrip(".")

@@ -1,5 +1,5 @@
-"""A guessing game: the policy guesses the prompt's reference answer, a whole number, and is told ``higher``
-or ``lower`` until it is right."""
+"""A guessing game in which the policy guesses the prompt's reference answer, a whole number. It is told
+``higher`` or ``lower`` until it is right."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def play(
     lower: str = "lower",
     unreadable: str = "a number",
 ) -> str | None:
-    """What is said of the last turn's guess; None, the end, where it is right. Raises ValueError for a prompt
-    whose reference answer is no whole number: nothing is to be guessed."""
+    """Return the reply to the guess in the last turn, or None, which ends the conversation, if the guess is
+    right. Raises ValueError for a prompt whose reference answer is not a whole number and so cannot be
+    guessed."""
     if reference is None or not _NUMBER.fullmatch(reference.strip()):
         raise ValueError(f"the reference answer is {reference!r}, not a whole number")
     guess = guessed(conversation[-1]["content"])
@@ -29,7 +30,7 @@ def play(
 
 
 def guessed(text: str) -> int | None:
-    """The last whole number in a text, of at most 18 digits."""
+    """Return the last whole number in ``text`` that has at most 18 digits; None if there is none."""
     found = [number for number in _NUMBER.findall(text) if len(number) <= 18]
     return int(found[-1]) if found else None
 
@@ -37,8 +38,9 @@ def guessed(text: str) -> int | None:
 def reward(
     completions: list[list[dict[str, str]]], prompts: list[list[dict[str, str]]], reference: list[Any]
 ) -> list[float | None]:
-    """One over the number of guesses where the last one is right, else 0; None without a reference answer. A
-    reward function (``reward.function.path``): ``prompts`` are the conversations before the last guess."""
+    """Return one over the number of guesses if the last guess is right, else 0; None without a reference
+    answer. This is a reward function (``reward.function.path``), and ``prompts`` are the conversations before
+    the last guess."""
     return [
         None if secret is None else _worth(guess[-1]["content"], before, str(secret))
         for guess, before, secret in zip(completions, prompts, reference, strict=True)

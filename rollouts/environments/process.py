@@ -1,5 +1,5 @@
-"""A user's environment in processes of its own, which can be killed: what it raises, or never returns, is one
-message and no hang."""
+"""A user's environment in separate processes that can be killed. If it raises or never returns, the run gets
+one error message and does not hang."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rollouts.rewards.base import Missing, RewardError
 from rollouts.rewards.pool import Pool
 
 Call = dict[str, Any]
-"""What one call is made with: ``conversation`` and FIELDS."""
+"""The arguments of one call: ``conversation`` and those in ``FIELDS``."""
 
 FIELDS = ("reference", "prompt_id", "seed", "turn")
-"""What an environment may ask for beside the conversation: the prompt's reference answer, its id, a number
-that belongs to the seed and the prompt, and how many turns the policy has had."""
+"""Arguments that an environment may take besides the conversation: the prompt's reference answer, its id, a
+number derived from the seed and the prompt, and the number of turns that the policy has had."""
 
 LOG_NAME = "environment-{}.log"
 
 
 class EnvironmentProcess:
-    """The function or class that ``environment.path`` names."""
+    """The function or class named by ``environment.path``, in worker processes."""
 
     def __init__(self, config: EnvironmentConfig, log_dir: Path) -> None:
-        """Raises ConfigError: it cannot be imported, or does not take its options."""
+        """Raises ConfigError if the environment cannot be imported or does not take its options."""
         self.config = config
         argument = (config.path, config.options, config.role)
         self._pool = Pool(
@@ -47,8 +47,8 @@ class EnvironmentProcess:
             raise ConfigError("environment.path", config.path, str(error)) from error
 
     def answers(self, calls: Sequence[Call]) -> list[dict[str, str] | None]:
-        """The next turn of each conversation, {"role", "content"}, or None for its end. Raises WorkerError
-        where one has none: samples of a broken environment are not trained on."""
+        """Return the next turn of each conversation, {"role", "content"}, or None for its end. Raises
+        WorkerError if a call failed, because samples of a broken environment must not be trained on."""
         found = self._pool.map(calls)
         failed = [answer.reason for answer in found if isinstance(answer, Missing)]
         if failed:
@@ -63,7 +63,7 @@ class EnvironmentProcess:
 
 
 def check(path: str, options: dict[str, Any]) -> None:
-    """Raise ConfigError for a path that names nothing, and for options that it does not take."""
+    """Raise ConfigError for a path that names nothing, and for options that the environment does not take."""
     found = import_function("environment.path", path)
     parameters = inspect.signature(found).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -77,8 +77,8 @@ def check(path: str, options: dict[str, Any]) -> None:
 
 
 def load(argument: tuple[str, dict[str, Any], str]) -> Callable[[Call], dict[str, str] | None]:
-    """The environment, made to answer one conversation. A class is made with the options, and then called.
-    Raises ConfigError."""
+    """Return the environment as a function that answers one conversation. A class is instantiated with the
+    options, and the instance is called. Raises ConfigError."""
     path, options, role = argument
     function = import_function("environment.path", path)
     if inspect.isclass(function):
@@ -94,8 +94,8 @@ def load(argument: tuple[str, dict[str, Any], str]) -> Callable[[Call], dict[str
 
 
 def turn_of(returned: Any, role: str) -> dict[str, str] | None:
-    """What an environment returned as a turn: a text is one of ``environment.role``. Raises TypeError,
-    ValueError."""
+    """Convert what an environment returned to a turn. A text becomes a turn of the role ``environment.role``.
+    Raises TypeError, ValueError."""
     if returned is None:
         return None
     turn = {"role": role, "content": returned} if isinstance(returned, str) else returned

@@ -1,8 +1,8 @@
-"""ArmoRM (Wang et al. 2024, arXiv 2406.12845), the paper's reward model.
+"""ArmoRM, the paper's reward model. Source: Wang et al. 2024, arXiv 2406.12845.
 
-A Llama whose last token's hidden state is regressed on 19 objectives; a gating network weighs them by the
-prompt alone. The class is ours because the checkpoint's own code does not import on transformers 5; names of
-modules are the checkpoint's.
+The model is a Llama whose last token's hidden state is regressed on 19 objectives. A gating network weights
+the objectives from the prompt alone. This project has its own class because the checkpoint's code does not
+import on transformers 5. Module names are the checkpoint's.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from data.types import Sequence as Row
 from rollouts.rewards.models import DTYPES, ModelReward, Place, padded
 
 N_OBJECTIVES, TEMPERATURE, HIDDEN, N_HIDDEN = 19, 10.0, 1024, 3
-"""The published checkpoint's, where its config does not say."""
+"""Values of the published checkpoint, used where its config does not give them."""
 
 
 @dataclass(frozen=True)
 class ArmoRMOutput:
-    """R rows, K objectives; float32."""
+    """Rewards of R rows with K objectives, float32."""
 
     score: Tensor
     """[R] the reward: the gate's weights times the decorrelated objectives"""
     rewards: Tensor
-    """[R, K] the objectives as regressed"""
+    """[R, K] the objectives, before decorrelation"""
     gating: Tensor
     """[R, K] the gate's weights, non-negative, before decorrelation; they depend on the prompt alone"""
 
 
 class Gating(nn.Module):
-    """The gate: an MLP with ReLU, a softmax with temperature, a scale."""
+    """The gating network: an MLP with ReLU, a softmax with temperature, and a scale."""
 
     def __init__(
         self, features: int, objectives: int, temperature: float, hidden: int, n_hidden: int
@@ -51,15 +51,15 @@ class Gating(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[R, features] -> [R, K]"""
+        """Map [R, features] hidden states to [R, K] weights of the objectives."""
         for layer in self.layers[:-1]:
             x = torch.relu(layer(x))
         return torch.softmax(self.layers[-1](x) / self.temperature, dim=-1) * self.logit_scale
 
 
 class ArmoRM(LlamaPreTrainedModel):
-    """The whole model. Its head is float32 in every dtype of the backbone: rewards differ in the third digit,
-    bf16 has two."""
+    """The whole model. Its head is float32 whatever the backbone's dtype, because rewards differ in the third
+    digit and bf16 has two."""
 
     _keep_in_fp32_modules_strict: ClassVar[list[str]] = [  # type: ignore[misc]
         "regression_layer",
@@ -84,8 +84,8 @@ class ArmoRM(LlamaPreTrainedModel):
         self.post_init()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, gate: Tensor, last: Tensor) -> ArmoRMOutput:
-        """``input_ids``, ``attention_mask``: [R, L], right padded. ``gate``: [R] the position of the
-        end-of-turn token that ends the prompt. ``last``: [R] the position of the row's last token."""
+        """Score R rows. ``input_ids``, ``attention_mask``: [R, L], right padded. ``gate``: [R] the position
+        of the end-of-turn token that ends the prompt. ``last``: [R] the position of the row's last token."""
         hidden = self.model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
         rows = torch.arange(len(hidden), device=hidden.device)
         rewards = self.regression_layer(hidden[rows, last].float())
@@ -95,7 +95,7 @@ class ArmoRM(LlamaPreTrainedModel):
 
 
 class ArmoRMHead:
-    """How ArmoRM is loaded and asked."""
+    """Loads ArmoRM and computes its rewards."""
 
     def __init__(self, end_id: int) -> None:
         self.end_id = end_id
@@ -130,11 +130,12 @@ class ArmoRMHead:
 
 
 def gate_position(row: Row, end_id: int) -> int:
-    """Where the gate reads the prompt: its last end-of-turn token, the one before the header of the answer.
+    """Return the position at which the gate reads the prompt: its last end-of-turn token, the one before the
+    header of the answer.
 
-    The published code looks for ``<|eot_id|>`` and the header of an assistant's turn from the end of the
-    whole row; looking in the prompt alone finds the same place, and no text of a completion can move it. A
-    prompt without one gives its first token.
+    The published code searches for ``<|eot_id|>`` and the header of an assistant's turn from the end of the
+    whole row. Searching the prompt alone finds the same position, and no text of a completion can move it.
+    For a prompt without an end-of-turn token the position is that of its first token.
     """
     found = (row.prompt_ids == end_id).nonzero()[0]
     return int(found[-1]) if len(found) else 0

@@ -1,5 +1,5 @@
-"""What a reward is: numbers for completions, or no verdict. "No verdict" is never a 0, and too many of them
-stop the run."""
+"""The reward interface, which gives each completion a number or no verdict. A missing verdict never counts as
+a score of 0, and too many of them stop the run."""
 
 from __future__ import annotations
 
@@ -22,82 +22,87 @@ if TYPE_CHECKING:
     from models.ranks import Ranks  # a verifier needs no torch
 
 EXAMPLES = 3
-"""Completions without a verdict that an error shows."""
+"""How many reasons, and how many completions without a verdict, an error message shows."""
 
 LOG_NAME = "reward-{}.log"
-"""Of a worker process, by its number, in a scorer's ``log_dir``."""
+"""Name of a worker process's log in a scorer's ``log_dir``, to be formatted with the worker's number."""
 
 _SHOWN = 120
 
 
 class RewardError(StoppedError):
-    """A reward that cannot go on: it gave too few verdicts, or nothing that it was asked could be
-    answered."""
+    """A reward that cannot continue, because it gave too few verdicts or because none of its requests could
+    be answered."""
 
 
 @dataclass(frozen=True)
 class Missing:
-    """No verdict, and why. Reasons are counted, so they do not name the completion."""
+    """The absence of a verdict, with its reason. Reasons are counted, so a reason does not name the
+    completion."""
 
     reason: str
 
 
 class Reward(Protocol):
-    """What a round asks for scores."""
+    """The interface through which a round obtains scores."""
 
     metrics: dict[str, float]
-    """Of the last ``score``: ``missing`` (share without a verdict), ``seconds``, and what the kind of reward
-    adds."""
+    """Metrics of the last ``score``: ``missing`` (share of completions without a verdict), ``seconds``, and
+    those that the kind of reward adds."""
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | None]:
-        """One finite reward a completion, or None for no verdict. ``prompts[i]`` is what ``completions[i]``
-        answers.
+        """Return one finite reward for each completion, or None for no verdict. ``completions[i]`` answers
+        ``prompts[i]``.
 
         Raises RewardError.
         """
 
     def arrivals(self, count: int) -> Arrivals | None:
-        """Where ``count`` completions may be put as they are sampled, to be scored early; None of a reward
-        that waits for all of them. ``score`` is called with them in any case."""
+        """Return a collector that takes ``count`` completions as they are sampled and begins to score them
+        early, or None for a reward that waits for all of them. ``score`` is called with the completions in
+        either case."""
 
     @property
     def gives_tokens(self) -> bool:
-        """Whether it rewards tokens (``score_tokens``), not completions."""
+        """Whether the reward scores tokens (``score_tokens``) and not whole completions."""
 
     def score_tokens(
         self, prompts: Sequence[Prompt], samples: Sequence[tuple[np.ndarray, Completion]]
     ) -> list[tuple[float, ...] | None]:
-        """A finite reward for each token of each completion, behind its [P] prompt tokens; None for no
-        verdict. Raises RewardError."""
+        """Return a finite reward for each token of each completion, or None for no verdict. Each sample is
+        (its [P] prompt tokens, the completion). Raises RewardError."""
 
     def check_tokenizer(self, tokenizer: Any) -> None:
-        """Raise ConfigError where tokens of ``tokenizer`` are not those that it rewards."""
+        """Raise ConfigError if the tokens of ``tokenizer`` are not the ones that this reward scores."""
 
     def share_over(self, ranks: Ranks) -> None:
-        """From here on let every rank score a share with its models, and release them, when rank 0 scores.
-        Every rank calls it once; those above 0 have a reward of the models alone
-        (``RewardConfig.models_alone``)."""
+        """Let every rank score a share with its own models whenever rank 0 scores from now on, and release
+        them whenever rank 0 releases. Every rank calls this once. Ranks above 0 hold a reward made of the
+        models alone (``RewardConfig.models_alone``)."""
 
     def release(self) -> None:
         """Free the accelerator's memory until the next ``score``."""
 
     def close(self) -> None:
-        """End processes and threads. Nothing is scored after it."""
+        """End processes and threads. Nothing can be scored afterwards."""
 
 
 class Scorer(Protocol):
-    """One kind of reward. It says why there is no verdict and leaves the policy about that to ``Checked``.
+    """One kind of reward. It gives the reason for each missing verdict and leaves the policy on missing
+    verdicts to ``Checked``.
 
-    One whose settings say ``loads_model`` also has ``share_over``, as of ``Reward``. One that scores in
-    processes or by calls may have ``chunk`` and ``begin`` (``rollouts.rewards.early``).
+    A scorer whose settings have a true ``loads_model`` also has ``share_over``, as in ``Reward``. A scorer
+    that works in other processes or through network calls may have ``chunk`` and ``begin``
+    (``rollouts.rewards.early``).
     """
 
     metrics: dict[str, float]
     log_dir: Path | None
-    """Where its worker processes write what they print and raise; None where there is no such place."""
+    """Directory where worker processes write what they print and the exceptions that they raise; None for
+    none."""
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
-        """One reward a completion, or the reason why there is none."""
+        """Return one reward for each completion, or the reason why there is none."""
 
     def release(self) -> None: ...
 
@@ -105,8 +110,8 @@ class Scorer(Protocol):
 
 
 class Checked:
-    """A Reward made of a Scorer: numbers that are not finite become missing, and more than ``max_missing`` of
-    them an error."""
+    """A Reward made of a Scorer. Numbers that are not finite become missing verdicts, and a share of missing
+    verdicts above ``max_missing`` is an error."""
 
     def __init__(self, scorer: Scorer, max_missing: float) -> None:
         self.scorer, self.max_missing = scorer, max_missing
@@ -152,7 +157,7 @@ class Checked:
         completions: Sequence[str],
         start: float,
     ) -> None:
-        """Note the metrics; raise RewardError where too many verdicts are missing."""
+        """Record the metrics, and raise RewardError if too many verdicts are missing."""
         assert len(verdicts) == len(completions), (
             f"{type(self.scorer).__name__} gave another number of verdicts"
         )
@@ -172,7 +177,7 @@ class Checked:
 
 
 def finite(verdict: float | Missing) -> float | Missing:
-    """``verdict`` as it is, or missing where it is nan or infinite."""
+    """Return ``verdict`` unchanged, or a missing verdict if it is nan or infinite."""
     if isinstance(verdict, Missing) or math.isfinite(verdict):
         return verdict
     return Missing(f"the reward is {verdict}")

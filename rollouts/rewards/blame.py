@@ -1,5 +1,4 @@
-"""What an exception in somebody's code says to them: its kind, its words, and the line of theirs that it
-comes from."""
+"""One-line descriptions of exceptions in user code, with the type, the message and the line of that code."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from common import imports, worker_process
 from common.errors import ConfigError
 
 LONGEST = 300
-"""Characters of an exception's own words."""
+"""Most characters kept of an exception's message."""
 
 _LIBRARIES = tuple(
     sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -26,12 +25,12 @@ _CALLERS = (
     str(_HERE / "pool.py"),
     str(_HERE / "function.py"),
 )
-"""Who calls the code that raised: their lines say nothing about it."""
+"""Files that call the user's code. Their lines say nothing about the error."""
 
 
 def describe(error: Exception) -> str:
-    """``ValueError: its words (file.py:12)``, in one line. The line is the deepest one outside of
-    libraries."""
+    """Return ``ValueError: its message (file.py:12)`` in one line. The location is the deepest line of the
+    traceback outside libraries."""
     said = error.remedy if isinstance(error, ConfigError) else str(error)
     words = " ".join(said.split())
     kind = "" if isinstance(error, ConfigError) else type(error).__name__
@@ -43,8 +42,8 @@ def describe(error: Exception) -> str:
 
 
 def _line(error: BaseException) -> str | None:
-    """``file.py:12``, relative to the working directory where it lies there; None where only callers were at
-    work."""
+    """Return ``file.py:12``, with a path relative to the working directory for a file inside it; None if the
+    traceback contains only callers."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -1,9 +1,9 @@
 """Scoring that begins while a round is still being sampled.
 
-Rewards that wait for something else (a process, a judge, a server) do it in tasks that know nothing of
-each other: ``Tasks``. A task whose completions have all been sampled is begun at once (``Arrivals``), with
-the very completions that it would have later. ``score`` then takes the results that are there, so what is
-scored together, and with what result, does not depend on when it was begun.
+Rewards that wait for something else (a process, a judge, a server) work in tasks that are independent of each
+other (``Tasks``). A task begins as soon as all of its completions have been sampled (``Arrivals``), and it
+gets exactly the completions that it would get later. ``score`` then takes the results that are ready. So
+neither the composition of a task nor its result depends on when the task begins.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ V = TypeVar("V")
 
 
 class Tasks(Generic[T, V]):
-    """``run`` of tasks by up to ``threads`` threads, which live until ``close``. A task is known by its
-    ``repr``: one that was begun and is asked for is not run again."""
+    """Runs tasks with ``run`` in up to ``threads`` threads, which live until ``close``. A task is identified
+    by its ``repr``. A task that has been begun is not run again when ``map`` asks for it."""
 
     def __init__(self, run: Callable[[T], V], threads: int, opened: Callable[[], None] | None = None) -> None:
-        """``opened`` is called before the first of the tasks that are under way together."""
+        """``opened`` is called before a task starts while no other task is under way."""
         self._run, self._opened = run, opened
         self._threads = ThreadPoolExecutor(threads)
         self._begun: defaultdict[str, deque[Future[V]]] = defaultdict(deque)
@@ -33,14 +33,14 @@ class Tasks(Generic[T, V]):
         self._lock = threading.Lock()
 
     def begin(self, task: T) -> None:
-        """What it raises, ``map`` raises."""
+        """Start ``task``. An exception that it raises is raised by ``map``."""
         future = self._submit(task)
         with self._lock:
             self._begun[repr(task)].append(future)
 
     def map(self, tasks: Sequence[T]) -> list[V]:
-        """The result of each task, in order. Raises what the first of them raises; those that have not begun
-        then are not run."""
+        """Return the result of each task, in order. If tasks fail, the exception of the first of them in this
+        order is raised, and tasks that have not begun by then are not run."""
         futures = [self._taken(task) or self._submit(task) for task in tasks]
         try:
             return [future.result() for future in futures]
@@ -50,7 +50,7 @@ class Tasks(Generic[T, V]):
             raise
 
     def close(self) -> None:
-        """What has not begun is not run; what has is not waited for."""
+        """Cancel the tasks that have not begun, without waiting for those that have."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _taken(self, task: T) -> Future[V] | None:
@@ -77,17 +77,19 @@ class Tasks(Generic[T, V]):
 
 
 class Begins(Protocol):
-    """A scorer, or a part of one, that can begin before it is asked."""
+    """A scorer, or a part of one, that can begin to score before ``score`` is called."""
 
     chunk: int
-    """Completions that are scored together: those from a multiple of it on."""
+    """Number of completions that are scored together. Chunks start at multiples of it."""
 
     def begin(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> None:
-        """Begin to score one chunk. ``score`` of more takes its result."""
+        """Begin to score one chunk. A later ``score`` of completions that include this chunk takes its
+        result."""
 
 
 class Arrivals:
-    """The completions of a round as they are sampled, in any order. ``count``: how many there will be."""
+    """The completions of a round, collected as they are sampled, in any order. ``count``: how many there will
+    be."""
 
     def __init__(self, scorers: Sequence[Begins], count: int) -> None:
         self.scorers = list(scorers)
@@ -95,8 +97,8 @@ class Arrivals:
         self._done: set[tuple[int, int]] = set()
 
     def put(self, first: int, rows: Sequence[tuple[Prompt, str]]) -> None:
-        """What was asked and answered at the places from ``first`` on. Chunks that are whole now are begun,
-        each once."""
+        """Store ``rows``, pairs of prompt and completion, at the positions from ``first`` on. Chunks that are
+        now complete begin to be scored, each once."""
         self._rows[first : first + len(rows)] = rows
         for which, scorer in enumerate(self.scorers):
             for at in range(first // scorer.chunk * scorer.chunk, first + len(rows), scorer.chunk):
@@ -107,8 +109,8 @@ class Arrivals:
 
 
 def parts_that_begin(scorer: Any) -> list[Begins]:
-    """Of a scorer, or of what it is made of, those that can begin early; none of a model, which shares its
-    device with what samples."""
+    """Return those parts of a scorer that can begin early, which may be the scorer itself. A model cannot,
+    because it shares its device with the sampler."""
     parts = getattr(scorer, "parts", None)
     if parts is not None:
         return [found for part in parts.values() for found in parts_that_begin(part)]

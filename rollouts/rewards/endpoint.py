@@ -1,4 +1,5 @@
-"""Asking an HTTP endpoint many times at once: it may fail now and then, or be given up."""
+"""Concurrent requests to an HTTP endpoint that may fail now and then, and that is given up if it only
+fails."""
 
 from __future__ import annotations
 
@@ -20,16 +21,16 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 LONGEST_WAIT_S = 60.0
-"""Between two tries, whatever the endpoint asks for."""
+"""Longest wait between two tries in seconds, whatever the endpoint asks for."""
 
 _STOP = {301, 302, 307, 308, 401, 403, 404, 405}
-"""HTTP errors that every further call would get too: a wrong key, address or model."""
+"""HTTP status codes that every further call would get too, because of a wrong key, address or model."""
 
 
 class FailedError(Exception):
-    """One call without a result. ``again``: whether another try may have one; ``wait``: seconds that the
-    endpoint asked to wait; ``endpoint``: whether it speaks against the endpoint, rather than against what was
-    asked."""
+    """One call without a result. ``again``: whether another try may succeed. ``wait``: seconds that the
+    endpoint asked to wait. ``endpoint``: whether the failure counts against the endpoint rather than against
+    the request; None: the value of ``again``."""
 
     def __init__(self, reason: str, again: bool, wait: float = 0.0, endpoint: bool | None = None) -> None:
         super().__init__(reason)
@@ -38,7 +39,7 @@ class FailedError(Exception):
 
 
 class EndpointSettings(Protocol):
-    """The part of a reward's settings that says how it is asked (config.schema_rewards)."""
+    """The part of a reward's settings that controls its requests (config.schema_rewards)."""
 
     api_key_env: str | None
     concurrency: int
@@ -48,14 +49,15 @@ class EndpointSettings(Protocol):
 
 
 class Endpoint:
-    """One address that is asked by POST with JSON, and answers with JSON. An endpoint that fails now and then
-    is asked again; one that does nothing else is given up."""
+    """One address that takes JSON by POST and answers with JSON. An endpoint that fails now and then is asked
+    again; an endpoint that only fails is given up."""
 
     def __init__(
         self, section: str, base_url: str, path: str, settings: EndpointSettings, most_bytes: int
     ) -> None:
-        """``section``: of the settings, as in ``reward.judge``; ``path`` is added to ``base_url``;
-        ``most_bytes``: of a reply. Raises ConfigError for an address or a key that cannot be sent."""
+        """``section``: the section of the settings, such as ``reward.judge``. ``path`` is appended to
+        ``base_url``. ``most_bytes``: the largest reply accepted. Raises ConfigError for an address or a key
+        that cannot be sent."""
         self.section, self.base_url, self.settings = section, base_url, settings
         name = settings.api_key_env
         self._key = os.environ[name].strip() if name is not None else None
@@ -69,9 +71,9 @@ class Endpoint:
         self._dead_after = max(50, 5 * settings.concurrency)
 
     def calls(self, ask: Callable[[T], V]) -> Tasks[T, V | Missing]:
-        """``ask`` of items, at most ``concurrency`` at once: its result, or why there is none. ``ask`` calls
-        ``post`` and raises FailedError. ``map`` raises RewardError where every further call would fail too: a
-        wrong key, address or model."""
+        """Return tasks that apply ``ask`` to items, at most ``concurrency`` at once. The result is that of
+        ``ask``, or the reason why there is none. ``ask`` calls ``post`` and raises FailedError. ``map``
+        raises RewardError if every further call would fail too, because of a wrong key, address or model."""
         made: Tasks[T, V | Missing] = Tasks(
             lambda item: self._tried(ask, item), self.settings.concurrency, self._anew
         )
@@ -82,7 +84,7 @@ class Endpoint:
         self._failures_in_a_row = 0
 
     def post(self, body: bytes) -> Any:
-        """What the endpoint answers to ``body``. Raises FailedError, RewardError."""
+        """Return the endpoint's JSON answer to ``body``. Raises FailedError, RewardError."""
         headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {self._key}"} if self._key else {}
         )
@@ -101,7 +103,7 @@ class Endpoint:
             raise FailedError("the endpoint's reply is no JSON", again=True) from None
 
     def check(self, ask: Callable[[T], Any], item: T) -> None:
-        """Ask once, before anything else is done. Raises ConfigError where there is no answer."""
+        """Make one call before anything else is done. Raises ConfigError if there is no answer."""
         key = f"{self.section}.base_url"
         try:
             ask(item)
@@ -112,7 +114,7 @@ class Endpoint:
             raise ConfigError(key, self.base_url, said) from None
 
     def close(self) -> None:
-        """What is under way ends with its try."""
+        """Cancel the calls that have not begun and close the client. A call under way is not tried again."""
         self._closed.set()
         for made in self._made:
             made.close()
@@ -139,8 +141,8 @@ class Endpoint:
         raise AssertionError("the last attempt returns")
 
     def _refused(self, response: httpx2.Response) -> FailedError | RewardError:
-        """What an HTTP error means for this call, or for all of them. What the endpoint says may repeat the
-        key: it is cut out."""
+        """Return the error for an HTTP error status: a RewardError if it concerns all calls, else a
+        FailedError. The endpoint's message may repeat the key, so the key is removed from it."""
         code, said = response.status_code, response.content[:2000].decode(errors="replace")
         if self._key:
             said = said.replace(self._key, "***")
@@ -158,12 +160,13 @@ class Endpoint:
 
 
 def _kind(error: httpx2.HTTPError) -> str:
-    """The error's class; its words may be the endpoint's, and different at each call."""
+    """Return the name of the error's class, because its message may be the endpoint's and different at each
+    call. A TooLongError gives its own message."""
     return str(error) if isinstance(error, TooLongError) else type(error).__name__
 
 
 def _seconds(text: str | None) -> float:
-    """Retry-After in seconds; 0 where there is none, or a date."""
+    """Return a Retry-After header in seconds; 0 if it is absent or a date."""
     try:
         return max(0.0, float(text or 0))
     except ValueError:

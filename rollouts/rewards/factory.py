@@ -1,4 +1,5 @@
-"""A reward made from its settings. Which one is said by its yaml alone (``_target_``)."""
+"""Construction of a reward from its settings. The reward's yaml alone decides which one it is
+(``_target_``)."""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ if TYPE_CHECKING:
 def make_reward(
     config: RewardConfig, device: torch.device | str = "cpu", log_dir: Path | None = None
 ) -> Reward:
-    """The reward that ``config`` describes. Models load when they are first asked, on ``device``. Worker
-    processes write what they print to ``log_dir``, which is made with the first ``score``; None: nowhere.
+    """Return the reward that ``config`` describes. A model loads onto ``device`` when it is first needed.
+    Worker processes write what they print to ``log_dir``, which is created at the first ``score``; with None
+    their output is not kept.
 
-    Its module is imported here and not before: a verifier needs no torch, and a judge no transformers. Raises
-    ConfigError: a function that cannot be imported, a tokenizer without a chat template, math-verify not
-    installed.
+    The reward's module is imported here and not earlier, because a verifier needs no torch and a judge no
+    transformers. Raises ConfigError for a function that cannot be imported, a tokenizer without a chat
+    template, or a missing math-verify.
     """
     make = import_function("reward._target_", config.target)
     return Checked(make(config.settings, device, log_dir), config.max_missing)

@@ -1,5 +1,5 @@
-"""A Python function as a reward, with TRL's signature: ``f(completions, **columns) -> list[float |
-None]``."""
+"""A reward from a Python function with TRL's signature. The signature is ``f(completions, **columns) ->
+list[float | None]``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Columns = dict[str, list[Any]]
 
 
 class FunctionReward:
-    """A user's function, in processes of its own: what it raises, returns or never returns costs the verdicts
-    of one batch."""
+    """A user's function, run in separate processes. If it raises, returns something invalid or never returns,
+    only the verdicts of one batch are lost."""
 
     def __init__(self, config: FunctionConfig, log_dir: Path | None = None) -> None:
         """Raises ConfigError if the function cannot be imported."""
@@ -54,7 +54,7 @@ class FunctionReward:
         return verdicts
 
     def release(self) -> None:
-        """It holds no memory of ours."""
+        """Does nothing: the function's memory belongs to its own processes."""
 
     def close(self) -> None:
         self._pool.close()
@@ -68,8 +68,8 @@ def batches_of(
 
 
 def columns(prompts: Sequence[Prompt], completions: Sequence[str], conversational: bool) -> Columns:
-    """What a function is called with, as TRL calls it: lists of messages, or texts. The prompt's reference
-    answer goes by each of the names that data sets give it."""
+    """Return the arguments of a reward function, as TRL passes them: lists of messages if ``conversational``,
+    else texts. The prompt's reference answer is passed under each of the names that data sets use for it."""
     references = [prompt.reference_answer for prompt in prompts]
     if conversational:
         asked: list[Any] = [[turn.message for turn in prompt.turns] for prompt in prompts]
@@ -92,7 +92,8 @@ def columns(prompts: Sequence[Prompt], completions: Sequence[str], conversationa
 
 
 def load(path: str) -> Callable[[Columns], list[float | Missing]]:
-    """The function at an import path, made to answer with one verdict a completion. Raises ConfigError."""
+    """Return the function at an import path, wrapped so that it returns one verdict for each completion.
+    Raises ConfigError."""
     function = import_function("reward.function.path", path)
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -108,7 +109,7 @@ def load(path: str) -> Callable[[Columns], list[float | Missing]]:
 
 
 def verdicts(returned: Any, expected: int) -> list[float | Missing]:
-    """What a function returned as verdicts. Raises TypeError or ValueError where that is no list of
+    """Convert what a function returned to verdicts. Raises TypeError or ValueError if it is not a list of
     ``expected`` values."""
     if isinstance(returned, (str, bytes, dict)) or not isinstance(returned, Iterable):
         raise TypeError(f"it returned a {type(returned).__name__}, not a list of rewards")

@@ -1,4 +1,4 @@
-"""A reward server of one's own: completions go there by POST, as JSON, and numbers come back."""
+"""A reward from the user's own server, which receives completions as JSON by POST and returns numbers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rollouts.rewards.function import Columns, batches_of, columns
 
 _MAX_REPLY_BYTES = 4_000_000
 _FIRST = Prompt((Turn("user", "What is 2 + 2?"),), "4")
-"""Asked once before a run begins, so that a server which is not there is found then."""
+"""Prompt that is scored once before a run begins, so that an unreachable server is found at that point."""
 
 
 class HttpReward:
-    """Sends batches of completions; a batch without a reply has no verdicts."""
+    """Sends completions in batches. The completions of a batch without a reply have no verdicts."""
 
     def __init__(self, config: HttpConfig) -> None:
-        """Raises ConfigError for a server that does not answer as it must."""
+        """Raises ConfigError for a server that does not answer as required."""
         self.config = config
         self.metrics: dict[str, float] = {}
         self.log_dir: Path | None = None
@@ -37,7 +37,8 @@ class HttpReward:
         self._calls.begin(columns(prompts, completions, self.config.conversational))
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
-        """Raises RewardError where every further call would fail too: a wrong key or address."""
+        """Return one verdict for each completion. Raises RewardError if every further call would fail too,
+        because of a wrong key or address."""
         batches = batches_of(prompts, completions, self.chunk, self.config.conversational)
         verdicts: list[float | Missing] = []
         for batch, found in zip(batches, self._calls.map(batches), strict=True):
@@ -45,13 +46,13 @@ class HttpReward:
         return verdicts
 
     def release(self) -> None:
-        """It uses no accelerator."""
+        """Does nothing: this reward uses no accelerator."""
 
     def close(self) -> None:
         self._endpoint.close()
 
     def _ask(self, batch: Columns) -> list[float | Missing]:
-        """One number a completion. Raises FailedError, RewardError."""
+        """Return one number for each completion of the batch. Raises FailedError, RewardError."""
         reply = self._endpoint.post(json.dumps(batch).encode())
         given = reply.get("rewards") if isinstance(reply, dict) else None
         wanted = len(batch["completions"])

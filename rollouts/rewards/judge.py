@@ -1,5 +1,5 @@
-"""A language model as a judge, behind any OpenAI-compatible endpoint (``POST
-{base_url}/chat/completions``)."""
+"""A reward from a language model as a judge, behind any OpenAI-compatible endpoint. Requests go to ``POST
+{base_url}/chat/completions``."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from rollouts.rewards.endpoint import Endpoint, FailedError
 
 _MAX_REPLY_BYTES = 4_000_000
 _MOST_TOKENS = 100_000_000
-"""Of one call: an endpoint that counts more counts something else."""
+"""Highest token count accepted for one call. An endpoint that reports more counts something else."""
 _CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass
 class Spent:
-    """What the endpoint was asked so far, by this process."""
+    """Calls and tokens that this process has spent at the endpoint so far."""
 
     calls: int = 0
     tokens: int = 0
-    """the endpoint's own count, or four characters a token where it gives none"""
+    """the endpoint's own count, or ``_estimate`` of a call for which it gives none"""
 
 
 class JudgeReward:
-    """Scores by a judge."""
+    """Scores completions with a judge model."""
 
     def __init__(self, config: JudgeConfig) -> None:
         """Raises ConfigError for an address or a key that cannot be sent."""
@@ -54,13 +54,14 @@ class JudgeReward:
             self._calls.begin(asked)
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
-        """Raises RewardError where every further call would fail too: a wrong key, address or model."""
+        """Return one verdict for each completion. Raises RewardError if every further call would fail too,
+        because of a wrong key, address or model."""
         verdicts = self._calls.map(list(zip(prompts, completions, strict=True)))
         self.metrics = {"calls": float(self.spent.calls), "tokens": float(self.spent.tokens)}
         return verdicts
 
     def release(self) -> None:
-        """It uses no accelerator."""
+        """Does nothing: this reward uses no accelerator."""
 
     def close(self) -> None:
         self._endpoint.close()
@@ -74,7 +75,7 @@ class JudgeReward:
         parts = {"{prompt}": shown, "{completion}": completion, "{reference}": prompt.reference_answer or ""}
         filled = re.sub(
             "|".join(map(re.escape, parts)), lambda match: parts[match.group()], self.config.prompt
-        )  # in one pass
+        )  # one pass, so that placeholders within these texts stay
         return json.dumps(
             {
                 "model": self.config.model,
@@ -87,8 +88,8 @@ class JudgeReward:
     # Spending
 
     def _reserve(self, body: bytes) -> None:
-        """Count one call before it is made, so that calls at once cannot pass a cap together. Raises
-        FailedError where the call must not be made."""
+        """Count one call before it is made, so that concurrent calls cannot exceed a cap together. Raises
+        FailedError if the call would exceed a cap."""
         with self._lock:
             if self.spent.calls >= self.config.max_calls:
                 reason = f"reward.judge.max_calls={self.config.max_calls} is used up"
@@ -100,11 +101,11 @@ class JudgeReward:
             self.spent.tokens += self._estimate(body)
 
     def _estimate(self, body: bytes) -> int:
-        """The most tokens that a call may cost, about."""
+        """Estimate the most tokens that a call may cost."""
         return len(body) // _CHARACTERS_PER_TOKEN + self.config.max_tokens
 
     def _settle(self, body: bytes, reply: dict[str, Any]) -> None:
-        """Put the endpoint's own count in the place of the estimate, if it can be one."""
+        """Replace the estimate by the endpoint's own count, if that is plausible."""
         usage = reply.get("usage")
         total = usage.get("total_tokens") if isinstance(usage, dict) else None
         if type(total) is int and 0 <= total <= _MOST_TOKENS:
@@ -114,7 +115,7 @@ class JudgeReward:
     # One call
 
     def _ask(self, asked: tuple[Prompt, str]) -> float:
-        """The score in the judge's reply. Raises FailedError, RewardError."""
+        """Return the score in the judge's reply. Raises FailedError, RewardError."""
         prompt, completion = asked
         body = self._body(prompt, completion)
         self._reserve(body)
@@ -127,9 +128,9 @@ class JudgeReward:
         return self._rating(text if isinstance(text, str) else "", completion)
 
     def _rating(self, text: str, completion: str) -> float:
-        """The one rating in the judge's reply ``text``. Raises FailedError where there is none, and where it
-        may be a quotation of the answer: several different ratings, or one that the answer has too, among
-        other words."""
+        """Return the one rating in the judge's reply ``text``. Raises FailedError if there is none, and if it
+        may be a quotation of the answer: several different ratings, or a rating among other words that also
+        occurs in the answer."""
         matches = list(self._pattern.finditer(text))
         if not matches:
             raise FailedError("no score in the judge's reply", again=True)

@@ -1,6 +1,6 @@
-"""Equality of mathematical answers by math-verify. Runs in worker processes alone, which are killed when it
-does not return: its own time limit is a ``signal.alarm``, which works on the main thread only and otherwise
-makes every verdict a 0."""
+"""Comparison of mathematical answers by math-verify. This code runs only in worker processes, which are
+killed if it does not return. math-verify's own time limit is a ``signal.alarm``, which works on the main
+thread only and otherwise makes every verdict a 0."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _RUN = re.compile(r"\d[\d.,]*\d")
 _THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
 _DECIMAL_COMMA = re.compile(r"\d+,\d+")
 _SPACED = re.compile(r"(?<![\d.,])([1-9]\d{0,2}) (?=\d{3}(?: \d{3})*\d)")
-"""What math-verify takes for thousands separated by spaces, though a group has more than three digits."""
+"""Text that math-verify reads as thousands separated by spaces, although one group has more than three
+digits."""
 
 
 def load(_: None) -> Callable[[tuple[str | None, str]], float | Missing]:
-    """``check``, once math-verify is there. Raises ImportError."""
+    """Return ``check`` after importing math-verify. Raises ImportError if it is not installed."""
     import math_verify  # noqa: F401
 
     logging.getLogger("math_verify").setLevel(
@@ -33,12 +34,12 @@ def load(_: None) -> Callable[[tuple[str | None, str]], float | Missing]:
 
 
 def check(task: tuple[str | None, str]) -> float | Missing:
-    """1.0 where the completion's final answer equals the reference answer, 0.0 where it does not or where
-    there is none.
+    """Return 1.0 if the completion's final answer equals the reference answer, else 0.0 (also if there is no
+    answer).
 
-    ``task``: (reference answer, completion). Missing where the reference is none, or cannot be read: that is
-    not the completion's fault. What the comparison raises is left to the caller, for whom it is no verdict
-    either.
+    ``task``: (reference answer, completion). The result is Missing if there is no reference or it cannot be
+    read, because that is not the completion's fault. Exceptions of the comparison are left to the caller,
+    which treats them as no verdict too.
     """
     from math_verify import verify
 
@@ -58,8 +59,8 @@ def check(task: tuple[str | None, str]) -> float | Missing:
 
 
 def final_answer(text: str) -> str:
-    """What is given as the answer: the last ``<answer>`` block, else what follows the last ``####`` (GSM8K),
-    else all of it."""
+    """Return the part of ``text`` that gives the answer: the last ``<answer>`` block, else what follows the
+    last ``####`` (GSM8K), else all of it."""
     blocks = _ANSWER.findall(text)
     if blocks:
         return str(blocks[-1]).strip()
@@ -68,8 +69,7 @@ def final_answer(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Numbers as people write them: without dollar signs, thousands separators and the full stop of a
-    sentence."""
+    """Return a number without dollar signs, thousands separators and the full stop of a sentence."""
     whole = text.strip().strip("$").rstrip(".")
     return _RUN.sub(
         lambda run: run[0].replace(",", "") if _THOUSANDS.fullmatch(run[0]) else run[0], whole
@@ -77,27 +77,27 @@ def _plain(text: str) -> str:
 
 
 def _parsed(text: str) -> list[Any]:
-    """math-verify's readings of an answer, which is LaTeX or not, between dollar signs or bare."""
+    """Return math-verify's readings of an answer, which may be LaTeX or not, between dollar signs or bare."""
     from math_verify import LatexExtractionConfig, parse
 
     if any(anchor in text for anchor in _ANCHORS):
         return parse(_SPACED.sub(r"\1  ", _RUN.sub(_spread, text)), parsing_timeout=None)
     words = parse(_SPACED.sub(r"\1  ", _RUN.sub(_one_number, text)), parsing_timeout=None)
     if len(text) < 200:
-        as_latex = [LatexExtractionConfig()]  # what is no LaTeX is read among the words
+        as_latex = [LatexExtractionConfig()]  # other readings are in ``words``
         boxed = parse(f"\\boxed{{{text}}}", as_latex, parsing_timeout=None)
         if boxed:
             return boxed + words
     return words
 
 
-# Outside of LaTeX math-verify takes the longest beginning of such a run that it can read as a number: 2125 of
-# 2,1251, and 1.2 of 1,2,3.
+# Outside LaTeX, math-verify reads the longest prefix of a ``_RUN`` that is a number: 2125 in 2,1251, and 1.2
+# in 1,2,3.
 
 
 def _one_number(run: re.Match[str]) -> str:
-    """The run if it is one number, with a decimal point for a decimal comma; of several, nothing: no one of
-    them is the answer."""
+    """Return the run, with a decimal point for a decimal comma, if it is one number. If it is several
+    numbers, return a space, because none of them alone is the answer."""
     text = run[0]
     if "," not in text or _THOUSANDS.fullmatch(text):
         return text
@@ -105,6 +105,7 @@ def _one_number(run: re.Match[str]) -> str:
 
 
 def _spread(run: re.Match[str]) -> str:
-    """The same among LaTeX, to which a list with spaces is what it is without them."""
+    """Put spaces between the numbers of a run within LaTeX, unless it is one number with thousands
+    separators. In LaTeX, a list with spaces is read like one without."""
     text = run[0]
     return text if "," not in text or _THOUSANDS.fullmatch(text) else text.replace(",", ", ")

@@ -1,7 +1,8 @@
-"""Reward models: conversations rendered by the model's own tokenizer, batched by length, right padded.
+"""Reward models that score conversations rendered by their own tokenizer. Batches hold rows of similar
+length, right padded.
 
-A row's reward depends on the row alone, not on what shares its batch: padding is to the right of causal
-attention, or masked.
+A row's reward depends on the row alone and not on the rest of its batch, because padding lies to the right
+under causal attention, or is masked.
 """
 
 from __future__ import annotations
@@ -42,39 +43,39 @@ _MARK = "humanline-probe"
 
 
 class Place:
-    """Where a reward model is, and its conversations."""
+    """The location of a reward model, and the rendering of its conversations."""
 
     def __init__(self, config: RewardModelConfig, key: str, rendering: str = "template") -> None:
-        """``key``: the config section. ``rendering`` as for Conversations. Raises ConfigError."""
+        """``key``: the config section. ``rendering``: as in ``Conversations``. Raises ConfigError."""
         self.key, self.name = f"{key}.name_or_path", config.name_or_path
         self.path = reachable(self.key, self.name, config.revision)
         self.conversations = Conversations(config, self.path, key=key, rendering=rendering)
 
 
 class RewardHead(Protocol):
-    """What makes one kind of reward model differ from another."""
+    """The part in which kinds of reward model differ."""
 
     def empty(self, found: PretrainedConfig) -> PreTrainedModel:
-        """A model of this architecture, to be made without weights. Raises ConfigError where there is
+        """Build a model of this architecture, within ``init_empty_weights``. Raises ConfigError if there is
         none."""
 
     def load(self, path: str, config: RewardModelConfig) -> tuple[PreTrainedModel, set[str]]:
-        """(the model on the CPU, names of weights that its checkpoint lacks). Raises what transformers
+        """Return (the model on the CPU, names of weights that its checkpoint lacks). Raises what transformers
         raises."""
 
     def rewards(self, model: PreTrainedModel, rows: Sequence[Row], device: torch.device) -> Tensor:
-        """[R] float32 rewards of R rows."""
+        """Return the [R] rewards of R rows, which the caller converts to float32."""
 
 
 class Conversations:
-    """Prompts and completions as a reward model's tokenizer writes them."""
+    """Renders prompts and completions with a reward model's tokenizer."""
 
     def __init__(
         self, config: RewardModelConfig, path: str, *, key: str, rendering: str = "template"
     ) -> None:
-        """``path``: where the model is; ``key``: the config section, for messages. ``rendering``:
-        ``template`` ends a row where the chat template ends an answer, ``turn`` with the end-of-turn token.
-        Raises ConfigError."""
+        """``path``: the location of the model. ``key``: the config section, for error messages.
+        ``rendering``: ``template`` ends a row where the chat template ends an answer, ``turn`` ends it with
+        the end-of-turn token. Raises ConfigError."""
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, revision=config.revision)
         except Exception as error:  # tokenizers raises bare Exceptions for a file that it cannot read
@@ -98,8 +99,8 @@ class Conversations:
         self._tail = _tail(tokenizer, self.end_id) if rendering == "template" else []
 
     def rows(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Row | Missing]:
-        """The tokens that are scored. A completion whose end does not fit has no verdict: its reward would be
-        another text's."""
+        """Return the tokens that are scored for each completion. A completion whose end does not fit has no
+        verdict, because its reward would be that of another text."""
         rendered = self._renderer.sequences(
             zip(prompts, (Completion(text=text) for text in completions), strict=True)
         )
@@ -116,15 +117,14 @@ class Conversations:
 class ModelReward:
     """A reward model, loaded at the first ``score`` and moved off its device by ``release``.
 
-    Batches are those of a single process however many ranks share them, so that scores are the same to the
-    bit.
+    The batches are the same for any number of ranks, so that scores are identical to the bit.
     """
 
     def __init__(
         self, config: RewardModelConfig, place: Place, head: RewardHead, device: torch.device | str
     ) -> None:
-        """Raises ConfigError for a model that is none of its kind, before its weights load: its architecture
-        and the names of its weights say so."""
+        """Raises ConfigError for a model that is not of this kind. The check uses its architecture and the
+        names of its weights, before the weights load."""
         self.config, self.place, self.head = config, place, head
         self.device = torch.device(device)
         self._check()
@@ -135,7 +135,7 @@ class ModelReward:
         self._free: Callable[[None], None] = self._off_device
 
     def share_over(self, ranks: Ranks) -> None:
-        """As of ``Reward``."""
+        """Share the scoring as in ``Reward.share_over``."""
         self._of_batches, self._free = ranks.dealt(self._of_batch), ranks.together(self._off_device)
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
@@ -170,7 +170,8 @@ class ModelReward:
         self._model = None
 
     def _check(self) -> None:
-        """Raise ConfigError for an architecture or a checkpoint that is no such reward model's."""
+        """Raise ConfigError if the architecture or the checkpoint does not belong to this kind of reward
+        model."""
         try:
             found = AutoConfig.from_pretrained(self.place.path, revision=self.config.revision)
             names = tensor_names(self.place.path, self.config.revision)
@@ -203,7 +204,7 @@ class ModelReward:
 
 class Classifier:
     """Any sequence classifier with one label, as transformers computes it: pooled at the last token that is
-    no padding."""
+    not padding."""
 
     def empty(self, found: PretrainedConfig) -> PreTrainedModel:
         require(
@@ -236,15 +237,15 @@ class Classifier:
 
 
 def make(config: ClassifierConfig, device: torch.device | str, log_dir: Path | None = None) -> ModelReward:
-    """A sequence classifier of the hub, or a Bradley-Terry model that this project exported. Raises
-    ConfigError."""
+    """Return a sequence classifier from the hub, or a Bradley-Terry model exported by this project, as a
+    reward. Raises ConfigError."""
     return ModelReward(config, Place(config, "reward.classifier", config.rendering), Classifier(), device)
 
 
 def tensor_names(path: str, revision: str | None) -> set[str] | None:
-    """Names of the tensors in a checkpoint's safetensors files, from their index or their header; None where
-    only a download of the weights would say. Raises OSError, ValueError, SafetensorError for files that
-    cannot be read."""
+    """Return the names of the tensors in a checkpoint's safetensors files, from their index or their header;
+    None if only a download of the weights would tell. Raises OSError, ValueError, SafetensorError for files
+    that cannot be read."""
     index = cached_file(
         path,
         SAFE_WEIGHTS_INDEX_NAME,
@@ -268,7 +269,7 @@ def tensor_names(path: str, revision: str | None) -> set[str] | None:
 
 
 def padded(rows: Sequence[Row], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[R, L] int64 ids, right padded with ``pad``, and [R, L] int64 attention mask."""
+    """Return [R, L] int64 ids, right padded with ``pad``, and the [R, L] int64 attention mask."""
     lengths = torch.tensor([len(row) for row in rows])
     ids = torch.full((len(rows), int(lengths.max())), pad, dtype=torch.int64)
     for i, row in enumerate(rows):
@@ -278,8 +279,9 @@ def padded(rows: Sequence[Row], pad: int, device: torch.device) -> tuple[Tensor,
 
 
 def by_length(rows: Sequence[tuple[int, Row]], batch_tokens: int) -> Iterator[list[tuple[int, Row]]]:
-    """Batches of rows of like length, longest first (what does not fit in memory shows at once), of at most
-    ``batch_tokens`` tokens with their padding; a row longer than that goes alone."""
+    """Yield batches of rows of similar length, with at most ``batch_tokens`` tokens each, padding included. A
+    longer row is a batch by itself. The longest rows come first, so that running out of memory shows at
+    once."""
     batch: list[tuple[int, Row]] = []
     for i, row in sorted(rows, key=lambda item: len(item[1]), reverse=True):
         if batch and (len(batch) + 1) * len(batch[0][1]) > batch_tokens:
@@ -291,7 +293,8 @@ def by_length(rows: Sequence[tuple[int, Row]], batch_tokens: int) -> Iterator[li
 
 
 def refuse_missing(missing: Sequence[str] | set[str], key: str, name: str) -> None:
-    """Raise ConfigError for weights that the checkpoint lacks: transformers would draw them at random."""
+    """Raise ConfigError for weights that the checkpoint lacks, because transformers would initialise them at
+    random."""
     if missing:
         raise ConfigError(
             key, name, f"is no such reward model: its checkpoint lacks {', '.join(sorted(missing)[:3])}"
@@ -299,13 +302,14 @@ def refuse_missing(missing: Sequence[str] | set[str], key: str, name: str) -> No
 
 
 def _absent(rows: Sequence[Row]) -> int:
-    """The smallest token id that no row has."""
+    """Return the smallest token id that occurs in no row."""
     used = {int(token) for row in rows for token in (*row.prompt_ids, *row.completion_ids)}
     return next(token for token in range(len(used) + 1) if token not in used)
 
 
 def _tail(tokenizer: PreTrainedTokenizerBase, end_id: int) -> list[int]:
-    """What the chat template writes after the end-of-turn token of an answer (Qwen's newline)."""
+    """Return the tokens that the chat template writes after the end-of-turn token of an answer (Qwen's
+    newline)."""
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     assert isinstance(text, str)

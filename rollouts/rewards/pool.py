@@ -1,8 +1,8 @@
-"""Code that cannot be trusted to return, in worker processes that can be killed: a user's function, or a
-symbolic comparison.
+"""Worker processes for code that may never return, such as a user's function or a symbolic comparison. They
+can be killed.
 
 A time limit inside the process (math-verify's ``signal.alarm``) works on the main thread alone and interrupts
-no C code; killing the process from outside always works.
+no C code. Killing the process from outside always works.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from rollouts.rewards.early import Tasks
 START_S = 180.0
 """Seconds a worker may take to import what it will run."""
 LOG_S = 30.0
-"""Seconds a worker may take to change its log."""
+"""Seconds a worker may take to switch to another log."""
 TRACEBACKS = 3
-"""Of one failure (the same exception at the same line) that a worker logs: the next thousand say nothing
-more."""
+"""How many tracebacks of one failure (the same exception at the same line) a worker logs. Further ones say
+nothing more."""
 
 
 class Pool:
     """Up to ``workers`` processes that each run ``loader(argument)``, a function of one task, on many tasks.
 
-    ``loader``: import path of ``f(argument) -> (task -> result)``, called once in every worker; its time does
-    not count towards ``timeout``, the seconds that one task may take. Argument, tasks and results are
-    pickled. Processes start when they are first needed and live until ``close``.
+    ``loader`` is the import path of ``f(argument) -> (task -> result)``. It is called once in every worker,
+    and its time does not count towards ``timeout``, the seconds that one task may take. The argument, tasks
+    and results are pickled. Processes start when they are first needed and live until ``close``.
 
-    What they print, and the tracebacks of what they raise, goes to ``log_dir``: ``reward-0.log``,
-    ``reward-1.log``, … (``log_name``), one for each process at a time. The folder is made with the first
-    task: until then a run may still be refused, and leaves nothing. With None it goes nowhere.
+    What the workers print, and the tracebacks of what they raise, goes to files in ``log_dir`` named by
+    ``log_name``: ``reward-0.log``, ``reward-1.log``, … Each file belongs to one process at a time. The folder
+    is created with the first task, because a run may be refused before that and must then leave nothing
+    behind. With ``log_dir=None`` the output is not kept.
     """
 
     def __init__(
@@ -67,27 +68,28 @@ class Pool:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Have one worker ready. Raises RewardError if its function cannot be loaded."""
+        """Start one worker in advance. Raises RewardError if its function cannot be loaded."""
         self._idle.put(self._new(None))
 
     def map(self, tasks: Sequence[Any]) -> list[Any]:
-        """The result of each task, in order; Missing for one that raised, took too long or ended its process.
+        """Return the result of each task, in order; Missing for a task that raised, took too long or ended
+        its process.
 
         Raises RewardError if the function cannot be loaded.
         """
         return self._tasks.map(tasks)
 
     def begin(self, task: Any) -> None:
-        """Run a task that ``map`` will be asked for."""
+        """Start a task whose result ``map`` will be asked for."""
         self._tasks.begin(task)
 
     def close(self) -> None:
-        """End the workers; whatever they are doing."""
+        """End the workers, whatever they are doing."""
         self._tasks.close()
         with self._lock:
             self._closed = True
             busy = list(self._busy)
-        for worker in busy:  # its thread finds it dead
+        for worker in busy:  # the thread that waits for it finds it dead
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
         while not self._idle.empty():
@@ -100,7 +102,7 @@ class Pool:
         start = time.monotonic()
         try:
             succeeded, result = worker.call("run", task, timeout=self.timeout)
-        except WorkerError:  # it is dead, killed or not: the next task gets a new one
+        except WorkerError:  # the worker is dead, killed or not: the next task gets a new one
             late = time.monotonic() - start >= self.timeout
             self._discard(worker)
             if late:
@@ -117,7 +119,7 @@ class Pool:
         return result if succeeded else Missing(result)
 
     def _take(self) -> WorkerProcess:
-        """A worker that writes to its log."""
+        """Return a worker. With a ``log_dir``, it writes to one of the logs there."""
         try:
             worker = self._idle.get_nowait()
         except queue.Empty:
@@ -128,7 +130,7 @@ class Pool:
         return worker
 
     def _free_log(self) -> Path | None:
-        """The first log that no living worker writes to."""
+        """Return the first log that no living worker writes to; None without a ``log_dir``."""
         if self.log_dir is None:
             return None
         with self._lock:
@@ -169,14 +171,14 @@ class Pool:
 
 
 class _Worker:
-    """The worker's side."""
+    """The functions that run in the worker process."""
 
     def __init__(self) -> None:
         self._function: Callable[[Any], Any] | None = None
         self._logged: Counter[str] = Counter()
 
     def load(self, loader: str, argument: Any) -> str | None:
-        """None, or why the function cannot be loaded."""
+        """Load the function. Returns None, or the reason why it cannot be loaded."""
         try:
             self._function = import_function("loader", loader)(argument)
         except Exception as error:
@@ -191,7 +193,8 @@ class _Worker:
             return False, self._told(error)
 
     def _told(self, error: Exception) -> str:
-        """What went wrong, in a line; all of it goes to the log."""
+        """Return the failure in one line, and print its traceback to the log unless it is there often
+        enough."""
         told = describe(error)
         self._logged[told] += 1
         if self._logged[told] <= TRACEBACKS:

@@ -1,4 +1,5 @@
-"""``reward=instruct``: what a story of the embedded instructions is worth, by a judge that may err."""
+"""The reward of ``reward=instruct``, which scores stories of the embedded instructions by a judge that may
+err."""
 
 from __future__ import annotations
 
@@ -14,17 +15,18 @@ from rollouts.rewards.base import Missing
 
 
 class StoryJudge:
-    """Scores stories in this process: a round of 1,024 takes a tenth of a second."""
+    """Scores stories in this process. A round of 1,024 stories takes a tenth of a second."""
 
     def __init__(self, config: StoryJudgeConfig) -> None:
-        """Raises ConfigError for a file that is no language."""
+        """Raises ConfigError if ``config.language`` is not a language file."""
         self.config, self.language = config, read_language(config.language, "reward.instruct.language")
         self.metrics: dict[str, float] = {}
         self.log_dir: Path | None = None
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
-        """``metrics`` get the mean of each part of the true reward, as ``reward_tone``, and ``reward_words``,
-        the mean length."""
+        """Return the judge's reward of each story; Missing for a prompt that is not of this language.
+        ``metrics`` gets the mean of each part of the true reward, such as ``reward_tone``, and the mean
+        length in words, ``reward_words``."""
         asked = [(text_of(prompt), story) for prompt, story in zip(prompts, completions, strict=True)]
         self.metrics = self._means([one for one in asked if self.language.is_prompt(one[0])])
         return [self._verdict(prompt, story) for prompt, story in zip(prompts, completions, strict=True)]
@@ -41,10 +43,10 @@ class StoryJudge:
         return Missing("the prompt is none of this language") if found is None else found
 
     def release(self) -> None:
-        """It uses no accelerator."""
+        """Does nothing: this reward uses no accelerator."""
 
     def close(self) -> None:
-        """It has no process."""
+        """Does nothing: this reward has no processes."""
 
 
 def make(settings: StoryJudgeConfig, device: object, log_dir: Path | None) -> StoryJudge:

@@ -1,11 +1,11 @@
-"""A teacher as a reward (on-policy distillation; Agarwal et al. 2023, arXiv 2306.13649, with the reverse KL
-on the student's own samples): token t of a sample is worth ``log pi_teacher(y_t) - log mu(y_t)``, nats, mu
-the policy that sampled it.
+"""A teacher model as a reward, for on-policy distillation. The method is that of Agarwal et al. 2023 (arXiv
+2306.13649), with the reverse KL on the student's own samples. Token t of a sample is worth ``log
+pi_teacher(y_t) - log mu(y_t)`` nats, where mu is the policy that sampled it.
 
-Its mean over a sample's tokens is an estimate of -KL(mu || teacher) a token. The teacher reads the tokens
-that the student read and wrote, so their tokenizers must be the same; it is asked at temperature 1. It is
-loaded here, or asked behind a vLLM server's completions endpoint, which gives the log-probabilities of a
-prompt's tokens (``prompt_logprobs``).
+The mean over a sample's tokens estimates -KL(mu || teacher) per token. The teacher reads the tokens that the
+student read and wrote, so their tokenizers must be the same. The teacher is evaluated at temperature 1. It is
+loaded in this process, or queried through the completions endpoint of a vLLM server, which returns the
+log-probabilities of a prompt's tokens (``prompt_logprobs``).
 """
 
 from __future__ import annotations
@@ -37,24 +37,26 @@ from rollouts.rewards.base import Missing
 from rollouts.rewards.endpoint import Endpoint, FailedError
 
 Sample = tuple[np.ndarray, Completion]
-"""[P] prompt tokens, and what was sampled behind them."""
+"""[P] prompt tokens, and the completion sampled after them."""
 
 KEY = "reward.teacher.name_or_path"
 WHOLE = "reward=teacher scores the tokens of a run's own rounds; a text has none"
 _MAX_REPLY_BYTES = 256_000_000
-"""Of the log-probabilities of one completion's tokens: vLLM writes about 100 bytes a token."""
+"""Largest reply with the log-probabilities of one completion's tokens. vLLM writes about 100 bytes per
+token."""
 UNKNOWN = "its log-probabilities under the policy that sampled it are not known (docs/off-policy.md)"
 
 
 class Teacher(ABC):
-    """What all teachers share: whose tokens they read, and what their log-probabilities are worth."""
+    """The common part of all teachers: the check of the tokenizer, and token rewards from
+    log-probabilities."""
 
     log_dir: Path | None = None
     positions: float = math.inf
-    """Tokens of prompt and completion that it can read."""
+    """Most tokens of prompt and completion together that the teacher can read."""
 
     def __init__(self, settings: TeacherConfig) -> None:
-        """Raises ConfigError for a tokenizer that cannot be had."""
+        """Raises ConfigError for a tokenizer that cannot be loaded."""
         self.settings = settings
         self.metrics: dict[str, float] = {}
         self.config = with_defaults(
@@ -70,10 +72,10 @@ class Teacher(ABC):
 
     @abstractmethod
     def logprobs(self, samples: Sequence[Sample]) -> list[Sequence[float] | Missing]:
-        """Of each token of each completion behind its [P] prompt tokens, nats."""
+        """Return the log-probability of each token of each completion after its [P] prompt tokens, nats."""
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise ConfigError unless ``tokenizer``, the student's, is the teacher's too."""
+        """Raise ConfigError unless ``tokenizer``, the student's, is also the teacher's."""
         ours, theirs = vocabulary_fingerprint(tokenizer), vocabulary_fingerprint(self.tokenizer)
         require(
             ours == theirs,
@@ -87,7 +89,7 @@ class Teacher(ABC):
         return [Missing(WHOLE)] * len(completions)
 
     def score_tokens(self, samples: Sequence[Sample]) -> list[tuple[float, ...] | Missing]:
-        """What each token of each completion is worth behind its [P] prompt tokens, nats."""
+        """Return the reward of each token of each completion after its [P] prompt tokens, nats."""
         verdicts: list[tuple[float, ...] | Missing] = [self._refused(*sample) for sample in samples]
         left = [i for i, verdict in enumerate(verdicts) if not verdict]
         for i, found in zip(left, self.logprobs([samples[i] for i in left]), strict=True):
@@ -102,7 +104,7 @@ class Teacher(ABC):
         return verdicts
 
     def _refused(self, prompt: np.ndarray, completion: Completion) -> tuple[float, ...] | Missing:
-        """The reason why a sample has no verdict, or () where it may get one."""
+        """Return the reason why a sample has no verdict, or () if it may get one."""
         known, ids = completion.behavior_logprobs, completion.token_ids
         if (
             not ids
@@ -120,19 +122,19 @@ class Teacher(ABC):
         """Free the accelerator's memory."""
 
     def close(self) -> None:
-        """End what it holds."""
+        """Release the model or the endpoint."""
 
 
 def _own(completion: Completion) -> tuple[bool, ...]:
-    """Of each token whether the policy wrote it: another's is worth 0."""
+    """Return for each token whether the policy wrote it. All other tokens are worth 0."""
     return completion.loss_mask or (True,) * len(completion.token_ids or ())
 
 
 class LocalTeacher(Teacher):
-    """Loads when it is first asked."""
+    """A teacher in the run's own processes, which loads when it is first needed."""
 
     def __init__(self, settings: TeacherConfig, device: torch.device | str) -> None:
-        """Raises ConfigError for a model that cannot be had, or is no causal language model."""
+        """Raises ConfigError for a model that cannot be found, or is not a causal language model."""
         super().__init__(settings)
         self.device = torch.device(device)
         text = check_model(self.config).get_text_config()
@@ -142,7 +144,7 @@ class LocalTeacher(Teacher):
         self._free: Callable[[None], None] = self._off_device
 
     def share_over(self, ranks: Ranks) -> None:
-        """As of ``Reward``: the batches are those of a single process."""
+        """Share the scoring as in ``Reward.share_over``. The batches are the same as in a single process."""
         self._of_batches, self._free = ranks.dealt(self._of_batch), ranks.together(self._off_device)
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Sequence[float] | Missing]:
@@ -160,7 +162,7 @@ class LocalTeacher(Teacher):
 
     @torch.no_grad()
     def _of_batch(self, rows: list[Row]) -> list[Any]:
-        """[T] float32 log-probabilities of each row's completion tokens."""
+        """Return the [T] float32 log-probabilities of each row's completion tokens, nats."""
         values = score(self._loaded(), collate(rows, self.device)).float().cpu().numpy()
         return [of_row[: len(row.completion_ids)] for row, of_row in zip(rows, values, strict=True)]
 
@@ -184,11 +186,11 @@ class LocalTeacher(Teacher):
 
 
 class EndpointTeacher(Teacher):
-    """Asks a vLLM server, one completion a call. Nothing is sampled but one token that nobody reads: the
-    endpoint has no call without one."""
+    """A teacher behind a vLLM server, with one completion per call. Each call also samples one token, which
+    is ignored, because the endpoint has no call without one."""
 
     def __init__(self, settings: TeacherConfig) -> None:
-        """Raises ConfigError for a server that does not answer, or has no such model."""
+        """Raises ConfigError for a server that does not answer, or does not have the model."""
         super().__init__(settings)
         assert settings.base_url is not None, "make chooses"
         self.model = settings.model or settings.name_or_path
@@ -205,7 +207,8 @@ class EndpointTeacher(Teacher):
         self.endpoint.close()
 
     def _ask(self, sample: Sample) -> Sequence[float]:
-        """[T] log-probabilities of one completion's tokens. Raises FailedError, RewardError."""
+        """Return the [T] log-probabilities of one completion's tokens, nats. Raises FailedError,
+        RewardError."""
         prompt, ids = sample[0].tolist(), list(sample[1].token_ids or ())
         asked = {
             "model": self.model,
@@ -228,5 +231,5 @@ class EndpointTeacher(Teacher):
 
 
 def make(config: TeacherConfig, device: torch.device | str, log_dir: Path | None = None) -> Teacher:
-    """A causal language model as a teacher. Raises ConfigError."""
+    """Return a causal language model as a teacher. Raises ConfigError."""
     return LocalTeacher(config, device) if config.base_url is None else EndpointTeacher(config)

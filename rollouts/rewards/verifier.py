@@ -1,5 +1,5 @@
-"""Verifiable maths: accuracy, format and tag count, weighted 8 : 1 : 1 (paper, Table 2; the definitions are
-Open-R1's)."""
+"""A reward for verifiable mathematics from accuracy, format and tag count. The weights are 8 : 1 : 1 (paper,
+Table 2), and the definitions are Open-R1's."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 
 
 class VerifierReward:
-    """``8 accuracy + 1 format + 1 tag count`` (or other weights), in [0, 10]; no verdict where accuracy has
-    none."""
+    """The reward ``8 accuracy + 1 format + 1 tag count`` in [0, 10], or the same sum with other weights.
+    There is no verdict where accuracy has none."""
 
     def __init__(self, config: VerifierConfig, log_dir: Path | None = None) -> None:
         """Raises ConfigError if math-verify is not installed."""
@@ -62,29 +62,31 @@ class VerifierReward:
         ]
 
     def accuracy(self, references: Sequence[str | None], completions: Sequence[str]) -> list[float | Missing]:
-        """1.0 for an answer equal to the reference answer, else 0.0; Missing where that cannot be told."""
+        """Return 1.0 for an answer equal to the reference answer, else 0.0; Missing if equality cannot be
+        decided."""
         return self._pool.map(list(zip(references, completions, strict=True)))
 
     def release(self) -> None:
-        """It uses no accelerator."""
+        """Does nothing: this reward uses no accelerator."""
 
     def close(self) -> None:
         self._pool.close()
 
 
 def format_reward(text: str) -> float:
-    r"""1.0 for ``<think>\n…\n</think>\n<answer>\n…\n</answer>`` from the first character on, else 0.0."""
+    r"""Return 1.0 for ``<think>\n…\n</think>\n<answer>\n…\n</answer>`` from the first character on, else
+    0.0."""
     return float(_FORMAT.match(text) is not None)
 
 
 def tag_count_reward(text: str) -> float:
-    """A quarter for each of the four tags, with its newlines, that is there exactly once."""
+    """Return a quarter for each of the four tags that occurs, with its newlines, exactly once."""
     return sum(text.count(tag) == 1 for tag in _TAGS) / len(_TAGS)
 
 
 def accuracy(completions: list[str], references: list[str | None]) -> list[float | None]:
-    """Equality with the reference answers, as evaluation asks for it (``data.verifier``): 1.0, 0.0, None for
-    no verdict."""
+    """Compare completions with the reference answers for evaluation (``data.verifier``): 1.0 if equal, 0.0 if
+    not, None for no verdict."""
     verifier = VerifierReward(VerifierConfig(**section("reward/verifier.yaml:verifier")))
     try:
         return [None if isinstance(v, Missing) else v for v in verifier.accuracy(references, completions)]

@@ -1,4 +1,4 @@
-"""Several rewards as one: the sum of their scores, each times its weight. Each is logged on its own."""
+"""A reward that is the weighted sum of several rewards, each of which is also logged by itself."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class WeightedReward:
-    """A completion that one of the parts has no verdict of has none."""
+    """Weighted sum of several scorers. A completion has no verdict if any of the parts gives none."""
 
     def __init__(self, settings: WeightedConfig, device: torch.device | str, log_dir: Path | None) -> None:
-        """Raises ConfigError, of a part too."""
+        """Raises ConfigError, also for a part."""
         self.log_dir = log_dir
         self.metrics: dict[str, float] = {}
         self.weights = {name: part.weight for name, part in settings.found().items()}
         self.parts: dict[str, Scorer] = {}
-        with ExitStack() as stack:  # closes those that there are where a later one cannot be had
+        with ExitStack() as stack:  # closes the parts made so far if a later one fails
             for name, part in settings.found().items():
                 make = import_function("reward._target_", part.reward.target)
                 with settings.of_part(name):
@@ -45,8 +45,8 @@ class WeightedReward:
             self._close = stack.pop_all()
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
-        """``metrics`` get ``reward_NAME``, the mean of a part's scores without its weight, and the part's own
-        metrics as ``of_NAME_...``."""
+        """Return the weighted sum for each completion. ``metrics`` gets ``reward_NAME``, the mean of a part's
+        scores before weighting, and the part's own metrics as ``of_NAME_...``."""
         self.metrics = {}
         totals: list[float | Missing] = [0.0] * len(completions)
         for name, scorer in self.parts.items():
@@ -66,7 +66,7 @@ class WeightedReward:
         return total + self.weights[name] * verdict
 
     def share_over(self, ranks: Ranks) -> None:
-        """The parts that are models."""
+        """Share the scoring of those parts that are models, as in ``Reward.share_over``."""
         for scorer in self.parts.values():
             if hasattr(scorer, "share_over"):
                 scorer.share_over(ranks)

@@ -1,5 +1,5 @@
-"""What goes into a loss and what comes out of it. A loss is a pure function of these and of numbers from its
-yaml."""
+"""Inputs and outputs of the losses, with the sums and means over tokens that they share. A loss is a pure
+function of these inputs and of numbers from its yaml."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 class Mean(NamedTuple):
-    """A mean kept as its two halves: adding those up over microbatches and ranks gives the exact mean of the
-    global batch."""
+    """A mean stored as its sum and its count, so that adding both over microbatches and ranks gives the exact
+    mean of the global batch."""
 
     sum: Tensor
     count: Tensor  # type: ignore[assignment]  # also a method of tuple, which nobody calls here
@@ -22,81 +22,84 @@ class Mean(NamedTuple):
 class TokenScores:
     """Token log-probabilities of R rows at T completion positions, in nats, float32.
 
-    A row whose mask is False throughout fills a batch up: losses give it neither a value nor a gradient nor a
+    A row whose mask is False throughout only fills up the batch: losses give it no value, no gradient and no
     count.
     """
 
     policy: Tensor
-    """[R, T] log pi_theta(y_t | x, y_<t); carries the gradient; 0 where the mask is False"""
+    """[R, T] log pi_theta(y_t | x, y_<t), with gradient; 0 where the mask is False"""
     reference: Tensor
-    """[R, T] log pi_ref(y_t | x, y_<t); no gradient"""
+    """[R, T] log pi_ref(y_t | x, y_<t), without gradient"""
     log_ratio: Tensor
-    """[R, T] policy - reference, clipped when humanline is on: ready for the loss"""
+    """[R, T] policy - reference, clipped when humanline is on; the losses read this ratio"""
     mask: Tensor
-    """[R, T] bool, the only source of "does this token count" """
+    """[R, T] bool: whether a token counts; nothing else decides it"""
     weights: Tensor | None = None
-    """[R, T] what a token's term of the loss is multiplied by (``trainers.corrections``), without gradient;
-    None: 1"""
+    """[R, T] factor that multiplies each token's term of the loss (``trainers.corrections``), without
+    gradient; None: 1"""
     collision: Tensor | None = None
-    """[R, T] log sum_v p_v^2 of what each token is drawn from, nats, without gradient; None: not asked for"""
+    """[R, T] log sum_v p_v^2 of the distribution that each token is drawn from, in nats, without gradient;
+    None: not requested"""
 
     @property
     def valid(self) -> Tensor:
-        """[R] bool: the rows that are real."""
+        """[R] bool: True for rows with a token that counts, False for rows that only fill up the batch."""
         return self.mask.any(dim=-1)
 
     def sequence_log_ratio(self) -> Tensor:
-        """[R] s = sum over completion tokens of the (clipped) log-ratio, nats."""
+        """Return [R] s, the sum of the (clipped) log-ratio over completion tokens, in nats."""
         return token_sum(self.log_ratio, self.mask)
 
     def split(self, n: int) -> tuple[TokenScores, TokenScores]:
-        """The first n rows and the rest (chosen and rejected of n pairs)."""
+        """Return the first n rows and the remaining rows (chosen and rejected of n pairs)."""
         fields = (self.policy, self.reference, self.log_ratio, self.mask)
         return TokenScores(*(f[:n] for f in fields)), TokenScores(*(f[n:] for f in fields))
 
 
 @dataclass(frozen=True)
 class LossResult:
-    """The loss of one microbatch: a SUM over its units; the step divides by the count of the global batch."""
+    """The loss of one microbatch, SUMMED over its units; the step divides it by the count of the global
+    batch."""
 
     total: Tensor
-    """[] float32, carries the gradient"""
+    """[] float32, with gradient"""
     metrics: dict[str, Mean] = field(default_factory=dict)
-    """name -> (sum, count), both [] and without gradient"""
+    """Metric name -> (sum, count), both [] and without gradient"""
     examples: Tensor | None = None
-    """[n] the loss of each example, 0 of those that fill a batch up: they add up to ``total``. None where the
-    loss is no sum over examples"""
+    """[n] loss of each example, with gradient, 0 for examples that only fill up the batch; the values add up
+    to ``total``. None where the loss is not a sum over examples"""
 
 
 def token_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """[R] the sum of [R, T] ``values`` over the tokens that count. What lies elsewhere, inf and nan included,
-    has no effect and gets no gradient; a row without a token gives 0."""
+    """Return [R], the sum of ``values`` [R, T] over the tokens where ``mask`` is True. Values elsewhere, inf
+    and nan included, have no effect and get no gradient; a row without such a token gives 0."""
     return torch.where(mask, values, 0.0).sum(dim=-1)
 
 
 def token_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """[R] the mean of [R, T] ``values`` over the tokens that count (the mask's, never those that differ from
-    0); 0 without one."""
+    """Return [R], the mean of ``values`` [R, T] over the tokens where ``mask`` is True; tokens whose value is
+    0 count too. A row without such a token gives 0."""
     return token_sum(values, mask) / mask.sum(dim=-1).clamp(min=1)
 
 
 def kl_estimate(scores: TokenScores) -> Tensor:
-    """[R, T] ``e^d - d - 1`` with ``d = log pi_0 - log pi_theta``, nats, 0 where the mask is False."""
+    """Return [R, T], the KL estimate ``e^d - d - 1`` with ``d = log pi_0 - log pi_theta`` (pi_0 is the
+    reference), in nats; 0 where the mask is False."""
     d = torch.where(
         scores.mask, scores.reference - scores.policy, 0.0
-    )  # before the exponential: inf * 0 is nan in its gradient
+    )  # masked before the exponential, whose gradient would be inf * 0 = nan
     return torch.expm1(d) - d
 
 
 def agreement(margin: Tensor) -> Tensor:
-    """1 where the margin is positive, 0 where it is negative, 1/2 where it is 0: an accuracy that a policy
-    equal to its reference leaves at one half."""
+    """Return 1 where ``margin`` is positive, 0 where it is negative and 1/2 where it is 0, so that a policy
+    equal to its reference has an accuracy of one half."""
     return (torch.sign(margin.detach()) + 1) / 2
 
 
 def paired_result(losses: Tensor, chosen: Tensor, rejected: Tensor, valid: Tensor) -> LossResult:
-    """The LossResult of n pairs: ``losses`` [n] summed over the ``valid`` ones, and the rewards [n] that the
-    loss compared."""
+    """Return the LossResult of n pairs: ``losses`` [n] summed over the ``valid`` pairs, with metrics of the
+    rewards ``chosen`` and ``rejected`` [n] that the loss compared."""
     metrics = {
         "reward_chosen": mean_where(chosen, valid),
         "reward_rejected": mean_where(rejected, valid),
@@ -107,6 +110,6 @@ def paired_result(losses: Tensor, chosen: Tensor, rejected: Tensor, valid: Tenso
 
 
 def mean_where(values: Tensor, where: Tensor) -> Mean:
-    """The mean of ``values`` where ``where`` is True, as a Mean. Both of the same shape; what lies elsewhere
-    does not matter."""
+    """Return the mean of ``values`` over the places where ``where`` is True, as a Mean without gradient. Both
+    have the same shape; values elsewhere have no effect."""
     return Mean(torch.where(where, values, 0.0).sum().detach(), where.sum())

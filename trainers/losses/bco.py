@@ -1,5 +1,5 @@
-"""BCO (Jung et al. 2024, arXiv 2404.04656): a classifier of desirable and undesirable whose logit is the
-reward."""
+"""BCO loss (Jung et al., 2024, arXiv 2404.04656), a binary classifier of desirable and undesirable
+completions whose logit is the reward."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from trainers.losses.base import LossResult, TokenScores, agreement, mean_where
 def bco(
     scores: TokenScores, desirable: Tensor, shift: Tensor, density_ratio: Tensor | None = None, *, beta: float
 ) -> LossResult:
-    """``-log sigmoid(beta s - delta)`` of desirable rows, ``-w log sigmoid(delta - beta s)`` of the others,
-    summed over the rows.
+    """Return ``-log sigmoid(beta s - delta)`` for desirable rows and ``-w log sigmoid(delta - beta s)`` for
+    the others, summed over the rows.
 
     ``desirable``: [R] bool. ``shift``: [] delta, the running mean of the rewards (the average of the
-    desirable and the undesirable mean), the same on every rank, without gradient. ``density_ratio``: [R] w,
-    how likely the row's prompt is among desirable against undesirable data, read of undesirable rows only;
-    None where both come from the same prompts.
+    desirable and the undesirable mean); it is the same on every rank and has no gradient. ``density_ratio``:
+    [R] w, the likelihood of the row's prompt in desirable data relative to undesirable data, read for
+    undesirable rows only; None where both kinds come from the same prompts.
     """
     reward = beta * scores.sequence_log_ratio()
     gain = torch.where(desirable, reward - shift, shift - reward)

@@ -1,4 +1,4 @@
-"""cDPO: DPO with labels that may be wrong (Mitchell 2023, ericmitchell.ai/cdpo.pdf)."""
+"""cDPO loss, which is DPO for labels that may be wrong (Mitchell, 2023, ericmitchell.ai/cdpo.pdf)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from trainers.losses.base import LossResult, TokenScores, paired_result
 
 
 def cdpo(chosen: TokenScores, rejected: TokenScores, *, beta: float, epsilon: float) -> LossResult:
-    """``-(1 - eps) log sigmoid(m) - eps log sigmoid(-m)`` with ``m = beta s_w - beta s_l``, summed over the
-    pairs.
+    """Return ``-(1 - eps) log sigmoid(m) - eps log sigmoid(-m)`` with ``m = beta s_w - beta s_l``, summed
+    over the pairs.
 
-    ``epsilon``: the share of pairs whose label is the wrong way round, in [0, 0.5); 0 is DPO. The loss is
-    least at ``m = log((1 - eps) / eps)``, not at infinity.
+    ``epsilon``: the assumed share of pairs whose label is flipped, in [0, 0.5); 0 gives DPO. The loss has its
+    minimum at ``m = log((1 - eps) / eps)``, not at infinity.
     """
     reward_w, reward_l = beta * chosen.sequence_log_ratio(), beta * rejected.sequence_log_ratio()
     margin = reward_w - reward_l

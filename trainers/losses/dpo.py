@@ -1,7 +1,7 @@
-"""DPO (Rafailov et al. 2023, arXiv 2305.18290), equation 6 of the paper, and its relatives, which differ from
-it by a number.
+"""DPO loss (Rafailov et al., 2023, arXiv 2305.18290), equation 6 of the paper, and its variants that differ
+by one setting.
 
-| relative | what to set |
+| variant | setting |
 |---|---|
 | length-normalized DPO (Lambert et al. 2024, Tulu 3, arXiv 2411.15124) | ``length_normalized`` |
 | RPO (Pang et al. 2024, arXiv 2404.19733) | ``nll_weight`` |
@@ -19,7 +19,8 @@ from torch.nn.functional import logsigmoid, softplus
 from trainers.losses.base import LossResult, TokenScores, paired_result, token_mean
 
 LARGEST = 60.0
-"""nats: a ratio is no longer followed beyond exp of it, where float32 would overflow in the gradient"""
+"""Upper bound on the exponents in ``implied_reward``, in nats, so that the float32 gradient does not
+overflow"""
 
 
 def dpo(
@@ -32,12 +33,12 @@ def dpo(
     divergence: str = "reverse_kl",
     divergence_alpha: float = 0.5,
 ) -> LossResult:
-    """``-log sigmoid(beta h(s_w) - beta h(s_l)) - nll_weight m_w``, summed over the pairs; h(s) = s, m_w is
-    the mean token log-probability of the chosen completion.
+    """Return ``-log sigmoid(beta h(s_w) - beta h(s_l)) - nll_weight m_w``, summed over the pairs. h is
+    ``implied_reward``, by default h(s) = s; m_w is the mean token log-probability of the chosen completion.
 
-    ``chosen`` and ``rejected``: the same n pairs, row by row. ``beta``: how much a nat of log-ratio is worth;
-    a smaller one lets the policy go further from the reference. ``length_normalized``: s is the mean over
-    tokens of the log-ratio, not the sum. ``nll_weight``: what a nat of m_w is worth. ``divergence``,
+    ``chosen`` and ``rejected``: the same n pairs, row by row. ``beta``: reward per nat of log-ratio; a
+    smaller value lets the policy move further from the reference. ``length_normalized``: s is the mean of the
+    log-ratio over tokens instead of its sum. ``nll_weight``: weight of m_w. ``divergence``,
     ``divergence_alpha``: see ``implied_reward``.
     """
     sequence = mean_log_ratio if length_normalized else TokenScores.sequence_log_ratio
@@ -50,17 +51,17 @@ def dpo(
 
 
 def mean_log_ratio(scores: TokenScores) -> Tensor:
-    """[R] the mean over completion tokens of the (clipped) log-ratio, nats."""
+    """Return [R], the mean of the (clipped) log-ratio over completion tokens, in nats."""
     return token_mean(scores.log_ratio, scores.mask)
 
 
 def implied_reward(s: Tensor, divergence: str, alpha: float) -> Tensor:
-    """[R] f'(u) of the divergence that keeps the policy near the reference, u = exp(s), less f'(1) (f-DPO,
-    Table 1).
+    """Return [R] f'(u) - f'(1) at u = exp(s), where f is the divergence that keeps the policy near the
+    reference (f-DPO, Table 1).
 
-    ``reverse_kl``: s, DPO's own. ``forward_kl``: 1 - 1/u. ``js``: log(2 u / (1 + u)). ``alpha``, in (0, 1):
-    (1 - u^-alpha) / alpha, which tends to ``reverse_kl`` as alpha tends to 0, and to ``forward_kl`` as it
-    tends to 1. Raises ValueError for any other.
+    ``reverse_kl``: s, as in DPO. ``forward_kl``: 1 - 1/u. ``js``: log(2 u / (1 + u)). ``alpha``, in (0, 1):
+    (1 - u^-alpha) / alpha, which tends to ``reverse_kl`` as alpha tends to 0 and to ``forward_kl`` as it
+    tends to 1. Raises ValueError for any other divergence or alpha.
     """
     if divergence == "reverse_kl":
         return s

@@ -1,7 +1,7 @@
-"""GRPO (Shao et al. 2024, arXiv 2402.03300), equation 1 of the paper, and its relatives, which differ from it
-by a number or by ``shape`` (``trainers.losses.shapes``).
+"""GRPO loss (Shao et al., 2024, arXiv 2402.03300), equation 1 of the paper, and its variants that differ by a
+setting or by ``shape`` (``trainers.losses.shapes``).
 
-| relative | what to set |
+| variant | setting |
 |---|---|
 | DAPO's higher upper bound (Yu et al. 2025, arXiv 2503.14476) | ``epsilon_high=0.28`` |
 | equation 1's mean over sequences of the mean over tokens | ``normalization="sequence"`` |
@@ -38,19 +38,19 @@ def grpo(
     divergence_bound: float = 0.15,
     moment_bound: float = 0.04,
 ) -> LossResult:
-    """``-min(r A, clip(r, 1 - eps, 1 + eps) A) + beta (e^d - d - 1)`` per token, ``d = log pi_0 - log
-    pi_theta``, summed; another ``shape`` has another first term.
+    """Return the sum over tokens of ``-min(r A, clip(r, 1 - eps, 1 + eps) A) + beta (e^d - d - 1)`` with ``d
+    = log pi_0 - log pi_theta``; another ``shape`` replaces the first term.
 
-    r is exp(``scores.log_ratio``): with humanline it is clipped already, so twice. The KL term reads the raw
-    log-probabilities; its baseline pi_0 is the reference (C.1.4).
+    r is exp(``scores.log_ratio``); with humanline it is already clipped, so it is clipped twice. The KL term
+    reads the raw log-probabilities; its baseline pi_0 is the reference (C.1.4).
 
-    ``advantages``: [R], one for all tokens of a row, or [R, T], one for each. ``masked``: [R, T] bool, what
-    ``shape="m2po"`` masks of the global batch; None: these rows are all of it. ``epsilon``,
-    ``epsilon_high``: r is clipped to [1 -
-    epsilon, 1 + epsilon_high]; None: the same on both sides. ``importance``: "token", or "sequence" for one
-    ratio a row, exp(mean token log-ratio). ``normalization``: "token": every token weighs 1 and the unit is
-    the completion token (DAPO); "sequence": 1 / |y|, and "constant": 1 / ``max_tokens``, where the unit is
-    the sequence. The other numbers are of a shape each. Raises ValueError for any other.
+    ``advantages``: [R], one for all tokens of a row, or [R, T], one per token. ``masked``: [R, T] bool, the
+    tokens that ``shape="m2po"`` masks in the global batch; None: these rows are the whole batch. ``epsilon``,
+    ``epsilon_high``: r is clipped to [1 - epsilon, 1 + epsilon_high]; None: ``epsilon`` on both sides.
+    ``importance``: "token", or "sequence" for one ratio per row, exp(mean token log-ratio).
+    ``normalization``: with "token" every token has weight 1 and the unit is the completion token (DAPO); with
+    "sequence" (1 / |y|) and "constant" (1 / ``max_tokens``) the unit is the sequence. Each of the other
+    numbers belongs to one shape. Raises ValueError for any other value.
     """
     mask = scores.mask
     ranges = {"importance": importance, "epsilon": epsilon, "epsilon_high": epsilon_high}
@@ -78,12 +78,13 @@ def grpo(
 
 
 def by_token(advantages: Tensor) -> Tensor:
-    """[R] or [R, T] advantages as shapes take them: [R, 1] or [R, T]."""
+    """Return advantages as the shapes take them: [R, 1] from [R], or [R, T] unchanged."""
     return advantages if advantages.dim() == 2 else advantages.unsqueeze(-1)
 
 
 def token_divisor(mask: Tensor, normalization: str, max_tokens: int | None) -> Tensor:
-    """[R, 1] what a token of each row is divided by in the sum."""
+    """Return [R, 1], the number by which each row's token losses are divided. Raises ValueError for an
+    unknown ``normalization``."""
     lengths = mask.sum(dim=-1, keepdim=True)
     if normalization == "token":
         return torch.ones_like(lengths)

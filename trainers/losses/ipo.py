@@ -1,4 +1,4 @@
-"""IPO (Azar et al. 2023, arXiv 2310.12036, equation 17), on means over tokens as in HALOs and TRL."""
+"""IPO loss (Azar et al., 2023, arXiv 2310.12036, equation 17) on means over tokens, as in HALOs and TRL."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from trainers.losses.base import LossResult, TokenScores, paired_result, token_m
 
 
 def ipo(chosen: TokenScores, rejected: TokenScores, *, tau: float) -> LossResult:
-    """``(h - 1 / (2 tau))^2`` with h the difference of the *mean* token log-ratios, summed over the pairs.
+    """Return ``(h - 1 / (2 tau))^2``, summed over the pairs, where h is the difference of the *mean* token
+    log-ratios.
 
-    The means are over the tokens of the mask; dividing by the number of log-ratios that are not 0 would
-    divide by nothing at policy = reference. ``tau``: a larger one keeps the policy closer to the reference.
+    The means are over the tokens of the mask: dividing by the number of non-zero log-ratios would divide by 0
+    when the policy equals the reference. ``tau``: a larger value keeps the policy closer to the reference.
     """
     reward_w, reward_l = (
         token_mean(chosen.log_ratio, chosen.mask),

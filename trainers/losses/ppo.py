@@ -1,5 +1,5 @@
-"""Offline PPO (Schulman et al. 2017, arXiv 1707.06347; offline and in one step as in Ethayarajh et al. 2024,
-arXiv 2402.01306)."""
+"""Offline PPO losses, with and without a critic (Schulman et al., 2017, arXiv 1707.06347; offline and in one
+step as in Ethayarajh et al., 2024, arXiv 2402.01306)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trainers.losses.shapes import clipped_surrogate
 
 
 def ppo(scores: TokenScores, advantages: Tensor, *, cliprange: float, KL_coef: float) -> LossResult:
-    """``-min(r A, clip(r, 1 - c, 1 + c) A) + KL_coef (log pi_theta - log pi_ref)``, summed over the
+    """Return ``-min(r A, clip(r, 1 - c, 1 + c) A) + KL_coef (log pi_theta - log pi_ref)``, summed over the
     completion tokens.
 
-    r is exp(``scores.log_ratio``), clipped already with humanline; the KL term reads the raw
-    log-probabilities. ``advantages``: [R], one for all tokens of a row (no critic: its score against the
-    group's mean), or [R, T], as ``gae`` gives them, without gradient.
+    r is exp(``scores.log_ratio``), which humanline has already clipped; the KL term reads the raw
+    log-probabilities. ``advantages``: [R], one for all tokens of a row (without a critic: its score relative
+    to the group's mean), or [R, T] from ``gae``, without gradient.
     """
     mask = scores.mask
     per_token = advantages if advantages.dim() == 2 else advantages.unsqueeze(-1).expand_as(mask)
@@ -30,7 +30,7 @@ def ppo(scores: TokenScores, advantages: Tensor, *, cliprange: float, KL_coef: f
         "reward_accuracy": mean_where(agreement(s * row.sign()), row != 0),
         "ratio_clipped": mean_where(clipped.to(s.dtype), mask),
     }
-    return LossResult((KL_coef * kl - surrogate).sum(), metrics)  # both are 0 off the mask
+    return LossResult((KL_coef * kl - surrogate).sum(), metrics)  # both terms are 0 outside the mask
 
 
 def ppo_with_critic(
@@ -43,10 +43,10 @@ def ppo_with_critic(
     KL_coef: float,
     critic_coef: float,
 ) -> LossResult:
-    """``ppo`` plus ``critic_coef (V - return)^2 / 2``, summed over the completion tokens.
+    """Return ``ppo`` plus ``critic_coef (V - return)^2 / 2``, summed over the completion tokens.
 
-    ``values``: [R, T] the value head's estimate before each completion token, with gradient. ``advantages``,
-    ``returns``: [R, T], without gradient, from ``gae`` of the values before the step (the advantages
+    ``values``: [R, T], the value head's estimate before each completion token, with gradient. ``advantages``,
+    ``returns``: [R, T], without gradient, from ``gae`` on the values before the step (the advantages are
     normalised over the global batch).
     """
     result = ppo(scores, advantages, cliprange=cliprange, KL_coef=KL_coef)
@@ -58,12 +58,12 @@ def ppo_with_critic(
 
 
 def gae(values: Tensor, rewards: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), [R, T] each, without gradient (Schulman et al. 2016, arXiv 1506.02438, equation
-    16).
+    """Return (advantages, returns), [R, T] each, without gradient (Schulman et al. 2016, arXiv 1506.02438,
+    equation 16).
 
-    ``values``: [R, T] of the state before each completion token. ``rewards``: [R] of the completion, paid at
-    its last token. ``mask``: [R, T], True on the first tokens of each row. A return is the discounted sum of
-    the rewards from this token on.
+    ``values``: [R, T], the value of the state before each completion token. ``rewards``: [R], the reward of
+    each completion, paid at its last token. ``mask``: [R, T], True on the first tokens of each row. A return
+    is the discounted sum of the rewards from its token on.
     """
     last = torch.arange(mask.shape[1], device=mask.device) == mask.sum(dim=-1, keepdim=True) - 1
     paid = torch.where(last, rewards.unsqueeze(-1), 0.0)

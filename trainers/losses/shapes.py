@@ -1,12 +1,12 @@
-"""Shapes of the policy-gradient family: what each does with a token whose ratio has gone far.
+"""Shapes of the policy-gradient loss, which differ in how they treat a token whose ratio is far from 1.
 
-A shape is a pure function of (scores, advantages, its numbers) and gives the loss of each token, [R, T],
-and by metric name the tokens that it clipped or masked, [R, T] bool. ``advantages`` broadcast against [R, T];
-what stands off the mask has no meaning. ``SHAPES`` names them for ``loss.shape``; a shape's keyword arguments
-are the settings that it reads.
+A shape is a pure function of (scores, advantages, its numbers). It returns the loss of each token, [R, T],
+and, by metric name, the tokens that it clipped or masked, [R, T] bool. ``advantages`` broadcast against [R,
+T]; values outside the mask have no meaning. ``SHAPES`` maps each name of ``loss.shape`` to its function; a
+shape's keyword arguments are the settings that it reads.
 
-r is exp(``scores.log_ratio``), which humanline has clipped already where it is on. The losses are minimised,
-A is the advantage, and where all r are 1 every shape has the gradient of ``reinforce``.
+r is exp(``scores.log_ratio``), which is already clipped where humanline is on. The losses are minimised, A is
+the advantage, and where all r are 1 every shape has the gradient of ``reinforce``.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from torch import Tensor
 from trainers.losses.base import TokenScores, token_mean
 
 Shaped = tuple[Tensor, dict[str, Tensor]]
-"""[R, T] losses, and metric name -> [R, T] bool, the tokens whose share is logged under it"""
+"""[R, T] losses, and metric name -> [R, T] bool, the tokens whose share is logged under that name"""
 SATURATED = 50.0
-"""Nats from which on a sigmoid of a ratio is flat to the last bit, and its exponential still finite."""
+"""Log-ratio in nats at which a sigmoid of the ratio is flat to the last bit and its exponential is still
+finite."""
 
 
 def ppo(
     scores: TokenScores, advantages: Tensor, *, importance: str, epsilon: float, epsilon_high: float | None
 ) -> Shaped:
-    """``-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`` (Schulman et al. 2017, arXiv 1707.06347;
-    equation 1 of the paper). Epsilons to infinity: ``-r A``, the importance-weighted policy gradient."""
+    """Return ``-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`` (Schulman et al. 2017, arXiv 1707.06347;
+    equation 1 of the paper). With infinite epsilons it is ``-r A``, the importance-weighted policy
+    gradient."""
     log_r = importance_log_ratio(scores, importance)
     surrogate, clipped = clipped_surrogate(log_r, advantages, epsilon, upper(epsilon, epsilon_high))
     return -surrogate, {"ratio_clipped": clipped}
@@ -45,8 +47,8 @@ def dual(
     epsilon_high: float | None,
     dual_clip: float,
 ) -> Shaped:
-    """``ppo``, and for A < 0 at most ``-c A``, c = ``dual_clip`` (dual-clip PPO, Ye et al. 2020, arXiv
-    1912.09729). c to infinity: ``ppo``. Raises ValueError unless c > 1."""
+    """Return ``ppo``, capped at ``-c A`` where A < 0, with c = ``dual_clip`` (dual-clip PPO, Ye et al. 2020,
+    arXiv 1912.09729). With infinite c it is ``ppo``. Raises ValueError unless c > 1."""
     _check("dual_clip", dual_clip, dual_clip > 1, "must be above 1")
     log_r = importance_log_ratio(scores, importance)
     ceiling = math.log(dual_clip)
@@ -59,11 +61,12 @@ def dual(
 def cispo(
     scores: TokenScores, advantages: Tensor, *, importance: str, epsilon: float, epsilon_high: float | None
 ) -> Shaped:
-    """``-sg(clip(r, 1 - epsilon, 1 + epsilon_high)) A log pi_theta`` (MiniMax-M1, 2025, arXiv 2506.13585,
-    section 3.1): a clipped token keeps its gradient, with a bounded weight.
+    """Return ``-sg(clip(r, 1 - epsilon, 1 + epsilon_high)) A log pi_theta``, where sg stops the gradient
+    (MiniMax-M1, 2025, arXiv 2506.13585, section 3.1): a clipped token keeps its gradient, with a bounded
+    weight.
 
-    The gradient goes through ``scores.policy``: with humanline a token beyond its range keeps it too.
-    Epsilons of 0: ``reinforce``. Epsilons to infinity: the gradient of ``ppo`` without clipping.
+    The gradient flows through ``scores.policy``, so a token that humanline clips keeps it too. With epsilons
+    of 0 it is ``reinforce``; with infinite epsilons it has the gradient of ``ppo`` without clipping.
     """
     low, high = log_range(epsilon, upper(epsilon, epsilon_high))
     log_r = importance_log_ratio(scores, importance)
@@ -72,32 +75,33 @@ def cispo(
 
 
 def reinforce(scores: TokenScores, advantages: Tensor) -> Shaped:
-    """``-A log pi_theta`` (Williams 1992): no ratio, so nothing is clipped, by humanline neither."""
+    """Return ``-A log pi_theta`` (Williams 1992). It has no ratio, so nothing is clipped, not even by
+    humanline."""
     return -advantages * _log_policy(scores), {}
 
 
 def sapo(
     scores: TokenScores, advantages: Tensor, *, importance: str, tau_positive: float, tau_negative: float
 ) -> Shaped:
-    """``-(4 / tau) sigmoid(tau (r - 1)) A``, tau = ``tau_positive`` where A > 0, else ``tau_negative`` (SAPO,
-    Gao et al. 2025, arXiv 2511.20347): nothing is cut off, the weight of a token falls as 4 sigmoid (1 -
-    sigmoid) with the distance of r from 1. tau to 0: the gradient of ``ppo`` without clipping. Raises
-    ValueError unless both are above 0."""
+    """Return ``-(4 / tau) sigmoid(tau (r - 1)) A``, tau = ``tau_positive`` where A > 0, else ``tau_negative``
+    (SAPO, Gao et al. 2025, arXiv 2511.20347). Nothing is cut off: as r moves away from 1, the weight of a
+    token falls as 4 sigmoid (1 - sigmoid). As tau tends to 0, it has the gradient of ``ppo`` without
+    clipping. Raises ValueError unless both are above 0."""
     _check("tau_positive", tau_positive, tau_positive > 0, "must be above 0")
     _check("tau_negative", tau_negative, tau_negative > 0, "must be above 0")
     r = torch.exp(importance_log_ratio(scores, importance).clamp(max=SATURATED))
-    # sigmoid(x) as 1 - sigmoid(-x): the slope of a small sigmoid is exact, that of one near 1 is rounded off
+    # sigmoid(x) is computed as 1 - sigmoid(-x): a small sigmoid has an exact slope, near 1 it is rounded off
     positive = (1 - torch.sigmoid(tau_positive * (1 - r))) * (4 / tau_positive)
     negative = (1 - torch.sigmoid(tau_negative * (1 - r))) * (4 / tau_negative)
     return -torch.where(advantages > 0, positive, negative) * advantages, {}
 
 
 def gmpo(scores: TokenScores, advantages: Tensor, *, epsilon: float, epsilon_high: float | None) -> Shaped:
-    """``-A (prod_t r'_t)^(1 / |y|)``, one ratio a row: the geometric mean of its token ratios, each clipped
-    on the side that ``ppo`` clips for its sign of A (GMPO, Zhao et al. 2025, arXiv 2507.20673).
+    """Return ``-A (prod_t r'_t)^(1 / |y|)``, with one ratio per row: the geometric mean of its token ratios,
+    each clipped on the side that ``ppo`` clips for its sign of A (GMPO, Zhao et al. 2025, arXiv 2507.20673).
 
     Every token of a row has the row's loss, so ``normalization=sequence`` is the paper's mean over sequences.
-    Epsilons to infinity: ``ppo`` with ``importance=sequence``, without clipping.
+    With infinite epsilons it is ``ppo`` with ``importance=sequence`` and without clipping.
     """
     log_r = torch.where(scores.mask, scores.log_ratio, 0.0)
     bounded, clipped = one_sided(log_r, advantages, epsilon, upper(epsilon, epsilon_high))
@@ -107,14 +111,14 @@ def gmpo(scores: TokenScores, advantages: Tensor, *, epsilon: float, epsilon_hig
 
 
 def dppo(scores: TokenScores, advantages: Tensor, *, divergence: str, divergence_bound: float) -> Shaped:
-    """``-M r A``, M = 0 where r has left 1 in the direction that A drives it (A > 0 and r > 1, or A < 0 and r
-    < 1) and the divergence of the policy from the reference at this token is above ``divergence_bound``, else
-    1 (DPPO, Qi et al. 2026, arXiv 2602.04879, with its binary divergences).
+    """Return ``-M r A``, where M is 0 or 1 (DPPO, Qi et al. 2026, arXiv 2602.04879, with its binary
+    divergences). M is 0 where r has left 1 in the direction that A drives it (A > 0 and r > 1, or A < 0 and r
+    < 1) and the divergence of the policy from the reference at this token is above ``divergence_bound``.
 
-    ``divergence``: of "this token or another", with q the reference's probability of it and p the policy's;
-    "tv": ``|q - p|``, "kl": ``q log(q / p) + (1 - q) log((1 - q) / (1 - p))``, nats. It is of the raw
-    probabilities, with humanline too. A bound to infinity: ``ppo`` without clipping. Raises ValueError for
-    any other divergence.
+    ``divergence`` compares two distributions over "this token or another", where the token has probability q
+    under the reference and p under the policy: "tv" is ``|q - p|``, "kl" is ``q log(q / p) + (1 - q) log((1 -
+    q) / (1 - p))``, in nats. It uses the raw probabilities, with humanline too. With an infinite bound it is
+    ``ppo`` without clipping. Raises ValueError for any other divergence.
     """
     log_p, log_q = scores.policy.detach(), scores.reference
     driven = ((advantages > 0) & (log_p > log_q)) | ((advantages < 0) & (log_p < log_q))
@@ -123,12 +127,13 @@ def dppo(scores: TokenScores, advantages: Tensor, *, divergence: str, divergence
 
 
 def m2po(scores: TokenScores, advantages: Tensor, *, moment_bound: float, masked: Tensor | None) -> Shaped:
-    """``-M r A``, M = 0 at the tokens with the largest squared log-ratios, as many as it takes until the mean
-    of the others' is at most ``moment_bound`` (M2PO, Zheng et al. 2025, arXiv 2510.01161, algorithm 1). It is
-    a mean over the tokens that PPO could clip, A > 0 and r > 1 or A < 0 and r < 1; no other is masked.
+    """Return ``-M r A``, where M is 0 at the tokens with the largest squared log-ratios, else 1 (M2PO, Zheng
+    et al. 2025, arXiv 2510.01161, algorithm 1). As many tokens are masked as needed for the mean of the other
+    squares to be at most ``moment_bound``. The mean is over the tokens that PPO could clip (A > 0 and r > 1,
+    or A < 0 and r < 1); no other token is masked.
 
-    ``masked``: [R, T] bool, found over the global batch; None: these rows are all of it. A bound to infinity:
-    ``ppo`` without clipping.
+    ``masked``: [R, T] bool, computed over the global batch; None: these rows are the whole batch. With an
+    infinite bound it is ``ppo`` without clipping.
     """
     if masked is None:
         squares = second_moments(scores, advantages)
@@ -153,21 +158,23 @@ READS: dict[str, frozenset[str]] = {
 
 
 def reads(shape: str) -> frozenset[str]:
-    """The settings that this shape reads. Raises ValueError for a shape that there is not."""
+    """Return the settings that this shape reads. Raises ValueError for an unknown shape."""
     _check("shape", shape, shape in tuple(SHAPES), f"use one of {', '.join(SHAPES)}")
     return READS[shape]
 
 
 def second_moments(scores: TokenScores, advantages: Tensor) -> Tensor:
-    """[R, T] the squared log-ratios of the tokens that M2PO may mask, inf at the others. No gradient."""
+    """Return [R, T], the squared log-ratios of the tokens that M2PO may mask, inf at the others, without
+    gradient."""
     log_r = importance_log_ratio(scores, "token").detach()
     driven = ((advantages > 0) & (log_r > 0)) | ((advantages < 0) & (log_r < 0))
     return torch.where(driven & scores.mask, log_r.square(), math.inf)
 
 
 def moment_limit(squares: Tensor, bound: float) -> Tensor:
-    """[] the smallest of [N] ``squares`` that has to go so that the mean of those below it is at most
-    ``bound``; inf where none has to. Equal ones go together: so it is a function of their set alone."""
+    """Return [], the smallest of ``squares`` [N] that must be masked so that the mean of those below it is at
+    most ``bound``; inf where none must be. Equal values are masked together, so the order of ``squares`` has
+    no effect."""
     ends = torch.cat([squares.double(), squares.new_full((1,), math.inf, dtype=torch.float64)]).sort().values
     means = ends.cumsum(0) / torch.arange(1, len(ends) + 1, device=ends.device)
     kept = (means <= bound).sum().clamp(max=len(ends) - 1)
@@ -175,12 +182,13 @@ def moment_limit(squares: Tensor, bound: float) -> Tensor:
 
 
 def beyond_moment(squares: Tensor, limit: Tensor) -> Tensor:
-    """[R, T] bool: the tokens of ``second_moments`` that this limit masks."""
+    """Return [R, T] bool, the tokens of ``second_moments`` that ``limit`` masks."""
     return squares.isfinite() & (squares >= limit)
 
 
 def binary_divergence(log_p: Tensor, log_q: Tensor, divergence: str) -> Tensor:
-    """The divergence of two distributions over "this token or another", q the first: see ``dppo``."""
+    """Return the divergence between two distributions over "this token or another", elementwise; q is the
+    first distribution (see ``dppo``). Raises ValueError for an unknown ``divergence``."""
     p, q = torch.exp(log_p), torch.exp(log_q)
     if divergence == "tv":
         return (q - p).abs()
@@ -191,18 +199,19 @@ def binary_divergence(log_p: Tensor, log_q: Tensor, divergence: str) -> Tensor:
 
 
 def clipped_surrogate(log_r: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """``min(r A, clip(r, 1 - low, 1 + high) A)`` and where the minimum is the clipped branch, both of
-    ``log_r``'s shape."""
+    """Return ``min(r A, clip(r, 1 - low, 1 + high) A)`` and, as bool, where the minimum is the clipped
+    branch, both of ``log_r``'s shape."""
     bounded, clipped = one_sided(log_r, advantages, low, high)
     return advantages * torch.exp(bounded), clipped
 
 
 def one_sided(log_r: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """``log_r`` clipped on the side where ``min(r A, clip(r) A)`` is, and where that is so.
+    """Return ``log_r`` clipped on the side where ``min(r A, clip(r) A)`` clips, and, as bool, where it is
+    clipped.
 
-    For A > 0 the minimum is A min(r, 1 + high), for A < 0 it is A max(r, 1 - low). Written so, the ratio is
-    clipped before the exponential is taken: a log-ratio of any size gives an exact 0 gradient where the
-    clipped branch wins, not 0 * inf.
+    For A > 0 the minimum is A min(r, 1 + high), for A < 0 it is A max(r, 1 - low). The ratio is clipped
+    before the exponential is taken, so a log-ratio of any size gives an exact gradient of 0 where the clipped
+    branch wins, not 0 * inf.
     """
     floor, ceiling = log_range(low, high)
     bounded = torch.where(advantages >= 0, log_r.clamp(max=ceiling), log_r.clamp(min=floor))
@@ -210,17 +219,18 @@ def one_sided(log_r: Tensor, advantages: Tensor, low: float, high: float) -> tup
 
 
 def log_range(low: float, high: float) -> tuple[float, float]:
-    """log(1 - low) and log(1 + high): -inf for a low of 1 and more."""
+    """Return log(1 - low) and log(1 + high); the first is -inf for a low of 1 or more."""
     return math.log1p(-low) if low < 1 else -math.inf, math.log1p(high)
 
 
 def upper(epsilon: float, epsilon_high: float | None) -> float:
-    """The epsilon of the upper side: None is the lower one's."""
+    """Return the epsilon of the upper side; None means that of the lower side."""
     return epsilon if epsilon_high is None else epsilon_high
 
 
 def importance_log_ratio(scores: TokenScores, importance: str) -> Tensor:
-    """[R, T] the log of each token's importance ratio, 0 where the mask is False."""
+    """Return [R, T], the log of each token's importance ratio, 0 where the mask is False. Raises ValueError
+    for an unknown ``importance``."""
     if importance == "token":
         log_r = scores.log_ratio
     elif importance == "sequence":
@@ -231,15 +241,16 @@ def importance_log_ratio(scores: TokenScores, importance: str) -> Tensor:
 
 
 def _finite_without_weight(scores: TokenScores, log_r: Tensor) -> Tensor:
-    """``log_r``, [R, T] or [R, 1], with a finite exponential where a correction weighs the token by 0: 0
-    times a ratio that overflows is nan, in the loss and in its gradient."""
+    """Return ``log_r``, [R, T] or [R, 1], with a finite exponential where a correction gives the token a
+    weight of 0: 0 times a ratio that overflows would be nan, in the loss and in its gradient."""
     if scores.weights is None:
         return log_r
     return torch.where(scores.weights == 0, log_r.clamp(max=SATURATED), log_r)
 
 
 def _masked_ratio(scores: TokenScores, advantages: Tensor, masked: Tensor) -> Tensor:
-    """``-r A``, 0 at the masked tokens: whose ratio is not taken, so that its size cannot matter."""
+    """Return ``-r A``, 0 at the masked tokens. The ratio of a masked token is not computed, so its size has
+    no effect."""
     r = torch.exp(torch.where(masked, 0.0, importance_log_ratio(scores, "token")))
     return torch.where(masked, 0.0, -advantages * r)
 
