@@ -1,7 +1,4 @@
-"""The arithmetic that a step cannot do without: docs/performance.md says where each term comes from.
-
-python -m benchmarks.floor            # the floor for the benchmark data
-"""
+"""The arithmetic that a step cannot do without; docs/performance.md says where each term comes from."""
 
 from __future__ import annotations
 

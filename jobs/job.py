@@ -97,15 +97,13 @@ class Job:
         self.tokenizer = load_tokenizer(config.model)
         self.renderer = make_renderer(self.tokenizer, config.model, config.data)
         if self.renderer.template is not None:
-            self.tokenizer.chat_template = (
-                self.renderer.template
-            )  # the exported model uses the template it was trained with
+            # The exported model uses the template it was trained with.
+            self.tokenizer.chat_template = self.renderer.template
         self.plan = (make_online_plan if config.online else make_plan)(
             config, self.trainer_class, self.renderer
         )
-        if (
-            not config.online
-        ):  # not online: a round may end with a one-prompt batch, which has no mismatched row, and z0 is 0
+        # Not online: a round may end with a one-prompt batch, which has no mismatched row, and then z0 is 0.
+        if not config.online:
             self.trainer_class.check(config, self.plan.train)
             check_correction(config, self.plan.train)
             self.make_longer()

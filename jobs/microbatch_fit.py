@@ -15,8 +15,8 @@ from jobs.memory_simulation import Answer, Question
 Ask = Callable[[Question], Answer]
 
 PROBE = 8192
-"""Tokens of the smaller of two microbatches that show how memory grows. Small ones are simulated in seconds, a
-whole batch may take a minute."""
+"""Tokens of the smaller of two microbatches that show how memory grows. Small ones are simulated in seconds,
+a whole batch may take a minute."""
 SPARE = 1.1
 """A batch is not simulated whole if it would fit with this many times its tokens."""
 RETREAT, TRIES = 0.9, 4

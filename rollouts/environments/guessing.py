@@ -49,4 +49,5 @@ def reward(
 
 def _worth(guess: str, before: list[dict[str, str]], secret: str) -> float:
     guesses = 1 + sum(turn["role"] == "assistant" for turn in before)
-    return 1 / guesses if str(guessed(guess)) == secret.strip() else 0.0
+    readable = _NUMBER.fullmatch(secret.strip()) is not None
+    return 1 / guesses if readable and guessed(guess) == int(secret) else 0.0

@@ -153,11 +153,14 @@ class Pool:
     def _new(self, log: Path | None) -> WorkerProcess:
         env = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
         worker = WorkerProcess("rollouts.rewards.pool", log=log, env=env)
-        with self._refused():
-            error = worker.call("load", self.loader, self.argument, timeout=START_S)
-        if error is not None:
+        try:
+            with self._refused():
+                error = worker.call("load", self.loader, self.argument, timeout=START_S)
+            if error is not None:
+                raise RewardError(error)
+        except RewardError:
             self._discard(worker)
-            raise RewardError(error)
+            raise
         return worker
 
     @contextlib.contextmanager

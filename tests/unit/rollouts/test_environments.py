@@ -82,6 +82,9 @@ def test_the_guessing_game() -> None:
     answers = [[{"role": "assistant", "content": text}] for text in ("42", "it is 42", "41", "?")]
     before = [said(), said("41", "higher"), said(), said()]
     assert reward(answers, before, ["42", "42", "42", None]) == [1.0, 0.5, 0.0, None]
+    # As in the game, it is the number that counts, and a reference without one is never met.
+    assert play(said("it is 42"), " 042") is None
+    assert reward(answers, before, [" 042", "042", "-42", "?"]) == [1.0, 0.5, 0.0, 0.0]
 
 
 # -- conversations of a scripted policy --------------------------------------------------------------

@@ -118,6 +118,16 @@ def test_a_worker_that_hangs_is_no_more():
     pool.close()
 
 
+def test_a_worker_that_dies_while_it_loads_gives_its_log_back(tmp_path):
+    marker = tmp_path / "loads"
+    pool = Pool(f"{HERE}.dying_once", marker, workers=1, timeout=5.0, log_dir=tmp_path / "logs")
+    with pytest.raises(RewardError, match="did not start"):
+        pool.map([1])
+    assert pool.map([1, 2]) == [1, 2]
+    pool.close()
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["reward-0.log"]
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [
