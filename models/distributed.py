@@ -229,8 +229,10 @@ def gather_values(values: Tensor, fill: float) -> Tensor:
 def gather_objects(value: Any, group: Group | None = None) -> list[Any]:
     """Return the ``value`` of every rank, in rank order, on every rank. For small Python objects only (it
     goes through the CPU). ``group``: that of another thread (``aside``); None: that of the training
-    thread."""
-    out: list[Any] = [None] * dist.get_world_size()
+    thread. Simulated ranks have the value of this one."""
+    out: list[Any] = [value] * dist.get_world_size()
+    if dist.get_backend() == "fake":
+        return out
     dist.all_gather_object(out, value, group=_patient if group is None else group)
     return out
 

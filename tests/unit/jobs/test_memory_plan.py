@@ -202,9 +202,9 @@ def test_own_answers_grow_with_their_rows() -> None:
 
 
 def test_the_dry_run_says_why_there_is_no_plan(quick_python: None) -> None:
-    config = make_config("loss=grpo", "loss.shape=m2po", "model.batch_size=4")
+    config = make_config("loss=ipo", "loss._target_=tests.unit.jobs.reading_loss.ipo", "model.batch_size=4")
     row = Sequence(np.arange(5, dtype=np.int32), np.arange(5, dtype=np.int32))
-    segment = Segment(tuple((Example(f"p{i}", (row,)),) for i in range(4)), 4, 4, seed=0)
+    segment = Segment(tuple((Example(f"p{i}", (row, row)),) for i in range(4)), 4, 4, seed=0)
     said = describe_memory(config, segment, [], PairedPreferenceTrainer, 1)
     assert said.startswith("The memory could not be planned: ") and "\n" not in said
     assert "DataDependentOutput" in said

@@ -37,6 +37,7 @@ def test_a_step_takes_what_was_planned(worker: WorkerProcess) -> None:
     asked += [
         question("deep", loss="kto"),
         question("deep", loss="ppo"),
+        question("deep", "loss.shape=m2po", loss="grpo"),
         question("deep", "model.dtype=bfloat16", "model.packing=false"),
     ]
     asked += [question("deep", "sync_mode=ema", "sync_alpha=0.5", "humanline=false")]
@@ -98,7 +99,7 @@ def test_a_gpu_has_its_own_ways(worker: WorkerProcess) -> None:
 
 def test_what_needs_values_says_so(worker: WorkerProcess) -> None:
     with pytest.raises(WorkerError, match=r"DataDependent|DynamicOutputShape"):
-        answered(worker, question("deep", "loss.shape=m2po", loss="grpo"))
+        answered(worker, question("deep", "loss._target_=tests.unit.jobs.reading_loss.ipo", loss="ipo"))
 
 
 def test_8_bit_moments_take_what_was_planned(with_torchao: None) -> None:
