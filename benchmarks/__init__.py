@@ -1,2 +1,5 @@
-"""Measurements, each a command, ``python -m benchmarks.<name>``. RESULTS.md has their results,
-docs/performance.md the targets that they are compared with."""
+"""Measurements, each a command.
+
+A module is run with ``python -m benchmarks.<name>``. RESULTS.md has the results, docs/performance.md the
+targets that they are compared with.
+"""

@@ -1,4 +1,6 @@
-"""Evaluation of trained models, as in ``python eval.py run=runs/x kind=accuracy``.
+"""Evaluation of trained models.
+
+The command is ``python eval.py run=runs/x kind=accuracy``.
 
 A *kind* is a module of this package, imported when ``kind`` names it (``config.schema_eval.KINDS``). It has
 two functions:

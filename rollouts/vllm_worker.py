@@ -1,8 +1,8 @@
-"""The worker process that holds a vLLM engine (``python -m rollouts.vllm_worker``).
+"""The worker process that holds a vLLM engine.
 
-The engine core runs in this same process (VLLM_ENABLE_V1_MULTIPROCESSING=0, set by the owner), so that it
-ends with the process. With tensor_parallel above 1 the engine starts further processes, in this process's
-group.
+Its owner starts it with ``python -m rollouts.vllm_worker``. The engine core runs in this same process
+(VLLM_ENABLE_V1_MULTIPROCESSING=0, set by the owner), so that it ends with the process. With tensor_parallel
+above 1 the engine starts further processes, in this process's group.
 """
 
 from __future__ import annotations
