@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
@@ -81,13 +82,19 @@ class StorageTracker(TorchDispatchMode):
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # a DTensor's local part, or any other wrapped tensor, is seen by itself
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].device  # more than half of all calls, answered by the tensor itself
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "prim" or within(NEVER_THERE, sys._getframe(1)):
-            return result
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._follow(tensor.untyped_storage())
+        made = [tensor.untyped_storage() for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        new = [storage for storage in made if storage._cdata not in self._live]
+        if new and not within(NEVER_THERE, sys._getframe(1)):
+            for storage in new:
+                self._follow(storage)
         return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and keeping the compiler out costs time at every call
 
     def __enter__(self) -> StorageTracker:
         self._resize = torch.UntypedStorage.resize_
