@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.measure import ROOT, Sample, machine, table, timed
@@ -45,31 +46,26 @@ OVERRIDES = (
 """The embedded model and data, as a newcomer would run them, but shorter."""
 
 
-def groups(path: Path, format_: str, count: int) -> list[Group]:
-    """Return ``count`` pairs with different prompts: the file's pairs, repeated, with a number after the last
+def groups(path: Path, format_: str, count: int) -> Iterator[Group]:
+    """Yield ``count`` pairs with different prompts: the file's pairs, repeated, with a number after the last
     turn."""
     rows = (
         real_rows(path, format_)
         if path.exists()
         else [(Prompt((Turn("user", "how " * 80),)), Completion("so " * 60), Completion("thus " * 40))]
     )
-    made = []
     for i in range(count):
         prompt, *both = rows[i % len(rows)]
         last = prompt.turns[-1]
-        made.append(
-            Group(
-                Prompt((*prompt.turns[:-1], Turn(last.role, f"{last.content} {i}"))), tuple(both), (1.0, -1.0)
-            )
-        )
-    return made
+        numbered = Prompt((*prompt.turns[:-1], Turn(last.role, f"{last.content} {i}")))
+        yield Group(numbered, tuple(both), (1.0, -1.0))
 
 
 def preparation(count: int, path: Path, format_: str) -> tuple[Sample, Sample, int]:
     """Return (time of the first start, of the second, pairs made) of rendering and tokenising ``count`` pairs
     by the default template. The first start writes the token ids to disk (data/token_cache.py), the second
     reads them."""
-    wanted = groups(path, format_, count)
+    wanted = list(groups(path, format_, count))
     tokenizer = trained_tokenizer([c.text or "" for group in wanted[:3000] for c in group.completions], 8192)
     made: list[Examples] = []
 

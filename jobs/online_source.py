@@ -23,9 +23,8 @@ from data.chat import Renderer
 from data.examples import Examples, make_examples
 from data.types import Group
 from data.views import View
-from models.distributed import local
+from models.fingerprint import weights_fingerprint
 from models.ranks import ShareError
-from models.reference import weights_fingerprint
 from reports.metrics import read_metrics
 from rollouts.engines import Engine, Prefetch
 from rollouts.ledger import RoundFolder
@@ -212,9 +211,7 @@ class OnlineSource:
         ``keep``: sampling happens while the policy is trained, so the weights must be kept. Returns the
         weights' fingerprint."""
         folder, builder, step = self.round(index), self.builder, self.trainer.progress.step
-        weights = weights_fingerprint(
-            (name, local(p.detach())) for name, p in self.trainer.policy.named_parameters()
-        )
+        weights = weights_fingerprint(self.trainer.policy.named_parameters())
         published: Facts = {}
         wanted = self.config.rounds.sampled(index)
         if self.ranks.run_on_main(lambda: _required(builder).needs_weights(folder, first, wanted, weights)):

@@ -8,9 +8,9 @@ import torch
 
 from config.schema_model import ModelConfig
 from models.distributed import World, fill, on_main, shard
+from models.fingerprint import weights_fingerprint
 from models.policy import Policy, causal_lm, decoder_blocks
 from models.pretrained import empty_policy, load_policy
-from models.reference import weights_fingerprint
 
 
 def load_sharded(config: ModelConfig, world: World, seed: int = 0) -> tuple[Policy, str]:
@@ -29,13 +29,11 @@ def load_sharded(config: ModelConfig, world: World, seed: int = 0) -> tuple[Poli
         return policy, fingerprint
     whole: dict[str, Any] = {}
 
-    def read() -> str:
-        loaded = load_policy(config, torch.device("cpu"), seed)
-        whole.update(loaded.state_dict())
-        return weights_fingerprint(loaded.named_parameters())
+    def read() -> None:
+        whole.update(load_policy(config, torch.device("cpu"), seed).state_dict())
 
-    fingerprint = on_main(read)
+    on_main(read)
     policy = empty_policy(config)
     shard(policy, decoder_blocks(policy), world, dtype, config.reshard_after_forward)
     fill(policy, whole, world.device, tie=causal_lm(policy.model).tie_weights)
-    return policy, fingerprint
+    return policy, weights_fingerprint(policy.named_parameters())

@@ -9,7 +9,6 @@ sharding need nothing special. Losses and weights are bit-identical to a run wit
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -95,20 +94,3 @@ def sequences_of(microbatches: Iterable[Microbatch]) -> Iterator[Sequences]:
         yield micro.sequences
         if micro.mismatched is not None:
             yield micro.mismatched
-
-
-@torch.no_grad()
-def weights_fingerprint(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a digest of every bit of the weights (position-weighted sums of each tensor's bit patterns),
-    whatever files they came from."""
-    digest = hashlib.sha256()
-    for name, tensor in parameters:
-        flat = tensor.detach().reshape(-1).contiguous()
-        bits = flat.view({4: torch.int32, 2: torch.int16, 8: torch.int64, 1: torch.int8}[flat.element_size()])
-        total = 0
-        for first in range(0, bits.numel(), 1 << 22):
-            part = bits[first : first + (1 << 22)].to(torch.int64)
-            weight = torch.arange(first, first + part.numel(), device=part.device) * 2654435761 + 1
-            total = (total + int((part * weight).sum().item())) % 2**64
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {total}\n".encode())
-    return digest.hexdigest()[:32]

@@ -15,10 +15,11 @@ from jobs.assembly import make_loss, trainer_class
 from models.checkpoint import Checkpoints
 from models.distributed import World, local
 from models.export import full_state, whole_weights
+from models.fingerprint import weights_fingerprint
 from models.loading import load_sharded
 from models.pretrained import load_policy
 from models.quantization import quantised
-from models.reference import score, weights_fingerprint
+from models.reference import score
 from tests.distributed.joining import join
 from tests.engine import engine_config, make_segment, run, weights
 from tests.tiny import random_groups, tiny_llama

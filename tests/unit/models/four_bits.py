@@ -22,10 +22,10 @@ from config.schema_model import ModelConfig, PeftConfig
 from models.checkpoint_reading import read_table
 from models.distributed import shard, start
 from models.export import export, full_state, whole_weights
+from models.fingerprint import weights_fingerprint
 from models.policy import Policy, decoder_blocks
 from models.pretrained import check_model, load_policy
 from models.quantization import BLOCK, LEVELS, NF4Linear, block_length, pack, quantise, quantised, unpack
-from models.reference import weights_fingerprint
 from tests.integration import test_runs, test_two_models
 from tests.tiny import tiny_llama
 from tests.unit.models.test_families import FAMILIES, MIXTURES
