@@ -138,6 +138,8 @@ class Settings:
     dtype: str = "float32"
     max_length: int = 2048
     checkpointing: bool = False
+    microbatch_tokens: int | None = None
+    """model.microbatch_tokens, in place of ``micro_size``."""
 
     def config(self) -> Config:
         trainer, numbers = LOSSES[self.loss]
@@ -149,6 +151,7 @@ class Settings:
             batch_size=self.batch_size,
             packing=self.packing,
             share_prompts=self.share_prompts,
+            microbatch_tokens=self.microbatch_tokens,
             gradient_accumulation_steps=self.batch_size // self.micro_size,
             max_length=self.max_length,
             max_prompt_length=self.max_length - 1,

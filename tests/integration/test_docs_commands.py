@@ -129,6 +129,7 @@ RULES = [
     Rule(r"python -m study full --task adder --records docs/study/adder/runs\.jsonl$", "--name published"),
     Rule(r"python -m study ", STUDY, {r" --task instruct": ""}),
     Rule(r"python -m study\.prospect_figure ", "--prompts 4"),
+    Rule(r"python -m benchmarks\.gpu_check", "--device cpu --only paths"),
     Rule(r"python -m benchmarks\.balance", "--data adder --ranks 2 --shapes 4x1 --batches 2"),
     Rule(r"python -m benchmarks\.ledger", "--prompts 8 --repeats 1"),
     Rule(r"python -m jobs\.audit runs/kept"),

@@ -1,0 +1,65 @@
+"""A check with its verdict, as ``benchmarks.gpu_check`` prints and keeps it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+
+OK, NOTE, FAILED, NOT_HERE = "ok", "note", "FAILED", "not here"
+"""Verdicts. NOTE: nothing is wrong, but the reader should know. NOT_HERE: what it checks does not exist on
+this machine."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was found about one path of the code."""
+
+    name: str
+    verdict: str
+    text: str
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.verdict:<9}{self.name:<34}{self.text}"
+
+
+def within(name: str, text: str, numbers: dict[str, float], limits: dict[str, float]) -> Check:
+    """Return a check that fails if any of ``numbers`` is above its limit or is not a number. ``text`` says
+    what was compared."""
+    off = [key for key, limit in limits.items() if not numbers[key] <= limit]
+    said = ", ".join(f"{key} {numbers[key]:.2g} (limit {limit:.2g})" for key, limit in limits.items())
+    return Check(name, FAILED if off else OK, f"{text}: {said}", dict(numbers))
+
+
+def attempted(name: str, work: Callable[[], Check]) -> Check:
+    """Return what ``work`` finds, or that it failed. A report of every path is worth more than a program that
+    ends at the first broken one, so any exception is a finding here. A ConfigError says that a package is not
+    installed."""
+    try:
+        return work()
+    except ConfigError as error:
+        return Check(name, NOT_HERE, str(error).partition("\n")[0])
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        return Check(name, FAILED, f"{type(error).__name__}: {first}")
+
+
+def written(checks: Iterable[Check], path: Path | None) -> Iterator[Check]:
+    """Yield the checks as they are made, each after it was appended to ``path`` as a line of JSON."""
+    for check in checks:
+        if path is not None:
+            with path.open("a") as file:
+                file.write(json.dumps(asdict(check)) + "\n")
+        yield check
+
+
+def read_checks(path: Path) -> list[Check]:
+    """Return the checks of a file that ``written`` made; none if it is not there."""
+    if not path.exists():
+        return []
+    return [Check(**json.loads(line)) for line in path.read_text().splitlines()]

