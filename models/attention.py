@@ -57,10 +57,10 @@ def packs_rows(config: ModelConfig, found: PretrainedConfig) -> tuple[bool, str]
     true or false, else the best choice here.
 
     If model.packing is unset, rows are packed where each can attend to itself alone without a mask. Rows are
-    not packed in an architecture that this kernel does not support, nor with torch.compile, which would cut
-    every layer in two there, nor on a GPU that lacks the kernel for uneven lengths. ``found`` is the
-    architecture; no weights are needed. Raises ConfigError for model.packing=true in an architecture that is
-    not known to keep packed rows apart.
+    not packed in an architecture that this kernel does not support, nor with torch.compile on a CPU, where
+    attention row by row would cut every layer in two, nor on a GPU that lacks the kernel for uneven lengths.
+    ``found`` is the architecture; no weights are needed. Raises ConfigError for model.packing=true in an
+    architecture that is not known to keep packed rows apart.
     """
     require(
         not config.packing or found.model_type in KEPT_APART,
@@ -73,30 +73,31 @@ def packs_rows(config: ModelConfig, found: PretrainedConfig) -> tuple[bool, str]
         return config.packing, f"model.packing={str(config.packing).lower()}"
     if not packable(found, config.attn_implementation):
         return False, f"{found.model_type} with {config.attn_implementation} has no packed attention here"
-    if config.compile:
+    if config.compile and not has_gpu():
         return False, "model.compile=true"
     if has_gpu():
         if config.dtype == "float32":
             return False, "model.dtype=float32: this GPU's kernel for uneven lengths takes bfloat16 alone"
-        if not simulates_gpu() and (why := flash_fails()) is not None:
+        if not simulates_gpu() and (why := flash_fails(compiled=config.compile)) is not None:
             return False, f"this GPU has no working kernel for uneven lengths: {why}"
     return True, "no padding is computed"
 
 
 @cache
-def flash_fails(shared: bool = False) -> str | None:
+def flash_fails(shared: bool = False, compiled: bool = False) -> str | None:
     """Return why the kernel for uneven lengths cannot be used here, or None. The kernel is tried once,
     forward and backward, on two rows of bfloat16, and must give what sdpa gives row by row. With ``shared``,
-    a third row reads the first one's prompt."""
+    a third row reads the first one's prompt. With ``compiled``, torch.compile makes its call."""
     rows = PackedRows((3, 6, 4), ((0, 0), (0, 0), (0, 2))) if shared else PackedRows((3, 6), ((0, 0),) * 2)
     generator, results = torch.Generator().manual_seed(0), []
     start = torch.randn(3, 1, 2, sum(rows.own), 64, generator=generator).bfloat16().cuda()
     given = row_limits(rows, start.device)
     limits = given["cu_seq_lens_q"], given.get("cu_seq_lens_k", given["cu_seq_lens_q"])
     longest = given["max_length_q"], given.get("max_length_k", given["max_length_q"])
+    flash = torch.compile(_flash, dynamic=True, fullgraph=True) if compiled else _flash
     try:
         for kernel in (
-            partial(_flash, limits=limits, longest=longest),
+            partial(flash, limits=limits, longest=longest),
             partial(_row_by_row, lengths=given["row_lengths"]),
         ):
             q, k, v = (part.clone().requires_grad_() for part in start)
@@ -134,7 +135,7 @@ def why_not_shared(config: ModelConfig, found: PretrainedConfig, packing: bool) 
         return "the routers' auxiliary loss (model.router_aux_loss_coef) counts the prompt of every row"
     if config.head == "reward":
         return "a reward model reads a row's reward where its own tokens end"
-    if has_gpu() and not simulates_gpu() and (fails := flash_fails(shared=True)) is not None:
+    if has_gpu() and not simulates_gpu() and (fails := flash_fails(True, config.compile)) is not None:
         return f"this GPU's kernel for uneven lengths cannot: {fails}"
     return None
 
