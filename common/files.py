@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -46,6 +47,15 @@ def write_if_changed(path: Path, text: str) -> None:
     OSError."""
     if not path.is_file() or path.read_bytes() != text.encode():
         write_whole(path, text)
+
+
+def temporary_folder() -> str:
+    """Return the folder for temporary files. Where none can be written to, which is how a full disk shows
+    first, return the names of those that were tried."""
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        return ", ".join(dict.fromkeys([os.environ.get("TMPDIR", "/tmp"), "/tmp", "/var/tmp"]))
 
 
 def part_of(path: Path) -> Path:

@@ -17,6 +17,7 @@ from typing import IO, overload
 import numpy as np
 
 from common.errors import DataError
+from common.files import temporary_folder
 from data.types import Group
 
 MOST = 20_000
@@ -85,7 +86,7 @@ def _written(first: list[Group], rest: Iterator[Group]) -> FileGroups:
         file.flush()
     except OSError as error:
         raise DataError(
-            f"{tempfile.gettempdir()}: no room for all groups of the data ({error}); make room, "
+            f"{temporary_folder()}: no room for all groups of the data ({error}); make room, "
             "or set TMPDIR to a folder on a larger disk"
         ) from error
     sizes = np.array(written)

@@ -21,6 +21,7 @@ from uuid import uuid4
 from safetensors import SafetensorError
 
 from common.errors import DataError
+from common.files import temporary_folder
 from data import chat, token_rows
 from data.chat import Renderer
 from data.token_rows import Rendered, TokenRows
@@ -105,7 +106,7 @@ def _in_passing(key: str, renderer: Renderer, rows: Iterable[Row]) -> TokenRows:
             return token_rows.read_rows(path)[0]
     except OSError as error:
         raise DataError(
-            f"{tempfile.gettempdir()}: the token ids of the data do not fit ({error}); make room, or set "
+            f"{temporary_folder()}: the token ids of the data do not fit ({error}); make room, or set "
             "TMPDIR to a folder on a larger disk"
         ) from error
 

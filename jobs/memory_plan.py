@@ -106,7 +106,10 @@ def planned(
     own. ``card``: name and GiB; None for a CPU."""
     batch = heaviest_batch(config, train, trainer, ranks, card is not None)
     most = row_tokens(longest(train.groups))
-    worker = WorkerProcess("jobs.memory_plan", log=None, env={"CUDA_VISIBLE_DEVICES": ""})
+    try:
+        worker = WorkerProcess("jobs.memory_plan", log=None, env={"CUDA_VISIBLE_DEVICES": ""})
+    except OSError as error:  # no room for the worker's output
+        return unplanned(str(error))
     try:
         said: dict[str, Any] = worker.call(
             "of_examples", config, batch, held_out, ranks, card, most, timeout=SECONDS

@@ -6,6 +6,7 @@ import os
 import tempfile
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,17 +58,21 @@ def test_the_file_has_no_name(tmp_path, monkeypatch):
 
 LIMITED = """
 import resource
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, most))
 from common.errors import DataError
 from data.group_store import gathered
 from tests.unit.data.test_group_store import group
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
     gathered((group(i) for i in range(30_000)), 10)
 except DataError as error:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))  # its output may be a file
     print(error)
 """
 
 
-def test_where_there_is_no_room_the_folder_is_named():
-    said = programs.run("-c", LIMITED).stdout
-    assert tempfile.gettempdir() in said and "set TMPDIR" in said
+@pytest.mark.parametrize("room", [1 << 20, 0])
+def test_where_there_is_no_room_the_folder_is_named(room):
+    """Also where not even the first byte can be written, so that Python finds no folder to use."""
+    done = programs.run("-c", LIMITED.format(room=room))
+    assert tempfile.gettempdir() in done.stdout and "set TMPDIR" in done.stdout, done.stderr
