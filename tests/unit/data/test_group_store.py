@@ -57,7 +57,8 @@ def test_the_file_has_no_name(tmp_path, monkeypatch):
 
 
 LIMITED = """
-import resource
+import resource, tempfile
+tempfile.tempdir = None  # as in a new process
 _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, most))
 from common.errors import DataError
