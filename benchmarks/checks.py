@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-from common.errors import ConfigError
 
 OK, NOTE, FAILED, NOT_HERE = "ok", "note", "FAILED", "not here"
 """Verdicts. NOTE: nothing is wrong, but the reader should know. NOT_HERE: what it checks does not exist on
@@ -36,17 +35,24 @@ def within(name: str, text: str, numbers: dict[str, float], limits: dict[str, fl
     return Check(name, FAILED if off else OK, f"{text}: {said}", dict(numbers))
 
 
-def attempted(name: str, work: Callable[[], Check]) -> Check:
+def attempted(name: str, work: Callable[[], Check], absent: type[Exception] | None = None) -> Check:
     """Return what ``work`` finds, or that it failed. A report of every path is worth more than a program that
-    ends at the first broken one, so any exception is a finding here. A ConfigError says that a package is not
-    installed."""
+    ends at the first broken one, so any exception is a finding here. ``absent``: the exception that says that
+    something is not installed."""
     try:
         return work()
-    except ConfigError as error:
-        return Check(name, NOT_HERE, str(error).partition("\n")[0])
     except Exception as error:
-        first = str(error).strip().partition("\n")[0]
-        return Check(name, FAILED, f"{type(error).__name__}: {first}")
+        if absent is not None and isinstance(error, absent):
+            return Check(name, NOT_HERE, str(error).partition("\n")[0])
+        return failed(name, error)
+
+
+def failed(name: str, error: Exception) -> Check:
+    """Return the check of a path that raised ``error``, with its traceback among the numbers."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    more = f" … {lines[-1]}" if lines[-1] not in lines[0] else ""
+    said = "".join(traceback.format_exception(error))
+    return Check(name, FAILED, f"{type(error).__name__}: {lines[0]}{more}", {"traceback": said})
 
 
 def written(checks: Iterable[Check], path: Path | None) -> Iterator[Check]:

@@ -2,7 +2,7 @@
 as one JSON file to attach to a report.
 
     python -m benchmarks.gpu_check                     # every GPU of this machine
-    python -m benchmarks.gpu_check --ranks 1 --shape llama-3-8b
+    python -m benchmarks.gpu_check --shape llama-3-8b --only step
     python -m benchmarks.gpu_check --device cpu        # the same program where there is no GPU
 
 Three programs run one after another, each of which may be run alone: ``benchmarks.gpu_paths`` compares every
@@ -32,11 +32,13 @@ import torch
 
 from benchmarks.checks import FAILED, Check, read_checks
 from benchmarks.measure import ROOT, machine
+from benchmarks.processes import end
 from common.files import write_whole
 
 PARTS = ("paths", "step", "runs")
-SECONDS = 1800.0
-"""Time after which a part that hangs is ended."""
+SECONDS = 3600.0
+"""Time after which a part that hangs is ended: more than its own limits and the 30 minutes after which NCCL
+says which collective hung."""
 PACKAGES = ("torch", "transformers", "vllm", "torchao", "flash-attn")
 
 
@@ -62,8 +64,8 @@ def command(part: str, args: argparse.Namespace, ranks: int) -> list[str]:
     device = ["--device", args.device]
     if part == "paths":
         return [sys.executable, "-m", module, *device]
-    if part == "runs":
-        return [sys.executable, "-m", module, *device, "--ranks", str(ranks)]
+    if part == "runs":  # their batches have to be divided among the ranks
+        return [sys.executable, "-m", module, *device, "--ranks", str(1 << (ranks.bit_length() - 1))]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", module]
     size = ["--tiny"] if args.device == "cpu" else ["--shape", args.shape]
     return [sys.executable, *(torchrun if ranks > 1 else ["-m", module]), *device, *size]
@@ -71,18 +73,17 @@ def command(part: str, args: argparse.Namespace, ranks: int) -> list[str]:
 
 def checked(part: str, words: list[str]) -> list[Check]:
     """Run a part, which prints its checks, and return them. A part that ends early is itself a check that
-    failed."""
+    failed; a part that hangs is ended with everything that it started."""
     with tempfile.TemporaryDirectory() as folder:
         out, began = Path(folder) / "checks", time.monotonic()
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen([*words, "--out", str(out)], cwd=ROOT, env=environment, text=True)
         try:
-            code: int | str = subprocess.run(
-                [*words, "--out", str(out)],
-                cwd=ROOT,
-                timeout=SECONDS,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
-            ).returncode
+            code: int | str = process.wait(SECONDS)
         except subprocess.TimeoutExpired:
             code = f"no end after {SECONDS:.0f} seconds"
+        finally:
+            end(process)
         found = read_checks(out)
     if code:
         found.append(Check(f"benchmarks.gpu_{part}", FAILED, f"ended early: {code}"))

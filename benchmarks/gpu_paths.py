@@ -33,10 +33,11 @@ from benchmarks.parts import (
     score_all,
     segment,
 )
+from common.errors import ConfigError
 from data.batches import microbatch
 from data.types import Example, Sequence
 from models.attention import flash_fails
-from models.distributed import start
+from models.distributed import local, start
 from models.fingerprint import weights_fingerprint
 from models.logprobs import chunked_logprobs
 from models.policy import Policy, checkpoint_activations, decoder_blocks
@@ -46,6 +47,10 @@ from optimizers.build import make_optimizer, update
 CPU = torch.device("cpu")
 SMALL = llama(4096, 256, 4, 4, 2, 512)
 """Architecture of the comparisons of whole models: heads of 64 numbers, two queries for each key."""
+
+
+TORCHAO = {"optimizer, AdamW8bit": ConfigError, "weights in 4 bits": ConfigError}
+"""Check that needs torchao -> the error where it is not installed."""
 
 
 def computed_in(device: torch.device) -> str:
@@ -58,9 +63,11 @@ def checks(device: torch.device) -> Iterator[Check]:
     works: dict[str, Callable[[], Check]] = {
         "head": partial(head, device, 512),
         "head without tokens": partial(head, device, 0),
-        "attention of packed rows": partial(attention, device, False),
-        "attention with a shared prompt": partial(attention, device, True),
     }
+    for shared in (False, True):
+        for compiled in (False, True):
+            name = f"attention, prompt {'shared' if shared else 'own'}{', compiled' * compiled}"
+            works[name] = partial(attention, device, name, shared, compiled)
     works |= {f"model, {way}": partial(model, device, way) for way in WAYS}
     works |= {f"optimizer, {name}": partial(optimizer, device, name) for name in OPTIMIZERS}
     works |= {
@@ -70,7 +77,18 @@ def checks(device: torch.device) -> Iterator[Check]:
         "the same bits twice": partial(same_bits, device),
     }
     for name, work in works.items():
-        yield attempted(name, work)
+        yield (found := attempted(name, work, TORCHAO.get(name)))
+        if found.verdict == FAILED and not answers(device):
+            yield Check("device", FAILED, f"does not answer any more after {name}; the rest is left out")
+            return
+
+
+def answers(device: torch.device) -> bool:
+    """Return whether the device still computes. After some errors no later result on it is worth anything."""
+    try:
+        return bool((torch.ones(8, device=device).sum() == 8).item())
+    except RuntimeError:
+        return False
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
@@ -120,12 +138,11 @@ def head(device: torch.device, tokens: int) -> Check:
 # -- attention and whole models --------------------------------------------------------------------
 
 
-def attention(device: torch.device, shared: bool) -> Check:
+def attention(device: torch.device, name: str, shared: bool, compiled: bool) -> Check:
     """The kernel for rows of different lengths, as a run tries it before its first step."""
-    name = "attention with a shared prompt" if shared else "attention of packed rows"
     if device.type != "cuda":
         return Check(name, NOT_HERE, "a CPU computes attention row by row")
-    why = flash_fails(shared=shared)
+    why = flash_fails(shared=shared, compiled=compiled)
     return Check(name, OK if why is None else FAILED, why or "gives what attention row by row gives")
 
 
@@ -150,6 +167,8 @@ def model(device: torch.device, way: str) -> Check:
         (twin, CPU, False, False),
         (fast, device, packed, way == "prompts shared"),
     ):
+        if "compiled" in way and policy is fast:  # what was compiled for other rows has to serve
+            policy(microbatch(examples[:3], where, pack, share).sequences)
         micro = microbatch(examples, where, pack, share)
         values = policy(micro.sequences)
         shape = torch.linspace(-1, 1, values.shape[0], device=where)[:, None]
@@ -183,7 +202,7 @@ def as_computed(policy: Policy, way: str) -> Policy:
     policy.use_packed_attention()
     for block in decoder_blocks(policy):
         if "compiled" in way:
-            block.forward = torch.compile(block.forward, dynamic=True)
+            block.forward = torch.compile(block.forward, dynamic=True, fullgraph=way.startswith("packed"))
     if way == "checkpointed":
         checkpoint_activations(decoder_blocks(policy))
     return policy
@@ -218,28 +237,28 @@ def optimizer(device: torch.device, name: str) -> Check:
         return Check(f"optimizer, {name}", FAILED, "a skipped update changed weights")
     numbers = {"update": relative(results[1], results[0])}
     # Muon's iteration is in bfloat16; a moment in 8 bits may be rounded to the next of 256 levels.
-    limits = {"update": {"AdamW": 1e-5, "Muon": 0.02, "AdamW8bit": 0.02}[name]}
+    limits = {"update": {"AdamW": 1e-5, "Muon": 0.05, "AdamW8bit": 0.02}[name]}
     return within(f"optimizer, {name}", "two updates and a skipped one, against the CPU", numbers, limits)
 
 
 def four_bits(device: torch.device) -> Check:
-    """The bytes of a quantised matrix, its product and the gradient, against the CPU."""
+    """The weights that 4 bits stand for, near those given; and the product with them and its gradient,
+    against float64."""
     torch.manual_seed(0)
-    linear, given = nn.Linear(256, 128, bias=False), torch.randn(9, 256)
-    results = []
-    for where in (CPU, device):
-        layer = NF4Linear(copy.deepcopy(linear).to(where))
-        x = given.to(where).requires_grad_()
-        out = layer(x)
-        results.append((layer.packed, out, torch.autograd.grad(out.square().sum(), x)[0]))
-    same = torch.equal(results[0][0].cpu(), results[1][0].cpu())
+    linear = nn.Linear(256, 128, bias=False).to(device)
+    layer = NF4Linear(copy.deepcopy(linear)).to(device)
+    x = torch.randn(9, 256, device=device).requires_grad_()
+    out = layer(x)
+    (gradient,) = torch.autograd.grad(out.square().sum(), x)
+    kept, exact = layer.weight.detach().double(), x.detach().double().requires_grad_()
+    wanted = exact @ kept.T
     numbers = {
-        "bytes": float(not same),
-        "product": relative(results[1][1], results[0][1]),
-        "gradient": relative(results[1][2], results[0][2]),
+        "weights": relative(layer.weight, linear.weight),
+        "product": relative(out, wanted),
+        "gradient": relative(gradient, torch.autograd.grad(wanted.square().sum(), exact)[0]),
     }
-    limits = {"bytes": 0.0, "product": 1e-3, "gradient": 1e-3}
-    return within("weights in 4 bits", "against the CPU", numbers, limits)
+    limits = {"weights": 0.15, "product": 1e-3, "gradient": 1e-3}
+    return within("weights in 4 bits", "a layer of 128 by 256", numbers, limits)
 
 
 def fingerprint(device: torch.device) -> Check:
@@ -277,23 +296,24 @@ def waits(device: torch.device) -> Check:
     return Check(name, FAILED if waiting else OK, str(waiting or "never"), found)
 
 
+ROUNDING = 1e-4
+"""Largest distance between two runs of the same steps, relative to the norm of the weights."""
+
+
 def same_bits(device: torch.device) -> Check:
     """Whether two runs of the same three steps end at the same bits, without which a resumed run cannot
     either."""
-    found = []
+    name, found = "the same bits twice", []
     for _ in range(2):
         step = stepper("dpo", device, 3)
         for _ in range(3):
             step()
-        found.append(weights_fingerprint(step.trainer.policy.named_parameters()))
-    if found[0] == found[1]:
-        return Check("the same bits twice", OK, "two runs of three steps end at the same weights")
-    return Check(
-        "the same bits twice",
-        NOTE,
-        "two runs of three steps end at other bits: a kernel adds in an order of its own, and a resumed run "
-        "differs by rounding",
-    )
+        found.append(torch.cat([local(p.detach()).flatten() for p in step.trainer.policy.parameters()]))
+    if torch.equal(found[0], found[1]):
+        return Check(name, OK, "two runs of three steps end at the same weights")
+    off = relative(found[0], found[1])
+    said = f"two runs of three steps end {off:.1e} apart: a kernel adds in an order of its own"
+    return Check(name, NOTE if off <= ROUNDING else FAILED, said, {"apart": off})
 
 
 def main() -> None:

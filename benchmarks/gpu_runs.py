@@ -26,11 +26,21 @@ from safetensors.torch import load_file
 
 from benchmarks.checks import FAILED, NOT_HERE, NOTE, OK, Check, attempted, written
 from benchmarks.measure import ROOT
+from benchmarks.processes import end
+from launch.doctor import last
 
 SECONDS = 600.0
 """Time that one run may take."""
+LINES = 30
+"""Lines of a failed run's output that are kept."""
 SMALL = ("n_eval_examples=16", "eval_every=0", "wandb.enabled=false", "resume=true")
-OFFLINE = ("loss=dpo", "humanline=true", "n_examples=1024", "save_every=256")
+STEPS, SAVES = 64, 8
+"""Steps of the run that is killed, and steps from one of its checkpoints to the next."""
+BATCH = 32
+OFFLINE = (
+    *("loss=dpo", "humanline=true", f"model.batch_size={BATCH}"),
+    *(f"n_examples={STEPS * BATCH}", f"save_every={SAVES * BATCH}"),
+)
 ONLINE = (
     *("loss=grpo", "humanline=true", "online=true", "sampler=vllm"),
     *("rounds.contexts=32", "rounds.contexts_per_round=16"),
@@ -64,41 +74,36 @@ class Runs:
         )
 
     def finish(self, name: str, *settings: str) -> Path:
-        """Run ``name`` to its end and return its folder. Raises RuntimeError with the run's last line if it
+        """Run ``name`` to its end and return its folder. Raises RuntimeError with the end of its output if it
         fails."""
         process = self.start(name, *settings)
         try:
             code = process.wait(SECONDS)
         finally:
-            stop(process)
+            end(process)
         if code:
-            raise RuntimeError(f"exit code {code}: {self.last_line(name)}")
+            raise RuntimeError(f"exit code {code}: {self.said(name)}")
         return self.folder / "runs" / name
 
-    def last_line(self, name: str) -> str:
-        """Return the last line of the run's output that has words."""
-        lines = [line for line in (self.folder / f"{name}.log").read_text().splitlines() if line.strip()]
-        return lines[-1].strip() if lines else "no output"
+    def said(self, name: str) -> str:
+        """Return the most telling line of the run's output, and below it its last lines."""
+        text = (self.folder / f"{name}.log").read_text()
+        return "\n".join([last(text), *text.splitlines()[-LINES:]])
 
     def kill_after(self, name: str, lines: int, *settings: str) -> None:
-        """Start ``name`` and kill it once its metrics have as many lines. Raises RuntimeError if it ends
-        before."""
+        """Start ``name`` and kill every process of it once its metrics have as many lines. Raises
+        RuntimeError if it ends before."""
         process, metrics = self.start(name, *settings), self.folder / "runs" / name / "metrics.jsonl"
         ends = time.monotonic() + SECONDS
         try:
             while not (metrics.exists() and metrics.read_text().count("\n") >= lines):
                 if process.poll() is not None or time.monotonic() > ends:
-                    raise RuntimeError(f"it did not come to step {lines}: {self.last_line(name)}")
-                time.sleep(0.05)
+                    raise RuntimeError(f"it did not come to step {lines}: {self.said(name)}")
+                time.sleep(0.02)
         finally:
-            stop(process)
-
-
-def stop(process: subprocess.Popen[str]) -> None:
-    """Kill the process with everything that it started."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+            end(process)
+        if process.returncode != -signal.SIGKILL:
+            raise RuntimeError("it ended before it could be killed")
 
 
 def checks(runs: Runs) -> Iterator[Check]:
@@ -116,14 +121,15 @@ def killed(runs: Runs) -> Check:
     not."""
     name = "a killed run goes on"
     whole = runs.finish("whole", *OFFLINE)
-    runs.kill_after("killed", 20, *OFFLINE)  # of 32 steps; a checkpoint is written every 8
+    runs.kill_after("killed", STEPS // 2, *OFFLINE)
     again = runs.finish("killed", *OFFLINE)
-    if not re.search(r"resumed before step [1-9]", (runs.folder / "killed.log").read_text()):
-        return Check(name, FAILED, "it began anew")
+    resumed = re.search(r"resumed before step (\d+)", (runs.folder / "killed.log").read_text())
+    if resumed is None or not 0 < int(resumed[1]) < STEPS:
+        return Check(name, FAILED, "it began anew" if resumed is None else f"it was {resumed[0]}")
     one, other = (load_file(run / "model" / "model.safetensors") for run in (whole, again))
     if all(torch.equal(one[key], other[key]) for key in one):
         return Check(name, OK, "killed with SIGKILL, it ends with the same bits")
-    off = max(float((one[key].float() - other[key].float()).abs().max()) for key in one)
+    off = float(torch.stack([(one[key].float() - other[key].float()).abs().max() for key in one]).max())
     said = f"killed with SIGKILL, it ends with weights that differ by {off:.1e} at most"
     return Check(name, NOTE if off <= ROUNDING else FAILED, said, {"largest_difference": off})
 

@@ -16,7 +16,7 @@ import argparse
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.checks import FAILED, NOT_HERE, OK, Check, attempted, written
+from benchmarks.checks import FAILED, NOT_HERE, OK, Check, attempted, failed, written
 from benchmarks.gpu import PEAK, WARM_UP, operations_of, planned_steps, seconds, timed_steps
 from benchmarks.parts import (
     LOSSES,
@@ -37,7 +37,7 @@ from benchmarks.parts import (
     segment,
     shape,
 )
-from common.worker_process import WorkerProcess
+from common.worker_process import WorkerError, WorkerProcess
 from data.balance import row_tokens
 from data.batches import Segment
 from jobs.memory_neighbours import GIB
@@ -45,11 +45,13 @@ from jobs.memory_parts import Card
 from jobs.memory_plan import CONTEXT, gpu_here, planned_tokens, remembered
 from jobs.memory_simulation import Answer, Question
 from jobs.microbatch_fit import Ask, step_size, with_tokens
-from models.distributed import World, gather_objects, on_main, start, stop
+from models.distributed import World, gather_objects, on_main, shard, start, stop
+from models.fingerprint import weights_fingerprint
+from models.policy import decoder_blocks
 
 SECONDS = 600.0
 """Time that the simulation of a step may take."""
-OFF = 0.1
+TOLERANCE = 0.1
 """Largest share by which a step's peak may differ from the plan."""
 MESSAGE = 1 << 28
 """Bytes that each rank sends when the connection between ranks is timed."""
@@ -63,32 +65,68 @@ class Planned:
     """Most tokens of a microbatch; None: a rank's share of the batch in one pass."""
     answer: Answer
     """What the step takes, cut in this way."""
+    room: float
+    """GiB that it may take."""
+
+
+class Simulations:
+    """The memory plan's worker process, started when it is first asked and anew after it died."""
+
+    def __init__(self) -> None:
+        self._worker: WorkerProcess | None = None
+
+    def __call__(self, question: Question) -> Answer:
+        """Return what a step of the question takes. Raises WorkerError."""
+        if self._worker is None:
+            self._worker = WorkerProcess("jobs.memory_plan", log=None, env={"CUDA_VISIBLE_DEVICES": ""})
+        try:
+            answer: Answer = self._worker.call("answer", question, timeout=SECONDS)
+        except WorkerError:
+            self.close()
+            raise
+        return answer
+
+    def close(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
 
 
 def checks(args: argparse.Namespace, world: World) -> Iterator[Check]:
-    """Yield the checks of every loss, plain and humanline, and of the connection between ranks."""
-    yield attempted("ranks", partial(connection, world))
-    worker = WorkerProcess("jobs.memory_plan", log=None, env={"CUDA_VISIBLE_DEVICES": ""})
-
-    def simulated(question: Question) -> Answer:
-        answer: Answer = worker.call("answer", question, timeout=SECONDS)
-        return answer
-
+    """Yield the checks of the ranks, and of the steps of every loss, plain and humanline."""
+    simulated = Simulations()
+    works: dict[str, Callable[[], Check]] = {
+        "ranks": partial(connection, world),
+        "fingerprint over ranks": partial(fingerprint, world),
+    }
+    for loss in args.losses:
+        for humanline in (False, True):
+            name = f"step, {loss}{' humanline' * humanline}"
+            works[name] = partial(measured, name, args, world, loss, humanline, simulated)
     try:
-        for loss in args.losses:
-            for humanline in (False, True):
-                name = f"step, {loss}{' humanline' * humanline}"
-                yield attempted(name, partial(measured, name, args, world, loss, humanline, simulated))
+        for name, work in works.items():
+            yield attempted(name, work) if world.size == 1 else together(name, work, args.out)
     finally:
-        worker.close()
+        simulated.close()
+
+
+def together(name: str, work: Callable[[], Check], out: Path | None) -> Check:
+    """Return what ``work`` finds on several ranks. An error on any of them ends them all, since the others
+    may wait for it in a collective; the rank that has it writes it down."""
+    try:
+        return work()
+    except Exception as error:
+        print(*written([failed(name, error)], out), flush=True)
+        raise
 
 
 def connection(world: World) -> Check:
-    """Seconds of a gather among all ranks, as FSDP does for every block."""
+    """Seconds of a gather among all ranks, as FSDP does for every block. Each sends its number."""
     if world.size == 1:
         return Check("ranks", NOT_HERE, "there is one rank")
-    own = torch.ones((MESSAGE if world.device.type == "cuda" else 1 << 20) // 4, device=world.device)
-    every = torch.empty(world.size * len(own), device=world.device)
+    count = (MESSAGE if world.device.type == "cuda" else 1 << 20) // 4
+    own = torch.full((count,), float(world.rank), device=world.device)
+    every = torch.empty(world.size * count, device=world.device)
     took = []
     for _ in range(4):
         synchronize()
@@ -96,12 +134,23 @@ def connection(world: World) -> Check:
         dist.all_gather_into_tensor(every, own)
         synchronize()
         took.append(time.perf_counter() - began)
-    right = bool((every == 1).all())
-    received = (world.size - 1) * own.numel() * 4 / min(took[1:]) / 1e9
+    sent = torch.arange(world.size, device=world.device)[:, None]
+    right = bool((every.view(world.size, count) == sent).all())
+    received = (world.size - 1) * count * 4 / min(took[1:]) / 1e9
     text = f"{world.size} ranks gather at {received:.1f} GB/s a rank"
     return Check(
         "ranks", OK if right else FAILED, text, {"ranks": world.size, "gigabytes_a_second": received}
     )
+
+
+def fingerprint(world: World) -> Check:
+    """The digest of weights that are sharded is that of the whole ones."""
+    policy = random_policy(shape("tiny"), world.device)
+    whole = weights_fingerprint(policy.named_parameters())
+    shard(policy, decoder_blocks(policy), world, torch.bfloat16)
+    same = weights_fingerprint(policy.named_parameters()) == whole
+    text = "that of the whole weights" if same else "not that of the whole weights"
+    return Check("fingerprint over ranks", OK if same else FAILED, text)
 
 
 def measured(
@@ -116,6 +165,9 @@ def measured(
     pairs = drawn_pairs(count, vocabulary, 0.12 * args.length, 0.08 * args.length, args.length)
     plan = segment(settings, pairs, planned_steps(variant, args.steps))
     found = on_main(lambda: plan_of(settings, plan, args, world, simulated))
+    if (needed := step_size(found.answer)) > found.room:
+        said = f"needs {needed:.3g} GiB a rank in the smallest microbatches, and {found.room:.3g} are there"
+        return Check(name, NOT_HERE, said, {"planned_gib": needed, "room_gib": found.room})
     settings = replace(settings, microbatch_tokens=found.tokens)
     gc.collect()
     policy = random_policy(shape(args.shape), world.device)
@@ -153,7 +205,7 @@ def judged(name: str, numbers: dict[str, float], world: World) -> Check:
     if world.device.type != "cuda":
         return Check(name, OK, f"{said}; a CPU's peak is not measured here", numbers)
     off = numbers["planned_gib"] / numbers["peak_gib"] - 1
-    verdict = OK if abs(off) <= OFF else FAILED
+    verdict = OK if abs(off) <= TOLERANCE else FAILED
     return Check(name, verdict, f"{said}, taken {numbers['peak_gib']:.3g} (plan {off:+.1%})", numbers)
 
 
@@ -169,7 +221,10 @@ def plan_of(
     ask = remembered(simulated)
     longest = max(row_tokens(e) for i in range(plan.steps) for e in plan.batch(i))
     tokens = planned_tokens(asked, found, room, ask, longest)
-    return Planned(tokens, ask(asked if tokens is None else with_tokens(asked, tokens)))
+    answer = ask(asked if tokens is None else with_tokens(asked, tokens))
+    if tokens is None and step_size(answer) > room:  # not even the longest example fits
+        answer = ask(with_tokens(asked, longest))
+    return Planned(tokens, answer, room)
 
 
 def peak_gib(world: World) -> float:

