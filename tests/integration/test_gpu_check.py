@@ -136,7 +136,9 @@ def test_an_error_on_one_rank_ends_all_and_is_said(tmp_path: Path) -> None:
     words += [str(tmp_path / "broken.py"), "--device", "cpu", "--tiny", "--losses", "dpo"]
     found = gpu_check.checked("step", words)
     assert {check.verdict for check in found} == {FAILED}, [*map(str, found)]
-    assert "RuntimeError: no memory" in [check.text for check in found], "rank 0 may add that its peer is gone"
+    assert "RuntimeError: no memory" in [check.text for check in found], (
+        "rank 0 may add that its peer is gone"
+    )
     assert "ended early" in found[-1].text
 
 
