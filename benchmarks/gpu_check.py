@@ -36,7 +36,7 @@ from benchmarks.processes import end
 from common.files import write_whole
 
 PARTS = ("paths", "step", "runs")
-SECONDS = 3600.0
+SECONDS = 9000.0
 """Time after which a part that hangs is ended: more than its own limits and the 30 minutes after which NCCL
 says which collective hung."""
 PACKAGES = ("torch", "transformers", "vllm", "torchao", "flash-attn")

@@ -29,7 +29,7 @@ from benchmarks.measure import ROOT
 from benchmarks.processes import end
 from launch.doctor import last
 
-SECONDS = 600.0
+SECONDS = 1800.0
 """Time that one run may take."""
 LINES = 30
 """Lines of a failed run's output that are kept."""

@@ -49,7 +49,7 @@ from models.distributed import World, gather_objects, on_main, shard, start, sto
 from models.fingerprint import weights_fingerprint
 from models.policy import decoder_blocks
 
-SECONDS = 600.0
+SECONDS = 1800.0
 """Time that the simulation of a step may take."""
 TOLERANCE = 0.1
 """Largest share by which a step's peak may differ from the plan."""
