@@ -258,7 +258,7 @@ def test_the_guard_fails_on_a_loss_of_more_than_15_percent():
 
 
 def test_the_guard_sees_a_real_slowdown(base, monkeypatch):
-    """Every sync scores what is coming twenty times more than it must: enough to be seen on a busy machine."""
+    """Every sync scores what is coming twenty times more than it must, which a busy machine cannot hide."""
     before, sync = quick.humanline_cost("dpo", base), BasicTrainer.sync
 
     def slow(self, segment, step):
