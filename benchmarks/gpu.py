@@ -30,6 +30,7 @@ from benchmarks.floor import floor
 from benchmarks.measure import Spread, Work, machine, table
 from benchmarks.parts import (
     LOSSES,
+    SHAPE_NAMES,
     Pair,
     Settings,
     Stepper,
@@ -213,7 +214,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", default="qwen2.5-1.5b")
+    parser.add_argument("--shape", default="qwen2.5-1.5b", choices=SHAPE_NAMES)
     parser.add_argument("--losses", nargs="+", default=["dpo"], choices=list(LOSSES))
     parser.add_argument("--variants", nargs="+", default=["cached", "live", "k=1", "k=4"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])

@@ -1,5 +1,5 @@
-"""Check on this machine's GPUs everything that only a GPU can tell, in about ten minutes, and keep the result
-as one JSON file to attach to a report.
+"""Check on this machine's GPUs everything that only a GPU can tell, and keep the result as one JSON file to
+attach to a report.
 
     python -m benchmarks.gpu_check                     # every GPU of this machine
     python -m benchmarks.gpu_check --shape llama-3-8b --only step
@@ -32,6 +32,7 @@ import torch
 
 from benchmarks.checks import FAILED, Check, read_checks
 from benchmarks.measure import ROOT, machine
+from benchmarks.parts import SHAPE_NAMES
 from benchmarks.processes import end
 from common.files import write_whole
 
@@ -126,12 +127,20 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], help="by default GPUs if there are any")
     parser.add_argument("--ranks", type=int, help="by default one for each GPU, or one")
-    parser.add_argument("--shape", default="qwen2.5-1.5b", help="architecture of the steps")
+    parser.add_argument(
+        "--shape", default="qwen2.5-1.5b", choices=SHAPE_NAMES, help="architecture of the steps"
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"))
     args = parser.parse_args(words)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU that torch sees")
+    if args.ranks is not None and args.ranks < 1:
+        parser.error(f"--ranks {args.ranks}: give 1 or more")
+    try:  # before minutes of work whose result has to go there
+        write_whole(args.out, "{}\n")
+    except OSError as error:
+        parser.error(f"--out {args.out}: cannot be written ({error.strerror}); give a file in another folder")
     return args
 
 

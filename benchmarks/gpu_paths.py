@@ -47,10 +47,8 @@ from optimizers.build import make_optimizer, update
 CPU = torch.device("cpu")
 SMALL = llama(4096, 256, 4, 4, 2, 512)
 """Architecture of the comparisons of whole models: heads of 64 numbers, two queries for each key."""
-
-
-TORCHAO = {"optimizer, AdamW8bit": ConfigError, "weights in 4 bits": ConfigError}
-"""Check that needs torchao -> the error where it is not installed."""
+TORCHAO = ("optimizer, AdamW8bit", "weights in 4 bits")
+"""Checks that need torchao. Where it is not installed, they raise ConfigError."""
 
 
 def computed_in(device: torch.device) -> str:
@@ -77,7 +75,7 @@ def checks(device: torch.device) -> Iterator[Check]:
         "the same bits twice": partial(same_bits, device),
     }
     for name, work in works.items():
-        yield (found := attempted(name, work, TORCHAO.get(name)))
+        yield (found := attempted(name, work, ConfigError if name in TORCHAO else None))
         if found.verdict == FAILED and not answers(device):
             yield Check("device", FAILED, f"does not answer any more after {name}; the rest is left out")
             return

@@ -28,6 +28,7 @@ from benchmarks.checks import FAILED, NOT_HERE, OK, Check, attempted, failed, wr
 from benchmarks.gpu import PEAK, WARM_UP, operations_of, planned_steps, seconds, timed_steps
 from benchmarks.parts import (
     LOSSES,
+    SHAPE_NAMES,
     Settings,
     Stepper,
     drawn_pairs,
@@ -241,7 +242,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", default="qwen2.5-1.5b")
+    parser.add_argument("--shape", default="qwen2.5-1.5b", choices=SHAPE_NAMES)
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
     parser.add_argument("--length", type=int, default=2048, help="most tokens of a row")
     parser.add_argument("--rows", type=int, default=128, help="rows of a step for each rank")

@@ -186,11 +186,18 @@ def test_the_report_has_what_was_run_and_a_part_that_ends_early_fails(
     assert [check["verdict"] for check in kept["checks"]] == [OK, FAILED]
     assert kept["checks"][0]["numbers"] == {"c": 1} and kept["versions"]["torch"] == torch.__version__
     assert read_checks(tmp_path / "none") == []
-    refused = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cuda"],
-        cwd=ROOT,
-        env={"PATH": "", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert refused.returncode == 2 and "no GPU that torch sees" in refused.stderr
+    for words, why in (
+        (["--device", "cuda"], "no GPU that torch sees"),
+        (["--ranks", "0"], "--ranks 0"),
+        (["--out", "/dev/null/x"], "--out /dev/null/x"),
+        (["--shape", "gpt-5"], "llama-3-8b"),
+    ):
+        refused = subprocess.run(
+            [sys.executable, "-m", "benchmarks.gpu_check", *words],
+            cwd=ROOT,
+            env={"PATH": "", "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+        )
+        assert refused.returncode == 2 and why in refused.stderr, refused.stderr
+        assert "Traceback" not in refused.stderr

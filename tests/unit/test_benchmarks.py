@@ -258,11 +258,11 @@ def test_the_guard_fails_on_a_loss_of_more_than_15_percent():
 
 
 def test_the_guard_sees_a_real_slowdown(base, monkeypatch):
-    """Every sync scores what is coming twenty times more than it must, which a busy machine cannot hide."""
+    """Every sync scores what is coming four times more than it must."""
     before, sync = quick.humanline_cost("dpo", base), BasicTrainer.sync
 
     def slow(self, segment, step):
-        for _ in range(21):
+        for _ in range(5):
             sync(self, segment, step)
 
     monkeypatch.setattr(BasicTrainer, "sync", slow)

@@ -4,6 +4,7 @@ card that it names."""
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from launch.grid import read_sweep
 from launch.slurm import make_job
 from models.layer_range import Layers, with_layers
 from models.shapes import architecture, known_shapes
+from tests.full_disk import full_disk
 from tests.memory_questions import SHAPES, question
 from tests.tiny import make_config
 from trainers.paired import PairedPreferenceTrainer
@@ -208,6 +210,17 @@ def test_the_dry_run_says_why_there_is_no_plan(quick_python: None) -> None:
     said = describe_memory(config, segment, [], PairedPreferenceTrainer, 1)
     assert said.startswith("The memory could not be planned: ") and "\n" not in said
     assert "DataDependentOutput" in said
+
+
+def test_a_full_disk_leaves_no_plan_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the worker's output can be written, so that Python finds no folder for it."""
+    config = make_config("loss=dpo", "model.batch_size=4")
+    row = Sequence(np.arange(5, dtype=np.int32), np.arange(5, dtype=np.int32))
+    segment = Segment(tuple((Example(f"p{i}", (row, row)),) for i in range(4)), 4, 4, seed=0)
+    monkeypatch.setattr(tempfile, "tempdir", None)  # as in a new process
+    with full_disk(0):
+        said = describe_memory(config, segment, [], PairedPreferenceTrainer, 1)
+    assert said.startswith("The memory could not be planned: ") and "No usable temporary directory" in said
 
 
 # -- what is asked ---------------------------------------------------------------------------------
