@@ -36,7 +36,7 @@ from benchmarks.parts import (
 from common.errors import ConfigError
 from data.batches import microbatch
 from data.types import Example, Sequence
-from models.attention import flash_fails
+from models.attention import flash_fails, flash_kernel
 from models.distributed import local, start
 from models.fingerprint import weights_fingerprint
 from models.logprobs import chunked_logprobs
@@ -141,7 +141,11 @@ def attention(device: torch.device, name: str, shared: bool, compiled: bool) -> 
     if device.type != "cuda":
         return Check(name, NOT_HERE, "a CPU computes attention row by row")
     why = flash_fails(shared=shared, compiled=compiled)
-    return Check(name, OK if why is None else FAILED, why or "gives what attention row by row gives")
+    kernel = flash_kernel(compiled)
+    if why is None and kernel.declined:
+        return Check(name, NOTE, str(kernel))
+    said = why or f"{kernel} gives what attention row by row gives"
+    return Check(name, OK if why is None else FAILED, said)
 
 
 WAYS = ("padded", "packed", "prompts shared", "checkpointed", "padded, compiled", "packed, compiled")

@@ -19,9 +19,12 @@ RECORD = "config.yaml"
 LOCK = "run.lock"
 """Held by the process that is working in the folder (common.lock)."""
 KIND = "humanline run"
-MAY_CHANGE = ("eval_every", "rounds.compress", "rounds.keep_weights", "sampler.urls", "sampler.adapters")
-"""Settings that may differ when a run is resumed. They change what is measured or kept, which machines sample
-or how weights reach them, but not what is trained."""
+MAY_CHANGE = (
+    *("eval_every", "rounds.compress", "rounds.keep_weights"),
+    *("sampler.urls", "sampler.adapters", "model.reshard_after_forward"),
+)
+"""Settings that may differ when a run is resumed. They change what is measured or kept, which machines
+sample, how weights reach them or how long they stay gathered, but not what is trained."""
 LENGTH = ("n_epochs", "n_examples")
 """Settings that determine the length of an offline run."""
 _SECTIONS = {"model", "data", "loss", "trainer", "runs_dir"}

@@ -60,7 +60,7 @@ class ModelConfig:
     max_grad_norm: float
     logit_temperature: float
     activation_checkpointing: Any
-    reshard_after_forward: bool
+    reshard_after_forward: bool | None
     compile: bool
     packing: bool | None
     share_prompts: bool | None
@@ -138,6 +138,12 @@ class ModelConfig:
             "keeps weights that are not trained in 4 bits: use null, or train adapters on them with "
             "model.use_peft=true",
         )
+
+    @property
+    def shards_again(self) -> bool:
+        """Whether layers are sharded again after their forward, unless the memory plan finds room for
+        them."""
+        return self.reshard_after_forward is not False
 
     @property
     def cut_by_plan(self) -> bool:

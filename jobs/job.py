@@ -36,7 +36,7 @@ from jobs.observers import Observers
 from jobs.online import Online, make_online_plan, round_steps
 from jobs.patience import EnoughError
 from jobs.plan import first_example, make_plan, training_segment, without_texts
-from jobs.planned_cut import PlannedCut
+from jobs.planned_settings import PlannedSettings
 from jobs.retention import InitialKL, load_second_task
 from jobs.row_scores import OfRows, PlannedBatches, Sums
 from jobs.run_folder import RunFolder
@@ -173,9 +173,9 @@ class Job:
     def run(self, signals: Signals) -> dict[str, Any]:
         """Train, export and report; return the summary."""
         world, folder = self.world, self.folder.path
-        cut = PlannedCut(self.config, self.plan.train, self.trainer_class, world)
+        planned_settings = PlannedSettings(self.config, self.plan.train, self.trainer_class, world)
         policy, fingerprint = load_sharded(self.config.model, world, self.config.seed)
-        config = self.config = cut.settings(self.say)
+        config = self.config = planned_settings.apply(policy, self.say)
         exists = on_main(lambda: self.folder.prepare(self.plan.ends))
         trainer = self.trainer_class(config, policy, self.loss, world)
         parts = {

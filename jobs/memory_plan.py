@@ -8,6 +8,7 @@ runs, of runs on GPUs and of ``launch.sweep``, because the simulation needs a pr
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from jobs.assembly import trainer_class
 from jobs.memory_neighbours import GIB, engine_weights, own_answers, reward_models
 from jobs.memory_parts import GAPS, Card, Situation, in_gib, largest, peak
 from jobs.memory_simulation import Answer, Question, answer
-from jobs.microbatch_fit import Ask, fitting_tokens, what_fits, with_tokens
+from jobs.microbatch_fit import Ask, fitting_tokens, what_fits, with_settings, with_tokens
 from models.attention import packs_rows, shares_prompts
 from models.shapes import architecture
 from models.simulated import simulated_gpu
@@ -53,6 +54,8 @@ class MemoryPlan:
     """Further lines: what could not be counted, and what would fit."""
     microbatch_tokens: int | None = None
     """Largest number of tokens of a microbatch, if the plan splits a batch that does not fit in one pass."""
+    stays_gathered: bool = False
+    """Whether the plan keeps layers gathered until their backward, since there is room."""
 
     @property
     def over(self) -> list[Situation]:
@@ -94,6 +97,10 @@ def cut_in_words(tokens: int) -> str:
     return f"microbatches of {tokens:,} tokens at most (model.microbatch_tokens=null)"
 
 
+def gathered_in_words() -> str:
+    return "layers stay gathered from their forward to their backward (model.reshard_after_forward=null)"
+
+
 def planned(
     config: Config,
     train: Segment,
@@ -123,7 +130,8 @@ def planned(
 
 def unplanned(why: str) -> dict[str, Any]:
     """Return the answer of ``of_examples`` where there is no plan."""
-    return {"text": f"The memory could not be planned: {why}", "over": None, "microbatch_tokens": None}
+    said = f"The memory could not be planned: {why}"
+    return {"text": said, "over": None, "microbatch_tokens": None, "stays_gathered": False}
 
 
 def card_of(config: Config) -> tuple[str, float] | None:
@@ -228,7 +236,8 @@ def of_examples(
 
     ``longest_example``: tokens of the longest training example, if ``batch`` does not contain it. The result
     has the plan as ``text``; a sentence for each situation that does not fit in ``over`` (None: there is no
-    plan, and ``text`` says why); and ``microbatch_tokens``, a number if the plan splits the batch.
+    plan, and ``text`` says why); ``microbatch_tokens``, a number if the plan splits the batch; and
+    ``stays_gathered``, whether it keeps layers gathered until their backward.
     """
     found = architecture(config.model)
     own = type(found).__module__.startswith("transformers.")
@@ -238,66 +247,121 @@ def of_examples(
     except Exception as error:  # code of a model, a loss or torch may need tensors with values
         return unplanned(f"{type(error).__name__}: {last_line(error)}")
     over = [str(situation) for situation in plan.over]
-    return {"text": "\n".join(plan.lines()), "over": over, "microbatch_tokens": plan.microbatch_tokens}
+    return {
+        "text": "\n".join(plan.lines()),
+        "over": over,
+        "microbatch_tokens": plan.microbatch_tokens,
+        "stays_gathered": plan.stays_gathered,
+    }
 
 
 def make_plan(
     asked: Question, found: PretrainedConfig, card: Card | None, ask: Ask, longest_example: int = 0
 ) -> MemoryPlan:
     """Return the memory of a rank in every situation, with notes on what would fit."""
-    config, notes = asked.config, []
+    notes: list[str] = []
+    beside = neighbours(asked, card, notes)
+    tokens, gathered, ask = None, False, remembered(ask)
+    if card is not None and asked.config.model.cut_by_plan:
+        room = card.room - sum((beside.always | beside.scored).values())
+        if (tokens := planned_tokens(asked, found, room, ask, longest_example)) is not None:
+            asked = with_tokens(asked, tokens)
+    given = ask(asked)
+    situations = all_situations(asked, found, given, beside)
+    undecided = asked.ranks > 1 and asked.config.model.reshard_after_forward is None
+    # A batch that is cut fills the card with its microbatches.
+    if undecided and card is not None and tokens is None and fit(situations, card):
+        stays = with_settings(asked, reshard_after_forward=False)
+        then = all_situations(stays, found, ask(stays), beside)
+        if gathered := fit(then, card):
+            asked, given, situations = stays, ask(stays), then
+    if beside.sampler is not None and (
+        (weights := engine_weights(asked.config, given.parameters)) > 0.9 * beside.sampler
+    ):
+        notes.append(
+            f"sampler.gpu_memory_utilization={asked.config.sampler.gpu_memory_utilization} gives the "
+            f"sampler {beside.sampler:.1f} GiB, and its weights alone take {weights:.1f}"
+        )
+    if gathered:
+        notes.append(gathered_in_words())
+    if tokens is not None:
+        notes.append(f"{cut_in_words(tokens)}: one pass would not fit")
+    elif card is not None:
+        notes.append(what_fits(asked, given, card, situations[0], ask))
+    return MemoryPlan(asked.ranks, given, card, tuple(situations), tuple(notes), tokens, gathered)
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """What is on a rank's GPU beside the trainer, in GiB by part."""
+
+    outside: dict[str, float]
+    """Memory of no tensor."""
+    always: dict[str, float]
+    """Beside everything but an engine that is awake."""
+    models: dict[str, float]
+    """Reward models, while a round is scored."""
+    scored: dict[str, float]
+    """The reward models that are there beside a training step too."""
+    sampler: float | None
+    """An engine on this GPU that is awake."""
+
+
+def neighbours(asked: Question, card: Card | None, notes: list[str]) -> Neighbours:
+    """Return what is on the fullest rank's GPU beside the trainer. A note is added if some of it could not be
+    counted."""
+    config = asked.config
     outside = NOTHING if card is None else {"outside tensors": CONTEXT}
     shares = card is not None and config.online and config.sampler.separate
     shares = shares and config.sampler.shares_devices
-    beside = outside | ({"sampler asleep": ASLEEP} if shares else {})
     try:
         models = reward_models(config)
     except ConfigError as error:
         models = NOTHING
         notes.append(f"the reward model is not counted: {error}")
-    scored = models if scores_while_training(config, asked.ranks) else NOTHING
-    tokens = None
-    ask = remembered(ask)
-    if card is not None and config.model.cut_by_plan:
-        room = card.room - sum((beside | scored).values())
-        if (tokens := planned_tokens(asked, found, room, ask, longest_example)) is not None:
-            asked = with_tokens(asked, tokens)
-    given = ask(asked)
-    situations = [Situation("training step", largest(given, evaluation=False) | beside)]
-    step = situations[0]
+    return Neighbours(
+        outside,
+        outside | ({"sampler asleep": ASLEEP} if shares else {}),
+        models,
+        models if scores_while_training(config, asked.ranks) else NOTHING,
+        card.memory * config.sampler.gpu_memory_utilization if shares and card is not None else None,
+    )
+
+
+def all_situations(
+    asked: Question, found: PretrainedConfig, given: Answer, beside: Neighbours
+) -> list[Situation]:
+    """Return every situation of a run, the training step first."""
+    step = Situation("training step", largest(given, evaluation=False) | beside.always)
+    situations = [step]
     if asked.held_out:
-        situations.append(Situation("evaluation", largest(given, evaluation=True) | beside))
+        situations.append(Situation("evaluation", largest(given, evaluation=True) | beside.always))
     resident = in_gib(given.resident)
-    answers = own_answers(config, found, asked.ranks, bool(asked.held_out))
+    answers = own_answers(asked.config, found, asked.ranks, bool(asked.held_out))
     if answers:
         gathered = in_gib(peak(given, evaluation=False)).get("gathered blocks", 0.0)
         parts = resident | {"gathered blocks": gathered, "keys, values and logits": answers}
-        situations.append(Situation("own answers", parts | beside))
-    if shares and card is not None:
-        share = card.memory * config.sampler.gpu_memory_utilization
-        situations.append(Situation("sampling", resident | outside | {"sampler": share}))
-        if (weights := engine_weights(config, given.parameters)) > 0.9 * share:
-            notes.append(
-                f"sampler.gpu_memory_utilization={config.sampler.gpu_memory_utilization} gives the "
-                f"sampler {share:.1f} GiB, and its weights alone take {weights:.1f}"
-            )
-    if models:
-        situations.append(Situation("scoring", resident | beside | models))
-    if scored:
-        situations.append(Situation("scoring beside the training step", {**step.parts, **scored}))
-    if tokens is not None:
-        notes.append(f"{cut_in_words(tokens)}: one pass would not fit")
-    elif card is not None:
-        notes.append(what_fits(asked, given, card, step, ask))
-    return MemoryPlan(asked.ranks, given, card, tuple(situations), tuple(notes), tokens)
+        situations.append(Situation("own answers", parts | beside.always))
+    if beside.sampler is not None:
+        situations.append(Situation("sampling", resident | beside.outside | {"sampler": beside.sampler}))
+    if beside.models:
+        situations.append(Situation("scoring", resident | beside.always | beside.models))
+    if beside.scored:
+        situations.append(Situation("scoring beside the training step", {**step.parts, **beside.scored}))
+    return situations
+
+
+def fit(situations: Iterable[Situation], card: Card) -> bool:
+    return all(situation.total <= card.room for situation in situations)
 
 
 def remembered(ask: Ask) -> Ask:
     """Return ``ask`` with a memory: it simulates each size of microbatches once."""
-    answers: dict[tuple[int | None, bool], Answer] = {}
+    answers: dict[tuple[int | None, bool | None, bool], Answer] = {}
 
     def once(asked: Question) -> Answer:
-        key = asked.config.model.microbatch_tokens, bool(asked.held_out)
+        model = asked.config.model
+        key = model.microbatch_tokens, model.reshard_after_forward, bool(asked.held_out)
         if key not in answers:
             answers[key] = ask(asked)
         return answers[key]

@@ -133,8 +133,8 @@ def simulated(question: Question, layers: int | None, edge: int = 10**9) -> Answ
         policy = empty_policy(config.model)
         if world.size == 1:  # a single rank loads and ties the weights before sharding
             causal_lm(policy.model).tie_weights()
-        again = config.model.reshard_after_forward
-        shard(policy, decoder_blocks(policy), world, getattr(torch, config.model.dtype), again)
+        dtype = getattr(torch, config.model.dtype)
+        shard(policy, decoder_blocks(policy), world, dtype, config.model.shards_again)
         with FakeTensorMode(allow_non_fake_inputs=True), tracker:
             policy.to_empty(device=world.device)
             causal_lm(policy.model).tie_weights()

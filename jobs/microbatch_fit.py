@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -25,8 +26,12 @@ RETREAT, TRIES = 0.9, 4
 
 def with_tokens(asked: Question, tokens: int) -> Question:
     """The same question of a run that has ``model.microbatch_tokens=tokens``."""
-    model = replace(asked.config.model, microbatch_tokens=tokens, gradient_accumulation_steps=1)
-    return replace(asked, config=replace(asked.config, model=model))
+    return with_settings(asked, microbatch_tokens=tokens, gradient_accumulation_steps=1)
+
+
+def with_settings(asked: Question, **changes: Any) -> Question:
+    """The same question of a run with other settings of its model."""
+    return replace(asked, config=replace(asked.config, model=replace(asked.config.model, **changes)))
 
 
 def step_size(answer: Answer) -> float:

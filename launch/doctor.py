@@ -33,6 +33,11 @@ from launch.slurm import ROOT
 OK, NOTE, BAD = "ok", "note", "BAD"
 PARAMETER_BYTES = 12
 """Bytes of a checkpoint per parameter: float32 weights and AdamW's two moments."""
+FLASH_PACKAGES = {
+    "flash_attention_2": ("flash_attn", "flash-attn"),
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
+}
+"""model.attn_implementation -> the module that it needs, and the package that has it."""
 NETWORK_SECONDS = 5
 PROBE_SECONDS, DRY_SECONDS, RUN_SECONDS = 180, 900, 1800
 _PARAMETERS = re.compile(r"([\d,.]+) M parameters")
@@ -43,7 +48,7 @@ gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_cou
 free = [torch.cuda.mem_get_info(i)[0] for i in range(len(gpus))]
 print(json.dumps({
     "torch": torch.__version__, "cuda": torch.version.cuda, "gpus": [[p.name, p.total_memory, f] for p, f in zip(gpus, free)],
-    "bf16": not gpus or torch.cuda.is_bf16_supported(), "flash_attn": importlib.util.find_spec("flash_attn") is not None,
+    "bf16": not gpus or torch.cuda.is_bf16_supported(), "flash": [m for m in ("flash_attn", "flash_attn_interface") if importlib.util.find_spec(m)],
     "kernels": [k for k in ("flash", "mem_efficient", "cudnn", "math") if getattr(torch.backends.cuda, f"{k}_sdp_enabled")()]}))
 """  # noqa: E501
 RANKS = """
@@ -157,12 +162,13 @@ def look(config: Config) -> Devices:
     if config.model.dtype == "bfloat16" and not seen["bf16"]:
         found.append(Finding("GPU", BAD, "has no bfloat16", "model.dtype=float32"))
     kernel = config.model.attn_implementation
-    if kernel.startswith("flash_attention") and not seen["flash_attn"]:
+    module, package = FLASH_PACKAGES.get(kernel, (None, None))
+    if module is not None and module not in seen["flash"]:
         found.append(
             Finding(
                 "attention",
                 BAD,
-                f"{kernel} needs the package flash-attn, which is not installed",
+                f"{kernel} needs the package {package}, which is not installed",
                 "install it, or model.attn_implementation=sdpa",
             )
         )

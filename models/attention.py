@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import current_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -23,6 +24,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from common.errors import require
 from config.schema_model import ModelConfig
 from data.types import PackedRows
+from models.flash_kernel import FlashKernel, choose
 from models.simulated import has_gpu, on_gpu, simulates_gpu
 
 PACKED = "packed_rows"
@@ -80,18 +82,34 @@ def packs_rows(config: ModelConfig, found: PretrainedConfig) -> tuple[bool, str]
             return False, "model.dtype=float32: this GPU's kernel for uneven lengths takes bfloat16 alone"
         if not simulates_gpu() and (why := flash_fails(compiled=config.compile)) is not None:
             return False, f"this GPU has no working kernel for uneven lengths: {why}"
+        if not simulates_gpu():
+            return True, f"no padding is computed, by {flash_kernel(config.compile)}"
     return True, "no padding is computed"
 
 
 @cache
+def flash_kernel(compiled: bool = False) -> FlashKernel:
+    """Return the flash kernel that this process uses on its GPU. FlashAttention-3, where it is installed, is
+    tried first, on rows with prompts of their own and with a shared one. With ``compiled``, torch.compile
+    makes its calls."""
+    return choose(lambda: _flash_differs("FA3", False, compiled) or _flash_differs("FA3", True, compiled))
+
+
 def flash_fails(shared: bool = False, compiled: bool = False) -> str | None:
     """Return why the kernel for uneven lengths cannot be used here, or None. The kernel is tried once,
     forward and backward, on two rows of bfloat16, and must give what sdpa gives row by row. With ``shared``,
     a third row reads the first one's prompt. With ``compiled``, torch.compile makes its call."""
+    flash_kernel(compiled)
+    return _flash_differs(current_flash_attention_impl(), shared, compiled)
+
+
+@cache
+def _flash_differs(in_use: str | None, shared: bool, compiled: bool) -> str | None:
+    """Return ``flash_fails`` of the kernel in use, whose name torch gives: None for its own."""
     rows = PackedRows((3, 6, 4), ((0, 0), (0, 0), (0, 2))) if shared else PackedRows((3, 6), ((0, 0),) * 2)
     generator, results = torch.Generator().manual_seed(0), []
-    start = torch.randn(3, 1, 2, sum(rows.own), 64, generator=generator).bfloat16().cuda()
-    given = row_limits(rows, start.device)
+    drawn = torch.randn(1, 8, sum(rows.own), 64, generator=generator).bfloat16().cuda()
+    given = row_limits(rows, drawn.device)
     limits = given["cu_seq_lens_q"], given.get("cu_seq_lens_k", given["cu_seq_lens_q"])
     longest = given["max_length_q"], given.get("max_length_k", given["max_length_q"])
     flash = torch.compile(_flash, dynamic=True, fullgraph=True) if compiled else _flash
@@ -100,7 +118,7 @@ def flash_fails(shared: bool = False, compiled: bool = False) -> str | None:
             partial(flash, limits=limits, longest=longest),
             partial(_row_by_row, lengths=given["row_lengths"]),
         ):
-            q, k, v = (part.clone().requires_grad_() for part in start)
+            q, k, v = (part.clone().requires_grad_() for part in drawn.split((4, 2, 2), 1))  # heads
             read = (_Read.apply(x, given["key_places"]) for x in (k, v)) if shared else (k, v)
             out = kernel(q, *read, scaling=None)
             results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])

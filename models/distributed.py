@@ -120,6 +120,14 @@ def shard(
     register_fsdp_forward_method(policy, "generate")
 
 
+def keep_gathered(blocks: Iterable[nn.Module]) -> None:
+    """Keep every block gathered from its forward to its backward from now on, as ``shard`` with
+    ``again=False`` does."""
+    for block in blocks:
+        if isinstance(block, FSDPModule):
+            block.set_reshard_after_forward(False, recurse=False)
+
+
 def reduced_once(policy: nn.Module, world: World, turns: Sequence[T]) -> Iterator[T]:
     """Yield the turns of a step, each to be run forward and backward. Gradients are reduced over the ranks of
     a replica in every turn, but over the replicas (the nodes) only in the last. Until then each rank keeps
@@ -131,8 +139,8 @@ def reduced_once(policy: nn.Module, world: World, turns: Sequence[T]) -> Iterato
 
 
 def reshard(policy: nn.Module) -> None:
-    """Shard everything again after a forward without backward. FSDP2 leaves the root whole, and with
-    ``model.reshard_after_forward=false`` every block too; they would be stale after the next optimizer
+    """Shard everything again after a forward without backward. FSDP2 leaves the root whole, and with blocks
+    that stay gathered (``keep_gathered``) every block too; they would be stale after the next optimizer
     step."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):

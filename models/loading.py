@@ -25,7 +25,7 @@ def load_sharded(config: ModelConfig, world: World, seed: int = 0) -> tuple[Poli
     if world.size == 1:
         policy = load_policy(config, world.device, seed)
         fingerprint = weights_fingerprint(policy.named_parameters())
-        shard(policy, decoder_blocks(policy), world, dtype, config.reshard_after_forward)
+        shard(policy, decoder_blocks(policy), world, dtype, config.shards_again)
         return policy, fingerprint
     whole: dict[str, Any] = {}
 
@@ -34,6 +34,6 @@ def load_sharded(config: ModelConfig, world: World, seed: int = 0) -> tuple[Poli
 
     on_main(read)
     policy = empty_policy(config)
-    shard(policy, decoder_blocks(policy), world, dtype, config.reshard_after_forward)
+    shard(policy, decoder_blocks(policy), world, dtype, config.shards_again)
     fill(policy, whole, world.device, tie=causal_lm(policy.model).tie_weights)
     return policy, weights_fingerprint(policy.named_parameters())

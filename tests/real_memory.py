@@ -13,8 +13,9 @@ from common.worker_process import WorkerProcess, serve
 from data.batches import Segment
 from jobs.assembly import make_loss, trainer_class
 from jobs.memory_simulation import Question, as_folder, deal_heaviest
-from models.distributed import World, start, stop
+from models.distributed import World, keep_gathered, start, stop
 from models.loading import load_sharded
+from models.policy import decoder_blocks
 from models.storage_tracker import local_part
 
 STEPS = 6
@@ -56,6 +57,8 @@ def peak_of(question: Question, world: World) -> int:
     with as_folder(question, question.found) as asked:
         config = replace(asked.config, model=replace(asked.config.model, from_config=True))
         policy, _ = load_sharded(config.model, world, seed=0)
+        if config.model.reshard_after_forward is None:  # as where the plan of a run finds room
+            keep_gathered(decoder_blocks(policy))
         trainer = trainer_class(config)(config, policy, make_loss(config), world)
         deal_heaviest(trainer)
         batch = question.batch

@@ -22,6 +22,7 @@ from jobs.assembly import trainer_class
 from jobs.memory_neighbours import own_answers, parameters_of, reward_models
 from jobs.memory_plan import Card, describe_memory, heaviest_batch, make_plan
 from jobs.memory_simulation import Answer, Question
+from jobs.microbatch_fit import with_settings
 from launch.composing import Composer
 from launch.grid import read_sweep
 from launch.slurm import make_job
@@ -147,6 +148,44 @@ def test_room_for_a_model_that_stays_gathered_is_said(room: float, ranks: int, s
     """A million weights are 0.004 GiB in float32."""
     lines, _ = planned(room=room, ranks=ranks)
     assert ("or with model.reshard_after_forward=false (0.0 GiB more at most)" in lines[-1]) == said
+
+
+@pytest.mark.parametrize(
+    ("room", "ranks", "setting", "stays"),
+    [
+        (17.1, 4, None, True),
+        (16.9, 4, None, False),  # there is room without, and not with
+        (16.4, 4, None, False),  # nor without
+        (17.1, 1, None, False),  # a single rank gathers nothing
+        (99.0, 4, True, False),
+        (99.0, 4, False, False),  # said by the user: nothing is left to decide
+    ],
+)
+def test_layers_stay_gathered_where_the_plan_has_room(
+    room: float, ranks: int, setting: bool | None, stays: bool
+) -> None:
+    """They take half a GiB here."""
+    asked = with_settings(
+        replace(question("deep", "model.gradient_accumulation_steps=2"), gpu=True, ranks=ranks),
+        reshard_after_forward=setting,
+    )
+    simulated: list[bool | None] = []
+
+    def ask(one: Question) -> Answer:
+        setting = one.config.model.reshard_after_forward
+        simulated.append(setting)
+        answer = given()
+        more = {} if setting is not False else {"gathered blocks": GIB // 2}
+        return replace(answer, peaks={moment: parts | more for moment, parts in answer.peaks.items()})
+
+    assert asked.found is not None
+    plan = make_plan(asked, asked.found, Card("a card", room / 0.95), ask)
+    assert plan.stays_gathered == stays
+    assert any("layers stay gathered" in line for line in plan.lines()) == stays
+    assert plan.situations[0].parts.get("gathered blocks", 0) == (0.5 if stays or setting is False else 0)
+    asks_both = setting is None and ranks > 1 and room > 16.5
+    assert (False in simulated) == (asks_both or setting is False)
+    assert "or with model.reshard" not in plan.lines()[-1] or setting is True
 
 
 def test_a_step_that_is_too_large_is_told_how_many_tokens_would_fit() -> None:

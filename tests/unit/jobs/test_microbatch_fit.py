@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from data.balance import row_tokens
 from data.batches import deal
 from data.types import Example
-from jobs import planned_cut
+from jobs import planned_settings
 from jobs.memory_plan import Card, make_plan
 from jobs.memory_simulation import Answer, Question
 from jobs.microbatch_fit import PROBE, fitting_tokens
@@ -156,7 +156,7 @@ def test_a_run_takes_the_cut_of_a_small_card(tmp_path, monkeypatch, capsys, quic
         r"training step: (\S+) GiB.* outside tensors (\S+)", capsys.readouterr().out
     ).groups()
     card = (float(outside) + 0.7 * (float(step) - float(outside))) / 0.95
-    monkeypatch.setattr(planned_cut, "gpu_here", lambda: ("a small card", card))
+    monkeypatch.setattr(planned_settings, "gpu_here", lambda: ("a small card", card))
     passes.clear()
     cut = go("cut")
     assert max(passes) > 1

@@ -37,10 +37,14 @@ def test_disk(tmp_path: Path) -> None:
     )
 
 
-def test_attention_kernel_that_is_not_installed() -> None:
-    config = compose_config(["model.attn_implementation=flash_attention_2"])
+@pytest.mark.parametrize(
+    ("kernel", "package"), [("flash_attention_2", "flash-attn,"), ("flash_attention_3", "flash-attn-3,")]
+)
+def test_attention_kernel_that_is_not_installed(kernel: str, package: str) -> None:
+    config = compose_config([f"model.attn_implementation={kernel}"])
     bad = [finding for finding in look(config).findings if finding.level == BAD]
     assert [finding.what for finding in bad] == ["attention"] and "sdpa" in bad[0].remedy
+    assert package in bad[0].text
 
 
 def test_reaching_an_address() -> None:

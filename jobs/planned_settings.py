@@ -1,0 +1,58 @@
+"""What the memory plan decides of a run on GPUs where no setting does: how batches are cut into microbatches,
+and whether layers stay gathered until their backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from config.schema import Config
+from config.schema_model import ModelConfig
+from data.batches import Segment
+from jobs.memory_plan import cut_in_words, gathered_in_words, gpu_here, planned
+from models.distributed import World, keep_gathered, on_main
+from models.policy import Policy, decoder_blocks
+from trainers.basic import BasicTrainer
+
+
+def decided_by_plan(model: ModelConfig, ranks: int) -> bool:
+    """Return whether the plan decides anything of a run on so many GPUs."""
+    return model.cut_by_plan or (ranks > 1 and model.reshard_after_forward is None)
+
+
+class PlannedSettings:
+    """Settings that the memory plan decides on rank 0 while the weights load.
+
+    It does so on GPUs alone. Batches are cut where the heaviest does not fit in one pass, and neither
+    ``model.microbatch_tokens`` nor ``model.gradient_accumulation_steps`` says how. With
+    ``model.reshard_after_forward=null``, layers stay gathered until their backward where there is room.
+    """
+
+    def __init__(self, config: Config, train: Segment, trainer: type[BasicTrainer], world: World) -> None:
+        """Begin to plan. ``train``: what the run trains on."""
+        self._config = config
+        self._plan: Future[dict[str, Any]] | None = None
+        if world.is_main and decided_by_plan(config.model, world.size) and (card := gpu_here()) is not None:
+            pool = ThreadPoolExecutor(1)
+            self._plan = pool.submit(planned, config, train, [], trainer, world.size, card)
+            pool.shutdown(wait=False)
+
+    def apply(self, policy: Policy, say: Callable[[str], None]) -> Config:
+        """Wait for the plan, set up the policy's layers, and return the settings with what was decided. A
+        collective: every rank calls it. The run's config.yaml keeps what the user gave."""
+        plan = on_main(lambda: None if self._plan is None else self._plan.result())
+        if plan is None:
+            return self._config
+        if plan["over"] is None:  # there is no plan, and the sentence says why
+            say(plan["text"])
+        decided: dict[str, Any] = {}
+        if (tokens := plan["microbatch_tokens"]) is not None:
+            say(f"{cut_in_words(tokens)}: by the memory plan, one pass would not fit")
+            decided["microbatch_tokens"] = tokens
+        if plan["stays_gathered"]:
+            say(f"{gathered_in_words()}: by the memory plan, there is room")
+            decided["reshard_after_forward"] = False
+            keep_gathered(decoder_blocks(policy))
+        return replace(self._config, model=replace(self._config.model, **decided))
