@@ -24,7 +24,8 @@ from jobs.signals import Requeue, Signals
 from jobs.skipped import write_batch
 from models.checkpoint import Checkpoints, everywhere
 from models.checkpoint_reading import CheckpointError
-from models.distributed import Watchdog, any_rank, from_main, on_main
+from models.distributed import any_rank, from_main, on_main
+from models.watchdog import Watchdog
 from reports.answers import FILE as ANSWERS
 from reports.answers import keep_answers
 from reports.evaluations import evaluation_lines

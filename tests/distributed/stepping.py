@@ -10,7 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from models.distributed import Watchdog, any_rank, start, stop
+from models.distributed import any_rank, start, stop
+from models.watchdog import Watchdog
 
 
 def main(seconds: float, until: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from models.distributed import slow_ranks
+from models.watchdog import slow_ranks
 from tests import programs
 
 SECONDS = 2.0
