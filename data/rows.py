@@ -34,6 +34,8 @@ MOST_NESTED = 100
 """Levels of lists and objects in one row. Deeper nesting is not sensible data, and Python's own recursion
 ends at about ten times this depth."""
 
+_CHUNK = 1 << 20
+"""Characters of a .json list that are read at once."""
 _MARK = "\ufeff"
 _BLANK = re.compile(r"[ \t\n\r]*")
 _HALF_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -216,47 +218,98 @@ def _read_lines(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
 
 
 def _read_json_list(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
-    text = stream.read()
+    window = _Window(stream)
     try:
-        for number, (start, end, values, fault) in enumerate(_elements(path, text), 1):
-            yield _as_row(path, number, values, _not_characters(text[start:end]) or fault)
+        for number, (values, fault, text) in enumerate(_elements(path, window), 1):
+            yield _as_row(path, number, values, _not_characters(text) or fault)
     except json.JSONDecodeError as error:
+        line, column = window.place(error)
         raise DataError(
-            f"{path}: is not JSON ({error}); a file with one object a line must be named .jsonl"
+            f"{path}: is not JSON ({error.msg}: line {line} column {column}); a file with one object a line "
+            "must be named .jsonl"
         ) from error
 
 
-def _elements(path: Path, text: str) -> Iterator[tuple[int, int, Any, str | None]]:
-    """Yield (start, end, value, fault) of each element of a JSON list, see ``_parsed``. Raises
-    JSONDecodeError where the text is no longer JSON, DataError if the value is not a list."""
-    at = _next(text, 0)
-    if text[at : at + 1] != "[":
-        values, end, _ = _parsed(text, at)
-        if _next(text, end) < len(text):
-            raise json.JSONDecodeError("Extra data", text, end)
-        raise DataError(
-            f"{path}: holds a {type(values).__name__}, but a .json file must hold one list of objects"
-        )
-    at = _next(text, at + 1)
-    if text[at : at + 1] != "]":
+class _Window:
+    """A part of a text that is read as it is needed. ``at``: how far ``text`` is used."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self.text, self.at = "", 0
+        self._line, self._column = 1, 1
+        """Place of the text's beginning in the file."""
+
+    def more(self) -> bool:
+        """Read on, at least as much as there is unused, and forget what was used. Return False at the end of
+        the file."""
+        found = self._stream.read(max(_CHUNK, len(self.text) - self.at))
+        if found:
+            self._line, self._column = self._place(self.at)
+            self.text, self.at = self.text[self.at :] + found, 0
+        return bool(found)
+
+    def place(self, error: json.JSONDecodeError) -> tuple[int, int]:
+        """Return (line, column) in the file of an error in ``text``."""
+        return self._place(error.pos)
+
+    def _place(self, at: int) -> tuple[int, int]:
+        lines = self.text.count("\n", 0, at)
+        start = self.text.rfind("\n", 0, at)
+        return self._line + lines, at - start if lines else self._column + at
+
+    def next(self) -> str:
+        """Go to the next character that is not blank, and return it; "" at the end of the file."""
         while True:
-            values, end, fault = _parsed(text, at)
-            yield at, end, values, fault
-            at = _next(text, end)
-            if text[at : at + 1] != ",":
+            blank = _BLANK.match(self.text, self.at)
+            assert blank is not None  # the pattern also matches the empty string
+            self.at = blank.end()
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if not self.more():
+                return ""
+
+    def value(self) -> tuple[Any, str | None, str]:
+        """Return (value, fault, its text) of the JSON that begins here (``_parsed``), and go to its end.
+        Raises JSONDecodeError where the text is not JSON."""
+        while True:
+            try:
+                value, end, fault = _parsed(self.text, self.at)
+            except json.JSONDecodeError:
+                if self.more():
+                    continue
+                raise
+            if self.text[end : end + 1] in ("", ".", "e", "E") and self.more():  # a number may go on
+                continue
+            text, self.at = self.text[self.at : end], end
+            return value, fault, text
+
+    def fails(self, why: str) -> json.JSONDecodeError:
+        return json.JSONDecodeError(why, self.text, self.at)
+
+
+def _elements(path: Path, window: _Window) -> Iterator[tuple[Any, str | None, str]]:
+    """Yield (value, fault, text) of each element of a JSON list. Raises JSONDecodeError where the text is no
+    longer JSON, DataError if the value is not a list."""
+    if window.next() != "[":
+        value, _, _ = window.value()
+        if window.next():
+            raise window.fails("Extra data")
+        raise DataError(
+            f"{path}: holds a {type(value).__name__}, but a .json file must hold one list of objects"
+        )
+    window.at += 1
+    if window.next() != "]":
+        while True:
+            yield window.value()
+            if window.next() != ",":
                 break
-            at = _next(text, at + 1)
-    if text[at : at + 1] != "]":
-        raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
-    if _next(text, at + 1) < len(text):
-        raise json.JSONDecodeError("Extra data", text, at + 1)
-
-
-def _next(text: str, at: int) -> int:
-    """Return the next position that is not blank."""
-    blank = _BLANK.match(text, at)
-    assert blank is not None  # the pattern also matches the empty string
-    return blank.end()
+            window.at += 1
+            window.next()
+    if window.next() != "]":
+        raise window.fails("Expecting ',' delimiter")
+    window.at += 1
+    if window.next():
+        raise window.fails("Extra data")
 
 
 def _parsed(text: str, at: int) -> tuple[Any, int, str | None]:

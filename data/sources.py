@@ -157,15 +157,15 @@ def local(config: DataConfig, split: str) -> Loaded:
     if _is_folder(config.path):
         rows = _rows("data.path", config.path, "data.eval_split", config.eval_split)
         return convert(rows, config, f"{config.path} ({config.eval_split})")
-    held = list(read_rows(Path(config.path)))
-    if not any(isinstance(row, Row) and row.values.get("split") == config.eval_split for row in held):
+    rows = read_rows(Path(config.path))
+    if not any(isinstance(row, Row) and row.values.get("split") == config.eval_split for row in rows):
         raise ConfigError(
             "data.eval_split",
             config.eval_split,
             f'no row of {config.path} says "split": "{config.eval_split}"; '
             "give the evaluation file as data.eval_path",
         )
-    return convert(_of_split(held, config.eval_split), config, config.path)
+    return convert(_of_split(read_rows(Path(config.path)), config.eval_split), config, config.path)
 
 
 def _rows(key: str, path: str, split_key: str, split: str | None) -> Iterator[Row | Dropped]:

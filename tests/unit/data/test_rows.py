@@ -6,7 +6,9 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +16,12 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from common.errors import DataError, UserError
 from config.schema_data import DataConfig
+from data import rows
 from data.detection import FORMATS
 from data.examples import Examples
 from data.published import SOLVERS
@@ -122,6 +127,62 @@ def test_another_unicode_encoding_is_refused_with_the_command_that_converts_it(t
     path.write_bytes(gzip.compress(other) if path.suffix == ".gz" else other)
     with pytest.raises(DataError, match=f"{path.name}: .*UTF-16.*iconv"):
         load(path)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**30), 10**30)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    values=st.lists(JSON, max_size=6),
+    chunk=st.integers(1, 30),
+    indent=st.sampled_from([None, 0, 3]),
+    escaped=st.booleans(),
+    cut=st.none() | st.floats(0, 1),
+)
+def test_a_list_is_the_same_however_much_of_it_is_read_at_once(
+    tmp_path, monkeypatch, values, chunk, indent, escaped, cut
+):
+    """And so is the place at which a damaged one ends."""
+    text = json.dumps(values, indent=indent, ensure_ascii=escaped) + "\n"
+    text = text if cut is None else text[: int(cut * len(text))]
+    path = tmp_path / "pairs.json"
+    path.write_bytes(text.encode())
+    try:
+        wanted: object = json.loads(text)
+    except json.JSONDecodeError as error:
+        wanted = f"({error.msg}: line {error.lineno} column {error.colno})"
+    monkeypatch.setattr(rows, "_CHUNK", chunk)
+    if isinstance(wanted, str):
+        with pytest.raises(DataError, match=re.escape(wanted)):
+            list(rows.read_rows(path))
+        return
+    found = list(rows.read_rows(path))
+    assert [(one.number, one.values) for one in found if isinstance(one, rows.Row)] == [
+        (number, value) for number, value in enumerate(wanted, 1) if isinstance(value, dict)
+    ]
+    assert len(found) == len(wanted)
+
+
+def test_a_list_need_not_fit_in_memory(tmp_path):
+    path = tmp_path / "pairs.json"
+    record = json.dumps({"prompt": "why " * 250, "chosen": "so " * 250, "rejected": "thus " * 250})
+    path.write_text("[" + ",\n".join([record] * 10_000) + "]")
+    assert path.stat().st_size > 29_000_000
+    tracemalloc.start()
+    try:
+        assert sum(isinstance(row, rows.Row) for row in rows.read_rows(path)) == 10_000
+        assert tracemalloc.get_traced_memory()[1] < 8_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_list_that_breaks_off_or_goes_on_is_refused_by_line(tmp_path):
