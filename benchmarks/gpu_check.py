@@ -40,7 +40,7 @@ PARTS = ("paths", "step", "runs")
 SECONDS = 9000.0
 """Time after which a part that hangs is ended: more than its own limits and the 30 minutes after which NCCL
 says which collective hung."""
-PACKAGES = ("torch", "transformers", "vllm", "torchao", "flash-attn")
+PACKAGES = ("torch", "transformers", "vllm", "torchao", "flash-attn", "flash-attn-3")
 
 
 def main(words: Sequence[str] | None = None) -> int:

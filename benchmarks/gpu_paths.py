@@ -36,7 +36,8 @@ from benchmarks.parts import (
 from common.errors import ConfigError
 from data.batches import microbatch
 from data.types import Example, Sequence
-from models.attention import flash_fails, flash_kernel
+from models import flash_kernel
+from models.attention import flash_fails, why_not_faster
 from models.distributed import local, start
 from models.fingerprint import weights_fingerprint
 from models.logprobs import chunked_logprobs
@@ -141,10 +142,9 @@ def attention(device: torch.device, name: str, shared: bool, compiled: bool) -> 
     if device.type != "cuda":
         return Check(name, NOT_HERE, "a CPU computes attention row by row")
     why = flash_fails(shared=shared, compiled=compiled)
-    kernel = flash_kernel(compiled)
-    if why is None and kernel.declined:
-        return Check(name, NOTE, str(kernel))
-    said = why or f"{kernel} gives what attention row by row gives"
+    said = why or f"{flash_kernel.in_use()} gives what attention row by row gives"
+    if why is None and (declined := why_not_faster(compiled)) is not None:
+        return Check(name, NOTE, f"{said}; {declined}")
     return Check(name, OK if why is None else FAILED, said)
 
 

@@ -36,12 +36,16 @@ ends at about ten times this depth."""
 
 _CHUNK = 1 << 20
 """Characters of a .json list that are read at once."""
+_LONGEST_BARE = 16
+"""A value that is cut off is an error at most this many characters before the end, unless it is a text or has
+brackets: two escaped halves of a character have 12."""
 _MARK = "\ufeff"
 _BLANK = re.compile(r"[ \t\n\r]*")
 _HALF_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 """Half of a surrogate pair, as JSON escapes it. Two halves make one character, so a match only calls for a
 closer check."""
-_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
+"""A text, whole or cut off by the end, or a bracket outside of texts."""
 _DECODER = json.JSONDecoder()
 
 
@@ -274,8 +278,9 @@ class _Window:
         while True:
             try:
                 value, end, fault = _parsed(self.text, self.at)
-            except json.JSONDecodeError:
-                if self.more():
+            except json.JSONDecodeError as error:
+                cut = "Unterminated" in error.msg or len(self.text) - error.pos < _LONGEST_BARE
+                if cut and self.more():
                     continue
                 raise
             if self.text[end : end + 1] in ("", ".", "e", "E") and self.more():  # a number may go on

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
 
 from common.errors import StoppedError
+from config.schema_model import ModelConfig
 from data.batches import Size, cut, dealing, microbatch
 from data.types import Example, Microbatch, Sequence
-from models.distributed import barrier, gather_objects
+from models.distributed import World, barrier, gather_objects
 from models.reference import Reference
 from models.score_cache import ScoreCache
 from models.score_table import ScoreTable
@@ -38,6 +41,22 @@ def rows_of(batch: list[Example]) -> list[Sequence]:
         for example in batch
         for row in (*example.rows, *([example.mismatched] if example.mismatched else []))
     ]
+
+
+def scored_with(model: ModelConfig, weights: str, texts: str, world: World) -> dict[str, str]:
+    """Return everything that scores under the initial weights depend on, whatever the rows: the key of their
+    cache. ``weights`` and ``texts``: fingerprints of the weights and of how texts become tokens."""
+    kernel, temperature = current_flash_attention_impl(), model.logit_temperature
+    return {
+        "weights": weights,
+        "text": texts,
+        "dtype": model.dtype,
+        "attention": model.attn_implementation,
+        "device": world.device.type,
+        "torch": torch.__version__,
+        **({} if kernel is None else {"flash": kernel}),
+        **({} if temperature == 1 else {"logit_temperature": str(temperature)}),
+    }
 
 
 def initial_scores(

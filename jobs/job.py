@@ -11,7 +11,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
@@ -20,6 +19,7 @@ from common.files import write_whole
 from common.imports import import_function
 from config.cli import say_what_is_idle
 from config.schema import Config
+from data.batches import Segment
 from data.chat import make_renderer
 from data.quality import DataReport
 from jobs import idle_humanline
@@ -28,7 +28,7 @@ from jobs.diagnostics import Diagnostics
 from jobs.evaluation import Evaluator
 from jobs.evaluation_sets import EvaluationSet, load_evaluation_sets
 from jobs.hub import check_push, push_or_say
-from jobs.initial_scores import initial_scores
+from jobs.initial_scores import initial_scores, scored_with
 from jobs.lengths import planned
 from jobs.likelihood import choose_groups, clippable_share, completion_means
 from jobs.memory_plan import describe_memory
@@ -173,20 +173,14 @@ class Job:
     def run(self, signals: Signals) -> dict[str, Any]:
         """Train, export and report; return the summary."""
         world, folder = self.world, self.folder.path
-        planned_settings = PlannedSettings(self.config, self.plan.train, self.trainer_class, world)
+        planned_settings = PlannedSettings(
+            self.config, self.plan.train, self.held_out(), self.trainer_class, world
+        )
         policy, fingerprint = load_sharded(self.config.model, world, self.config.seed)
         config = self.config = planned_settings.apply(policy, self.say)
         exists = on_main(lambda: self.folder.prepare(self.plan.ends))
         trainer = self.trainer_class(config, policy, self.loss, world)
-        parts = {
-            "weights": fingerprint,
-            "text": self.renderer.fingerprint,
-            "dtype": config.model.dtype,
-            "attention": config.model.attn_implementation,
-            "device": world.device.type,
-            "torch": torch.__version__,
-            **({} if (at := config.model.logit_temperature) == 1 else {"logit_temperature": str(at)}),
-        }
+        parts = scored_with(config.model, fingerprint, self.renderer.fingerprint, world)
         evaluator = self.make_evaluator(trainer, policy)
         evaluator.prepare(parts)
         if config.data.logprob_range is not None:
@@ -286,6 +280,11 @@ class Job:
             f"{self.trainer_class.counts} in all, "
             f"{self.plan.steps} steps"
         )
+
+    def held_out(self) -> list[Segment]:
+        """Return everything that is evaluated."""
+        sets = [self.plan.held_out, *(one.held_out for one in self.evaluation_sets)]
+        return [part for part in sets if part is not None]
 
     def report_logprobs(self, scores: Mapping[str, Tensor]) -> None:
         """Add log-probabilities of the training rows to the data report.
@@ -391,9 +390,6 @@ class Job:
         """Print what the run would do and return its size, without writing files or loading weights."""
         self.say(self.report.to_markdown())
         plan, ranks = self.plan, self.config.plan.ranks or self.world.size
-        sets = [plan.held_out, *(one.held_out for one in self.evaluation_sets)]
-        held_out = [part for part in sets if part is not None]
-        self.say(
-            on_main(lambda: describe_memory(self.config, plan.train, held_out, self.trainer_class, ranks))
-        )
+        of = (self.config, plan.train, self.held_out(), self.trainer_class, ranks)
+        self.say(on_main(lambda: describe_memory(*of)))
         return {"steps": self.plan.steps, "examples": self.plan.train.n_examples}

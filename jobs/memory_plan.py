@@ -26,7 +26,7 @@ from data.example_table import longest
 from data.types import Example, Sequence
 from jobs.assembly import trainer_class
 from jobs.memory_neighbours import GIB, engine_weights, own_answers, reward_models
-from jobs.memory_parts import GAPS, Card, Situation, in_gib, largest, peak
+from jobs.memory_parts import GAPS, Card, Situation, in_gib, largest
 from jobs.memory_simulation import Answer, Question, answer
 from jobs.microbatch_fit import Ask, fitting_tokens, what_fits, with_settings, with_tokens
 from models.attention import packs_rows, shares_prompts
@@ -87,10 +87,15 @@ def describe_memory(
     config: Config, train: Segment, held_out: list[Segment], trainer: type[BasicTrainer], ranks: int
 ) -> str:
     """Return the plan in words for the data of a dry run, or a sentence that says why there is no plan."""
-    evaluated = (part.batch(i) for part in held_out for i in range(part.steps))
-    held = max(evaluated, key=lambda batch: sum(map(row_tokens, batch)), default=[])
+    held = heaviest_evaluated(held_out)
     text: str = planned(config, train, held, trainer, ranks, card_of(config))["text"]
     return text
+
+
+def heaviest_evaluated(held_out: list[Segment]) -> list[Example]:
+    """Return the batch of an evaluation with the most tokens; [] without held-out examples."""
+    evaluated = (part.batch(i) for part in held_out for i in range(part.steps))
+    return max(evaluated, key=lambda batch: sum(map(row_tokens, batch)), default=[])
 
 
 def cut_in_words(tokens: int) -> str:
@@ -339,7 +344,7 @@ def all_situations(
     resident = in_gib(given.resident)
     answers = own_answers(asked.config, found, asked.ranks, bool(asked.held_out))
     if answers:
-        gathered = in_gib(peak(given, evaluation=False)).get("gathered blocks", 0.0)
+        gathered = max(parts.get("gathered blocks", 0) for parts in given.peaks.values()) / GIB
         parts = resident | {"gathered blocks": gathered, "keys, values and logits": answers}
         situations.append(Situation("own answers", parts | beside.always))
     if beside.sampler is not None:

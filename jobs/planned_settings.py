@@ -11,7 +11,7 @@ from typing import Any
 from config.schema import Config
 from config.schema_model import ModelConfig
 from data.batches import Segment
-from jobs.memory_plan import cut_in_words, gathered_in_words, gpu_here, planned
+from jobs.memory_plan import cut_in_words, gathered_in_words, gpu_here, heaviest_evaluated, planned
 from models.distributed import World, keep_gathered, on_main
 from models.policy import Policy, decoder_blocks
 from trainers.basic import BasicTrainer
@@ -30,13 +30,23 @@ class PlannedSettings:
     ``model.reshard_after_forward=null``, layers stay gathered until their backward where there is room.
     """
 
-    def __init__(self, config: Config, train: Segment, trainer: type[BasicTrainer], world: World) -> None:
-        """Begin to plan. ``train``: what the run trains on."""
+    def __init__(
+        self,
+        config: Config,
+        train: Segment,
+        held_out: list[Segment],
+        trainer: type[BasicTrainer],
+        world: World,
+    ) -> None:
+        """Begin to plan. ``train`` and ``held_out``: what the run trains on and evaluates."""
         self._config = config
         self._plan: Future[dict[str, Any]] | None = None
         if world.is_main and decided_by_plan(config.model, world.size) and (card := gpu_here()) is not None:
+            # A batch is cut for the training step alone; layers may stay gathered if evaluations fit too.
+            undecided = world.size > 1 and config.model.reshard_after_forward is None
+            held = heaviest_evaluated(held_out) if undecided else []
             pool = ThreadPoolExecutor(1)
-            self._plan = pool.submit(planned, config, train, [], trainer, world.size, card)
+            self._plan = pool.submit(planned, config, train, held, trainer, world.size, card)
             pool.shutdown(wait=False)
 
     def apply(self, policy: Policy, say: Callable[[str], None]) -> Config:

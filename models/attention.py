@@ -8,6 +8,7 @@ half precision the flash kernel for uneven lengths computes it; elsewhere rows a
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import cache, partial
 from typing import Any, cast
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import current_flash_attention_impl
+from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -24,7 +25,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from common.errors import require
 from config.schema_model import ModelConfig
 from data.types import PackedRows
-from models.flash_kernel import FlashKernel, choose
+from models import flash_kernel
 from models.simulated import has_gpu, on_gpu, simulates_gpu
 
 PACKED = "packed_rows"
@@ -72,7 +73,9 @@ def packs_rows(config: ModelConfig, found: PretrainedConfig) -> tuple[bool, str]
         "to; use null or false, which pads them",
     )
     if config.packing is not None:
-        return config.packing, f"model.packing={str(config.packing).lower()}"
+        said = f"model.packing={str(config.packing).lower()}"
+        flash = config.packing and packable(found, config.attn_implementation) and config.dtype != "float32"
+        return config.packing, said + _by_kernel(config) * flash
     if not packable(found, config.attn_implementation):
         return False, f"{found.model_type} with {config.attn_implementation} has no packed attention here"
     if config.compile and not has_gpu():
@@ -82,24 +85,48 @@ def packs_rows(config: ModelConfig, found: PretrainedConfig) -> tuple[bool, str]
             return False, "model.dtype=float32: this GPU's kernel for uneven lengths takes bfloat16 alone"
         if not simulates_gpu() and (why := flash_fails(compiled=config.compile)) is not None:
             return False, f"this GPU has no working kernel for uneven lengths: {why}"
-        if not simulates_gpu():
-            return True, f"no padding is computed, by {flash_kernel(config.compile)}"
-    return True, "no padding is computed"
+    return True, "no padding is computed" + _by_kernel(config)
+
+
+def _by_kernel(config: ModelConfig) -> str:
+    """Return words on the flash kernel that computes packed rows; "" without a GPU."""
+    if not has_gpu() or simulates_gpu():
+        return ""
+    declined = why_not_faster(config.compile)
+    return f", by {flash_kernel.in_use()}" + f" ({declined})" * bool(declined)
 
 
 @cache
-def flash_kernel(compiled: bool = False) -> FlashKernel:
-    """Return the flash kernel that this process uses on its GPU. FlashAttention-3, where it is installed, is
-    tried first, on rows with prompts of their own and with a shared one. With ``compiled``, torch.compile
-    makes its calls."""
-    return choose(lambda: _flash_differs("FA3", False, compiled) or _flash_differs("FA3", True, compiled))
+def why_not_faster(compiled: bool = False) -> str | None:
+    """Decide which flash kernel this process uses on its GPU, and return why it is not FlashAttention-3,
+    though that is installed, or None. It is tried on rows with prompts of their own and with a shared one.
+    With ``compiled``, torch.compile makes its calls."""
+    faster = flash_kernel.FASTER
+    return flash_kernel.choose(
+        lambda: _flash_differs(faster, False, compiled) or _flash_differs(faster, True, compiled)
+    )
+
+
+def all_pack_rows(config: ModelConfig, found: PretrainedConfig, gather: Callable[[Any], list[Any]]) -> bool:
+    """Return whether rows are packed on every rank: a kernel may work on one node's GPUs and not on others.
+    All use one flash kernel, torch's own if one of them cannot use FlashAttention-3. ``gather`` returns the
+    values that all ranks give it; a collective."""
+    packs_rows(config, found)
+    used = gather(flash_kernel.in_use())
+    if len(set(used)) > 1:
+        flash_kernel.use_torchs_own()
+        ranks = [rank for rank, name in enumerate(used) if name == flash_kernel.in_use()]
+        print(
+            f"every rank uses {flash_kernel.in_use()}, as ranks {ranks} cannot use flash-attn-3", flush=True
+        )
+    return all(gather(packs_rows(config, found)[0]))
 
 
 def flash_fails(shared: bool = False, compiled: bool = False) -> str | None:
     """Return why the kernel for uneven lengths cannot be used here, or None. The kernel is tried once,
     forward and backward, on two rows of bfloat16, and must give what sdpa gives row by row. With ``shared``,
     a third row reads the first one's prompt. With ``compiled``, torch.compile makes its call."""
-    flash_kernel(compiled)
+    why_not_faster(compiled)
     return _flash_differs(current_flash_attention_impl(), shared, compiled)
 
 
@@ -120,8 +147,9 @@ def _flash_differs(in_use: str | None, shared: bool, compiled: bool) -> str | No
         ):
             q, k, v = (part.clone().requires_grad_() for part in drawn.split((4, 2, 2), 1))  # heads
             read = (_Read.apply(x, given["key_places"]) for x in (k, v)) if shared else (k, v)
-            out = kernel(q, *read, scaling=None)
-            results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+            with sdpa_kernel(SDPBackend.MATH):  # FlashAttention-3 would serve sdpa too
+                out = kernel(q, *read, scaling=None)
+                results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:

@@ -21,7 +21,7 @@ from data.balance import token_balance
 from data.batches import Segment, Size, deal, dealing, microbatch, size_of, token_count
 from data.types import Example, Microbatch
 from data.views import View
-from models.attention import packs_rows, shares_prompts
+from models.attention import all_pack_rows, shares_prompts
 from models.distributed import World, clip_grad_norm, gather_objects, reduced_once
 from models.policy import Policy, causal_lm
 from models.reference import Reference, Scored
@@ -129,8 +129,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
         self.optimizer = make_optimizer(policy, config)
         self.progress = Progress()
         found = causal_lm(cast(Policy, policy).model).config
-        # A kernel may work on one node's GPUs and not on another's, and all ranks must deal rows alike.
-        self.packing = all(gather_objects(packs_rows(config.model, found)[0]))
+        self.packing = all_pack_rows(config.model, found, gather_objects)  # all ranks must deal rows alike
         self.shares_prompts = all(gather_objects(shares_prompts(config.model, found, self.packing)))
         self.micro_size = size_of(config.model, world.size)
 

@@ -144,7 +144,7 @@ JSON = st.recursive(
 @given(
     values=st.lists(JSON, max_size=6),
     chunk=st.integers(1, 30),
-    indent=st.sampled_from([None, 0, 3]),
+    indent=st.sampled_from([None, 0, 3, 40]),
     escaped=st.booleans(),
     cut=st.none() | st.floats(0, 1),
 )
@@ -170,6 +170,31 @@ def test_a_list_is_the_same_however_much_of_it_is_read_at_once(
         (number, value) for number, value in enumerate(wanted, 1) if isinstance(value, dict)
     ]
     assert len(found) == len(wanted)
+
+
+@pytest.mark.parametrize("value", ["7" * 5000, "[" * 1500 + "]" * 1500], ids=["long", "deep"])
+def test_a_value_that_cannot_be_read_ends_where_it_ends_however_much_is_read_at_once(
+    tmp_path, monkeypatch, value
+):
+    """With brackets and escapes in the texts behind it, at any of which what is read may be cut off."""
+    path = tmp_path / "pairs.json"
+    path.write_text('[{"n": ' + value + r', "s": "a } b, \\ \" ] [ {"}, {"x": 1}]')
+    for chunk in range(1, 90):
+        monkeypatch.setattr(rows, "_CHUNK", chunk)
+        bad, good = rows.read_rows(path)
+        assert isinstance(bad, rows.Dropped) and isinstance(good, rows.Row) and good.values == {"x": 1}
+
+
+def test_a_damaged_list_is_not_read_to_its_end(tmp_path):
+    path = tmp_path / "pairs.json"
+    path.write_text('[{"prompt": 1 2}, ' + "[1], " * 6_000_000 + "[1]]")
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="line 1 column 15"):
+            list(rows.read_rows(path))
+        assert tracemalloc.get_traced_memory()[1] < 8_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_list_need_not_fit_in_memory(tmp_path):

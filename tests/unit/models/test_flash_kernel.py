@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,8 @@ import torch
 from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from models import attention, flash_kernel
-from models.attention import flash_fails, packs_rows
-from models.flash_kernel import FlashKernel, choose
+from models.attention import all_pack_rows, flash_fails, packs_rows
+from models.flash_kernel import choose
 from tests.unit.models.test_compiled_packing import kernel  # noqa: F401 (a fixture)
 from tests.unit.models.test_families import FAMILIES
 from tests.unit.models.test_packing import OPEN, no_gpu
@@ -22,9 +24,8 @@ from tests.unit.models.test_packing import OPEN, no_gpu
 WORKING = """
 import torch
 lib = torch.library.Library("flash_attn_3", "FRAGMENT")
-if not hasattr(torch.ops.flash_attn_3, "fwd"):
-    lib.define("fwd(Tensor q) -> Tensor")
-    lib.define("bwd(Tensor q) -> Tensor")
+lib.define("fwd(Tensor q) -> Tensor")
+lib.define("bwd(Tensor q) -> Tensor")
 """
 BROKEN = "raise ImportError('flash_attn_3.so: undefined symbol: _ZN3c10')"
 
@@ -36,17 +37,25 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
     sys.modules.pop(flash_kernel.PACKAGE, None)
-    cached = attention.flash_kernel, attention._flash_differs
+    cached = attention.why_not_faster, attention._flash_differs
     for one in cached:
         one.cache_clear()
     yield tmp_path / f"{flash_kernel.PACKAGE}.py"
     restore_flash_attention_impl(_raise_warn=False)
-    sys.modules.pop(flash_kernel.PACKAGE, None)
+    if hasattr(made := sys.modules.pop(flash_kernel.PACKAGE, None), "lib"):
+        made.lib._destroy()
+    for name in ("fwd", "bwd"):  # torch remembers operators that it has looked up
+        vars(torch.ops.flash_attn_3).pop(name, None)
     for one in cached:
         one.cache_clear()
 
 
 def works() -> None:
+    return None
+
+
+@cache
+def works_in_every_way(in_use: str | None, shared: bool, compiled: bool) -> None:
     return None
 
 
@@ -57,35 +66,33 @@ def test_it_is_used_where_it_works(package: Path) -> None:
     def fails() -> None:
         seen.append(current_flash_attention_impl())
 
-    assert str(choose(fails)) == "FlashAttention-3"
+    assert choose(fails) is None and flash_kernel.in_use() == "FlashAttention-3"
     assert seen == ["FA3"] and current_flash_attention_impl() == "FA3"
 
 
 def test_torchs_own_serves_where_it_is_not_installed(package: Path) -> None:
-    assert choose(works) == FlashKernel() and current_flash_attention_impl() is None
+    assert choose(works) is None and current_flash_attention_impl() is None
 
 
 def test_other_gpus_keep_torchs_own(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package.write_text(WORKING)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    assert choose(works) == FlashKernel() and current_flash_attention_impl() is None
+    assert choose(works) is None and current_flash_attention_impl() is None
 
 
 @pytest.mark.parametrize(
     ("code", "fails", "why"),
     [
         (BROKEN, works, "ImportError: flash_attn_3.so: undefined symbol"),
-        ("", works, "does not expose FA3 kernels"),
+        ("", works, "does not expose FA3 forward kernels"),
         (WORKING, lambda: "it does not give what attention row by row gives", "row by row"),
     ],
 )
 def test_where_it_does_not_work_the_start_says_why(package: Path, code: str, fails, why: str) -> None:
-    if not code and hasattr(torch.ops, "flash_attn_3"):
-        code = "raise RuntimeError('does not expose FA3 kernels')"  # another test has made its operators
     package.write_text(code)
-    chosen = choose(fails)
-    assert chosen.name == "FlashAttention-2" and why in str(chosen)
-    assert current_flash_attention_impl() is None
+    said = choose(fails)
+    assert said is not None and why in said
+    assert flash_kernel.in_use() == "FlashAttention-2" and current_flash_attention_impl() is None
 
 
 @pytest.mark.usefixtures("kernel")
@@ -104,9 +111,27 @@ def test_the_start_of_a_run_tries_it(package: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(attention, "_flash", computed)
     for shared in (False, True):
         assert flash_fails(shared) is None
-    packed, said = packs_rows(OPEN, FAMILIES["llama"])
-    assert (
-        packed
-        and ("FlashAttention-2 (flash-attn-3 is installed but" if wrong else "FlashAttention-3") in said
-    )
+    for settings in (OPEN, replace(OPEN, packing=True)):
+        packed, said = packs_rows(settings, FAMILIES["llama"])
+        name = "FlashAttention-2 (flash-attn-3 is installed but" if wrong else "FlashAttention-3"
+        assert packed and f"by {name}" in said
     assert current_flash_attention_impl() == (None if wrong else "FA3")
+    assert "by Flash" not in packs_rows(replace(OPEN, packing=True, dtype="float32"), FAMILIES["llama"])[1]
+
+
+@pytest.mark.parametrize("others", ["FlashAttention-2", "FlashAttention-3"])
+def test_ranks_use_one_kernel(package: Path, monkeypatch: pytest.MonkeyPatch, others: str) -> None:
+    """On a node of the others the package may be missing, or not work."""
+    package.write_text(WORKING)
+    no_gpu(monkeypatch, present=True)
+    monkeypatch.setattr(attention, "_flash_differs", works_in_every_way)
+    for works_there in (True, False):
+        asked = []
+
+        def gather(value: str | bool, asked=asked, works_there=works_there) -> list[str | bool]:
+            asked.append(value)
+            return [value, works_there if isinstance(value, bool) else others]
+
+        assert all_pack_rows(OPEN, FAMILIES["llama"], gather) == works_there
+        assert asked == ["FlashAttention-3", True] and flash_kernel.in_use() == others
+        attention.why_not_faster.cache_clear()
