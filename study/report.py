@@ -57,7 +57,8 @@ def write_report(
     out.mkdir(parents=True, exist_ok=True)
     asked, margin, metric = read_claims(claims if claims.is_file() else CLAIMS)
     final = [record for record in records if not record.cell.startswith("tune-")]
-    asked = [claim for claim in asked if claim.experiment in plan.cells(mode)]
+    cells = {cell for part in plan.cells(mode).values() for cell in part}
+    asked = [claim for claim in (one.about(cells) for one in asked) if claim.pairs]
     values = by_cell(final, metric)
     found = answers(asked, values, margin, by_cell(final, GREEDY))
     drawn = all_figures(plan, mode, records, chosen, tuned, values)
