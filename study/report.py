@@ -219,8 +219,8 @@ def numbers_of(a: Answer) -> list[str]:
 
 
 FIGURES_OF = {
-    MAIN: ("figure1", "figure11"),
-    "k": ("figure8",),
+    MAIN: ("figure1", "figure8", "figure11"),
+    "k": (),
     "ablation": (),
     "controls": ("controls",),
     "rare": ("figure7",),
@@ -231,7 +231,7 @@ FIGURES_OF = {
 }
 TITLES = {
     MAIN: "The main cells",
-    "k": "How often to sync",
+    "k": "Syncing still more rarely",
     "ablation": "Humanline's parts",
     "controls": "Controls",
     "rare": "Sampling more rarely",
