@@ -273,8 +273,8 @@ def curves(records: Sequence[Record]) -> Figure | None:
 
 
 def sync_freqs(records: Sequence[Record]) -> dict[str, int]:
-    """Return cell -> k, of offline+humanline and of the cells that differ from it in k."""
-    cells = {r.cell: r.command for r in records if re.fullmatch(r"\w+-offline-hl(-k\d+)?", r.cell)}
+    """Return cell -> k, of offline+humanline and of the cells that differ from it in k, by their names."""
+    cells = {r.cell: r.command for r in records if re.fullmatch(r"\w+-(offline-)?hl(-k\d+)?", r.cell)}
     return {
         cell: int(word.partition("=")[2])
         for cell, words in cells.items()
@@ -315,7 +315,7 @@ def frequencies(values: Values, sync_freq: Mapping[str, int]) -> Figure | None:
 
 
 def times(records: Sequence[Record]) -> Figure | None:
-    variants = ("offline", "offline-hl", "offline-hl-k1", "online", "online-hl")
+    variants = ("offline", "hl-k1", "offline-hl", "offline-hl-k1", "online", "online-hl")
     cells = [f"{loss}-{variant}" for loss in LOSSES for variant in variants]
     parts = (
         ("train", "steps (syncing included)", ORANGE),
@@ -379,7 +379,7 @@ def ranges(values: Values) -> Figure | None:
 
 def controls(sampled: Values, greedy: Values, base: float | None) -> Figure | None:
     cells: list[Bar] = [
-        ("grpo-offline", "offline, ε tuned", RED),
+        ("grpo-offline", "offline", RED),
         ("grpo-offline-eps1", "offline, ε 1", "#e07b6f"),
         ("grpo-offline-eps4", "offline, ε 4", "#f0b8b0"),
         ("grpo-trust-16", "trust region, every 16", GREEN),

@@ -219,8 +219,8 @@ def numbers_of(a: Answer) -> list[str]:
 
 
 FIGURES_OF = {
-    MAIN: ("figure1", "figure8", "figure11"),
-    "k": (),
+    MAIN: ("figure1", "figure8", "figure11"),  # figure 8 where no experiment is about k alone
+    "k": ("figure8",),
     "ablation": (),
     "controls": ("controls",),
     "rare": ("figure7",),
@@ -231,7 +231,7 @@ FIGURES_OF = {
 }
 TITLES = {
     MAIN: "The main cells",
-    "k": "Syncing still more rarely",
+    "k": "How often to sync",
     "ablation": "Humanline's parts",
     "controls": "Controls",
     "rare": "Sampling more rarely",
@@ -258,6 +258,8 @@ def cell_sections(
             sections.append(Section(title_of(name), ("No run of this experiment is finished.",)))
             continue
         stems = [stem for stem in FIGURES_OF.get(name, (name,)) if stem in captions]
+        if name == MAIN and "k" in plan.cells(mode):
+            stems = [stem for stem in stems if stem != "figure8"]
         if name == "ablation" and "sampling" not in plan.cells(mode) and "figure5" in captions:
             stems = ["figure5"]
         first = (stems[0], captions[stems[0]]) if stems else None
