@@ -135,10 +135,11 @@ class Policy(nn.Module):
         generation_config: GenerationConfig,
         logits_processor: LogitsProcessorList | None = None,
         synced_gpus: bool = False,
+        **more: Any,
     ) -> Tensor:
         """Return [B, P + new] token ids, by transformers' generate with a KV cache. input_ids [B, P] are
         padded on the left; attention_mask [B, P] marks the padding. ``synced_gpus``: weights are sharded, so
-        all ranks run as many forwards as the slowest."""
+        all ranks run as many forwards as the slowest. ``more``: further arguments of generate."""
         generate, config = cast(Callable[..., Tensor], self.model.generate), causal_lm(self.model).config
         if self.packs:  # that kernel supports neither a cache nor padding on the left
             config._attn_implementation = "sdpa"
@@ -150,6 +151,7 @@ class Policy(nn.Module):
                     generation_config=generation_config,
                     logits_processor=logits_processor,
                     synced_gpus=synced_gpus,
+                    **more,
                 )
         finally:
             if self.packs:

@@ -9,28 +9,20 @@ probability with which the sampler drew it. The trainer computes its own log-pro
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedTokenizerBase,
-    TemperatureLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import PreTrainedTokenizerBase
 
 from common.errors import require
 from data.chat import Renderer, vocabulary_fingerprint
 from data.types import Completion, Prompt, Turn
 from models.distributed import gather_objects, reshard
-from models.policy import Policy, causal_lm
+from models.policy import Policy
+from rollouts.decoding import Decoder
 
 
 @dataclass(frozen=True)
@@ -153,7 +145,7 @@ class EmbeddedSampler:
         of which samples its own share. Every rank then runs as many forwards as the slowest, and must call
         ``sample`` even if its share is empty. ``player``: answers the policy; None for single answers."""
         self.player = player
-        self.policy, self.renderer, self.device = policy, renderer, device
+        self.policy, self.renderer, self.decoder = policy, renderer, Decoder(policy, device, synced)
         self.batch_size, self.synced = batch_size, synced
 
     def sample(
@@ -186,27 +178,20 @@ class EmbeddedSampler:
     def _generate(
         self, rows: list[Row], settings: SamplingSettings, seed: int, stops: tuple[int, ...]
     ) -> list[Sample]:
-        input_ids, attention_mask = left_padded([row.ids for row in rows], stops[0])
-        width, longest = input_ids.shape[1], max(row.max_tokens for row in rows)
-        config = GenerationConfig(
-            max_new_tokens=longest, do_sample=False, eos_token_id=list(stops), pad_token_id=stops[0]
+        limits = [row.max_tokens for row in rows]
+        draws = [uniforms(seed, row.key, row.index, max(limits)) for row in rows]
+        tokens, logprobs = self.decoder.decode(
+            [row.ids for row in rows],
+            limits,
+            draws if settings.temperature > 0 else None,
+            settings.temperature,
+            settings.top_p,
+            stops,
         )
-        draws = (
-            [] if settings.temperature == 0 else [uniforms(seed, row.key, row.index, longest) for row in rows]
-        )
-        logprobs = ChosenLogprobs(self.policy.temperature)
-        with without_generation_defaults(self.policy):
-            tokens = self.policy.generate(
-                input_ids.to(self.device),
-                attention_mask.to(self.device),
-                config,
-                logits_processor=logprobs.around(processors(settings, draws, width, self.device)),
-                synced_gpus=self.synced,
-            )
         reshard(self.policy)
         return [
             _ended(made, values, set(stops), row.max_tokens)
-            for row, made, values in zip(rows, tokens[:, width:].tolist(), logprobs.values(), strict=True)
+            for row, made, values in zip(rows, tokens.tolist(), logprobs, strict=True)
         ]
 
 
@@ -221,100 +206,10 @@ def rows_of(renderer: Renderer, prompts: list[Prompt], n: int, settings: Samplin
     ]
 
 
-def left_padded(rows: list[np.ndarray], pad: int) -> tuple[Tensor, Tensor]:
-    """Return ([B, P] int64 token ids, [B, P] int64 mask) with every row at the right edge, where generation
-    continues. Transformers counts positions from the mask, so a row's positions begin at its own first
-    token."""
-    width = max(len(row) for row in rows)
-    ids = np.full((len(rows), width), pad, np.int64)
-    mask = np.zeros((len(rows), width), np.int64)
-    for r, row in enumerate(rows):
-        ids[r, width - len(row) :], mask[r, width - len(row) :] = row, 1
-    return torch.from_numpy(ids), torch.from_numpy(mask)
-
-
 def uniforms(seed: int, prompt_id: str, index: int, n: int) -> np.ndarray:
     """Return the random numbers of one sample, one per token: [n] float32 in [0, 1)."""
     key = hashlib.blake2b(f"{seed}/{prompt_id}/{index}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(key))).random(n, dtype=np.float32)
-
-
-def processors(
-    settings: SamplingSettings, draws: list[np.ndarray], width: int, device: torch.device
-) -> LogitsProcessorList:
-    """Return the processors that turn logits into scores, of which generate takes the highest: none for
-    greedy sampling, else temperature, top-p and the draw."""
-    if settings.temperature == 0:
-        return LogitsProcessorList()
-    steps = LogitsProcessorList([TemperatureLogitsWarper(settings.temperature)])
-    if settings.top_p < 1:
-        steps.append(TopPLogitsWarper(settings.top_p))
-    steps.append(InverseCdfProcessor(torch.from_numpy(np.stack(draws)).to(device), width))
-    return steps
-
-
-class InverseCdfProcessor(LogitsProcessor):
-    """Draws each row's next token by inverting its cumulative distribution at the row's own random number,
-    and leaves only that token possible. (generate's own sampling draws from the global generator, so that a
-    row's tokens would depend on its neighbours.)"""
-
-    def __init__(self, uniforms: Tensor, width: int) -> None:
-        """``uniforms``: [B, max_tokens] in [0, 1). ``width``: the prompts' padded length."""
-        self.uniforms, self.width = uniforms, width
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Map [B, V] scores to [B, V] scores that are 0 at the token drawn and -inf elsewhere."""
-        # float64: the error of a cumulative sum in float32 is as large as the probability of an unlikely
-        # token, and on a GPU the sum need not even be monotonic.
-        cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
-        step = input_ids.shape[1] - self.width
-        token = torch.searchsorted(cumulative, self.uniforms[:, step, None] * cumulative[:, -1:], right=True)
-        return torch.full_like(scores, -torch.inf).scatter(-1, token, 0.0)
-
-
-class ChosenLogprobs:
-    """Records the log-probability of each generated token under the model's unprocessed logits, divided by
-    ``temperature``."""
-
-    def __init__(self, temperature: float = 1.0) -> None:
-        self.temperature = temperature
-        self._logits: Tensor | None = None
-        self._chosen: list[Tensor] = []
-
-    def around(self, processors: LogitsProcessorList) -> LogitsProcessorList:
-        """Return ``processors`` with a step before them that keeps the logits and one after them that records
-        the token they chose."""
-        return LogitsProcessorList([self._before, *processors, self._behind])
-
-    def _before(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._logits = scores
-        return scores
-
-    def _behind(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Record the log-probability of the chosen token, which is the one with the highest of these
-        scores."""
-        assert self._logits is not None, "called behind _before"
-        token = scores.argmax(-1, keepdim=True)
-        logits = self._logits if self.temperature == 1.0 else self._logits.float() / self.temperature
-        self._chosen.append(logits.log_softmax(-1, dtype=torch.float32).gather(-1, token))
-        return scores
-
-    def values(self) -> np.ndarray:
-        """Return the [B, steps] float32 log-probabilities, nats."""
-        return torch.cat(self._chosen, dim=-1).cpu().numpy()
-
-
-@contextmanager
-def without_generation_defaults(policy: Policy) -> Iterator[None]:
-    """Remove the generation settings that the policy was published with while the context lasts. Otherwise
-    transformers silently fills every unset field from them (a repetition penalty, a top-k)."""
-    model = causal_lm(policy.model)
-    own = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = own
 
 
 def _ended(tokens: list[int], logprobs: np.ndarray, stops: set[int], max_tokens: int) -> Sample:

@@ -24,14 +24,8 @@ from models.distributed import World, shard, start, stop
 from models.policy import Policy, causal_lm, decoder_blocks
 from models.pretrained import load_policy
 from rollouts.conversations import Conversations
-from rollouts.samplers import (
-    EmbeddedSampler,
-    InverseCdfProcessor,
-    Sample,
-    SamplingSettings,
-    left_padded,
-    uniforms,
-)
+from rollouts.decoding import InverseCdfProcessor, left_padded
+from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings, uniforms
 from tests.programs import HANG, in_ranks
 from tests.tiny import ROOT, make_config
 

@@ -1,0 +1,221 @@
+"""Decoding of a batch of prompts by transformers' generate, each row with random numbers of its own.
+
+A batch would be computed as a whole until its longest answer ends. So rows that have ended leave it: once a
+quarter of them has, generate returns, the keys and values of the others are picked out of its cache, and it
+continues with these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from models.policy import Policy, causal_lm
+
+ENDED = 0.25
+"""Share of a batch's rows at which those that have ended leave it."""
+FEWEST = 16
+"""Rows of a batch that no row leaves: fewer are hardly faster."""
+
+
+class Decoder:
+    """Continues prompts with a policy's tokens."""
+
+    def __init__(self, policy: Policy, device: torch.device, synced: bool) -> None:
+        """``synced``: the policy is sharded over several ranks, which run the same number of forwards. Then
+        no row leaves a batch early."""
+        self.policy, self.device, self.synced = policy, device, synced
+
+    def decode(
+        self,
+        prompts: Sequence[np.ndarray],
+        limits: Sequence[int],
+        draws: Sequence[np.ndarray] | None,
+        temperature: float,
+        top_p: float,
+        stops: tuple[int, ...],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return ([R, T] int64 tokens, [R, T] float32 log-probabilities in nats), which are meaningless
+        behind a row's first stop token and beyond its limit.
+
+        ``limits``: the most tokens of each row; T is the highest. ``draws``: each row's [T] random numbers in
+        [0, 1); None for greedy decoding, without ``temperature`` and ``top_p``.
+        """
+        ids, mask = (one.to(self.device) for one in left_padded(prompts, stops[0]))
+        width, most = ids.shape[1], np.array(limits)
+        longest = int(most.max())
+        numbers = None if draws is None else torch.from_numpy(np.stack(draws)).to(self.device)
+        tokens = np.full((len(ids), longest), stops[0], np.int64)
+        logprobs = np.zeros((len(ids), longest), np.float32)
+        cache = None if self.synced else selectable_cache(self.policy)
+        rows = np.arange(len(ids))  # that have not ended
+        with without_generation_defaults(self.policy):
+            while len(rows):
+                done = ids.shape[1] - width
+                chosen = ChosenLogprobs(self.policy.temperature)
+                steps = LogitsProcessorList()
+                if numbers is not None:
+                    steps = processors(temperature, top_p, numbers[torch.from_numpy(rows)], width)
+                ids = self.policy.generate(
+                    ids,
+                    mask,
+                    GenerationConfig(
+                        max_new_tokens=longest - done,
+                        do_sample=False,
+                        eos_token_id=list(stops),
+                        pad_token_id=stops[0],
+                    ),
+                    chosen.around(steps),
+                    self.synced,
+                    **leaving(cache, torch.tensor(stops), torch.from_numpy(most[rows] + width), self.device),
+                )
+                made = ids[:, width + done :].cpu().numpy()
+                now = done + made.shape[1]
+                tokens[rows, done:now] = made
+                logprobs[rows, done:now] = chosen.values()[:, : made.shape[1]]
+                going = ~np.isin(made, stops).any(axis=1) & (now < most[rows])
+                if cache is None or not going.any():
+                    break
+                kept = torch.from_numpy(np.flatnonzero(going)).to(self.device)
+                cache.batch_select_indices(kept)
+                mask = torch.cat([mask, mask.new_ones(made.shape)], dim=1)[kept]
+                ids, rows = ids[kept], rows[going]
+        return tokens, logprobs
+
+
+def selectable_cache(policy: Policy) -> DynamicCache | None:
+    """Return an empty cache from which rows can be taken; None for a model that has another kind (Mamba)."""
+    model = causal_lm(policy.model)
+    supports = cast(Callable[[], bool], model._supports_default_dynamic_cache)
+    if not supports():
+        return None
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    kinds = {type(layer) for layer in cache.layers}
+    return cache if kinds <= {DynamicLayer, DynamicSlidingWindowLayer} else None
+
+
+def leaving(
+    cache: DynamicCache | None, stops: Tensor, limits: Tensor, device: torch.device
+) -> dict[str, Any]:
+    """Return the arguments with which generate returns once many rows have ended. ``limits``: [R], each row's
+    most tokens, prompt and padding included."""
+    if cache is None:
+        return {}
+    few = len(limits) < FEWEST
+    criteria = [] if few else [ManyEnded(stops.to(device), limits.to(device))]
+    return {"past_key_values": cache, "stopping_criteria": StoppingCriteriaList(criteria)}
+
+
+class ManyEnded(StoppingCriteria):
+    """Ends generate for all rows as soon as ``ENDED`` of them have drawn a stop token or reached their
+    limit."""
+
+    def __init__(self, stops: Tensor, limits: Tensor) -> None:
+        self.stops, self.limits = stops, limits
+        self.ended = torch.zeros(len(limits), dtype=torch.bool, device=limits.device)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **unused: Any) -> Tensor:
+        """Return [R] bool, all alike."""
+        self.ended |= torch.isin(input_ids[:, -1], self.stops) | (input_ids.shape[1] >= self.limits)
+        return (self.ended.float().mean() >= ENDED).expand(len(self.ended))
+
+
+def left_padded(rows: Sequence[np.ndarray], pad: int) -> tuple[Tensor, Tensor]:
+    """Return ([B, P] int64 token ids, [B, P] int64 mask) with every row at the right edge, where generation
+    continues. Transformers counts positions from the mask, so a row's positions begin at its own first
+    token."""
+    width = max(len(row) for row in rows)
+    ids = np.full((len(rows), width), pad, np.int64)
+    mask = np.zeros((len(rows), width), np.int64)
+    for r, row in enumerate(rows):
+        ids[r, width - len(row) :], mask[r, width - len(row) :] = row, 1
+    return torch.from_numpy(ids), torch.from_numpy(mask)
+
+
+def processors(temperature: float, top_p: float, numbers: Tensor, width: int) -> LogitsProcessorList:
+    """Return the processors that turn logits into scores, of which generate takes the highest: temperature,
+    top-p and the draw. ``numbers``: [R, T] in [0, 1). ``width``: the prompts' padded length."""
+    steps = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_p < 1:
+        steps.append(TopPLogitsWarper(top_p))
+    steps.append(InverseCdfProcessor(numbers, width))
+    return steps
+
+
+class InverseCdfProcessor(LogitsProcessor):
+    """Draws each row's next token by inverting its cumulative distribution at the row's own random number,
+    and leaves only that token possible. (generate's own sampling draws from the global generator, so that a
+    row's tokens would depend on its neighbours.)"""
+
+    def __init__(self, uniforms: Tensor, width: int) -> None:
+        """``uniforms``: [B, max_tokens] in [0, 1). ``width``: the prompts' padded length."""
+        self.uniforms, self.width = uniforms, width
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Map [B, V] scores to [B, V] scores that are 0 at the token drawn and -inf elsewhere."""
+        # float64: the error of a cumulative sum in float32 is as large as the probability of an unlikely
+        # token, and on a GPU the sum need not even be monotonic.
+        cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
+        step = input_ids.shape[1] - self.width
+        token = torch.searchsorted(cumulative, self.uniforms[:, step, None] * cumulative[:, -1:], right=True)
+        return torch.full_like(scores, -torch.inf).scatter(-1, token, 0.0)
+
+
+class ChosenLogprobs:
+    """Records the log-probability of each generated token under the model's unprocessed logits, divided by
+    ``temperature``."""
+
+    def __init__(self, temperature: float = 1.0) -> None:
+        self.temperature = temperature
+        self._logits: Tensor | None = None
+        self._chosen: list[Tensor] = []
+
+    def around(self, processors: LogitsProcessorList) -> LogitsProcessorList:
+        """Return ``processors`` with a step before them that keeps the logits and one after them that records
+        the token they chose."""
+        return LogitsProcessorList([self._before, *processors, self._behind])
+
+    def _before(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._logits = scores
+        return scores
+
+    def _behind(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Record the log-probability of the chosen token, which is the one with the highest of these
+        scores."""
+        assert self._logits is not None, "called behind _before"
+        token = scores.argmax(-1, keepdim=True)
+        logits = self._logits if self.temperature == 1.0 else self._logits.float() / self.temperature
+        self._chosen.append(logits.log_softmax(-1, dtype=torch.float32).gather(-1, token))
+        return scores
+
+    def values(self) -> np.ndarray:
+        """Return the [B, steps] float32 log-probabilities, nats."""
+        return torch.cat(self._chosen, dim=-1).cpu().numpy()
+
+
+@contextmanager
+def without_generation_defaults(policy: Policy) -> Iterator[None]:
+    """Remove the generation settings that the policy was published with while the context lasts. Otherwise
+    transformers silently fills every unset field from them (a repetition penalty, a top-k)."""
+    model = causal_lm(policy.model)
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own

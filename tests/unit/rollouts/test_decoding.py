@@ -1,0 +1,92 @@
+"""Rows that have ended leave a batch; those that stay are continued as they would have been, in every family
+of models, and fewer rows are computed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from models.distributed import start
+from rollouts.decoding import ENDED, FEWEST, Decoder, ManyEnded, selectable_cache
+from rollouts.samplers import uniforms
+from tests.tiny import tiny_policy
+from tests.unit.models.test_families import FAMILIES, tiny
+
+CPU = torch.device("cpu")
+STOPS = (5, 9, 11, 20, 33, 34, 35)
+LONGEST = 30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    start()
+
+
+def batch(rows: int) -> tuple[list[np.ndarray], list[int], list[np.ndarray]]:
+    """Prompts of 2 to 6 tokens, limits of 1 to ``LONGEST`` tokens of which most are the highest, and random
+    numbers."""
+    rng = np.random.default_rng(rows)
+    prompts = [rng.integers(3, 40, rng.integers(2, 7)).astype(np.int32) for _ in range(rows)]
+    limits = [int(rng.integers(1, LONGEST)) if row % 5 == 3 else LONGEST for row in range(rows)]
+    return prompts, limits, [uniforms(7, f"{row}", 0, LONGEST) for row in range(rows)]
+
+
+def ends(tokens: np.ndarray, limits: list[int]) -> list[int]:
+    """Return each row's length."""
+    firsts = [np.flatnonzero(np.isin(row, STOPS)) for row in tokens]
+    return [
+        min(limit, int(first[0]) + 1 if len(first) else limit)
+        for first, limit in zip(firsts, limits, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_stay_are_continued_as_if_none_had_left(family):
+    policy = tiny(family)
+    prompts, limits, draws = batch(3 * FEWEST)
+    together, leaving = (
+        Decoder(policy, CPU, synced).decode(prompts, limits, draws, 0.9, 0.95, STOPS)
+        for synced in (True, False)
+    )
+    lengths = ends(together[0], limits)
+    assert len(set(lengths)) > 5 and ends(leaving[0], limits) == lengths
+    for row, length in enumerate(lengths):
+        assert np.array_equal(leaving[0][row, :length], together[0][row, :length]), row
+        np.testing.assert_allclose(leaving[1][row, :length], together[1][row, :length], atol=2e-5)
+
+
+@pytest.mark.parametrize("draw", [False, True])
+def test_most_rows_that_have_ended_are_not_computed(draw):
+    policy = tiny_policy()
+    prompts, limits, draws = batch(8 * FEWEST)
+    computed = []
+    policy.model.register_forward_pre_hook(
+        lambda module, args, given: computed.append(len(given["input_ids"])), with_kwargs=True
+    )
+    arguments = (prompts, limits, draws if draw else None, 1.0, 1.0, STOPS)
+    tokens, _ = Decoder(policy, CPU, synced=False).decode(*arguments)
+    necessary, batches = sum(ends(tokens, limits)), list(computed)
+    computed.clear()
+    Decoder(policy, CPU, synced=True).decode(*arguments)
+    assert batches == sorted(batches, reverse=True) and batches[0] == len(prompts)
+    assert batches[-1] < len(prompts) and (batches[-1] < FEWEST or not draw), (
+        "the last end without the others"
+    )
+    few = FEWEST * LONGEST  # from here on rows stay together
+    assert sum(batches) <= necessary / (1 - ENDED) + few < sum(computed)
+
+
+def test_a_row_ends_at_a_stop_token_or_at_its_limit_and_all_once_a_quarter_has():
+    ended = ManyEnded(torch.tensor([1, 2]), torch.tensor([9, 9, 9, 9, 9, 4, 9, 9]))
+    ids = torch.full((8, 3), 7)
+    assert not ended(ids, torch.empty(0)).any()
+    assert not ended(torch.full((8, 4), 7), torch.empty(0)).any(), "one of eight, by its limit"
+    ids = torch.full((8, 5), 7)
+    ids[0, -1] = 2
+    assert ended(ids, torch.empty(0)).tolist() == [True] * 8
+
+
+def test_a_state_that_rows_cannot_be_taken_out_of_keeps_them():
+    assert selectable_cache(tiny("mamba2")) is None
+    assert selectable_cache(tiny_policy()) is not None
