@@ -4,7 +4,7 @@ one-word verdict."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,6 +34,10 @@ class Claim:
     kind: str
     pairs: tuple[tuple[str, str], ...]
     why: str
+
+    def about(self, cells: Collection[str]) -> Claim:
+        """Return the claim with only those of its pairs whose cells are both in ``cells``."""
+        return replace(self, pairs=tuple((b, a) for b, a in self.pairs if b in cells and a in cells))
 
 
 @dataclass(frozen=True)

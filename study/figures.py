@@ -4,6 +4,7 @@ seed as a dot."""
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ def of_the_paper(
         ),
         "figure8": (
             "Figure 8: how often the reference is synced; lines: plain offline and online.",
-            frequencies(sampled),
+            frequencies(sampled, sync_freqs(records)),
         ),
         "figure10": (
             "Figure 10: humanline syncing before the update, trust-region syncing after it.",
@@ -271,12 +272,25 @@ def curves(records: Sequence[Record]) -> Figure | None:
     return figure if found else None
 
 
-def frequencies(values: Values) -> Figure | None:
+def sync_freqs(records: Sequence[Record]) -> dict[str, int]:
+    """Return cell -> k, of offline+humanline and of the cells that differ from it in k, by their names."""
+    cells = {r.cell: r.command for r in records if re.fullmatch(r"\w+-(offline-)?hl(-k\d+)?", r.cell)}
+    return {
+        cell: int(word.partition("=")[2])
+        for cell, words in cells.items()
+        for word in words
+        if word.startswith("sync_freq=")
+    }
+
+
+def frequencies(values: Values, sync_freq: Mapping[str, int]) -> Figure | None:
+    """Draw a panel for each loss. ``sync_freq``: cell -> k, steps."""
     figure, axes = canvas(3, 8, 2.8, sharey=True)
     found = False
+    ticks = sorted(set(sync_freq.values()))
     for ax, loss in zip(axes[0], LOSSES, strict=True):
-        cells = {1: f"{loss}-hl-k1", 4: f"{loss}-hl-k4", 16: f"{loss}-offline-hl", 64: f"{loss}-hl-k64"}
-        here = {k: list(values[cell].values()) for k, cell in cells.items() if cell in values}
+        cells = sorted((k, cell) for cell, k in sync_freq.items() if cell.startswith(f"{loss}-"))
+        here = {k: list(values[cell].values()) for k, cell in cells if cell in values}
         found |= len(here) > 1
         ax.plot(
             list(here),
@@ -291,7 +305,7 @@ def frequencies(values: Values) -> Figure | None:
             if middle := mean(list(values.get(f"{loss}-{variant}", {}).values())):
                 ax.axhline(middle.value, color=color, linestyle="--", linewidth=1.2, label=label)
         ax.set_xscale("log", base=2)
-        ax.set_xticks([1, 4, 16, 64], ["1", "4", "16", "64"])
+        ax.set_xticks(ticks, [str(k) for k in ticks])
         ax.set_xlabel("k, steps between syncs")
         ax.set_title(loss.upper())
         ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -301,9 +315,8 @@ def frequencies(values: Values) -> Figure | None:
 
 
 def times(records: Sequence[Record]) -> Figure | None:
-    cells = [
-        f"{loss}-{v}" for loss in LOSSES for v in ("offline", "hl-k1", "offline-hl", "online", "online-hl")
-    ]
+    variants = ("offline", "hl-k1", "offline-hl", "offline-hl-k1", "online", "online-hl")
+    cells = [f"{loss}-{variant}" for loss in LOSSES for variant in variants]
     parts = (
         ("train", "steps (syncing included)", ORANGE),
         ("sample", "sampling and scoring", BLUE),
@@ -322,7 +335,7 @@ def times(records: Sequence[Record]) -> Figure | None:
             left += sum(seconds) / len(seconds)
     for _, label, color in parts:
         ax.barh(0, 0, 0, color=color, label=label)
-    ax.set_yticks(range(len(cells)), [cell.replace("hl-k1", "offline-hl, k = 1") for cell in reversed(cells)])
+    ax.set_yticks(range(len(cells)), [cell.replace("-k1", ", k = 1") for cell in reversed(cells)])
     ax.set_xlabel("CPU seconds a run")
     ax.grid(axis="y", visible=False)
     ax.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.4, -0.14))
@@ -366,12 +379,12 @@ def ranges(values: Values) -> Figure | None:
 
 def controls(sampled: Values, greedy: Values, base: float | None) -> Figure | None:
     cells: list[Bar] = [
-        ("grpo-offline", "offline, ε 0.5", RED),
+        ("grpo-offline", "offline", RED),
         ("grpo-offline-eps1", "offline, ε 1", "#e07b6f"),
         ("grpo-offline-eps4", "offline, ε 4", "#f0b8b0"),
         ("grpo-trust-16", "trust region, every 16", GREEN),
-        ("grpo-offline-hl", "offline+humanline, ε 0.15", ORANGE),
-        ("grpo-online", "online, ε 0.15", BLUE),
+        ("grpo-offline-hl", "offline+humanline", ORANGE),
+        ("grpo-online", "online", BLUE),
     ]
     figure, axes = canvas(2, 7.5, 3.2, sharey=True)
     found = "grpo-offline-eps1" in sampled

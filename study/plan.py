@@ -94,7 +94,7 @@ class Plan:
             count = self.seeds[mode]["main" if name == MAIN else "other"]
             for position, seed in enumerate(list(seeds) if seeds else range(1, count + 1)):
                 for cell in cells:
-                    settings = self.settings(cell) | dict(chosen[self.parent(cell)])
+                    settings = self.settings(cell, chosen[self.parent(cell)])
                     found.append((max(0, position - 2), order, Run("study", cell, seed, settings, None)))
         return [run for _, _, run in sorted(found, key=lambda item: item[:2])]
 
@@ -123,12 +123,14 @@ class Plan:
         """The main cell whose tuned settings ``cell`` has."""
         return cell if cell in self.main else next(e.like[cell] for e in self.experiments if cell in e.cells)
 
-    def settings(self, cell: str) -> Settings:
-        """All settings of a cell but the seed and the tuned ones."""
+    def settings(self, cell: str, chosen: Settings | None = None) -> Settings:
+        """All settings of a cell but the seed. ``chosen``: the tuned ones of the main cell that it is like; a
+        setting that the cell itself changes wins."""
         own: Settings = (
             {} if cell in self.main else next(e.cells[cell] for e in self.experiments if cell in e.cells)
         )
-        return self.base | self.main[self.parent(cell)] | own
+        tuned = {key: value for key, value in (chosen or {}).items() if key not in own}
+        return self.base | self.main[self.parent(cell)] | own | tuned
 
 
 def read_plan(path: Path = PLAN) -> Plan:

@@ -57,7 +57,8 @@ def write_report(
     out.mkdir(parents=True, exist_ok=True)
     asked, margin, metric = read_claims(claims if claims.is_file() else CLAIMS)
     final = [record for record in records if not record.cell.startswith("tune-")]
-    asked = [claim for claim in asked if claim.experiment in plan.cells(mode)]
+    cells = {cell for part in plan.cells(mode).values() for cell in part}
+    asked = [claim for claim in (one.about(cells) for one in asked) if claim.pairs]
     values = by_cell(final, metric)
     found = answers(asked, values, margin, by_cell(final, GREEDY))
     drawn = all_figures(plan, mode, records, chosen, tuned, values)
@@ -218,7 +219,7 @@ def numbers_of(a: Answer) -> list[str]:
 
 
 FIGURES_OF = {
-    MAIN: ("figure1", "figure11"),
+    MAIN: ("figure1", "figure8", "figure11"),  # figure 8 where no experiment is about k alone
     "k": ("figure8",),
     "ablation": (),
     "controls": ("controls",),
@@ -257,6 +258,8 @@ def cell_sections(
             sections.append(Section(title_of(name), ("No run of this experiment is finished.",)))
             continue
         stems = [stem for stem in FIGURES_OF.get(name, (name,)) if stem in captions]
+        if name == MAIN and "k" in plan.cells(mode):
+            stems = [stem for stem in stems if stem != "figure8"]
         if name == "ablation" and "sampling" not in plan.cells(mode) and "figure5" in captions:
             stems = ["figure5"]
         first = (stems[0], captions[stems[0]]) if stems else None

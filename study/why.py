@@ -141,7 +141,7 @@ def reward_scale(plan: Plan, cell: str, chosen: Mapping[str, Settings]) -> float
     parent = plan.parent(cell)
     if plan.losses[parent] == "grpo":
         return 1.0
-    settings = dict(chosen.get(parent, {})) | plan.settings(cell)
+    settings = plan.settings(cell, chosen.get(parent))
     return float(settings.get("loss.beta", section(f"loss/{plan.losses[parent]}.yaml:loss")["beta"]))
 
 

@@ -19,6 +19,10 @@ from study.tuning import best, beyond, tune
 
 PLANNED = read_plan()
 CHOSEN = {cell: {"lr": 1e-4, "model.max_grad_norm": 1.0} for cell in PLANNED.main}
+STORIES = read_plan(TASKS["instruct"])
+ANCHORED = read_plan(PLAN.parents[1] / "adder_anchor" / "plan.yaml")
+"""Sums, with the anchor tuned."""
+TWO = pytest.mark.parametrize("plan", [ANCHORED, STORIES], ids=["adder_anchor", "instruct"])
 
 
 @cache
@@ -48,15 +52,59 @@ def test_offline_grpo_alone_has_another_clip():
     }
 
 
-def tuned(plan, peak):
-    """Tuning whose metric is highest at ``peak`` (cell -> lr)."""
+@TWO
+def test_every_main_cell_sees_as_many_examples_in_as_many_steps(plan):
+    assert len(plan.main) == 18
+    chosen = {cell: dict(zip(plan.tuned(cell), (1e-5, 0.3), strict=True)) for cell in plan.main}
+    composer, ks = Composer(), {}
+    for run in {run.cell: run for run in plan.runs(FULL, chosen)}.values():
+        config = composer.config(run)
+        assert config.data.eval_split == "test"
+        if run.cell not in plan.main:
+            continue
+        examples = config.rounds.examples if config.online else config.n_examples
+        assert examples / config.model.batch_size == 80
+        assert examples == (640 if config.loss["name"] == "dpo" else 1280), "a pair is two sequences"
+        assert config.humanline == ("-hl" in run.cell) and config.online == ("-online" in run.cell)
+        if config.online:
+            length = config.rounds.contexts_per_round * (1 if config.loss["name"] == "dpo" else 2)
+            assert length / config.model.batch_size == 16, "a round's steps"
+        elif config.humanline:
+            ks.setdefault(config.loss["name"], set()).add(config.sync_freq)
+    assert set(map(frozenset, ks.values())) == {frozenset({1, 4, 16})}
+
+
+def tuned(plan, peak, anchor=None):
+    """Tuning whose metric is highest at ``peak`` (cell -> lr) and, where given, at ``anchor`` times what the
+    second setting is before tuning."""
     asked = []
+
+    def metric(run):
+        name = run.name.split("-lr")[0]
+        off = abs(math.log(run.settings["lr"] / peak[name]))
+        if anchor is not None:
+            key, before = plan.then[name.removeprefix("tune-")]
+            off += abs(math.log(run.settings[key] / before / anchor))
+        return -off
 
     def measure(runs):
         asked.extend(runs)
-        return {r.name: -abs(math.log(r.settings["lr"] / peak[r.name.split("-lr")[0]])) for r in runs}
+        return {run.name: metric(run) for run in runs}
 
     return tune(plan, measure), asked
+
+
+@TWO
+def test_learning_rate_and_anchor_are_tuned_alike_in_every_cell(plan):
+    lr = plan.lrs[3]
+    found, _ = tuned(plan, {f"tune-{cell}": lr for cell in plan.main}, anchor=1.0)
+    counts = {cell: sum(r.cell.startswith(f"tune-{cell}-lr") for r in found.runs) for cell in plan.main}
+    assert set(counts.values()) == {(6 + 4) * 3} and len(plan.tuning_seeds) == 3
+    assert plan.lrs[1:] == pytest.approx([1.5 * lr for lr in plan.lrs[:-1]], rel=0.02)
+    assert {run.settings["data.eval_split"] for run in found.runs} == {"validation"}
+    assert not {run.seed for run in plan.runs(FULL, found.chosen)} & set(plan.tuning_seeds)
+    assert found.chosen == {cell: {"lr": lr, plan.then[cell][0]: plan.then[cell][1]} for cell in plan.main}
+    assert {plan.then[cell][0] for cell in plan.main} == {"loss.beta", "loss.epsilon"}
 
 
 def test_no_cell_is_tuned_more_than_another_and_none_on_what_is_reported():
@@ -81,9 +129,6 @@ def test_the_runs_of_the_first_seed_come_first():
     found, _ = tuned(PLANNED, {f"tune-{cell}": 1e-4 for cell in PLANNED.main})
     lrs = [run for run in found.runs if run.settings["model.max_grad_norm"] == 1.0]
     assert [run.seed for run in lrs] == sorted(run.seed for run in lrs)
-
-
-STORIES = read_plan(TASKS["instruct"])
 
 
 def test_a_grid_whose_best_is_at_its_edge_is_made_longer_by_its_own_ratio():
@@ -124,16 +169,6 @@ def test_the_anchor_is_tuned_from_what_a_cell_has_and_for_each_loss_its_own():
     assert compose_config(final.overrides()).n_eval_prompts is None, "a result is measured on all of them"
 
 
-def test_every_run_on_stories_is_one_that_train_accepts():
-    chosen = {cell: dict(zip(STORIES.tuned(cell), (1e-5, 0.3), strict=True)) for cell in STORIES.main}
-    composer = Composer()
-    for run in {run.cell: run for run in STORIES.runs(FULL, chosen)}.values():
-        config = composer.config(run)
-        examples = config.rounds.examples if config.online else config.n_examples
-        assert examples / config.model.batch_size == 80
-        assert config.data.eval_split == "test"
-
-
 @pytest.mark.parametrize("mode", [FULL, QUICK])
 def test_every_run_is_one_that_train_accepts(mode):
     cells = {run.cell: run for run in PLANNED.runs(mode, CHOSEN)}
@@ -164,19 +199,25 @@ def test_quick_has_the_four_variants_of_every_loss_and_full_all_of_them():
     assert list(STORIES.cells(QUICK)) == list(PLANNED.cells(QUICK)) == [MAIN], "both fit into twenty minutes"
 
 
-def test_what_a_study_takes_is_said_before_it_begins():
-    online = sum("online" in cell for cell in STORIES.quick)
-    assert len(STORIES.all_runs(QUICK)) == 3 * len(STORIES.quick)
-    seconds = 3 * (20 * (len(STORIES.quick) - online) + 50 * online)
+@TWO
+def test_what_a_study_takes_is_said_before_it_begins(plan):
+    online = sum("online" in cell for cell in plan.quick)
+    assert len(plan.all_runs(QUICK)) == 3 * len(plan.quick)
+    cost = plan.seconds
+    seconds = 3 * (cost["offline"] * (len(plan.quick) - online) + cost["online"] * online)
     assert f"about {seconds / 3600:.1f} CPU hours, {seconds / 3600 / 2:.1f} hours 2 at a time" in forecast(
-        STORIES, QUICK, 2
+        plan, QUICK, 2
     )
     assert seconds < 2 * 15 * 60
-    full = STORIES.all_runs(FULL)
+    full = plan.all_runs(FULL)
     tuning = [run for run in full if run.cell.startswith("tune-")]
-    assert len(tuning) == len(STORIES.main) * 3 * (6 + 4) == len({run.name for run in tuning})
-    assert len(full) - len(tuning) == 10 * sum(map(len, STORIES.cells(FULL).values()))
-    assert sum(map(STORIES.cost, full)) < 11 * 3600, "with the five hours of sums less than sixteen"
+    assert len(tuning) == len(plan.main) * 3 * (6 + 4) == len({run.name for run in tuning})
+    assert len(full) - len(tuning) == 10 * sum(map(len, plan.cells(FULL).values()))
+
+
+def test_both_tasks_stay_within_sixteen_hours():
+    plans = (ANCHORED, STORIES)
+    assert sum(plan.cost(run) for plan in plans for run in plan.all_runs(FULL)) < 16 * 3600
 
 
 def test_three_seeds_of_everything_come_before_a_fourth_of_anything():
@@ -195,6 +236,19 @@ def test_a_further_cell_has_the_tuned_settings_of_the_cell_it_is_like():
     assert runs["rare-64x-hl-k16"]["model.max_grad_norm"] == chosen["grpo-online"]["model.max_grad_norm"]
     changed = {key for key in runs["dpo-hl-k1"] if runs["dpo-hl-k1"][key] != runs["dpo-offline-hl"].get(key)}
     assert changed == {"sync_freq"}
+
+
+def test_what_a_further_cell_changes_is_not_replaced_by_what_was_tuned():
+    chosen = {
+        cell: dict(zip(ANCHORED.tuned(cell), (1e-5 * (i + 1), float(i + 1)), strict=True))
+        for i, cell in enumerate(ANCHORED.main)
+    }
+    runs = {run.cell: run.settings for run in ANCHORED.runs(FULL, chosen)}
+    assert runs["dpo-offline-hl"].items() >= chosen["dpo-offline-hl"].items()
+    own = [runs[cell]["loss.epsilon"] for cell in ("rare-online", "grpo-offline-eps1", "grpo-offline-eps4")]
+    assert own == [0.2, 1.0, 4.0]
+    assert (runs["dpo-weak"]["loss.beta"], runs["kto-weak-hl"]["loss.beta"]) == (0.1, 0.25)
+    assert runs["kto-weak-hl"]["lr"] == chosen["kto-offline-hl"]["lr"]
 
 
 def test_of_equals_the_smallest_is_chosen():

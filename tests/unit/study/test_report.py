@@ -35,7 +35,7 @@ def record(run: Run) -> Record:
         run.name,
         run.cell,
         run.seed,
-        [f"seed={run.seed}"],
+        [f"seed={run.seed}", f"sync_freq={run.settings.get('sync_freq', 1)}"],
         before,
         after,
         160,
