@@ -55,7 +55,7 @@ def of_the_paper(
             twelve(sampled, greedy, base),
         ),
         "figure5": (
-            "Figure 5: humanline's parts, each alone (left); clipping against sampling (right).",
+            "Figure 5: humanline's parts, each alone; where it was run, clipping against sampling (right).",
             side_by_side(sampled, base, {"parts": parts_alone, "clipping or sampling": clipping_or_sampling}),
         ),
         "figure6": (
@@ -189,19 +189,22 @@ def twelve(sampled: Values, greedy: Values, base: float | None) -> Figure | None
 
 
 def side_by_side(values: Values, base: float | None, panels: Mapping[str, Any]) -> Figure | None:
-    """Draw panels of bars by loss; ``panels``: title -> (loss -> its bars)."""
-    figure, axes = canvas(len(panels), 4.2 * len(panels) + (2 if len(panels) == 1 else 0), 3.2)
-    found = False
-    for ax, (title, cells) in zip(axes[0], panels.items(), strict=True):
-        own = {cell for loss in LOSSES for cell, _, _ in cells(loss)} - {
-            f"{loss}-{v}" for loss in LOSSES for v, _, _ in VARIANTS
-        }
+    """Draw panels of bars by loss, those of which cells were run; ``panels``: title -> (loss -> its bars)."""
+    main = {f"{loss}-{v}" for loss in LOSSES for v, _, _ in VARIANTS}
+    drawn = {
+        title: cells
+        for title, cells in panels.items()
+        if any(cell in values for loss in LOSSES for cell, _, _ in cells(loss) if cell not in main)
+    }
+    if not drawn:
+        return None
+    figure, axes = canvas(len(drawn), 4.2 * len(drawn) + (2 if len(drawn) == 1 else 0), 3.2)
+    for ax, (title, cells) in zip(axes[0], drawn.items(), strict=True):
         bars(ax, values, [(loss.upper(), cells(loss)) for loss in LOSSES], base)
-        found |= any(cell in values for cell in own)
         ax.set_title(title)
         ax.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.1))
     axes[0][0].set_ylabel("sampled accuracy")
-    return figure if found else None
+    return figure
 
 
 def dots(values: Values, cells: Sequence[str], measure: str) -> Figure:

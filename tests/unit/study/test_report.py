@@ -196,3 +196,11 @@ def test_a_record_is_read_from_the_runs_own_folder(tmp_path):
     assert found.traces["clipped_low"] == pytest.approx(0.185), "of the last tenth, two steps"
     assert "sync_freq=16" in found.command and "seed=1" in found.command
     assert asdict(found)["name"] == "dpo-offline-hl-s1"
+
+
+def test_a_panel_whose_cells_were_not_run_is_not_drawn(tmp_path):
+    made(tmp_path, FULL, lambda run: not run.cell.endswith("-hl-sample"))
+    drawn = (tmp_path / "figure5.svg").read_text()
+    assert "<!-- parts -->" in drawn and "<!-- clipping or sampling -->" not in drawn
+    made(tmp_path, FULL)
+    assert "<!-- clipping or sampling -->" in (tmp_path / "figure5.svg").read_text()
