@@ -9,7 +9,7 @@ padding after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -48,6 +48,8 @@ class Policy(nn.Module):
         self.temperature = 1.0
         """Divisor of the logits in every forward (``model.logit_temperature``)."""
         self.packs = False
+        self.compiled = False
+        """Whether torch.compile has the decoder's layers."""
         self._routed: list[tuple[Tensor, ...]] | None = None
         self.train(False)
 
@@ -139,12 +141,16 @@ class Policy(nn.Module):
     ) -> Tensor:
         """Return [B, P + new] token ids, by transformers' generate with a KV cache. input_ids [B, P] are
         padded on the left; attention_mask [B, P] marks the padding. ``synced_gpus``: weights are sharded, so
-        all ranks run as many forwards as the slowest. ``more``: further arguments of generate."""
+        all ranks run as many forwards as the slowest. ``more``: further arguments of generate. Compiled layers
+        run as they were before torch.compile."""
         generate, config = cast(Callable[..., Tensor], self.model.generate), causal_lm(self.model).config
         if self.packs:  # that kernel supports neither a cache nor padding on the left
             config._attn_implementation = "sdpa"
+        # A cache would make dynamo compile the layers again for each of them. At its limit it would leave
+        # them uncompiled, in training too.
+        stance = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), stance:
                 return generate(
                     input_ids=input_ids,
                     attention_mask=attention_mask,

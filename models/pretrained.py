@@ -290,6 +290,7 @@ def _finished(policy: Policy, config: ModelConfig) -> Policy:
     if config.compile:
         for block in decoder_blocks(policy):
             block.forward = torch.compile(block.forward, dynamic=True)
+        policy.compiled = True
     if config.activation_checkpointing:
         checkpoint_activations(decoder_blocks(policy), config.activation_checkpointing == SELECTIVE)
     return policy
