@@ -37,7 +37,7 @@ from common.errors import ConfigError
 from data.batches import microbatch
 from data.types import Example, Sequence
 from models import flash_kernel
-from models.attention import flash_fails, why_not_faster
+from models.attention import flash_fails, heads_of, why_not_faster
 from models.distributed import local, start
 from models.fingerprint import weights_fingerprint
 from models.logprobs import chunked_logprobs
@@ -141,9 +141,10 @@ def attention(device: torch.device, name: str, shared: bool, compiled: bool) -> 
     """The kernel for rows of different lengths, as a run tries it before its first step."""
     if device.type != "cuda":
         return Check(name, NOT_HERE, "a CPU computes attention row by row")
-    why = flash_fails(shared=shared, compiled=compiled)
+    heads = heads_of(SMALL)
+    why = flash_fails(heads, shared, compiled)
     said = why or f"{flash_kernel.in_use()} gives what attention row by row gives"
-    if why is None and (declined := why_not_faster(compiled)) is not None:
+    if why is None and (declined := why_not_faster(heads, compiled)) is not None:
         return Check(name, NOTE, f"{said}; {declined}")
     return Check(name, OK if why is None else FAILED, said)
 

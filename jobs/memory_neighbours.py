@@ -18,6 +18,7 @@ from config.schema_model import ModelConfig
 from config.schema_rewards import RewardModelConfig, TeacherConfig
 from config.schema_weighted import WeightedConfig
 from jobs.retention import PROMPTS, TOKENS
+from models.attention import heads_of
 from models.shapes import architecture
 
 GIB = 2.0**30
@@ -101,8 +102,6 @@ def answers(found: PretrainedConfig, rows: int, tokens: int, model: ModelConfig)
 
     The logits count three times in float32: themselves and two copies."""
     text = found.get_text_config()
-    heads = getattr(text, "num_attention_heads", None) or 1
-    keys = getattr(text, "num_key_value_heads", None) or heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    _, keys, size = heads_of(found)
     cache = 2 * keys * size * text.num_hidden_layers * tokens * getattr(torch, model.dtype).itemsize
     return rows * (cache + 3 * 4 * text.vocab_size) / GIB

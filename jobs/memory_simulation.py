@@ -8,6 +8,7 @@ code paths of a GPU where there is none.
 
 from __future__ import annotations
 
+import copy
 import gc
 import tempfile
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from models.attention import packs_rows
 from models.distributed import rounded, shard, simulated_ranks
 from models.layer_range import Layers, layers_of, with_layers
 from models.policy import causal_lm, decoder_blocks
-from models.pretrained import empty_policy, export_dtype
+from models.pretrained import FLASH_ATTENTION, empty_policy, export_dtype, kernels_of
 from models.quantization import count_weights
 from models.reference import Reference, sequences_of
 from models.simulated import simulated_gpu
@@ -100,17 +101,22 @@ def answer(question: Question) -> Answer:
 @contextmanager
 def as_folder(question: Question, found: PretrainedConfig) -> Iterator[Question]:
     """Yield the question with the architecture saved in a temporary folder that its settings name."""
+    given = question.config.model
+    kernel, found = given.attn_implementation, copy.deepcopy(found)
+    with simulated_gpu(question.gpu):
+        packing, _ = packs_rows(given, found)
+    if kernel in FLASH_ATTENTION:  # it exists on a GPU alone; other kernels take at least as much memory
+        kernel = "sdpa" if "sdpa" in kernels_of(found) else "eager"
+        found.get_text_config().attn_logit_softcapping = None  # sdpa has none
     with tempfile.TemporaryDirectory() as folder:
         found.save_pretrained(folder)
-        given = question.config.model
-        with simulated_gpu(question.gpu):
-            packing, _ = packs_rows(given, found)
         model = replace(
             given,
             name_or_path=folder,
             tokenizer_name_or_path=given.tokenizer_name_or_path or given.name_or_path,
             revision=None,
             packing=packing,
+            attn_implementation=kernel,
             compile=False,  # eager layers take at least as much memory
         )
         yield replace(question, config=replace(question.config, model=model))

@@ -12,14 +12,25 @@ from config.schema import Config
 from config.schema_model import ModelConfig
 from data.batches import Segment
 from jobs.memory_plan import cut_in_words, gathered_in_words, gpu_here, heaviest_evaluated, planned
+from models.attention import packs_rows, shares_prompts
 from models.distributed import World, keep_gathered, on_main
 from models.policy import Policy, decoder_blocks
+from models.shapes import architecture
 from trainers.basic import BasicTrainer
 
 
 def decided_by_plan(model: ModelConfig, ranks: int) -> bool:
     """Return whether the plan decides anything of a run on so many GPUs."""
     return model.cut_by_plan or (ranks > 1 and model.reshard_after_forward is None)
+
+
+def joined_as_here(config: Config) -> Config:
+    """Return the settings with what this machine's GPU decides: whether rows are packed, and share prompts.
+    The plan is made without a GPU, where no kernel can be tried."""
+    found = architecture(config.model)
+    packing, _ = packs_rows(config.model, found)
+    shared = shares_prompts(config.model, found, packing)
+    return replace(config, model=replace(config.model, packing=packing, share_prompts=shared))
 
 
 class PlannedSettings:
@@ -46,7 +57,8 @@ class PlannedSettings:
             undecided = world.size > 1 and config.model.reshard_after_forward is None
             held = heaviest_evaluated(held_out) if undecided else []
             pool = ThreadPoolExecutor(1)
-            self._plan = pool.submit(planned, config, train, held, trainer, world.size, card)
+            asked = joined_as_here(config)
+            self._plan = pool.submit(planned, asked, train, held, trainer, world.size, card)
             pool.shutdown(wait=False)
 
     def apply(self, policy: Policy, say: Callable[[str], None]) -> Config:

@@ -49,6 +49,8 @@ UNSHARED = StagingOptions(
     use_async_staging=False, use_shared_memory=False, use_pinned_memory=False, use_non_blocking_copy=False
 )
 """Options of a copy that is complete when training goes on."""
+ALWAYS = frozenset([".metadata", "state.json"])
+"""Files that every checkpoint has."""
 _NAME = re.compile(r"step_[0-9]{8,}")
 
 FOREIGN = (TypeError, LookupError, AttributeError)
@@ -127,6 +129,10 @@ class Checkpoints:
 
     def _write_behind(self, part: Path, step: int, staged: Any) -> None:
         group = self._group
+        if self.world.device.type == "cuda":
+            # torch's writer waits for the GPU of its thread, which is the first of the node if none is set.
+            # Every rank would open a context there, of half a GiB.
+            torch.cuda.set_device(self.world.device)
         with self._whole_or_not_at_all(part, step):
             everywhere(lambda: dcp.save(staged, checkpoint_id=part, process_group=group), group=group)
             self._seal(part, step)
@@ -196,6 +202,8 @@ class Checkpoints:
         """Return what is wrong with this rank's share of a checkpoint's files, or an empty string."""
         try:
             files = json.loads((path / "manifest.json").read_text())
+            if not isinstance(files, dict) or not ALWAYS <= files.keys():
+                return f"manifest.json does not list {' and '.join(sorted(ALWAYS))}"
             for name in sorted(files)[self.world.rank :: self.world.size]:
                 if _checksum(path / name) != files[name]:
                     return f"{name} is not as it was written"

@@ -141,8 +141,8 @@ class Policy(nn.Module):
     ) -> Tensor:
         """Return [B, P + new] token ids, by transformers' generate with a KV cache. input_ids [B, P] are
         padded on the left; attention_mask [B, P] marks the padding. ``synced_gpus``: weights are sharded, so
-        all ranks run as many forwards as the slowest. ``more``: further arguments of generate. Compiled layers
-        run as they were before torch.compile."""
+        all ranks run as many forwards as the slowest. ``more``: further arguments of generate. Layers
+        run uncompiled."""
         generate, config = cast(Callable[..., Tensor], self.model.generate), causal_lm(self.model).config
         if self.packs:  # that kernel supports neither a cache nor padding on the left
             config._attn_implementation = "sdpa"

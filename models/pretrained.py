@@ -34,8 +34,9 @@ from models.policy import Policy, checkpoint_activations, decoder_blocks
 from models.quantization import KEY, NF4, quantise
 from models.routing import check_routing
 
-ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
-SOFTCAP_ATTENTION = ("eager", "flex_attention", "flash_attention_2", "flash_attention_3")
+FLASH_ATTENTION = ("flash_attention_2", "flash_attention_3")
+SOFTCAP_ATTENTION = ("eager", "flex_attention", *FLASH_ATTENTION)
+ATTENTION = ("sdpa", *SOFTCAP_ATTENTION)
 """Kernels that apply Gemma-2's attn_logit_softcapping; transformers' sdpa silently drops it."""
 
 
@@ -81,17 +82,14 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
         f"is a {found.model_type}, not a causal language model",
     )
     require(kernel in ATTENTION, "model.attn_implementation", kernel, f"use one of {', '.join(ATTENTION)}")
-    installed = {
-        "flash_attention_2": is_flash_attn_2_available,
-        "flash_attention_3": is_flash_attn_3_available,
-    }
+    check_kernel(config, found)
+    installed = dict(zip(FLASH_ATTENTION, (is_flash_attn_2_available, is_flash_attn_3_available), strict=True))
     require(
         kernel not in installed or installed[kernel](),
         "model.attn_implementation",
         kernel,
         "is not installed; use sdpa",
     )
-    check_kernel(kernel, found)
     cap = getattr(text, "attn_logit_softcapping", None)
     require(
         cap is None or kernel in SOFTCAP_ATTENTION,
@@ -150,26 +148,34 @@ def check_embedded(config: ModelConfig, found: PretrainedConfig) -> None:
         )
 
 
-def check_kernel(kernel: str, found: PretrainedConfig) -> None:
-    """Raise ConfigError for an attention kernel that transformers does not offer for this architecture. (An
-    architecture with its own remote code raises an error itself when it is built.)"""
-    mapping = AutoModelForCausalLM._model_mapping
-    if type(found) not in mapping:
-        return
-    model: Any = mapping[type(found)]
-    offered = {
-        "sdpa": model._supports_sdpa,
-        "flex_attention": model._supports_flex_attn,
-        "flash_attention_2": model._supports_flash_attn,
-        "flash_attention_3": model._supports_flash_attn,
-    }
-    others = [name for name in ATTENTION if offered.get(name, True)]
+def check_kernel(config: ModelConfig, found: PretrainedConfig) -> None:
+    """Raise ConfigError for an attention kernel that transformers does not offer for this architecture, or
+    that does not compute in ``model.dtype``."""
+    kernel = config.attn_implementation
     require(
-        offered.get(kernel, True),
+        kernel in kernels_of(found),
         "model.attn_implementation",
         kernel,
-        f"a {found.model_type} has no such attention; use {' or '.join(others)}",
+        f"a {found.model_type} has no such attention; use {' or '.join(kernels_of(found))}",
     )
+    require(
+        kernel not in FLASH_ATTENTION or config.dtype != "float32",
+        "model.attn_implementation",
+        kernel,
+        "computes in bfloat16 or float16 alone; use model.dtype=bfloat16, or sdpa",
+    )
+
+
+def kernels_of(found: PretrainedConfig) -> list[str]:
+    """Return the attention kernels that transformers offers for this architecture. (An architecture with its
+    own remote code raises an error itself when it is built.)"""
+    mapping = AutoModelForCausalLM._model_mapping
+    if type(found) not in mapping:
+        return list(ATTENTION)
+    model: Any = mapping[type(found)]
+    offered = {"sdpa": model._supports_sdpa, "flex_attention": model._supports_flex_attn}
+    offered |= dict.fromkeys(FLASH_ATTENTION, model._supports_flash_attn)
+    return [name for name in ATTENTION if offered.get(name, True)]
 
 
 def export_dtype(config: ModelConfig) -> torch.dtype:

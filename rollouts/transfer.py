@@ -78,6 +78,10 @@ class Source:
             self._metadata = [Meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
         return self._metadata
 
+    def largest(self) -> int:
+        """Return the bytes of the largest weight. Every rank calls it, as it iterates over all weights."""
+        return max((tensor.numel() * tensor.element_size() for _, tensor in self), default=0)
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor) for name, tensor in self._weights() if name not in self.without)
 
@@ -195,19 +199,21 @@ def make_transfer(
         return SharedMemory(client, source, world)
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # seconds to import
 
+    largest = source.largest() if backend == "ipc" else 0
     made: Transfer = WeightTransferTrainerFactory.trainer_init(
-        trainer_info(backend, world.rank, workers, address), client=client, source=source
+        trainer_info(backend, world.rank, workers, address, largest), client=client, source=source
     )
     return made
 
 
-def trainer_info(backend: str, rank: int, workers: int, address: str) -> Any:
+def trainer_info(backend: str, rank: int, workers: int, address: str, largest: int = 0) -> Any:
     """Return the settings of vLLM's trainer engine for ``backend``. Weights are sent in parts of bounded size
-    (``packed``)."""
+    (``packed``). ``largest``: bytes of the largest weight, which must fit in one part of ``ipc``."""
     if backend == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-        return IPCTrainerInitInfo(rank=rank, packed=True)
+        room = max(largest, IPCTrainerInitInfo.packed_buffer_size_bytes)
+        return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=room)
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     return NCCLTrainerInitInfo(

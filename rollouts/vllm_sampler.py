@@ -395,4 +395,7 @@ def engine_environment(config: SamplerConfig, replica: int, environment: Mapping
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gb),
         "VLLM_NO_USAGE_STATS": "1",
+        # vLLM's attention in float32 leaves the precision of its products to Triton, whose own choice is
+        # TF32. That is off by 1e-3 nats and more, and the probe would refuse the engine.
+        "TRITON_F32_DEFAULT": "ieee",
     }

@@ -85,6 +85,19 @@ def test_every_shipped_recipe_fits_on_the_card_that_it_names(worker: WorkerProce
     assert all("fits:" in plan["text"] for plan in said.values())
 
 
+@pytest.mark.parametrize("name", ["gemma2-27b-instruct", "llama3-8b-instruct"])
+def test_flash_attention_is_planned_without_a_gpu(worker: WorkerProcess, name: str) -> None:
+    """It is installed on GPUs alone. Gemma 2's softcap is eager's or flash attention's."""
+    words = (f"model={name}", "model.batch_size=8", "model.max_prompt_length=512", "model.dtype=bfloat16")
+    totals = {}
+    for kernel in ("flash_attention_2", "eager"):
+        config = make_config(*words, f"model.attn_implementation={kernel}")
+        plan = worker.call("of_settings", config, 8, "H100", timeout=300)
+        assert plan["over"] is not None, plan["text"]
+        totals[kernel] = float(re.search(r"training step: ([0-9.]+) GiB", plan["text"])[1])
+    assert 20 < totals["flash_attention_2"] < totals["eager"]
+
+
 def test_every_model_that_a_recipe_names_has_a_known_shape() -> None:
     named = {
         re.search(r"name_or_path: (\S+/\S+)", path.read_text())

@@ -9,6 +9,7 @@ import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from threading import current_thread
 
 import pytest
 import torch
@@ -129,6 +130,23 @@ def test_written_behind_a_checkpoint_that_finds_no_room_is_told_of_later(trainer
     assert kept.problem(kept.path(1)) == ""
     save(3)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
+
+
+def test_the_thread_that_writes_uses_its_ranks_gpu(trainer, tmp_path, monkeypatch):
+    used = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((device, current_thread().name)))
+    world = replace(start(), device=torch.device("cuda", 3))
+    kept = Checkpoints(tmp_path, world, 1, behind=True)
+    kept.save(1, trainer.policy, trainer.optimizer, STATE, {})
+    kept.finish()
+    assert used == [(world.device, "checkpoint")] and kept.problem(kept.path(1)) == ""
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "{}", '{"state.json": [1, 2]}', "3"])
+def test_a_manifest_that_lists_too_little_is_damage(foreign, text):
+    (foreign.path(1) / "manifest.json").write_text(text)
+    assert "manifest.json does not list" in foreign.problem(foreign.path(1))
+    assert foreign.newest_sound() is None
 
 
 def test_a_folder_that_cannot_be_made_is_said(trainer, tmp_path):

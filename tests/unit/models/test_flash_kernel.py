@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
+from benchmarks.parts import llama
 from models import attention, flash_kernel
-from models.attention import all_pack_rows, flash_fails, packs_rows
+from models.attention import Heads, all_pack_rows, flash_fails, heads_of, packs_rows
 from models.flash_kernel import choose
 from tests.unit.models.test_compiled_packing import kernel  # noqa: F401 (a fixture)
 from tests.unit.models.test_families import FAMILIES
@@ -55,7 +56,7 @@ def works() -> None:
 
 
 @cache
-def works_in_every_way(in_use: str | None, shared: bool, compiled: bool) -> None:
+def works_in_every_way(in_use: str | None, heads: Heads, shared: bool, compiled: bool) -> None:
     return None
 
 
@@ -110,13 +111,37 @@ def test_the_start_of_a_run_tries_it(package: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(attention, "_flash", computed)
     for shared in (False, True):
-        assert flash_fails(shared) is None
+        assert flash_fails(heads_of(FAMILIES["llama"]), shared) is None
     for settings in (OPEN, replace(OPEN, packing=True)):
         packed, said = packs_rows(settings, FAMILIES["llama"])
         name = "FlashAttention-2 (flash-attn-3 is installed but" if wrong else "FlashAttention-3"
         assert packed and f"by {name}" in said
     assert current_flash_attention_impl() == (None if wrong else "FA3")
     assert "by Flash" not in packs_rows(replace(OPEN, packing=True, dtype="float32"), FAMILIES["llama"])[1]
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (8, 1, 256), (5, 5, 20)])
+def test_the_model_s_own_heads_are_tried(
+    package: Path, monkeypatch: pytest.MonkeyPatch, heads: Heads
+) -> None:
+    """torch's kernel refuses heads of other sizes than multiples of 8; then rows are padded."""
+    no_gpu(monkeypatch, present=True)
+    flash, seen = attention._flash, []
+
+    def refused(query, key, value, limits, longest, scaling):
+        seen.append((query.shape[1], key.shape[1], query.shape[-1]))
+        if query.shape[-1] % 8:
+            raise RuntimeError("head_size must be a multiple of 8")
+        return flash(query, key, value, limits, longest, scaling)
+
+    monkeypatch.setattr(attention, "flash_fails", flash_fails)
+    monkeypatch.setattr(attention, "_flash", refused)
+    queries, keys, size = heads
+    found = llama(500, queries * size, 2, queries, keys, 128)
+    packed, said = packs_rows(OPEN, found)
+    assert set(seen) == {heads}
+    assert packed == (size % 8 == 0) and (packed or "head_size must be a multiple of 8" in said)
 
 
 @pytest.mark.parametrize("others", ["FlashAttention-2", "FlashAttention-3"])

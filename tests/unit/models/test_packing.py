@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 def no_gpu(monkeypatch, present: bool = False, fails: str | None = None) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: present)
-    monkeypatch.setattr(attention, "flash_fails", lambda shared=False, compiled=False: fails)
+    monkeypatch.setattr(attention, "flash_fails", lambda heads, shared=False, compiled=False: fails)
 
 
 @pytest.mark.parametrize("family", [family for family in PACKED if family in FAMILIES])
@@ -86,7 +86,7 @@ def test_on_a_gpu_its_kernel_decides(monkeypatch, fails, dtype, packed, why, com
     no_gpu(monkeypatch, present=True)
     other = "that of the other way"
     tried = {compiled: fails, not compiled: other}
-    monkeypatch.setattr(attention, "flash_fails", lambda shared=False, compiled=False: tried[compiled])
+    monkeypatch.setattr(attention, "flash_fails", lambda heads, shared=False, compiled=False: tried[compiled])
     found, said = packs_rows(replace(OPEN, dtype=dtype, compile=compiled), FAMILIES["llama"])
     assert other not in said
     assert found is packed and why in said
@@ -98,7 +98,8 @@ def test_on_a_gpu_its_kernel_decides(monkeypatch, fails, dtype, packed, why, com
 )
 def test_the_kernel_of_this_gpu_works():
     for compiled in (False, True):
-        assert flash_fails(False, compiled) is None and flash_fails(True, compiled) is None
+        for shared in (False, True):
+            assert flash_fails((4, 2, 64), shared, compiled) is None
 
 
 @pytest.mark.parametrize(
@@ -132,13 +133,13 @@ def test_a_prompt_cannot_be_shared_where_rows_are_padded_or_kept_apart_by_a_mask
 def test_on_a_gpu_whose_kernel_cannot_prompts_are_not_shared(monkeypatch):
     no_gpu(monkeypatch, present=True)
     fails = {False: None, True: "no such image"}
-    monkeypatch.setattr(attention, "flash_fails", lambda shared=False, compiled=False: fails[shared])
+    monkeypatch.setattr(attention, "flash_fails", lambda heads, shared=False, compiled=False: fails[shared])
     settings = replace(OPEN, share_prompts=True, dtype="bfloat16")
     assert packs_rows(settings, FAMILIES["llama"])[0]
     with pytest.raises(ConfigError, match="no such image"):
         shares_prompts(settings, FAMILIES["llama"], True)
     assert not shares_prompts(replace(settings, share_prompts=None), FAMILIES["llama"], True)
-    monkeypatch.setattr(attention, "flash_fails", lambda shared=False, compiled=False: None)
+    monkeypatch.setattr(attention, "flash_fails", lambda heads, shared=False, compiled=False: None)
     for asked in (True, None):
         assert shares_prompts(replace(settings, share_prompts=asked), FAMILIES["llama"], True)
 

@@ -176,6 +176,9 @@ def test_vllms_own_backends_are_made_with_what_they_take():
         assert info.backend == backend in WeightTransferTrainerFactory._registry
         assert info.is_sender and info.packed
         assert not trainer_info(backend, 1, 4, "10.0.0.1").is_sender
+    gib = 2**30  # vLLM refuses a weight that does not fit in one part: embeddings of 256,000 words do not
+    for largest, room in ((0, gib), (gib // 2, gib), (5 * gib // 2, 5 * gib // 2)):
+        assert trainer_info("ipc", 0, 4, "10.0.0.1", largest).packed_buffer_size_bytes == room
     assert info.world_size == 5 and info.master_address == "10.0.0.1" and 0 < info.master_port < 65536
     assert IPCWeightTransferInitInfo(packed=True).packed
     fields = {k: v for k, v in asdict(info).items() if k != "rank"}
@@ -211,3 +214,11 @@ def test_the_backend_of_one_machine_reads_what_was_shared():
         SharedMemoryUpdateInfo(**info | {"names": []})
     with pytest.raises(OSError):
         dict(mapped(SharedMemoryUpdateInfo(**info)))
+
+
+def test_the_largest_weight_is_counted_in_bytes():
+    assert Source(WEIGHTS.items).largest() == max(t.numel() * t.element_size() for t in WEIGHTS.values())
+    source = Source({"small": torch.zeros(7, dtype=torch.bfloat16), HEAD: torch.zeros(5)}.items)
+    assert source.largest() == 20
+    source.without = frozenset([HEAD])
+    assert source.largest() == 14 and Source(dict[str, torch.Tensor]().items).largest() == 0

@@ -153,6 +153,7 @@ def test_engines_share_no_gpu_and_count_within_those_that_the_run_sees():
         "5,4",
         "GPU-a,3",
     ]
+    assert engine_environment(config, 0, {})["TRITON_F32_DEFAULT"] == "ieee"  # the probe knows no TF32
     shared = SamplerConfig(name="vllm", separate=True, tensor_parallel=2, data_parallel=2)
     assert [engine_environment(shared, k, {})["CUDA_VISIBLE_DEVICES"] for k in range(2)] == ["0,1", "2,3"]
     with pytest.raises(ConfigError, match=r"sampler\.devices"):
