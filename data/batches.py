@@ -247,8 +247,7 @@ def collate(rows: Seq[Sequence], device: torch.device, pack: bool = False, share
     ]
 
     def put(array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+        return to_device(torch.from_numpy(np.ascontiguousarray(array)), device)
 
     return Sequences(
         rows=tuple(rows),
@@ -301,9 +300,15 @@ def microbatch(
     return Microbatch(
         examples=tuple(examples),
         sequences=collate(rows, device, pack, share),
-        labels=labels.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else labels,
+        labels=to_device(labels, device),
         mismatched=other,
     )
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on the device. A GPU copies it in the background, and from pinned memory,
+    since the host may wait for a copy from any other."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def token_count(batch: Seq[Example]) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from data.batches import to_device
 from data.types import Example, Microbatch
 from jobs.sums import Sums
 from jobs.tally import POSITIONS, rounded
@@ -62,7 +63,7 @@ class BehaviorTally(Sums):
         """Return ([R] int64 age bin of each row, [R] float64 indicator: 1 where the row has an age)."""
         sampled = [age_of(example, step) for example in micro.examples]
         rows = sampled * (len(micro.sequences.rows) // len(sampled))  # for pairs, all chosen rows come first
-        ages = torch.tensor(rows).to(micro.labels.device, non_blocking=True)
+        ages = to_device(torch.tensor(rows), micro.labels.device)
         bins = torch.bucketize(ages.clamp(min=0), self._powers[: AGES - 1], right=True)
         return bins, (ages >= 0).double()
 

@@ -83,25 +83,30 @@ def engine_weights(config: Config, parameters: int) -> float:
 
 
 def own_answers(config: Config, found: PretrainedConfig, ranks: int, evaluates: bool) -> float:
-    """Return the GiB of keys, values and logits while the policy itself answers prompts.
+    """Return the GiB that it takes while the policy itself answers prompts, besides its weights.
 
     It does so for rounds with sampler=embedded, and for the KL divergence of an evaluation. ``ranks``:
     number of ranks; ``evaluates``: whether the run has held-out examples."""
     model, most = config.model, 0.0
     if config.online and not config.sampler.separate:
         rows = config.sampler.batch_size or model.eval_batch_size
-        most = answers(found, rows, model.max_prompt_length + config.max_tokens, model)
+        prompt = model.max_prompt_length
+        most = answers(found, rows, prompt, prompt + config.max_tokens, model)
     if evaluates and config.retention.kl and model.head != "reward":
         rows = min(model.eval_batch_size, math.ceil(PROMPTS / ranks))
-        most = max(most, answers(found, rows, min(model.max_length, model.max_prompt_length + TOKENS), model))
+        tokens = min(model.max_length, model.max_prompt_length + TOKENS)
+        most = max(most, answers(found, rows, model.max_prompt_length, tokens, model))
     return most
 
 
-def answers(found: PretrainedConfig, rows: int, tokens: int, model: ModelConfig) -> float:
-    """Return the GiB of the key-value cache of ``rows`` rows of ``tokens`` tokens, and of their logits.
+def answers(found: PretrainedConfig, rows: int, prompt: int, tokens: int, model: ModelConfig) -> float:
+    """Return the GiB of ``rows`` answers: the key-value cache of ``tokens`` tokens each, the work of one
+    layer on all prompts of ``prompt`` tokens at once, and the logits of one token each.
 
-    The logits count three times in float32: themselves and two copies."""
-    text = found.get_text_config()
+    Logits exist twice in float32, as they are and at the temperature. To draw a token, their probabilities
+    and cumulative sums exist in float64."""
+    text, width = found.get_text_config(), getattr(torch, model.dtype).itemsize
     _, keys, size = heads_of(found)
-    cache = 2 * keys * size * text.num_hidden_layers * tokens * getattr(torch, model.dtype).itemsize
-    return rows * (cache + 3 * 4 * text.vocab_size) / GIB
+    cache = 2 * keys * size * text.num_hidden_layers * tokens * width
+    prefill = prompt * layer_work(found) * width
+    return rows * (cache + prefill + (4 + 4 + 8 + 8) * text.vocab_size) / GIB

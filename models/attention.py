@@ -24,6 +24,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 from common.errors import require
 from config.schema_model import ModelConfig
+from data.batches import to_device
 from data.types import PackedRows
 from models import flash_kernel
 from models.simulated import has_gpu, on_gpu, simulates_gpu
@@ -238,14 +239,14 @@ def row_limits(rows: PackedRows, device: torch.device) -> dict[str, Any]:
     neither waits for the other."""
     keys = [count + own for own, (_, count) in zip(rows.own, rows.prompts, strict=True)]
     limits = {
-        "cu_seq_lens_q": _limits(rows.own).to(device, non_blocking=True),
+        "cu_seq_lens_q": to_device(_limits(rows.own), device),
         "max_length_q": max(rows.own),
         "row_lengths": RowLengths(rows.own, keys),
     }
     if not rows.shares:
         return limits
     return limits | {
-        "cu_seq_lens_k": _limits(keys).to(device, non_blocking=True),
+        "cu_seq_lens_k": to_device(_limits(keys), device),
         "max_length_k": max(keys),
         "key_places": _key_places(rows, device),
     }
@@ -261,10 +262,7 @@ def _key_places(rows: PackedRows, device: torch.device) -> Tensor:
     for own, (first, count) in zip(rows.own, rows.prompts, strict=True):
         places += [np.arange(first, first + count), np.arange(start, start + own)]
         start += own
-    found = torch.from_numpy(np.concatenate(places))
-    if device.type == "cuda":  # the host would wait for a copy of this size from unpinned memory
-        found = found.pin_memory()
-    return found.to(device, non_blocking=True)
+    return to_device(torch.from_numpy(np.concatenate(places)), device)
 
 
 def attend(

@@ -202,7 +202,7 @@ class Checkpoints:
         """Return what is wrong with this rank's share of a checkpoint's files, or an empty string."""
         try:
             files = json.loads((path / "manifest.json").read_text())
-            if not isinstance(files, dict) or not ALWAYS <= files.keys():
+            if not isinstance(files, dict) or not files.keys() >= ALWAYS:
                 return f"manifest.json does not list {' and '.join(sorted(ALWAYS))}"
             for name in sorted(files)[self.world.rank :: self.world.size]:
                 if _checksum(path / name) != files[name]:

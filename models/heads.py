@@ -10,6 +10,7 @@ from transformers import (
 )
 
 from common.errors import ConfigError
+from data.batches import to_device
 from data.types import Sequences
 from models.policy import Policy, causal_lm, on_grid, output_head
 
@@ -57,7 +58,7 @@ class RewardModel(Policy):
         lengths = torch.tensor([max(len(row), 1) for row in sequences.rows])
         packed = sequences.position_ids is not None
         last = lengths.cumsum(0) - 1 if packed else torch.arange(len(lengths)) * width + lengths - 1
-        hidden = self.hidden(sequences).index_select(0, last.to(sequences.mask.device, non_blocking=True))
+        hidden = self.hidden(sequences).index_select(0, to_device(last, sequences.mask.device))
         rewards = hidden.float() @ score_head(self.model).weight[0].float()
         at_end = (
             torch.arange(sequences.mask.shape[1], device=hidden.device)

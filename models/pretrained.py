@@ -83,7 +83,8 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
     )
     require(kernel in ATTENTION, "model.attn_implementation", kernel, f"use one of {', '.join(ATTENTION)}")
     check_kernel(config, found)
-    installed = dict(zip(FLASH_ATTENTION, (is_flash_attn_2_available, is_flash_attn_3_available), strict=True))
+    two, three = FLASH_ATTENTION
+    installed = {two: is_flash_attn_2_available, three: is_flash_attn_3_available}
     require(
         kernel not in installed or installed[kernel](),
         "model.attn_implementation",

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from common.errors import require
 from config.schema_model import ModelConfig
+from data.batches import to_device
 from data.types import Sequences
 from models.distributed import sum_over_ranks
 from models.policy import Policy, causal_lm
@@ -145,4 +146,4 @@ def own_tokens(sequences: Sequences) -> Tensor:
         real = torch.arange(width) < lengths[:, None]
     else:
         real = (lengths > 0).repeat_interleave(lengths.clamp(min=1))
-    return real.flatten().to(device, non_blocking=True)
+    return to_device(real.flatten(), device)

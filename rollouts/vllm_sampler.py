@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -31,6 +31,7 @@ from data.types import Prompt, Sequence
 from models.adapters import AdapterFolder, adapter_folder
 from rollouts.adapters import highest_rank
 from rollouts.samplers import Answered, Player, Row, Sample, SamplingSettings, rows_of
+from rollouts.vllm_environment import engine_environment
 from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow
 from rollouts.vllm_server import ServerEngine, address_towards, alive
 
@@ -367,35 +368,3 @@ def sample_seed(seed: int, prompt_id: str, index: int) -> int:
     return (
         int.from_bytes(hashlib.blake2b(f"{seed}/{prompt_id}/{index}".encode(), digest_size=8).digest()) >> 1
     )
-
-
-def engine_environment(config: SamplerConfig, replica: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that an engine's process gets on top of the owner's environment: its GPUs, its
-    share of the cores, and vLLM's own switches.
-
-    ``sampler.devices`` counts within the owner's CUDA_VISIBLE_DEVICES, if that is set.
-    """
-    size = config.tensor_parallel
-    devices = (config.devices or list(range(size * config.data_parallel)))[
-        replica * size : (replica + 1) * size
-    ]
-    visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    if visible and max(devices) >= len(visible):
-        raise ConfigError(
-            "sampler.devices", devices, f"are counted from 0 among CUDA_VISIBLE_DEVICES={','.join(visible)}"
-        )
-    threads = {}
-    if config.data_parallel > 1 and "OMP_NUM_THREADS" not in environment:
-        # Otherwise every engine would have a thread per core, and on a CPU they would wait for each other.
-        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // config.data_parallel))}
-    return threads | {
-        "CUDA_VISIBLE_DEVICES": ",".join(visible[d] if visible else str(d) for d in devices),
-        # the engine core runs in the worker process: it ends with the worker, and starts faster
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gb),
-        "VLLM_NO_USAGE_STATS": "1",
-        # vLLM's attention in float32 leaves the precision of its products to Triton, whose own choice is
-        # TF32. That is off by 1e-3 nats and more, and the probe would refuse the engine.
-        "TRITON_F32_DEFAULT": "ieee",
-    }

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from data.batches import to_device
 from data.types import Microbatch
 from models.distributed import sum_over_ranks
 from trainers.losses.base import Mean, TokenScores, kl_estimate, mean_where
@@ -19,7 +20,7 @@ def change_since(
     """Return ([R] the change of each row's log-probability since ``before`` (row key -> nats), in nats; [R]
     bool, whether that change is known)."""
     old = torch.tensor([before.get(row.key, math.nan) for row in micro.sequences.rows], dtype=torch.float32)
-    old = old.to(scores.mask.device, non_blocking=True)
+    old = to_device(old, scores.mask.device)
     known = ~old.isnan() & scores.valid
     return torch.where(scores.mask, scores.policy.detach(), 0.0).sum(dim=-1) - old, known
 

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.batches import to_device
+
 
 @dataclass(frozen=True)
 class BetaConstants:
@@ -80,7 +82,7 @@ def log_thresholds(constants: BetaConstants, seed: int, step: int, keys: Sequenc
 def rejected(log_ratio: Tensor, thresholds: Tensor) -> Tensor:
     """Return [R, T] bool, the tokens that Definition 4.2 rejects. ``thresholds``: [2, R, T], from
     ``log_thresholds``."""
-    log_P, log_R = thresholds.to(log_ratio.device, non_blocking=True)
+    log_P, log_R = to_device(thresholds, log_ratio.device)
     value = log_ratio.detach().double()
     return (value < log_P) | (-value < log_R)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.balance import example_tokens, row_tokens, share_tokens, token_balance
-from data.batches import Segment, Tokens, collate, cut, deal, microbatch
+from data.batches import Segment, Tokens, collate, cut, deal, microbatch, to_device
 from data.types import Example, Sequence
 
 CPU = torch.device("cpu")
@@ -226,3 +226,18 @@ def test_an_example_above_the_budget_is_no_microbatch():
     with pytest.raises(ValueError, match="more than 9 tokens"):
         deal([Example("a", (row(4, 6),))], 1, Tokens(9), 1)
     assert len(deal([Example("a", (row(4, 6),), mismatched=row(4, 90))], 1, Tokens(10), 1)) == 1
+
+
+def test_a_gpu_copies_from_pinned_memory_in_the_background(monkeypatch):
+    asked = []
+
+    def copied(tensor, device, non_blocking=False):
+        asked.append((device, non_blocking, pinned.get(id(tensor))))
+        return tensor
+
+    pinned = {}
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.setdefault(id(x), x) is x and x)
+    monkeypatch.setattr(torch.Tensor, "to", copied)
+    gpu, values = torch.device("cuda", 1), torch.arange(3)
+    assert to_device(values, gpu) is values and asked == [(gpu, True, values)]
+    assert to_device(values, CPU) is values and len(asked) == 1

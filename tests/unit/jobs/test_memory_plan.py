@@ -255,6 +255,24 @@ def test_own_answers_grow_with_their_rows() -> None:
     assert own_answers(make_config("online=false"), found, 1, False) == 0
 
 
+def test_own_answers_count_the_prompts_forward_and_what_drawing_takes() -> None:
+    """Of a model of 1.5 billion weights, 64 prompts of 1,024 tokens at once are 3.5 GiB of one layer's
+    tensors, and a token's logits, shares and sums 24 bytes a word."""
+    found = architecture(make_config("model=qwen2.5-1.5b-instruct").model)
+    words = ("online=true", "sampler.batch_size=64", "model=qwen2.5-1.5b-instruct", "model.max_length=2048")
+    long, short = (
+        own_answers(
+            make_config(*words, f"model.max_prompt_length={n}", "sampler.max_tokens=64"), found, 1, False
+        )
+        for n in (1024, 512)
+    )
+    cached = 2 * found.num_key_value_heads * 128 * found.num_hidden_layers
+    work = 2 * found.hidden_size + 3 * found.intermediate_size
+    assert long - short == pytest.approx(64 * 512 * 2 * (cached + work) / GIB)
+    drawn = short - 64 * 2 * (512 * work + (512 + 64) * cached) / GIB
+    assert drawn == pytest.approx(64 * 24 * found.vocab_size / GIB) and 0.2 < drawn < 0.3
+
+
 def test_the_dry_run_says_why_there_is_no_plan(quick_python: None) -> None:
     config = make_config("loss=ipo", "loss._target_=tests.unit.jobs.reading_loss.ipo", "model.batch_size=4")
     row = Sequence(np.arange(5, dtype=np.int32), np.arange(5, dtype=np.int32))

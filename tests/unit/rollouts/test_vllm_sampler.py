@@ -16,7 +16,8 @@ from data.chat import Renderer
 from data.types import Prompt, Sequence, Turn
 from rollouts import vllm_sampler
 from rollouts.samplers import SamplingSettings
-from rollouts.vllm_sampler import VllmSampler, engine_environment, sample_seed
+from rollouts.vllm_environment import engine_environment
+from rollouts.vllm_sampler import VllmSampler, sample_seed
 from rollouts.vllm_sampling import check_logprobs
 from tests.tiny import make_config
 from tests.tiny_tokenizers import tiny_tokenizer

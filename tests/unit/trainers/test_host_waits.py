@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data.batches import Segment
+from data.batches import Segment, to_device
 from jobs.assembly import make_loss, trainer_class
 from jobs.diagnostics import Diagnostics
 from models.distributed import shard, start
@@ -78,9 +78,10 @@ class Calls(TorchFunctionMode):
 
 def waits(func: Callable[..., object], args: tuple, kwargs: dict) -> bool:
     """Whether this call copies to a named device (copy_: from wherever its source lies), and not in the
-    background."""
+    background. In the background copies to the host ("cpu"), and to the device data.batches.to_device: from
+    memory that is not pinned, a GPU's driver may make the host wait."""
     if kwargs.get("non_blocking"):
-        return False
+        return func is torch.Tensor.to and "cpu" not in [a for a in args if isinstance(a, str)]
     devices = [*args[1:], kwargs.get("device")]
     return func in (torch.Tensor.copy_, torch.Tensor.cuda) or any(
         isinstance(a, torch.device | str) for a in devices
@@ -184,11 +185,13 @@ BREACHES: dict[str, Callable[[torch.Tensor], object]] = {
     "a mask as an index": lambda x: x[x > 0],
     "an assignment under a mask": lambda x: x.clone().__setitem__(x > 0, 0.0),
     "a copy to the device": lambda x: x.to(x.device),
+    "a copy to the device in the background": lambda x: x.to(x.device, non_blocking=True),
     "a new tensor on the device": lambda x: torch.tensor([1.0, 2.0], device=x.device),
     "a copy into it": lambda x: torch.zeros_like(x).copy_(x),
 }
 HARMLESS: dict[str, Callable[[torch.Tensor], object]] = {
-    "a copy in the background": lambda x: x.to(x.device, non_blocking=True),
+    "a copy in the background": lambda x: x.to("cpu", non_blocking=True),
+    "a copy from pinned memory": lambda x: to_device(x, x.device),
     "another type": lambda x: x.to(torch.float64),
     "where": lambda x: torch.where(x > 0, x, 0.0),
     "numbers as an index": lambda x: x[torch.arange(2)],
