@@ -206,6 +206,8 @@ def test_wrong_models_are_refused_with_key_value_and_remedy(run, tmp_path, monke
         check_model(settings("./runs/nope"))
     with pytest.raises(ConfigError, match=r"model.attn_implementation=magic: use one of sdpa, eager"):
         check_model(settings(run, attn_implementation="magic"))
+    with pytest.raises(ConfigError, match=r"flash_attention_2: computes in bfloat16 .* use model.dtype=bf"):
+        check_model(settings(run, attn_implementation="flash_attention_2", dtype="float32"))
     with pytest.raises(ConfigError, match=r"model.max_length=129: the model has 128 positions"):
         check_model(settings(run, max_length=129))
     (tmp_path / "other").mkdir()
