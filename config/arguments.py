@@ -4,6 +4,7 @@ choices of files that do not exist are refused with a suggestion."""
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from pathlib import Path
 
@@ -106,7 +107,7 @@ def refuse_choices(arguments: list[str]) -> None:
                 "null" if value is None else value,
                 f"choose a file of config/{key}: {there}{none}",
             )
-            if not any((folder / key / f"{value}.yaml").is_file() for folder in folders):
+            if not any(os.path.isfile(folder / key / f"{value}.yaml") for folder in folders):
                 _refuse_path(key, str(value))
             require(
                 key not in _OPTIONAL or value in files,
@@ -178,7 +179,11 @@ def _folders_given(arguments: list[str]) -> list[Path]:
 def _refuse_path(key: str, value: str) -> None:
     """Raise ConfigError if ``value`` is a file, a folder or a name on the hub, although the name of a file of
     config/ is expected."""
-    here = Path(value).expanduser().exists() or value.startswith((".", "/", "~")) or value.endswith(_DATA)
+    here = (
+        os.path.exists(os.path.expanduser(value))
+        or value.startswith((".", "/", "~"))
+        or value.endswith(_DATA)
+    )
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", value) is not None
     if not here and not on_hub:
         return

@@ -97,3 +97,9 @@ def test_a_folder_within_config_is_no_path(tmp_path) -> None:
 def test_a_secret_that_is_given_twice_is_not_said(words: list[str]) -> None:
     (said,) = given_twice(words)
     assert said == f"{words[0].partition('=')[0]} is given 2 times: the last one holds"
+
+
+def test_a_choice_with_a_name_that_no_file_system_has_is_refused() -> None:
+    refuse_choices([f"data={'x' * 300}"])  # Hydra says that there is no such file
+    with pytest.raises(ConfigError, match=r"data=/x.*type data=local data\.path=/x"):
+        refuse_choices([f"data='/{'x' * 300}'"])
