@@ -19,9 +19,10 @@ def groups_digest(groups: ExampleGroups) -> str:
     million pairs from the token cache takes seconds."""
     digest = hashlib.blake2b(digest_size=16)
     for column in (sizes_of(groups), labels_of(groups), *row_lengths(groups)):
-        digest.update(np.ascontiguousarray(column, np.float64 if column.dtype.kind == "f" else np.int64))
+        kind = np.float64 if column.dtype.kind == "f" else np.int64
+        digest.update(np.ascontiguousarray(column, kind).data)
     for part in row_arrays(groups):
-        digest.update(part)
+        digest.update(part.data)
     return digest.hexdigest()
 
 

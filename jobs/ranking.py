@@ -32,8 +32,8 @@ class Ranking:
         before = state.get("keep_best", self.metric)
         if before != self.metric and shown:
             print(
-                f"keep_best was {before} and is {self.metric} now: earlier checkpoints rank by the value that "
-                "they recorded of it, and patience counts anew",
+                f"keep_best was {before} and is {self.metric} now: earlier checkpoints rank by their value "
+                "of it, and patience counts anew",
                 flush=True,
             )
         return bool(before == self.metric)
