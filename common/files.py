@@ -49,6 +49,13 @@ def write_if_changed(path: Path, text: str) -> None:
         write_whole(path, text)
 
 
+def lines_of(text: str) -> list[str]:
+    """Return the lines of a text without their line ends. ``str.splitlines`` would also split at U+2028,
+    U+2029 and U+0085, which JSON leaves as they are within a text."""
+    lines = text.split("\n")
+    return lines if lines[-1] else lines[:-1]
+
+
 def temporary_folder() -> str:
     """Return the folder for temporary files. Where none can be written to, which is how a full disk shows
     first, return the names of those that were tried."""

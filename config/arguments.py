@@ -4,14 +4,16 @@ choices of files that do not exist are refused with a suggestion."""
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from common.errors import ConfigError, require
+from common.secrets import is_secret
 from config.files import FOLDER
 
 HYDRAS = (
@@ -76,7 +78,7 @@ def _is_value(word: str) -> bool:
 
 def choices_of(arguments: list[str]) -> list[str]:
     """Return those of the arguments that choose a file of config/."""
-    found = [(word, override) for word in arguments if (override := _override(word)) is not None]
+    found = [(word, override) for word in arguments if (override := override_in(word)) is not None]
     return [
         word
         for word, override in found
@@ -89,7 +91,7 @@ def refuse_choices(arguments: list[str]) -> None:
     null, a number, nothing, or a reward that does not exist. Hydra ends with a traceback for the first two
     and silently leaves out an optional file that does not exist."""
     folders = [FOLDER, *_folders_given(arguments)]
-    for override in filter(None, map(_override, arguments)):
+    for override in filter(None, map(override_in, arguments)):
         key = override.key_or_group
         said = "has no setting before the =; write key=value without spaces"
         require(key != "", key, override.value(), said)
@@ -105,7 +107,7 @@ def refuse_choices(arguments: list[str]) -> None:
                 "null" if value is None else value,
                 f"choose a file of config/{key}: {there}{none}",
             )
-            if not any((folder / key / f"{value}.yaml").is_file() for folder in folders):
+            if not any(os.path.isfile(folder / key / f"{value}.yaml") for folder in folders):
                 _refuse_path(key, str(value))
             require(
                 key not in _OPTIONAL or value in files,
@@ -116,20 +118,39 @@ def refuse_choices(arguments: list[str]) -> None:
 
 
 def given_twice(arguments: list[str]) -> list[str]:
-    """Return a sentence for each setting that is given two different values. The last value holds, because
-    scripts that append to a command rely on it."""
+    """Return a sentence for each setting that is given two different values, without the values if one of
+    them is a secret. The last value holds, because scripts that append to a command rely on it."""
     values: dict[str, list[str]] = {}
-    for override in filter(None, map(_override, arguments)):
+    secret: set[str] = set()
+    for override in filter(None, map(override_in, arguments)):
         if not override.is_delete() and override.key_or_group:
             values.setdefault(override.key_or_group, []).append(override.get_value_string())
+            if _has_secret(override.key_or_group, override.value()):
+                secret.add(override.key_or_group)
     return [
-        f"{key} is given {len(found)} times, {', '.join(found)}: {found[-1]} holds"
+        f"{key} is given {len(found)} times: the last one holds"
+        if key in secret
+        else f"{key} is given {len(found)} times, {', '.join(found)}: {found[-1]} holds"
         for key, found in values.items()
         if len(set(found)) > 1
     ]
 
 
-def _override(argument: str) -> Override | None:
+def in_quotes(text: str) -> str:
+    """Return ``text`` as Hydra reads it back as a text, whatever it looks like."""
+    return str(QuotedString(text, Quote.single).with_quotes())
+
+
+def _has_secret(key: str, value: object) -> bool:
+    """Return whether a value, or a part of it, is a secret by its name."""
+    if isinstance(value, dict):
+        return any(_has_secret(f"{key}.{name}", item) for name, item in value.items())
+    if isinstance(value, list):
+        return any(_has_secret(key, item) for item in value)
+    return is_secret(key, str(value))
+
+
+def override_in(argument: str) -> Override | None:
     """Return the argument as Hydra parses it; None for an option and for an argument that Hydra will refuse
     itself."""
     try:
@@ -158,7 +179,11 @@ def _folders_given(arguments: list[str]) -> list[Path]:
 def _refuse_path(key: str, value: str) -> None:
     """Raise ConfigError if ``value`` is a file, a folder or a name on the hub, although the name of a file of
     config/ is expected."""
-    here = Path(value).expanduser().exists() or value.startswith((".", "/", "~")) or value.endswith(_DATA)
+    here = (
+        os.path.exists(os.path.expanduser(value))
+        or value.startswith((".", "/", "~"))
+        or value.endswith(_DATA)
+    )
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", value) is not None
     if not here and not on_hub:
         return

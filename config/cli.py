@@ -27,6 +27,7 @@ from config.arguments import as_settings, choices_of, given_twice, refuse_choice
 from config.files import FOLDER
 from config.load import load, run_name
 from config.schema import Config
+from config.texts import as_written
 from config.unknown import NOTHING, names, names_of, remedy
 
 REFUSED, STOPPED = 2, 1
@@ -131,10 +132,10 @@ def guarded(work: Callable[[], object]) -> None:
 def cli(main: Callable[[], object]) -> None:
     """Run a ``hydra.main`` program. An error of Hydra about the command line also becomes one message."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra prints its own message and exits with 1
-    sys.argv[1:] = as_settings(sys.argv[1:])
+    sys.argv[1:] = as_written(as_settings(sys.argv[1:]))
     guarded(lambda: refuse_choices(sys.argv[1:]))
     for sentence in given_twice(sys.argv[1:]) if os.environ.get("RANK", "0") == "0" else ():
-        print(f"note: {sentence}", file=sys.stderr, flush=True)
+        print(f"note: {scrub_text(sentence)}", file=sys.stderr, flush=True)
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:
@@ -152,7 +153,7 @@ def compose(*words: str) -> tuple[Config, str]:
     """Return the checked settings for ``words``, the arguments that one would type after ``python train.py``,
     and the run's name. It serves notebooks and the user's own programs. Raises UserError, which is a
     ConfigError if one setting is to blame."""
-    overrides = as_settings(list(words))
+    overrides = as_written(as_settings(list(words)))
     refuse_choices(overrides)
     try:
         with initialize_config_dir(str(FOLDER), version_base="1.3"):

@@ -105,12 +105,17 @@ def run_name(config: Config, overrides: list[str]) -> str:
     """
     name = config.exp_name
     if name is None:
-        other = sorted(o for o in overrides if o.split("=")[0].lstrip("+~") not in OPERATIONAL)
+        other = sorted(o for o in overrides if not _operational(o.split("=")[0].lstrip("+~")))
         digest = hashlib.sha256("\n".join(other).encode()).hexdigest()[:6]
         parts = (config.loss["name"], config.model.name, config.data.name, config.variant, f"s{config.seed}")
         name = "-".join([*parts, digest])
     check_name("exp_name", name)
     return name
+
+
+def _operational(key: str) -> bool:
+    """Return whether a setting, or the section that it belongs to, does not change what is computed."""
+    return key.split(".")[0] in OPERATIONAL
 
 
 def settings_of(text: str) -> dict[str, Any]:
@@ -138,7 +143,7 @@ def changed(before: dict[str, Any], now: Config) -> list[Change]:
     return [
         Change(key, old.get(key, ABSENT), new.get(key, ABSENT))
         for key in sorted(old | new)
-        if key.split(".")[0] not in OPERATIONAL and old.get(key, ABSENT) != new.get(key, ABSENT)
+        if not _operational(key) and old.get(key, ABSENT) != new.get(key, ABSENT)
     ]
 
 

@@ -4,7 +4,7 @@ missing values."""
 from __future__ import annotations
 
 import math
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,6 +14,9 @@ from common.errors import ConfigError, require
 from config.unknown import NOTHING, names, remedy, section_says
 
 T = TypeVar("T")
+
+INFINITE = ("log_epsilon_P", "log_epsilon_R", "sync_kl", "model.max_grad_norm", "correction.high")
+"""Settings that may be infinite: a bound that no number reaches."""
 
 
 def typed(cfg: DictConfig, schema: type[T], prefix: str = "") -> T:
@@ -40,7 +43,27 @@ def typed(cfg: DictConfig, schema: type[T], prefix: str = "") -> T:
     except OmegaConfBaseException as error:
         raise ConfigError(prefix + (error.full_key or "config"), "?", str(error).splitlines()[0]) from error
     assert isinstance(config, schema)
+    refuse_not_finite(config, prefix)
     return config
+
+
+def refuse_not_finite(found: Any, key: str = "", free: bool = False) -> None:
+    """Raise ConfigError for a number in ``found``, the settings under ``key``, that is NaN, because every
+    comparison with it is false, and for an infinite one outside of ``INFINITE``. With ``free``, as in a
+    mapping of a loss's own settings, the code that reads a number knows whether it may be infinite."""
+    if is_dataclass(found):
+        start = f"{key}." if key and not key.endswith(".") else key
+        for item in fields(found):
+            refuse_not_finite(getattr(found, item.name), f"{start}{item.name}", free)
+    elif isinstance(found, dict):
+        for name, item in found.items():
+            refuse_not_finite(item, f"{key}.{name}", True)
+    elif isinstance(found, list | tuple):
+        for i, item in enumerate(found):
+            refuse_not_finite(item, f"{key}[{i}]", free)
+    elif isinstance(found, float):
+        require(not math.isnan(found), key, found, "is not a number; give a number")
+        require(free or key in INFINITE or math.isfinite(found), key, found, "must be finite")
 
 
 def _infinities(tree: Any) -> Any:

@@ -50,6 +50,8 @@ def with_tokens(row: Sequence | str, completion: Completion) -> Sequence | str:
 
 
 _MORE, _BEHAVIOR = 1, 2
+_AT_ONCE = 1 << 16
+"""Rows whose places are looked up together."""
 
 
 def _flags(completion: Completion) -> int:
@@ -158,6 +160,27 @@ class ExampleTable(Seq[tuple[Example, ...]]):
         places = self._row_places()
         return prompts[places], completions[places]
 
+    def labels(self) -> np.ndarray:
+        """Return [examples] float64: the label of every example, in order."""
+        return self._wanted.labels[_ranges(self._starts[self._kept], self._wanted.ends[self._kept])]
+
+    def row_arrays(self) -> Iterator[np.ndarray]:
+        """Yield the token ids of every row and, if not all of them count, its mask, in order."""
+        assert isinstance(self._rows, TokenRows), "rows in memory are held as examples"
+        of, places = self._rows, self._row_places()
+        for first in range(0, len(places), _AT_ONCE):
+            part = places[first : first + _AT_ONCE]
+            columns = (of.prompt_starts, of.prompt_sizes, of.starts, of.sizes, self._wanted.flags)
+            for place, begin, prompt, start, size, more in zip(
+                part.tolist(), *(column[part].tolist() for column in columns), strict=True
+            ):
+                if begin + prompt != start:  # the prompt is an earlier row's too
+                    yield of.tokens[begin : begin + prompt]
+                    begin = start
+                yield of.tokens[begin : start + size]
+                if more and (mask := self._row(place).loss_mask) is not None:
+                    yield mask
+
     def longest(self) -> Example:
         """Return the first of the examples with most tokens."""
         examples = _ranges(self._starts[self._kept], self._wanted.ends[self._kept])
@@ -217,6 +240,26 @@ def row_lengths(groups: ExampleGroups) -> tuple[np.ndarray, np.ndarray]:
         np.array([len(row.prompt_ids) for row in rows], np.int64),
         np.array([len(row.completion_ids) for row in rows], np.int64),
     )
+
+
+def labels_of(groups: ExampleGroups) -> np.ndarray:
+    """Return the label of every example, [examples] float64, in order."""
+    if isinstance(groups, ExampleTable):
+        return groups.labels()
+    return np.array([example.label for group in groups for example in group], np.float64)
+
+
+def row_arrays(groups: ExampleGroups) -> Iterator[np.ndarray]:
+    """Yield the token ids of every row (int32, in one array or in several) and, if not all of its
+    completion's count, the mask [C] bool, in order."""
+    if isinstance(groups, ExampleTable):
+        yield from groups.row_arrays()
+        return
+    for row in (row for group in groups for example in group for row in example.rows):
+        yield np.ascontiguousarray(row.prompt_ids, np.int32)
+        yield np.ascontiguousarray(row.completion_ids, np.int32)
+        if row.loss_mask is not None:
+            yield np.ascontiguousarray(row.loss_mask, bool)
 
 
 def longest(groups: ExampleGroups) -> Example:

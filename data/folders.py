@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -39,7 +40,7 @@ def folder_rows(folder: Path, split: str | None, key: str, split_key: str) -> It
 
 def is_saved(folder: Path) -> bool:
     """Return whether ``save_to_disk`` of a Dataset or a DatasetDict wrote the folder."""
-    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    return any(os.path.isfile(folder / name) for name in ("dataset_dict.json", "state.json"))
 
 
 def shards(folder: Path) -> dict[str, list[Path]]:

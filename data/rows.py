@@ -26,13 +26,10 @@ import pyarrow
 import pyarrow.parquet
 
 from common.errors import ConfigError, DataError
+from data.json_values import is_text, parsed
 from data.types import Group
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz")
-
-MOST_NESTED = 100
-"""Levels of lists and objects in one row. Deeper nesting is not sensible data, and Python's own recursion
-ends at about ten times this depth."""
 
 _CHUNK = 1 << 20
 """Characters of a .json list that are read at once."""
@@ -41,12 +38,6 @@ _LONGEST_BARE = 16
 brackets: two escaped halves of a character have 12."""
 _MARK = "\ufeff"
 _BLANK = re.compile(r"[ \t\n\r]*")
-_HALF_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
-"""Half of a surrogate pair, as JSON escapes it. Two halves make one character, so a match only calls for a
-closer check."""
-_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
-"""A text, whole or cut off by the end, or a bracket outside of texts."""
-_DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True)
@@ -158,14 +149,19 @@ _NO_TEXT = (
 
 def _read_csv(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
     """Read comma-separated values, with the column names in the first line. Every cell is a text, except in
-    columns that never hold one, and except lists and objects in JSON. An empty cell is None."""
+    columns that never hold one, and except lists and objects in JSON. An empty cell is None.
+
+    Raises DataError for a quote that is not closed, because the cell would swallow the rows behind it."""
     csv.field_size_limit(sys.maxsize)
-    lines = csv.reader(stream)
+    lines = csv.reader(stream, strict=True)
+    begin = 1
     try:
         columns = next(lines, [])
         if len(set(columns)) < len(columns) or "" in columns:
             raise DataError(f"{path}: the first line must name every column, each once; it is {columns}")
+        begin = lines.line_num + 1
         for number, cells in enumerate(lines, 2):
+            begin = lines.line_num + 1
             if not cells:
                 continue
             fault = None if len(cells) == len(columns) else f"{len(cells)} cells, but {len(columns)} columns"
@@ -173,19 +169,23 @@ def _read_csv(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
             values = {name: _cell(name, cell) for name, cell in zip(columns, cells, strict=False)}
             yield Dropped(path.name, number, fault) if fault else Row(path.name, number, values)
     except csv.Error as error:
-        raise DataError(f"{path}: line {lines.line_num} is not CSV ({error})") from error
+        raise DataError(
+            f"{path}: line {lines.line_num} is not CSV ({error}), in the row that begins at line {begin}; a "
+            'quoted cell ends with a quote before the comma, and a quote within it is written twice, as ""'
+        ) from error
 
 
 def _cell(column: str, cell: str) -> Any:
+    """Return a cell's value. A cell that only begins like JSON is a text."""
     if cell == "":
         return None
     if column not in _NO_TEXT and not cell.startswith(("[{", '["')):
         return cell
     try:
-        value, _, fault = _parsed(cell.lower() if cell.lower() in ("true", "false") else cell, 0)
+        value, end, fault = parsed(cell.lower() if cell.lower() in ("true", "false") else cell, 0)
     except json.JSONDecodeError:
         return cell
-    return cell if fault else value
+    return cell if fault or cell[end:].strip() else value
 
 
 # JSON
@@ -213,7 +213,7 @@ def _read_lines(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
         if not text:
             continue
         try:
-            values, end, fault = _parsed(text, 0)
+            values, end, fault = parsed(text, 0)
             if end < len(text):
                 raise json.JSONDecodeError("Extra data", text, end)
         except json.JSONDecodeError as error:
@@ -273,11 +273,11 @@ class _Window:
                 return ""
 
     def value(self) -> tuple[Any, str | None, str]:
-        """Return (value, fault, its text) of the JSON that begins here (``_parsed``), and go to its end.
+        """Return (value, fault, its text) of the JSON that begins here (``parsed``), and go to its end.
         Raises JSONDecodeError where the text is not JSON."""
         while True:
             try:
-                value, end, fault = _parsed(self.text, self.at)
+                value, end, fault = parsed(self.text, self.at)
             except json.JSONDecodeError as error:
                 cut = "Unterminated" in error.msg or len(self.text) - error.pos < _LONGEST_BARE
                 if cut and self.more():
@@ -317,65 +317,9 @@ def _elements(path: Path, window: _Window) -> Iterator[tuple[Any, str | None, st
         raise window.fails("Extra data")
 
 
-def _parsed(text: str, at: int) -> tuple[Any, int, str | None]:
-    """Return (value, its end, the reason why it cannot be used or None) of the JSON that begins at ``at``.
-    Raises JSONDecodeError if the text is not JSON."""
-    deep = f"nested more than {MOST_NESTED} levels deep"
-    try:
-        value, end = _DECODER.raw_decode(text, at)
-    except json.JSONDecodeError:
-        raise
-    except RecursionError:
-        return None, _end(text, at), deep
-    except ValueError:
-        digits = sys.get_int_max_str_digits()
-        return None, _end(text, at), f"an integer has more than {digits} digits"
-    if (
-        text.count("[", at, end) + text.count("{", at, end) > MOST_NESTED
-        and _depth(text, at, end) > MOST_NESTED
-    ):
-        return None, end, deep
-    if _HALF_ESCAPE.search(text, at, end) and not _is_text(json.dumps(value, ensure_ascii=False)):
-        return None, end, "a text has half of a surrogate pair, which is no character"
-    return value, end, None
-
-
-def _end(text: str, at: int) -> int:
-    """Return the end of the JSON that begins at ``at`` and cannot be parsed. Raises JSONDecodeError if it has
-    no end."""
-    if text[at] not in "[{":
-        bare = re.compile(r"[^\s,\]}]+").match(text, at)
-        return bare.end() if bare else at
-    depth = 0
-    for found in _BRACKETS.finditer(text, at):
-        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
-        if depth == 0:
-            return found.end()
-    raise json.JSONDecodeError("Unterminated list or object starting at", text, at)
-
-
-def _depth(text: str, at: int, end: int) -> int:
-    """Return how deeply lists and objects are nested in valid JSON."""
-    depth = most = 0
-    for found in _BRACKETS.finditer(text, at, end):
-        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
-        most = max(most, depth)
-    return most
-
-
-def _is_text(text: str) -> bool:
-    """Return whether ``text`` is valid. Half a surrogate pair is not a character, and neither a tokenizer nor
-    a file accepts it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _not_characters(text: str) -> str | None:
     """Return why the text of a row in the file is not valid; None if it is valid."""
-    if text.isascii() or _is_text(text):
+    if text.isascii() or is_text(text):
         return None
     return _not_utf8(next(ord(c) for c in text if "\ud800" <= c <= "\udfff") - 0xDC00)
 

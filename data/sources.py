@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -196,11 +197,11 @@ def hub_table(config: DataConfig, split: str) -> Loaded:
 
 
 def _is_local(path: str | None) -> bool:
-    return path is not None and (Path(path).is_file() or path.endswith(SUFFIXES) or is_saved(Path(path)))
+    return path is not None and (os.path.isfile(path) or path.endswith(SUFFIXES) or is_saved(Path(path)))
 
 
 def _is_folder(path: str | None) -> bool:
-    return path is not None and Path(path).is_dir()
+    return path is not None and os.path.isdir(path)
 
 
 def _of_split(rows: Iterable[Row | Dropped], wanted: str) -> Iterator[Row | Dropped]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 
+from data.json_values import parsed
 from data.types import Turn
 
 _NAME = "humanline_probe_call"
@@ -44,10 +45,7 @@ def _call(call: Any) -> dict[str, Any]:
         raise ValueError("one of 'tool_calls' has no 'function' with a 'name'")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            raise ValueError(f"the arguments of a call of {function['name']} are no JSON") from error
+        arguments = _parsed(arguments, function["name"])
     if not isinstance(arguments, Mapping):
         raise ValueError(f"the arguments of a call of {function['name']} are no object")
     known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
@@ -56,6 +54,21 @@ def _call(call: Any) -> dict[str, Any]:
         "type": "function",
         "function": {"name": function["name"], "arguments": dict(arguments)},
     }
+
+
+def _parsed(text: str, name: str) -> Any:
+    """Return the arguments of a call of ``name``, which a file's own check sees only as a text. Raises
+    ValueError."""
+    text = text.strip(" \t\n\r")
+    try:
+        value, end, fault = parsed(text, 0)
+    except ValueError as error:
+        raise ValueError(f"the arguments of a call of {name} are no JSON") from error
+    if end < len(text):
+        raise ValueError(f"the arguments of a call of {name} are no JSON")
+    if fault is not None:
+        raise ValueError(f"the arguments of a call of {name} cannot be used: {fault}")
+    return value
 
 
 def writes_calls(apply: Callable[[Iterable[Turn]], str]) -> bool:

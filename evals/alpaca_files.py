@@ -18,6 +18,7 @@ from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError
 
 from common.errors import ConfigError, DataError, require
+from common.files import lines_of
 
 Row = dict[str, Any]
 REPOSITORY = "tatsu-lab/alpaca_eval"
@@ -41,7 +42,7 @@ def read_rows(key: str, path: Path, texts: Sequence[str]) -> list[Row]:
     try:
         content = path.read_text(encoding="utf-8")
         rows = (
-            [json.loads(line) for line in content.splitlines() if line.strip()]
+            [json.loads(line) for line in lines_of(content) if line.strip()]
             if path.suffix == ".jsonl"
             else json.loads(content)
         )

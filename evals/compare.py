@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from common.errors import ConfigError, StoppedError, require
+from common.files import lines_of
 from config.schema_eval import EvalStage
 from data.types import Completion, Prompt
 from evals import answers, statistics
@@ -82,7 +83,7 @@ def answers_in(path: Path) -> list[SampledPrompt]:
     if path.suffix == ".jsonl":
         drawn = {
             json.loads(line).get("drawn")
-            for line in path.read_text(encoding="utf-8").splitlines()
+            for line in lines_of(path.read_text(encoding="utf-8"))
             if '"drawn"' in line
         }
         if len(drawn) > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +65,12 @@ def run_of(path: Path, step: int | None) -> tuple[Path, int | None]:
     Raises ConfigError if there is no such run, or if it has no final model and no step is given."""
     if path.parent.name == "checkpoints" and path.name.startswith("step_"):
         require(step is None, "step", step, f"run={path} already names a checkpoint")
-        path, step = path.parent.parent, int(path.name.removeprefix("step_"))
+        step = _step(path)
+        there = f"; there are {', '.join(map(str, _steps(path.parent)))}" if _steps(path.parent) else ""
+        require(
+            step is not None, "run", path, f"is no whole checkpoint, whose name is step_ and a number{there}"
+        )
+        path = path.parent.parent
     if not (path / "config.yaml").is_file():
         a_model = (path / "config.json").is_file()
         raise ConfigError(
@@ -77,14 +83,25 @@ def run_of(path: Path, step: int | None) -> tuple[Path, int | None]:
             else "there is no such folder",
         )
     if step is None and not (path / "model" / "config.json").is_file():
-        there = sorted(int(p.name.removeprefix("step_")) for p in (path / "checkpoints").glob("step_*"))
+        steps = _steps(path / "checkpoints")
         raise ConfigError(
             "run",
             path,
             "is not finished: it has no model/. Finish it (train.py with resume=true)"
-            + (f", or evaluate a checkpoint: step=… of {', '.join(map(str, there))}" if there else ""),
+            + (f", or evaluate a checkpoint: step=… of {', '.join(map(str, steps))}" if steps else ""),
         )
     return path, step
+
+
+def _step(checkpoint: Path) -> int | None:
+    """Return the step of a checkpoint's folder; None for one that is being written, or is somebody else's."""
+    found = re.fullmatch(r"step_([0-9]+)", checkpoint.name)
+    return int(found[1]) if found else None
+
+
+def _steps(checkpoints: Path) -> list[int]:
+    """Return the steps of the checkpoints in a folder, in order."""
+    return sorted(step for path in checkpoints.glob("step_*") if (step := _step(path)) is not None)
 
 
 def over_run(saved: Settings, composed: Settings, given: Sequence[str]) -> Settings:

@@ -40,6 +40,7 @@ from jobs.planned_settings import PlannedSettings
 from jobs.retention import InitialKL, load_second_task
 from jobs.row_scores import OfRows, PlannedBatches, Sums
 from jobs.run_folder import RunFolder
+from jobs.same_data import checked_digest
 from jobs.signals import Signals
 from jobs.watch import RunWatch
 from models.attention import packs_rows, shares_prompts, why_not_shared
@@ -173,6 +174,8 @@ class Job:
     def run(self, signals: Signals) -> dict[str, Any]:
         """Train, export and report; return the summary."""
         world, folder = self.world, self.folder.path
+        prompts = None if self.online is None else self.online.contexts
+        data = on_main(lambda: checked_digest(folder, self.config, self.plan, prompts))
         planned_settings = PlannedSettings(
             self.config, self.plan.train, self.held_out(), self.trainer_class, world
         )
@@ -186,8 +189,8 @@ class Job:
         if config.data.logprob_range is not None:
             self.choose_groups(trainer, parts, folder)
         self.score_training_rows(trainer, parts)
-        diagnostics, steps = self.make_diagnostics(trainer), self.plan.steps
-        run = RunWatch(config, folder, trainer, evaluator, steps, signals, diagnostics, self.observers)
+        of = (self.plan.steps, signals, self.make_diagnostics(trainer), self.observers, data)
+        run = RunWatch(config, folder, trainer, evaluator, *of)
         state = run.resume() if exists else None
         if exists:
             self.say(

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -84,8 +85,17 @@ def kept_before(path: Path, groups: ExampleGroups, fresh: Selection) -> Selectio
     if not path.exists():
         write_whole(path, json.dumps({"rows": digest, "selection": asdict(fresh)}))
         return fresh
-    record = json.loads(path.read_text())
-    if record["rows"] != digest:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        rows, saved = record["rows"], _selection(record["selection"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            "data.logprob_range",
+            list(fresh.range),
+            f"{path} is damaged ({type(error).__name__}: {error}): it says which groups this run trains on; "
+            "put it back, or start another run (exp_name)",
+        ) from error
+    if rows != digest:
         raise ConfigError(
             "data.logprob_range",
             list(fresh.range),
@@ -93,7 +103,11 @@ def kept_before(path: Path, groups: ExampleGroups, fresh: Selection) -> Selectio
             "with, so it would go on with other groups; bring the old data back, or start another run "
             "(exp_name)",
         )
-    saved = record["selection"]
+    return saved
+
+
+def _selection(saved: dict[str, Any]) -> Selection:
+    """Return the selection that ``kept_before`` wrote. Raises KeyError or TypeError for anything else."""
     return Selection(
         **saved
         | {"range": tuple(saved["range"]), "kept": tuple(saved["kept"]), "all": Spread(**saved["all"])}

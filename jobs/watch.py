@@ -20,9 +20,11 @@ from jobs.evaluation import Evaluator, Metrics
 from jobs.gate import check_first_scores
 from jobs.observers import Observers
 from jobs.patience import EnoughError, Patience
+from jobs.ranking import RankedCheckpoints, Ranking
+from jobs.same_data import KEY as DATA
 from jobs.signals import Requeue, Signals
 from jobs.skipped import write_batch
-from models.checkpoint import Checkpoints, everywhere
+from models.checkpoint import everywhere
 from models.checkpoint_reading import CheckpointError
 from models.distributed import any_rank, from_main, on_main
 from models.watchdog import Watchdog
@@ -56,15 +58,17 @@ class RunWatch:
         signals: Signals,
         diagnostics: Diagnostics | None = None,
         observers: Observers | None = None,
+        data: str | None = None,
     ) -> None:
+        """``data``: the digest of what is trained on (``jobs.same_data``)."""
+        self.data, self.ranking = data, Ranking(config.keep_best)
         self.observers = observers or Observers()
         self.config, self.folder, self.trainer, self.evaluator = config, folder, trainer, evaluator
         self.tracker: Tracking = NullTracker()
         self.signals, self.diagnostics = signals, diagnostics
         self.watchdog = Watchdog(trainer.world, config.watchdog_seconds)
-        self.checkpoints = Checkpoints(
-            folder / "checkpoints", trainer.world, config.keep_checkpoints, config.async_save
-        )
+        of = (trainer.world, config.keep_checkpoints, config.async_save, self.ranking)
+        self.checkpoints = RankedCheckpoints(folder / "checkpoints", *of)
         self.saving_seconds = 0.0
         """Seconds that steps have waited for checkpoints."""
         self.bar = progress(total_steps, "train", done=trainer.progress.step, shown=trainer.world.is_main)
@@ -107,7 +111,8 @@ class RunWatch:
         self.bar.initial = self.bar.n = trainer.progress.step
         self._marks, self.before, self._evaluated = state["marks"], state["before"], state["evaluated"]
         self.seconds, self.tokens_timed = state["seconds"], state["tokens_timed"]
-        self.patience.restore(state.get("patience", self.patience.state()))  # earlier versions have none
+        if self.ranking.is_of(state, shown=trainer.world.is_main):
+            self.patience.restore(state.get("patience", self.patience.state()))  # earlier versions have none
         self.saving_seconds = state.get("saving_seconds", 0.0)
         self.observers.restore(state.get("asked_to_stop"))
         if self.diagnostics is not None:
@@ -121,13 +126,15 @@ class RunWatch:
             "marks": self._marks,
             "before": self.before,
             "evaluated": self._evaluated,
-            "score": self._score(),
+            "keep_best": self.ranking.metric,
+            "score": self.ranking.score(self._evaluated),
             "patience": self.patience.state(),
             "seconds": self.seconds,
             "tokens_timed": self.tokens_timed,
             "saving_seconds": self.saving_seconds,
             "wandb_id": self.tracker.wandb_id,
             "diagnostics": None if self.diagnostics is None else self.diagnostics.state(),
+            DATA: self.data,
         }
         if (asked := self.observers.state()) is not None:
             state["asked_to_stop"] = asked
@@ -135,16 +142,6 @@ class RunWatch:
         step, records = trainer.progress.step, self.tracker.copy_to
         self.checkpoints.save(step, trainer.policy, trainer.optimizer, state, mine, records)
         self._saved = replace(trainer.progress)
-
-    def _score(self) -> float | None:
-        """Return the score by which ``keep_best`` ranks the checkpoint, higher is better; None where nothing
-        was evaluated at this step."""
-        value = self._evaluated.get(self.config.keep_best or "")
-        return None if value is None else self._scored(value)
-
-    def _scored(self, value: float) -> float:
-        """Convert a value of ``keep_best`` to a score, or a score back to the value: a loss is negated."""
-        return -value if (self.config.keep_best or "").endswith("_loss") else value
 
     # -- the watch ---------------------------------------------------------------------------------
 
@@ -161,7 +158,7 @@ class RunWatch:
             if self.trainer.world.is_main and self._evaluated:
                 for line in evaluation_lines(self.trainer.progress.step, self._evaluated):
                     self.bar.say(line)
-            self.patience.judge(self._score())
+            self.patience.judge(self.ranking.score(self._evaluated))
             if first:
                 self.before = self._evaluated
         every = self.config.eval_every if self.config.save_every is None else self.config.save_every
@@ -170,7 +167,7 @@ class RunWatch:
         if self.patience.spent:
             raise EnoughError(
                 f"the last {self.patience.limit} evaluations of {self.config.keep_best} were no better than "
-                f"the best before them ({self._scored(self.patience.best or 0.0):.4f})"
+                f"the best before them ({self.ranking.value(self.patience.best or 0.0):.4f})"
             )
         if (why := self.observers.stops(self.trainer.progress.step)) is not None:
             raise EnoughError(why)

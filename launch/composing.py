@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from common.errors import ConfigError
 from config.load import load
 from config.schema import Config
+from config.typed import refuse_not_finite
 from launch.grid import CONFIG_DIR, Run, Settings, override
 
 _PLAIN_KEY = re.compile(r"(?!hydra\b)[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
@@ -69,6 +70,7 @@ class Composer:
         _set(*self._cell, run.own)
         config = OmegaConf.to_object(self._cell[0])
         assert isinstance(config, Config)
+        refuse_not_finite(config)
         return config
 
     def _base(self, choices: tuple[str, ...]) -> tuple[DictConfig, set[str]]:

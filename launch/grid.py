@@ -41,6 +41,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
 from common.files import check_name
+from config.texts import other_text
 
 Settings = dict[str, Any]
 CONFIG_DIR = Path(__file__).parent.parent / "config"
@@ -235,7 +236,13 @@ def parse_overrides(words: list[str]) -> Settings:
     for word in words:
         key, equals, value = word.partition("=")
         require(bool(equals and key), "override", word, "must be key=value, as for train.py")
-        settings[key] = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))["value"]  # type: ignore[index,call-overload]
+        try:
+            read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))["value"]  # type: ignore[index,call-overload]
+        except (YAMLError, OmegaConfBaseException) as error:
+            why = " ".join(str(error).split())
+            said = f"is no value that yaml can read ({why}); close every bracket and quote"
+            raise ConfigError(key, value, said) from error
+        settings[key] = value.strip() if other_text(key, value.strip(), read) else read
     return settings
 
 
@@ -327,18 +334,31 @@ def _seeds(value: Any) -> tuple[int, ...]:
 def _hours(value: Any) -> Hours:
     if not isinstance(value, dict):
         require(
-            value is None or isinstance(value, int | float),
+            value is None or _is_hours(value),
             "hours",
             value,
-            "must be a number, or default: and rules:",
+            f"{_HOURS}, or default: and rules:",
         )
         return Hours(value)
-    for rule in value.get("rules", []):
+    for key in value:
+        require(
+            key in ("default", "rules"), f"hours.{key}", value[key], "is not known; give default: and rules:"
+        )
+    rules = _list("hours.rules", value.get("rules", []))
+    for rule in rules:
         good = isinstance(rule, dict) and set(rule) == {"when", "hours"}
+        good = good and isinstance(rule["when"], dict) and _is_hours(rule["hours"])
         require(good, "hours.rules", rule, "must be {when: {key: value}, hours: number}")
-    return Hours(
-        value.get("default"), tuple((rule["when"], rule["hours"]) for rule in value.get("rules", []))
-    )
+    default = value.get("default")
+    require(default is None or _is_hours(default), "hours.default", default, _HOURS)
+    return Hours(default, tuple((rule["when"], rule["hours"]) for rule in rules))
+
+
+_HOURS = "must be a number of hours, 0 or more"
+
+
+def _is_hours(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _mapping(key: str, value: Any) -> Settings:

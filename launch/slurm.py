@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
+from common.files import lines_of, write_whole
 from config.schema_plan import card_memory
 from launch.grid import Run, Settings
 
@@ -280,19 +281,31 @@ def submit(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> list[str]:
             submitted = f"{done} of {len(runs)} runs were submitted, as {', '.join(arrays)}; the next array: "
             raise SlurmError(f"{submitted if arrays else ''}{error}") from error
         path.rename(path.with_name(f"{arrays[-1]}.sh"))
-        with (logs / RECORD).open("a") as record:
-            record.write(json.dumps({"array": arrays[-1], "runs": [run.name for run in part]}) + "\n")
+        record = logs / RECORD
+        before = record.read_text(encoding="utf-8") if record.exists() else ""
+        line = json.dumps({"array": arrays[-1], "runs": [run.name for run in part]})
+        write_whole(record, f"{before}{line}\n")
         done += len(part)
     return arrays
 
 
 def submitted(logs: Path) -> dict[str, str]:
     """Return a task of an array, such as ``123_4`` -> the run that it was submitted for, in the order of
-    submission."""
-    if not (logs / RECORD).exists():
-        return {}
-    made = [json.loads(line) for line in (logs / RECORD).read_text().splitlines()]
-    return {f"{array['array']}_{task}": name for array in made for task, name in enumerate(array["runs"])}
+    submission. Raises ConfigError for a damaged line: without it, queued runs would be submitted again."""
+    path = logs / RECORD
+    found: dict[str, str] = {}
+    for number, line in enumerate(lines_of(path.read_text(encoding="utf-8")) if path.exists() else (), 1):
+        try:
+            made = json.loads(line)
+            found |= {f"{made['array']}_{task}": str(name) for task, name in enumerate(made["runs"])}
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                "--logs",
+                path,
+                f"line {number} is damaged, and does not say which runs an array was submitted for; see in "
+                "squeue that none of the sweep is queued, then remove the line",
+            ) from error
+    return found
 
 
 def queued(logs: Path) -> dict[str, str]:

@@ -172,17 +172,21 @@ class Checkpoints:
                 print(f"{old}: an old checkpoint could not be removed ({error})", flush=True)
 
     def best(self) -> Path | None:
-        """Return the checkpoint with the highest "score" in its state, or None where none has a score. A
+        """Return the checkpoint whose state has the highest ``score``, or None where none has a score. A
         checkpoint whose state is damaged has no score."""
         scored: dict[Path, float] = {}
         for path in self.all():
             try:
-                score = json.loads((path / "state.json").read_text()).get("score")
+                score = self.score(json.loads((path / "state.json").read_text()))
             except (OSError, ValueError):
                 continue
             if score is not None:
                 scored[path] = score
         return max(scored, key=lambda path: scored[path]) if scored else None
+
+    def score(self, state: dict[str, Any]) -> float | None:
+        """Return the score of a checkpoint with this state, higher is better; None where it has none."""
+        return state.get("score")
 
     def newest_sound(self) -> Path | None:
         """Return the newest checkpoint whose every file is as it was written, or None if there is none. Print

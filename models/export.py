@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -134,9 +135,12 @@ def export(
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder to write to, which replaces ``folder`` once the context ends. Raises OSError where it
-    cannot be written; nothing of it is left then."""
-    part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
+    cannot be written; nothing of it is left then, and ``folder`` is as it was.
+
+    The folders beside ``folder`` have names that nothing else has, and only this process removes them. If it
+    is killed they stay: ``.NAME-….part`` is not finished, ``.NAME-….old`` is the folder that was replaced.
+    """
+    part, old = (folder.with_name(f".{folder.name}-{uuid4().hex}.{end}") for end in ("part", "old"))
     try:
         yield part
     except Exception as error:
@@ -144,12 +148,18 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         if (number := _system_error(error)) is None:
             raise
         raise OSError(number, f"the model could not be written: {error}", str(folder)) from error
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
+    replaces = folder.exists()
+    if replaces:
         folder.rename(old)
-    part.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    try:
+        part.rename(folder)
+    except OSError:
+        if replaces:
+            old.rename(folder)
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    if replaces:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def config_json(policy: Policy, dtype: torch.dtype) -> str:

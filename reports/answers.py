@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.files import write_whole
+from common.files import lines_of, write_whole
 
 FILE = "answers.jsonl"
 KEYS = {"step", "kind", "prompt", "answer", "reference", "verdict"}
@@ -46,7 +46,7 @@ def read_answers(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a file; [] if the file is missing or damaged, because the answers are only for
     reading."""
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [json.loads(line) for line in lines_of(path.read_text(encoding="utf-8"))]
     except (OSError, ValueError):
         return []
     whole = all(isinstance(line, dict) and line.keys() >= KEYS for line in lines)

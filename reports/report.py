@@ -19,7 +19,7 @@ from typing import Any
 import jinja2
 import yaml  # type: ignore[import-untyped]
 
-from common.errors import ConfigError, require
+from common.errors import ConfigError, UserError, require
 from common.files import write_whole
 from config.cli import REFUSED, complain
 from config.schema_trainer import loss_numbers
@@ -246,7 +246,7 @@ def main(words: Sequence[str]) -> int:
             there = (folder / "run.json").is_file()
             require(there, "RUN", word, "is no run's folder; name one, as in runs/NAME")
             print(write_report(folder))
-    except ConfigError as error:
+    except UserError as error:
         return complain(str(error), REFUSED)
     except OSError as error:
         return complain(f"{error.filename}: {error.strerror}", REFUSED)

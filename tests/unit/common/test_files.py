@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.errors import ConfigError
-from common.files import check_name, write_if_changed, write_whole
+from common.files import check_name, lines_of, write_if_changed, write_whole
 from tests.full_disk import full_disk
 from tests.tiny_files import everything
 
@@ -43,3 +43,10 @@ def test_what_is_no_name_is_refused(name):
     with pytest.raises(ConfigError, match="letters, digits and") as refused:
         check_name("exp_name", name)
     assert refused.value.key == "exp_name" and refused.value.value == name
+
+
+@pytest.mark.parametrize("text", ["", "a", "a\n", "a\n\nb", "a\u2028b\x85c\n", "\n", "a\n\n"])
+def test_the_lines_of_a_text_are_those_that_a_file_has(tmp_path, text):
+    (tmp_path / "a").write_text(text, encoding="utf-8")
+    with (tmp_path / "a").open(encoding="utf-8") as stream:
+        assert lines_of(text) == [line.removesuffix("\n") for line in stream]

@@ -82,3 +82,24 @@ def test_a_folder_within_config_is_no_path(tmp_path) -> None:
     (tmp_path / "data" / "mine").mkdir(parents=True)
     (tmp_path / "data" / "mine" / "set.yaml").write_text("name: mine\n")
     refuse_choices(["--config-dir", str(tmp_path), "data=mine/set"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["reward.judge.api_key_env=hunter2-1", "reward.judge.api_key_env=hunter2-2"],
+        ["reward.judge.api_key_env='hunter2-1'", "reward.judge.api_key_env=JUDGE_KEY"],
+        ["reward.judge={api_key_env: hunter2-1}", "reward.judge={api_key_env: hunter2-2}"],
+        ["reward.judges=[{api_key_env: hunter2-1}]", "reward.judges=[]"],
+        ["my_token=hunter2-1", "my_token=hunter2-2"],
+    ],
+)
+def test_a_secret_that_is_given_twice_is_not_said(words: list[str]) -> None:
+    (said,) = given_twice(words)
+    assert said == f"{words[0].partition('=')[0]} is given 2 times: the last one holds"
+
+
+def test_a_choice_with_a_name_that_no_file_system_has_is_refused() -> None:
+    refuse_choices([f"data={'x' * 300}"])  # Hydra says that there is no such file
+    with pytest.raises(ConfigError, match=r"data=/x.*type data=local data\.path=/x"):
+        refuse_choices([f"data='/{'x' * 300}'"])

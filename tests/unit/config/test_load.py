@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
+import re
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
+from common.errors import ConfigError
 from config.defaults import section
-from config.load import changed, dump, load_saved, settings_of
-from launch.composing import compose_config
+from config.load import changed, dump, load_saved, run_name, settings_of
+from launch.composing import Composer, compose_config
+from launch.grid import Run
 from trainers.losses.shapes import READS
 
 CONFIG, MODEL = section("config.yaml"), section("model/base.yaml")
@@ -100,3 +104,56 @@ e: {f: {1: 2}, g: [{h: -1.5e+3}]}
 )
 def test_what_is_no_record_says_nothing(text: str) -> None:
     assert settings_of(text) == {}
+
+
+NESTED = [
+    "wandb.enabled=false",
+    "plan.ranks=8",
+    "++callbacks.x._target_=a.b",
+    "+trackers.csv.x=1",
+    "~wandb.tags",
+]
+
+
+def test_an_automatic_name_does_not_change_with_operational_settings() -> None:
+    config = compose_config(["loss=dpo"])
+    name = run_name(config, ["loss=dpo", "lr=1e-5"])
+    assert name == "dpo-adder-adder-offline-s1-" + hashlib.sha256(b"loss=dpo\nlr=1e-5").hexdigest()[:6]
+    for words in (NESTED, ["wandb={enabled: false}", "resume=true"], *([word] for word in NESTED)):
+        assert run_name(config, ["loss=dpo", *words, "lr=1e-5"]) == name, words
+    for word in ("model.max_length=32", "evaluations.wandb.path=x", "planner=1"):
+        assert run_name(config, ["loss=dpo", word, "lr=1e-5"]) != name, word
+
+
+NOT_FINITE = {
+    "rounds.threshold=nan": "rounds.threshold=nan: is not a number",
+    "correction.delta=nan": "correction.delta=nan: is not a number",
+    "rounds.threshold=-inf": "rounds.threshold=-inf: must be finite",
+    "rounds.tau=inf": "rounds.tau=inf: must be finite",
+    "data.score_threshold=.inf": "data.score_threshold=inf: must be finite",
+    "correction.delta=inf": "correction.delta=inf: must be finite",
+    "sampler.temperature=inf": "sampler.temperature=inf: must be finite",
+    "watchdog_seconds=inf": "watchdog_seconds=inf: must be finite",
+    "+callbacks.a={x: nan}": r"callbacks.a.x=nan: is not a number",
+    "+callbacks.a.y=[1.0, nan]": r"callbacks.a.y[1]=nan: is not a number",
+}
+
+
+@pytest.mark.parametrize(("word", "said"), NOT_FINITE.items())
+def test_a_number_that_is_none_is_refused(word: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+        compose_config([word])
+
+
+def test_a_reward_and_a_sweep_refuse_a_number_that_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"^reward\.verifier\.accuracy=inf: must be finite"):
+        compose_config(["online=true", "reward=verifier", "reward.verifier.accuracy=inf"])
+    run = Run("s", "s", 1, {"rounds.threshold": math.nan}, None)
+    with pytest.raises(ConfigError, match=r"^rounds\.threshold=nan: is not a number"):
+        Composer().config(run)
+
+
+def test_an_infinite_bound_is_a_bound_that_nothing_reaches() -> None:
+    words = ["log_epsilon_P=-.inf", "log_epsilon_R=.inf", "model.max_grad_norm=inf", "sync_kl=inf"]
+    config = compose_config([*words, "correction.high=inf"])
+    assert config.log_epsilon_P == -math.inf and config.model.max_grad_norm == math.inf

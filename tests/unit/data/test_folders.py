@@ -225,3 +225,43 @@ def test_lists_of_a_known_format_are_read_from_cells(tmp_path, row, known) -> No
     cells = {key: json.dumps(value) if isinstance(value, list) else value for key, value in row.items()}
     ours, same = load(table(tmp_path / "a.csv", [cells])), load(lines(tmp_path / "a.jsonl", [row]))
     assert texts(ours) == [known] and ours.groups == same.groups
+
+
+@pytest.mark.parametrize("cell", ["1,5", "3/5", "10,000", "0x10", "1_000", "1 star", "0 (bad)", "true?"])
+@pytest.mark.parametrize("column", ["reward", "label", "score_A"])
+def test_a_cell_that_only_begins_like_a_number_stays_a_text(tmp_path, cell, column) -> None:
+    (row,) = read_rows(table(tmp_path / "a.csv", [{"prompt": "q", "completion": "a", column: cell}]))
+    assert isinstance(row, Row) and row.values[column] == cell
+
+
+def test_a_row_whose_label_only_begins_like_one_is_dropped_with_its_reason(tmp_path) -> None:
+    rows = [{"prompt": "q", "completion": "a", "label": label} for label in ("1 ", "1 star", "0 (bad)")]
+    loaded = load(table(tmp_path / "a.csv", rows))
+    assert [group.rewards for group in loaded.groups] == [(1.0,)]
+    assert [(d.row, d.reason) for d in loaded.dropped] == [
+        (3, "'label' is '1 star', not true or false"),
+        (4, "'label' is '0 (bad)', not true or false"),
+    ]
+
+
+def test_a_text_that_begins_like_a_list_keeps_its_end(tmp_path) -> None:
+    asked = '[{"role":"user","content":"hi"}] is JSON?'
+    path = table(tmp_path / "a.csv", [{"prompt": asked, "chosen": '["a"] b', "rejected": "c"}])
+    assert texts(load(path)) == [(asked, '["a"] b', "c")]
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "begins"),
+    [
+        ('prompt,chosen,rejected\nq,"a\nb",c\nq,"a,b\nr,c,d\ns,e,f\n', 6, 4),
+        ('prompt,chosen,rejected\nq,"a,b\nr,c,"d"\ns,e,f\n', 3, 2),
+        ('"prompt,chosen,rejected\nq,a,b\n', 2, 1),
+        ('prompt,chosen,rejected\nq,a,"b', 2, 2),
+    ],
+    ids=["to the end of the file", "to another quote", "in the first line", "in the last cell"],
+)
+def test_a_quote_that_is_not_closed_is_refused_with_its_line(tmp_path, content, line, begins) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(content)
+    with pytest.raises(DataError, match=rf"a\.csv: line {line} is not CSV .* begins at line {begins};"):
+        load(path)

@@ -24,9 +24,10 @@ from config.schema_data import DataConfig
 from data import rows
 from data.detection import FORMATS
 from data.examples import Examples
+from data.json_values import MOST_NESTED
 from data.published import SOLVERS
 from data.quality import DataReport
-from data.rows import MOST_NESTED, Loaded
+from data.rows import Loaded
 from data.sources import load_splits
 
 GOOD = [{"prompt": f"question {i} ü", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(9)]

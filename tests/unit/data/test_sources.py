@@ -3,6 +3,7 @@ no prompt."""
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import random
@@ -285,3 +286,21 @@ def test_what_the_hub_refuses_is_said_with_a_remedy(monkeypatch, error: Exceptio
 
 def test_local_is_a_source_on_its_own(tmp_path) -> None:
     assert len(local(config(lines(tmp_path / "a.jsonl", RECORDS)), "train").groups) == 40
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize("source", ["data.sources.local", "data.sources.hub_table"])
+def test_a_path_that_no_file_system_has_is_refused(source, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for path in (LONG, f"{LONG}.jsonl", str(tmp_path / LONG)):
+        with pytest.raises(ConfigError, match=r"^data\.path="):
+            load_groups(dataclasses.replace(config(tmp_path / "a"), source=source, path=path), "train")
+
+
+@pytest.mark.parametrize("form", ["./myfmt.convert", "../a/myfmt.convert", ".myfmt.convert"])
+def test_a_format_among_folders_is_refused(form: str, tmp_path) -> None:
+    path = lines(tmp_path / "pairs.jsonl", [{"prompt": "x", "chosen": "a", "rejected": "b"}])
+    with pytest.raises(ConfigError, match=r"^data\.format=.*give it as module\.function"):
+        load_groups(dataclasses.replace(config(path), format=form), "train")

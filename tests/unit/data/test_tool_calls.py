@@ -11,6 +11,7 @@ from data.chat import Renderer
 from data.formats import RowError, prompt_completion, prompt_of, turns
 from data.groups import from_dict, to_dict
 from data.rows import Dropped, Row
+from data.sources import load_groups
 from data.types import Completion, Group, Prompt, Turn
 from tests.tiny import make_config
 from tests.tiny_tokenizers import tiny_tokenizer
@@ -84,6 +85,7 @@ def test_a_template_that_leaves_calls_out_is_told_of() -> None:
         ([{"name": "times"}], "has no 'function' with a 'name'"),
         ([{"function": {"name": "times", "arguments": "{"}}], "call of times are no JSON"),
         ([{"function": {"name": "times", "arguments": "[1]"}}], "call of times are no object"),
+        ([{"function": {"name": "times", "arguments": "{} {}"}}], "call of times are no JSON"),
     ],
 )
 def test_what_is_no_call_is_named(calls: object, says: str) -> None:
@@ -94,3 +96,23 @@ def test_what_is_no_call_is_named(calls: object, says: str) -> None:
 def test_a_conversation_that_ends_with_a_call_has_no_answer() -> None:
     dropped = group_of(MESSAGES[:2])
     assert isinstance(dropped, Dropped) and "ends with a call of a tool" in dropped.reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (r'{"city": "\ud800"}', "half of a surrogate pair"),
+        ('{"a": ' + "[" * 3_000 + "]" * 3_000 + "}", "nested more than 100 levels deep"),
+        ('{"a": ' + "[" * 300 + "]" * 300 + "}", "nested more than 100 levels deep"),
+        ('{"a": ' + "7" * 5_000 + "}", "more than 4300 digits"),
+    ],
+    ids=["surrogate", "3,000 deep", "300 deep", "digits"],
+)
+def test_a_row_whose_arguments_cannot_be_used_is_dropped_with_its_reason(tmp_path, arguments, says) -> None:
+    other = json.loads(json.dumps(MESSAGES))
+    other[1]["tool_calls"][0]["function"]["arguments"] = arguments
+    path = tmp_path / "calls.jsonl"
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in (other, MESSAGES)))
+    loaded = load_groups(make_config("loss=sft", "data=local", f"data.path={path}").data, "train")
+    assert [drop.row for drop in loaded.dropped] == [1] and says in loaded.dropped[0].reason
+    assert len({group.prompt.id for group in loaded.groups}) == 1

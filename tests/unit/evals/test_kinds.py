@@ -13,7 +13,7 @@ from config.schema_eval import EvalStage
 from data import adder
 from data.chat import Renderer
 from data.types import Prompt, Turn
-from evals import accuracy, compare
+from evals import accuracy, alpaca_files, compare
 from evals.answers import limited
 from evals.base import Evaluation, Target
 from evals.running import evaluate, text_table, write_result
@@ -206,3 +206,15 @@ def test_a_table_is_aligned():
     assert (
         text_table([["name", "v"], ["a", "10"], ["long name"]]) == "name        v\na          10\nlong name"
     )
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_a_line_separator_within_an_answer_does_not_end_its_line(tmp_path, separator):
+    said = f"one{separator}two"
+    line = {"instruction": "q", "output": said, "generator": "m", "drawn": "greedy"}
+    path = tmp_path / "answers.jsonl"
+    path.write_text((json.dumps(line, ensure_ascii=False) + "\n") * 2, encoding="utf-8")
+    (found,) = compare.answers_in(path)
+    assert [completion.text for completion in found.completions] == [said, said]
+    rows = alpaca_files.read_rows("alpaca.outputs", path, ("instruction", "output"))
+    assert [row["output"] for row in rows] == [said, said]

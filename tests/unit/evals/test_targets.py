@@ -87,6 +87,16 @@ def test_a_run_that_is_not_finished_names_its_checkpoints(tmp_path):
         evaluated(f"run={run}")
 
 
+def test_a_checkpoint_that_was_being_written_is_none(tmp_path):
+    run = make_run(tmp_path / "a", finished=False)
+    part = run / "checkpoints" / "step_00000016.part"
+    part.mkdir()
+    with pytest.raises(ConfigError, match=r"is not finished.*step=… of 8$"):
+        evaluated(f"run={run}")
+    with pytest.raises(ConfigError, match=r"step_00000016\.part: is no whole checkpoint.*there are 8$"):
+        evaluated(f"run={part}")
+
+
 def test_a_run_says_which_model(tmp_path):
     run = make_run(tmp_path / "a")
     for word in ("model=hub", "model.name_or_path=assets/adder/model"):

@@ -95,6 +95,20 @@ def test_a_run_that_goes_on_keeps_its_groups(tmp_path):
     assert dataclasses.asdict(first) == dataclasses.asdict(
         kept_before(tmp_path / "selection.json", groups, other)
     )
+    whole = (tmp_path / "selection.json").read_text()
+    for damaged in (
+        whole[: len(whole) // 2],
+        "",
+        "[]",
+        "null",
+        '{"rows": ""}',
+        whole.replace('"kept"', '"x"'),
+    ):
+        (tmp_path / "selection.json").write_text(damaged)
+        with pytest.raises(
+            ConfigError, match=r"data\.logprob_range=.*selection\.json is damaged.*put it back"
+        ):
+            kept_before(tmp_path / "selection.json", groups, other)
 
 
 def test_a_token_can_be_clipped_from_above_only_if_its_ratio_to_certainty_is():

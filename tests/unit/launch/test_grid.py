@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,12 @@ def test_floats_written_as_people_write_them(tmp_path: Path) -> None:
         ({"grid": {"data.path": ["a/b", "a_b"]}}, "two runs"),
         ({"grid": {"lr": [1]}, "skip": [{"lr": 1}]}, "nothing to run"),
         ({"hours": {"rules": [{"hours": 1}]}}, "when"),
+        ({"hours": {"rules": [{"when": {}, "hours": "one"}]}}, "hours.rules=.*hours: number"),
+        ({"hours": {"rules": [{"when": "online", "hours": 1}]}}, "hours.rules=.*hours: number"),
+        ({"hours": {"rules": {"when": {}}}}, "hours.rules=.*must be a list"),
+        ({"hours": {"default": "two", "rules": []}}, "hours.default=two: must be a number"),
+        ({"hours": {"defualt": 2.5}}, "hours.defualt=2.5: is not known; give default: and rules:"),
+        ({"hours": "two"}, "hours=two: must be a number"),
         ({"cells": {"x" * 70: {}}}, "longer than 64"),
         ({"cells": {"a$(touch x)": {}}}, r"cells=a\$\(touch x\): .*letters"),
         ({"cells": {"`id`": {}}}, "letters"),
@@ -199,3 +206,10 @@ def test_the_papers_sweeps_have_the_papers_settings() -> None:
     assert (sync_only.log_epsilon_P, sync_only.log_epsilon_R, sync_only.sync_freq) == (-math.inf, math.inf, 1)
     assert clip_only.log_epsilon_P == -1.5
     assert clip_only.syncing == "never"
+
+
+@pytest.mark.parametrize("word", ["data.logprob_range=[0.1,1", "x={a: 1", "lr='1", "a=b: c: d"])
+def test_a_value_that_is_not_closed_is_refused(word: str) -> None:
+    key, _, value = word.partition("=")
+    with pytest.raises(ConfigError, match=f"^{re.escape(key)}={re.escape(value)}: is no value that yaml can"):
+        parse_overrides([word])

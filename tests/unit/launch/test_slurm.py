@@ -3,6 +3,7 @@ tests/integration/test_slurm.py's."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -16,6 +17,7 @@ from omegaconf import OmegaConf
 from common.errors import ConfigError
 from launch.grid import Run
 from launch.slurm import (
+    RECORD,
     ROOT,
     Job,
     SlurmError,
@@ -31,6 +33,7 @@ from launch.slurm import (
     submit,
     submitted,
 )
+from tests.full_disk import full_disk
 
 RUNS = [Run("s", f"s-c{i}", 1, {"loss": "dpo", "data.path": "it's a file"}, None) for i in range(3)]
 HOSTILE = Run("s", "s-$(echo no) `echo no`; echo 'no", 1, {}, None)
@@ -256,3 +259,25 @@ def test_slurms_own_words_when_it_refuses() -> None:
         ask(["no-such-command"])
     with pytest.raises(SlurmError, match="because"):
         ask(["bash", "-c", "echo because >&2; exit 1"])
+
+
+def test_a_line_torn_by_a_kill_is_named_and_a_record_is_written_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the line, runs that wait in the queue would be submitted again."""
+    fakes = tmp_path / "bin"
+    fakes.mkdir()
+    fake(fakes, "scontrol", "echo 'MaxArraySize = 9'")
+    fake(fakes, "sbatch", "echo 7")
+    monkeypatch.setenv("PATH", f"{fakes}:{os.environ['PATH']}")
+    record = tmp_path / RECORD
+    record.write_text(json.dumps({"array": "6", "runs": ["x" * 50_000]}) + "\n")
+    submit(Job(), "s", RUNS[:2], tmp_path)
+    whole = record.read_text()
+    with full_disk(len(whole) + 20), pytest.raises(OSError, match="too large"):
+        submit(Job(), "s", RUNS[2:], tmp_path)
+    assert record.read_text() == whole and len(submitted(tmp_path)) == 3
+    for number, torn in ((3, whole + '{"array": "7", "ru'), (3, whole + "null\n"), (1, "{}\n")):
+        record.write_text(torn)
+        with pytest.raises(ConfigError, match=rf"{RECORD}: line {number} is damaged"):
+            submitted(tmp_path)

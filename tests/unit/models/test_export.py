@@ -1,12 +1,15 @@
 """Weights that go over one by one are those that would be written: names, values and dtype."""
 
 import json
+import os
+import signal
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from models.export import config_json, export, full_state, whole_weights
+from models.export import config_json, export, full_state, whole_folder, whole_weights
 from models.policy import Policy
 from tests.unit.models.test_families import FAMILIES, tiny
 from tests.unit.models.test_lora import load, perturb
@@ -47,3 +50,47 @@ def test_the_config_is_that_of_the_folder(tmp_path):
     assert json.loads(config_json(policy, torch.bfloat16)) == json.loads(
         (tmp_path / "model" / "config.json").read_text()
     )
+
+
+def text_in(folder: Path) -> str:
+    return (folder / "weights").read_text()
+
+
+def write(folder: Path, text: str) -> None:
+    folder.mkdir()
+    (folder / "weights").write_text(text)
+
+
+def test_an_export_removes_nothing_that_another_made(tmp_path):
+    folder, others = tmp_path / "model", [tmp_path / ".model.old", tmp_path / ".model.part"]
+    for other in others:
+        write(other, "somebody's")
+    for text in ("first", "second"):
+        with whole_folder(folder) as part:
+            write(part, text)
+        assert text_in(folder) == text
+    assert [text_in(other) for other in others] == ["somebody's"] * 2
+    assert sorted(tmp_path.iterdir()) == sorted([folder, *others]), "what an export itself made is gone"
+
+
+def test_a_killed_export_leaves_the_old_one_and_the_next_leaves_what_it_left(tmp_path):
+    folder = tmp_path / "model"
+    write(folder, "old")
+    if (child := os.fork()) == 0:
+        with whole_folder(folder) as part:
+            write(part, "half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert text_in(folder) == "old"
+    with whole_folder(folder) as part:
+        write(part, "new")
+    (left,) = (path for path in tmp_path.iterdir() if path != folder)
+    assert (text_in(folder), text_in(left)) == ("new", "half")
+
+
+def test_an_export_that_cannot_take_its_place_leaves_the_old_one(tmp_path):
+    folder = tmp_path / "model"
+    write(folder, "old")
+    with pytest.raises(FileNotFoundError), whole_folder(folder):
+        pass  # nothing was written
+    assert text_in(folder) == "old" and list(tmp_path.iterdir()) == [folder]

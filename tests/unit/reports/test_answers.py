@@ -75,3 +75,11 @@ def test_the_report_shows_texts_as_texts(tmp_path):
         )
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert "&lt;b&gt;why&lt;/b&gt;?" in page and "&lt;i&gt;9&lt;/i&gt; (0.5)" in page and "ß &amp; co" in page
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0c"])
+def test_a_line_separator_within_an_answer_erases_nothing(tmp_path, separator):
+    for step, word in ((0, f"old{separator}line"), (10, "middle"), (20, "new")):
+        kept(tmp_path, step, word)
+    assert sorted({line["step"] for line in read_answers(tmp_path / FILE)}) == [0, 10, 20]
+    assert before_and_after(tmp_path)[0].before.startswith(f"old{separator}line")

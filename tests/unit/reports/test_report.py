@@ -232,6 +232,12 @@ def test_the_report_of_a_run_can_be_asked_for_later(tmp_path, capsys):
         assert report.main([str(run)]) == 2
         assert "summary.json: is damaged" in capsys.readouterr().err.replace("RUN=", "")
     (run / "summary.json").unlink()
+    whole = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(f"{whole[:20]}\n{whole}")
+    assert report.main([str(run)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "metrics.jsonl, line 1 is not a line of metrics" in said
+    (run / "metrics.jsonl").write_text(whole)
     (run / "report.html").unlink()
     (run / "report.html").mkdir()
     assert report.main([str(run)]) == 2

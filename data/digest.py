@@ -1,0 +1,34 @@
+"""Digests of what a run trains on, which tell whether a resumed run was given the same data.
+
+They depend on the content and its order alone, not on how the rows are stored or dealt to ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+
+from data.example_table import ExampleGroups, labels_of, row_arrays, row_lengths, sizes_of
+from data.types import Prompt
+
+
+def groups_digest(groups: ExampleGroups) -> str:
+    """Return 32 hex digits of the examples of these groups: token ids, which of them count, labels. Reading a
+    million pairs from the token cache takes seconds."""
+    digest = hashlib.blake2b(digest_size=16)
+    for column in (sizes_of(groups), labels_of(groups), *row_lengths(groups)):
+        kind = np.float64 if column.dtype.kind == "f" else np.int64
+        digest.update(np.ascontiguousarray(column, kind).data)
+    for part in row_arrays(groups):
+        digest.update(part.data)
+    return digest.hexdigest()
+
+
+def prompts_digest(prompts: Iterable[Prompt]) -> str:
+    """Return 32 hex digits of prompts and their reference answers."""
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        digest.update(repr((prompt.id, prompt.reference_answer)).encode(errors="surrogatepass"))
+    return digest.hexdigest()

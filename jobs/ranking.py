@@ -1,0 +1,51 @@
+"""The order of a run's evaluations and checkpoints, by the metric that ``keep_best`` names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from models.checkpoint import Checkpoints
+from models.distributed import World
+
+
+class Ranking:
+    """Converts values of a metric to scores, of which the higher is better."""
+
+    def __init__(self, metric: str | None) -> None:
+        self.metric = metric
+        self._sign = -1 if (metric or "").endswith("_loss") else 1
+
+    def score(self, evaluated: Mapping[str, float | None]) -> float | None:
+        """Return the score of an evaluation; None where the metric was not evaluated."""
+        value = evaluated.get(self.metric or "")
+        return None if value is None else self._sign * value
+
+    def value(self, score: float) -> float:
+        """Return the metric's value that has this score."""
+        return self._sign * score
+
+    def is_of(self, state: Mapping[str, Any], shown: bool) -> bool:
+        """Return whether a checkpoint with this state was written with the same ``keep_best``; if not, and
+        if ``shown``, print what follows. Checkpoints of earlier versions do not say."""
+        before = state.get("keep_best", self.metric)
+        if before != self.metric and shown:
+            print(
+                f"keep_best was {before} and is {self.metric} now: earlier checkpoints rank by their value "
+                "of it, and patience counts anew",
+                flush=True,
+            )
+        return bool(before == self.metric)
+
+
+class RankedCheckpoints(Checkpoints):
+    """Checkpoints of which the best one by a ranking stays. Each records all that was evaluated at its step,
+    so a run that goes on with another ``keep_best`` ranks its earlier checkpoints by the new metric too."""
+
+    def __init__(self, folder: Path, world: World, keep: int, behind: bool, ranking: Ranking) -> None:
+        super().__init__(folder, world, keep, behind)
+        self.ranking = ranking
+
+    def score(self, state: dict[str, Any]) -> float | None:
+        return self.ranking.score(state.get("evaluated") or {})

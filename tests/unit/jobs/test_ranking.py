@@ -1,0 +1,80 @@
+"""Checkpoints of a run whose ``keep_best`` changes: each metric ranks by its own values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from jobs.patience import Patience
+from jobs.ranking import RankedCheckpoints, Ranking
+from jobs.watch import RunWatch
+from models.distributed import start
+from trainers.basic import Progress
+
+EVALUATED: list[dict[str, float | None]] = [
+    {"eval_loss": 0.9, "eval_accuracy": 0.25},
+    {"eval_loss": 0.7, "eval_accuracy": 0.75},
+    {},
+    {"eval_loss": 0.3, "eval_accuracy": None},
+    {"eval_loss": 0.5, "eval_accuracy": 0.5},
+    {},
+]
+
+
+def written(folder: Path, ranked_by: str) -> None:
+    """The states of a run's checkpoints, one per step, as the run writes them."""
+    for step, evaluated in enumerate(EVALUATED):
+        path = folder / f"step_{step:08d}"
+        path.mkdir()
+        score = Ranking(ranked_by).score(evaluated)
+        state = {"evaluated": evaluated, "score": score, "keep_best": ranked_by}
+        (path / "state.json").write_text(json.dumps(state))
+
+
+def test_the_best_is_that_of_the_metric_asked_for_now(tmp_path: Path) -> None:
+    for before in ("eval_loss", "eval_accuracy"):
+        for now, best in (("eval_loss", 3), ("eval_accuracy", 1), ("eval_other", None), (None, None)):
+            folder = tmp_path / f"{before}-{now}"
+            folder.mkdir()
+            written(folder, before)
+            kept = RankedCheckpoints(folder, start(), 2, False, Ranking(now))
+            assert kept.best() == (None if best is None else kept.path(best))
+            kept._forget()
+            stay = {4, 5} if best is None else {best, 4, 5}
+            assert {int(path.name[5:]) for path in kept.all()} == stay
+
+
+def watch(keep_best: str | None) -> Any:
+    """As much of a watch as ``_restore`` needs."""
+    nothing = SimpleNamespace(restore=lambda state: None, initial=0, n=0)
+    main = SimpleNamespace(is_main=True)
+    trainer = SimpleNamespace(load_state_dict=lambda *of: None, progress=Progress(step=3), world=main)
+    return SimpleNamespace(
+        trainer=trainer,
+        bar=nothing,
+        observers=nothing,
+        diagnostics=None,
+        patience=Patience(2),
+        ranking=Ranking(keep_best),
+    )
+
+
+STATE = {"marks": {}, "before": {}, "evaluated": {}, "seconds": 1.0, "tokens_timed": 2, "diagnostics": None}
+COUNTED = {"best": 0.75, "no_better": 1}
+
+
+def test_patience_does_not_compare_two_metrics(capsys) -> None:
+    state = STATE | {"patience": COUNTED}
+    for before, now, goes_on in (
+        ("eval_accuracy", "eval_accuracy", True),
+        ("eval_accuracy", "eval_loss", False),
+        (None, "eval_loss", False),
+        ("unsaid", "eval_loss", True),
+    ):
+        made = watch(now)
+        RunWatch._restore(made, state | ({} if before == "unsaid" else {"keep_best": before}), {})
+        assert made.patience.state() == (COUNTED if goes_on else {"best": None, "no_better": 0})
+        said = capsys.readouterr().out
+        assert (said == "") is goes_on and (goes_on or f"keep_best was {before} and is eval_loss now" in said)
