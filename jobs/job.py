@@ -45,7 +45,7 @@ from jobs.signals import Signals
 from jobs.watch import RunWatch
 from models.attention import packs_rows, shares_prompts, why_not_shared
 from models.distributed import World, on_main
-from models.export import export, full_state
+from models.export import export, full_state, remove_unfinished
 from models.loading import load_sharded
 from models.policy import Policy
 from models.pretrained import check_model, export_dtype, load_tokenizer
@@ -362,6 +362,7 @@ class Job:
         Raises StoppedError where they cannot be written, for example on a full disk."""
         try:
             run.tracker.settle()
+            remove_unfinished(folder / "model")
             export(state, policy, self.tokenizer, folder / "model", export_dtype(self.config.model))
             write_model_card(folder / "model", asdict(self.config), summary)
             write_whole(folder / "summary.json", json.dumps(summary, indent=2))

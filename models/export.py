@@ -4,6 +4,7 @@ template and generation config."""
 from __future__ import annotations
 
 import copy
+import glob
 import itertools
 import re
 import shutil
@@ -138,7 +139,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     cannot be written; nothing of it is left then, and ``folder`` is as it was.
 
     The folders beside ``folder`` have names that nothing else has, and only this process removes them. If it
-    is killed they stay: ``.NAME-….part`` is not finished, ``.NAME-….old`` is the folder that was replaced.
+    is killed they stay: ``.NAME-….part`` is not finished, ``.NAME-….old`` is the folder that was replaced
+    (``remove_unfinished``).
     """
     part, old = (folder.with_name(f".{folder.name}-{uuid4().hex}.{end}") for end in ("part", "old"))
     try:
@@ -160,6 +162,15 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         raise
     if replaces:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed exports to ``folder`` left beside it. This is for a folder that only this process
+    writes to, as one within its run."""
+    name = re.compile(rf"\.{re.escape(folder.name)}-[0-9a-f]{{32}}\.(part|old)")
+    for left in folder.parent.glob(f".{glob.escape(folder.name)}-*"):
+        if name.fullmatch(left.name):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def config_json(policy: Policy, dtype: torch.dtype) -> str:

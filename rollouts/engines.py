@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from common.worker_process import WorkerError
 from data.types import Prompt
 from models.distributed import World, gather_objects
-from models.export import export, full_state
+from models.export import export, full_state, remove_unfinished
 from models.policy import Policy
 from models.ranks import Ranks, attempt, outcome
 from rollouts.samplers import Answered, EmbeddedSampler, Sample, SamplingSettings
@@ -102,10 +102,15 @@ class EmbeddedEngine:
 def write_weights(
     ranks: Ranks, policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype
 ) -> None:
-    """Write the policy's current weights to ``folder`` as a model. Every rank calls it. Raises OSError on all
-    ranks."""
+    """Write the policy's current weights to ``folder``, within the run, as a model. Every rank calls it.
+    Raises OSError on all ranks."""
     state = full_state(policy)
-    ranks.run_on_main(lambda: export(state, policy, tokenizer, folder, dtype))
+
+    def write() -> None:
+        remove_unfinished(folder)
+        export(state, policy, tokenizer, folder, dtype)
+
+    ranks.run_on_main(write)
 
 
 class Prefetch:

@@ -9,7 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models.export import config_json, export, full_state, whole_folder, whole_weights
+from models.export import (
+    config_json,
+    export,
+    full_state,
+    remove_unfinished,
+    whole_folder,
+    whole_weights,
+)
 from models.policy import Policy
 from tests.unit.models.test_families import FAMILIES, tiny
 from tests.unit.models.test_lora import load, perturb
@@ -86,6 +93,15 @@ def test_a_killed_export_leaves_the_old_one_and_the_next_leaves_what_it_left(tmp
         write(part, "new")
     (left,) = (path for path in tmp_path.iterdir() if path != folder)
     assert (text_in(folder), text_in(left)) == ("new", "half")
+
+
+def test_within_a_run_what_killed_exports_left_is_removed_and_nothing_else(tmp_path):
+    folder, left = tmp_path / "model", f".model-{'0123456789abcdef' * 2}"
+    others = [f"{left}.zip", ".model-mine.part", f".models-{left[7:]}.part", ".model.part", "model"]
+    for name in (f"{left}.part", f"{left}.old", *others):
+        write(tmp_path / name, "text")
+    remove_unfinished(folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
 
 
 def test_an_export_that_cannot_take_its_place_leaves_the_old_one(tmp_path):
