@@ -92,6 +92,15 @@ def test_a_line_that_a_killed_process_left_unfinished_costs_that_line_alone(tmp_
     assert AnswerCache(tmp_path, {"a": 2}).read() == {}
 
 
+@pytest.mark.parametrize("damaged", ["5", "null", "[1]", '"x"', "{}"])
+def test_a_line_that_is_no_object_costs_that_line_alone(tmp_path, damaged):
+    kept = AnswerCache(tmp_path, {})
+    answers = {"x": [Sample((1, 2), True, (-0.5, -0.25))]}
+    kept.add(answers)
+    kept.path.write_text(f"{damaged}\n{kept.path.read_text()}")
+    assert kept.read() == answers
+
+
 def test_a_kept_answer_with_a_flipped_bit_is_drawn_again(tmp_path):
     """Wherever in its line the bit is; the other lines stay."""
     kept = AnswerCache(tmp_path, {})

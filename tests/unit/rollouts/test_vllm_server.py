@@ -14,9 +14,9 @@ import pytest
 
 from common.errors import ConfigError
 from common.worker_process import WorkerError
-from rollouts.vllm_messages import EngineOptions
+from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, ended_by_itself
 from rollouts.vllm_sampler import VllmSampler
-from rollouts.vllm_server import EXTENSION, check_servers, serve_command, without_adapters
+from rollouts.vllm_server import EXTENSION, ServerEngine, check_servers, serve_command, without_adapters
 
 OPTIONS = EngineOptions(
     dtype="float32",
@@ -162,3 +162,32 @@ def test_the_command_for_a_server_gives_it_places_for_adapters_where_they_are_wa
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in wanted[: wanted.index("python")]
     text = " ".join(wanted)
     assert "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj v_proj --enforce" in text
+
+
+def drawn_by(stand: Stand, reason: str | None) -> Generated:
+    """Return what the sampler is given of a sample that the server ended for this reason."""
+    said = {"content": [{"token_id": 5, "logprob": -0.5}]}
+    choice = {"token_ids": [5], "logprobs": said, "finish_reason": reason}
+    stand.says |= {"inference/v1/generate": {"choices": [choice]}, "weight_info": {"weight_version": "3"}}
+    parts: list[Any] = []
+    engine = ServerEngine(stand.url)
+    try:
+        engine.send("generate", [GenerateRequest([1, 2], 1.0, 1.0, 8, (2,), 7)])
+        assert engine.ready(10.0, parts.append)
+        assert engine.receive(10.0) == ("3", None)
+    finally:
+        engine.close()
+    return parts[0][0][1]
+
+
+@pytest.mark.parametrize(("reason", "finished"), [("stop", True), ("length", False)])
+def test_a_sample_ends_at_a_stop_token_or_at_its_limit(stand, reason, finished):
+    assert drawn_by(stand, reason) == Generated((5,), finished, (-0.5,))
+    assert ended_by_itself(reason) is finished
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", "repetition", None])
+def test_a_sample_that_was_aborted_is_not_taken_for_one_that_was_cut(stand, reason):
+    with pytest.raises(WorkerError, match=f"finish_reason={reason}.*aborted") as failed:
+        drawn_by(stand, reason)
+    assert stand.url in str(failed.value)
