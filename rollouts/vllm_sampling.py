@@ -26,7 +26,8 @@ from rollouts.sampling import refuse_options
 from rollouts.transfer import chosen
 from rollouts.vllm_engine import VllmEngine, probe_rows
 from rollouts.vllm_messages import SHAPE
-from rollouts.vllm_sampler import VllmSampler, engine_options, require_installed, says_logprobs
+from rollouts.vllm_options import engine_options
+from rollouts.vllm_sampler import VllmSampler, require_installed, says_logprobs
 from rollouts.vllm_server import check_servers, serve_command, without_adapters
 from rollouts.weights import model_folder
 
