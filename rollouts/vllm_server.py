@@ -99,6 +99,8 @@ class ServerEngine:
 
     async def start(self, options: EngineOptions, folder: str | None, version: str) -> tuple[str, None]:
         self._takes_adapters = options.lora_rank > 0
+        await self._versioned(NONE)
+        await self._rpc("drop_weight_update")  # of a trainer that was killed or failed meanwhile
         if folder is not None and not self._takes_adapters:
             return await self.load(folder, version)
         await self._post("abort_requests", {})  # left over from a client that is gone

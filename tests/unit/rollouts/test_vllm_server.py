@@ -53,6 +53,8 @@ class Stand:
     """A server that says what it is told to: path -> JSON."""
 
     url: str = ""
+    asked: list[tuple[str, Any]] = field(default_factory=list)
+    """path and body of every POST"""
     says: dict[str, Any] = field(
         default_factory=lambda: {
             "version": {"version": "0.32.0"},
@@ -77,7 +79,8 @@ def stand() -> Iterator[Stand]:
             self.wfile.write(body)
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"] or 0))
+            body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+            made.asked.append((self.path.strip("/"), json.loads(body or b"null")))
             self.do_GET()
 
         def log_message(self, *_: Any) -> None: ...
@@ -191,3 +194,18 @@ def test_a_sample_that_was_aborted_is_not_taken_for_one_that_was_cut(stand, reas
     with pytest.raises(WorkerError, match=f"finish_reason={reason}.*aborted") as failed:
         drawn_by(stand, reason)
     assert stand.url in str(failed.value)
+
+
+@pytest.mark.parametrize("folder", [None, "/weights"])
+def test_an_update_that_another_trainer_left_unfinished_is_dropped_at_the_start(stand, folder):
+    """Before anything else is loaded: vLLM would refuse the next one, or mix the two."""
+    stand.says |= {"update_weight_version": {}, "abort_requests": {}, "reset_prefix_cache": {"success": True}}
+    engine = ServerEngine(stand.url)
+    try:
+        engine.send("start", OPTIONS, folder, "5")
+        assert engine.receive(10.0) == ("5" if folder else "", None)
+    finally:
+        engine.close()
+    methods = [body["method"] for path, body in stand.asked if path == "collective_rpc"]
+    assert methods == ["drop_weight_update", *(["read_weights"] if folder else [])]
+    assert stand.asked[0] == ("update_weight_version", {"new_version": ""}), "nothing is sampled meanwhile"
