@@ -67,8 +67,8 @@ class Decoder:
         rows, done = np.arange(len(prompts)), 0  # that have not ended, and the tokens that they have got
         while steps := self._steps(prompts, most, rows, done):
             if len(rows):
-                going = [np.concatenate([prompts[i], tokens[i, :done]]) for i in rows]
-                numbers = None if draws is None else [draws[i][done : done + steps] for i in rows]
+                going = [np.concatenate([prompts[i], tokens[i, :done]]) for i in rows.tolist()]
+                numbers = None if draws is None else [draws[i][done : done + steps] for i in rows.tolist()]
                 left = np.minimum(most[rows] - done, steps)
                 made, values = self._batch(going, left, numbers, temperature, top_p, stops)
                 tokens[rows, done : done + made.shape[1]] = made
@@ -82,7 +82,7 @@ class Decoder:
     def _steps(self, prompts: Sequence[np.ndarray], most: np.ndarray, rows: np.ndarray, done: int) -> int:
         """Return by how many tokens the ``rows`` may be continued as one batch, 0 once no rank has any.
         ``done``: the number of tokens that they have been continued by."""
-        sizes = np.array([len(prompts[i]) + done for i in rows] or [0])
+        sizes = np.array([len(prompts[i]) + done for i in rows.tolist()] or [0])
         left = np.array([most[i] - done for i in rows] or [0])
         reached = reach(causal_lm(self.policy.model).config)
         if reached is None:
