@@ -22,7 +22,7 @@ from evals.base import Evaluation, Target, fingerprints
 from models.distributed import World, on_main
 from rollouts.generate import Request, settings_of
 from rollouts.samplers import Sample
-from rollouts.verify import Verifier, answer_of
+from rollouts.verify import Verifier, answer_of, say_failures, verdicts_of
 
 MATHS = ("gsm8k", "math")
 MATH_VERIFY = "rollouts.rewards.verifier.accuracy"
@@ -143,7 +143,9 @@ def verified(
     flat = [
         (text, prompt.reference_answer) for prompt, each in zip(asked, texts, strict=True) for text in each
     ]
-    verdicts = iter(verifier([text for text, _ in flat], [reference for _, reference in flat]))
+    given, reasons = verdicts_of(verifier, [text for text, _ in flat], [reference for _, reference in flat])
+    say_failures(reasons, len(flat), "answers")
+    verdicts = iter(given)
     found = [
         Checked(prompt, samples, each, [next(verdicts) for _ in each])
         for prompt, samples, each in zip(asked, of_prompt, texts, strict=True)

@@ -66,8 +66,10 @@ class Evaluation:
 def fingerprints(target: Target, prompts: Sequence[Prompt] = (), **more: str) -> dict[str, Any]:
     """Return digests of what an evaluation depends on.
 
-    They cover the weights' files (or the file of answers), the prompts with their reference answers, the
-    code's commit, and the versions of the libraries. ``more``: further entries of a kind."""
+    They cover the weights' files and the model's config (or the file of answers), the prompts with their
+    reference answers, the code's commit, and the versions of the libraries. ``more``: further entries of a
+    kind."""
+    from models.architecture import architecture_digest
     from rollouts.weights import weights_digest
 
     found: dict[str, Any] = {}
@@ -75,6 +77,7 @@ def fingerprints(target: Target, prompts: Sequence[Prompt] = (), **more: str) ->
         found["answers"] = files_digest([target.answers])
     else:
         found["weights"] = weights_digest(target.config)
+        found["architecture"] = architecture_digest(target.config.model)
     if prompts:
         found["prompts"] = hashlib.sha256(
             repr([(p.id, p.reference_answer) for p in prompts]).encode()

@@ -22,6 +22,7 @@ from common.errors import StoppedError
 from config.schema_model import ModelConfig
 from data.batches import Size, cut, dealing, microbatch
 from data.types import Example, Microbatch, Sequence
+from models.architecture import architecture_digest
 from models.distributed import World, barrier, gather_objects
 from models.reference import Reference
 from models.score_cache import ScoreCache
@@ -45,10 +46,12 @@ def rows_of(batch: list[Example]) -> list[Sequence]:
 
 def scored_with(model: ModelConfig, weights: str, texts: str, world: World) -> dict[str, str]:
     """Return everything that scores under the initial weights depend on, whatever the rows: the key of their
-    cache. ``weights`` and ``texts``: fingerprints of the weights and of how texts become tokens."""
+    cache. ``weights`` and ``texts``: fingerprints of the weights and of how texts become tokens. Raises
+    ConfigError if the model's config cannot be loaded."""
     kernel, temperature = current_flash_attention_impl(), model.logit_temperature
     return {
         "weights": weights,
+        "architecture": architecture_digest(model),
         "text": texts,
         "dtype": model.dtype,
         "attention": model.attn_implementation,

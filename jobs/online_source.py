@@ -126,13 +126,15 @@ class OnlineSource:
         """Yield the rounds to make from the current weights before training on round ``index``.
 
         They are made one after another. With a separate sampler, the last of the ``rounds.lag`` rounds ahead
-        is made during training instead."""
+        is made during training instead. The round that comes from exactly these weights is always among them,
+        because only ``_make`` sees whether its files do. The others came from weights that are gone by now,
+        and are due only if they are missing."""
         lag, separate = self.config.rounds.lag, self.config.sampler.separate
         last = index + lag - (lag > 0 and separate)
         for due in range(index if index == 0 or separate else last, last + 1):
             if not self._planned(due):
                 return
-            if index == 0 or lag == 0 or not self._done(due):
+            if index == 0 or due == index + lag or not self._done(due):
                 yield due
 
     def _done(self, index: int) -> bool:

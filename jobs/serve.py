@@ -41,7 +41,7 @@ def server_words(config: Config, port: int) -> tuple[list[str], dict[str, str]]:
     from models.pretrained import resolve_model_path
     from rollouts.adapters import base_of_adapters, with_adapters
     from rollouts.transfer import chosen
-    from rollouts.vllm_sampler import engine_options
+    from rollouts.vllm_options import engine_options
     from rollouts.vllm_server import serve_command
 
     model, device = config.model, torch.device("cuda" if torch.cuda.is_available() else "cpu")

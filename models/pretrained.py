@@ -32,6 +32,7 @@ from config.schema_model import SELECTIVE, ModelConfig
 from models.heads import RewardModel, ValuePolicy
 from models.policy import Policy, checkpoint_activations, decoder_blocks
 from models.quantization import KEY, NF4, quantise
+from models.rope import check_longrope
 from models.routing import check_routing
 
 FLASH_ATTENTION = ("flash_attention_2", "flash_attention_3")
@@ -99,6 +100,7 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
         f"would drop this model's attn_logit_softcapping={cap}; use eager",
     )
     check_routing(config, found)
+    check_longrope(config, found)
     positions = getattr(text, "max_position_embeddings", None) or config.max_length
     if config.head == "reward":
         found.num_labels = 1

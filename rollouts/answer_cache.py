@@ -48,7 +48,7 @@ class AnswerCache:
         for line in lines:
             try:
                 raw = json.loads(line)
-                if raw.pop("sha256") != _digest(raw):
+                if not isinstance(raw, dict) or raw.pop("sha256") != _digest(raw):
                     continue
                 found[raw["prompt_id"]] = [_sample(one) for one in raw["samples"]]
             except (ValueError, KeyError, TypeError):

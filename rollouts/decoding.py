@@ -25,7 +25,9 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from models.distributed import gather_objects
 from models.policy import Policy, causal_lm
+from models.rope import reach
 
 ENDED = 0.25
 """Share of a batch's rows at which those that have ended leave it."""
@@ -55,9 +57,55 @@ class Decoder:
 
         ``limits``: the most tokens of each row; T is the highest. ``draws``: each row's [T] random numbers in
         [0, 1); None for greedy decoding, without ``temperature`` and ``top_p``.
+
+        A row's positions go on while others of its batch are continued. Where they would pass those that the
+        model has, the batch ends before, and the rows that have not ended continue as a batch of their own.
         """
+        most = np.array(limits)
+        tokens = np.full((len(prompts), int(most.max())), stops[0], np.int64)
+        logprobs = np.zeros(tokens.shape, np.float32)
+        rows, done = np.arange(len(prompts)), 0  # that have not ended, and the tokens that they have got
+        while steps := self._steps(prompts, most, rows, done):
+            if len(rows):
+                going = [np.concatenate([prompts[i], tokens[i, :done]]) for i in rows.tolist()]
+                numbers = None if draws is None else [draws[i][done : done + steps] for i in rows.tolist()]
+                left = np.minimum(most[rows] - done, steps)
+                made, values = self._batch(going, left, numbers, temperature, top_p, stops)
+                tokens[rows, done : done + made.shape[1]] = made
+                logprobs[rows, done : done + made.shape[1]] = values
+            else:  # other ranks have rows, and their forwards are this rank's too
+                self._batch([np.array(stops[:1])], np.ones(1, int), None, temperature, top_p, stops)
+            done += steps
+            rows = rows[~np.isin(tokens[rows, :done], stops).any(axis=1) & (done < most[rows])]
+        return tokens, logprobs
+
+    def _steps(self, prompts: Sequence[np.ndarray], most: np.ndarray, rows: np.ndarray, done: int) -> int:
+        """Return by how many tokens the ``rows`` may be continued as one batch, 0 once no rank has any.
+        ``done``: the number of tokens that they have been continued by."""
+        sizes = np.array([len(prompts[i]) + done for i in rows.tolist()] or [0])
+        left = np.array([most[i] - done for i in rows] or [0])
+        reached = reach(causal_lm(self.policy.model).config)
+        if reached is None:
+            return int(left.max())
+        own = (int(sizes.max()), int(left.max()), int((sizes + left).max()))
+        # a rank that has ended runs the forwards of the others
+        ranks = np.array(gather_objects(own) if self.synced else [own]).max(axis=0)
+        size, longest, end = ranks.tolist()
+        return min(longest, max(reached, end) - size)
+
+    def _batch(
+        self,
+        prompts: Sequence[np.ndarray],
+        most: np.ndarray,
+        draws: Sequence[np.ndarray] | None,
+        temperature: float,
+        top_p: float,
+        stops: tuple[int, ...],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return what ``decode`` does for rows that are continued as one batch, from which those that have
+        ended may leave. ``most``: [R], the limits."""
         ids, mask = (one.to(self.device) for one in left_padded(prompts, stops[0]))
-        width, most = ids.shape[1], np.array(limits)
+        width = ids.shape[1]
         longest = int(most.max())
         numbers = None if draws is None else torch.from_numpy(np.stack(draws)).to(self.device)
         tokens = np.full((len(ids), longest), stops[0], np.int64)
@@ -112,27 +160,25 @@ def selectable_cache(policy: Policy) -> DynamicCache | None:
 def leaving(
     cache: DynamicCache | None, stops: Tensor, limits: Tensor, device: torch.device
 ) -> dict[str, Any]:
-    """Return the arguments with which generate returns once many rows have ended. ``limits``: [R], each row's
-    most tokens, prompt and padding included."""
-    if cache is None:
-        return {}
-    few = len(limits) < FEWEST
-    criteria = [] if few else [ManyEnded(stops.to(device), limits.to(device))]
-    return {"past_key_values": cache, "stopping_criteria": StoppingCriteriaList(criteria)}
+    """Return the arguments with which generate returns once many rows have ended, or all where none leaves
+    early. ``limits``: [R], each row's most tokens, prompt and padding included."""
+    share = 1.0 if cache is None or len(limits) < FEWEST else ENDED
+    criteria = StoppingCriteriaList([ManyEnded(stops.to(device), limits.to(device), share)])
+    return {"stopping_criteria": criteria} | ({} if cache is None else {"past_key_values": cache})
 
 
 class ManyEnded(StoppingCriteria):
-    """Ends generate for all rows as soon as ``ENDED`` of them have drawn a stop token or reached their
+    """Ends generate for all rows as soon as ``share`` of them have drawn a stop token or reached their
     limit."""
 
-    def __init__(self, stops: Tensor, limits: Tensor) -> None:
-        self.stops, self.limits = stops, limits
+    def __init__(self, stops: Tensor, limits: Tensor, share: float = ENDED) -> None:
+        self.stops, self.limits, self.share = stops, limits, share
         self.ended = torch.zeros(len(limits), dtype=torch.bool, device=limits.device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **unused: Any) -> Tensor:
         """Return [R] bool, all alike."""
         self.ended |= torch.isin(input_ids[:, -1], self.stops) | (input_ids.shape[1] >= self.limits)
-        return (self.ended.float().mean() >= ENDED).expand(len(self.ended))
+        return (self.ended.sum() >= self.share * len(self.ended)).expand(len(self.ended))
 
 
 def left_padded(rows: Sequence[np.ndarray], pad: int) -> tuple[Tensor, Tensor]:

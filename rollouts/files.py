@@ -4,12 +4,13 @@ HALOs' sample and feedback JSON."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, DataError
-from common.files import write_whole
+from common.errors import ConfigError, DataError, require
+from common.files import part_of, write_whole
 from config.schema_rounds import RoundsConfig
 from data.formats import RowError, answered, prompt_of, text, turns, value
 from data.groups import write_groups
@@ -23,9 +24,23 @@ Scores = list[list[float | None]]
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:
-    """Raise ConfigError for a file that exists already, before anything is computed for it."""
-    if path.exists() and not overwrite:
-        raise ConfigError("out", path, "is there already; overwrite_out=true writes over it")
+    """Raise ConfigError for a file that exists already or that could not be written, before anything is
+    computed for it."""
+    try:
+        if path.exists() and not overwrite:
+            raise ConfigError("out", path, "is there already; overwrite_out=true writes over it")
+        part_of(path).exists()  # it is written under this name first, which may be too long
+        folder = next(above for above in path.absolute().parents if os.path.lexists(above))
+    except (OSError, ValueError) as error:
+        raise ConfigError("out", path, f"cannot be written: {error}; choose another path") from error
+    require(not path.is_dir(), "out", path, "is a folder: name a file in it")
+    require(folder.is_dir(), "out", path, f"cannot be written: {folder} is no folder; choose another path")
+    require(
+        os.access(folder, os.W_OK | os.X_OK),
+        "out",
+        path,
+        f"cannot be written: this user may not write in {folder}; choose another path",
+    )
 
 
 # Samples

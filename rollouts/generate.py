@@ -12,6 +12,7 @@ import torch
 from config.schema import Config
 from data.chat import Renderer
 from data.types import Prompt
+from models.architecture import architecture_digest
 from models.distributed import World, on_main
 from reports.progress import progress
 from rollouts.answer_cache import AnswerCache
@@ -96,6 +97,8 @@ def _kept(
     model, sampler = config.model, config.sampler
     shared = {
         "weights": weights_digest(config),
+        "architecture": architecture_digest(model),
+        "built": [model.from_config, model.quantization, asdict(model.peft) if model.use_peft else None],
         "text": renderer.fingerprint,
         "seed": config.seed,
         "model": [model.dtype, model.attn_implementation, model.max_length, model.max_prompt_length],

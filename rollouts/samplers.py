@@ -172,7 +172,7 @@ class EmbeddedSampler:
             for i, sample in zip(batch, drawn, strict=True):
                 out[i] = sample
         for _ in range(rounds - len(batches)):
-            self._generate([Row("", 0, np.array(stops[:1]), settings.max_tokens)], settings, seed, stops)
+            self._generate([Row("", 0, np.array(stops[:1]), 1)], settings, seed, stops)
         return out
 
     def _generate(

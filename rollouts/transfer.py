@@ -49,6 +49,9 @@ class Transfer(Protocol):
     def send_weights(self) -> None:
         """Send all weights. Every rank calls it. Raises WorkerError if the client does."""
 
+    def shutdown(self) -> None:
+        """Release what belongs to the connection, whether or not the engines are still there."""
+
 
 @dataclass(frozen=True)
 class Meta:
@@ -95,6 +98,13 @@ class Patient:
         that the weights get once they are all there."""
         self._client, self.version = client, version
         self._error: WorkerError | None = None
+        self.release: Callable[[], None] = _nothing
+        """called at an error, in the thread that meets it: ends what waits for the engines meanwhile"""
+
+    @property
+    def failed(self) -> bool:
+        """Whether there is an error that has not been raised yet. No call reaches the engines then."""
+        return self._error is not None
 
     def check(self) -> None:
         """Raise the first error, once."""
@@ -121,6 +131,11 @@ class Patient:
             ask(self._client)
         except WorkerError as error:
             self._error = error
+            self.release()
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class SharedMemory:
@@ -137,6 +152,9 @@ class SharedMemory:
                 with shared(part) as info:
                     self.client.update_weights(info)
         self.client.finish_weight_update()
+
+    def shutdown(self) -> None:
+        """Does nothing: the memory of a part is freed once the part is sent."""
 
 
 def parts(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -200,10 +218,47 @@ def make_transfer(
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # seconds to import
 
     largest = source.largest() if backend == "ipc" else 0
-    made: Transfer = WeightTransferTrainerFactory.trainer_init(
-        trainer_info(backend, world.rank, workers, address, largest), client=client, source=source
-    )
+    info = trainer_info(backend, world.rank, workers, address, largest)
+    if backend == "nccl":
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+
+        sender: Transfer = stoppable(NCCLTrainerWeightTransferEngine).trainer_init(
+            info, client=client, source=source
+        )
+        return sender
+    made: Transfer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
     return made
+
+
+def stoppable(engine: Any) -> Any:
+    """Return a subclass of ``engine``, vLLM's trainer engine of NCCL, that broadcasts only to engines that
+    receive.
+
+    A broadcast waits for its receivers without end. vLLM's engine therefore raises if the request to receive
+    has failed before; a ``Patient`` holds that error back, and says that it has one. Then the weights are
+    only gone through, in step with the other ranks. If an engine fails later, the group is aborted, which
+    ends the broadcast that waits for it.
+    """
+
+    class Stoppable(engine):  # type: ignore[misc]
+        def _broadcast(self, source: Any, meta: Any) -> None:
+            if not self.is_sender:
+                super()._broadcast(source, meta)
+                return
+            self.client.release = self.model_update_group.destroy
+            weights = iter(source)
+            try:
+                if not self.client.failed:
+                    super()._broadcast(weights, meta)
+            except RuntimeError:
+                if not self.client.failed:  # an aborted group raises
+                    raise
+            finally:
+                for _ in weights:  # the other ranks gather with this one
+                    pass
+                self.client.release = _nothing
+
+    return Stoppable
 
 
 def trainer_info(backend: str, rank: int, workers: int, address: str, largest: int = 0) -> Any:

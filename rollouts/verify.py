@@ -3,10 +3,13 @@ reports."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError
 from common.imports import import_function
 from config.schema import Config
 from config.schema_data import DataConfig
@@ -17,6 +20,7 @@ from models.distributed import World, gather_objects
 from models.policy import Policy
 from rollouts.answers import Answers
 from rollouts.conversations import facts_of, source_digest
+from rollouts.rewards.blame import describe
 from rollouts.rounds import asked_and_answered
 from rollouts.samplers import EmbeddedSampler, Player, Sample, Sampler, SamplingSettings
 
@@ -28,6 +32,8 @@ TEMPERATURE = 0.7
 not from its truncation (spec of the verifiable setting, §5.2)."""
 
 
+MOST_FAILURES = 32
+"""How many calls of a verifier may raise while the answers are sought on which it does."""
 SHOWN = 16
 """How many samples of each kind (sampled, greedy) an evaluation keeps for display."""
 
@@ -57,6 +63,7 @@ class Accuracy:
     ) -> None:
         """``facts``: what answers depend on besides the ``parts`` that ``use_cache`` is given."""
         self.verifier, self.renderer, self.facts = verifier, renderer, facts or {}
+        self.is_main = world.is_main
         sampled = SamplingSettings(TEMPERATURE, 1.0, max_tokens)
         greedy = SamplingSettings(0.0, 1.0, max_tokens)
         self.answers = {
@@ -86,13 +93,73 @@ class Accuracy:
         mine = [prompt for prompt in answers.share for _ in range(answers.n)]
         flat = [sample for of_prompt in sampled for sample in of_prompt]
         texts = [answer_of(p, sample, self.renderer) for p, sample in zip(mine, flat, strict=True)]
-        verdicts = self.verifier(texts, [p.reference_answer for p in mine])
+        verdicts, reasons = verdicts_of(self.verifier, texts, [p.reference_answer for p in mine])
         for prompt, text, verdict in list(zip(mine, texts, verdicts, strict=True))[:SHOWN]:
             self.samples.append((kind, prompt.turns[-1].content, text, prompt.reference_answer, verdict))
-        gathered = gather_objects((verdicts, [sample.own_tokens for sample in flat]))
-        known = [v for part, _ in gathered for v in part if v is not None]
-        lengths = [n for _, part in gathered for n in part]
+        gathered = gather_objects((verdicts, [sample.own_tokens for sample in flat], reasons))
+        known = [v for part, _, _ in gathered for v in part if v is not None]
+        lengths = [n for _, part, _ in gathered for n in part]
+        if self.is_main:
+            say_failures(sum((part for _, _, part in gathered), Counter()), len(lengths), f"{kind} answers")
         return sum(known) / len(known) if known else None, sum(lengths) / len(lengths)
+
+
+def verdicts_of(
+    verifier: Verifier, texts: list[str], references: list[str | None]
+) -> tuple[list[float | None], Counter[str]]:
+    """Return one verdict for each of ``texts``, and how often the verifier failed for which reason.
+
+    Where it raises, which must not end a training, it is asked about halves of the answers, so that those on
+    which it raises are the only ones without a verdict; after ``MOST_FAILURES`` such calls the others that
+    are left have none either. Raises UserError if the verifier does."""
+    reasons: Counter[str] = Counter()
+    failures = 0
+
+    def asked(first: int, end: int) -> list[float | None]:
+        nonlocal failures
+        try:
+            return _valid(verifier(texts[first:end], references[first:end]), end - first, reasons)
+        except UserError:
+            raise
+        except Exception as error:
+            failures += 1
+            if end - first == 1 or failures > MOST_FAILURES:
+                reasons[describe(error)] += end - first
+                return [None] * (end - first)
+        middle = (first + end) // 2
+        return asked(first, middle) + asked(middle, end)
+
+    return (asked(0, len(texts)), reasons) if texts else ([], reasons)
+
+
+def _valid(returned: Any, expected: int, reasons: Counter[str]) -> list[float | None]:
+    """Return what a verifier returned, without the verdicts that are no finite numbers, which are counted.
+    Raises ValueError unless there are ``expected`` verdicts."""
+    values = list(returned)
+    if len(values) != expected:
+        raise ValueError(f"it returned {len(values)} verdicts for {expected} answers")
+    for i, value in enumerate(values):
+        if value is not None and not _is_number(value):
+            reasons[f"it returned {str(value)[:40]!r}, which is no number"] += 1
+            values[i] = None
+    return values
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a verdict is a finite number, also one of numpy or torch."""
+    try:
+        return not isinstance(value, (str, bytes)) and math.isfinite(value)
+    except (TypeError, ValueError):
+        return False
+
+
+def say_failures(reasons: Counter[str], answers: int, kind: str) -> None:
+    """Print on how many of the answers the verifier failed, and where, if it did. ``kind``: what the answers
+    are called."""
+    if reasons:
+        told = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
+        failed = f"{reasons.total()} of {answers} {kind}"
+        print(f"the verifier failed on {failed}, which have no verdict: {told}", flush=True)
 
 
 def answer_of(prompt: Prompt, sample: Sample, renderer: Renderer) -> str:

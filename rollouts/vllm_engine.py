@@ -218,15 +218,19 @@ class VllmEngine:
             raise TransferError(f"weight transfer by {self.backend} failed: {error}") from error
 
     def _wants_head(self) -> bool:
-        tied = causal_lm(self.policy.model).config.get_text_config().tie_word_embeddings
-        return not tied or self.sampler.own_head()
+        """Return whether the engines take the output head. They are asked in any case: one that is dead or
+        does not answer is noticed before the ranks begin to send."""
+        own = self.sampler.own_head()
+        return own or not causal_lm(self.policy.model).config.get_text_config().tie_word_embeddings
 
     def _send(self, asked: tuple[bool, frozenset[str]]) -> None:
-        """Send the weights from every rank. ``asked``: whether the engines have just been started, and the
+        """Send the weights from every rank. ``asked``: whether the engines are not connected yet, and the
         names of weights that are not sent."""
         fresh, without = asked
         self._source.without = without
         if fresh or self._transfer is None:
+            if self._transfer is not None:
+                self._transfer.shutdown()  # the engines at its other end are gone
             self._transfer = None
             made = attempt(self._connected)
             said = from_main(None if made[1] is None else f"{type(made[1]).__name__}: {made[1]}")

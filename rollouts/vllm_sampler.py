@@ -31,8 +31,8 @@ from data.types import Prompt, Sequence
 from models.adapters import AdapterFolder, adapter_folder
 from rollouts.adapters import highest_rank
 from rollouts.samplers import Answered, Player, Row, Sample, SamplingSettings, rows_of
-from rollouts.vllm_environment import engine_environment
-from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow
+from rollouts.vllm_messages import Generated, GenerateRequest, TokenRow
+from rollouts.vllm_options import engine_environment, engine_options
 from rollouts.vllm_server import ServerEngine, address_towards, alive
 
 WORKER = "rollouts.vllm_worker"
@@ -69,6 +69,7 @@ class VllmSampler:
         """version of the weights that samples would come from; None before the first load and while asleep"""
         self._options = engine_options(config, max_length, dtype, temperature)
         self._workers: list[WorkerProcess | ServerEngine] = []
+        self._connected = False
         self._urls = list(config.urls or ())
         self._sizes = [config.tensor_parallel] * (len(self._urls) or config.data_parallel)
 
@@ -128,16 +129,17 @@ class VllmSampler:
             self._options = wanted
 
     def start(self, model_config: str) -> bool:
-        """Ensure that there are engines that can be sent weights. Returns True if they had to be started.
+        """Ensure that there are engines that can be sent weights. Returns True if they are not connected to
+        the trainer, as after any start, and ``init_weight_transfer_engine`` must come first.
         ``model_config``: the text of the model's config.json. Raises WorkerError; no engine is left then."""
         self._must_take(None)
-        if self._workers:
-            return False
-        self.version, self._options = None, replace(self._options, model_config=model_config)
-        self._start(None, "")
-        return True
+        if not self._workers:
+            self.version, self._options = None, replace(self._options, model_config=model_config)
+            self._start(None, "")
+        return not self._connected
 
     def _start(self, folder: str | None, version: str) -> None:
+        self._connected = False
         with self._closed_on_failure():
             if self._urls:
                 self._leave_the_dead()
@@ -173,6 +175,7 @@ class VllmSampler:
             for k, info in enumerate(infos):
                 info["rank_offset"] += sum(self._sizes[:k])
         self._ask("init_weight_transfer_engine", [(info,) for info in infos], self.config.start_timeout)
+        self._connected = True
 
     def start_weight_update(self) -> None:
         self.version = None
@@ -272,7 +275,7 @@ class VllmSampler:
         """End the engines."""
         for worker in self._workers:
             worker.close()
-        self._workers, self.version = [], None
+        self._workers, self.version, self._connected = [], None, False
 
     def __enter__(self) -> VllmSampler:
         return self
@@ -323,20 +326,6 @@ class VllmSampler:
         except BaseException:
             self.close()
             raise
-
-
-def engine_options(config: SamplerConfig, max_length: int, dtype: str, temperature: float) -> EngineOptions:
-    """Return the options with which an engine is created. The arguments are those of ``VllmSampler``."""
-    return EngineOptions(
-        dtype=config.dtype or dtype,
-        max_length=max_length,
-        tensor_parallel=config.tensor_parallel,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        max_sequences=config.batch_size,
-        enforce_eager=config.enforce_eager,
-        sleeps=config.shares_devices,
-        temperature=temperature,
-    )
 
 
 def installed() -> bool:

@@ -26,7 +26,8 @@ from rollouts.sampling import refuse_options
 from rollouts.transfer import chosen
 from rollouts.vllm_engine import VllmEngine, probe_rows
 from rollouts.vllm_messages import SHAPE
-from rollouts.vllm_sampler import VllmSampler, engine_options, require_installed, says_logprobs
+from rollouts.vllm_options import engine_options
+from rollouts.vllm_sampler import VllmSampler, require_installed, says_logprobs
 from rollouts.vllm_server import check_servers, serve_command, without_adapters
 from rollouts.weights import model_folder
 
@@ -105,6 +106,7 @@ class VllmSampling:
             self.config.sampler.name,
             "has processes of its own (sampler.data_parallel): start it without a launcher",
         )
+        refuse_other_weights(self.config)
         with self.sampler() as vllm:
             vllm.load(model_folder(self.config), 0)
             try:
@@ -118,6 +120,22 @@ class VllmSampling:
 
     def part(self, prompts: int, n: int) -> int:
         return max(math.ceil(prompts / PARTS), math.ceil(IN_FLIGHT / n))
+
+
+def refuse_other_weights(config: Config) -> None:
+    """Raise ConfigError for a model whose weights are not those in its files, which are what vLLM loads."""
+    model = config.model
+    for key, value, what in (
+        ("model.from_config", model.from_config, "draws the weights at random"),
+        ("model.quantization", model.quantization, "rounds the weights to 4 bits"),
+    ):
+        require(
+            not value,
+            key,
+            value,
+            f"{what}, and sampler={config.sampler.name} would sample from those in the files of "
+            f"{model.name_or_path}: use sampler=embedded",
+        )
 
 
 def check_logprobs(config: Config) -> None:

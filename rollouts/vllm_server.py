@@ -23,7 +23,7 @@ import httpx2
 
 from common.errors import ConfigError, require
 from common.worker_process import WorkerError
-from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow
+from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow, ended_by_itself
 
 EXTENSION = "rollouts.vllm_backend.WorkerExtension"
 TESTED = "0.32."
@@ -99,6 +99,8 @@ class ServerEngine:
 
     async def start(self, options: EngineOptions, folder: str | None, version: str) -> tuple[str, None]:
         self._takes_adapters = options.lora_rank > 0
+        await self._versioned(NONE)
+        await self._rpc("drop_weight_update")  # of a trainer that was killed or failed meanwhile
         if folder is not None and not self._takes_adapters:
             return await self.load(folder, version)
         await self._post("abort_requests", {})  # left over from a client that is gone
@@ -247,10 +249,11 @@ def sampling_params(request: GenerateRequest) -> dict[str, Any]:
 
 
 def _drawn(choice: dict[str, Any]) -> Generated:
+    finished = ended_by_itself(choice["finish_reason"])
     tokens, said = choice["token_ids"], choice["logprobs"]["content"]
     if [one["token_id"] for one in said] != tokens:
         raise ValueError("the log-probabilities are of other tokens than those that were drawn")
-    return Generated(tuple(tokens), choice["finish_reason"] == "stop", tuple(one["logprob"] for one in said))
+    return Generated(tuple(tokens), finished, tuple(one["logprob"] for one in said))
 
 
 # -- checks of a server --------------------------------------------------------------------------------

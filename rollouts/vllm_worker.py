@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 
 from common.worker_process import serve
 from rollouts.vllm_backend import EXTENSION
-from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow
+from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow, ended_by_itself
 
 T = TypeVar("T")
 ADAPTERS = "adapters"
@@ -191,9 +191,10 @@ class Engine:
 
 def _drawn(output: RequestOutput) -> Generated:
     sample = output.outputs[0]
+    finished = ended_by_itself(sample.finish_reason)
     assert sample.logprobs is not None
     values = tuple(step[token].logprob for token, step in zip(sample.token_ids, sample.logprobs, strict=True))
-    return Generated(tuple(sample.token_ids), sample.finish_reason == "stop", values)
+    return Generated(tuple(sample.token_ids), finished, values)
 
 
 def _lora(options: EngineOptions) -> dict[str, Any]:

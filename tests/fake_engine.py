@@ -17,6 +17,7 @@ class FakeEngine:
         self.version = ""
         self.weights: dict[str, bytes] = {}
         self.takes_adapters = False
+        self.connected = False
 
     def start(self, options: EngineOptions, folder: str | None, version: str) -> tuple[str, None]:
         self.takes_adapters = options.lora_rank > 0
@@ -36,9 +37,12 @@ class FakeEngine:
         return self.version, True
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> tuple[str, None]:
+        self.connected = True
         return self.version, None
 
     def start_weight_update(self) -> tuple[str, None]:
+        if not self.connected:
+            raise RuntimeError("weight transfer not initialized")
         self.version, self.weights = "", {}
         return self.version, None
 

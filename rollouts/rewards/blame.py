@@ -24,6 +24,7 @@ _CALLERS = (
     importlib.__file__,
     str(_HERE / "pool.py"),
     str(_HERE / "function.py"),
+    str(_HERE.parent / "verify.py"),
 )
 """Files that call the user's code. Their lines say nothing about the error."""
 

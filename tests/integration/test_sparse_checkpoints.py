@@ -4,6 +4,7 @@ there."""
 from __future__ import annotations
 
 import itertools
+import shutil
 
 import pytest
 
@@ -39,6 +40,27 @@ def test_rounds_between_two_checkpoints_are_trained_again_from_their_files(tmp_p
     assert {path: path.stat().st_mtime_ns for path in made} == made, "sampled again"
     assert_same(run, whole)
     assert [line["step"] for line in lines(run)] == list(range(len(lines(whole))))
+
+
+@pytest.mark.parametrize("lag", ["0", "1"])
+def test_rounds_of_other_weights_are_made_again(tmp_path, lag):
+    """The rounds that lie there come from weights that the run does not have when it trains again."""
+    settings = ("save_every=1000", f"rounds.lag={lag}", "rounds.contexts=48")
+    whole = run_online(tmp_path, "whole", *RUN, *settings)
+    begins = [min(line["step"] for line in lines(whole) if line["round"] == i) for i in range(4)]
+    with cut_off(begins[3]):
+        run_online(tmp_path, "cut", *RUN, *settings)
+    run_online(tmp_path, "other", *RUN, *settings, "lr=1e-4")
+    for i, (found, other) in enumerate(
+        zip(rounds(tmp_path / "cut"), rounds(tmp_path / "other"), strict=True)
+    ):
+        assert (found.record["weights"] == other.record["weights"]) is (i <= int(lag))
+        shutil.rmtree(found.path)
+        shutil.copytree(other.path, found.path)
+    run = run_online(tmp_path, "cut", *RUN, *settings, "resume=true")
+    assert_same(run, whole)
+    made = [[folder.record["weights"] for folder in rounds(one)] for one in (run, whole)]
+    assert made[0] == made[1]
 
 
 def test_files_that_are_gone_are_made_again(tmp_path):

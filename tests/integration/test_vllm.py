@@ -130,7 +130,7 @@ OWNER = """
 import sys
 from pathlib import Path
 from rollouts.vllm_messages import GenerateRequest, EngineOptions
-from rollouts.vllm_environment import engine_environment
+from rollouts.vllm_options import engine_environment
 from rollouts.vllm_sampler import WORKER
 from common.worker_process import WorkerProcess
 from config.schema_sampler import SamplerConfig

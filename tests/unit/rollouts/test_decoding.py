@@ -6,12 +6,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers import Phi3ForCausalLM
 
 from models.distributed import start
+from models.policy import Policy
 from rollouts.decoding import ENDED, FEWEST, Decoder, ManyEnded, selectable_cache
 from rollouts.samplers import uniforms
 from tests.tiny import tiny_policy
 from tests.unit.models.test_families import FAMILIES, tiny
+from tests.unit.models.test_rope import SWITCH, phi3
 
 CPU = torch.device("cpu")
 STOPS = (5, 9, 11, 20, 33, 34, 35)
@@ -54,6 +57,45 @@ def test_rows_that_stay_are_continued_as_if_none_had_left(family):
     for row, length in enumerate(lengths):
         assert np.array_equal(leaving[0][row, :length], together[0][row, :length]), row
         np.testing.assert_allclose(leaving[1][row, :length], together[1][row, :length], atol=2e-5)
+
+
+def tiny_phi3() -> Policy:
+    torch.manual_seed(0)
+    return Policy(Phi3ForCausalLM(phi3())).eval()
+
+
+@pytest.mark.parametrize(("policy", "end"), [(tiny("opt"), 64), (tiny_phi3(), SWITCH)], ids=["opt", "phi3"])
+@pytest.mark.parametrize("synced", [False, True])
+def test_no_row_is_computed_beyond_the_models_positions(policy, end, synced):
+    """As in the later turns of conversations, where a long row has little room and a short one much."""
+    rng = np.random.default_rng(3)
+    sizes = [end - 2, end - 7, 5, end // 2, 3]
+    prompts = [rng.integers(3, 40, size).astype(np.int32) for size in sizes]
+    limits = [end - size for size in sizes]
+    draws = [uniforms(7, f"{row}", 0, max(limits)) for row in range(len(sizes))]
+    decoder = Decoder(policy, CPU, synced)
+    tokens, logprobs = decoder.decode(prompts, limits, draws, 0.9, 0.95, (58,))
+    lengths = []
+    for row, (prompt, limit, numbers) in enumerate(zip(prompts, limits, draws, strict=True)):
+        alone = decoder.decode([prompt], [limit], [numbers[:limit]], 0.9, 0.95, (58,))
+        stopped = np.flatnonzero(alone[0][0] == 58)
+        lengths.append(int(stopped[0]) + 1 if len(stopped) else limit)
+        own = slice(0, lengths[-1])
+        assert np.array_equal(tokens[row, own], alone[0][0, own]), row
+        np.testing.assert_allclose(logprobs[row, own], alone[1][0, own], atol=2e-5)
+    assert max(lengths) > 8, "the short rows went on"
+
+
+def test_few_rows_that_have_all_ended_or_reached_their_limits_are_not_computed_on():
+    policy, computed = tiny_policy(), []
+    prompts, _, _ = batch(3)
+    whole, _ = Decoder(policy, CPU, synced=False).decode(prompts, [LONGEST] * 3, None, 1.0, 1.0, STOPS[:1])
+    stop = int(whole[0, 4])  # with this one, the first row ends here at the latest
+    policy.model.register_forward_pre_hook(
+        lambda module, args, given: computed.append(len(given["input_ids"])), with_kwargs=True
+    )
+    Decoder(policy, CPU, synced=False).decode(prompts, [LONGEST, 6, 2], None, 1.0, 1.0, (stop,))
+    assert len(computed) <= 6
 
 
 @pytest.mark.parametrize("draw", [False, True])

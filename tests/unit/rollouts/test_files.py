@@ -102,3 +102,27 @@ def test_a_file_that_is_there_stays(tmp_path):
     with pytest.raises(ConfigError, match="overwrite_out=true"):
         refuse_existing(path, overwrite=False)
     refuse_existing(path, overwrite=True)
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_work(tmp_path):
+    """Whether or not a file there may be written over."""
+    file, gone = tmp_path / "afile", tmp_path / "gone"
+    file.write_text("x")
+    gone.symlink_to(tmp_path / "nowhere")
+    for path in (file / "fb.jsonl", file / "deep" / "fb.jsonl", gone / "fb.jsonl"):
+        with pytest.raises(ConfigError, match=rf"^out={path}: .*{path.parents[-1]}.* is no folder"):
+            refuse_existing(path, overwrite=False)
+    with pytest.raises(ConfigError, match="is a folder: name a file in it"):
+        refuse_existing(tmp_path, overwrite=True)
+    for name in ("n" * 300, "n" * 252):  # the second has no room for the ending of a part
+        with pytest.raises(ConfigError, match=r"cannot be written: .*File name too long"):
+            refuse_existing(tmp_path / name, overwrite=False)
+    refuse_existing(tmp_path / "new" / "folders" / "fb.jsonl", overwrite=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"afile", "gone"}, "nothing is made"
+
+
+def test_a_folder_that_may_not_be_written_in_is_refused_before_work(tmp_path, monkeypatch):
+    """As on a file system that is mounted to be read; root may write in any other folder."""
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    with pytest.raises(ConfigError, match=f"may not write in {tmp_path}"):
+        refuse_existing(tmp_path / "new" / "fb.jsonl", overwrite=False)

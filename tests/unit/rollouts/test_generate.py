@@ -3,6 +3,9 @@ only from the same."""
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 
 from data import adder
@@ -14,7 +17,7 @@ from rollouts import generate
 from rollouts.answer_cache import AnswerCache
 from rollouts.generate import Request
 from rollouts.samplers import EmbeddedSampler, Sample, SamplingSettings
-from tests.tiny import make_config
+from tests.tiny import ROOT, make_config
 
 PROMPTS = [adder.addition(a, 98) for a in range(1, 13)]
 REQUESTS = [
@@ -90,6 +93,42 @@ def test_a_line_that_a_killed_process_left_unfinished_costs_that_line_alone(tmp_
     kept.add({"y": other})
     assert AnswerCache(tmp_path, {"a": 1}).read() == {"x": one, "y": other}
     assert AnswerCache(tmp_path, {"a": 2}).read() == {}
+
+
+def edited(folder, **fields):
+    """A copy of the embedded model with the same weights and another config."""
+    shutil.copytree(ROOT / "assets/adder/model", folder)
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(config))
+    return f"model.name_or_path={folder}"
+
+
+def test_the_same_weights_in_another_architecture_are_asked_anew(tmp_path, asked):
+    """Where the files say nothing else of the model, its answers are those that are there."""
+    ask = (PROMPTS[:2], REQUESTS[1:])
+    rope = {"rope_theta": 10.0, "rope_type": "default"}
+    plain = drawn(tmp_path, *ask)
+    assert drawn(tmp_path, *ask, edited(tmp_path / "same", transformers_version="1", use_cache=True)) == plain
+    assert len(asked) == 2
+    other = drawn(tmp_path, *ask, edited(tmp_path / "other", rope_parameters=rope))
+    assert len(asked) == 4 and other != plain
+
+
+def test_random_weights_do_not_answer_for_those_in_the_files(tmp_path, asked):
+    ask = (PROMPTS[:2], REQUESTS[1:])
+    assert drawn(tmp_path, *ask) != drawn(tmp_path, *ask, "model.from_config=true")
+    assert len(asked) == 4
+    drawn(tmp_path, *ask, "model.use_peft=true")
+    assert len(asked) == 6
+
+
+@pytest.mark.parametrize("damaged", ["5", "null", "[1]", '"x"', "{}"])
+def test_a_line_that_is_no_object_costs_that_line_alone(tmp_path, damaged):
+    kept = AnswerCache(tmp_path, {})
+    answers = {"x": [Sample((1, 2), True, (-0.5, -0.25))]}
+    kept.add(answers)
+    kept.path.write_text(f"{damaged}\n{kept.path.read_text()}")
+    assert kept.read() == answers
 
 
 def test_a_kept_answer_with_a_flipped_bit_is_drawn_again(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -18,7 +19,7 @@ from data.types import Group, Prompt, Turn
 from models.distributed import start
 from models.pretrained import load_policy
 from rollouts.samplers import Sample, SamplingSettings
-from rollouts.verify import Accuracy, make_accuracy
+from rollouts.verify import MOST_FAILURES, Accuracy, make_accuracy, verdicts_of
 from tests.tiny import ROOT, make_config
 
 MODEL = ROOT / "assets" / "adder" / "model"
@@ -71,6 +72,68 @@ def test_no_verdict_is_not_a_wrong_answer(renderer, world):
     assert Accuracy(Scripted(renderer), PROMPTS, judge, renderer, world, 24)()["accuracy_sampled"] == 0.5
     nobody = Accuracy(Scripted(renderer), PROMPTS, lambda texts, _: [None] * len(texts), renderer, world, 24)
     assert nobody() == {"accuracy_sampled": None, "accuracy_greedy": None, "length_sampled": 3.9}
+
+
+class Failing:
+    """A user's verifier that raises wherever one of its ``bad`` answers is among those it is given."""
+
+    def __init__(self, *bad: int) -> None:
+        self.bad, self.calls = {str(PROMPTS[i].reference_answer) for i in bad}, 0
+
+    def __call__(self, texts: list[str], references: list[str | None]) -> list[float | None]:
+        self.calls += 1
+        if self.bad & set(references):
+            raise KeyError("units")
+        return [1.0 if text == reference else 0.0 for text, reference in zip(texts, references, strict=True)]
+
+
+def test_a_verifier_that_raises_costs_the_verdicts_on_which_it_does(renderer, world, capsys):
+    """A training is not ended by it. The file and line are those of the user's code."""
+    sampler = Scripted(renderer, wrong={PROMPTS[0].id, PROMPTS[1].id})
+    found = Accuracy(sampler, PROMPTS, Failing(1, 8), renderer, world, 24)()
+    assert found["accuracy_sampled"] == found["accuracy_greedy"] == 7 / 8
+    said = capsys.readouterr().out
+    assert "failed on 2 of 10 sampled answers, which have no verdict: 2 x KeyError: 'units'" in said
+    assert re.search(r"test_verify\.py:\d+\)", said)
+    broken = Failing(*range(10))
+    assert Accuracy(sampler, PROMPTS, broken, renderer, world, 24)()["accuracy_sampled"] is None
+    assert broken.calls == 2 * 19 and "failed on 10 of 10 greedy answers" in capsys.readouterr().out
+
+
+def test_a_verifier_that_always_raises_is_not_asked_without_end():
+    broken = Failing(0)
+    references = [str(PROMPTS[0].reference_answer)] * 1000
+    verdicts, reasons = verdicts_of(broken, ["0"] * 1000, list(references))
+    assert verdicts == [None] * 1000 and reasons.total() == 1000
+    assert broken.calls < 3 * MOST_FAILURES
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        (lambda n: [1.0] * (n - 1), "it returned 0 verdicts for 1 answers"),
+        (lambda n: None, "TypeError: 'NoneType' object is not iterable"),
+        (lambda n: [float("nan")] * n, "it returned 'nan', which is no number"),
+        (lambda n: ["yes"] * n, "it returned 'yes', which is no number"),
+    ],
+)
+def test_what_is_no_list_of_verdicts_is_no_verdict(returned, reason):
+    verdicts, reasons = verdicts_of(lambda texts, _: returned(len(texts)), ["a", "b", "c"], [None] * 3)
+    assert verdicts == [None] * 3 and reasons.total() == 3 and reason in next(iter(reasons))
+    assert "verify.py" not in next(iter(reasons)), "the user's own code, or no line"
+
+
+def test_numbers_of_numpy_and_torch_are_verdicts():
+    given = [np.bool_(True), np.float32(0.5), torch.tensor(1.0), True, 0, None]
+    assert verdicts_of(lambda texts, _: given, ["x"] * 6, [None] * 6) == (given, {})
+
+
+def test_a_verifier_that_cannot_be_used_at_all_ends_the_run():
+    def missing(texts, references):
+        raise ConfigError("reward", "verifier", "needs math-verify")
+
+    with pytest.raises(ConfigError, match="needs math-verify"):
+        verdicts_of(missing, ["x", "y"], [None, None])
 
 
 def test_the_length_of_answers_is_their_mean_number_of_tokens(renderer, world):

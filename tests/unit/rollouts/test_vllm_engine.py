@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,9 @@ def engine(tmp_path) -> Iterator[VllmEngine]:
     made.close()
 
 
-def engine_of(folder: Path, **settings) -> VllmEngine:
-    sampler = make(folder / "logs", **settings)
-    return VllmEngine(sampler, tiny_policy(), RENDERER, start(), probe_rows(PROMPTS, RENDERER), "float32")
+def engine_of(folder: Path, tied: bool = True, **settings) -> VllmEngine:
+    sampler, policy = make(folder / "logs", **settings), tiny_policy(tied=tied)
+    return VllmEngine(sampler, policy, RENDERER, start(), probe_rows(PROMPTS, RENDERER), "float32")
 
 
 def engine_of_adapters(folder: Path, base: str = "base", **settings) -> VllmEngine:
@@ -146,6 +147,39 @@ def test_a_killed_engine_is_started_again_and_gives_the_same_samples(engine, tmp
     engine.publish(tmp_path / "next", 4, keep)  # another round, another try
     kill(engine)
     assert drawn(engine) == before
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_engines_that_were_started_again_are_connected_anew(engine, tmp_path, monkeypatch, keep):
+    """Also where they were started with kept weights, and the hand-over after that is the first to send."""
+    made, closed = [], []
+
+    def connect(*arguments, **named):
+        made.append(transfer.make_transfer(*arguments, **named))
+        made[-1].shutdown = partial(closed.append, made[-1])
+        return made[-1]
+
+    monkeypatch.setattr(vllm_engine, "make_transfer", connect)
+    engine.publish(tmp_path / "weights", 0, keep)
+    engine.publish(tmp_path / "weights", 1, keep)
+    assert len(made) == 1 and not closed
+    kill(engine)
+    assert drawn(engine)
+    assert engine.publish(tmp_path / "next", 2, keep)["weight_transfer"] == "shared_memory"
+    assert len(made) == 2 and closed == made[:1]
+    assert drawn(engine) and engine.sampler.version == 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_engine_that_is_dead_is_noticed_before_weights_are_sent(tmp_path, monkeypatch, tied):
+    """A broadcast would wait for it without end."""
+    engine = engine_of(tmp_path, tied)
+    engine.publish(tmp_path / "weights", 0, False)
+    kill(engine)
+    monkeypatch.setattr(engine, "_send_all", lambda asked: pytest.fail("sent to nobody"))
+    with pytest.raises(TransferError, match="SIGKILL"):
+        engine.publish(tmp_path / "weights", 1, False)
+    engine.close()
 
 
 def test_adapters_go_over_alone_once_a_round(tmp_path, capsys):

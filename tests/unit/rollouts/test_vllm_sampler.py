@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,11 +15,12 @@ from common.worker_process import ROOT, WorkerError
 from config.schema_sampler import SamplerConfig
 from data.chat import Renderer
 from data.types import Prompt, Sequence, Turn
+from models.distributed import start
 from rollouts import vllm_sampler
 from rollouts.samplers import SamplingSettings
-from rollouts.vllm_environment import engine_environment
+from rollouts.vllm_options import engine_environment
 from rollouts.vllm_sampler import VllmSampler, sample_seed
-from rollouts.vllm_sampling import check_logprobs
+from rollouts.vllm_sampling import VllmSampling, check_logprobs
 from tests.tiny import make_config
 from tests.tiny_tokenizers import tiny_tokenizer
 
@@ -77,6 +79,18 @@ def test_a_correction_by_them_is_refused_before_weights_load():
     check_logprobs(make_config(*words))
     with pytest.raises(ConfigError, match=r"vLLM says .* set sampler\.temperature=0\.6 sampler\.top_p=1"):
         check_logprobs(make_config(*words, "model.logit_temperature=0.6"))
+
+
+@pytest.mark.parametrize(("key", "value"), [("model.from_config", "true"), ("model.quantization", "nf4")])
+def test_weights_that_are_not_in_the_models_files_are_refused_outside_rounds(key, value):
+    """vLLM would sample from those that are."""
+    words = [f"{key}={value}", *(["model.use_peft=true"] if key == "model.quantization" else [])]
+    sampling = SimpleNamespace(config=make_config("sampler=vllm", *words), world=start())
+    with (
+        pytest.raises(ConfigError, match=rf"(?i)^{key}={value}: .*assets/adder/model: use sampler=embedded"),
+        VllmSampling.opened(sampling),
+    ):
+        pytest.fail("opened")
 
 
 def test_no_prompt_is_no_sample_and_fewer_prompts_than_engines_is_no_error(tmp_path):

@@ -14,9 +14,9 @@ import pytest
 
 from common.errors import ConfigError
 from common.worker_process import WorkerError
-from rollouts.vllm_messages import EngineOptions
+from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, ended_by_itself
 from rollouts.vllm_sampler import VllmSampler
-from rollouts.vllm_server import EXTENSION, check_servers, serve_command, without_adapters
+from rollouts.vllm_server import EXTENSION, ServerEngine, check_servers, serve_command, without_adapters
 
 OPTIONS = EngineOptions(
     dtype="float32",
@@ -53,6 +53,8 @@ class Stand:
     """A server that says what it is told to: path -> JSON."""
 
     url: str = ""
+    asked: list[tuple[str, Any]] = field(default_factory=list)
+    """path and body of every POST"""
     says: dict[str, Any] = field(
         default_factory=lambda: {
             "version": {"version": "0.32.0"},
@@ -77,7 +79,8 @@ def stand() -> Iterator[Stand]:
             self.wfile.write(body)
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"] or 0))
+            body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+            made.asked.append((self.path.strip("/"), json.loads(body or b"null")))
             self.do_GET()
 
         def log_message(self, *_: Any) -> None: ...
@@ -162,3 +165,47 @@ def test_the_command_for_a_server_gives_it_places_for_adapters_where_they_are_wa
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in wanted[: wanted.index("python")]
     text = " ".join(wanted)
     assert "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj v_proj --enforce" in text
+
+
+def drawn_by(stand: Stand, reason: str | None) -> Generated:
+    """Return what the sampler is given of a sample that the server ended for this reason."""
+    said = {"content": [{"token_id": 5, "logprob": -0.5}]}
+    choice = {"token_ids": [5], "logprobs": said, "finish_reason": reason}
+    stand.says |= {"inference/v1/generate": {"choices": [choice]}, "weight_info": {"weight_version": "3"}}
+    parts: list[Any] = []
+    engine = ServerEngine(stand.url)
+    try:
+        engine.send("generate", [GenerateRequest([1, 2], 1.0, 1.0, 8, (2,), 7)])
+        assert engine.ready(10.0, parts.append)
+        assert engine.receive(10.0) == ("3", None)
+    finally:
+        engine.close()
+    return parts[0][0][1]
+
+
+@pytest.mark.parametrize(("reason", "finished"), [("stop", True), ("length", False)])
+def test_a_sample_ends_at_a_stop_token_or_at_its_limit(stand, reason, finished):
+    assert drawn_by(stand, reason) == Generated((5,), finished, (-0.5,))
+    assert ended_by_itself(reason) is finished
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", "repetition", None])
+def test_a_sample_that_was_aborted_is_not_taken_for_one_that_was_cut(stand, reason):
+    with pytest.raises(WorkerError, match=f"finish_reason={reason}.*aborted") as failed:
+        drawn_by(stand, reason)
+    assert stand.url in str(failed.value)
+
+
+@pytest.mark.parametrize("folder", [None, "/weights"])
+def test_an_update_that_another_trainer_left_unfinished_is_dropped_at_the_start(stand, folder):
+    """Before anything else is loaded: vLLM would refuse the next one, or mix the two."""
+    stand.says |= {"update_weight_version": {}, "abort_requests": {}, "reset_prefix_cache": {"success": True}}
+    engine = ServerEngine(stand.url)
+    try:
+        engine.send("start", OPTIONS, folder, "5")
+        assert engine.receive(10.0) == ("5" if folder else "", None)
+    finally:
+        engine.close()
+    methods = [body["method"] for path, body in stand.asked if path == "collective_rpc"]
+    assert methods == ["drop_weight_update", *(["read_weights"] if folder else [])]
+    assert stand.asked[0] == ("update_weight_version", {"new_version": ""}), "nothing is sampled meanwhile"
