@@ -23,6 +23,7 @@ from pathlib import Path
 
 from common.errors import StoppedError, require
 from common.files import write_whole
+from common.ports import free_port
 from common.worker_process import ROOT
 from config.cli import compose, guarded
 from config.schema import Config
@@ -98,8 +99,6 @@ def own_name() -> str:
 @contextmanager
 def servers(config: Config, host: str) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """Start the servers and yield their processes by address; kill them at the end."""
-    from rollouts.transfer import free_port
-
     started: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for share in shares(seen_gpus(), config.sampler.tensor_parallel):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -18,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from common.ports import free_port
 from common.worker_process import WorkerError
 from config.schema_sampler import SamplerConfig
 from models.distributed import World
@@ -278,13 +278,6 @@ def trainer_info(backend: str, rank: int, workers: int, address: str, largest: i
         world_size=1 + workers,
         packed=True,
     )
-
-
-def free_port() -> int:
-    """Return a port that nothing listens on."""
-    with socket.socket() as tried:
-        tried.bind(("", 0))
-        return int(tried.getsockname()[1])
 
 
 def chosen(config: SamplerConfig, device: torch.device) -> str:

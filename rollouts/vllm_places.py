@@ -11,8 +11,8 @@ from vllm.lora.utils import get_supported_lora_modules, process_packed_modules_m
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import supports_lora
 
+from common.ports import free_port
 from common.worker_process import serve
-from rollouts.transfer import free_port
 
 
 def places(folder: str, max_length: int) -> tuple[str, ...] | None:

@@ -127,12 +127,6 @@ def in_ranks(worker: Callable[..., None] | str, arguments: tuple[str | int, ...]
     assert not failed, "\n".join(program.said() for program in failed)
 
 
-def free_port() -> int:
-    """A port that nobody has at this moment."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
-
-
 def until(condition: Callable[[], Any], said: Callable[[], str] = str, seconds: float = HANG) -> None:
     """Wait for ``condition``; where it never comes, fail with what ``said`` says."""
     end, pause = time.monotonic() + seconds, 0.002

@@ -3,12 +3,12 @@ against. ``python -m tests.real_memory`` is one rank."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from torch.profiler import ProfilerActivity, profile
 
+from common.ports import free_port
 from common.worker_process import WorkerProcess, serve
 from data.batches import Segment
 from jobs.assembly import make_loss, trainer_class
@@ -26,10 +26,13 @@ threads may keep a gathered block for a moment after it was waited for, which no
 def real_peaks(questions: Seq[Question]) -> list[int]:
     """Bytes that the fullest rank had most at any time of a step that nothing disturbed, for questions of as
     many ranks."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
     size = questions[0].ranks
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(size)}
+    where = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(size),
+    }
     ranks = [
         WorkerProcess("tests.real_memory", log=None, env=where | {"RANK": str(i), "LOCAL_RANK": str(i)})
         for i in range(size)

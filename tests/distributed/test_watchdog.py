@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from common.ports import free_port
 from models.watchdog import slow_ranks
 from tests import programs
 
@@ -42,7 +43,7 @@ class Ranks:
 
     def __init__(self, folder: Path) -> None:
         self.until, self.logs = folder / "stop", [folder / f"{rank}.log" for rank in (0, 1)]
-        port = str(programs.free_port())
+        port = str(free_port())
         self.holder = programs.start("-c", HOLDER, port)
         launched = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         self.processes = [

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.errors import ConfigError
+from common.ports import free_port
 from config.schema_rewards import TeacherConfig
 from config.schema_stages import LabelStage
 from data.chat import make_renderer
@@ -25,7 +26,7 @@ from rollouts.rewards.base import Missing
 from rollouts.rewards.teacher import EndpointTeacher, LocalTeacher, Sample
 from rollouts.vllm_sampler import installed
 from tests.integration.online import lines, rounds, run_online
-from tests.programs import free_port, until
+from tests.programs import until
 from tests.tiny import ROOT, make_config
 from tests.tiny_tokenizers import tiny_tokenizer
 
@@ -100,7 +101,8 @@ def server(tmp_path_factory) -> Iterator[str]:
         assert process.poll() is None, log.read_text()[-4000:]
         yield url
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

@@ -7,7 +7,6 @@ import contextlib
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import httpx2
 import pytest
 
 from common.errors import ConfigError
+from common.ports import free_port
 from common.worker_process import ROOT
 from rollouts.vllm_sampler import installed
 from rollouts.vllm_server import alive
@@ -35,9 +35,7 @@ class Server:
     """What a person would have started in another terminal, as the refusal says."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as tried:
-            tried.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{tried.getsockname()[1]}"
+        self.url = f"http://127.0.0.1:{free_port()}"
         with pytest.raises(ConfigError, match="does not answer") as refused:
             run_online(folder, "refused", *ONLINE, f"sampler.urls=[{self.url}]")
         words = shlex.split(str(refused.value).rpartition("start a server there: ")[2])

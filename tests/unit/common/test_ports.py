@@ -1,0 +1,33 @@
+"""A port that a program will listen on later is not given to somebody else before."""
+
+from __future__ import annotations
+
+import socket
+
+from common import ports
+
+
+def test_no_outgoing_connection_is_given_a_free_port():
+    outgoing = ports.outgoing_ports()
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        assert found.getsockname()[1] in outgoing, "the kernel's own choice comes from that range"
+    drawn = [ports.free_port() for _ in range(200)]
+    assert not any(port in outgoing for port in drawn)
+    assert len(set(drawn)) > 190, "programs that ask at once get ports of their own"
+
+
+def test_a_port_that_is_listened_on_is_not_free(monkeypatch):
+    with socket.create_server(("127.0.0.1", ports.free_port())) as taken, socket.socket() as free:
+        busy = taken.getsockname()[1]
+        other = ports.free_port()
+        free.bind(("127.0.0.1", other))
+        everything_else = [port for port in range(65_536) if port not in (busy, other)]
+        monkeypatch.setattr(ports, "outgoing_ports", lambda: everything_else)
+        found = ports.free_port()  # of the two that are left, both are taken
+        assert found not in (busy, other) and found > 0
+
+
+def test_it_finds_a_port_where_the_kernel_says_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(ports, "RANGE", tmp_path / "absent")
+    assert ports.outgoing_ports() == range(32_768, 61_000)
+    assert 10_000 <= ports.free_port() < 65_536
