@@ -9,6 +9,10 @@ from common.errors import ConfigError
 from config.schema_sampler import SamplerConfig
 from rollouts.vllm_messages import EngineOptions
 
+EXACT = {"TRITON_F32_DEFAULT": "ieee"}
+"""vLLM's attention in float32 leaves the precision of its products to Triton, whose own choice is TF32. That
+is off by 1e-3 nats and more, and the probe would refuse the engine."""
+
 
 def engine_options(config: SamplerConfig, max_length: int, dtype: str, temperature: float) -> EngineOptions:
     """Return the options with which an engine is created. The arguments are those of
@@ -44,14 +48,15 @@ def engine_environment(config: SamplerConfig, replica: int, environment: Mapping
     if config.data_parallel > 1 and "OMP_NUM_THREADS" not in environment:
         # Otherwise every engine would have a thread per core, and on a CPU they would wait for each other.
         threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // config.data_parallel))}
-    return threads | {
-        "CUDA_VISIBLE_DEVICES": ",".join(visible[d] if visible else str(d) for d in devices),
-        # the engine core runs in the worker process: it ends with the worker, and starts faster
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gb),
-        "VLLM_NO_USAGE_STATS": "1",
-        # vLLM's attention in float32 leaves the precision of its products to Triton, whose own choice is
-        # TF32. That is off by 1e-3 nats and more, and the probe would refuse the engine.
-        "TRITON_F32_DEFAULT": "ieee",
-    }
+    return (
+        threads
+        | {
+            "CUDA_VISIBLE_DEVICES": ",".join(visible[d] if visible else str(d) for d in devices),
+            # the engine core runs in the worker process: it ends with the worker, and starts faster
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            "VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gb),
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        | EXACT
+    )

@@ -163,6 +163,7 @@ def test_the_command_for_a_server_gives_it_places_for_adapters_where_they_are_wa
     plain, wanted = (serve_command("m", options, "disk", 8000, True) for options in (OPTIONS, ADAPTERS))
     assert "--enable-lora" not in plain and not any("LORA" in word for word in plain)
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in wanted[: wanted.index("python")]
+    assert "TRITON_F32_DEFAULT=ieee" in plain[: plain.index("python")], "the probe knows no TF32"
     text = " ".join(wanted)
     assert "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj v_proj --enforce" in text
 
