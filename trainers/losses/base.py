@@ -3,7 +3,7 @@ function of these inputs and of numbers from its yaml."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -52,8 +52,10 @@ class TokenScores:
 
     def split(self, n: int) -> tuple[TokenScores, TokenScores]:
         """Return the first n rows and the remaining rows (chosen and rejected of n pairs)."""
-        fields = (self.policy, self.reference, self.log_ratio, self.mask)
-        return TokenScores(*(f[:n] for f in fields)), TokenScores(*(f[n:] for f in fields))
+        found = {name: value for name, value in vars(self).items() if value is not None}
+        first = {name: value[:n] for name, value in found.items()}
+        second = {name: value[n:] for name, value in found.items()}
+        return replace(self, **first), replace(self, **second)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -92,3 +93,13 @@ def test_sppo():
         for (pw, qw), (pl, ql) in rows
     )
     assert sppo(chosen, rejected, eta=eta).total.item() == pytest.approx(wanted, rel=1e-12)
+
+
+def test_the_chosen_and_the_rejected_rows_keep_all_that_was_scored():
+    grid = torch.arange(10.0).reshape(5, 2)
+    whole = TokenScores(grid, grid + 10, grid + 20, grid > 0, weights=grid + 30, collision=grid + 40)
+    chosen, rejected = whole.split(2)
+    for name, value in vars(whole).items():
+        assert torch.equal(getattr(chosen, name), value[:2]), name
+        assert torch.equal(getattr(rejected, name), value[2:]), name
+    assert replace(whole, weights=None).split(2)[0].weights is None
