@@ -37,10 +37,7 @@ SMALL = ("n_eval_examples=16", "eval_every=0", "wandb.enabled=false", "resume=tr
 STEPS, SAVES = 64, 8
 """Steps of the run that is killed, and steps from one of its checkpoints to the next."""
 BATCH = 32
-OFFLINE = (
-    *("loss=dpo", "humanline=true", f"model.batch_size={BATCH}"),
-    *(f"n_examples={STEPS * BATCH}", f"save_every={SAVES * BATCH}"),
-)
+OFFLINE = ("loss=dpo", "humanline=true")
 ONLINE = (
     *("loss=grpo", "humanline=true", "online=true", "sampler=vllm"),
     *("rounds.contexts=32", "rounds.contexts_per_round=16"),
@@ -120,9 +117,10 @@ def killed(runs: Runs) -> Check:
     """A run that is killed after its first checkpoint and continued ends with the weights of one that was
     not."""
     name = "a killed run goes on"
-    whole = runs.finish("whole", *OFFLINE)
-    runs.kill_after("killed", STEPS // 2, *OFFLINE)
-    again = runs.finish("killed", *OFFLINE)
+    sizes = f"model.batch_size={BATCH}", f"n_examples={STEPS * BATCH}", f"save_every={SAVES * BATCH}"
+    whole = runs.finish("whole", *OFFLINE, *sizes)
+    runs.kill_after("killed", STEPS // 2, *OFFLINE, *sizes)
+    again = runs.finish("killed", *OFFLINE, *sizes)
     resumed = re.search(r"resumed before step (\d+)", (runs.folder / "killed.log").read_text())
     if resumed is None or not 0 < int(resumed[1]) < STEPS:
         return Check(name, FAILED, "it began anew" if resumed is None else f"it was {resumed[0]}")

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import gpu_check, gpu_paths
+from benchmarks import gpu_check, gpu_paths, gpu_runs
 from benchmarks.checks import FAILED, NOT_HERE, NOTE, OK, Check, attempted, read_checks, within
-from benchmarks.gpu_runs import Runs, killed, rounds
+from benchmarks.gpu_runs import Runs, rounds
 from benchmarks.gpu_step import judged
 from models import attention, logprobs
 from models.distributed import World, start
@@ -23,6 +23,8 @@ from rollouts.vllm_sampler import installed
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
+PYTHON = sys.executable
+"""Whatever it starts is its child, which is not so of a Python whose imports are done."""
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +102,7 @@ def test_a_peak_is_held_against_the_plan(taken: float, device: str, verdict: str
     assert judged("step", numbers, world).verdict == verdict
 
 
-def test_two_ranks_take_planned_steps(tmp_path: Path) -> None:
+def test_two_ranks_take_planned_steps(quick_python: None) -> None:
     """In microbatches that the room given leaves."""
     args = argparse_of("--device", "cpu", "--only", "step", "--ranks", "2")
     words = [*gpu_check.command("step", args, 2), "--losses", "kto", "--room", "0.0021"]
@@ -112,14 +114,14 @@ def test_two_ranks_take_planned_steps(tmp_path: Path) -> None:
     assert found["ranks"].numbers["ranks"] == 2
 
 
-def test_a_step_that_does_not_fit_is_not_tried() -> None:
+def test_a_step_that_does_not_fit_is_not_tried(quick_python: None) -> None:
     words = gpu_check.command("step", argparse_of("--device", "cpu"), 1)
     found = gpu_check.checked("step", [*words, "--losses", "dpo", "--room", "0.0001"])
     assert [check.verdict for check in found] == [NOT_HERE, OK, NOT_HERE, NOT_HERE], [*map(str, found)]
     assert "0.0001 are there" in found[2].text
 
 
-def test_an_error_on_one_rank_ends_all_and_is_said(tmp_path: Path) -> None:
+def test_an_error_on_one_rank_ends_all_and_is_said(quick_python: None, tmp_path: Path) -> None:
     """The rank that has it writes it down; the others do not wait for it."""
     code = (
         "from benchmarks import gpu_step\n"
@@ -148,12 +150,29 @@ def argparse_of(*words: str) -> argparse.Namespace:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"), 1, "cpu")
+    return new_python(tmp_path_factory.mktemp("runs"), 1)
 
 
-def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+def new_python(folder: Path, ranks: int) -> Runs:
+    """Runs that a Python starts whose children are whatever it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", PYTHON)
+        return Runs(folder, ranks, "cpu")
+
+
+class KilledRuns(Runs):
+    """Runs of Pythons whose imports are done, but for the torchrun whose children have to be found."""
+
+    def kill_after(self, name: str, lines: int, *settings: str) -> None:
+        new_python(self.folder, 2).kill_after(name, lines, *settings)
+
+
+def test_a_killed_run_goes_on(quick_python: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On two ranks, to which torchrun gives sessions of their own."""
-    found = killed(Runs(tmp_path, 2, "cpu"))
+    for name, less in (("STEPS", 24), ("SAVES", 4), ("BATCH", 8)):
+        monkeypatch.setattr(gpu_runs, name, less)
+    monkeypatch.setenv("PYTHON_EXEC", sys.executable)  # the ranks' imports are done even so
+    found = gpu_runs.killed(KilledRuns(tmp_path, 2, "cpu"))
     assert found.verdict == OK, str(found)
     assert subprocess.run(["pgrep", "-f", str(tmp_path)]).returncode == 1, "a rank is still there"
 
@@ -171,7 +190,7 @@ def test_a_run_that_fails_says_why(runs: Runs) -> None:
 
 
 def test_the_report_has_what_was_run_and_a_part_that_ends_early_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quick_python: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "import sys; from pathlib import Path; from benchmarks.checks import *; out = Path(sys.argv[-1]);"
     made = [
