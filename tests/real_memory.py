@@ -19,8 +19,9 @@ from models.policy import decoder_blocks
 from models.storage_tracker import local_part
 
 STEPS = 6
-"""Steps that are watched, all after the first. Of each rank the least of their peaks counts: gloo's own
-threads may keep a gathered block for a moment after it was waited for, which no step needs."""
+"""Steps of several ranks that are watched, all after the first. Of each rank the least of their peaks counts:
+gloo's own threads may keep a gathered block for a moment after it was waited for, which no step needs. A
+single rank gathers nothing, and its steps are alike."""
 
 
 def real_peaks(questions: Seq[Question]) -> list[int]:
@@ -73,7 +74,7 @@ def peak_of(question: Question, world: World) -> int:
         states += [value for state in trainer.optimizer.state.values() for value in state.values()]
         storages = {s.data_ptr(): s.nbytes() for s in (local_part(t).untyped_storage() for t in states)}
         peaks = []
-        for _ in range(STEPS):
+        for _ in range(STEPS if world.size > 1 else 1):
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
                 trainer.step(segment)
             peaks.append(most_allocated(watched))
