@@ -102,17 +102,32 @@ def test_what_needs_values_says_so(worker: WorkerProcess) -> None:
         answered(worker, question("deep", "loss._target_=tests.unit.jobs.reading_loss.ipo", loss="ipo"))
 
 
-def test_8_bit_moments_take_what_was_planned(with_torchao: None) -> None:
+EIGHT_BITS = [question(shape, "optimizer=AdamW8bit") for shape in ("deep", "wide")]
+FOUR_BITS = [question("deep", *NF4), question("wide", *NF4), question("deep", *NF4, "model.dtype=bfloat16")]
+
+
+@pytest.fixture(scope="module")
+def small_gpus(quick_python: None, with_torchao: None) -> Iterator[WorkerProcess]:
+    """A worker that has torchao."""
+    made = WorkerProcess("jobs.memory_plan", log=None, env={"OMP_NUM_THREADS": "1"})
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def taken_with_torchao(small_gpus: WorkerProcess) -> list[int]:
+    """What the steps of EIGHT_BITS and FOUR_BITS took, one after another."""
+    return real_peaks([*EIGHT_BITS, *FOUR_BITS])
+
+
+def test_8_bit_moments_take_what_was_planned(
+    small_gpus: WorkerProcess, taken_with_torchao: list[int]
+) -> None:
     """Of matrices of 4,096 weights and more two bytes, and two scales for each block of a row (64 or 160
     weights here); of the rest, keys, values and norms, eight bytes."""
-    made = WorkerProcess("jobs.memory_plan", log=None, env={"OMP_NUM_THREADS": "1"})
-    asked = [question(shape, "optimizer=AdamW8bit") for shape in ("deep", "wide")]
-    try:
-        found = [answered(made, one) for one in asked]
-        shared = answered(made, question("deep", "optimizer=AdamW8bit", ranks=4))
-    finally:
-        made.close()
-    for answer, taken in zip(found, real_peaks(asked), strict=True):
+    found = [answered(small_gpus, one) for one in EIGHT_BITS]
+    shared = answered(small_gpus, question("deep", "optimizer=AdamW8bit", ranks=4))
+    for answer, taken in zip(found, taken_with_torchao[: len(EIGHT_BITS)], strict=True):
         assert peak(answer) == pytest.approx(taken, rel=0.05)
     blocks_of_64 = 4 * (2 * 64 * 64 + 2 * 160 * 64) + 2 * 300 * 64
     eight_bits = blocks_of_64 * (2 + 8 / 64) + 4 * 64 * 160 * (2 + 8 / 160)
@@ -122,18 +137,15 @@ def test_8_bit_moments_take_what_was_planned(with_torchao: None) -> None:
     assert shared.resident["optimizer"] == pytest.approx((eight_bits + rest) / 4, rel=0.01)
 
 
-def test_a_base_in_4_bits_takes_what_was_planned(with_torchao: None) -> None:
+def test_a_base_in_4_bits_takes_what_was_planned(
+    small_gpus: WorkerProcess, taken_with_torchao: list[int]
+) -> None:
     """A frozen weight of a layer takes half a byte, a byte for each block of 64 (or 40) and 8 for each row;
     as many parameters are counted as it stands for."""
-    made = WorkerProcess("jobs.memory_plan", log=None, env={"OMP_NUM_THREADS": "1"})
-    asked = [question("deep", *NF4), question("wide", *NF4), question("deep", *NF4, "model.dtype=bfloat16")]
-    try:
-        found = [answered(made, one) for one in asked]
-        plain = answered(made, question("deep", *WAYS["LoRA"]))
-        shared = answered(made, question("deep", *NF4, ranks=4))
-    finally:
-        made.close()
-    for answer, taken in zip(found, real_peaks(asked), strict=True):
+    found = [answered(small_gpus, one) for one in FOUR_BITS]
+    plain = answered(small_gpus, question("deep", *WAYS["LoRA"]))
+    shared = answered(small_gpus, question("deep", *NF4, ranks=4))
+    for answer, taken in zip(found, taken_with_torchao[len(EIGHT_BITS) :], strict=True):
         assert peak(answer) == pytest.approx(taken, rel=0.05)
     assert found[0].parameters == plain.parameters
     rows_of_64, rows_of_160 = 2 * 64 + 2 * 32 + 2 * 160, 64
