@@ -23,6 +23,7 @@ from trainers.basic import BasicTrainer
 
 SMALL = (
     *("loss=dpo", "humanline=true", "n_examples=24", "model.batch_size=12", "n_eval_examples=4"),
+    "n_eval_prompts=2",
     *("wandb.enabled=false", "diagnostics=false", "report=false", "sync_freq=2"),
 )
 

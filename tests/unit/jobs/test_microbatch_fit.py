@@ -128,6 +128,7 @@ SMALL = (
     "n_examples=24",
     "model.batch_size=12",
     "n_eval_examples=4",
+    "n_eval_prompts=1",
     "wandb.enabled=false",
     "diagnostics=false",
     "report=false",
