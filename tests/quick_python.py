@@ -148,6 +148,7 @@ def main(address: str, python: str) -> int:
     for name in HEAVY:
         importlib.import_module(name)
     quick_start.compose_quickly()
+    quick_start.launch_quickly()
     quick_start.read_once()
     quick_start.train_once()
     with contextlib.suppress(FileNotFoundError):
