@@ -25,6 +25,7 @@ import sys
 import threading
 import traceback
 import types
+import typing
 import weakref
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -226,7 +227,7 @@ def _child(request: Request, python: str) -> int:
     """Be the process that the client stands for."""
     arguments, environment, cwd, client, theirs, ours, connection = request
     os.setsid()
-    _leave_folders_of_the_imports()
+    _leave_ends_of_the_imports()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -257,11 +258,15 @@ def _child(request: Request, python: str) -> int:
     return code
 
 
-def _leave_folders_of_the_imports() -> None:
-    """Temporary folders that were made while libraries were imported are the first process's to remove."""
+def _leave_ends_of_the_imports() -> None:
+    """Temporary folders that were made while libraries were imported are the first process's to remove; and
+    no program need empty the caches of the types, nor word how long Dynamo compiled, when it ends."""
+    from torch._dynamo.utils import dump_compile_times
     from wandb.sdk.data_types._private import MEDIA_TMP
 
     atexit.unregister(MEDIA_TMP.cleanup)
+    atexit.unregister(dump_compile_times)
+    typing._cleanups.clear()  # type: ignore[attr-defined]
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
 
 
