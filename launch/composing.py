@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from common.errors import ConfigError
 from config.load import load
 from config.schema import Config
-from config.typed import refuse_not_finite
+from config.typed import refuse_not_finite, structured
 from launch.grid import CONFIG_DIR, Run, Settings, override
 
 _PLAIN_KEY = re.compile(r"(?!hydra\b)[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
@@ -78,7 +78,7 @@ class Composer:
         set of settings that they have."""
         if choices not in self._bases:
             made = _composed(list(choices))
-            base = OmegaConf.merge(OmegaConf.structured(Config), made)
+            base = OmegaConf.merge(structured(Config), made)
             assert isinstance(base, DictConfig)
             self._bases[choices] = base, set(_keys(OmegaConf.to_container(made)))
         return self._bases[choices]

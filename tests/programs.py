@@ -9,7 +9,7 @@ started without either.
 from __future__ import annotations
 
 import functools
-import json
+import marshal
 import multiprocessing.spawn
 import os
 import resource
@@ -49,7 +49,7 @@ class Program:
         self._code: int | None = None
         self._asked = socket.socket(socket.AF_UNIX)
         self._asked.connect(str(quick_python().address))
-        about = json.dumps([list(words), dict(env), str(cwd), os.getpid(), [0, 1, 2]]).encode()
+        about = marshal.dumps([list(words), dict(env), str(cwd), os.getpid(), [0, 1, 2]])
         with open(os.devnull) as nothing, stdout.open("ab") as out, stderr.open("ab") as err:
             files = [nothing.fileno(), out.fileno(), err.fileno()]
             socket.send_fds(self._asked, [len(about).to_bytes(8, "little")], files)

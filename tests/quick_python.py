@@ -14,7 +14,7 @@ import contextlib
 import gc
 import importlib
 import io
-import json
+import marshal
 import multiprocessing.spawn
 import os
 import runpy
@@ -25,6 +25,7 @@ import sys
 import threading
 import traceback
 import types
+import typing
 import weakref
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -64,18 +65,20 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _SAFE = 512
 """Least descriptor that is this file's own while a program's are put where they belong."""
 
+# It imports what is built in alone: the modules around _signal and _socket, and json, would double its time.
 CLIENT = """#!{python} -ISs
-import json, os, signal, socket, sys
+import _signal as signal, _socket as socket, marshal, os, sys
 blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {forwarded})
-ask = socket.socket(socket.AF_UNIX)
+ask = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 ask.connect({address!r})
 found = [int(n) for n in os.listdir("/proc/self/fd") if int(n) != ask.fileno()]
 fds = [n for n in found if os.path.exists(f"/proc/self/fd/{{n}}") and (n < 3 or os.get_inheritable(n))]
 given = {scripts}.get(os.path.basename(sys.argv[0]), []) + sys.argv[1:]
-about = json.dumps([given, dict(os.environ), os.getcwd(), os.getpid(), fds]).encode()
-socket.send_fds(ask, [len(about).to_bytes(8, "little")], fds)
+about = marshal.dumps([given, dict(os.environ), os.getcwd(), os.getpid(), fds])
+sent = b"".join(n.to_bytes(4, sys.byteorder) for n in fds)
+ask.sendmsg([len(about).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, sent)])
 ask.sendall(about)
-answers = ask.makefile("rb")
+answers = open(ask.fileno(), "rb", closefd=False)
 pid = int(answers.readline() or sys.exit("the process that python is asked of is gone"))
 for n in {forwarded}:
     signal.signal(n, lambda number, frame: os.kill(pid, number))
@@ -219,7 +222,7 @@ def _received(listener: socket.socket) -> Request | None:
         text = file.read(int.from_bytes(size, "little"))
     if not text:
         return None
-    arguments, environment, cwd, client, theirs = json.loads(text)
+    arguments, environment, cwd, client, theirs = marshal.loads(text)
     return arguments, environment, cwd, client, theirs, ours, connection
 
 
@@ -227,7 +230,7 @@ def _child(request: Request, python: str) -> int:
     """Be the process that the client stands for."""
     arguments, environment, cwd, client, theirs, ours, connection = request
     os.setsid()
-    _leave_folders_of_the_imports()
+    _leave_ends_of_the_imports()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -258,11 +261,15 @@ def _child(request: Request, python: str) -> int:
     return code
 
 
-def _leave_folders_of_the_imports() -> None:
-    """Temporary folders that were made while libraries were imported are the first process's to remove."""
+def _leave_ends_of_the_imports() -> None:
+    """Temporary folders that were made while libraries were imported are the first process's to remove; and
+    no program need empty the caches of the types, nor word how long Dynamo compiled, when it ends."""
+    from torch._dynamo.utils import dump_compile_times
     from wandb.sdk.data_types._private import MEDIA_TMP
 
     atexit.unregister(MEDIA_TMP.cleanup)
+    atexit.unregister(dump_compile_times)
+    typing._cleanups.clear()  # type: ignore[attr-defined]
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
 
 
