@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import signal
@@ -22,6 +23,15 @@ SETTINGS = (
     "loss=dpo humanline=true n_examples=4 model.batch_size=2 n_eval_examples=2 n_eval_prompts=1 "
     "wandb.enabled=false"
 )
+
+
+@functools.cache
+def warm_up() -> None:
+    """All of it, unless this process was forked from one that has."""
+    compose_quickly()
+    launch_quickly()
+    read_once()
+    train_once()
 
 
 def compose_quickly() -> None:
