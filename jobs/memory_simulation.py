@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
 from config.schema import Config
@@ -33,6 +32,7 @@ from models.layer_range import Layers, layers_of, with_layers
 from models.policy import causal_lm, decoder_blocks
 from models.pretrained import FLASH_ATTENTION, empty_policy, export_dtype, kernels_of
 from models.quantization import count_weights
+from models.quick_fakes import QuickFakes
 from models.reference import Reference, sequences_of
 from models.simulated import simulated_gpu
 from models.storage_tracker import Moment, StorageTracker
@@ -141,7 +141,7 @@ def simulated(question: Question, layers: int | None, edge: int = 10**9) -> Answ
             causal_lm(policy.model).tie_weights()
         dtype = getattr(torch, config.model.dtype)
         shard(policy, decoder_blocks(policy), world, dtype, config.model.shards_again)
-        with FakeTensorMode(allow_non_fake_inputs=True), tracker:
+        with QuickFakes(allow_non_fake_inputs=True), tracker:
             policy.to_empty(device=world.device)
             causal_lm(policy.model).tie_weights()
             parameters = count_weights(policy)
@@ -159,14 +159,13 @@ def simulated(question: Question, layers: int | None, edge: int = 10**9) -> Answ
 
 @contextmanager
 def quick_collections() -> Iterator[None]:
-    """Leave the objects that are there already out of garbage collections. Most belong to imported modules,
-    and going through them is a fifth of a small simulation."""
-    gc.collect()
+    """Leave the objects that are there already out of garbage collections, for as long as this process lives.
+    Most belong to imported modules, and going through them once takes longer than a small simulation."""
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        gc.collect()
 
 
 def take_steps(tracker: StorageTracker, trainer: BasicTrainer, segment: Segment) -> int:

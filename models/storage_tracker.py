@@ -4,6 +4,7 @@ have a size and no memory."""
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,10 @@ FRAMES = 10
 NEVER_THERE = "_sharding_prop.py"
 """File in which DTensor infers shapes from tensors as large as those of all ranks together, which no real
 step makes."""
+
+DEVICE_OF = torch.ops.prim.device.default
+wraps = functools.cache(is_traceable_wrapper_subclass_type)
+"""Whether tensors of a class wrap others."""
 
 
 class StorageTracker(TorchDispatchMode):
@@ -80,12 +85,14 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # a DTensor's local part, or any other wrapped tensor, is seen by itself
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+        if func is DEVICE_OF and isinstance(args[0], FakeTensor):
             return args[0].device  # more than half of all calls, answered by the tensor itself
+        for kind in types:
+            if wraps(kind):
+                return NotImplemented  # a DTensor's local part, or any other wrapped tensor, is seen by itself
         result = func(*args, **(kwargs or {}))
-        made = [tensor.untyped_storage() for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        tensors = (result,) if isinstance(result, Tensor) else tree_leaves(result)
+        made = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
         new = [storage for storage in made if storage._cdata not in self._live]
         if new and not within(NEVER_THERE, sys._getframe(1)):
             for storage in new:
@@ -152,11 +159,13 @@ def _telling(resize: Callable[..., Any], tell: Callable[[torch.UntypedStorage], 
 def part_made_by(frame: FrameType | None) -> str | None:
     """Return the part that tensors made by the code in ``frame``, or by one of its callers, belong to; None
     where it is not known."""
-    for name in callers(frame):
-        for end, part in MADE_IN.items():
-            if name.endswith(end):
-                return part
-    return None
+    return next((part for name in callers(frame) if (part := part_of(name)) is not None), None)
+
+
+@functools.cache
+def part_of(name: str) -> str | None:
+    """Return the part that tensors made in the file ``name`` belong to; None where it is not known."""
+    return next((part for end, part in MADE_IN.items() if name.endswith(end)), None)
 
 
 def within(end: str, frame: FrameType | None) -> bool:

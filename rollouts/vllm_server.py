@@ -24,7 +24,7 @@ import httpx2
 from common.errors import ConfigError, require
 from common.worker_process import WorkerError
 from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow, ended_by_itself
-from rollouts.vllm_options import EXACT
+from rollouts.vllm_options import EXACT, UNCOMPILED
 
 EXTENSION = "rollouts.vllm_backend.WorkerExtension"
 TESTED = "0.32."
@@ -263,7 +263,8 @@ def _drawn(choice: dict[str, Any]) -> Generated:
 def serve_command(model: str, options: EngineOptions, backend: str, port: int, cpu: bool) -> list[str]:
     """Return the command that starts a server which ``sampler.urls`` accepts, as words for a shell in this
     project's folder."""
-    words = ["env", "PYTHONPATH=.", "VLLM_SERVER_DEV_MODE=1", *(f"{k}={v}" for k, v in EXACT.items())]
+    own = EXACT | (UNCOMPILED if cpu else {})
+    words = ["env", "PYTHONPATH=.", "VLLM_SERVER_DEV_MODE=1", *(f"{k}={v}" for k, v in own.items())]
     words += [f"{UPDATING}=1"] if options.lora_rank else []
     words += ["python", "-m"]
     words += ["vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
@@ -278,7 +279,10 @@ def serve_command(model: str, options: EngineOptions, backend: str, port: int, c
         words += ["--lora-target-modules", *options.lora_modules]
     if options.tensor_parallel > 1:
         words += ["--tensor-parallel-size", str(options.tensor_parallel)]
-    return words + (["--enforce-eager", "--no-enable-chunked-prefill"] if cpu else [])
+    if cpu:
+        words += ["--enforce-eager", "--no-enable-chunked-prefill"]
+        words += ["--kv-cache-memory-bytes", str(options.cpu_kv_cache)]
+    return words
 
 
 def check_servers(

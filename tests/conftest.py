@@ -38,6 +38,14 @@ def quick_python() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
+def quick_vllm() -> Iterator[None]:
+    """``quick_python``, and vLLM is imported too."""
+    with pytest.MonkeyPatch.context() as patch:
+        programs.use_quick_python(patch, programs.quick_vllm())
+        yield
+
+
+@pytest.fixture(scope="module")
 def with_torchao() -> Iterator[None]:
     """Programs that a test starts have torchao, which the environment must not have."""
     if not (SMALL_GPUS / "torchao").is_dir():

@@ -54,6 +54,17 @@ HEAVY = (
     "evals.accuracy",
     "evals.compare",
 )
+VLLM = (
+    "rollouts.vllm_worker",
+    "rollouts.vllm_places",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.gpt2",
+)
+"""What vLLM's engines and servers import besides."""
 SCRIPTS = {
     "torchrun": ["-m", "torch.distributed.run"],
     "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
@@ -96,9 +107,17 @@ os._exit(code)
 class QuickPython:
     """The process, and ``folder`` with what asks it. To be closed, or used as a context."""
 
-    def __init__(self, folder: Path, root: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        root: Path,
+        environment: dict[str, str],
+        more: tuple[str, ...] = (),
+        python: str | Path = sys.executable,
+    ) -> None:
         """``root``: a copy of the repository, whose modules are imported. ``environment``: what libraries
-        read while they are imported."""
+        read while they are imported. ``more``: modules to import besides. ``python``: who runs the process;
+        where that is another's, it begins with what that one has imported."""
         folder.mkdir(parents=True, exist_ok=True)
         self.python, self.address = folder / "python", folder / "ask"
         for name in ("python", *SCRIPTS):
@@ -111,7 +130,7 @@ class QuickPython:
             (folder / name).write_text(script)
             (folder / name).chmod(0o755)
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.quick_python", str(self.address), str(self.python)],
+            [str(python), "-m", "tests.quick_python", str(self.address), str(self.python), *more],
             cwd=root,
             env=environment | {"PYTHONPATH": str(root)},
             stdin=subprocess.PIPE,
@@ -119,7 +138,9 @@ class QuickPython:
             start_new_session=True,
         )
         assert self._server.stdout is not None
-        assert self._server.stdout.readline() == b"ready\n", "the imports failed: see the output above"
+        said, _, pid = self._server.stdout.readline().partition(b" ")
+        assert said == b"ready", "the imports failed: see the output above"
+        self._pid = int(pid)
 
     def close(self) -> None:
         """End it, and everything that it runs."""
@@ -129,7 +150,7 @@ class QuickPython:
 
     def cpu_seconds(self) -> float:
         """CPU seconds of the process and of those of its programs that have ended."""
-        status = Path(f"/proc/{self._server.pid}/stat").read_text().rpartition(")")[2].split()
+        status = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
         return sum(map(int, status[11:15])) / os.sysconf("SC_CLK_TCK")
 
     def __enter__(self) -> QuickPython:
@@ -144,15 +165,13 @@ Request = tuple[list[str], dict[str, str], str, int, list[int], list[int], socke
 files, the connection."""
 
 
-def main(address: str, python: str) -> int:
+def main(address: str, python: str, *more: str) -> int:
     """Import, then fork for whoever asks, until the owner closes the standard input. Returns in every fork
     too, with its exit code."""
     gc.disable()  # a quarter of the time that imports take would be spent on looking
-    for name in HEAVY:
+    for name in (*HEAVY, *more):
         importlib.import_module(name)
-    quick_start.compose_quickly()
-    quick_start.read_once()
-    quick_start.train_once()
+    quick_start.warm_up()
     with contextlib.suppress(FileNotFoundError):
         os.unlink(address)
     listener = socket.socket(socket.AF_UNIX)
@@ -165,7 +184,7 @@ def main(address: str, python: str) -> int:
     gc.collect()
     gc.freeze()
     gc.enable()
-    print("ready", flush=True)
+    print("ready", os.getpid(), flush=True)
     running: dict[int, socket.socket] = {}
     gone: set[int] = set()
     while True:
@@ -175,12 +194,12 @@ def main(address: str, python: str) -> int:
             for pid in running:
                 _kill(pid)
             return 0
+        left = {pid for pid, connection in listening.items() if connection in ready}
+        for pid in left:  # all that a client says is that it is gone
+            _kill(pid)  # before others hear of an end that came later
         if woken in ready:
             os.read(woken, 4096)
             _reap(running)
-        left = {pid for pid, connection in listening.items() if connection in ready and pid in running}
-        for pid in left:  # all that a client says is that it is gone
-            _kill(pid)
         gone |= left
         if listener in ready and (request := _received(listener)) is not None:
             pid = os.fork()
@@ -236,6 +255,7 @@ def _child(request: Request, python: str) -> int:
     _take_files(theirs, ours, connection)
     os.environ.clear()
     os.environ.update(environment)
+    _read_what_torch_reads()
     os.chdir(cwd)
     me, real = os.getpid(), os.getppid
     os.getppid = (
@@ -258,6 +278,13 @@ def _child(request: Request, python: str) -> int:
         traceback.print_exc()
         code = 1
     return code
+
+
+def _read_what_torch_reads() -> None:
+    """The variable that torch reads while it is imported, and that programs here are given."""
+    import torch._dynamo
+
+    torch._dynamo.config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
 
 
 def _leave_ends_of_the_imports() -> None:
@@ -323,8 +350,9 @@ def _execute(arguments: list[str]) -> None:
 
 
 def leave(code: int) -> None:
-    """End this process as Python does, but for taking apart what the libraries hold, which costs half a
-    second."""
+    """End this process as Python does, but for taking apart what the libraries hold, and for looking for
+    garbage, as vLLM does twice at its end: a second or two."""
+    gc.collect = lambda generation=2: 0
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for file in (sys.stdout, sys.stderr):
@@ -334,4 +362,4 @@ def leave(code: int) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1], sys.argv[2]))
+    leave(main(*sys.argv[1:]))

