@@ -32,7 +32,7 @@ def typed(cfg: DictConfig, schema: type[T], prefix: str = "") -> T:
     _refuse_unknown({str(key): value for key, value in raw.items()}, schema, prefix, schema, prefix)
     cfg = OmegaConf.create(_infinities(raw))
     try:
-        merged = OmegaConf.merge(structured(schema), cfg)
+        merged = OmegaConf.merge(structured(schema), cfg)  # type: ignore[arg-type]
         config = OmegaConf.to_object(merged)
     except MissingMandatoryValue as error:
         key = (error.full_key or "").removeprefix(f"{schema.__name__}.")
@@ -101,12 +101,12 @@ def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str, whole: Any, s
             require(
                 isinstance(value, dict | None), prefix + key, value, "is a mapping, as in {prompt: question}"
             )
-        if get_origin(known[key]) is dict or is_dataclass(known[key]):
-            if not (isinstance(value, dict) or value == "???"):
-                said = f"is a mapping: give its settings, as in {prefix}{key}.name=value"
-                if is_dataclass(known[key]):
-                    said = f"is a section, not a setting; {section_says(prefix + key, names(whole, start))}"
-                raise ConfigError(prefix + key, value, said)
+        is_mapping = get_origin(known[key]) is dict or is_dataclass(known[key])
+        if is_mapping and not isinstance(value, dict) and value != "???":
+            said = f"is a mapping: give its settings, as in {prefix}{key}.name=value"
+            if is_dataclass(known[key]):
+                said = f"is a section, not a setting; {section_says(prefix + key, names(whole, start))}"
+            raise ConfigError(prefix + key, value, said)
         section = _dataclass_in(known[key])
         if section is None:
             continue

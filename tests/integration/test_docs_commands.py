@@ -121,6 +121,9 @@ RULES = [
     Rule(r"python -m launch\.sweep .*--rate", "--only '*-kto-offline-s1'"),
     Rule(r"python -m launch\.sweep .*--local 4", f"{OFFLINE} --only '*-kto-*-s1'"),
     Rule(r"python -m launch\.sweep .*--local", SWEPT),
+    # Each cell's plan takes a second or two; the README's command submits all twelve of a sweep
+    Rule(r"python -m launch\.sweep sweeps/table3\.yaml --site .*--submit", "--only '*-dpo-offline*-s1'"),
+    Rule(r"python -m launch\.sweep sweeps/maths\.yaml --site .*--submit", "--only '*-64x-humanline-k12-s*'"),
     Rule(r"python -m launch\.sweep "),
     Rule(r"python -m launch\.results "),
     Rule(r"python -m launch\.doctor "),
