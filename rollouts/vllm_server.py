@@ -24,7 +24,7 @@ import httpx2
 from common.errors import ConfigError, require
 from common.worker_process import WorkerError
 from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow, ended_by_itself
-from rollouts.vllm_options import EXACT, UNCOMPILED
+from rollouts.vllm_options import EXACT, WITHOUT_GPU
 
 EXTENSION = "rollouts.vllm_backend.WorkerExtension"
 TESTED = "0.32."
@@ -263,7 +263,7 @@ def _drawn(choice: dict[str, Any]) -> Generated:
 def serve_command(model: str, options: EngineOptions, backend: str, port: int, cpu: bool) -> list[str]:
     """Return the command that starts a server which ``sampler.urls`` accepts, as words for a shell in this
     project's folder."""
-    own = EXACT | (UNCOMPILED if cpu else {})
+    own = EXACT | (WITHOUT_GPU if cpu else {})
     words = ["env", "PYTHONPATH=.", "VLLM_SERVER_DEV_MODE=1", *(f"{k}={v}" for k, v in own.items())]
     words += [f"{UPDATING}=1"] if options.lora_rank else []
     words += ["python", "-m"]

@@ -68,10 +68,10 @@ def kill_while_it_samples(patch: pytest.MonkeyPatch, version: int) -> list[int]:
         if self.version == version and not killed:
             [worker, *_] = self._workers
             assert isinstance(worker, WorkerProcess) and worker.log is not None
-            killed.append(worker.pid)
-            for pid in writers(worker.log):
-                os.kill(pid, signal.SIGSTOP)
-            threading.Timer(0.3, os.kill, (worker.pid, signal.SIGKILL)).start()
+            (engine,) = writers(worker.log)
+            killed.append(engine)
+            os.kill(engine, signal.SIGSTOP)
+            threading.Timer(0.3, os.kill, (engine, signal.SIGKILL)).start()
         return sample(self, *of)
 
     patch.setattr(VllmSampler, "sample", killed_soon)
