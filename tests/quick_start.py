@@ -48,9 +48,9 @@ def compose_quickly() -> None:
 
 
 def launch_quickly() -> None:
-    """From now on torchrun names its own callers, for a log, by looking at the frame alone. ``inspect.stack``,
-    by which it does, looks at every module that is imported, for every caller, and that sixteen times: most of
-    a second."""
+    """From now on torchrun names its own callers, for a log, by looking at the frame alone. It does so by
+    ``inspect.stack``, which looks at every module that is imported, for every caller, and that sixteen times:
+    most of a second."""
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     def name(depth: int = 2) -> str:
