@@ -150,6 +150,7 @@ def main(address: str, python: str) -> int:
     quick_start.compose_quickly()
     quick_start.launch_quickly()
     quick_start.read_once()
+    quick_start.tokenise_once()
     quick_start.train_once()
     with contextlib.suppress(FileNotFoundError):
         os.unlink(address)
