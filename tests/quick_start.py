@@ -98,6 +98,7 @@ def tokenise_once() -> None:
     real = token_cache._tokenise
     kept: dict[str, tuple[bytes, dict[str, int]]] = {}
 
+    @functools.wraps(real)
     def tokenise(path: Path, key: str, renderer: Renderer, rows: Collection[token_cache.Row]) -> None:
         if key in kept:
             content, cuts = kept[key]
