@@ -34,7 +34,13 @@ class Forward:
     def training(self) -> float:
         """Operations of forward and backward: three units, and four of the head, whose logits are computed
         again instead of stored."""
-        return 3 * (self.body + self.attention) + 4 * self.head
+        return self.training_on_kept + self.head
+
+    @property
+    def training_on_kept(self) -> float:
+        """The same where logits stay until the backward (``models.logprobs.keeps_logits``): three units of
+        everything."""
+        return 3 * (self.body + self.attention + self.head)
 
 
 def block_weights(config: PretrainedConfig) -> int:
@@ -79,7 +85,13 @@ class Floor:
         return self.scored / self.cached
 
 
-def floor(config: PretrainedConfig, rows: Iterable[Sequence], mismatched: Iterable[Sequence] = ()) -> Floor:
+def floor(
+    config: PretrainedConfig,
+    rows: Iterable[Sequence],
+    mismatched: Iterable[Sequence] = (),
+    kept: bool = False,
+) -> Floor:
+    """Return the floor of one pass over ``rows``. ``kept``: whether logits stay until the backward."""
     policy, other = forward(config, rows), forward(config, mismatched)
-    cached = policy.training + other.scoring
+    cached = (policy.training_on_kept if kept else policy.training) + other.scoring
     return Floor(cached, cached + policy.scoring + other.scoring)

@@ -46,6 +46,7 @@ from benchmarks.parts import (
 from data.batches import Segment
 from data.types import Sequence
 from data.views import mismatched
+from models.logprobs import keeps_logits
 from models.policy import Policy
 
 VARIANTS = ("cached", "scored", "k=1", "k=4", "k=16")
@@ -88,7 +89,9 @@ def floor_of(loss: str, plan: Segment, base: Policy) -> Floor:
         other = [
             example.mismatched for batch in batches for example in batch if example.mismatched is not None
         ]
-    return floor(base.model.config, rows_of(plan), other)
+    config, batch = base.model.config, [row for example in plan.batch(0) for row in example.rows]
+    tokens = sum(len(row.completion_ids) for row in batch) // 2  # settings_of halves a batch
+    return floor(config, rows_of(plan), other, keeps_logits(tokens, config.vocab_size))
 
 
 def variants_of(

@@ -20,10 +20,9 @@ from pathlib import Path
 import torch
 
 from benchmarks import padding
-from benchmarks.floor import floor
 from benchmarks.measure import Variant, Work, alternate, machine, table
 from benchmarks.offline_vs_humanline import floor_of, settings_of, variants_of
-from benchmarks.parts import Settings, drawn_pairs, random_policy, rows_of, segment, shape
+from benchmarks.parts import drawn_pairs, random_policy, segment, shape
 from models.policy import Policy
 
 BASELINE = Path(__file__).with_name("baseline.json")
@@ -77,7 +76,9 @@ def head_cost() -> dict[str, float]:
         variants |= {
             str(vocabulary): variants_of("dpo", pairs, 1, BATCH_PAIRS, base, names=("cached",))["cached"]
         }
-        work.append(floor(base.model.config, rows_of(segment(Settings(), pairs, 1))).cached)
+        work.append(
+            floor_of("dpo", segment(settings_of("cached", "dpo", BATCH_PAIRS), pairs, 1), base).cached
+        )
     large, small = least(variants).values()
     return {"an operation at a vocabulary of 65,536 / of 8,192": large / small / (work[0] / work[1])}
 

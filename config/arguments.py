@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from functools import cache
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -150,9 +151,10 @@ def _has_secret(key: str, value: object) -> bool:
     return is_secret(key, str(value))
 
 
+@cache
 def override_in(argument: str) -> Override | None:
-    """Return the argument as Hydra parses it; None for an option and for an argument that Hydra will refuse
-    itself."""
+    """Return the argument as Hydra parses it, which is not to be changed; None for an option and for an
+    argument that Hydra will refuse itself."""
     try:
         return None if argument.startswith("-") else OverridesParser.create().parse_override(argument)
     except HydraException:

@@ -32,7 +32,7 @@ class SamplerConfig:
     tensor_parallel: int
     data_parallel: int
     gpu_memory_utilization: float
-    cpu_kv_cache_gb: int
+    cpu_kv_cache_gb: float
     enforce_eager: bool
     start_timeout: float
     timeout: float
@@ -68,9 +68,9 @@ class SamplerConfig:
         for key, value in (
             ("tensor_parallel", self.tensor_parallel),
             ("data_parallel", self.data_parallel),
-            ("cpu_kv_cache_gb", self.cpu_kv_cache_gb),
         ):
             require(value >= 1, f"sampler.{key}", value, "must be at least 1")
+        require(self.cpu_kv_cache_gb > 0, "sampler.cpu_kv_cache_gb", self.cpu_kv_cache_gb, "must be above 0")
         for key, seconds in (("start_timeout", self.start_timeout), ("timeout", self.timeout)):
             require(seconds > 0, f"sampler.{key}", seconds, "is a number of seconds: must be above 0")
         require(

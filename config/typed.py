@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Any, TypeVar, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from common.errors import ConfigError, require
-from config.unknown import NOTHING, names, remedy, section_says
+from config.unknown import NOTHING, names, remedy, section_says, type_hints
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ def typed(cfg: DictConfig, schema: type[T], prefix: str = "") -> T:
     _refuse_unknown({str(key): value for key, value in raw.items()}, schema, prefix, schema, prefix)
     cfg = OmegaConf.create(_infinities(raw))
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
+        merged = OmegaConf.merge(structured(schema), cfg)  # type: ignore[arg-type]
         config = OmegaConf.to_object(merged)
     except MissingMandatoryValue as error:
         key = (error.full_key or "").removeprefix(f"{schema.__name__}.")
@@ -45,6 +46,15 @@ def typed(cfg: DictConfig, schema: type[T], prefix: str = "") -> T:
     assert isinstance(config, schema)
     refuse_not_finite(config, prefix)
     return config
+
+
+@cache
+def structured(schema: type) -> DictConfig:
+    """Return the settings of a dataclass with their types and defaults, to be merged with others and never
+    changed: they are worked out once."""
+    made = OmegaConf.structured(schema)
+    assert isinstance(made, DictConfig)
+    return made
 
 
 def refuse_not_finite(found: Any, key: str = "", free: bool = False) -> None:
@@ -81,7 +91,7 @@ def _infinities(tree: Any) -> Any:
 def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str, whole: Any, start: str) -> None:
     """Raise ConfigError for a key that the schema does not have, because nothing would read it. ``whole`` is
     the schema of all settings, whose names begin with ``start``."""
-    known = get_type_hints(schema)
+    known = type_hints(schema)
     for key, value in raw.items():
         if key not in known:
             said = remedy(f"{prefix}{key}", str(value), names(whole, start))
@@ -91,11 +101,12 @@ def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str, whole: Any, s
             require(
                 isinstance(value, dict | None), prefix + key, value, "is a mapping, as in {prompt: question}"
             )
-        if get_origin(known[key]) is dict or is_dataclass(known[key]):
+        is_mapping = get_origin(known[key]) is dict or is_dataclass(known[key])
+        if is_mapping and not isinstance(value, dict) and value != "???":
             said = f"is a mapping: give its settings, as in {prefix}{key}.name=value"
             if is_dataclass(known[key]):
                 said = f"is a section, not a setting; {section_says(prefix + key, names(whole, start))}"
-            require(isinstance(value, dict) or value == "???", prefix + key, value, said)
+            raise ConfigError(prefix + key, value, said)
         section = _dataclass_in(known[key])
         if section is None:
             continue

@@ -7,7 +7,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
-from typing import get_type_hints
+from functools import cache
+from typing import Any, get_type_hints
 
 from common.secrets import is_secret
 from config.defaults import section
@@ -109,9 +110,15 @@ def _rewards_with(key: str, known: Iterable[str]) -> list[str]:
     return [f"reward={path.stem}" for path in files if kind in section(f"reward/{path.name}")]
 
 
+@cache
+def type_hints(schema: type) -> dict[str, Any]:
+    """Return field -> type of a dataclass, not to be changed."""
+    return get_type_hints(schema)
+
+
 def names(schema: type, prefix: str = "") -> Iterator[str]:
     """Yield every dotted setting of a dataclass."""
-    hints = get_type_hints(schema)
+    hints = type_hints(schema)
     for item in fields(schema):
         yield prefix + item.name
         if is_dataclass(hints[item.name]):

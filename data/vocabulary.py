@@ -3,6 +3,7 @@ token, and a model trained on that token learns nothing about the text."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 MOST_UNKNOWN = 0.1
 """Share of unknown tokens above which data are refused. Texts in a language that the tokenizer was made for
 have almost none."""
+_AT_ONCE = 4096
+"""Rows that are counted at once."""
 
 
 def unknown_share(tokenizer: PreTrainedTokenizerBase, rows: Iterable[np.ndarray]) -> float:
@@ -27,8 +30,10 @@ def unknown_share(tokenizer: PreTrainedTokenizerBase, rows: Iterable[np.ndarray]
     if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id):
         return 0.0
     count = total = 0
-    for ids in rows:
-        count, total = count + int((ids == unknown).sum()), total + ids.size
+    left = iter(rows)
+    while part := list(itertools.islice(left, _AT_ONCE)):
+        ids = np.concatenate(part)
+        count, total = count + int(np.count_nonzero(ids == unknown)), total + ids.size
     return count / total if total else 0.0
 
 

@@ -54,7 +54,7 @@ def server_words(config: Config, port: int) -> tuple[list[str], dict[str, str]]:
     program = words.index("python")
     own = dict(word.split("=", 1) for word in words[1:program])
     own["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    own |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": str(config.sampler.cpu_kv_cache_gb)}
+    own["VLLM_NO_USAGE_STATS"] = "1"
     return [sys.executable, *words[program + 1 :]], own
 
 
@@ -99,7 +99,10 @@ def own_name() -> str:
 @contextmanager
 def servers(config: Config, host: str) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """Start the servers and yield their processes by address; kill them at the end."""
+    from rollouts.vllm_options import KV_CACHE
+
     started: dict[str, subprocess.Popen[bytes]] = {}
+    theirs = {name: value for name, value in os.environ.items() if name != KV_CACHE}
     try:
         for share in shares(seen_gpus(), config.sampler.tensor_parallel):
             port = free_port()
@@ -107,7 +110,7 @@ def servers(config: Config, host: str) -> Iterator[dict[str, subprocess.Popen[by
             if share is not None:
                 own["CUDA_VISIBLE_DEVICES"] = share
             started[f"http://{host}:{port}"] = subprocess.Popen(
-                words, cwd=ROOT, env=os.environ | own, start_new_session=True
+                words, cwd=ROOT, env=theirs | own, start_new_session=True
             )
         yield started
     finally:

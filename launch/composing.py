@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -18,10 +19,11 @@ from omegaconf.errors import OmegaConfBaseException
 from common.errors import ConfigError
 from config.load import load
 from config.schema import Config
-from config.typed import refuse_not_finite
+from config.typed import refuse_not_finite, structured
 from launch.grid import CONFIG_DIR, Run, Settings, override
 
 _PLAIN_KEY = re.compile(r"(?!hydra\b)[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
+_OWN = re.compile(r"seed|exp_name|resume|wandb")
 _READ_AS_MORE = re.compile(r"\$|[+-]?\.inf$")
 """Matches texts that Hydra or ``config.load`` does not take literally."""
 
@@ -45,10 +47,13 @@ class Composer:
     """
 
     def __init__(self) -> None:
-        self._bases: dict[tuple[str, ...], tuple[DictConfig, set[str]]] = {}
+        self._bases: dict[tuple[str, ...], tuple[DictConfig, set[str], bool]] = {}
         self._settings: Settings | None = None
         self._cell: tuple[DictConfig, set[str]]
         """The base with ``_settings`` applied, which runs that differ by their seed alone have in common."""
+        self._made: Config | None = None
+        """The settings of a run of this cell, if no other setting reads its own."""
+        self._apart: bool
 
     def config(self, run: Run) -> Config:
         """Return the settings of ``run``. Raises ConfigError."""
@@ -56,12 +61,17 @@ class Composer:
             try:
                 return self._filled(run)
             except (HydraException, OmegaConfBaseException, ConfigError, _NotThereError):
-                self._settings = None
+                self._settings = self._made = None
         return compose_config(run.overrides())
 
     def _filled(self, run: Run) -> Config:
+        if self._made is not None and self._settings is run.settings and _is_usual(run):
+            wandb = replace(self._made.wandb, tags=run.own["wandb.tags"])
+            others = {key: value for key, value in run.own.items() if key != "wandb.tags"}
+            return replace(self._made, **others, wandb=wandb)
         if self._settings is not run.settings:
-            base, known = self._base(
+            self._made = None
+            base, known, self._apart = self._base(
                 tuple(override(key, value) for key, value in run.settings.items() if _chooses(key))
             )
             cell = copy.deepcopy(base)
@@ -71,16 +81,19 @@ class Composer:
         config = OmegaConf.to_object(self._cell[0])
         assert isinstance(config, Config)
         refuse_not_finite(config)
+        if self._apart:
+            self._made = config
         return config
 
-    def _base(self, choices: tuple[str, ...]) -> tuple[DictConfig, set[str]]:
-        """Return the composed files of ``choices`` with the types of ``Config``, not validated yet, and the
-        set of settings that they have."""
+    def _base(self, choices: tuple[str, ...]) -> tuple[DictConfig, set[str], bool]:
+        """Return the composed files of ``choices`` with the types of ``Config``, not validated yet, the set
+        of settings that they have, and whether none of them reads a setting that a run has for itself."""
         if choices not in self._bases:
             made = _composed(list(choices))
-            base = OmegaConf.merge(OmegaConf.structured(Config), made)
+            base = OmegaConf.merge(structured(Config), made)
             assert isinstance(base, DictConfig)
-            self._bases[choices] = base, set(_keys(OmegaConf.to_container(made)))
+            tree = OmegaConf.to_container(made)
+            self._bases[choices] = base, set(_keys(tree)), not any(map(_reads_own, _texts(tree)))
         return self._bases[choices]
 
 
@@ -91,6 +104,25 @@ class _NotThereError(Exception):
 def _composed(overrides: list[str]) -> DictConfig:
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         return compose("config", overrides=overrides)
+
+
+def _is_usual(run: Run) -> bool:
+    """Return whether the run's own settings have their types, which nothing else checks."""
+    return type(run.seed) is int and {*run.own} == {"seed", "exp_name", "resume", "wandb.tags"}
+
+
+def _reads_own(text: str) -> bool:
+    """Return whether a text may read a setting that a run has for itself."""
+    return "${" in text and _OWN.search(text) is not None
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    """Yield every text of a tree of settings."""
+    if isinstance(tree, dict | list):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from _texts(item)
+    elif isinstance(tree, str):
+        yield tree
 
 
 def _set(config: DictConfig, known: set[str], values: Settings) -> None:

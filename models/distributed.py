@@ -126,10 +126,14 @@ def keep_gathered(blocks: Iterable[nn.Module]) -> None:
 def reduced_once(policy: nn.Module, world: World, turns: Sequence[T]) -> Iterator[T]:
     """Yield the turns of a step, each to be run forward and backward. Gradients are reduced over the ranks of
     a replica in every turn, but over the replicas (the nodes) only in the last. Until then each rank keeps
-    its sharded gradients."""
+    its sharded gradients. A single rank has whole gradients in any case: it adds them up where the backward
+    leaves them, and FSDP copies the sums once, in the last turn. The sums are the same to the bit."""
     for i, turn in enumerate(turns):
-        if world.mesh.ndim > 1 and isinstance(policy, FSDPModule):
-            policy.set_requires_all_reduce(i == len(turns) - 1)
+        last = i == len(turns) - 1
+        if isinstance(policy, FSDPModule) and world.size == 1:
+            policy.set_requires_gradient_sync(last)
+        elif isinstance(policy, FSDPModule) and world.mesh.ndim > 1:
+            policy.set_requires_all_reduce(last)
         yield turn
 
 

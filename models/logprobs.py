@@ -4,7 +4,8 @@ At a vocabulary of 128k the float32 logits of 16k completion tokens take 8 GB, a
 again. Here the vocabulary is processed in slices: the forward keeps a running maximum and sum of
 exponentials, and the backward recomputes each slice. So memory does not grow with M x V. The weight's
 gradient in a slice is one product, written once; only the hidden states' gradient [M, D] is accumulated, in
-float32.
+float32. A CPU keeps the logits of all slices for the backward where they are few (``KEPT``), which saves one
+of four products; values and gradients are the same to the bit.
 
 Logits have float32 *precision* whatever the model computes in: a bfloat16 product that is rounded to bfloat16
 and then upcast is off by up to 0.05 nats at logits of 25, more than a one-step log-ratio.
@@ -27,10 +28,21 @@ BUDGET = {"cpu": 1 << 23, "cuda": 1 << 26}
 """Number of logits held at once: 32 MB of float32 on a CPU, 256 MB on a GPU (a few times that while a slice
 is processed)."""
 
+KEPT = 2
+"""Number of budgets of logits that a CPU keeps from the forward to the backward at most. The backward writes
+the gradient over them, so they are 64 MB at the backward's peak."""
+BLOCK = 1 << 18
+"""Number of logits that a CPU exponentiates at a time: 1 MB of float32, which a core's cache holds."""
+
 
 def budget_for(hidden: Tensor) -> int:
     """Return the number of logits to hold at once on the device of ``hidden``."""
     return BUDGET["cuda" if on_gpu(hidden) else "cpu"]
+
+
+def keeps_logits(tokens: int, vocabulary: int, budget: int = BUDGET["cpu"]) -> bool:
+    """Return whether a CPU keeps the logits of ``tokens`` completion tokens until their backward."""
+    return tokens * vocabulary <= KEPT * budget
 
 
 @dataclass(frozen=True)
@@ -54,10 +66,12 @@ class Logits:
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Return the gradient of the head's product from that of the logits; may overwrite both."""
+        """Return the gradient of the head's product from that of the logits; may overwrite both. ``logits``
+        is read where there is a softcap; elsewhere it may be ``grad`` itself."""
         if self.temperature != 1.0:
-            grad, logits = grad.div_(self.temperature), logits.mul_(self.temperature)
+            grad = grad.div_(self.temperature)
         if self.softcap is not None:
+            logits = logits if self.temperature == 1.0 else logits.mul_(self.temperature)
             grad = grad.mul_(logits.div_(self.softcap).square_().neg_().add_(1.0))
         return grad if self.scale == 1.0 else grad.mul_(self.scale)
 
@@ -82,7 +96,12 @@ def chunked_logprobs(
     """
     budget = budget or budget_for(hidden)
     width = max(budget // max(len(hidden), 1), 64)
-    return _LogProbs.apply(hidden, weight, bias, targets, Logits(scale, softcap, temperature), width)
+    trained = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (hidden, weight, bias)
+    )
+    keeps = trained and not on_gpu(hidden) and keeps_logits(len(hidden), len(weight), budget)
+    form = Logits(scale, softcap, temperature)
+    return _LogProbs.apply(hidden, weight, bias, targets, form, width, keeps)
 
 
 @torch.no_grad()
@@ -160,7 +179,10 @@ class _LogProbs(torch.autograd.Function):
         targets: Tensor,
         form: Logits,
         width: int,
+        keeps: bool,
     ) -> Tensor:
+        """``keeps``: whether the backward finds the logits instead of computing them again."""
+        kept: list[Tensor] = []
         exact = torch.promote_types(hidden.dtype, torch.float32)
         highest = torch.full((len(hidden),), -torch.inf, device=hidden.device, dtype=exact)
         total, chosen = torch.zeros_like(highest), torch.zeros_like(highest)
@@ -169,10 +191,12 @@ class _LogProbs(torch.autograd.Function):
             inside, index = _place(targets, part)
             chosen += logits.gather(1, index).squeeze(1).masked_fill_(~inside, 0.0)
             before, highest = highest, torch.maximum(highest, logits.amax(dim=1))
-            total = total * (before - highest).exp() + logits.sub_(highest[:, None]).exp_().sum(dim=1)
+            total = total * (before - highest).exp() + _sum_of_shares(logits, highest, keeps)
+            if keeps:
+                kept.append(logits)
         normaliser = highest + total.log()
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
-        ctx.form, ctx.width = form, width
+        ctx.form, ctx.width, ctx.kept = form, width, kept
         return chosen - normaliser
 
     @staticmethod
@@ -181,16 +205,21 @@ class _LogProbs(torch.autograd.Function):
         model's dtype (bfloat16, as the backward of any other layer does) and accumulate in float32; a CPU
         multiplies in float32."""
         hidden, weight, bias, targets, normaliser = ctx.saved_tensors
+        kept, ctx.kept = ctx.kept, []  # the gradient is written over them, so a second backward finds none
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = (
             torch.zeros(hidden.shape, dtype=normaliser.dtype, device=hidden.device) if wants_hidden else None
         )
         grad_weight = torch.empty_like(weight) if wants_weight else None
         grad_bias = torch.empty_like(bias) if wants_bias else None
-        for part in _slices(weight, ctx.width):
-            logits = ctx.form.of(_product(hidden, weight[part], None if bias is None else bias[part]))
+        for i, part in enumerate(_slices(weight, ctx.width)):
+            if kept:
+                logits = kept[i]
+            else:
+                logits = ctx.form.of(_product(hidden, weight[part], None if bias is None else bias[part]))
             inside, index = _place(targets, part)
-            slope = (logits - normaliser[:, None]).exp_().mul_(-grad[:, None])
+            below = logits - normaliser[:, None] if ctx.form.softcap else logits.sub_(normaliser[:, None])
+            slope = below.exp_().mul_(-grad[:, None])
             slope.scatter_add_(1, index, (grad * inside)[:, None])
             slope = ctx.form.backward(slope, logits)
             if grad_bias is not None:
@@ -199,15 +228,20 @@ class _LogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden += _product(slope, weight[part].T)
             if grad_weight is not None:
-                grad_weight[part] = _product(slope.T, hidden.T)
-        return (
-            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
-            grad_weight,
-            grad_bias,
-            None,
-            None,
-            None,
-        )
+                _product(slope.T, hidden.T, out=grad_weight[part])
+        grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _sum_of_shares(logits: Tensor, highest: Tensor, keeps: bool) -> Tensor:
+    """Return [M], the sums over a slice of exp(logit - highest). Unless ``keeps``, the logits are
+    overwritten. A CPU that keeps them takes a few rows at a time, at least two of several: torch may add up a
+    single row in another order."""
+    if not keeps:
+        return logits.sub_(highest[:, None]).exp_().sum(dim=1)
+    blocks = max(min(logits.numel() // BLOCK, len(logits) // 2), 1)
+    parts = zip(logits.tensor_split(blocks), highest.tensor_split(blocks), strict=True)
+    return torch.cat([(rows - most[:, None]).exp_().sum(dim=1) for rows, most in parts])
 
 
 def _slices(weight: Tensor, width: int) -> Iterator[slice]:
@@ -226,9 +260,13 @@ def _place(targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
     ]
 
 
-def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+def _product(left: Tensor, right: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Return left [A, K] @ right [B, K].T + bias [B] in float32 precision. On a GPU low-precision operands
-    give a float32 result; on a CPU, which has no such kernel, operands are upcast."""
+    give a float32 result; on a CPU, which has no such kernel, operands are upcast. ``out``: where the result
+    is put, rounded to its dtype; it replaces the bias."""
+    if out is not None:
+        direct = not on_gpu(left) and left.dtype == right.dtype == out.dtype
+        return torch.mm(left, right.T, out=out) if direct else out.copy_(_product(left, right))
     if left.dtype == right.dtype and on_gpu(left) and left.dtype in (torch.bfloat16, torch.float16):
         out = torch.mm(left, right.T, out_dtype=torch.float32)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,17 @@ def variant(config: dict[str, Any]) -> str:
 
 def versions() -> dict[str, str]:
     """Return package -> installed version, with Python's; packages that are not installed are left out."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    found = {package: installed for package in PACKAGES if (installed := _installed(package)) is not None}
+    return {"python": platform.python_version(), **found}
+
+
+@cache
+def _installed(package: str) -> str | None:
+    """Return the version of a package, read once: a run asks several times, and its files are parsed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def git_commit(folder: Path) -> str | None:

@@ -35,6 +35,13 @@ class EngineOptions:
     models are sent"""
     lora_modules: tuple[str, ...] = ()
     """names of the layers that have adapters"""
+    cpu_kv_cache_gb: float = 1.0
+    """size of the KV cache without a GPU, GiB; the engine fills all of it with zeros when it starts"""
+
+    @property
+    def cpu_kv_cache(self) -> int:
+        """Size of the KV cache without a GPU, bytes."""
+        return round(self.cpu_kv_cache_gb * 2**30)
 
 
 @dataclass(frozen=True)

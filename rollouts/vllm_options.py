@@ -13,6 +13,17 @@ EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 """vLLM's attention in float32 leaves the precision of its products to Triton, whose own choice is TF32. That
 is off by 1e-3 nats and more, and the probe would refuse the engine."""
 
+KV_CACHE = "VLLM_CPU_KVCACHE_SPACE"
+"""vLLM's variable for the size of the KV cache without a GPU, in whole GiB. It overrides the engine's own
+option, so the engines of a run are started without it."""
+WITHOUT_GPU = {"TORCH_COMPILE_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Variables of an engine where there is no GPU.
+
+Such engines are eager (``enforce_eager``). vLLM nevertheless compiles a function which counts the tokens
+that are likelier than a sampled one: seconds of a compiler at each start for a number that nobody reads here,
+and an error where there is no compiler. And its servers would keep the model in a third process, which uses
+up a core for a second after everything that it is asked, only to wait."""
+
 
 def engine_options(config: SamplerConfig, max_length: int, dtype: str, temperature: float) -> EngineOptions:
     """Return the options with which an engine is created. The arguments are those of
@@ -26,6 +37,7 @@ def engine_options(config: SamplerConfig, max_length: int, dtype: str, temperatu
         enforce_eager=config.enforce_eager,
         sleeps=config.shares_devices,
         temperature=temperature,
+        cpu_kv_cache_gb=config.cpu_kv_cache_gb,
     )
 
 
@@ -55,7 +67,6 @@ def engine_environment(config: SamplerConfig, replica: int, environment: Mapping
             # the engine core runs in the worker process: it ends with the worker, and starts faster
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            "VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gb),
             "VLLM_NO_USAGE_STATS": "1",
         }
         | EXACT

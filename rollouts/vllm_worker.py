@@ -7,11 +7,13 @@ above 1 the engine starts further processes, in this process's group.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch._dynamo
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.lora.request import LoRARequest
@@ -20,6 +22,7 @@ from vllm.platforms import current_platform
 from common.worker_process import serve
 from rollouts.vllm_backend import EXTENSION
 from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow, ended_by_itself
+from rollouts.vllm_options import KV_CACHE, WITHOUT_GPU
 
 T = TypeVar("T")
 ADAPTERS = "adapters"
@@ -51,6 +54,10 @@ class Engine:
 
     def _made(self, options: EngineOptions, folder: str, load_format: str) -> LLM:
         cpu = current_platform.is_cpu()
+        if cpu:
+            os.environ.pop(KV_CACHE, None)
+            os.environ.update(WITHOUT_GPU)  # for the engine's other processes; torch has read it here
+            torch._dynamo.config.disable = True
         return LLM(
             folder,
             load_format=load_format,
@@ -63,6 +70,7 @@ class Engine:
             enforce_eager=options.enforce_eager or cpu,
             enable_sleep_mode=options.sleeps and not cpu,
             enable_prefix_caching=True,
+            kv_cache_memory_bytes=options.cpu_kv_cache if cpu else None,
             max_num_seqs=options.max_sequences,
             generation_config="vllm",
             # log-probabilities of prompts are at temperature 1 in either mode

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
@@ -34,6 +34,8 @@ class Claim:
     kind: str
     pairs: tuple[tuple[str, str], ...]
     why: str
+    shown_by: Mapping[str, str] = field(default_factory=dict)
+    """What ``why`` predicts of other measurements (study/mechanisms.py)."""
 
     def about(self, cells: Collection[str]) -> Claim:
         """Return the claim with only those of its pairs whose cells are both in ``cells``."""

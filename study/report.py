@@ -21,7 +21,6 @@ from study.claims import (
     FEWEST_SEEDS,
     GREATER,
     NOT_RUN,
-    SEEN,
     Answer,
     Findings,
     answers,
@@ -30,6 +29,7 @@ from study.claims import (
     read_claims,
 )
 from study.figures import GREEDY, SAMPLED, Values, dots, figures, part_seconds, svg
+from study.mechanisms import check_predictions, mechanism_sections
 from study.pages import Section, Table, as_html, as_markdown
 from study.plan import MAIN, Plan
 from study.records import Record, write_records
@@ -56,6 +56,7 @@ def write_report(
     exist. ``tuned``: None if the runs behind ``chosen`` are not known."""
     out.mkdir(parents=True, exist_ok=True)
     asked, margin, metric = read_claims(claims if claims.is_file() else CLAIMS)
+    check_predictions(asked)
     final = [record for record in records if not record.cell.startswith("tune-")]
     cells = {cell for part in plan.cells(mode).values() for cell in part}
     asked = [claim for claim in (one.about(cells) for one in asked) if claim.pairs]
@@ -68,6 +69,7 @@ def write_report(
     sections = [
         *opening(plan, mode, records, planned, command),
         *claim_sections(found, margin, plan.measure),
+        *mechanism_sections(plan, found, final, chosen),
         *cell_sections(plan, mode, final, captions),
         *why_sections(plan, final, chosen, captions),
         *tuning_sections(plan, chosen, tuned),
@@ -177,21 +179,7 @@ def claim_sections(found: Sequence[Answer], margin: float, measure: str) -> list
         f"greedy accuracy, not tested. With fewer than {FEWEST_SEEDS} seeds in common a claim counts as not "
         "run.",
     )
-    why = [f"- *{a.claim.title}* ({a.b}, {a.a}; {a.verdict}): {a.claim.why}." for a in first_of_claim(found)]
-    guesses = ("Guesses, not findings.", "\n".join(why))
-    return [
-        Section("The paper's claims", text, claims_table(found)),
-        *([Section("Why not: likely reasons", guesses)] if why else []),
-    ]
-
-
-def first_of_claim(found: Sequence[Answer]) -> list[Answer]:
-    """Return one answer for each claim that was not seen in every pair."""
-    first: dict[str, Answer] = {}
-    for answer in found:
-        if answer.verdict not in (SEEN, NOT_RUN):
-            first.setdefault(answer.claim.title, answer)
-    return list(first.values())
+    return [Section("The paper's claims", text, claims_table(found))]
 
 
 def claims_table(found: Sequence[Answer]) -> Table:

@@ -8,8 +8,9 @@ started without either.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
+import marshal
 import multiprocessing.spawn
 import os
 import resource
@@ -27,7 +28,7 @@ from typing import Any
 
 import pytest
 
-from tests.quick_python import FIRST, QuickPython
+from tests.quick_python import FIRST, VLLM, QuickPython
 
 ROOT = Path(__file__).parent.parent
 HANG = 900.0
@@ -49,7 +50,7 @@ class Program:
         self._code: int | None = None
         self._asked = socket.socket(socket.AF_UNIX)
         self._asked.connect(str(quick_python().address))
-        about = json.dumps([list(words), dict(env), str(cwd), os.getpid(), [0, 1, 2]]).encode()
+        about = marshal.dumps([list(words), dict(env), str(cwd), os.getpid(), [0, 1, 2]])
         with open(os.devnull) as nothing, stdout.open("ab") as out, stderr.open("ab") as err:
             files = [nothing.fileno(), out.fileno(), err.fileno()]
             socket.send_fds(self._asked, [len(about).to_bytes(8, "little")], files)
@@ -136,10 +137,23 @@ def until(condition: Callable[[], Any], said: Callable[[], str] = str, seconds: 
         pause = min(1.1 * pause, 0.2)
 
 
-def use_quick_python(patch: pytest.MonkeyPatch) -> None:
-    """From now on whatever this process starts as its own Python has done its imports, and draws no chart."""
-    patch.setattr(sys, "executable", str(quick_python().python))
-    patch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(quick_python().python))
+def writers(file: Path) -> list[int]:
+    """Process ids of those whose standard output is this file: of what a program is, not of what stands for
+    it."""
+    found = []
+    for stream in Path("/proc").glob("[0-9]*/fd/1"):
+        with contextlib.suppress(OSError):
+            if stream.samefile(file):
+                found.append(int(stream.parts[2]))
+    return found
+
+
+def use_quick_python(patch: pytest.MonkeyPatch, quick: QuickPython | None = None) -> None:
+    """From now on whatever this process starts as its own Python has done its imports, and draws no chart.
+    ``quick``: another than ``quick_python``."""
+    python = (quick or quick_python()).python
+    patch.setattr(sys, "executable", str(python))
+    patch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(python))
     for name, value in NOTHING_DRAWN.items():
         patch.setenv(name, value)
 
@@ -150,11 +164,20 @@ def quick_python() -> QuickPython:
     return QuickPython(_folder(), ROOT, dict(os.environ))
 
 
+@functools.cache
+def quick_vllm() -> QuickPython:
+    """The process that vLLM's engines and servers are forked from, itself forked from the other."""
+    environment = {name: value for name, value in os.environ.items() if name != FIRST}
+    return QuickPython(_folder() / "vllm", ROOT, environment, VLLM, quick_python().python)
+
+
 def end_all() -> None:
-    """End the programs, and the process that they are forked from."""
-    if quick_python.cache_info().currsize:
-        quick_python().close()
-        quick_python.cache_clear()
+    """End the programs, and the processes that they are forked from."""
+    for quick in (quick_vllm, quick_python):
+        if quick.cache_info().currsize:
+            quick().close()
+            quick.cache_clear()
+    if _folder.cache_info().currsize:
         shutil.rmtree(_folder(), ignore_errors=True)
         _folder.cache_clear()
 
@@ -163,7 +186,8 @@ def cpu_seconds() -> float:
     """CPU seconds of this process, of its children that have ended, and of the programs that have."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     own = time.process_time() + children.ru_utime + children.ru_stime
-    return own + (quick_python().cpu_seconds() if quick_python.cache_info().currsize else 0.0)
+    made = [quick() for quick in (quick_python, quick_vllm) if quick.cache_info().currsize]
+    return own + sum(quick.cpu_seconds() for quick in made)
 
 
 @functools.cache

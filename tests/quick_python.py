@@ -14,7 +14,7 @@ import contextlib
 import gc
 import importlib
 import io
-import json
+import marshal
 import multiprocessing.spawn
 import os
 import runpy
@@ -25,6 +25,7 @@ import sys
 import threading
 import traceback
 import types
+import typing
 import weakref
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -53,6 +54,17 @@ HEAVY = (
     "evals.accuracy",
     "evals.compare",
 )
+VLLM = (
+    "rollouts.vllm_worker",
+    "rollouts.vllm_places",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.gpt2",
+)
+"""What vLLM's engines and servers import besides."""
 SCRIPTS = {
     "torchrun": ["-m", "torch.distributed.run"],
     "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
@@ -64,18 +76,20 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _SAFE = 512
 """Least descriptor that is this file's own while a program's are put where they belong."""
 
+# It imports what is built in alone: the modules around _signal and _socket, and json, would double its time.
 CLIENT = """#!{python} -ISs
-import json, os, signal, socket, sys
+import _signal as signal, _socket as socket, marshal, os, sys
 blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {forwarded})
-ask = socket.socket(socket.AF_UNIX)
+ask = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 ask.connect({address!r})
 found = [int(n) for n in os.listdir("/proc/self/fd") if int(n) != ask.fileno()]
 fds = [n for n in found if os.path.exists(f"/proc/self/fd/{{n}}") and (n < 3 or os.get_inheritable(n))]
 given = {scripts}.get(os.path.basename(sys.argv[0]), []) + sys.argv[1:]
-about = json.dumps([given, dict(os.environ), os.getcwd(), os.getpid(), fds]).encode()
-socket.send_fds(ask, [len(about).to_bytes(8, "little")], fds)
+about = marshal.dumps([given, dict(os.environ), os.getcwd(), os.getpid(), fds])
+sent = b"".join(n.to_bytes(4, sys.byteorder) for n in fds)
+ask.sendmsg([len(about).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, sent)])
 ask.sendall(about)
-answers = ask.makefile("rb")
+answers = open(ask.fileno(), "rb", closefd=False)
 pid = int(answers.readline() or sys.exit("the process that python is asked of is gone"))
 for n in {forwarded}:
     signal.signal(n, lambda number, frame: os.kill(pid, number))
@@ -93,9 +107,17 @@ os._exit(code)
 class QuickPython:
     """The process, and ``folder`` with what asks it. To be closed, or used as a context."""
 
-    def __init__(self, folder: Path, root: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        root: Path,
+        environment: dict[str, str],
+        more: tuple[str, ...] = (),
+        python: str | Path = sys.executable,
+    ) -> None:
         """``root``: a copy of the repository, whose modules are imported. ``environment``: what libraries
-        read while they are imported."""
+        read while they are imported. ``more``: modules to import besides. ``python``: who runs the process;
+        where that is another's, it begins with what that one has imported."""
         folder.mkdir(parents=True, exist_ok=True)
         self.python, self.address = folder / "python", folder / "ask"
         for name in ("python", *SCRIPTS):
@@ -108,7 +130,7 @@ class QuickPython:
             (folder / name).write_text(script)
             (folder / name).chmod(0o755)
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.quick_python", str(self.address), str(self.python)],
+            [str(python), "-m", "tests.quick_python", str(self.address), str(self.python), *more],
             cwd=root,
             env=environment | {"PYTHONPATH": str(root)},
             stdin=subprocess.PIPE,
@@ -116,7 +138,9 @@ class QuickPython:
             start_new_session=True,
         )
         assert self._server.stdout is not None
-        assert self._server.stdout.readline() == b"ready\n", "the imports failed: see the output above"
+        said, _, pid = self._server.stdout.readline().partition(b" ")
+        assert said == b"ready", "the imports failed: see the output above"
+        self._pid = int(pid)
 
     def close(self) -> None:
         """End it, and everything that it runs."""
@@ -126,7 +150,7 @@ class QuickPython:
 
     def cpu_seconds(self) -> float:
         """CPU seconds of the process and of those of its programs that have ended."""
-        status = Path(f"/proc/{self._server.pid}/stat").read_text().rpartition(")")[2].split()
+        status = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
         return sum(map(int, status[11:15])) / os.sysconf("SC_CLK_TCK")
 
     def __enter__(self) -> QuickPython:
@@ -141,15 +165,13 @@ Request = tuple[list[str], dict[str, str], str, int, list[int], list[int], socke
 files, the connection."""
 
 
-def main(address: str, python: str) -> int:
+def main(address: str, python: str, *more: str) -> int:
     """Import, then fork for whoever asks, until the owner closes the standard input. Returns in every fork
     too, with its exit code."""
     gc.disable()  # a quarter of the time that imports take would be spent on looking
-    for name in HEAVY:
+    for name in (*HEAVY, *more):
         importlib.import_module(name)
-    quick_start.compose_quickly()
-    quick_start.read_once()
-    quick_start.train_once()
+    quick_start.warm_up()
     with contextlib.suppress(FileNotFoundError):
         os.unlink(address)
     listener = socket.socket(socket.AF_UNIX)
@@ -162,7 +184,7 @@ def main(address: str, python: str) -> int:
     gc.collect()
     gc.freeze()
     gc.enable()
-    print("ready", flush=True)
+    print("ready", os.getpid(), flush=True)
     running: dict[int, socket.socket] = {}
     gone: set[int] = set()
     while True:
@@ -172,12 +194,12 @@ def main(address: str, python: str) -> int:
             for pid in running:
                 _kill(pid)
             return 0
+        left = {pid for pid, connection in listening.items() if connection in ready}
+        for pid in left:  # all that a client says is that it is gone
+            _kill(pid)  # before others hear of an end that came later
         if woken in ready:
             os.read(woken, 4096)
             _reap(running)
-        left = {pid for pid, connection in listening.items() if connection in ready and pid in running}
-        for pid in left:  # all that a client says is that it is gone
-            _kill(pid)
         gone |= left
         if listener in ready and (request := _received(listener)) is not None:
             pid = os.fork()
@@ -218,7 +240,7 @@ def _received(listener: socket.socket) -> Request | None:
         text = file.read(int.from_bytes(size, "little"))
     if not text:
         return None
-    arguments, environment, cwd, client, theirs = json.loads(text)
+    arguments, environment, cwd, client, theirs = marshal.loads(text)
     return arguments, environment, cwd, client, theirs, ours, connection
 
 
@@ -226,13 +248,14 @@ def _child(request: Request, python: str) -> int:
     """Be the process that the client stands for."""
     arguments, environment, cwd, client, theirs, ours, connection = request
     os.setsid()
-    _leave_folders_of_the_imports()
+    _leave_ends_of_the_imports()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _take_files(theirs, ours, connection)
     os.environ.clear()
     os.environ.update(environment)
+    _read_what_torch_reads()
     os.chdir(cwd)
     me, real = os.getpid(), os.getppid
     os.getppid = (
@@ -257,11 +280,22 @@ def _child(request: Request, python: str) -> int:
     return code
 
 
-def _leave_folders_of_the_imports() -> None:
-    """Temporary folders that were made while libraries were imported are the first process's to remove."""
+def _read_what_torch_reads() -> None:
+    """The variable that torch reads while it is imported, and that programs here are given."""
+    import torch._dynamo
+
+    torch._dynamo.config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+
+
+def _leave_ends_of_the_imports() -> None:
+    """Temporary folders that were made while libraries were imported are the first process's to remove; and
+    no program need empty the caches of the types, nor word how long Dynamo compiled, when it ends."""
+    from torch._dynamo.utils import dump_compile_times
     from wandb.sdk.data_types._private import MEDIA_TMP
 
     atexit.unregister(MEDIA_TMP.cleanup)
+    atexit.unregister(dump_compile_times)
+    typing._cleanups.clear()  # type: ignore[attr-defined]
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
 
 
@@ -296,6 +330,8 @@ def _parent_of(client: int) -> int:
 
 def _execute(arguments: list[str]) -> None:
     """What ``python <arguments>`` does."""
+    if arguments[0].startswith("-m"):  # -mpip
+        arguments = ["-m", *filter(None, [arguments[0][2:]]), *arguments[1:]]
     while arguments and arguments[0].startswith("-") and arguments[0] not in ("-c", "-m"):
         arguments = arguments[2 if arguments[0] in ("-X", "-W") else 1 :]
     path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -316,8 +352,9 @@ def _execute(arguments: list[str]) -> None:
 
 
 def leave(code: int) -> None:
-    """End this process as Python does, but for taking apart what the libraries hold, which costs half a
-    second."""
+    """End this process as Python does, but for taking apart what the libraries hold, and for looking for
+    garbage, as vLLM does twice at its end: a second or two."""
+    gc.collect = lambda generation=2: 0
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for file in (sys.stdout, sys.stderr):
@@ -327,4 +364,4 @@ def leave(code: int) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1], sys.argv[2]))
+    leave(main(*sys.argv[1:]))

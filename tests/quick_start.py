@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import signal
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import yaml
 from hydra._internal.hydra import Hydra
 
+if TYPE_CHECKING:
+    from data.chat import Renderer
+
 LEFT_THREADS = {"python", "python3", "jemalloc_bg_thd"}
 """Threads of a process that may be forked: its own, and one of an allocator that looks after itself."""
+MANY = 2_000
+"""Rows whose tokens are kept: fewer are soon tokenised, and are what a test makes up."""
 SETTINGS = (
     "loss=dpo humanline=true n_examples=4 model.batch_size=2 n_eval_examples=2 n_eval_prompts=1 "
     "wandb.enabled=false"
 )
+
+
+@functools.cache
+def warm_up() -> None:
+    """All of it, unless this process was forked from one that has."""
+    compose_quickly()
+    launch_quickly()
+    read_once()
+    tokenise_once()
+    train_once()
 
 
 def compose_quickly() -> None:
@@ -34,6 +51,23 @@ def compose_quickly() -> None:
         return found(self, config_name, overrides) if said else None
 
     Hydra.get_mode = mode  # type: ignore[method-assign]
+
+
+def launch_quickly() -> None:
+    """From now on torchrun names its own callers, for a log, by looking at the frame alone. It does so by
+    ``inspect.stack``, which looks at every module that is imported, for every caller, and that sixteen times:
+    most of a second."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    def name(depth: int = 2) -> str:
+        frame = sys._getframe()
+        for _ in range(depth):
+            if frame.f_back is None:
+                return "no_method_name"
+            frame = frame.f_back
+        return frame.f_code.co_name
+
+    dynamic_rendezvous.get_method_name = name
 
 
 def read_once() -> None:
@@ -54,6 +88,30 @@ def read_once() -> None:
         return list(kept[key])
 
     adder.read_groups = read
+
+
+def tokenise_once() -> None:
+    """From now on the same many rows are tokenised once: their next file, of the same name, gets the bytes of
+    the first. Its name is a digest of everything that they depend on."""
+    from data import token_cache
+
+    real = token_cache._tokenise
+    kept: dict[str, tuple[bytes, dict[str, int]]] = {}
+
+    @functools.wraps(real)
+    def tokenise(path: Path, key: str, renderer: Renderer, rows: Collection[token_cache.Row]) -> None:
+        if key in kept:
+            content, cuts = kept[key]
+            path.write_bytes(content)
+            renderer.cuts.update(cuts)
+            return
+        before = dict(renderer.cuts)
+        real(path, key, renderer, rows)
+        if len(rows) >= MANY:
+            cuts = {what: n - before.get(what, 0) for what, n in renderer.cuts.items()}
+            kept[key] = path.read_bytes(), cuts
+
+    token_cache._tokenise = tokenise
 
 
 def train_once() -> None:

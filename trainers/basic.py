@@ -238,7 +238,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
             scores = self.correction.tokens(scores, micro)
             result = self.correction.examples(self.compute_loss(micro, scores, item), scores, micro)
             # Gradients are averaged over ranks but the loss is the global batch's mean, hence the factor.
-            # They are sharded after every microbatch: waiting would keep whole float32 gradients in memory.
+            # Several ranks shard them after every microbatch: waiting would keep whole float32 gradients in
+            # memory.
             total = result.total * (self.world.size / denominator)
             if self.balance is not None:
                 total = total + self.routers_share(self.balance.part(micro.sequences), len(micros), meters)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from common.worker_process import WorkerProcess
 from rollouts.ledger import RoundFolder
+from rollouts.vllm_sampler import VllmSampler
+from tests.programs import writers
 from tests.tiny import make_config
 from train import train
 from trainers.basic import BasicTrainer
@@ -38,6 +44,10 @@ def run_online(folder: Path, name: str, *overrides: str) -> Path:
     return folder / name
 
 
+VLLM = ("sampler=vllm", "sampler.cpu_kv_cache_gb=0.125")
+"""The real engine. Its cache is filled with zeros when it starts, with room for more than is asked of it."""
+
+
 def lines(run: Path) -> list[dict[str, Any]]:
     text = (run / "metrics.jsonl").read_text()
     return [
@@ -47,6 +57,25 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 def rounds(run: Path) -> list[RoundFolder]:
     return [RoundFolder(path) for path in sorted((run / "rounds").glob("*"))]
+
+
+def kill_while_it_samples(patch: pytest.MonkeyPatch, version: int) -> list[int]:
+    """The first engine gets a SIGKILL soon after it was asked to sample from these weights, once. It stands
+    still in between, or it might be done by then. The list gets its process id."""
+    sample, killed = VllmSampler.sample, []
+
+    def killed_soon(self: VllmSampler, *of: Any) -> Any:
+        if self.version == version and not killed:
+            [worker, *_] = self._workers
+            assert isinstance(worker, WorkerProcess) and worker.log is not None
+            (engine,) = writers(worker.log)
+            killed.append(engine)
+            os.kill(engine, signal.SIGSTOP)
+            threading.Timer(0.3, os.kill, (engine, signal.SIGKILL)).start()
+        return sample(self, *of)
+
+    patch.setattr(VllmSampler, "sample", killed_soon)
+    return killed
 
 
 class CutOffError(Exception):

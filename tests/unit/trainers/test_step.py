@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from data.balance import example_tokens, share_tokens
 from data.batches import deal, size_of
@@ -15,6 +16,7 @@ from models.reference import Reference, score, sequences_of
 from optimizers.build import lr_factor, make_optimizer, update
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
 from tests.tiny import random_groups, tiny_policy
+from trainers import basic
 from trainers.humanline import Humanline
 
 TABLE = {1: [0, 0, 1, 2, 3, 4], 2: [0, 0, 0, 2, 2, 4], 4: [0, 0, 0, 0, 0, 4]}
@@ -215,6 +217,29 @@ def test_nothing_stale_after_a_no_grad_forward(again):
         for p in (*policy.parameters(), *plain.parameters()):
             p.mul_(1.1)
     assert torch.allclose(score(policy, sequences), score(plain, sequences), atol=1e-6)
+
+
+@pytest.mark.parametrize("more", [[], ["model.dtype=bfloat16"], ["model.reshard_after_forward=false"]])
+def test_one_rank_adds_gradients_up_as_if_each_turn_were_reduced(tmp_path, monkeypatch, more):
+    """The same bits: FSDP's copy of every turn's gradients, added up there, is the slow twin."""
+    found, syncs = [], []
+    sync = FSDPModule.set_requires_gradient_sync
+
+    def noted(policy, needed, **other):
+        syncs.append(needed)
+        sync(policy, needed, **other)
+
+    monkeypatch.setattr(FSDPModule, "set_requires_gradient_sync", noted)
+    for turns in (basic.reduced_once, lambda policy, world, turns: iter(turns)):
+        monkeypatch.setattr(basic, "reduced_once", turns)
+        config = engine_config(
+            tmp_path, "dpo", "model.batch_size=8", "model.gradient_accumulation_steps=4", *more
+        )
+        trainer = make_trainer(config, tiny_policy())
+        run(config, make_segment(config, pairs=24), trainer)
+        found.append(weights(trainer))
+    assert syncs == [False, False, False, True] * 3
+    assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
 
 
 def test_humanline_off_is_infinite_bounds():
