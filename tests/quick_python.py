@@ -65,6 +65,9 @@ VLLM = (
     "vllm.model_executor.models.gpt2",
 )
 """What vLLM's engines and servers import besides."""
+PYTHON = sys.executable
+"""The Python of the tests, also where ``sys.executable`` has been made one whose imports are done. What this
+one starts is its child, as it is not of such a one."""
 SCRIPTS = {
     "torchrun": ["-m", "torch.distributed.run"],
     "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
@@ -113,7 +116,7 @@ class QuickPython:
         root: Path,
         environment: dict[str, str],
         more: tuple[str, ...] = (),
-        python: str | Path = sys.executable,
+        python: str | Path = PYTHON,
     ) -> None:
         """``root``: a copy of the repository, whose modules are imported. ``environment``: what libraries
         read while they are imported. ``more``: modules to import besides. ``python``: who runs the process;
@@ -122,7 +125,7 @@ class QuickPython:
         self.python, self.address = folder / "python", folder / "ask"
         for name in ("python", *SCRIPTS):
             script = CLIENT.format(
-                python=sys.executable,
+                python=PYTHON,
                 forwarded=[int(n) for n in FORWARDED],
                 address=str(self.address),
                 scripts=SCRIPTS,

@@ -20,11 +20,10 @@ from benchmarks.gpu_step import judged
 from models import attention, logprobs
 from models.distributed import World, start
 from rollouts.vllm_sampler import installed
+from tests.quick_python import PYTHON
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
-PYTHON = sys.executable
-"""Whatever it starts is its child, which is not so of a Python whose imports are done."""
 
 
 @pytest.fixture(scope="module")
