@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import balance, gpu, padding, quick, ranks, rounds, shared_prompts
+from benchmarks import balance, gpu, padding, quick, ranks, rounds, shared_prompts, two_trees
 from benchmarks.floor import Forward, floor, forward
 from benchmarks.measure import Sample, Spread, alternate, counted_products, in_a_row, ratio
 from benchmarks.offline_vs_humanline import floor_of, prepare, settings_of
@@ -408,6 +408,17 @@ def test_two_ranks_measure_what_one_does():
     two = ranks.started(2, ["--model", "tiny", "--data", "drawn", "--steps", "1", "--batch-pairs", "4"])
     one = ranks.measure("tiny", "drawn", 1, 4, 2)
     assert one.cpu > 0 and two.wall > 0 and two.cpu > 0.5 * one.cpu
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_python")
+def test_a_checkout_does_the_same_bits_as_itself(monkeypatch, capsys):
+    words = "--model tiny --data drawn --steps 2 --batch-pairs 2"
+    monkeypatch.setattr(sys, "argv", ["two_trees", str(ROOT), *words.split()])
+    two_trees.main()
+    text = capsys.readouterr().out
+    assert "the weights are the same to the bit" in text
+    assert len([line for line in text.splitlines() if line.startswith(("| before |", "| this |"))]) == 2
 
 
 def rounds_of(tmp_path, lag: int, count: int) -> Path:
