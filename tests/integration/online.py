@@ -45,7 +45,8 @@ def run_online(folder: Path, name: str, *overrides: str) -> Path:
 
 
 VLLM = ("sampler=vllm", "sampler.cpu_kv_cache_gb=0.125")
-"""The real engine. Its cache is filled with zeros when it starts, and has room for more than these runs ask for."""
+"""The real engine. Its cache is filled with zeros when it starts, and has room for more than these runs ask
+for."""
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
@@ -60,8 +61,8 @@ def rounds(run: Path) -> list[RoundFolder]:
 
 
 def kill_while_it_samples(patch: pytest.MonkeyPatch, version: int) -> list[int]:
-    """The first engine gets a SIGKILL soon after it was asked to sample from these weights, once. It stands still
-    in between, or it might be done by then. The list gets its process id."""
+    """The first engine gets a SIGKILL soon after it was asked to sample from these weights, once. It stands
+    still in between, or it might be done by then. The list gets its process id."""
     sample, killed = VllmSampler.sample, []
 
     def killed_soon(self: VllmSampler, *of: Any) -> Any:

@@ -160,9 +160,7 @@ def owner(world: World) -> Iterator[subprocess.Popen]:
 
 @pytest.fixture(scope="module")
 def sampler(world: World, owner: subprocess.Popen) -> Iterator[VllmSampler]:
-    config = SamplerConfig(
-        name="vllm", separate=True, cpu_kv_cache_gb=0.125, start_timeout=900, timeout=900
-    )
+    config = SamplerConfig(name="vllm", separate=True, cpu_kv_cache_gb=0.125, start_timeout=900, timeout=900)
     with VllmSampler(
         config, RENDERER, max_length=MAX_LENGTH, dtype="float32", log_dir=world.folder
     ) as sampler:
@@ -350,9 +348,7 @@ def test_an_engine_without_weights_refuses_to_sample(sampler, world):
 
 def test_log_probabilities_at_the_temperature_of_sampling(world, tmp_path):
     """An engine of its own: which of its log-probabilities vLLM says is settled when it starts."""
-    config = SamplerConfig(
-        name="vllm", separate=True, cpu_kv_cache_gb=0.125, start_timeout=900, timeout=900
-    )
+    config = SamplerConfig(name="vllm", separate=True, cpu_kv_cache_gb=0.125, start_timeout=900, timeout=900)
     sizes = {"max_length": MAX_LENGTH, "dtype": "float32", "temperature": 0.7}
     with VllmSampler(config, RENDERER, log_dir=tmp_path, **sizes) as sampler:
         sampler.load(world.written(), 0)
