@@ -45,8 +45,7 @@ def run_online(folder: Path, name: str, *overrides: str) -> Path:
 
 
 VLLM = ("sampler=vllm", "sampler.cpu_kv_cache_gb=0.125")
-"""The real engine. Its cache is filled with zeros when it starts, and has room for more than these runs ask
-for."""
+"""The real engine. Its cache is filled with zeros when it starts, with room for more than is asked of it."""
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
