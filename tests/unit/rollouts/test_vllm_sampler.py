@@ -24,6 +24,7 @@ from rollouts.vllm_sampling import VllmSampling, check_logprobs
 from tests.tiny import make_config
 from tests.tiny_tokenizers import tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_python")
 TOKENIZER = tiny_tokenizer("llama3")
 RENDERER = Renderer(TOKENIZER, max_length=64, max_prompt_length=48, template=TOKENIZER.chat_template)
 PROMPTS = [Prompt((Turn("user", text),)) for text in "abcde"]
