@@ -203,6 +203,7 @@ def test_without_vllm_the_message_says_what_to_install(tmp_path, monkeypatch):
         ("batch_size", 0),
         ("dtype", "int8"),
         ("gpu_memory_utilization", 0.0),
+        ("cpu_kv_cache_gb", 0.0),
         ("tensor_parallel", 0),
         ("data_parallel", 0),
         ("devices", [0, 1]),
