@@ -54,7 +54,7 @@ class Server:
         while not alive(self.url):
             assert self.process.poll() is None, Path(self.log.name).read_text()[-3000:]
             assert time.monotonic() < deadline
-            time.sleep(1)
+            time.sleep(0.1)
         return self
 
     def kill(self) -> None:
@@ -80,7 +80,7 @@ class Served(Server):
         while not self.ready.exists():
             assert self.process.poll() is None, Path(self.log.name).read_text()[-3000:]
             assert time.monotonic() < deadline
-            time.sleep(1)
+            time.sleep(0.1)
         (self.url,) = self.ready.read_text().splitlines()
         assert alive(self.url), "the addresses are written once all answer"
         assert f"sampler.urls=[{self.url}]" in Path(self.log.name).read_text()
