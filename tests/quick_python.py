@@ -355,9 +355,8 @@ def _execute(arguments: list[str]) -> None:
 
 
 def leave(code: int) -> None:
-    """End this process as Python does, but for taking apart what the libraries hold, and for looking for
-    garbage, as vLLM does twice at its end: a second or two."""
-    gc.collect = lambda generation=2: 0
+    """End this process as Python does, but for taking apart what the libraries hold, which costs half a
+    second."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for file in (sys.stdout, sys.stderr):

@@ -13,7 +13,7 @@ import pytest
 
 from data.instruct import embedded
 from rollouts.vllm_sampler import installed
-from tests.integration.online import lines, rounds, run_online
+from tests.integration.online import VLLM, lines, rounds, run_online
 from tests.tiny import ROOT, make_config
 from tools.make_instruct import answers
 from train import train
@@ -85,11 +85,16 @@ def test_a_run_improves_what_is_measured_and_an_author_is_compared_with(tmp_path
         pytest.param("vllm", marks=pytest.mark.skipif(not installed(), reason="vLLM is not installed")),
     ],
 )
-def test_rounds_of_stories_are_labelled_as_the_offline_pairs_are(sampler: str, tmp_path: Path) -> None:
-    own = ("sampler.enforce_eager=true",) if sampler == "vllm" else ()
+def test_rounds_of_stories_are_labelled_as_the_offline_pairs_are(
+    sampler: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    own = (f"sampler={sampler}",)
+    if sampler == "vllm":
+        request.getfixturevalue("quick_vllm")
+        own = (*VLLM, "sampler.enforce_eager=true")
     run = run_online(
         tmp_path, "r", "loss=grpo", "humanline=true", "online=true", "reward=instruct_proxy",
-        f"sampler={sampler}", "rounds.contexts=24", "rounds.contexts_per_round=12", *TASK, *own,
+        "rounds.contexts=24", "rounds.contexts_per_round=12", *TASK, *own,
     )  # fmt: skip
     for folder in rounds(run):
         means = folder.record["metrics"]

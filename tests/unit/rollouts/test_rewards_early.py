@@ -204,6 +204,7 @@ def built(folder, monkeypatch, early: bool) -> tuple[dict, str]:
     return round_.record["stages"], (folder / "round" / "scores.jsonl").read_text()
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_a_round_is_scored_while_it_is_sampled(tmp_path, monkeypatch):
     folders = {early: tmp_path / str(early) for early in (True, False)}
     found = {}

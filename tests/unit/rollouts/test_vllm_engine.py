@@ -20,9 +20,11 @@ from models.policy import Policy
 from rollouts import transfer, vllm_engine, vllm_sampler
 from rollouts.samplers import SamplingSettings
 from rollouts.vllm_engine import TransferError, VllmEngine, probe_rows
+from tests.programs import writers
 from tests.tiny import tiny_llama, tiny_policy
 from tests.unit.rollouts.test_vllm_sampler import PROMPTS, RENDERER, make
 
+pytestmark = pytest.mark.usefixtures("quick_python")
 SETTINGS = SamplingSettings(temperature=0.7, top_p=0.95, max_tokens=8)
 
 
@@ -63,7 +65,8 @@ def tiny_lora() -> Policy:
 
 
 def kill(engine: VllmEngine) -> None:
-    os.kill(engine.sampler._workers[0].pid, signal.SIGKILL)
+    (pid,) = writers(engine.sampler._workers[0].log)
+    os.kill(pid, signal.SIGKILL)
 
 
 def drawn(engine: VllmEngine) -> list[tuple[int, ...]]:
@@ -228,7 +231,7 @@ def test_adapters_that_were_asked_for_alone_are_never_merged(tmp_path):
 
 def test_kept_weights_of_either_kind_are_taken_by_engines_of_either_kind(tmp_path):
     """A run that goes on may hand over otherwise than it did before."""
-    alone, merged = engine_of_adapters(tmp_path), engine_of_adapters(tmp_path)
+    alone, merged = engine_of_adapters(tmp_path / "a"), engine_of_adapters(tmp_path / "b")
     merged.base, merged.backend = None, "shared_memory"
     merged.sampler.transfers_by("shared_memory")
     alone.publish(tmp_path / "alone", 0, True)

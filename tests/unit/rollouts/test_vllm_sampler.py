@@ -24,6 +24,7 @@ from rollouts.vllm_sampling import VllmSampling, check_logprobs
 from tests.tiny import make_config
 from tests.tiny_tokenizers import tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_python")
 TOKENIZER = tiny_tokenizer("llama3")
 RENDERER = Renderer(TOKENIZER, max_length=64, max_prompt_length=48, template=TOKENIZER.chat_template)
 PROMPTS = [Prompt((Turn("user", text),)) for text in "abcde"]
@@ -202,6 +203,7 @@ def test_without_vllm_the_message_says_what_to_install(tmp_path, monkeypatch):
         ("batch_size", 0),
         ("dtype", "int8"),
         ("gpu_memory_utilization", 0.0),
+        ("cpu_kv_cache_gb", 0.0),
         ("tensor_parallel", 0),
         ("data_parallel", 0),
         ("devices", [0, 1]),

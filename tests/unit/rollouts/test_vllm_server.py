@@ -15,6 +15,7 @@ import pytest
 from common.errors import ConfigError
 from common.worker_process import WorkerError
 from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, ended_by_itself
+from rollouts.vllm_options import WITHOUT_GPU
 from rollouts.vllm_sampler import VllmSampler
 from rollouts.vllm_server import EXTENSION, ServerEngine, check_servers, serve_command, without_adapters
 
@@ -166,6 +167,15 @@ def test_the_command_for_a_server_gives_it_places_for_adapters_where_they_are_wa
     assert "TRITON_F32_DEFAULT=ieee" in plain[: plain.index("python")], "the probe knows no TF32"
     text = " ".join(wanted)
     assert "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj v_proj --enforce" in text
+
+
+def test_without_a_gpu_the_command_leaves_out_what_only_costs_there():
+    small = replace(OPTIONS, cpu_kv_cache_gb=0.125)
+    cpu, gpu = (serve_command("m", small, "disk", 8000, without) for without in (True, False))
+    own = {f"{name}={value}" for name, value in WITHOUT_GPU.items()}
+    assert own <= set(cpu[: cpu.index("python")]) and own.isdisjoint(gpu)
+    assert cpu[-2:] == ["--kv-cache-memory-bytes", str(2**27)]
+    assert {"--enforce-eager", "--kv-cache-memory-bytes"}.isdisjoint(gpu)
 
 
 def drawn_by(stand: Stand, reason: str | None) -> Generated:
