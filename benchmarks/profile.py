@@ -97,7 +97,9 @@ def product_of(event: FunctionEvent) -> Shape | None:
     """Return the shape of the event's product; None if the event is no product."""
     if event.name not in PRODUCTS:
         return None
-    operands = shapes_of(event)[event.name == "aten::addmm" :]  # what is added comes first, a given result last
+    operands = shapes_of(event)[
+        event.name == "aten::addmm" :
+    ]  # what is added comes first, a given result last
     left, right = [s for s in operands if len(s) >= 2][:2]
     return left[-2] * (left[0] if len(left) == 3 else 1), left[-1], right[-1]
 

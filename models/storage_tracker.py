@@ -89,7 +89,7 @@ class StorageTracker(TorchDispatchMode):
             return args[0].device  # more than half of all calls, answered by the tensor itself
         for kind in types:
             if wraps(kind):
-                return NotImplemented  # a DTensor's local part, or any other wrapped tensor, is seen by itself
+                return NotImplemented  # a DTensor's local part, like any wrapped tensor, is seen by itself
         result = func(*args, **(kwargs or {}))
         tensors = (result,) if isinstance(result, Tensor) else tree_leaves(result)
         made = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]

@@ -14,12 +14,15 @@ EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 is off by 1e-3 nats and more, and the probe would refuse the engine."""
 
 KV_CACHE = "VLLM_CPU_KVCACHE_SPACE"
-"""vLLM's variable for the size of the KV cache without a GPU, in whole GiB. It overrides the engine's own option,
-so the engines of a run are started without it."""
-UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
-"""Without a GPU the engines are eager (``enforce_eager``). vLLM nevertheless compiles a function which counts
-the tokens that are likelier than a sampled one: seconds of a compiler at each start for a number that nobody
-reads here, and an error where there is no compiler."""
+"""vLLM's variable for the size of the KV cache without a GPU, in whole GiB. It overrides the engine's own
+option, so the engines of a run are started without it."""
+WITHOUT_GPU = {"TORCH_COMPILE_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Variables of an engine where there is no GPU.
+
+Such engines are eager (``enforce_eager``). vLLM nevertheless compiles a function which counts the tokens
+that are likelier than a sampled one: seconds of a compiler at each start for a number that nobody reads here,
+and an error where there is no compiler. And its servers would keep the model in a third process, which uses
+up a core for a second after everything that it is asked, only to wait."""
 
 
 def engine_options(config: SamplerConfig, max_length: int, dtype: str, temperature: float) -> EngineOptions:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import queue
 import shlex
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -24,7 +26,7 @@ import httpx2
 from common.errors import ConfigError, require
 from common.worker_process import WorkerError
 from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow, ended_by_itself
-from rollouts.vllm_options import EXACT, UNCOMPILED
+from rollouts.vllm_options import EXACT, WITHOUT_GPU
 
 EXTENSION = "rollouts.vllm_backend.WorkerExtension"
 TESTED = "0.32."
@@ -119,7 +121,7 @@ class ServerEngine:
     async def _read_adapters(self, folder: str, name: str) -> None:
         """Load adapters under a name that is new to the server. If they replaced adapters of the same name,
         they would be read again at every step (vLLM 0.32 keeps ``load_inplace`` with the name)."""
-        async with httpx2.AsyncClient(timeout=None) as client:
+        async with _client() as client:
             known = _content(await client.get(f"{self.url}/v1/models"))["data"]
             for old in (model["id"] for model in known if model["id"].startswith(ADAPTERS)):
                 _refused(await client.post(f"{self.url}/v1/unload_lora_adapter", json={"lora_name": old}))
@@ -177,9 +179,7 @@ class ServerEngine:
     ) -> list[dict[str, Any]]:
         """Return the replies, in order. ``take`` is called with each reply as it arrives."""
         room = asyncio.Semaphore(IN_FLIGHT)
-        async with httpx2.AsyncClient(
-            timeout=None, limits=httpx2.Limits(max_connections=IN_FLIGHT)
-        ) as client:
+        async with _client() as client:
 
             async def one(place: int, token_ids: TokenRow, params: dict[str, Any]) -> dict[str, Any]:
                 async with room:
@@ -204,7 +204,7 @@ class ServerEngine:
         return version, None
 
     async def _said(self, value: Any) -> tuple[str, Any]:
-        async with httpx2.AsyncClient(timeout=None) as client:
+        async with _client() as client:
             found = _content(await client.get(f"{self.url}/weight_info"))
         return str(found["weight_version"]), value
 
@@ -212,8 +212,19 @@ class ServerEngine:
         return (await self._post("collective_rpc", {"method": method, "args": list(arguments)}))["results"]
 
     async def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        async with httpx2.AsyncClient(timeout=None) as client:
+        async with _client() as client:
             return _content(await client.post(f"{self.url}/{path}", json=body))
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Return what every client would read anew, for longer than a short question takes."""
+    return httpx2.create_ssl_context()
+
+
+def _client() -> httpx2.AsyncClient:
+    limits = httpx2.Limits(max_connections=IN_FLIGHT)
+    return httpx2.AsyncClient(timeout=None, limits=limits, verify=_certificates())
 
 
 def _refused(response: httpx2.Response) -> None:
@@ -263,7 +274,7 @@ def _drawn(choice: dict[str, Any]) -> Generated:
 def serve_command(model: str, options: EngineOptions, backend: str, port: int, cpu: bool) -> list[str]:
     """Return the command that starts a server which ``sampler.urls`` accepts, as words for a shell in this
     project's folder."""
-    own = EXACT | (UNCOMPILED if cpu else {})
+    own = EXACT | (WITHOUT_GPU if cpu else {})
     words = ["env", "PYTHONPATH=.", "VLLM_SERVER_DEV_MODE=1", *(f"{k}={v}" for k, v in own.items())]
     words += [f"{UPDATING}=1"] if options.lora_rank else []
     words += ["python", "-m"]
@@ -353,7 +364,7 @@ def logprobs_mode(options: EngineOptions) -> str:
 def _asked(url: str, path: str, command: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     method = "GET" if body is None else "POST"
     try:
-        response = httpx2.request(method, f"{url}/{path}", json=body, timeout=ASK_S)
+        response = httpx2.request(method, f"{url}/{path}", json=body, timeout=ASK_S, verify=_certificates())
         if response.status_code == 200:
             return dict(response.json())
         said = f"answers {response.status_code} to /{path} ({response.text[:200]})"
@@ -375,6 +386,7 @@ def address_towards(url: str) -> str:
 def alive(url: str) -> bool:
     """Return whether the server reports that its engine is healthy."""
     try:
-        return httpx2.get(f"{url.rstrip('/')}/health", timeout=ASK_S).status_code == 200
+        asked = f"{url.rstrip('/')}/health"
+        return httpx2.get(asked, timeout=ASK_S, verify=_certificates()).status_code == 200
     except httpx2.HTTPError:
         return False

@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from common.worker_process import serve
 from rollouts.vllm_backend import EXTENSION
 from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow, ended_by_itself
-from rollouts.vllm_options import KV_CACHE, UNCOMPILED
+from rollouts.vllm_options import KV_CACHE, WITHOUT_GPU
 
 T = TypeVar("T")
 ADAPTERS = "adapters"
@@ -56,7 +56,7 @@ class Engine:
         cpu = current_platform.is_cpu()
         if cpu:
             os.environ.pop(KV_CACHE, None)
-            os.environ.update(UNCOMPILED)  # for the engine's other processes; torch has read it here
+            os.environ.update(WITHOUT_GPU)  # for the engine's other processes; torch has read it here
             torch._dynamo.config.disable = True
         return LLM(
             folder,

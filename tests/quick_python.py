@@ -330,6 +330,8 @@ def _parent_of(client: int) -> int:
 
 def _execute(arguments: list[str]) -> None:
     """What ``python <arguments>`` does."""
+    if arguments[0].startswith("-m"):  # -mpip
+        arguments = ["-m", *filter(None, [arguments[0][2:]]), *arguments[1:]]
     while arguments and arguments[0].startswith("-") and arguments[0] not in ("-c", "-m"):
         arguments = arguments[2 if arguments[0] in ("-X", "-W") else 1 :]
     path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]

@@ -9,16 +9,21 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import yaml
 from hydra._internal.hydra import Hydra
 
+if TYPE_CHECKING:
+    from data.chat import Renderer
+
 LEFT_THREADS = {"python", "python3", "jemalloc_bg_thd"}
 """Threads of a process that may be forked: its own, and one of an allocator that looks after itself."""
+MANY = 2_000
+"""Rows whose tokens are kept: fewer are soon tokenised, and are what a test makes up."""
 SETTINGS = (
     "loss=dpo humanline=true n_examples=4 model.batch_size=2 n_eval_examples=2 n_eval_prompts=1 "
     "wandb.enabled=false"
@@ -31,6 +36,7 @@ def warm_up() -> None:
     compose_quickly()
     launch_quickly()
     read_once()
+    tokenise_once()
     train_once()
 
 
@@ -48,9 +54,9 @@ def compose_quickly() -> None:
 
 
 def launch_quickly() -> None:
-    """From now on torchrun names its own callers, for a log, by looking at the frame alone. ``inspect.stack``,
-    by which it does, looks at every module that is imported, for every caller, and that sixteen times: most of
-    a second."""
+    """From now on torchrun names its own callers, for a log, by looking at the frame alone. It does so by
+    ``inspect.stack``, which looks at every module that is imported, for every caller, and that sixteen times:
+    most of a second."""
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     def name(depth: int = 2) -> str:
@@ -82,6 +88,30 @@ def read_once() -> None:
         return list(kept[key])
 
     adder.read_groups = read
+
+
+def tokenise_once() -> None:
+    """From now on the same many rows are tokenised once: their next file, of the same name, gets the bytes of
+    the first. Its name is a digest of everything that they depend on."""
+    from data import token_cache
+
+    real = token_cache._tokenise
+    kept: dict[str, tuple[bytes, dict[str, int]]] = {}
+
+    @functools.wraps(real)
+    def tokenise(path: Path, key: str, renderer: Renderer, rows: Collection[token_cache.Row]) -> None:
+        if key in kept:
+            content, cuts = kept[key]
+            path.write_bytes(content)
+            renderer.cuts.update(cuts)
+            return
+        before = dict(renderer.cuts)
+        real(path, key, renderer, rows)
+        if len(rows) >= MANY:
+            cuts = {what: n - before.get(what, 0) for what, n in renderer.cuts.items()}
+            kept[key] = path.read_bytes(), cuts
+
+    token_cache._tokenise = tokenise
 
 
 def train_once() -> None:

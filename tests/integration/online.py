@@ -45,7 +45,7 @@ def run_online(folder: Path, name: str, *overrides: str) -> Path:
 
 
 VLLM = ("sampler=vllm", "sampler.cpu_kv_cache_gb=0.125")
-"""The real engine. Its cache is filled with zeros when it starts, and has room for more than these runs ask for."""
+"""The real engine. Its cache is filled with zeros when it starts, with room for more than is asked of it."""
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
@@ -60,18 +60,18 @@ def rounds(run: Path) -> list[RoundFolder]:
 
 
 def kill_while_it_samples(patch: pytest.MonkeyPatch, version: int) -> list[int]:
-    """The first engine gets a SIGKILL soon after it was asked to sample from these weights, once. It stands still
-    in between, or it might be done by then. The list gets its process id."""
+    """The first engine gets a SIGKILL soon after it was asked to sample from these weights, once. It stands
+    still in between, or it might be done by then. The list gets its process id."""
     sample, killed = VllmSampler.sample, []
 
     def killed_soon(self: VllmSampler, *of: Any) -> Any:
         if self.version == version and not killed:
             [worker, *_] = self._workers
             assert isinstance(worker, WorkerProcess) and worker.log is not None
-            killed.append(worker.pid)
-            for pid in writers(worker.log):
-                os.kill(pid, signal.SIGSTOP)
-            threading.Timer(0.3, os.kill, (worker.pid, signal.SIGKILL)).start()
+            (engine,) = writers(worker.log)
+            killed.append(engine)
+            os.kill(engine, signal.SIGSTOP)
+            threading.Timer(0.3, os.kill, (engine, signal.SIGKILL)).start()
         return sample(self, *of)
 
     patch.setattr(VllmSampler, "sample", killed_soon)

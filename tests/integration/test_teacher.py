@@ -24,6 +24,7 @@ from jobs import stages
 from models.pretrained import load_policy, load_tokenizer
 from rollouts.rewards.base import Missing
 from rollouts.rewards.teacher import EndpointTeacher, LocalTeacher, Sample
+from rollouts.vllm_options import WITHOUT_GPU
 from rollouts.vllm_sampler import installed
 from tests.integration.online import lines, rounds, run_online
 from tests.programs import until
@@ -77,7 +78,7 @@ def test_a_token_is_worth_what_the_teacher_thinks_more_of_it():
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[str]:
+def server(tmp_path_factory, quick_vllm) -> Iterator[str]:
     """The teacher behind vLLM's own server."""
     port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
     words = [
@@ -90,8 +91,9 @@ def server(tmp_path_factory) -> Iterator[str]:
         str(port),
     ]
     words += ["--served-model-name", "sums", "--dtype", "float32", "--max-model-len", "32", "--enforce-eager"]
+    words += ["--kv-cache-memory-bytes", str(2**27)]
     with log.open("wb") as out:
-        environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+        environment = os.environ | WITHOUT_GPU
         process = subprocess.Popen(
             words, stdout=out, stderr=out, env=environment, cwd=ROOT, start_new_session=True
         )
@@ -155,8 +157,8 @@ def exact_kl(folder, prompts: list[np.ndarray], groups: list[Group]) -> float:
 def test_the_student_comes_nearer_to_its_teacher(tmp_path):
     """The reward of a round is an estimate of -KL(student || teacher), nats a token. It rises; and on the
     first round's own tokens, which only the first student wrote, the divergence itself falls."""
-    more = ("rounds.contexts=576", "rounds.contexts_per_round=96", "rounds.samples=8", "model.batch_size=96")
-    run = run_online(tmp_path, "r", *DISTIL, *more, "lr=1e-3", "loss.beta=0")
+    more = ("rounds.contexts=288", "rounds.contexts_per_round=48", "rounds.samples=8", "model.batch_size=48")
+    run = run_online(tmp_path, "r", *DISTIL, *more, "sampler.max_tokens=24", "lr=1e-3", "loss.beta=0")
     kl = [-folder.record["metrics"]["reward"] for folder in rounds(run)]
     assert len(kl) == 6 and kl[-1] < 0.9 * kl[0]
     assert all(line["loss"] is not None for line in lines(run))

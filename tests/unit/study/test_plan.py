@@ -14,7 +14,9 @@ from launch.composing import Composer, compose_config
 from study.__main__ import forecast, main
 from study.plan import CHOSEN as FILE_OF_CHOSEN
 from study.plan import FULL, MAIN, PLAN, QUICK, TASKS, read_chosen, read_plan
+from study.records import read_records
 from study.tuning import best, beyond, tune
+from tests.tiny import ROOT
 
 PLANNED = read_plan()
 CHOSEN = {cell: dict(zip(PLANNED.tuned(cell), (1e-4, 0.3), strict=True)) for cell in PLANNED.main}
@@ -254,6 +256,17 @@ def test_what_full_chose_is_there_for_quick_and_was_tried():
         key, before = PLANNED.then[cell]
         doublings = math.log2(found[key] / before)
         assert found["lr"] in PLANNED.lrs and doublings == pytest.approx(round(doublings), abs=0.01)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_published_choices_follow_from_the_published_runs_and_none_is_at_a_grid_s_edge(task):
+    plan, published = read_plan(TASKS[task]), ROOT / "docs" / "study" / task / "runs.jsonl"
+    known = {record.name: record.after.get(plan.metric) for record in read_records(published)}
+    found = tune(plan, lambda runs: {run.name: known[run.name] for run in runs})
+    assert found.chosen == read_chosen(TASKS[task].with_name(FILE_OF_CHOSEN), plan)
+    for cell in plan.main:
+        for key, grid in (("lr", found.lrs[cell]), (plan.then[cell][0], found.then[cell])):
+            assert min(grid) < found.chosen[cell][key] < max(grid), (cell, key)
 
 
 def test_a_cell_like_none_is_refused(tmp_path):
