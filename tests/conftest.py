@@ -6,12 +6,14 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.dont_write_bytecode = False  # each worker would rewrite the assertions of every test: a third of its start
 
 from tests import programs
 from tests.blank_charts import blank_charts
@@ -24,6 +26,14 @@ tokenise_once()
 atexit.register(gc.unfreeze)  # or libraries would complain of what they find at the very end
 UNIT = Path(__file__).parent / "unit"
 SMALL_GPUS = programs.ROOT / ".venv" / "small-gpus"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The processes that share the tests share what programs are forked from; whose CPU seconds programs
+    take is known only where each has its own."""
+    shares = bool(config.getoption("numprocesses")) and not hasattr(config, "workerinput")
+    if shares and "HUMANLINE_TEST_CPU_LOG" not in os.environ:
+        programs.share()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
