@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.dont_write_bytecode = False  # each worker would rewrite the assertions of every test: a third of its start
 
 from tests import programs
 from tests.blank_charts import blank_charts
 from tests.quick_start import compose_quickly, read_once, tokenise_once
 
 gc.disable()  # until everything is imported: a quarter of the time that it takes would be spent on looking
+sys.dont_write_bytecode = False  # or each worker rewrites the assertions of every test: a third of its start
 compose_quickly()
 read_once()
 tokenise_once()
