@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,12 +19,21 @@ from tests.blank_charts import blank_charts
 from tests.quick_start import compose_quickly, read_once, tokenise_once
 
 gc.disable()  # until everything is imported: a quarter of the time that it takes would be spent on looking
+sys.dont_write_bytecode = False  # or each worker rewrites the assertions of every test: a third of its start
 compose_quickly()
 read_once()
 tokenise_once()
 atexit.register(gc.unfreeze)  # or libraries would complain of what they find at the very end
 UNIT = Path(__file__).parent / "unit"
 SMALL_GPUS = programs.ROOT / ".venv" / "small-gpus"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The processes that share the tests share what programs are forked from; whose CPU seconds programs
+    take is known only where each has its own."""
+    shares = bool(config.getoption("numprocesses")) and not hasattr(config, "workerinput")
+    if shares and "HUMANLINE_TEST_CPU_LOG" not in os.environ:
+        programs.share()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

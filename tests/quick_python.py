@@ -117,10 +117,12 @@ class QuickPython:
         environment: dict[str, str],
         more: tuple[str, ...] = (),
         python: str | Path = PYTHON,
+        stdin: int = subprocess.PIPE,
     ) -> None:
         """``root``: a copy of the repository, whose modules are imported. ``environment``: what libraries
         read while they are imported. ``more``: modules to import besides. ``python``: who runs the process;
-        where that is another's, it begins with what that one has imported."""
+        where that is another's, it begins with what that one has imported. ``stdin``: what ends the process
+        when it is closed, if not ``close`` does."""
         folder.mkdir(parents=True, exist_ok=True)
         self.python, self.address = folder / "python", folder / "ask"
         for name in ("python", *SCRIPTS):
@@ -136,14 +138,19 @@ class QuickPython:
             [str(python), "-m", "tests.quick_python", str(self.address), str(self.python), *more],
             cwd=root,
             env=environment | {"PYTHONPATH": str(root)},
-            stdin=subprocess.PIPE,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
+        self._pid = 0
+
+    def ready(self) -> QuickPython:
+        """Wait until programs may be asked of it, and return it."""
         assert self._server.stdout is not None
         said, _, pid = self._server.stdout.readline().partition(b" ")
         assert said == b"ready", "the imports failed: see the output above"
         self._pid = int(pid)
+        return self
 
     def close(self) -> None:
         """End it, and everything that it runs."""
@@ -157,7 +164,7 @@ class QuickPython:
         return sum(map(int, status[11:15])) / os.sysconf("SC_CLK_TCK")
 
     def __enter__(self) -> QuickPython:
-        return self
+        return self.ready()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -175,11 +182,10 @@ def main(address: str, python: str, *more: str) -> int:
     for name in (*HEAVY, *more):
         importlib.import_module(name)
     quick_start.warm_up()
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(address)
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
+    listener.bind(f"{address}.new")
     listener.listen(64)
+    os.rename(f"{address}.new", address)  # whoever finds it is answered
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)

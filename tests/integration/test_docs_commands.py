@@ -217,7 +217,7 @@ class Workspace:
             FIRST: "tests.blank_charts:blank_charts",
         }
         (folder / "home").mkdir()
-        self.python = QuickPython(tools, folder, self.environment)
+        self.python = QuickPython(tools, folder, self.environment).ready()
         installed(folder)
         slurm(tools)
         self.do("python -m tests.docs_workspace")

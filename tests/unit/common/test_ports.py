@@ -21,7 +21,7 @@ def test_a_port_that_is_listened_on_is_not_free(monkeypatch):
         busy = taken.getsockname()[1]
         other = ports.free_port()
         free.bind(("127.0.0.1", other))
-        everything_else = [port for port in range(65_536) if port not in (busy, other)]
+        everything_else = frozenset(range(65_536)) - {busy, other}
         monkeypatch.setattr(ports, "outgoing_ports", lambda: everything_else)
         found = ports.free_port()  # of the two that are left, both are taken
         assert found not in (busy, other) and found > 0
