@@ -133,7 +133,7 @@ def until(condition: Callable[[], Any], said: Callable[[], str] = str, seconds: 
     while not condition():
         assert time.monotonic() < end, said()
         time.sleep(pause)
-        pause = min(1.1 * pause, 0.2)
+        pause = min(1.1 * pause, 0.05)
 
 
 def use_quick_python(patch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 LEFT_THREADS = {"python", "python3", "jemalloc_bg_thd"}
 """Threads of a process that may be forked: its own, and one of an allocator that looks after itself."""
-MANY = 2_000
-"""Rows whose tokens are kept: fewer are soon tokenised, and are what a test makes up."""
+MANY, MOST = 2_000, 600_000
+"""The least rows whose tokens are kept, since fewer are soon tokenised, and the most bytes of them: the embedded
+task's pairs have half a million."""
 SETTINGS = (
     "loss=dpo humanline=true n_examples=4 model.batch_size=2 n_eval_examples=2 n_eval_prompts=1 "
     "wandb.enabled=false"
@@ -43,9 +44,9 @@ def compose_quickly() -> None:
 
 
 def launch_quickly() -> None:
-    """From now on torchrun names its own callers, for a log, by looking at the frame alone. ``inspect.stack``,
-    by which it does, looks at every module that is imported, for every caller, and that sixteen times: most of
-    a second."""
+    """From now on torchrun names its own callers, for a log, by looking at the frame alone. It does so by
+    ``inspect.stack``, which looks at every module that is imported for each caller of a caller: most of a
+    second."""
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     def name(depth: int = 2) -> str:
@@ -95,7 +96,7 @@ def tokenise_once() -> None:
             return
         before = dict(renderer.cuts)
         real(path, key, renderer, rows)
-        if len(rows) >= MANY:
+        if len(rows) >= MANY and path.stat().st_size < MOST:
             cuts = {what: n - before.get(what, 0) for what, n in renderer.cuts.items()}
             kept[key] = path.read_bytes(), cuts
 
