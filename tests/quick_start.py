@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 LEFT_THREADS = {"python", "python3", "jemalloc_bg_thd"}
 """Threads of a process that may be forked: its own, and one of an allocator that looks after itself."""
 MANY, MOST = 2_000, 600_000
-"""The least rows whose tokens are kept, since fewer are soon tokenised, and the most bytes of them: the embedded
-task's pairs have half a million."""
+"""The least rows whose tokens are kept, since fewer are soon tokenised, and the most bytes of them: those of
+the embedded task's pairs are half a million."""
 SETTINGS = (
     "loss=dpo humanline=true n_examples=4 model.batch_size=2 n_eval_examples=2 n_eval_prompts=1 "
     "wandb.enabled=false"
