@@ -20,7 +20,7 @@ from data.kinds import advice
 from data.selection import places
 from data.sources import Loaded, load_splits
 from data.token_cache import TokenCache
-from data.types import Example, Group
+from data.types import Example, Group, Prompt
 from data.vocabulary import check_vocabulary
 from jobs.lengths import examples_of, stretches
 from models.distributed import on_main
@@ -41,6 +41,8 @@ class Plan:
     """Kind of shortening -> number of times that it was applied to the training rows."""
     ends: tuple[int, ...] = ()
     """Total number of examples at the end of each stretch of an extended run (``jobs.lengths``), else ()."""
+    prompts: tuple[Prompt, ...] = ()
+    """Online: the prompts that are sampled, all that can be rendered."""
 
     @property
     def steps(self) -> int:

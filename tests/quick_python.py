@@ -149,8 +149,7 @@ def main(address: str, python: str) -> int:
         importlib.import_module(name)
     quick_start.compose_quickly()
     quick_start.launch_quickly()
-    quick_start.read_once()
-    quick_start.tokenise_once()
+    quick_start.prepare_once()
     quick_start.train_once()
     with contextlib.suppress(FileNotFoundError):
         os.unlink(address)

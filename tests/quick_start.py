@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -17,7 +17,10 @@ import yaml
 from hydra._internal.hydra import Hydra
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from data.chat import Renderer
+    from data.types import Prompt
 
 LEFT_THREADS = {"python", "python3", "jemalloc_bg_thd"}
 """Threads of a process that may be forked: its own, and one of an allocator that looks after itself."""
@@ -58,6 +61,13 @@ def launch_quickly() -> None:
         return frame.f_code.co_name
 
     dynamic_rendezvous.get_method_name = name
+
+
+def prepare_once() -> None:
+    """From now on what every run makes of the embedded task's data is made once."""
+    read_once()
+    tokenise_once()
+    render_once()
 
 
 def read_once() -> None:
@@ -101,6 +111,30 @@ def tokenise_once() -> None:
             kept[key] = path.read_bytes(), cuts
 
     token_cache._tokenise = tokenise
+
+
+def render_once() -> None:
+    """From now on the same many prompts, which ``read_once`` gives as the same objects, are rendered once."""
+    from data.chat import Renderer
+
+    real = Renderer.prompts
+    kept: dict[tuple[str, tuple[Prompt, ...]], tuple[list[np.ndarray | str], dict[str, int]]] = {}
+
+    def prompts(self: Renderer, given: Iterable[Prompt]) -> list[np.ndarray | str]:
+        asked = tuple(given)
+        if not MANY <= len(asked) <= 2 * MANY:
+            return real(self, asked)
+        key = self.fingerprint, asked
+        if key not in kept:
+            before = dict(self.cuts)
+            found = real(self, asked)
+            kept[key] = found, {what: n - before.get(what, 0) for what, n in self.cuts.items()}
+            return list(found)
+        found, cuts = kept[key]
+        self.cuts.update(cuts)
+        return list(found)
+
+    Renderer.prompts = prompts  # type: ignore[method-assign]
 
 
 def train_once() -> None:

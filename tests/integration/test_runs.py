@@ -30,9 +30,9 @@ from train import train
 from trainers.basic import BasicTrainer
 
 SMALL = (
-    "n_examples=96",
-    "model.batch_size=8",
-    "n_eval_examples=12",
+    "n_examples=48",
+    "model.batch_size=4",
+    "n_eval_examples=8",
     "n_eval_prompts=8",
     "wandb.enabled=false",
     "lr=1e-3",
@@ -97,7 +97,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "model" / "model.safetensors")
 
 
-EVERY = ("eval_every=32", "save_every=24")
+EVERY = ("eval_every=16", "save_every=12")
 """Evaluations and checkpoints at different steps."""
 VARIANTS = [
     ("dpo", "humanline=false"),
@@ -141,8 +141,8 @@ def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_when_it_goe
     with monkeypatch.context() as patch:
         patch.setattr(RunWatch, "before_step", before_step)
         with pytest.raises(Requeue):
-            train(settings(tmp_path, cache, "eval_every=32"), "stopped")
-    train(settings(tmp_path, cache, "eval_every=32", "resume=true"), "stopped")
+            train(settings(tmp_path, cache, "eval_every=16"), "stopped")
+    train(settings(tmp_path, cache, "eval_every=16", "resume=true"), "stopped")
     one, stopped = (timeless(lines(run)) for run in (undisturbed, tmp_path / "stopped"))
     assert one == stopped and [r["step"] for r in stopped if "eval_loss" in r] == [0, 4, 8]
 
@@ -152,14 +152,14 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, cache, monkeypatch, capfd
     with monkeypatch.context() as patch:
         crash_before(patch, 9)
         with pytest.raises(CrashError):
-            train(settings(tmp_path, cache, "save_every=24"), "hurt")
+            train(settings(tmp_path, cache, "save_every=12"), "hurt")
     newest, older = sorted((tmp_path / "hurt" / "checkpoints").iterdir())[::-1][:2]
     shard = next(newest.glob("*.distcp"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 255
     shard.write_bytes(content)
     (tmp_path / "hurt" / "checkpoints" / "step_00000010.part").mkdir()  # one that was being written
-    train(settings(tmp_path, cache, "resume=true", "save_every=24"), "hurt")
+    train(settings(tmp_path, cache, "resume=true", "save_every=12"), "hurt")
     out = capfd.readouterr().out
     assert f"{newest} is damaged" in out and f"resumed before step {int(older.name[5:])}" in out
     hurt = weights(tmp_path / "hurt")
@@ -170,43 +170,43 @@ def test_a_checkpoint_without_its_state_spoils_no_later_one(tmp_path, cache, mon
     with monkeypatch.context() as patch:
         crash_before(patch, 9)
         with pytest.raises(CrashError):
-            train(settings(tmp_path, cache, "save_every=24", "keep_checkpoints=2"), "run")
+            train(settings(tmp_path, cache, "save_every=12", "keep_checkpoints=2"), "run")
     kept = sorted((tmp_path / "run" / "checkpoints").iterdir())
     (kept[-1] / "state.json").unlink()
     own = tmp_path / "run" / "checkpoints" / "step_00000001_of_mine"
     shutil.copytree(kept[0], own)
-    train(settings(tmp_path, cache, "resume=true", "save_every=16", "keep_checkpoints=2"), "run")
+    train(settings(tmp_path, cache, "resume=true", "save_every=8", "keep_checkpoints=2"), "run")
     assert "could not be written" not in capfd.readouterr().out
     assert own.is_dir() and len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2 + 1
 
 
 def test_a_run_that_is_there_is_not_touched_unless_told_to(tmp_path, cache):
-    train(settings(tmp_path, cache, "n_examples=16"), "run")
+    train(settings(tmp_path, cache, "n_examples=8"), "run")
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
     with pytest.raises(ConfigError, match="overwrite=true"):
-        train(settings(tmp_path, cache, "n_examples=16"), "run")
+        train(settings(tmp_path, cache, "n_examples=8"), "run")
     with pytest.raises(ConfigError, match=r"lr=0.002: was 0.001 when"):
-        train(settings(tmp_path, cache, "n_examples=16", "resume=true", "lr=2e-3"), "run")
+        train(settings(tmp_path, cache, "n_examples=8", "resume=true", "lr=2e-3"), "run")
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
-    train(settings(tmp_path, cache, "n_examples=16", "resume=true"), "fresh")  # nothing to resume: starts
+    train(settings(tmp_path, cache, "n_examples=8", "resume=true"), "fresh")  # nothing to resume: starts
     assert (tmp_path / "fresh" / "summary.json").exists()
 
 
 def test_a_refused_start_deletes_nothing_and_does_not_stand_in_the_way(tmp_path, cache):
-    few = settings(tmp_path, cache, "n_examples=16", "overwrite=true")
+    few = settings(tmp_path, cache, "n_examples=8", "overwrite=true")
     train(few, "there")
     before = everything(tmp_path / "there")
     weightless = tmp_path / "weightless"
     shutil.copytree(ROOT / "assets/adder/model", weightless, ignore=shutil.ignore_patterns("*.safetensors"))
-    wrong = settings(tmp_path, cache, "n_examples=16", "overwrite=true", f"model.name_or_path={weightless}")
+    wrong = settings(tmp_path, cache, "n_examples=8", "overwrite=true", f"model.name_or_path={weightless}")
     for name in ("there", "new"):
         with pytest.raises(ConfigError, match="name_or_path"):
             train(wrong, name)
     assert not (tmp_path / "new").exists()
     now = everything(tmp_path / "there")
     assert {k: v for k, v in now.items() if k != LOCK} == {k: v for k, v in before.items() if k != LOCK}
-    train(settings(tmp_path, cache, "n_examples=16"), "new")
-    train(settings(tmp_path, cache, "n_examples=16", "overwrite=true", "lr=2e-3"), "there")
+    train(settings(tmp_path, cache, "n_examples=8"), "new")
+    train(settings(tmp_path, cache, "n_examples=8", "overwrite=true", "lr=2e-3"), "there")
     assert "lr: 0.002" in (tmp_path / "there" / "config.yaml").read_text()
 
 
@@ -217,10 +217,10 @@ def test_a_disk_that_is_full_when_a_run_goes_on_costs_it_nothing(
     with monkeypatch.context() as patch:
         crash_before(patch, 8)
         with pytest.raises(CrashError):
-            train(settings(small_disk, cache, "save_every=24"), "run")
+            train(settings(small_disk, cache, "save_every=12"), "run")
     kept = everything(small_disk / "run" / "checkpoints")
     record = (small_disk / "run" / "config.yaml").read_bytes()
-    going_on = settings(small_disk, cache, "save_every=16", "resume=true")
+    going_on = settings(small_disk, cache, "save_every=8", "resume=true")
     fill(small_disk)
     with pytest.raises((OSError, StoppedError)):
         train(going_on, "run")
@@ -236,7 +236,7 @@ def test_a_disk_that_is_full_when_a_run_goes_on_costs_it_nothing(
 
 
 def test_what_a_run_leaves_loads_in_transformers_and_chains(tmp_path, cache):
-    summary = train(settings(tmp_path, cache, "loss=kto", "humanline=true", "eval_every=48"), "run")
+    summary = train(settings(tmp_path, cache, "loss=kto", "humanline=true", "eval_every=24"), "run")
     run = tmp_path / "run"
     model, tokenizer = (cls.from_pretrained(run / "model") for cls in (AutoModelForCausalLM, AutoTokenizer))
     assert model.dtype == torch.float32 and tokenizer.chat_template
@@ -274,7 +274,7 @@ def test_what_a_run_leaves_loads_in_transformers_and_chains(tmp_path, cache):
         "model/generation_config.json",
     ):
         assert (run / name).stat().st_size > 0
-    train(settings(tmp_path, cache, "loss=dpo", f"model.name_or_path={run}", "n_examples=8"), "next")
+    train(settings(tmp_path, cache, "loss=dpo", f"model.name_or_path={run}", "n_examples=4"), "next")
 
 
 def test_with_syncing_drift_is_measured_on_some_batches_and_the_report_says_on_how_many(tmp_path, cache):
@@ -295,7 +295,7 @@ def test_with_syncing_drift_is_measured_on_some_batches_and_the_report_says_on_h
 
 def test_the_last_and_the_best_checkpoints_stay_and_any_is_exported(tmp_path, cache):
     train(
-        settings(tmp_path, cache, "eval_every=16", "keep_best=eval_loss", "keep_checkpoints=2", "lr=0.02"),
+        settings(tmp_path, cache, "eval_every=8", "keep_best=eval_loss", "keep_checkpoints=2", "lr=0.02"),
         "run",
     )
     kept = [int(p.name[5:]) for p in Checkpoints(tmp_path / "run" / "checkpoints", None, 2).all()]
@@ -325,7 +325,7 @@ def test_a_dry_run_writes_nothing(tmp_path, cache, capfd):
     described = train(settings(tmp_path / "runs", tmp_path / "cache", "dry_run=true"), "run")
     assert described["steps"] == 12 and not (tmp_path / "runs").exists() and not (tmp_path / "cache").exists()
     out = capfd.readouterr().out
-    assert "12 steps of 8" in out and "GiB" in out and "2560 rows read" in out
+    assert "12 steps of 4" in out and "GiB" in out and "2560 rows read" in out
 
 
 def test_gradients_that_are_not_finite_stop_the_run_after_n_and_leave_their_batches(
@@ -351,7 +351,7 @@ def test_gradients_that_are_not_finite_stop_the_run_after_n_and_leave_their_batc
     assert [r["step"] for r in records if r.get("skipped")] == [2, 4, 5, 6]
     assert all(r["loss"] == r["loss"] and r["loss"] is not None for r in records if r["step"] in (1, 3))
     left = sorted((tmp_path / "run" / "skipped").iterdir())
-    assert len(left) == 4 and len(left[0].read_text().splitlines()) == 8
+    assert len(left) == 4 and len(left[0].read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_a_killed_process_goes_on(tmp_path, cache, whole, number, code):
         *method,
         "resume=true",
         "exp_name=run",
-        "save_every=8",
+        "save_every=4",
         f"runs_dir={tmp_path}",
         f"cache_dir={cache}",
         *SMALL,
