@@ -23,11 +23,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from tests.quick_python import FIRST, QuickPython
+
+if TYPE_CHECKING:  # ranks import this module too
+    import pytest
 
 ROOT = Path(__file__).parent.parent
 HANG = 900.0

@@ -65,19 +65,27 @@ class Second:
     def close(self): ...
 
 
-@pytest.fixture(autouse=True)
-def second(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def second():
     def second(config, renderer, world, log_dir):
         return SimpleNamespace(
             engine=lambda policy, prompts: Second(policy, renderer, world), close=lambda: None
         )
 
-    monkeypatch.setattr(jobs.online, "make_sampling", second)
-    monkeypatch.setattr(Second, "threads", set())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs.online, "make_sampling", second)
+        yield
 
 
-def test_a_round_is_sampled_from_where_the_one_before_started(tmp_path):
-    run = run_online(tmp_path, "r", *LAGGING)
+@pytest.fixture(scope="module")
+def whole(second, tmp_path_factory):
+    """A run that nothing disturbs."""
+    Second.threads.clear()
+    return run_online(tmp_path_factory.mktemp("whole"), "whole", *LAGGING)
+
+
+def test_a_round_is_sampled_from_where_the_one_before_started(whole):
+    run = whole
     assert len(Second.threads) > 1, "nothing was sampled beside the training"
     records = [folder.record for folder in rounds(run)]
     begins = [min(line["step"] for line in lines(run) if line["round"] == i) for i in range(4)]
@@ -103,20 +111,24 @@ def test_two_rounds_before(tmp_path):
     assert not list(run.glob("rounds/*/weights"))
 
 
-def test_interrupted_inside_a_round(tmp_path):
+def closed_when_sampled(self, close=jobs.online.Online.close):
+    """The reward of a run that is cut off ends after the thread that scores with it, which lives on in this
+    process, as it would not in a killed one."""
+    for thread in threading.enumerate():
+        if "(_run)" in thread.name:
+            thread.join()
+    close(self)
+
+
+def test_interrupted_inside_a_round(whole, tmp_path):
     """The round ahead had not been sampled (its files are taken away): the weights that it was to come from
     are still there."""
-    whole = run_online(tmp_path, "whole", *LAGGING)
     at = next(line["step"] for line in lines(whole) if line["round"] == 1) + 1
     with cut_off(at) as patch:
         # the weights stay, as where nothing was sampled yet
         patch.setattr(RoundBuilder, "_sampled", lambda self, folder: None)
-        try:
-            run_online(tmp_path, "r", *LAGGING)
-        finally:  # a thread lives on in this process, as it would not in a killed one
-            for thread in threading.enumerate():
-                if "(_run)" in thread.name:
-                    thread.join()
+        patch.setattr(jobs.online.Online, "close", closed_when_sampled)
+        run_online(tmp_path, "r", *LAGGING)
     ahead = rounds(tmp_path / "r")[2]
     assert ahead.done("groups")
     for stage in ("samples", "scores", "groups"):
@@ -126,10 +138,11 @@ def test_interrupted_inside_a_round(tmp_path):
 
 
 @pytest.mark.parametrize("fill", ["true", "false"])
-def test_killed_before_the_groups_of_a_round_ahead_are_written(tmp_path, monkeypatch, fill):
+def test_killed_before_the_groups_of_a_round_ahead_are_written(whole, tmp_path, monkeypatch, fill):
     """Whether more must be sampled for a round is known from its groups alone: until then its weights
     stay."""
-    whole = run_online(tmp_path, "whole", *LAGGING, f"rounds.fill={fill}")
+    if fill == "true":  # by default it is not
+        whole = run_online(tmp_path, "whole", *LAGGING, "rounds.fill=true")
     write = RoundFolder.write
 
     def killed(self, stage, *others):
