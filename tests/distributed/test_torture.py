@@ -6,5 +6,5 @@ from tests.distributed.torture import forked, torture
 
 
 def test_a_run_that_is_killed_and_damaged_ends_like_the_undisturbed_one(tmp_path):
-    done = torture(tmp_path, kills=4, steps=40, seed=3, start=forked)
+    done = torture(tmp_path, kills=4, steps=24, seed=3, start=forked)
     assert sum(done.values()) >= 3

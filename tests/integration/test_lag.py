@@ -28,8 +28,8 @@ LAGGING = (
     "loss=dpo",
     "sampler=vllm",
     "rounds.lag=1",
-    "rounds.contexts=96",
-    "rounds.contexts_per_round=24",
+    "rounds.contexts=48",
+    "rounds.contexts_per_round=12",
     "model.batch_size=4",
     "save_every=4",
 )
@@ -96,18 +96,18 @@ def test_a_round_is_sampled_from_where_the_one_before_started(whole):
     assert all(0 <= share <= 1 for record in records for share in record["idle"].values())
     assert not list(run.glob("rounds/*/weights"))
     ids = [line["id"] for folder in rounds(run) for line in folder.read("samples")]
-    assert len(ids) == 96 == len(set(ids))
+    assert len(ids) == 48 == len(set(ids))
 
 
 def test_two_rounds_before(tmp_path):
     """Rounds 0 to 2 come from the initial weights, round i after them from those that round i - 2 began
     with."""
-    run = run_online(tmp_path, "r", *LAGGING, "rounds.lag=2", "rounds.contexts=120")
+    run = run_online(tmp_path, "r", *LAGGING, "rounds.lag=2", "rounds.contexts=60")
     records = [folder.record for folder in rounds(run)]
     begins = [min(line["step"] for line in lines(run) if line["round"] == i) for i in range(5)]
     assert [record["sampled_step"] for record in records] == [0, 0, 0, begins[1], begins[2]]
     assert len({record["weights"] for record in records}) == 3
-    assert [record["contexts"] for record in records] == [[24 * i, 24 * (i + 1)] for i in range(5)]
+    assert [record["contexts"] for record in records] == [[12 * i, 12 * (i + 1)] for i in range(5)]
     assert not list(run.glob("rounds/*/weights"))
 
 
