@@ -26,7 +26,7 @@ def settings(loss: str, online: bool, humanline: bool) -> list[str]:
         "sync_freq=2",
         "lr=1e-3",
         *BOUNDS,
-        *(["rounds.contexts=48", "rounds.contexts_per_round=24"] if online else ["n_examples=40"]),
+        *(["rounds.contexts=64", "rounds.contexts_per_round=32"] if online else ["n_examples=40"]),
     ]
 
 
@@ -59,7 +59,7 @@ def prove(run, loss, online, humanline):
     assert (run / "rounds").exists() is online
     if online:
         assert sum(folder.record["steps"] for folder in rounds(run)) == len(log)
-        assert [folder.record["contexts"] for folder in rounds(run)] == [[0, 24], [24, 48]]
+        assert [folder.record["contexts"] for folder in rounds(run)] == [[0, 32], [32, 64]]
         assert all(
             c.token_ids for folder in rounds(run) for group in folder.groups() for c in group.completions
         )
