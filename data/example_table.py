@@ -13,7 +13,7 @@ import numpy as np
 
 from data.balance import row_tokens
 from data.token_rows import Rendered, TokenRows
-from data.types import Completion, Example, Group, Prompt, Sequence
+from data.types import Completion, Example, Group, Prompt, Sequence, row_key
 from data.views import View
 
 ExampleGroups = Seq[tuple[Example, ...]]
@@ -181,6 +181,41 @@ class ExampleTable(Seq[tuple[Example, ...]]):
                 if more and (mask := self._row(place).loss_mask) is not None:
                     yield mask
 
+    def row_signs(self) -> np.ndarray:
+        """Return [rows] float64: 1 and -1 for the rows of a pair, the example's label for any other row."""
+        examples = _ranges(self._starts[self._kept], self._wanted.ends[self._kept])
+        sizes = np.diff(self._wanted.row_ends, prepend=0)[examples]
+        signs = np.repeat(self._wanted.labels[examples], sizes)
+        firsts = (np.cumsum(sizes) - sizes)[sizes == 2]
+        signs[firsts], signs[firsts + 1] = 1.0, -1.0
+        return signs
+
+    def token_ids(self) -> Iterator[np.ndarray]:
+        """Yield the token ids of every row, many at once: its prompt's, also one that is an earlier row's
+        too, and its completion's."""
+        assert isinstance(self._rows, TokenRows), "rows in memory are held as examples"
+        of, places = self._rows, self._row_places()
+        for first in range(0, len(places), _AT_ONCE >> 6):
+            part = places[first : first + (_AT_ONCE >> 6)]
+            for start, size in ((of.prompt_starts, of.prompt_sizes), (of.starts, of.sizes)):
+                yield of.tokens[_ranges(start[part], start[part] + size[part])]
+
+    def row_keys(self) -> Iterator[str]:
+        """Yield ``Sequence.key`` of every row, in order."""
+        assert isinstance(self._rows, TokenRows), "rows in memory are held as examples"
+        of, places = self._rows, self._row_places()
+        for first in range(0, len(places), _AT_ONCE):
+            part = places[first : first + _AT_ONCE]
+            columns = (of.prompt_starts, of.prompt_sizes, of.starts, of.sizes, self._wanted.flags)
+            for place, begin, prompt, start, size, more in zip(
+                part.tolist(), *(column[part].tolist() for column in columns), strict=True
+            ):
+                if more:  # it may have a mask
+                    yield self._row(place).key
+                    continue
+                ids = of.tokens[begin : begin + prompt].tobytes(), of.tokens[start : start + size].tobytes()
+                yield row_key(*ids)
+
     def longest(self) -> Example:
         """Return the first of the examples with most tokens."""
         examples = _ranges(self._starts[self._kept], self._wanted.ends[self._kept])
@@ -260,6 +295,33 @@ def row_arrays(groups: ExampleGroups) -> Iterator[np.ndarray]:
         yield np.ascontiguousarray(row.completion_ids, np.int32)
         if row.loss_mask is not None:
             yield np.ascontiguousarray(row.loss_mask, bool)
+
+
+def token_ids(groups: ExampleGroups) -> Iterator[np.ndarray]:
+    """Yield the token ids of every row, prompt and completion, in any number of arrays."""
+    if isinstance(groups, ExampleTable):
+        yield from groups.token_ids()
+        return
+    for row in (row for group in groups for example in group for row in example.rows):
+        yield from (row.prompt_ids, row.completion_ids)
+
+
+def row_keys(groups: ExampleGroups) -> np.ndarray:
+    """Return ``Sequence.key`` of every row, [rows] of dtype S32, in order."""
+    if isinstance(groups, ExampleTable):
+        return np.fromiter((key.encode() for key in groups.row_keys()), "S32")
+    rows = (row for group in groups for example in group for row in example.rows)
+    return np.fromiter((row.key.encode() for row in rows), "S32")
+
+
+def row_signs(groups: ExampleGroups) -> np.ndarray:
+    """Return [rows] float64: 1 and -1 for the rows of a pair, the example's label for the row of any other
+    example, in order."""
+    if isinstance(groups, ExampleTable):
+        return groups.row_signs()
+    examples = (example for group in groups for example in group)
+    signs = ((1.0, -1.0) if len(example.rows) == 2 else (example.label,) for example in examples)
+    return np.array([sign for of in signs for sign in of], np.float64)
 
 
 def longest(groups: ExampleGroups) -> Example:

@@ -15,6 +15,7 @@ from config.schema_data import DataConfig
 from config.schema_evaluations import evaluation_sets, of_set
 from data.batches import Segment
 from data.chat import Renderer
+from data.example_table import token_ids
 from data.examples import Examples, make_examples
 from data.group_store import Groups, prompt_ids
 from data.kinds import advice
@@ -23,7 +24,7 @@ from data.sources import load_groups
 from data.types import Group
 from data.views import prompts_of
 from data.vocabulary import check_vocabulary
-from jobs.plan import check_read, token_ids
+from jobs.plan import check_read
 from rollouts.rounds import usable_prompts
 from trainers.basic import BasicTrainer
 
@@ -83,7 +84,7 @@ def _loaded(
     before = Counter(renderer.cuts)
     examples = make_examples(loaded.groups[: config.n_eval_examples], trainer.view_of(config), renderer)
     cut = (renderer.cuts - before)["completion end"]
-    check_vocabulary(renderer.tokenizer, token_ids(examples), origin)
+    check_vocabulary(renderer.tokenizer, token_ids(examples.groups), origin)
     checkable: list[Group] = []
     if data.verifier is not None and config.model.head != "reward":
         import_function(f"{key}.verifier", data.verifier)

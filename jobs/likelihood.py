@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from common.files import write_whole
-from data.example_table import ExampleGroups, picked_groups
+from data.example_table import ExampleGroups, picked_groups, row_keys, row_signs
 from data.examples import Examples
 from data.quality import can_be_clipped
 from data.selection import Selection, select
@@ -119,15 +119,13 @@ def completion_means(groups: ExampleGroups, scores: Scores) -> dict[str, np.ndar
 
     Desirable completions count as chosen, undesirable ones as rejected. NaN where a completion was not
     scored."""
-    kinds: dict[str, list[float]] = {"chosen": [], "rejected": []}
-    for example in (example for group in groups for example in group):
-        signs = (1.0, -1.0) if len(example.rows) == 2 else (example.label,)
-        for row, sign in zip(example.rows, signs, strict=True):
-            values = scores.get(row.key)
-            kinds["chosen" if sign > 0 else "rejected"].append(
-                math.nan if values is None else float(values.double().mean())
-            )
-    return {kind: np.array(values) for kind, values in kinds.items() if values}
+    keys, signs = row_keys(groups), row_signs(groups)
+    known = np.fromiter((key.encode() for key in scores), keys.dtype, len(scores))
+    means = np.full(len(keys), math.nan)
+    for row in np.flatnonzero(np.isin(keys, known)):
+        means[row] = float(scores[keys[row].decode()].double().mean())
+    kinds = {"chosen": means[signs > 0], "rejected": means[~(signs > 0)]}
+    return {kind: values for kind, values in kinds.items() if len(values)}
 
 
 def clippable_share(rows: Iterable[Tensor], log_epsilon_R: float) -> float | None:

@@ -62,6 +62,7 @@ def make_online_plan(config: Config, trainer: type[BasicTrainer], renderer: Rend
         evaluation=evaluation,
         examples=Examples((), dict(reasons)),
         cuts=cuts,
+        prompts=tuple(prompts),
     )
 
 
@@ -114,8 +115,7 @@ class Online:
     def __init__(self, config: Config, plan: Plan, renderer: Renderer, world: World, folder: Path) -> None:
         """``folder``: the run's folder. Raises the ConfigError of the reward or the sampler on every rank."""
         self.config, self.renderer, self.world, self.folder = config, renderer, world, folder
-        prompts, _ = usable_prompts(prompts_of(plan.loaded.groups), renderer)
-        self.contexts = PromptSchedule(prompts, config.rounds.contexts, config.seed)
+        self.contexts = PromptSchedule(list(plan.prompts), config.rounds.contexts, config.seed)
         self.reward: Reward | None = None
         self.engine: Engine | None = None
         require(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-
-import numpy as np
 
 from common.errors import ConfigError, require
 from config.schema import Config
 from data.batches import Segment
 from data.chat import Renderer, vocabulary_fingerprint
-from data.example_table import ExampleGroups, sizes_of
+from data.example_table import ExampleGroups, sizes_of, token_ids
 from data.examples import Examples, make_examples
 from data.group_store import Groups
 from data.groups import check_token_ids
@@ -22,7 +20,7 @@ from data.kinds import advice
 from data.selection import places
 from data.sources import Loaded, load_splits
 from data.token_cache import TokenCache
-from data.types import Example, Group
+from data.types import Example, Group, Prompt
 from data.vocabulary import check_vocabulary
 from jobs.lengths import examples_of, stretches
 from models.distributed import on_main
@@ -43,6 +41,8 @@ class Plan:
     """Kind of shortening -> number of times that it was applied to the training rows."""
     ends: tuple[int, ...] = ()
     """Total number of examples at the end of each stretch of an extended run (``jobs.lengths``), else ()."""
+    prompts: tuple[Prompt, ...] = ()
+    """Online: the prompts that are sampled, all that can be rendered."""
 
     @property
     def steps(self) -> int:
@@ -90,7 +90,7 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -
         expected = examples.groups[: last - first]
     held_out = make_examples(evaluation.groups[: config.n_eval_examples], trainer.view_of(config), renderer)
     for made, of in ((examples, loaded), (held_out, evaluation)):
-        check_vocabulary(renderer.tokenizer, token_ids(made), of.origin.partition(";")[0])
+        check_vocabulary(renderer.tokenizer, token_ids(made.groups), of.origin.partition(";")[0])
     return Plan(
         train=training_segment(config, expected),
         held_out=Segment(held_out.groups, config.model.eval_batch_size, held_out.count, seed=0)
@@ -122,14 +122,6 @@ def first_example(plan: Plan, renderer: Renderer) -> list[str]:
         ids for g in plan.loaded.groups for ids in renderer.prompts([g.prompt]) if not isinstance(ids, str)
     )
     return [str(decode(ids)) for ids in itertools.islice(prompts, 1)]
-
-
-def token_ids(examples: Examples) -> Iterator[np.ndarray]:
-    """Yield the token ids of every row, first of its prompt, then of its completion."""
-    for group in examples.groups:
-        for example in group:
-            for row in example.rows:
-                yield from (row.prompt_ids, row.completion_ids)
 
 
 def load_data(config: Config, renderer: Renderer) -> tuple[Loaded, Loaded]:

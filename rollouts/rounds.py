@@ -145,7 +145,8 @@ def usable_prompts(prompts: list[Prompt], renderer: Renderer) -> tuple[list[Prom
     prompts that the tokenizer cannot read."""
     rendered = renderer.prompts(prompts)
     known = [ids for ids in rendered if not isinstance(ids, str)]
-    check_vocabulary(renderer.tokenizer, known, f"these {len(known)} prompts")
+    tokens = [np.concatenate(known)] if known else []
+    check_vocabulary(renderer.tokenizer, tokens, f"these {len(known)} prompts")
     return (
         [prompt for prompt, ids in zip(prompts, rendered, strict=True) if not isinstance(ids, str)],
         Counter(ids for ids in rendered if isinstance(ids, str)),

@@ -16,13 +16,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests import programs
 from tests.blank_charts import blank_charts
-from tests.quick_start import compose_quickly, read_once, tokenise_once
+from tests.quick_start import compose_quickly, prepare_once
 
 gc.disable()  # until everything is imported: a quarter of the time that it takes would be spent on looking
 sys.dont_write_bytecode = False  # or each worker rewrites the assertions of every test: a third of its start
 compose_quickly()
-read_once()
-tokenise_once()
+prepare_once()
 atexit.register(gc.unfreeze)  # or libraries would complain of what they find at the very end
 UNIT = Path(__file__).parent / "unit"
 SMALL_GPUS = programs.ROOT / ".venv" / "small-gpus"

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -18,12 +18,16 @@ import yaml
 from hydra._internal.hydra import Hydra
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from data.chat import Renderer
+    from data.types import Prompt
 
 LEFT_THREADS = {"python", "python3", "jemalloc_bg_thd"}
 """Threads of a process that may be forked: its own, and one of an allocator that looks after itself."""
-MANY = 2_000
-"""Rows whose tokens are kept: fewer are soon tokenised, and are what a test makes up."""
+MANY, MOST = 2_000, 600_000
+"""The least rows whose tokens are kept, since fewer are soon tokenised, and the most bytes of them: those of
+the embedded task's pairs are half a million."""
 SETTINGS = (
     "loss=dpo humanline=true n_examples=4 model.batch_size=2 n_eval_examples=2 n_eval_prompts=1 "
     "wandb.enabled=false"
@@ -35,8 +39,7 @@ def warm_up() -> None:
     """All of it, unless this process was forked from one that has."""
     compose_quickly()
     launch_quickly()
-    read_once()
-    tokenise_once()
+    prepare_once()
     train_once()
 
 
@@ -68,6 +71,13 @@ def launch_quickly() -> None:
         return frame.f_code.co_name
 
     dynamic_rendezvous.get_method_name = name
+
+
+def prepare_once() -> None:
+    """From now on what every run makes of the embedded task's data is made once."""
+    read_once()
+    tokenise_once()
+    render_once()
 
 
 def read_once() -> None:
@@ -107,11 +117,35 @@ def tokenise_once() -> None:
             return
         before = dict(renderer.cuts)
         real(path, key, renderer, rows)
-        if len(rows) >= MANY:
+        if len(rows) >= MANY and path.stat().st_size < MOST:
             cuts = {what: n - before.get(what, 0) for what, n in renderer.cuts.items()}
             kept[key] = path.read_bytes(), cuts
 
     token_cache._tokenise = tokenise
+
+
+def render_once() -> None:
+    """From now on the same many prompts, which ``read_once`` gives as the same objects, are rendered once."""
+    from data.chat import Renderer
+
+    real = Renderer.prompts
+    kept: dict[tuple[str, tuple[Prompt, ...]], tuple[list[np.ndarray | str], dict[str, int]]] = {}
+
+    def prompts(self: Renderer, given: Iterable[Prompt]) -> list[np.ndarray | str]:
+        asked = tuple(given)
+        if not MANY <= len(asked) <= 2 * MANY:
+            return real(self, asked)
+        key = self.fingerprint, asked
+        if key not in kept:
+            before = dict(self.cuts)
+            found = real(self, asked)
+            kept[key] = found, {what: n - before.get(what, 0) for what, n in self.cuts.items()}
+            return list(found)
+        found, cuts = kept[key]
+        self.cuts.update(cuts)
+        return list(found)
+
+    Renderer.prompts = prompts  # type: ignore[method-assign]
 
 
 def train_once() -> None:

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,18 @@ def tiny_llama(seed: int = 0, layers: int = 2, tied: bool = True) -> LlamaForCau
         initializer_range=0.2,
     )
     return LlamaForCausalLM(config).eval()
+
+
+def save_tiny_adder(folder: Path) -> Path:
+    """``folder`` as a model of two layers of 32 that has the embedded task's tokenizer, and learnt nothing."""
+    embedded = ROOT / "assets" / "adder" / "model"
+    shutil.copytree(embedded, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = LlamaConfig.from_pretrained(embedded)
+    config.update({"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2})
+    config.update({"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16})
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 def tiny_policy(seed: int = 0, layers: int = 2, tied: bool = True) -> Policy:

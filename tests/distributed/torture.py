@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 ACTIONS = ("kill everything", "kill a rank", "ask to stop", "kill and damage")
 
 
-def command(folder: Path, name: str, steps: int, ranks: int, lr: float = 1e-3) -> list[str]:
+def command(folder: Path, name: str, steps: int, ranks: int, *more: str) -> list[str]:
     return torchrun(
         ranks,
         "train.py",
@@ -44,15 +44,17 @@ def command(folder: Path, name: str, steps: int, ranks: int, lr: float = 1e-3) -
         f"exp_name={name}",
         f"runs_dir={folder}",
         f"cache_dir={folder / 'cache'}",
-        f"n_examples={8 * steps}",
-        "model.batch_size=8",
-        "save_every=16",
-        "eval_every=64",
-        "n_eval_examples=16",
-        f"lr={lr}",
+        f"n_examples={4 * steps}",
+        "model.batch_size=4",
+        "save_every=8",
+        "eval_every=32",
+        "n_eval_examples=8",
+        "n_eval_prompts=8",
+        "lr=1e-3",
         "data.verifier=null",
         "wandb.enabled=false",
         "keep_checkpoints=3",
+        *more,
     )
 
 
@@ -135,14 +137,15 @@ def torture(
     seed: int,
     ranks: int = 2,
     start: Callable[[list[str], Path], Process] = start,
+    more: tuple[str, ...] = (),
 ) -> Counter[str]:
-    """Returns how often what was done. Raises AssertionError where the tortured run differs from the
+    """Returns how often what was done. ``more``: settings of the run. Raises AssertionError where the tortured run differs from the
     undisturbed one."""
     rng = random.Random(seed)
-    whole = start(command(folder, "whole", steps, ranks), folder / "whole.log")
+    whole = start(command(folder, "whole", steps, ranks, *more), folder / "whole.log")
     assert whole.wait(HANG) == 0, (folder / "whole.log").read_text()[-3000:]
     run, done = folder / "hurt", Counter[str]()
-    arguments = command(folder, "hurt", steps, ranks)
+    arguments = command(folder, "hurt", steps, ranks, *more)
     behind = itertools.cycle(("true", "false"))
     while not (run / "summary.json").exists():
         process = start([*arguments, f"async_save={next(behind)}"], folder / "hurt.log")

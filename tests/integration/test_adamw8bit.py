@@ -14,7 +14,7 @@ from tests import programs
 from tests.integration.test_runs import SMALL
 
 pytestmark = pytest.mark.usefixtures("with_torchao")
-METHOD = ("loss=dpo", "humanline=true", "sync_freq=2", "save_every=16", *SMALL)
+METHOD = ("loss=dpo", "humanline=true", "sync_freq=2", "save_every=4", *SMALL)
 
 
 def command(folder, name: str, *more: str) -> list[str]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from config.load import load_run
 from jobs.audit import audit, main
+from tests import programs
 from tests.integration.online import assert_same, cut_off, lines, rounds, run_online
 
 ROUNDS = ("online=true", "loss=dpo", "humanline=true", "lr=1e-3", "model.batch_size=4")
@@ -185,7 +184,7 @@ def test_compressed_groups_train_offline(kept, tmp_path):
     path = rounds(kept)[0].file("groups")
     words = ["loss=dpo", "data=local", f"data.path={path}", "data.eval_fraction=0", "model.batch_size=4"]
     words += [f"runs_dir={tmp_path}", "exp_name=offline", "wandb.enabled=false", "report=false"]
-    done = subprocess.run([sys.executable, "train.py", *words], capture_output=True, text=True, timeout=600)
+    done = programs.run("train.py", *words)
     assert done.returncode == 0, done.stderr
     assert len(lines(tmp_path / "offline")) == -(-len(rounds(kept)[0].groups()) // 4)
 

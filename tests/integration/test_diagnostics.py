@@ -15,9 +15,10 @@ from tests.tiny import make_config
 from train import train
 
 RUN = (
-    "n_examples=320",
-    "model.batch_size=8",
-    "n_eval_examples=24",
+    "n_examples=160",
+    "model.batch_size=4",
+    "n_eval_examples=8",
+    "n_eval_prompts=8",
     "wandb.enabled=false",
     "lr=1e-3",
     "data.verifier=null",
@@ -104,7 +105,7 @@ def test_a_killed_run_leaves_the_same_file(folder, monkeypatch):
             raise CrashError
         real(self, segment)
 
-    settings = overrides(folder, "save_every=72")  # every 9 steps; an interval has 2
+    settings = overrides(folder, "save_every=36")  # every 9 steps; an interval has 2
     with monkeypatch.context() as patch:
         patch.setattr(RunWatch, "before_step", before_step)
         with pytest.raises(CrashError):
@@ -120,15 +121,15 @@ def test_a_killed_run_leaves_the_same_file(folder, monkeypatch):
 def test_ranks_and_packing_do_not_change_it(folder, how):
     name = how.replace(" ", "-")
     if how == "packed":
-        train(make_config(*overrides(folder, "lr=1e-4", "n_examples=64", "model.packing=true")), name)
+        train(make_config(*overrides(folder, "lr=1e-4", "n_examples=32", "model.packing=true")), name)
     else:
         words = programs.torchrun(
-            2, "train.py", *overrides(folder, "lr=1e-4", "n_examples=64", f"exp_name={name}")
+            2, "train.py", *overrides(folder, "lr=1e-4", "n_examples=32", f"exp_name={name}")
         )
         done = programs.run(*words)
         assert done.returncode == 0, done.stdout + done.stderr
     if not (folder / "short").exists():
-        train(make_config(*overrides(folder, "lr=1e-4", "n_examples=64")), "short")
+        train(make_config(*overrides(folder, "lr=1e-4", "n_examples=32")), "short")
     one, other = lines(folder / "short"), lines(folder / name)
     assert [line["step"] for line in one] == [line["step"] for line in other] == list(range(-1, 8))
     for a, b in zip(one[1:], other[1:], strict=True):
@@ -172,7 +173,7 @@ def test_the_tracker_is_told_of_steps_in_their_order(folder, monkeypatch):
 
         monkeypatch.setattr(Tracker, name, tell)
     answered = ("data.verifier=data.adder.accuracy", "n_eval_prompts=4")
-    train(make_config(*overrides(folder, "n_examples=64", "eval_every=16", *answered)), "told")
+    train(make_config(*overrides(folder, "n_examples=32", "eval_every=8", *answered)), "told")
     steps = [step for step, _ in told]
     assert steps == sorted(steps)
     assert [step for step, name in told if name == "log"] == list(range(8))

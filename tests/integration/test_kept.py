@@ -27,16 +27,17 @@ from tests.tiny import make_config
 from train import train
 
 SETTINGS = (
-    "n_examples=160",
-    "model.batch_size=8",
-    "n_eval_examples=16",
+    "n_examples=80",
+    "model.batch_size=4",
+    "n_eval_examples=8",
+    "n_eval_prompts=8",
     "wandb.enabled=false",
     "lr=1e-3",
     "data.verifier=null",
     "loss=dpo",
     "humanline=true",
     "sync_freq=3",
-    "save_every=40",  # checkpoints before steps 0, 5, 10 …; a line of diagnostics each step
+    "save_every=20",  # checkpoints before steps 0, 5, 10 …; a line of diagnostics each step
 )
 STEPS = 20
 

@@ -18,8 +18,8 @@ from tests.programs import Program
 COMMAND = (
     "train.py",
     *SHORT,
-    "rounds.contexts=96",
-    "rounds.contexts_per_round=32",
+    "rounds.contexts=48",
+    "rounds.contexts_per_round=16",
     "online=true",
     "humanline=true",
     "sync_freq=2",

@@ -28,8 +28,8 @@ LAGGING = (
     "loss=dpo",
     "sampler=vllm",
     "rounds.lag=1",
-    "rounds.contexts=96",
-    "rounds.contexts_per_round=24",
+    "rounds.contexts=48",
+    "rounds.contexts_per_round=12",
     "model.batch_size=4",
     "save_every=4",
 )
@@ -65,19 +65,27 @@ class Second:
     def close(self): ...
 
 
-@pytest.fixture(autouse=True)
-def second(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def second():
     def second(config, renderer, world, log_dir):
         return SimpleNamespace(
             engine=lambda policy, prompts: Second(policy, renderer, world), close=lambda: None
         )
 
-    monkeypatch.setattr(jobs.online, "make_sampling", second)
-    monkeypatch.setattr(Second, "threads", set())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs.online, "make_sampling", second)
+        yield
 
 
-def test_a_round_is_sampled_from_where_the_one_before_started(tmp_path):
-    run = run_online(tmp_path, "r", *LAGGING)
+@pytest.fixture(scope="module")
+def whole(second, tmp_path_factory):
+    """A run that nothing disturbs."""
+    Second.threads.clear()
+    return run_online(tmp_path_factory.mktemp("whole"), "whole", *LAGGING)
+
+
+def test_a_round_is_sampled_from_where_the_one_before_started(whole):
+    run = whole
     assert len(Second.threads) > 1, "nothing was sampled beside the training"
     records = [folder.record for folder in rounds(run)]
     begins = [min(line["step"] for line in lines(run) if line["round"] == i) for i in range(4)]
@@ -88,35 +96,39 @@ def test_a_round_is_sampled_from_where_the_one_before_started(tmp_path):
     assert all(0 <= share <= 1 for record in records for share in record["idle"].values())
     assert not list(run.glob("rounds/*/weights"))
     ids = [line["id"] for folder in rounds(run) for line in folder.read("samples")]
-    assert len(ids) == 96 == len(set(ids))
+    assert len(ids) == 48 == len(set(ids))
 
 
 def test_two_rounds_before(tmp_path):
     """Rounds 0 to 2 come from the initial weights, round i after them from those that round i - 2 began
     with."""
-    run = run_online(tmp_path, "r", *LAGGING, "rounds.lag=2", "rounds.contexts=120")
+    run = run_online(tmp_path, "r", *LAGGING, "rounds.lag=2", "rounds.contexts=60")
     records = [folder.record for folder in rounds(run)]
     begins = [min(line["step"] for line in lines(run) if line["round"] == i) for i in range(5)]
     assert [record["sampled_step"] for record in records] == [0, 0, 0, begins[1], begins[2]]
     assert len({record["weights"] for record in records}) == 3
-    assert [record["contexts"] for record in records] == [[24 * i, 24 * (i + 1)] for i in range(5)]
+    assert [record["contexts"] for record in records] == [[12 * i, 12 * (i + 1)] for i in range(5)]
     assert not list(run.glob("rounds/*/weights"))
 
 
-def test_interrupted_inside_a_round(tmp_path):
+def closed_when_sampled(self, close=jobs.online.Online.close):
+    """The reward of a run that is cut off ends after the thread that scores with it, which lives on in this
+    process, as it would not in a killed one."""
+    for thread in threading.enumerate():
+        if "(_run)" in thread.name:
+            thread.join()
+    close(self)
+
+
+def test_interrupted_inside_a_round(whole, tmp_path):
     """The round ahead had not been sampled (its files are taken away): the weights that it was to come from
     are still there."""
-    whole = run_online(tmp_path, "whole", *LAGGING)
     at = next(line["step"] for line in lines(whole) if line["round"] == 1) + 1
     with cut_off(at) as patch:
         # the weights stay, as where nothing was sampled yet
         patch.setattr(RoundBuilder, "_sampled", lambda self, folder: None)
-        try:
-            run_online(tmp_path, "r", *LAGGING)
-        finally:  # a thread lives on in this process, as it would not in a killed one
-            for thread in threading.enumerate():
-                if "(_run)" in thread.name:
-                    thread.join()
+        patch.setattr(jobs.online.Online, "close", closed_when_sampled)
+        run_online(tmp_path, "r", *LAGGING)
     ahead = rounds(tmp_path / "r")[2]
     assert ahead.done("groups")
     for stage in ("samples", "scores", "groups"):
@@ -126,10 +138,11 @@ def test_interrupted_inside_a_round(tmp_path):
 
 
 @pytest.mark.parametrize("fill", ["true", "false"])
-def test_killed_before_the_groups_of_a_round_ahead_are_written(tmp_path, monkeypatch, fill):
+def test_killed_before_the_groups_of_a_round_ahead_are_written(whole, tmp_path, monkeypatch, fill):
     """Whether more must be sampled for a round is known from its groups alone: until then its weights
     stay."""
-    whole = run_online(tmp_path, "whole", *LAGGING, f"rounds.fill={fill}")
+    if fill == "true":  # by default it is not
+        whole = run_online(tmp_path, "whole", *LAGGING, "rounds.fill=true")
     write = RoundFolder.write
 
     def killed(self, stage, *others):

@@ -15,8 +15,8 @@ from tests.tiny import make_config
 from train import train
 
 SETTINGS = (
-    "model.batch_size=8",
-    "n_eval_examples=16",
+    "model.batch_size=4",
+    "n_eval_examples=4",
     "wandb.enabled=false",
     "lr=1e-3",
     "warmup=0.5",
@@ -24,7 +24,7 @@ SETTINGS = (
     "retention.kl=false",
     "resume=true",
 )
-FIRST, SECOND = 44, 76
+FIRST, SECOND = 22, 38
 """Examples: five steps and a half, and then four steps more."""
 
 
@@ -56,7 +56,7 @@ def test_the_first_stretch_stays_as_it_was_and_the_second_has_the_rate_that_it_e
     go("short", FIRST)
     short, longer = lines(folder, "short"), lines(folder, "longer")
     assert [line["step"] for line in longer] == list(range(10))
-    assert [line["examples"] for line in longer] == [8, 16, 24, 32, 40, 44, 52, 60, 68, 76]
+    assert [line["examples"] for line in longer] == [4, 8, 12, 16, 20, 22, 26, 30, 34, 38]
     assert [line["lr"] for line in longer[6:]] == [1e-3] * 4
     kept = ("loss", "lr", "grad_norm", "examples", "reference_step")
     assert [[line[key] for key in kept] for line in longer[:6]] == [
@@ -90,14 +90,14 @@ def test_a_shorter_one_and_one_whose_rate_has_ended_are_refused(run):
     go, _ = run
     with pytest.raises(ConfigError, match=f"n_examples={FIRST}: was {SECOND}.*not shorter"):
         go("longer", FIRST)
-    with pytest.raises(ConfigError, match=rf"n_examples=90: was {SECOND}.*scheduler=cosine was constant"):
-        go("longer", 90, "scheduler=cosine")
+    with pytest.raises(ConfigError, match=rf"n_examples=45: was {SECOND}.*scheduler=cosine was constant"):
+        go("longer", 45, "scheduler=cosine")
 
 
 def test_evaluations_at_other_steps_change_nothing_that_is_trained(run):
     go, folder = run
-    go("asked", FIRST, "eval_every=24")
-    go("asked", SECOND, "eval_every=8", "save_every=16")
+    go("asked", FIRST, "eval_every=12")
+    go("asked", SECOND, "eval_every=4", "save_every=8")
     one, two = weights(folder, "longer"), weights(folder, "asked")
     assert all(torch.equal(one[key], two[key]) for key in one)
     evaluated = [line["step"] for line in lines(folder, "asked") if "eval_loss" in line]

@@ -4,8 +4,6 @@ drops, failures."""
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,9 +11,8 @@ from safetensors.torch import load_file
 
 from common.errors import StoppedError
 from data.groups import read_groups
+from tests import programs
 from tests.integration.online import SHORT, function, lines, rounds, run_online
-from tests.programs import HANG
-from tests.tiny import ROOT
 from trainers.basic import BasicTrainer
 
 
@@ -187,29 +184,9 @@ def test_several_ranks_and_one_sample_and_train_alike(tmp_path):
     """Two gloo ranks share sampling; the files of the first round are the same to the byte, the weights to
     rounding."""
     one = run_online(tmp_path, "one", "online=true", "humanline=true", "loss=kto", "model.batch_size=16")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node=2",
-            "--standalone",
-            "train.py",
-            *SHORT,
-            "online=true",
-            "humanline=true",
-            "loss=kto",
-            "model.batch_size=16",
-            f"runs_dir={tmp_path}",
-            f"cache_dir={tmp_path}/c",
-            "exp_name=two",
-        ],
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
+    words = ("train.py", *SHORT, "online=true", "humanline=true", "loss=kto", "model.batch_size=16")
+    places = (f"runs_dir={tmp_path}", f"cache_dir={tmp_path}/c", "exp_name=two")
+    done = programs.run(*programs.torchrun(2, *words, *places))
     assert done.returncode == 0, done.stdout + done.stderr
     for stage in ("samples", "scores", "groups"):
         assert (one / f"rounds/000/{stage}.jsonl").read_bytes() == (

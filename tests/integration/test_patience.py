@@ -13,7 +13,15 @@ from jobs.patience import Patience
 from tests.tiny import make_config
 from train import train
 
-FAST = ("loss=dpo", "lr=1e-3", "n_examples=1280", "eval_every=64", "n_eval_examples=8", "n_eval_prompts=64")
+FAST = (
+    "loss=dpo",
+    "lr=1e-3",
+    "model.batch_size=8",
+    "n_examples=320",
+    "eval_every=16",
+    "n_eval_examples=8",
+    "n_eval_prompts=32",
+)
 EARLY = (*FAST, "keep_best=eval_accuracy_sampled", "patience=2", "wandb.enabled=false", "diagnostics=false")
 
 

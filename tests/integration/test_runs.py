@@ -3,10 +3,12 @@ had been."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,9 +30,10 @@ from train import train
 from trainers.basic import BasicTrainer
 
 SMALL = (
-    "n_examples=192",
-    "model.batch_size=16",
-    "n_eval_examples=24",
+    "n_examples=48",
+    "model.batch_size=4",
+    "n_eval_examples=8",
+    "n_eval_prompts=8",
     "wandb.enabled=false",
     "lr=1e-3",
     "data.verifier=null",
@@ -44,6 +47,20 @@ class CrashError(Exception):
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, cache) -> Callable[..., Path]:
+    """The folder of a run with such settings that nothing disturbs, the same one for all who ask."""
+    folder = tmp_path_factory.mktemp("whole")
+
+    @functools.cache
+    def run(*more: str) -> Path:
+        name = "_".join(more).translate(str.maketrans("=.", "--"))
+        train(settings(folder, cache, *more), name)
+        return folder / name
+
+    return run
 
 
 @pytest.fixture
@@ -76,6 +93,12 @@ def timeless(records: list[dict]) -> list[dict]:
     return [{k: v for k, v in r.items() if k != "seconds" and "tokens_per_second" not in k} for r in records]
 
 
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+EVERY = ("eval_every=16", "save_every=12")
+"""Evaluations and checkpoints at different steps."""
 VARIANTS = [
     ("dpo", "humanline=false"),
     ("dpo", "humanline=true", "sync_freq=3"),
@@ -86,30 +109,28 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(v[:1] + v[1:]))
-def test_k_steps_and_the_rest_are_n_steps(tmp_path, cache, monkeypatch, variant):
+def test_k_steps_and_the_rest_are_n_steps(tmp_path, cache, monkeypatch, whole, variant):
     loss, *more = variant
-    every = ["eval_every=64", "save_every=48"]  # evaluations and checkpoints at different steps
-    train(settings(tmp_path, cache, f"loss={loss}", *every, *more), "whole")
+    undisturbed = whole(f"loss={loss}", *EVERY, *more)
     with monkeypatch.context() as patch:
         crash_before(patch, 8)
         with pytest.raises(CrashError):
-            train(settings(tmp_path, cache, f"loss={loss}", *every, *more), "parts")
-    train(settings(tmp_path, cache, f"loss={loss}", *every, "resume=true", *more), "parts")
-    whole, parts = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "parts"))
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    assert timeless(lines(tmp_path / "parts")) == timeless(lines(tmp_path / "whole"))
+            train(settings(tmp_path, cache, f"loss={loss}", *EVERY, *more), "parts")
+    train(settings(tmp_path, cache, f"loss={loss}", *EVERY, "resume=true", *more), "parts")
+    one, parts = (weights(run) for run in (undisturbed, tmp_path / "parts"))
+    assert all(torch.equal(one[name], parts[name]) for name in one)
+    assert timeless(lines(tmp_path / "parts")) == timeless(lines(undisturbed))
     assert [r["step"] for r in lines(tmp_path / "parts")] == list(range(12))
     before, after = (
-        json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts")
+        json.loads((run / "summary.json").read_text()) for run in (undisturbed, tmp_path / "parts")
     )
     assert before["after"] == after["after"] and before["before"] == after["before"]
 
 
 def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_when_it_goes_on(
-    tmp_path, cache, monkeypatch
+    tmp_path, cache, monkeypatch, whole
 ):
-    given = settings(tmp_path, cache, "eval_every=64")
-    train(given, "whole")
+    undisturbed = whole("loss=dpo", *EVERY, "humanline=false")
     real = RunWatch.before_step
 
     def before_step(self, segment):
@@ -120,86 +141,86 @@ def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_when_it_goe
     with monkeypatch.context() as patch:
         patch.setattr(RunWatch, "before_step", before_step)
         with pytest.raises(Requeue):
-            train(given, "stopped")
-    train(settings(tmp_path, cache, "eval_every=64", "resume=true"), "stopped")
-    whole, stopped = (timeless(lines(tmp_path / name)) for name in ("whole", "stopped"))
-    assert whole == stopped and [r["step"] for r in stopped if "eval_loss" in r] == [0, 4, 8]
+            train(settings(tmp_path, cache, "eval_every=16"), "stopped")
+    train(settings(tmp_path, cache, "eval_every=16", "resume=true"), "stopped")
+    one, stopped = (timeless(lines(run)) for run in (undisturbed, tmp_path / "stopped"))
+    assert one == stopped and [r["step"] for r in stopped if "eval_loss" in r] == [0, 4, 8]
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path, cache, monkeypatch, capfd):
-    train(settings(tmp_path, cache), "whole")
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, cache, monkeypatch, capfd, whole):
+    undisturbed = weights(whole("loss=dpo", *EVERY, "humanline=false"))
     with monkeypatch.context() as patch:
         crash_before(patch, 9)
         with pytest.raises(CrashError):
-            train(settings(tmp_path, cache, "save_every=48"), "hurt")
+            train(settings(tmp_path, cache, "save_every=12"), "hurt")
     newest, older = sorted((tmp_path / "hurt" / "checkpoints").iterdir())[::-1][:2]
     shard = next(newest.glob("*.distcp"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 255
     shard.write_bytes(content)
     (tmp_path / "hurt" / "checkpoints" / "step_00000010.part").mkdir()  # one that was being written
-    train(settings(tmp_path, cache, "resume=true", "save_every=48"), "hurt")
+    train(settings(tmp_path, cache, "resume=true", "save_every=12"), "hurt")
     out = capfd.readouterr().out
     assert f"{newest} is damaged" in out and f"resumed before step {int(older.name[5:])}" in out
-    whole, hurt = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "hurt"))
-    assert all(torch.equal(whole[name], hurt[name]) for name in whole)
+    hurt = weights(tmp_path / "hurt")
+    assert all(torch.equal(undisturbed[name], hurt[name]) for name in undisturbed)
 
 
 def test_a_checkpoint_without_its_state_spoils_no_later_one(tmp_path, cache, monkeypatch, capfd):
     with monkeypatch.context() as patch:
         crash_before(patch, 9)
         with pytest.raises(CrashError):
-            train(settings(tmp_path, cache, "save_every=48", "keep_checkpoints=2"), "run")
+            train(settings(tmp_path, cache, "save_every=12", "keep_checkpoints=2"), "run")
     kept = sorted((tmp_path / "run" / "checkpoints").iterdir())
     (kept[-1] / "state.json").unlink()
     own = tmp_path / "run" / "checkpoints" / "step_00000001_of_mine"
     shutil.copytree(kept[0], own)
-    train(settings(tmp_path, cache, "resume=true", "save_every=32", "keep_checkpoints=2"), "run")
+    train(settings(tmp_path, cache, "resume=true", "save_every=8", "keep_checkpoints=2"), "run")
     assert "could not be written" not in capfd.readouterr().out
     assert own.is_dir() and len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2 + 1
 
 
 def test_a_run_that_is_there_is_not_touched_unless_told_to(tmp_path, cache):
-    train(settings(tmp_path, cache, "n_examples=32"), "run")
+    train(settings(tmp_path, cache, "n_examples=8"), "run")
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
     with pytest.raises(ConfigError, match="overwrite=true"):
-        train(settings(tmp_path, cache, "n_examples=32"), "run")
+        train(settings(tmp_path, cache, "n_examples=8"), "run")
     with pytest.raises(ConfigError, match=r"lr=0.002: was 0.001 when"):
-        train(settings(tmp_path, cache, "n_examples=32", "resume=true", "lr=2e-3"), "run")
+        train(settings(tmp_path, cache, "n_examples=8", "resume=true", "lr=2e-3"), "run")
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
-    train(settings(tmp_path, cache, "n_examples=32", "resume=true"), "fresh")  # nothing to resume: starts
+    train(settings(tmp_path, cache, "n_examples=8", "resume=true"), "fresh")  # nothing to resume: starts
     assert (tmp_path / "fresh" / "summary.json").exists()
 
 
 def test_a_refused_start_deletes_nothing_and_does_not_stand_in_the_way(tmp_path, cache):
-    few = settings(tmp_path, cache, "n_examples=32", "overwrite=true")
+    few = settings(tmp_path, cache, "n_examples=8", "overwrite=true")
     train(few, "there")
     before = everything(tmp_path / "there")
     weightless = tmp_path / "weightless"
     shutil.copytree(ROOT / "assets/adder/model", weightless, ignore=shutil.ignore_patterns("*.safetensors"))
-    wrong = settings(tmp_path, cache, "n_examples=32", "overwrite=true", f"model.name_or_path={weightless}")
+    wrong = settings(tmp_path, cache, "n_examples=8", "overwrite=true", f"model.name_or_path={weightless}")
     for name in ("there", "new"):
         with pytest.raises(ConfigError, match="name_or_path"):
             train(wrong, name)
     assert not (tmp_path / "new").exists()
     now = everything(tmp_path / "there")
     assert {k: v for k, v in now.items() if k != LOCK} == {k: v for k, v in before.items() if k != LOCK}
-    train(settings(tmp_path, cache, "n_examples=32"), "new")
-    train(settings(tmp_path, cache, "n_examples=32", "overwrite=true", "lr=2e-3"), "there")
+    train(settings(tmp_path, cache, "n_examples=8"), "new")
+    train(settings(tmp_path, cache, "n_examples=8", "overwrite=true", "lr=2e-3"), "there")
     assert "lr: 0.002" in (tmp_path / "there" / "config.yaml").read_text()
 
 
 def test_a_disk_that_is_full_when_a_run_goes_on_costs_it_nothing(
-    tmp_path, small_disk, cache, monkeypatch, capfd
+    small_disk, cache, monkeypatch, capfd, whole
 ):
-    train(settings(tmp_path, cache, "save_every=48"), "whole")
+    undisturbed = weights(whole("loss=dpo", *EVERY, "humanline=false"))
     with monkeypatch.context() as patch:
         crash_before(patch, 8)
         with pytest.raises(CrashError):
-            train(settings(small_disk, cache, "save_every=48"), "run")
+            train(settings(small_disk, cache, "save_every=12"), "run")
     kept = everything(small_disk / "run" / "checkpoints")
     record = (small_disk / "run" / "config.yaml").read_bytes()
-    going_on = settings(small_disk, cache, "save_every=32", "resume=true")
+    going_on = settings(small_disk, cache, "save_every=8", "resume=true")
     fill(small_disk)
     with pytest.raises((OSError, StoppedError)):
         train(going_on, "run")
@@ -209,15 +230,13 @@ def test_a_disk_that_is_full_when_a_run_goes_on_costs_it_nothing(
     capfd.readouterr()
     train(going_on, "run")
     assert "resumed before step 6" in capfd.readouterr().out
-    one, other = (
-        load_file(f / "model" / "model.safetensors") for f in (tmp_path / "whole", small_disk / "run")
-    )
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    other = weights(small_disk / "run")
+    assert all(torch.equal(undisturbed[name], other[name]) for name in undisturbed)
     assert [r["step"] for r in lines(small_disk / "run")] == list(range(12))
 
 
 def test_what_a_run_leaves_loads_in_transformers_and_chains(tmp_path, cache):
-    summary = train(settings(tmp_path, cache, "loss=kto", "humanline=true", "eval_every=96"), "run")
+    summary = train(settings(tmp_path, cache, "loss=kto", "humanline=true", "eval_every=24"), "run")
     run = tmp_path / "run"
     model, tokenizer = (cls.from_pretrained(run / "model") for cls in (AutoModelForCausalLM, AutoTokenizer))
     assert model.dtype == torch.float32 and tokenizer.chat_template
@@ -255,7 +274,7 @@ def test_what_a_run_leaves_loads_in_transformers_and_chains(tmp_path, cache):
         "model/generation_config.json",
     ):
         assert (run / name).stat().st_size > 0
-    train(settings(tmp_path, cache, "loss=dpo", f"model.name_or_path={run}", "n_examples=16"), "next")
+    train(settings(tmp_path, cache, "loss=dpo", f"model.name_or_path={run}", "n_examples=4"), "next")
 
 
 def test_with_syncing_drift_is_measured_on_some_batches_and_the_report_says_on_how_many(tmp_path, cache):
@@ -276,7 +295,7 @@ def test_with_syncing_drift_is_measured_on_some_batches_and_the_report_says_on_h
 
 def test_the_last_and_the_best_checkpoints_stay_and_any_is_exported(tmp_path, cache):
     train(
-        settings(tmp_path, cache, "eval_every=32", "keep_best=eval_loss", "keep_checkpoints=2", "lr=0.02"),
+        settings(tmp_path, cache, "eval_every=8", "keep_best=eval_loss", "keep_checkpoints=2", "lr=0.02"),
         "run",
     )
     kept = [int(p.name[5:]) for p in Checkpoints(tmp_path / "run" / "checkpoints", None, 2).all()]
@@ -301,11 +320,12 @@ def test_the_last_and_the_best_checkpoints_stay_and_any_is_exported(tmp_path, ca
     assert everything(tmp_path) == before
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_a_dry_run_writes_nothing(tmp_path, cache, capfd):
     described = train(settings(tmp_path / "runs", tmp_path / "cache", "dry_run=true"), "run")
     assert described["steps"] == 12 and not (tmp_path / "runs").exists() and not (tmp_path / "cache").exists()
     out = capfd.readouterr().out
-    assert "12 steps of 16" in out and "GiB" in out and "2560 rows read" in out
+    assert "12 steps of 4" in out and "GiB" in out and "2560 rows read" in out
 
 
 def test_gradients_that_are_not_finite_stop_the_run_after_n_and_leave_their_batches(
@@ -331,13 +351,13 @@ def test_gradients_that_are_not_finite_stop_the_run_after_n_and_leave_their_batc
     assert [r["step"] for r in records if r.get("skipped")] == [2, 4, 5, 6]
     assert all(r["loss"] == r["loss"] and r["loss"] is not None for r in records if r["step"] in (1, 3))
     left = sorted((tmp_path / "run" / "skipped").iterdir())
-    assert len(left) == 4 and len(left[0].read_text().splitlines()) == 16
+    assert len(left) == 4 and len(left[0].read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, REQUEUE), (signal.SIGKILL, -9)], ids=["SIGTERM", "SIGKILL"]
 )
-def test_a_killed_process_goes_on(tmp_path, cache, number, code):
+def test_a_killed_process_goes_on(tmp_path, cache, whole, number, code):
     """The real program, killed in mid-run, started again with the same command. While it runs, no other
     may."""
     method = ("loss=dpo", "humanline=true", "sync_freq=2")
@@ -346,7 +366,7 @@ def test_a_killed_process_goes_on(tmp_path, cache, number, code):
         *method,
         "resume=true",
         "exp_name=run",
-        "save_every=16",
+        "save_every=4",
         f"runs_dir={tmp_path}",
         f"cache_dir={cache}",
         *SMALL,
@@ -367,7 +387,6 @@ def test_a_killed_process_goes_on(tmp_path, cache, number, code):
     done = programs.run(*command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed before step" in done.stdout
-    train(settings(tmp_path, cache, *method), "whole")
-    whole, killed = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "run"))
-    assert all(torch.allclose(whole[name], killed[name], atol=1e-6) for name in whole)
+    undisturbed, killed = weights(whole(*method)), weights(tmp_path / "run")
+    assert all(torch.allclose(undisturbed[name], killed[name], atol=1e-6) for name in undisturbed)
     assert [r["step"] for r in lines(tmp_path / "run")] == list(range(12))

@@ -3,8 +3,11 @@ there."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -20,14 +23,30 @@ RUN = (
 )
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Callable[[str], Path]:
+    """A run with this ``rounds.lag`` that nothing disturbs, and whose checkpoints are those of its ends, the
+    same one for all who ask."""
+    folder = tmp_path_factory.mktemp("whole")
+
+    @functools.cache
+    def run(lag: str) -> Path:
+        return run_online(folder, lag, *RUN, *ENDS, f"rounds.lag={lag}")
+
+    return run
+
+
+ENDS = ("save_every=1000", "keep_checkpoints=9")
+
+
 def saved(run) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").glob("step_*"))
 
 
 @pytest.mark.parametrize("lag", ["0", "2"])
-def test_rounds_between_two_checkpoints_are_trained_again_from_their_files(tmp_path, lag):
-    settings = ("save_every=1000", "keep_checkpoints=9", f"rounds.lag={lag}")
-    whole = run_online(tmp_path, "whole", *RUN, *settings)
+def test_rounds_between_two_checkpoints_are_trained_again_from_their_files(tmp_path, whole, lag):
+    settings = (*ENDS, f"rounds.lag={lag}")
+    whole = whole(lag)
     begins = [min(line["step"] for line in lines(whole) if line["round"] == i) for i in range(5)]
     assert saved(whole) == ["step_00000000", f"step_{lines(whole)[-1]['step'] + 1:08d}"]
     with cut_off(begins[3] + 1):
@@ -45,7 +64,7 @@ def test_rounds_between_two_checkpoints_are_trained_again_from_their_files(tmp_p
 @pytest.mark.parametrize("lag", ["0", "1"])
 def test_rounds_of_other_weights_are_made_again(tmp_path, lag):
     """The rounds that lie there come from weights that the run does not have when it trains again."""
-    settings = ("save_every=1000", f"rounds.lag={lag}", "rounds.contexts=48")
+    settings = (*ENDS, f"rounds.lag={lag}", "rounds.contexts=48")
     whole = run_online(tmp_path, "whole", *RUN, *settings)
     begins = [min(line["step"] for line in lines(whole) if line["round"] == i) for i in range(4)]
     with cut_off(begins[3]):
@@ -63,15 +82,14 @@ def test_rounds_of_other_weights_are_made_again(tmp_path, lag):
     assert made[0] == made[1]
 
 
-def test_files_that_are_gone_are_made_again(tmp_path):
-    settings = ("save_every=1000",)
-    whole = run_online(tmp_path, "whole", *RUN, *settings)
+def test_files_that_are_gone_are_made_again(tmp_path, whole):
+    whole = whole("0")
     begins = [min(line["step"] for line in lines(whole) if line["round"] == i) for i in range(5)]
     with cut_off(begins[2] + 1):
-        run_online(tmp_path, "cut", *RUN, *settings)
+        run_online(tmp_path, "cut", *RUN, *ENDS)
     for stage in ("samples", "groups"):
         rounds(tmp_path / "cut")[1].file(stage).unlink()
-    run = run_online(tmp_path, "cut", *RUN, *settings, "resume=true")
+    run = run_online(tmp_path, "cut", *RUN, *ENDS, "resume=true")
     assert_same(run, whole)
 
 

@@ -22,8 +22,11 @@ from data.example_table import (
     has_behavior,
     longest,
     picked_groups,
+    row_keys,
     row_lengths,
+    row_signs,
     sizes_of,
+    token_ids,
     with_tokens,
 )
 from data.examples import Examples, make_examples
@@ -104,6 +107,10 @@ def same(made: Examples, want: list[tuple[Example, ...]], dropped: dict[str, int
     assert made.count == sum(map(len, want)) and sizes_of(made.groups).tolist() == [len(g) for g in want]
     assert [a.tolist() for a in row_lengths(made.groups)] == [a.tolist() for a in row_lengths(want)]
     assert has_behavior(made.groups) == has_behavior(want)
+    assert row_keys(made.groups).tolist() == row_keys(want).tolist()
+    assert row_signs(made.groups).tolist() == row_signs(want).tolist()
+    ids = [np.sort(np.concatenate([np.zeros(0), *token_ids(g)])) for g in (made.groups, want)]
+    assert ids[0].tolist() == ids[1].tolist()
     if want:
         assert plain([[longest(made.groups)]]) == plain([[longest(want)]])
 
