@@ -82,7 +82,7 @@ def tiny_llama(seed: int = 0, layers: int = 2, tied: bool = True) -> LlamaForCau
 
 
 def save_tiny_adder(folder: Path) -> Path:
-    """``folder`` as a model of two layers of 32 that has the embedded task's tokenizer, and learnt nothing."""
+    """``folder`` as a model of two layers of 32 that has the embedded task's tokenizer and learnt nothing."""
     embedded = ROOT / "assets" / "adder" / "model"
     shutil.copytree(embedded, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = LlamaConfig.from_pretrained(embedded)

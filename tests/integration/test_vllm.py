@@ -347,8 +347,8 @@ def test_an_engine_without_weights_refuses_to_sample(sampler, world):
 
 
 def test_log_probabilities_at_the_temperature_of_sampling(world, tmp_path, monkeypatch):
-    """An engine of its own: which of its log-probabilities vLLM says is settled when it starts. So is the size
-    of its cache, whatever the environment says of that, and nothing is compiled."""
+    """An engine of its own: which of its log-probabilities vLLM says is settled when it starts. So is the
+    size of its cache, whatever the environment says of that, and nothing is compiled."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     config = SamplerConfig(name="vllm", separate=True, cpu_kv_cache_gb=0.125, start_timeout=900, timeout=900)

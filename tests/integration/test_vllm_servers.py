@@ -123,8 +123,8 @@ def test_another_model_or_other_settings_are_refused_before_weights_load(servers
 
 
 def test_rounds_by_two_servers_of_which_one_is_killed(servers, tmp_path, monkeypatch, capsys):
-    """In mid-round of the second, before which it stands still, or it might be done by then; the other goes on
-    with all prompts, and what is trained on is right."""
+    """In mid-round of the second, before which it stands still, or it might be done by then; the other goes
+    on with all prompts, and what is trained on is right."""
     from rollouts.vllm_sampler import VllmSampler
 
     draw, killed = VllmSampler.draw, []
