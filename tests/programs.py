@@ -206,9 +206,8 @@ Quick = QuickPython | Shared
 
 def share() -> None:
     """From now on the processes that this one starts fork their programs from one process, which it ends."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(SHARED, raising=False)
-        _sharing.append(QuickPython(_folder() / "shared", ROOT, dict(os.environ)))
+    environment = {name: value for name, value in os.environ.items() if name != SHARED}
+    _sharing.append(QuickPython(_folder() / "shared", ROOT, environment))
     os.environ[SHARED] = str(_folder() / "shared")
 
 

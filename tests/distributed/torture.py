@@ -139,7 +139,7 @@ def torture(
     start: Callable[[list[str], Path], Process] = start,
     more: tuple[str, ...] = (),
 ) -> Counter[str]:
-    """Returns how often what was done. ``more``: settings of the run. Raises AssertionError where the tortured
+    """How often what was done. ``more``: settings of the run. Raises AssertionError where the tortured
     run differs from the undisturbed one."""
     rng = random.Random(seed)
     whole = start(command(folder, "whole", steps, ranks, *more), folder / "whole.log")

@@ -51,8 +51,12 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, cache) -> Callable[..., Path]:
-    """The folder of a run with such settings that nothing disturbs, the same one for all who ask."""
-    folder = tmp_path_factory.mktemp("whole")
+    return undisturbed_runs(tmp_path_factory.mktemp("whole"), cache)
+
+
+def undisturbed_runs(folder: Path, cache: Path) -> Callable[..., Path]:
+    """A function that returns the folder of a run with such settings that nothing disturbs, the same one for
+    all who ask."""
 
     @functools.cache
     def run(*more: str) -> Path:

@@ -210,8 +210,10 @@ def a_resumed_run_ends_where_it_would_have() -> None:
     )
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
-        test_runs.test_k_steps_and_the_rest_are_n_steps(here, here / "cache", patch, variant)
-        (newest, *_) = sorted((here / "whole" / "checkpoints").iterdir(), reverse=True)
+        whole = test_runs.undisturbed_runs(here, here / "cache")
+        test_runs.test_k_steps_and_the_rest_are_n_steps(here, here / "cache", patch, whole, variant)
+        run = whole(f"loss={variant[0]}", *test_runs.EVERY, *variant[1:])
+        (newest, *_) = sorted((run / "checkpoints").iterdir(), reverse=True)
         names = read_table(newest).state_dict_metadata
         assert names and all("lora_" in name for name in names if name.startswith("model."))
 
