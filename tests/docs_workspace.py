@@ -12,11 +12,12 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from tests import http_server
 from tests.docs import ROOT
 
 LEFT_OUT = ("docs/study/*.svg",)
@@ -60,10 +61,8 @@ def slurm(folder: Path) -> None:
         (folder / name).chmod(0o755)
 
 
-class Endpoint(ThreadingHTTPServer):
+class Endpoint(http_server.Server):
     """Speaks the OpenAI protocol: prefers the first of two answers a little, and rates any answer with 7."""
-
-    daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Reply)

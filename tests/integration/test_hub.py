@@ -6,7 +6,7 @@ import base64
 import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -15,15 +15,14 @@ from huggingface_hub import constants
 from common.errors import ConfigError
 from config.cli import compose
 from export import main as export_main
+from tests import http_server
 from train import train
 
 TOKEN = "hf_" + "t" * 20
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(http_server.Server):
     """What the hub's client is told: the files of each repository, and which are private."""
-
-    daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)

@@ -9,15 +9,16 @@ import math
 import re
 import threading
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from tests import http_server
 
 SCORE = re.compile(r'"output": """score=(-?[\d.]+)"""')
 
 
-class Judge(ThreadingHTTPServer):
+class Judge(http_server.Server):
     """``behave(handler, instruction) -> handled`` lets a test answer in its place."""
 
-    daemon_threads = True
     request_queue_size = 128
     behave = staticmethod(lambda handler, instruction: False)
 

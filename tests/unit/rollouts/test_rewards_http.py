@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
@@ -14,14 +14,13 @@ from data.types import Prompt, Turn
 from rollouts.rewards.base import Missing, RewardError
 from rollouts.rewards.factory import make_reward
 from rollouts.rewards.http import HttpReward
+from tests import http_server
 
 PROMPT = Prompt((Turn("system", "Be brief."), Turn("user", "2+2?")), "4")
 
 
-class Server(ThreadingHTTPServer):
+class Server(http_server.Server):
     """Rewards a completion with its length. ``reply(body) -> (code, what is sent)`` says otherwise."""
-
-    daemon_threads = True
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)

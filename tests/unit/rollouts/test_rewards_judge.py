@@ -11,7 +11,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
@@ -21,16 +21,16 @@ from data.types import Prompt, Turn
 from rollouts.rewards.base import Missing, RewardError
 from rollouts.rewards.factory import make_reward
 from rollouts.rewards.judge import JudgeReward
+from tests import http_server
 
 KEY = "sk-very-secret"
 PROMPT = Prompt((Turn("user", "2+2 {completion}?"),), "4")
 
 
-class Endpoint(ThreadingHTTPServer):
+class Endpoint(http_server.Server):
     """Scores a completion of n characters n, unless ``behave`` says otherwise. ``behave(handler, text) ->
     handled``."""
 
-    daemon_threads = True
     request_queue_size = 128
     behave = staticmethod(lambda handler, text: False)
 
