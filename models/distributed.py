@@ -57,14 +57,16 @@ def start(replicas: int = 1) -> World:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    global _patient
     if not dist.is_initialized():
+        _patient = None
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
             dist.init_process_group(backend, timeout=TIMEOUT)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
-    global _patient
-    _patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+    if _patient is None:  # a group has a thread, and lives as long as the process group
+        _patient = dist.new_group(backend="gloo", timeout=PATIENCE)
     size = dist.get_world_size()
     mesh = make_mesh(device.type, size, replicas)
     return World(dist.get_rank(), size, device, mesh)

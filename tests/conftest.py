@@ -115,23 +115,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         log_cpu("(start and collection)", programs.cpu_seconds())
 
 
-def pytest_runtest_logfinish() -> None:
-    """A sharded model is a cycle of references, so its process group lives until garbage is collected, and
-    with it a thread that wakes up a hundred times a second. Dozens of them take half a core."""
-    global _threads
-    if len(_tasks()) > _threads + MOST_THREADS:
-        gc.collect()
-        _threads = len(_tasks())
-
-
-MOST_THREADS = 16
-_threads = 0
-
-
-def _tasks() -> list[Path]:
-    return list(Path("/proc/self/task").glob("*"))
-
-
 def log_cpu(name: str, seconds: float) -> None:
     with open(os.environ["HUMANLINE_TEST_CPU_LOG"], "a") as log:
         log.write(f"{seconds:.3f}\t{name}\n")
