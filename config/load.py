@@ -94,7 +94,7 @@ def load_run(run: Path, trust_remote_code: bool) -> Config:
 
 def dump(config: Config) -> str:
     """Return the configuration as yaml, in the form of a run's ``config.yaml``."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(asdict(config))
 
 
 def run_name(config: Config, overrides: list[str]) -> str:

@@ -192,6 +192,7 @@ def main(address: str, python: str, *more: str) -> int:
     signal.set_wakeup_fd(wake)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)  # as in the processes that run tests
     gc.enable()
     print("ready", os.getpid(), flush=True)
     running: dict[int, socket.socket] = {}

@@ -106,7 +106,7 @@ def test_a_peak_is_held_against_the_plan(taken: float, device: str, verdict: str
     assert judged("step", numbers, world).verdict == verdict
 
 
-def test_two_ranks_take_planned_steps(quick_python: None) -> None:
+def test_two_ranks_take_planned_steps() -> None:
     """In microbatches that the room given leaves."""
     args = argparse_of("--device", "cpu", "--only", "step", "--ranks", "2")
     words = [*gpu_check.command("step", args, 2), "--losses", "kto", "--room", "0.0021"]
@@ -118,14 +118,14 @@ def test_two_ranks_take_planned_steps(quick_python: None) -> None:
     assert found["ranks"].numbers["ranks"] == 2
 
 
-def test_a_step_that_does_not_fit_is_not_tried(quick_python: None) -> None:
+def test_a_step_that_does_not_fit_is_not_tried() -> None:
     words = gpu_check.command("step", argparse_of("--device", "cpu"), 1)
     found = gpu_check.checked("step", [*words, "--losses", "dpo", "--room", "0.0001"])
     assert [check.verdict for check in found] == [NOT_HERE, OK, NOT_HERE, NOT_HERE], [*map(str, found)]
     assert "0.0001 are there" in found[2].text
 
 
-def test_an_error_on_one_rank_ends_all_and_is_said(quick_python: None, tmp_path: Path) -> None:
+def test_an_error_on_one_rank_ends_all_and_is_said(tmp_path: Path) -> None:
     """The rank that has it writes it down; the others do not wait for it."""
     code = (
         "from benchmarks import gpu_step\n"
@@ -171,7 +171,7 @@ class KilledRuns(Runs):
         new_python(self.folder, 2).kill_after(name, lines, *settings)
 
 
-def test_a_killed_run_goes_on(quick_python: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On two ranks, to which torchrun gives sessions of their own."""
     for name, less in (("STEPS", 24), ("SAVES", 4), ("BATCH", 8)):
         monkeypatch.setattr(gpu_runs, name, less)
@@ -194,7 +194,7 @@ def test_a_run_that_fails_says_why(runs: Runs) -> None:
 
 
 def test_the_report_has_what_was_run_and_a_part_that_ends_early_fails(
-    quick_python: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "import sys; from pathlib import Path; from benchmarks.checks import *; out = Path(sys.argv[-1]);"
     made = [

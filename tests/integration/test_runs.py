@@ -324,7 +324,6 @@ def test_the_last_and_the_best_checkpoints_stay_and_any_is_exported(tmp_path, ca
     assert everything(tmp_path) == before
 
 
-@pytest.mark.usefixtures("quick_python")
 def test_a_dry_run_writes_nothing(tmp_path, cache, capfd):
     described = train(settings(tmp_path / "runs", tmp_path / "cache", "dry_run=true"), "run")
     assert described["steps"] == 12 and not (tmp_path / "runs").exists() and not (tmp_path / "cache").exists()

@@ -28,6 +28,11 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module", autouse=True)
+def imports_are_done() -> None:
+    """Not here: what Slurm ends are the processes of its job, and a fork of another is none."""
+
+
+@pytest.fixture(scope="module", autouse=True)
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("slurm")
     up = subprocess.run(

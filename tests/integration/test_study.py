@@ -43,7 +43,7 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory, quick_python):
+def study(tmp_path_factory):
     folder = tmp_path_factory.mktemp("study")
     plan = folder / "plan.yaml"
     plan.write_text(yaml.safe_dump(SMALL))

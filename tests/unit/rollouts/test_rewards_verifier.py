@@ -20,6 +20,8 @@ from rollouts.rewards.factory import make_reward
 from rollouts.rewards.mathverify import check, final_answer
 from rollouts.rewards.verifier import VerifierReward, accuracy, format_reward, tag_count_reward
 
+pytestmark = pytest.mark.usefixtures("quick_python")
+
 DATA = Path(__file__).parents[4] / "shared" / "data"
 SAMPLE = 300
 

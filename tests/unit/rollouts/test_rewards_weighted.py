@@ -10,6 +10,8 @@ from config.schema_weighted import WeightedConfig
 from data.types import Prompt, Turn
 from rollouts.rewards.factory import make_reward
 
+pytestmark = pytest.mark.usefixtures("quick_python")
+
 FUNCTIONS = "tests.unit.rollouts.reward_functions"
 PROMPT = Prompt((Turn("user", "12+34"),), "46")
 LENGTHS = {"reward": "function", "path": f"{FUNCTIONS}.lengths", "conversational": True}
