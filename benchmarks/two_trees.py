@@ -27,6 +27,7 @@ import torch
 from benchmarks.measure import ROOT, Sample, Spread, machine, ratio, table, timed
 from benchmarks.offline_vs_humanline import settings_of
 from benchmarks.parts import (
+    KNOWN,
     LOSSES,
     benchmark_pairs,
     fresh,
@@ -55,6 +56,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--padded", action="store_true", help="model.packing=false")
     return parser.parse_args()
+
+
+def data_here(data: str) -> str:
+    """Return the name, or the path and format, by which both checkouts find the data that this one finds:
+    each would look beside itself, and draw lengths where there are none."""
+    path, format_ = KNOWN.get(data, (None, None))
+    if path is None:
+        return data
+    return f"{path}:{format_}" if path.exists() else "drawn"
 
 
 def worker() -> None:
@@ -94,9 +104,10 @@ class Tree:
     faults: list[int]
 
     @classmethod
-    def started(cls, folder: Path) -> Tree:
+    def started(cls, folder: Path, data: str) -> Tree:
         code = f"import runpy; runpy.run_path({str(Path(__file__).resolve())!r}, run_name={WORKER!r})"
-        command = [sys.executable, "-c", code, *sys.argv[1:]]  # -c: modules come from the working folder
+        words = [*sys.argv[1:], "--data", data_here(data)]
+        command = [sys.executable, "-c", code, *words]  # -c: modules come from the working folder
         pipe = subprocess.PIPE
         return cls(subprocess.Popen(command, cwd=folder, text=True, stdin=pipe, stdout=pipe), [], [])
 
@@ -128,7 +139,7 @@ class Tree:
 def main() -> None:
     args = arguments()
     torch.set_num_threads(1)
-    trees = {"before": Tree.started(args.before), "this": Tree.started(ROOT)}
+    trees = {"before": Tree.started(args.before, args.data), "this": Tree.started(ROOT, args.data)}
     for i in range(WARM_UP + args.steps):
         for tree in list(trees.values())[:: 1 if i % 2 else -1]:
             tree.step()

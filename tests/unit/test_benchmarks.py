@@ -421,6 +421,15 @@ def test_a_checkout_does_the_same_bits_as_itself(monkeypatch, capsys):
     assert len([line for line in text.splitlines() if line.startswith(("| before |", "| this |"))]) == 2
 
 
+def test_both_checkouts_step_on_the_data_that_lie_beside_this_one(tmp_path, monkeypatch):
+    file = tmp_path / "hh.jsonl"
+    monkeypatch.setitem(two_trees.KNOWN, "hh", (file, "hh"))
+    assert two_trees.data_here("hh") == "drawn"
+    file.touch()
+    assert two_trees.data_here("hh") == f"{file}:hh"
+    assert two_trees.data_here("drawn") == "drawn" and two_trees.data_here("x.jsonl:hh") == "x.jsonl:hh"
+
+
 def rounds_of(tmp_path, lag: int, count: int) -> Path:
     for i in range(count):
         seconds = {"sample": 1.0 + i, "score": 0.5, "publish": 0.25, "train": 2.0}
