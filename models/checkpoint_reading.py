@@ -38,6 +38,13 @@ def _layout(name: str) -> torch.layout:
     return torch.strided
 
 
+def _member(kind: Any, name: str) -> Any:
+    """Stand-in for getattr, by which Python 3.11.0 to 3.11.3 name the member of an enumeration."""
+    if kind is not torch_metadata._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError("it asks for an attribute of something that is no enumeration")
+    return kind[name]
+
+
 RECORDS: tuple[type, ...] = (
     Metadata,
     BytesStorageMetadata,
@@ -60,6 +67,7 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _layout,
     ("collections", "OrderedDict"): dict,
+    ("builtins", "getattr"): _member,
     **{
         (module, name): _path
         for module in ("pathlib", "pathlib._local")

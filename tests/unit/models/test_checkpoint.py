@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import io
 import os
 import pickle
@@ -225,6 +226,38 @@ def place(table: records.Metadata):
     return next(p for index, p in table.storage_data.items() if index.fqn == VALUE)
 
 
+class MembersByAttribute(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.0 to 3.11.3 do; later ones write their values."""
+
+    def reducer_override(self, obj):
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+def by_attribute(table: object) -> bytes:
+    stream = io.BytesIO()
+    MembersByAttribute(stream).dump(table)
+    return stream.getvalue()
+
+
+def test_a_table_that_an_older_python_wrote_is_read(sound, foreign):
+    found = by_attribute(dcp.FileSystemReader(sound).read_metadata())
+    assert b"getattr" in found
+    (foreign.path(1) / ".metadata").write_bytes(found)
+    table = read_table(foreign.path(1))
+    assert table.state_dict_metadata == read_table(sound).state_dict_metadata
+    assert table.storage_data == read_table(sound).storage_data
+
+
+class AttributeOf:
+    """Asks for an attribute."""
+
+    def __init__(self, *asked: object) -> None:
+        self.asked = asked
+
+    def __reduce__(self):
+        return getattr, self.asked
+
+
 CLASS_IS_CHANGED = (
     b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x08Metadata\x93"  # the class itself
     b"N}\x8c\x07versionK\x01s\x86b."  # BUILD: set an attribute of it
@@ -234,6 +267,10 @@ TABLES = {
     "a call inside": lambda sound, made: table_with(sound, lambda t: setattr(t, "planner_data", Calls(made))),
     "a call as a key": lambda sound, made: pickle.dumps({(1, Calls(made)): 2}),
     "another class": lambda sound, made: pickle.dumps(Unknown()),
+    "an attribute": lambda sound, made: pickle.dumps(AttributeOf(records.Metadata, "__init__")),
+    "an enumeration's attribute": lambda sound, made: pickle.dumps(
+        AttributeOf(records._MEM_FORMAT_ENCODING, "__class__")
+    ),
     "a class that is changed": lambda sound, made: CLASS_IS_CHANGED,
     "a file elsewhere": lambda sound, made: table_with(
         sound, lambda t: setattr(place(t), "relative_path", "../../x")
