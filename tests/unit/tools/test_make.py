@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +38,52 @@ def test_the_installer_takes_the_build_that_it_is_told(gpu, wanted):
         check=True,
     )
     assert told.stdout.strip() == wanted
+
+
+def stand_in(folder: Path, name: str, loop: int, *, complete: bool = True) -> Path:
+    """This Python, but for how long its loop takes, and whether it can make an environment."""
+    path = folder / name
+    path.write_text(
+        f"""#!/bin/bash
+case "$2" in
+    *perf_counter*) echo {loop} ;;
+    *ensurepip*) exit {int(not complete)} ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+"""
+    )
+    path.chmod(0o755)
+    return path
+
+
+def chosen(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    script = (ROOT / "tools" / "venv.sh").read_text()
+    functions = script[script.index("new_enough()") : script.index("# A folder that was copied")]
+    return subprocess.run(
+        ["bash", "-c", f"{functions}\nfind_python"],
+        env={"PATH": f"{folder}:/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "system", "complete", "taken"),
+    [(1600, 1000, True, "system"), (1200, 1000, True, "python3"), (1600, 1000, False, "python3")],
+)
+def test_the_systems_python_is_taken_where_it_is_much_faster(tmp_path, first, system, complete, taken):
+    stand_in(tmp_path, "python3", first)
+    other = stand_in(tmp_path, "system", system, complete=complete)
+    told = chosen(tmp_path, SYSTEM_PYTHONS=str(other))
+    assert told.stdout.strip() == str(tmp_path / taken)
+    assert (f"PYTHON={tmp_path / 'python3'} takes the first" in told.stderr) == (taken == "system")
+    asked = chosen(tmp_path, SYSTEM_PYTHONS=str(other), PYTHON="python3")
+    assert asked.stdout.strip() == str(tmp_path / "python3") and asked.stderr == ""
+
+
+def test_how_long_a_python_takes_is_measured(tmp_path):
+    (tmp_path / "python3").symlink_to(sys.executable)
+    told = chosen(tmp_path, SYSTEM_PYTHONS=str(tmp_path / "python3"))
+    assert told.stdout.strip() == str(tmp_path / "python3"), "none is 1.3 times as fast as itself"
+    assert told.stderr == ""
