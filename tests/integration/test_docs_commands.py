@@ -66,7 +66,7 @@ RULES = [
     Rule(r"make torture$", "ARGS='--kills 0 --steps 2'"),
     Rule(r"make eval-tools$"),
     Rule(r"make docs$"),
-    Rule(r"make venv( GPU=1)?$", swapped={"GPU=1": "GPU=0"}),  # gigabytes for a GPU
+    Rule(r"make venv( GPU=1| PYTHON=python3)?$", swapped={"GPU=1": "GPU=0"}),  # gigabytes for a GPU
     Rule(r"make study", f"ARGS='{STUDY}'"),
     # Its server ends with a signal alone: what it would show is listed
     Rule(r"tensorboard ", "--inspect", {r"^tensorboard": "python -m tensorboard.main"}),

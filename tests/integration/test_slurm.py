@@ -228,6 +228,8 @@ def test_cancelled_requeued_and_timed_out_runs_all_finish(tmp_path: Path) -> Non
         "runs_dir": str(runs),
         "wandb.enabled": False,
         "n_eval_examples": 8,
+        "n_eval_prompts": 2,
+        "report": False,
         "model.batch_size": 8,
         "cache_dir": str(tmp_path / "c"),
     }
