@@ -166,20 +166,13 @@ class ExampleTable(Seq[tuple[Example, ...]]):
 
     def row_arrays(self) -> Iterator[np.ndarray]:
         """Yield the token ids of every row and, if not all of them count, its mask, in order."""
-        assert isinstance(self._rows, TokenRows), "rows in memory are held as examples"
-        of, places = self._rows, self._row_places()
-        for first in range(0, len(places), _AT_ONCE):
-            part = places[first : first + _AT_ONCE]
-            columns = (of.prompt_starts, of.prompt_sizes, of.starts, of.sizes, self._wanted.flags)
-            for place, begin, prompt, start, size, more in zip(
-                part.tolist(), *(column[part].tolist() for column in columns), strict=True
-            ):
-                if begin + prompt != start:  # the prompt is an earlier row's too
-                    yield of.tokens[begin : begin + prompt]
-                    begin = start
-                yield of.tokens[begin : start + size]
-                if more and (mask := self._row(place).loss_mask) is not None:
-                    yield mask
+        for of, place, begin, prompt, start, size, more in self._places_of_tokens():
+            if begin + prompt != start:  # the prompt is an earlier row's too
+                yield of.tokens[begin : begin + prompt]
+                begin = start
+            yield of.tokens[begin : start + size]
+            if more and (mask := self._row(place).loss_mask) is not None:
+                yield mask
 
     def row_signs(self) -> np.ndarray:
         """Return [rows] float64: 1 and -1 for the rows of a pair, the example's label for any other row."""
@@ -202,19 +195,23 @@ class ExampleTable(Seq[tuple[Example, ...]]):
 
     def row_keys(self) -> Iterator[str]:
         """Yield ``Sequence.key`` of every row, in order."""
+        for of, place, begin, prompt, start, size, more in self._places_of_tokens():
+            if more:  # it may have a mask
+                yield self._row(place).key
+                continue
+            ids = of.tokens[begin : begin + prompt].tobytes(), of.tokens[start : start + size].tobytes()
+            yield row_key(*ids)
+
+    def _places_of_tokens(self) -> Iterator[tuple[TokenRows, int, int, int, int, int, bool]]:
+        """Yield of every row, in order: (whose tokens it refers to, its place among them, the prompt's start
+        and size, the completion's start and size, whether it has more than tokens)."""
         assert isinstance(self._rows, TokenRows), "rows in memory are held as examples"
         of, places = self._rows, self._row_places()
         for first in range(0, len(places), _AT_ONCE):
             part = places[first : first + _AT_ONCE]
             columns = (of.prompt_starts, of.prompt_sizes, of.starts, of.sizes, self._wanted.flags)
-            for place, begin, prompt, start, size, more in zip(
-                part.tolist(), *(column[part].tolist() for column in columns), strict=True
-            ):
-                if more:  # it may have a mask
-                    yield self._row(place).key
-                    continue
-                ids = of.tokens[begin : begin + prompt].tobytes(), of.tokens[start : start + size].tobytes()
-                yield row_key(*ids)
+            for row in zip(part.tolist(), *(column[part].tolist() for column in columns), strict=True):
+                yield of, *row
 
     def longest(self) -> Example:
         """Return the first of the examples with most tokens."""
