@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     programs.end_all()
-    gc.freeze()  # pytest collects garbage five times at its very end, two seconds each over all that is left
+    gc.freeze()  # pytest collects garbage five times at its very end, over all that is left
 
 
 @pytest.fixture(scope="module")

@@ -30,8 +30,8 @@ def loop(counts, words):
 print(int(1e6 * min(loop({"all": 0}, {}) for _ in range(9))))'
 }
 
-# A Python that was built without profiles of itself (pyenv does so unless told otherwise) takes 1.6 times as
-# long as a distribution's, and what surrounds the matrix products of a step is Python.
+# A Python that was built without profiles of itself was seen to take 1.6 times as long as a distribution's, and
+# what surrounds the matrix products of a step is Python.
 faster_than() {
     local found=$1 other its
     its=$(loop_takes "$found")
