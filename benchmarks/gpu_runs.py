@@ -33,7 +33,10 @@ SECONDS = 1800.0
 """Time that one run may take."""
 LINES = 30
 """Lines of a failed run's output that are kept."""
-SMALL = ("n_eval_examples=16", "eval_every=0", "wandb.enabled=false", "resume=true")
+SMALL = (
+    *("n_eval_examples=16", "n_eval_prompts=16", "eval_every=0"),
+    *("report=false", "wandb.enabled=false", "resume=true"),
+)
 STEPS, SAVES = 64, 8
 """Steps of the run that is killed, and steps from one of its checkpoints to the next."""
 BATCH = 32

@@ -115,10 +115,10 @@ class Decoder:
         with without_generation_defaults(self.policy):
             while len(rows):
                 done = ids.shape[1] - width
-                chosen = ChosenLogprobs(self.policy.temperature)
-                steps = LogitsProcessorList()
+                steps: list[LogitsProcessor] = []
                 if numbers is not None:
                     steps = processors(temperature, top_p, numbers[torch.from_numpy(rows)], width)
+                chosen = ChosenLogprobs(steps, self.policy.temperature)
                 ids = self.policy.generate(
                     ids,
                     mask,
@@ -128,7 +128,7 @@ class Decoder:
                         eos_token_id=list(stops),
                         pad_token_id=stops[0],
                     ),
-                    chosen.around(steps),
+                    LogitsProcessorList([chosen]),
                     self.synced,
                     **leaving(cache, torch.tensor(stops), torch.from_numpy(most[rows] + width), self.device),
                 )
@@ -193,10 +193,10 @@ def left_padded(rows: Sequence[np.ndarray], pad: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(ids), torch.from_numpy(mask)
 
 
-def processors(temperature: float, top_p: float, numbers: Tensor, width: int) -> LogitsProcessorList:
+def processors(temperature: float, top_p: float, numbers: Tensor, width: int) -> list[LogitsProcessor]:
     """Return the processors that turn logits into scores, of which generate takes the highest: temperature,
     top-p and the draw. ``numbers``: [R, T] in [0, 1). ``width``: the prompts' padded length."""
-    steps = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    steps: list[LogitsProcessor] = [TemperatureLogitsWarper(temperature)]
     if top_p < 1:
         steps.append(TopPLogitsWarper(top_p))
     steps.append(InverseCdfProcessor(numbers, width))
@@ -222,30 +222,21 @@ class InverseCdfProcessor(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(-1, token, 0.0)
 
 
-class ChosenLogprobs:
-    """Records the log-probability of each generated token under the model's unprocessed logits, divided by
-    ``temperature``."""
+class ChosenLogprobs(LogitsProcessor):
+    """Applies other processors, and records the log-probability of each generated token under the model's
+    unprocessed logits, divided by ``temperature``."""
 
-    def __init__(self, temperature: float = 1.0) -> None:
-        self.temperature = temperature
-        self._logits: Tensor | None = None
+    def __init__(self, steps: Sequence[LogitsProcessor], temperature: float = 1.0) -> None:
+        # One processor that calls the others: generate asks Python for the signature of each, at each token.
+        self.steps, self.temperature = steps, temperature
         self._chosen: list[Tensor] = []
 
-    def around(self, processors: LogitsProcessorList) -> LogitsProcessorList:
-        """Return ``processors`` with a step before them that keeps the logits and one after them that records
-        the token they chose."""
-        return LogitsProcessorList([self._before, *processors, self._behind])
-
-    def _before(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._logits = scores
-        return scores
-
-    def _behind(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Record the log-probability of the chosen token, which is the one with the highest of these
-        scores."""
-        assert self._logits is not None, "called behind _before"
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Map [B, V] logits to the last step's [B, V] scores, of which generate takes the highest."""
+        logits = scores if self.temperature == 1.0 else scores.float() / self.temperature
+        for step in self.steps:
+            scores = step(input_ids, scores)
         token = scores.argmax(-1, keepdim=True)
-        logits = self._logits if self.temperature == 1.0 else self._logits.float() / self.temperature
         self._chosen.append(logits.log_softmax(-1, dtype=torch.float32).gather(-1, token))
         return scores
 

@@ -24,7 +24,6 @@ compose_quickly()
 prepare_once()
 atexit.register(gc.unfreeze)  # or libraries would complain of what they find at the very end
 UNIT = Path(__file__).parent / "unit"
-SMALL_GPUS = programs.ROOT / ".venv" / "small-gpus"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,10 +58,12 @@ def quick_vllm() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def with_torchao() -> Iterator[None]:
     """Programs that a test starts have torchao, which the environment must not have."""
-    if not (SMALL_GPUS / "torchao").is_dir():
-        pytest.skip(f"there is no torchao in {SMALL_GPUS}, where make test installs it")
+    if not (programs.SMALL_GPUS / "torchao").is_dir():
+        pytest.skip(f"there is no torchao in {programs.SMALL_GPUS}, where make test installs it")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join((str(programs.ROOT), str(SMALL_GPUS))))
+        patch.setenv("PYTHONPATH", os.pathsep.join((str(programs.ROOT), str(programs.SMALL_GPUS))))
+        patch.setattr(programs, "made_by", programs.quick_torchao)
+        programs.use_quick_python(patch, programs.quick_torchao())
         yield
 
 

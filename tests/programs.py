@@ -26,12 +26,13 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.quick_python import FIRST, VLLM, QuickPython
+from tests.quick_python import FIRST, TORCHAO, VLLM, QuickPython
 
 if TYPE_CHECKING:  # ranks import this module too
     import pytest
 
 ROOT = Path(__file__).parent.parent
+SMALL_GPUS = ROOT / ".venv" / "small-gpus"
 HANG = 900.0
 """Seconds that only a hang takes, however busy the machine is."""
 NOTHING_DRAWN = {FIRST: "tests.blank_charts:blank_charts"}
@@ -52,7 +53,7 @@ class Program:
         self.words, self.stdout, self.stderr = words, stdout, stderr
         self._code: int | None = None
         self._asked = socket.socket(socket.AF_UNIX)
-        self._asked.connect(str(quick_python().address))
+        self._asked.connect(str(made_by().address))
         about = marshal.dumps([list(words), dict(env), str(cwd), os.getpid(), [0, 1, 2]])
         with open(os.devnull) as nothing, stdout.open("ab") as out, stderr.open("ab") as err:
             files = [nothing.fileno(), out.fileno(), err.fileno()]
@@ -161,6 +162,11 @@ def use_quick_python(patch: pytest.MonkeyPatch, quick: Quick | None = None) -> N
         patch.setenv(name, value)
 
 
+def made_by() -> Quick:
+    """The process that ``start`` has its programs from."""
+    return quick_python()
+
+
 @functools.cache
 def quick_python() -> Quick:
     """The process that all are forked from; it lives as long as this one, or as the one that shares it."""
@@ -172,16 +178,26 @@ def quick_python() -> Quick:
 @functools.cache
 def quick_vllm() -> Quick:
     """The process that vLLM's engines and servers are forked from, itself forked from the other."""
-    environment = {name: value for name, value in os.environ.items() if name != FIRST}
+    return _forked("vllm", VLLM)
+
+
+@functools.cache
+def quick_torchao() -> Quick:
+    """The process that programs with torchao are forked from, itself forked from the other."""
+    return _forked("torchao", TORCHAO, (SMALL_GPUS,))
+
+
+def _forked(name: str, modules: tuple[str, ...], path: tuple[Path, ...] = ()) -> Quick:
+    environment = {key: value for key, value in os.environ.items() if key != FIRST}
     python = quick_python().python
     if SHARED not in os.environ:
-        return QuickPython(_folder() / "vllm", ROOT, environment, VLLM, python).ready()
-    folder = Path(os.environ[SHARED]) / "vllm"
+        return QuickPython(_folder() / name, ROOT, environment, modules, path, python).ready()
+    folder = Path(os.environ[SHARED]) / name
     with contextlib.suppress(FileExistsError):
         folder.mkdir()  # only the first who needs it can
         os.mkfifo(folder / "open")
         never_closed = os.open(folder / "open", os.O_RDWR)  # it ends with the one that it is forked from
-        QuickPython(folder, ROOT, environment, VLLM, python, never_closed)
+        QuickPython(folder, ROOT, environment, modules, path, python, never_closed)
         os.close(never_closed)
     return Shared(folder)
 
@@ -202,6 +218,7 @@ class Shared:
 
 
 Quick = QuickPython | Shared
+FORKED = (quick_vllm, quick_torchao)
 
 
 def share() -> None:
@@ -219,7 +236,7 @@ def end_all() -> None:
     while _sharing:
         _sharing.pop().close()
         del os.environ[SHARED]
-    for quick in (quick_vllm, quick_python):
+    for quick in (*FORKED, quick_python):
         if quick.cache_info().currsize:
             quick().close()
             quick.cache_clear()
@@ -232,7 +249,7 @@ def cpu_seconds() -> float:
     """CPU seconds of this process, of its children that have ended, and of the programs that have."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     own = time.process_time() + children.ru_utime + children.ru_stime
-    made = [quick() for quick in (quick_python, quick_vllm) if quick.cache_info().currsize]
+    made = [quick() for quick in (quick_python, *FORKED) if quick.cache_info().currsize]
     return own + sum(quick.cpu_seconds() for quick in made)
 
 

@@ -184,7 +184,7 @@ def test_data_of_another_kind_are_named_with_the_loss_for_them(tmp_path, rows, l
         train(make_config(f"loss={loss}", "data=local", *own), "run")
 
 
-def test_the_start_shows_the_format_what_is_not_read_and_an_example(tmp_path, capsys) -> None:
+def test_the_start_shows_the_format_what_is_not_read_and_an_example(tmp_path, capsys, quick_python) -> None:
     path = tmp_path / "rows.jsonl"
     row = {"instruction": "12+34=", "input": "", "output": "46", "id": 7}
     path.write_text(json.dumps(row) + "\n")
