@@ -3,6 +3,8 @@ of models, and fewer rows are computed."""
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -57,6 +59,24 @@ def test_rows_that_stay_are_continued_as_if_none_had_left(family):
     for row, length in enumerate(lengths):
         assert np.array_equal(leaving[0][row, :length], together[0][row, :length]), row
         np.testing.assert_allclose(leaving[1][row, :length], together[1][row, :length], atol=2e-5)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_no_signature_is_read_from_a_text(greedy, monkeypatch):
+    """generate asks for the signature of every processor at every token. That of a method that stands for a
+    processor is parsed from a text, which takes longer than the layers of a small model."""
+    found: list[str] = []
+    parse = inspect._signature_fromstr  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        inspect,
+        "_signature_fromstr",
+        lambda cls, obj, text, *more: found.append(text) or parse(cls, obj, text, *more),
+    )
+    inspect.signature("text".upper.__call__)
+    assert len(found) == 1, "it is how Python does so"
+    prompts, limits, draws = batch(4)
+    Decoder(tiny("llama"), CPU, True).decode(prompts, limits, None if greedy else draws, 0.9, 0.95, STOPS)
+    assert len(found) == 1
 
 
 def tiny_phi3() -> Policy:
