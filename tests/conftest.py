@@ -62,7 +62,7 @@ def with_torchao() -> Iterator[None]:
         pytest.skip(f"there is no torchao in {programs.SMALL_GPUS}, where make test installs it")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join((str(programs.ROOT), str(programs.SMALL_GPUS))))
-        patch.setattr(programs, "made_by", programs.quick_torchao)
+        patch.setattr(programs, "forked_from", programs.quick_torchao)
         programs.use_quick_python(patch, programs.quick_torchao())
         yield
 

@@ -53,7 +53,7 @@ class Program:
         self.words, self.stdout, self.stderr = words, stdout, stderr
         self._code: int | None = None
         self._asked = socket.socket(socket.AF_UNIX)
-        self._asked.connect(str(made_by().address))
+        self._asked.connect(str(forked_from().address))
         about = marshal.dumps([list(words), dict(env), str(cwd), os.getpid(), [0, 1, 2]])
         with open(os.devnull) as nothing, stdout.open("ab") as out, stderr.open("ab") as err:
             files = [nothing.fileno(), out.fileno(), err.fileno()]
@@ -162,7 +162,7 @@ def use_quick_python(patch: pytest.MonkeyPatch, quick: Quick | None = None) -> N
         patch.setenv(name, value)
 
 
-def made_by() -> Quick:
+def forked_from() -> Quick:
     """The process that ``start`` has its programs from."""
     return quick_python()
 

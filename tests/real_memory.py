@@ -27,7 +27,7 @@ from models.loading import load_sharded
 from models.policy import decoder_blocks
 from models.storage_tracker import local_part
 
-STEPS = 6
+STEPS = 12
 """Steps of several ranks that are watched, all after the first. Of each rank the least of their peaks counts:
 gloo's own threads may keep a gathered block for a moment after it was waited for, which no step needs. A
 single rank gathers nothing, and its steps are alike."""
