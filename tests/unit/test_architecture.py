@@ -60,7 +60,7 @@ CONFINED = {
         "rollouts.transfer",
     ),
 }
-MOST_LINES = 400
+MOST_LINES = 600
 MOST_LINES_OF_A_FUNCTION = 60
 
 
