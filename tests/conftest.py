@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -24,6 +25,8 @@ compose_quickly()
 prepare_once()
 atexit.register(gc.unfreeze)  # or libraries would complain of what they find at the very end
 UNIT = Path(__file__).parent / "unit"
+settings.register_profile("humanline", deadline=None)  # a loaded machine is slow, not wrong
+settings.load_profile("humanline")
 
 
 def pytest_configure(config: pytest.Config) -> None:

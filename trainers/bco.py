@@ -43,9 +43,11 @@ class BCOTrainer(BasicTrainer[None]):
         return (total / count.clamp(min=1)).mean().float()
 
     def after_backward(self, metrics: list[dict[str, Mean]]) -> None:
-        """Add the batch's rewards to the running means."""
+        """Add the batch's rewards to the running means, unless they are not finite: the batch's update is
+        skipped then, and one such sum would make delta nan for ever."""
         seen = [values[name] for values in metrics for name in ("reward_chosen", "reward_rejected")]
         batch = (
             torch.stack([part.double() for mean in seen for part in mean]).view(len(metrics), 4).sum(dim=0)
         )
-        self.totals += sum_over_ranks(batch)
+        batch = sum_over_ranks(batch)
+        self.totals += torch.where(batch.isfinite().all(), batch, 0.0)

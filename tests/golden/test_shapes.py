@@ -24,6 +24,7 @@ NUMBERS = [
     ("ppo", RANGE),
     ("dual", RANGE | {"dual_clip": 3.0}),
     ("dual", {"epsilon": 0.3, "epsilon_high": 0.1, "dual_clip": 1.5, "importance": "sequence"}),
+    ("dual", {"epsilon": 0.2, "epsilon_high": 4.0, "dual_clip": 1.5}),  # c is below the range: of A < 0 alone
     ("cispo", RANGE),
     ("cispo", RANGE | {"importance": "sequence", "normalization": "sequence"}),
     ("reinforce", {}),

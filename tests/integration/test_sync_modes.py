@@ -109,8 +109,9 @@ def test_a_running_mean_and_a_reset_are_bit_identical_to_a_second_model(tmp_path
 def test_a_reference_that_moves_by_its_distance_is_bit_identical_to_a_second_model(
     tmp_path, bound, humanline
 ):
+    """Of its distance, not of the clipped one: the narrow range would keep that below either bound."""
     words = ("sync_mode=kl", "sync_freq=4", f"sync_kl={bound}", f"humanline={humanline}")
-    config = config_of(tmp_path, *words)
+    config = config_of(tmp_path, *words, "log_epsilon_P=-0.1", "log_epsilon_R=0.1")
     segment, plain = make_segment(config, pairs=4 * 12), tiny_policy()
     trainer, lines = run(config, segment, make_trainer(config, copy.deepcopy(plain)))
     bounds = (config.log_epsilon_P, config.log_epsilon_R) if humanline else (-math.inf, math.inf)
@@ -337,3 +338,12 @@ def test_a_reference_that_outlives_rounds_is_bit_identical_to_a_second_model(tmp
     assert [line["loss"] for line in other.lines][:4] == [line["loss"] for line in log.lines][:4]
     assert other.lines[4]["loss"] != log.lines[4]["loss"]
     assert [line["reference_step"] for line in other.lines][4::4] == [4, 8]
+
+
+@pytest.mark.parametrize("words", [("sync_mode=ema",), ("sync_mode=trust_region", "sync_freq=2")])
+def test_each_round_begins_with_the_policy_as_its_reference_however_slowly_it_follows(tmp_path, words):
+    config = config_of(tmp_path, "online=true", "reward=adder", "sync_alpha=0.3", *words)
+    log = Log()
+    make_trainer(config).train(Rounds(*(make_segment(config, pairs=16, seed=seed) for seed in (3, 4))), log)
+    at_ln_2 = [line["loss"] == pytest.approx(math.log(2), abs=1e-6) for line in log.lines]
+    assert at_ln_2 == [True, False, False, False] * 2

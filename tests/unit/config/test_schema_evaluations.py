@@ -71,7 +71,7 @@ def test_what_is_no_set_is_refused_with_key_and_remedy(words: list[str], message
 NAMES = st.from_regex(r"[A-Za-z][A-Za-z0-9_]{0,12}", fullmatch=True)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(NAMES, st.sampled_from(MEASURED))
 def test_a_name_and_a_measure_are_told_from_their_key(name: str, measure: str):
     try:

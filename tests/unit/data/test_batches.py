@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from data.balance import example_tokens, row_tokens, share_tokens, token_balance
@@ -36,7 +36,6 @@ def names(batch: list[Example]) -> list[tuple[str, float]]:
     return [(e.prompt_id, e.label) for e in batch]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 3), st.integers(1, 9), st.integers(1, 60), st.integers(0, 3))
 def test_every_example_once_an_epoch_and_only_the_last_batch_short(
     groups, per_group, batch_size, units, seed
@@ -56,7 +55,6 @@ def test_every_example_once_an_epoch_and_only_the_last_batch_short(
     ]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(1, 7), st.integers(1, 50))
 def test_batches_are_slices_of_the_shuffled_groups(sizes, batch_size, units):
     """Groups of any sizes, their examples side by side, epoch after epoch."""
@@ -83,7 +81,6 @@ def test_the_order_depends_on_the_seed_alone_and_keeps_groups_together():
         assert ids[0::2] == ids[1::2]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 30), st.sampled_from([1, 2, 4]), st.integers(1, 8), st.booleans())
 def test_a_cut_loses_nothing_and_gives_every_rank_as_many_microbatches(n, ranks, size, packed):
     batch = [Example(str(i), (row(1 + i % 4, 1 + (i * 7) % 11),)) for i in range(n)]
@@ -104,7 +101,6 @@ def slices(batch: list[Example], ranks: int, size: int) -> list[list[list[Exampl
     return [[by_length[first : first + each] for first in of] for of in firsts]
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=40),
     st.sampled_from([(1, True), (1, False), (2, False), (4, False), (8, False)]),
@@ -190,7 +186,6 @@ def test_row_identity_is_of_prompt_and_completion_apart():
     assert a.key != b.key and a.key == Sequence(a.prompt_ids.copy(), a.completion_ids.copy()).key
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=40),
     st.sampled_from([1, 2, 4, 8]),

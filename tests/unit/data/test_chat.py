@@ -287,7 +287,7 @@ def test_a_row_without_a_completion_token_is_dropped() -> None:
 words = st.text(alphabet=st.sampled_from("ab the\n é<|>✓"), max_size=60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from([*CHATS, "base", "llama2"]),
     st.lists(words, min_size=1, max_size=5),

@@ -115,7 +115,7 @@ def same(made: Examples, want: list[tuple[Example, ...]], dropped: dict[str, int
         assert plain([[longest(made.groups)]]) == plain([[longest(want)]])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(groups(), max_size=8), st.sampled_from(VIEWS), st.booleans())
 def test_a_table_gives_what_would_be_held(tmp_path_factory, wanted, view, in_file):
     want, dropped = held(wanted, view)

@@ -29,7 +29,7 @@ def told(groups: object) -> list[object]:
     ]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.integers(0, 30), st.integers(0, 30), st.data())
 def test_in_a_file_groups_are_what_they_are_in_memory(count, most, data):
     want = [group(i % 7) for i in range(count)]

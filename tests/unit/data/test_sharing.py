@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from data.balance import part_tokens, share_tokens, token_balance
@@ -34,7 +34,6 @@ ROWS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(ROWS, st.booleans())
 def test_every_row_can_be_read_off_what_is_computed(drawn, masked):
     rows = [row(*of) for of in drawn]
@@ -94,7 +93,6 @@ def dealt(batch: list[Example], ranks: int, size: int | Tokens) -> list[list[lis
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 
 
-@settings(deadline=None)
 @given(SIZES, st.sampled_from([1, 2, 4]), st.integers(1, 12))
 def test_by_count_nothing_is_lost_and_no_microbatch_is_larger(sizes, ranks, size):
     batch = groups(sizes)
@@ -103,7 +101,6 @@ def test_by_count_nothing_is_lost_and_no_microbatch_is_larger(sizes, ranks, size
     assert all(0 < len(part) <= size for turn in turns for part in turn)
 
 
-@settings(deadline=None)
 @given(SIZES, st.sampled_from([1, 2, 4]), st.integers(18, 80))
 def test_by_tokens_no_microbatch_computes_more(sizes, ranks, most):
     turns = dealt(groups(sizes), ranks, Tokens(most))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -104,10 +105,12 @@ def test_each_advantage_by_its_formula(rewards):
 
 
 def labelled_examples(labels, lengths):
+    """Examples of so many tokens that count, and more that do not."""
     prompt = np.ones(1, np.int32)
     return [
-        Example(f"p{i}", (Sequence(prompt, np.full(n, 5, np.int32)),), label)
+        Example(f"p{i}", (Sequence(prompt, np.full(2 * n + i, 5, np.int32), loss_mask=mask),), label)
         for i, (label, n) in enumerate(zip(labels, lengths, strict=True))
+        for mask in [np.arange(2 * n + i) < n]
     ]
 
 
@@ -128,6 +131,7 @@ def test_the_batchs_advantages_are_normalised_over_its_tokens(data, labels):
 def test_a_single_labelled_completion():
     assert [w.label for w in views.labelled(group(1.0))] == [1.0]
     assert [w.label for w in views.labelled(group(-1.0))] == [-1.0]
+    assert [w.label for w in views.labelled(group(0.0))] == [-1.0]
     assert views.pairs(group(1.0)) == [] and views.group_advantages(group(1.0)) == []
 
 
@@ -152,5 +156,14 @@ def test_the_halves_of_split_pairs_never_meet_and_the_rotation_is_fixed():
 
 
 def test_mismatched_rows_are_truncated_like_any_other():
-    out = views.mismatched([example("aaaa", 9), example("b", 9)], max_length=8)
+    """With what of them counts."""
+    counts = np.arange(9) % 3 > 0
+    masked = [
+        replace(row, loss_mask=mask)
+        for (row,), mask in zip(
+            (example(name, 9).rows for name in ("aaaa", "b")), (counts, ~counts), strict=True
+        )
+    ]
+    out = views.mismatched([Example(name, (row,)) for name, row in zip("ab", masked, strict=True)], 8)
     assert [len(e.mismatched) for e in out] == [8, 8]
+    assert [e.mismatched.loss_mask.tolist() for e in out] == [(~counts)[:3].tolist(), counts[:6].tolist()]

@@ -64,7 +64,7 @@ def test_over_runs_it_also_has_their_spread():
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=30))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_an_interval_lies_within_the_values_and_is_always_the_same(values):
     low, high = interval([values], 200)
     assert min(values) <= low <= high <= max(values)

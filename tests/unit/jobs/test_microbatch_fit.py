@@ -47,7 +47,7 @@ def one_pass(**changes: Any) -> Question:
     return replace(question("deep", "model.gradient_accumulation_steps=1"), gpu=True, **changes)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     whole=st.integers(200, 2_000_000),
     share=st.floats(0.001, 1.0),

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml  # type: ignore[import-untyped]
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -51,7 +51,6 @@ def finish(runs: Path, name: str, value: float | None, *overrides: str, test: fl
     return folder
 
 
-@settings(deadline=None)
 @given(st.lists(st.none() | st.floats(0, 1), max_size=12))
 def test_holm_properties(values: list[float | None]) -> None:
     adjusted = holm(values)
@@ -70,7 +69,6 @@ def test_holm_by_hand() -> None:
     )  # Holm (1979): 4p, 3p, 2p, p, made monotone
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-5, 5), min_size=3, max_size=8), st.lists(st.floats(-5, 5), min_size=8, max_size=8))
 def test_paired_tests_are_scipys(a: list[float], b: list[float]) -> None:
     differences = np.array(a) - np.array(b[: len(a)])

@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from models.score_cache import ScoreCache
@@ -19,7 +19,6 @@ SHARDS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(SHARDS, st.lists(KEYS, max_size=5))
 def test_the_last_shard_that_has_a_key_counts(shards, others):
     want = {key: values for shard in shards for key, values in shard.items()}

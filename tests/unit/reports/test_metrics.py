@@ -30,7 +30,7 @@ def filled(path: Path, count: int) -> LineFile:
 
 
 @given(st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_plain_data_are_always_json(value):
     json.dumps(plain(value), allow_nan=False)
 
@@ -42,7 +42,7 @@ def test_a_broken_line_inside_the_file_is_named(tmp_path):
 
 
 @given(st.sets(st.integers(-1, 40)))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_ranges_name_every_step_once(chosen):
     found = []
     for part in ranges(chosen).split(", ") if chosen else []:
@@ -55,7 +55,7 @@ def test_ranges_name_every_step_once(chosen):
 
 
 @given(room=st.integers(0, 300), count=st.integers(1, 12))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_lines_without_room_wait_and_are_written_when_there_is_some(tmp_path_factory, room, count):
     path = tmp_path_factory.mktemp("run") / METRICS
     file = LineFile(path, fresh=True)
@@ -116,7 +116,7 @@ def test_a_file_that_something_else_changes_is_repaired_and_what_is_missing_said
     after=st.integers(0, 5),
     damage=st.sampled_from(["none", "torn", "zeroed", "removed", "garbled", "shuffled"]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_run_that_goes_on_has_the_lines_of_its_checkpoint_whatever_became_of_its_file(
     tmp_path_factory, before, after, damage
 ):

@@ -335,7 +335,7 @@ FLOATS = arrays(np.float64, st.integers(1, 200), elements=st.one_of(st.floats(-1
 
 
 @given(FLOATS, st.integers(1, 50))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_thinning_keeps_every_number_in_exactly_one_block(values, most):
     thin = thinned(values, most)
     assert len(thin) <= most
@@ -346,7 +346,7 @@ def test_thinning_keeps_every_number_in_exactly_one_block(values, most):
 
 
 @given(FLOATS, st.integers(0, 10))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_running_mean_is_that_of_the_finite_neighbours(values, half):
     mean = running_mean(values, min(2 * half + 1, 2 * ((len(values) - 1) // 2) + 1))
     half = min(half, (len(values) - 1) // 2)

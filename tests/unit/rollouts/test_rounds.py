@@ -66,7 +66,7 @@ def test_the_order_is_the_seeds_and_not_the_rounds():
     assert [p.id for _, part in PromptSchedule(prompts, 50, 2).take(0, 50) for p in part] != [
         name for _, name in flat
     ]
-    assert flat[:20] != flat[20:40]
+    assert [name for _, name in flat[:20]] != [name for _, name in flat[20:40]], "each pass has its own"
 
 
 def test_a_prompt_that_comes_again_is_sampled_with_other_random_numbers():
@@ -107,20 +107,28 @@ def test_no_verdict_is_not_a_bad_score():
     assert feedback(sampled(2), [None, None], RoundsConfig(feedback="threshold"), 0) == SILENT
 
 
-@given(scores, st.integers(0, 50))
-def test_a_random_pair_has_different_scores(values, seed):
-    made = feedback(sampled(len(values)), values, RoundsConfig(feedback="random"), seed)
-    assert made == feedback(sampled(len(values)), values, RoundsConfig(feedback="random"), seed)
+@given(scores, st.integers(0, 50), st.sampled_from([0.0, 0.01, 1.0, 3.0]))
+def test_a_random_pair_has_scores_that_differ_by_tau(values, seed, tau):
+    config = RoundsConfig(feedback="random", tau=tau)
+    made = feedback(sampled(len(values)), values, config, seed)
+    assert made == feedback(sampled(len(values)), values, config, seed)
+    given_ = [v for v in values if v is not None]
     if isinstance(made, list):
-        assert made[0].rewards[0] > made[0].rewards[1]
+        better, worse = made[0].rewards
+        assert better > worse and better - worse >= tau
     else:
-        assert len({v for v in values if v is not None}) < 2
+        assert len(given_) < 2 or max(given_) == min(given_) or max(given_) - min(given_) < tau
 
 
-def test_random_pairs_are_all_drawn():
+@pytest.mark.parametrize("drawn_by", ["seed", "prompt"])
+def test_random_pairs_are_all_drawn(drawn_by):
+    """By the seeds of runs, and by the prompts of one run."""
+    config, four = RoundsConfig(feedback="random"), [1.0, 2.0, 3.0, 4.0]
     drawn = {
-        feedback(sampled(4), [1.0, 2.0, 3.0, 4.0], RoundsConfig(feedback="random"), seed)[0].rewards
-        for seed in range(200)
+        feedback(sampled(4), four, config, i)[0].rewards
+        if drawn_by == "seed"
+        else feedback(replace(sampled(4), prompt=prompt(i)), four, config, 0)[0].rewards
+        for i in range(200)
     }
     assert drawn == {(float(a), float(b)) for a, b in itertools.product(range(1, 5), repeat=2) if a > b}
 
@@ -236,7 +244,7 @@ def test_what_is_looked_at_is_said_where_it_is_damaged(tmp_path, damage, stage, 
 
 
 @given(at=st.floats(0, 1), byte=st.integers(0, 255), stage=st.sampled_from(["samples", "scores"]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_byte_that_is_another_is_no_traceback(whole, at, byte, stage):
     """It may be shown, in an answer's text; whoever trains on the file reads its checksum."""
     path = whole.file(stage)

@@ -29,7 +29,7 @@ NAN = math.nan
 LENGTHS = (5, 3, 4, 0)
 KNOWN = ((1, 1, 1, 1, 1), (1, 0, 1), (0, 0, 0, 0), ())
 """Of the third row nothing is known; the fourth fills the batch up."""
-LABELS = torch.tensor([-1.5, 0.7, -0.2, 0.0], dtype=torch.float64)
+LABELS = torch.tensor([0.7, -1.5, -0.2, 0.0], dtype=torch.float64)
 
 
 def case(seed: int = 0, spread: float = 1.0):
@@ -85,7 +85,8 @@ def by_hand(name: str, low: float, high: float, delta: float, rows) -> list[list
     [
         ("truncated", 0.3, 1.7, 0.1),
         ("truncated", 0.0, 2.0, 0.1),
-        ("masked", 0.4, 2.5, 0.1),
+        ("truncated", 0.2, 0.9, 0.1),  # an unknown token's 1 lies outside
+        ("masked", 0.4, 1.6, 0.1),
         ("sequence_masked", 0.8, 1.3, 0.1),
         ("negative_masked", 0.0, 2.0, 0.25),
         ("negative_masked", 0.0, 2.0, -0.25),

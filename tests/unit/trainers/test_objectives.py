@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -104,6 +107,24 @@ def test_bco_shifts_by_the_mean_of_all_rewards_before(tmp_path):
     assert float(trainer.shift) == pytest.approx(float((sums[:, 0] / sums[:, 1]).mean()), rel=1e-5) != 0
     _, again = trained(tmp_path, "bco", pairs=4)  # at the first step delta is 0 and every reward too
     assert again[0]["loss"] == pytest.approx(np.log(2), abs=1e-6)
+
+
+def test_a_batch_whose_rewards_are_not_finite_leaves_bcos_shift_alone(tmp_path):
+    """Its update is skipped; the next steps go on from what was before it."""
+    config = engine_config(tmp_path, "bco", "model.batch_size=8", "model.gradient_accumulation_steps=2")
+    trainer, shifts = make_trainer(config), []
+    run_on = trainer.compute_loss
+
+    def overflowing(micro, scores, prepared):
+        shifts.append((trainer.progress.step, float(trainer.shift)))
+        if trainer.progress.step == 2:
+            scores = replace(scores, log_ratio=scores.log_ratio * math.inf)
+        return run_on(micro, scores, prepared)
+
+    trainer.compute_loss = overflowing
+    _, lines = run(config, make_segment(config, pairs=24), trainer)
+    assert [line["skipped"] for line in lines] == [0, 0, 1, 0, 0, 0] and math.isnan(lines[2]["loss"])
+    assert dict(shifts)[2] == dict(shifts)[3] != dict(shifts)[4] and all(math.isfinite(x) for _, x in shifts)
 
 
 @pytest.mark.parametrize(("loss", "key"), [("bco", "reward_totals"), ("ppo", "value_head.weight")])

@@ -33,6 +33,9 @@ def test_which_weights_the_reference_has_at_which_step(tmp_path, k):
     def before_each_step():
         """Which earlier weights give exactly the log-probabilities that the reference holds for this step's
         batch?"""
+        step, last_sync = len(snapshots), TABLE[k][len(snapshots)]
+        kept = {int(key.split("/")[0]) for key in trainer.reference.scores}
+        assert min(kept) == (last_sync + 1 if step else 0), "scores of the reference before are forgotten"
         snapshots.append({n: local(p.detach()).clone() for n, p in trainer.policy.named_parameters()})
         sequences = trainer.microbatches(segment.batch(trainer.progress.position))[0].sequences
         held = trainer.reference.lookup(trainer.progress.step, sequences)

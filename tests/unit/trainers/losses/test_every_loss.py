@@ -111,7 +111,7 @@ def test_a_batch_without_a_token_adds_nothing(loss):
 
 
 @every_loss
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 10_000), cuts=st.sets(st.integers(1, 5), max_size=3), humanline=st.sampled_from(CUTS)
 )
@@ -130,7 +130,7 @@ def test_the_parts_of_a_batch_add_up_to_it(loss, seed, cuts, humanline):
 
 
 @with_reference
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10_000), spread=st.sampled_from([2.0, 10.0, 80.0]))
 def test_no_gradient_passes_outside_the_clip_range(loss, seed, spread):
     """Through the log-ratios, that is: a KL term that reads the raw log-probabilities is held still."""
