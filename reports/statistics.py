@@ -105,3 +105,13 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
         largest = max(largest, min(1.0, (len(known) - rank) * p))
         adjusted[i] = largest
     return adjusted
+
+
+def paired_power(effect: float, deviation: float, n: int, level: float) -> float:
+    """Return the power of a two-sided paired t-test over ``n`` pairs at significance ``level``, where their
+    differences have the mean ``effect`` and the standard deviation ``deviation``."""
+    if n < FEWEST_PAIRS or deviation <= 0:
+        return float(effect != 0)
+    critical = stats.t.isf(level / 2, n - 1)
+    shift = effect / deviation * math.sqrt(n)
+    return float(stats.nct.sf(critical, n - 1, shift) + stats.nct.cdf(-critical, n - 1, shift))

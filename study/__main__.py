@@ -41,6 +41,21 @@ class Part:
     records: Path | None
 
 
+@dataclass(frozen=True)
+class Done:
+    """A part whose runs are finished or, after ``report``, as many of them as there are."""
+
+    part: Part
+    plan: Plan
+    tuned: Tuned | None
+    chosen: Mapping[str, Settings]
+    runs: Sequence[Run]
+
+    @property
+    def claims(self) -> Path:
+        return self.part.plan.with_name("claims.yaml")
+
+
 def main(words: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
     try:
@@ -120,24 +135,25 @@ def act(options: argparse.Namespace) -> None:
     if options.mode != "report":
         for _, plan in parts:
             print(forecast(plan, mode, options.jobs))
-    written = []
+    done: list[Done] = []
     for part, plan in parts:
         tuned = tune_part(plan, part, options) if mode == FULL else None
         chosen = tuned.chosen if tuned else chosen_before.get(part.name, {})
         if not chosen:
             print(unfinished(plan, part, tuned))
-            written.append((part, Findings("", plan.title, plan.measure, (), {}, None, 0.0, 0, 0)))
+            done.append(Done(part, plan, tuned, {}, []))
             continue
         experiments = [name for name in plan.cells(mode) if asked is None or name in asked]
         cells = {cell for name in experiments for cell in plan.cells(mode)[name]}
         wanted = [run for run in plan.runs(mode, chosen, seeds) if run.cell in cells]
         if options.mode != "report":
             do(plan, wanted, part, options.jobs)
-        written.append((part, report_part(plan, mode, part, tuned, chosen, wanted)))
+        done.append(Done(part, plan, tuned, chosen, [*(tuned.runs if tuned else []), *wanted]))
+    found = report_all(mode, done)
     if options.plan is None and options.task is None:
         from study.first_page import write_first_page
 
-        print(write_first_page(parts[0][0].out.parent, {part.name: found for part, found in written}))
+        print(write_first_page(parts[0][0].out.parent, found))
 
 
 def forecast(plan: Plan, mode: str, jobs: int) -> str:
@@ -150,29 +166,35 @@ def forecast(plan: Plan, mode: str, jobs: int) -> str:
     )
 
 
-def report_part(
-    plan: Plan,
-    mode: str,
-    part: Part,
-    tuned: Tuned | None,
-    chosen: Mapping[str, Settings],
-    wanted: Sequence[Run],
-) -> Findings:
-    from study.report import write_report  # imports matplotlib, which a wrong command line is spared
+def report_all(mode: str, done: Sequence[Done]) -> dict[str, Findings]:
+    """Write each task's report; the tests of all of them are corrected together."""
+    from study.claims import p_values_of
+    from study.report import ask, write_report  # imports matplotlib, which a wrong command line is spared
 
-    runs = [*(tuned.runs if tuned else []), *wanted]
-    found = write_report(
-        plan,
-        mode,
-        chosen,
-        collect(runs, part.runs_dir, part.records),
-        len(runs),
-        part.out,
-        " ".join(["python -m study", *(sys.argv[1:])]),
-        claims=part.plan.with_name("claims.yaml"),
-        tuned=tuned,
-    )
-    print(found.said)
+    records = {one.part.name: collect(one.runs, one.part.runs_dir, one.part.records) for one in done}
+    tests = {
+        one.part.name: p_values_of(ask(one.plan, mode, records[one.part.name], one.claims).answers())
+        for one in done
+    }
+    found = {}
+    for one in done:
+        name, plan = one.part.name, one.plan
+        if not one.chosen:
+            found[name] = Findings("", plan.title, plan.measure, (), {}, None, 0.0, 0, 0)
+            continue
+        found[name] = write_report(
+            plan,
+            mode,
+            one.chosen,
+            records[name],
+            len(one.runs),
+            one.part.out,
+            " ".join(["python -m study", *(sys.argv[1:])]),
+            claims=one.claims,
+            tuned=one.tuned,
+            others=[p for other, own in tests.items() if other != name for p in own],
+        )
+        print(found[name].said)
     return found
 
 

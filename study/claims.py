@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
@@ -34,8 +34,7 @@ class Claim:
     kind: str
     pairs: tuple[tuple[str, str], ...]
     why: str
-    shown_by: Mapping[str, str] = field(default_factory=dict)
-    """What ``why`` predicts of other measurements (study/mechanisms.py)."""
+    """A guess at the reason where the claim is not seen, written after the results were known."""
 
     def about(self, cells: Collection[str]) -> Claim:
         """Return the claim with only those of its pairs whose cells are both in ``cells``."""
@@ -106,9 +105,10 @@ def answers(
     values: Mapping[str, Mapping[int, float]],
     margin: float,
     greedy: Mapping[str, Mapping[int, float]],
+    others: Sequence[float] = (),
 ) -> list[Answer]:
     """Return an answer to each pair of each claim. Holm's correction covers every test of a ``greater`` claim
-    that could be made."""
+    that could be made, and those of other tasks, whose p-values are ``others``."""
     tested: list[tuple[Claim, str, str, Comparison | None]] = []
     for claim in claims:
         for b, a in claim.pairs:
@@ -119,7 +119,8 @@ def answers(
         for i, (claim, _, _, comparison) in enumerate(tested)
         if claim.kind == GREATER and comparison is not None
     ]
-    adjusted = dict(zip(family, holm([_p(tested[i][3]) for i in family]), strict=True))
+    own = [_p(tested[i][3]) for i in family]
+    adjusted = dict(zip(family, holm([*own, *others])[: len(own)], strict=True))
     return [
         _answer(*one, adjusted.get(i), margin, mean(differences(greedy, one[1], one[2])))
         for i, one in enumerate(tested)
@@ -128,6 +129,11 @@ def answers(
 
 def _p(comparison: Comparison | None) -> float | None:
     return None if comparison is None else comparison.p_t
+
+
+def p_values_of(found: Sequence[Answer]) -> list[float]:
+    """Return the p-values of the tests among the answers."""
+    return [a.p for a in found if a.claim.kind == GREATER and a.p is not None]
 
 
 def differences(values: Mapping[str, Mapping[int, float]], b: str, a: str) -> list[float]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from matplotlib import rc_context
@@ -16,6 +17,7 @@ from matplotlib.ticker import PercentFormatter
 from launch.pictures import STYLE
 from reports.statistics import mean
 from study.claims import by_cell, interval
+from study.plan import Plan
 from study.records import Record
 
 RED, BLUE, ORANGE, PURPLE, GREY, GREEN = "#C0392B", "#0072B2", "#E69F00", "#AA5C99", "#888888", "#009E73"
@@ -27,6 +29,7 @@ VARIANTS = (
 )
 LOSSES = ("dpo", "kto", "grpo")
 SAMPLED, GREEDY = "eval_accuracy_sampled", "eval_accuracy_greedy"
+KL = "eval_kl_initial"
 Values = Mapping[str, Mapping[int, float]]
 Bar = tuple[str, str, str]
 """(cell, label, colour)"""
@@ -396,3 +399,38 @@ def controls(sampled: Values, greedy: Values, base: float | None) -> Figure | No
     figure.legend(*axes[0][0].get_legend_handles_labels(), fontsize=7, ncols=3, loc="outside upper center")
     axes[0][0].set_ylabel("accuracy")
     return figure if found else None
+
+
+def frontier(plan: Plan, records: Sequence[Record]) -> Figure | None:
+    """Draw the measure against the distance from the start, a panel for each loss: small dots for the runs of
+    tuning, a large one for the mean of each main cell."""
+    losses = list(dict.fromkeys(plan.losses.values()))
+    colors = {variant: color for variant, _, color in VARIANTS}
+    further = iter((GREEN, GREY, "#56B4E9", "#F0E442"))
+    figure, axes = canvas(len(losses), 3.4 * len(losses), 3.4, sharey=True)
+    found = False
+    for ax, loss in zip(axes[0], losses, strict=True):
+        for cell in (cell for cell in plan.main if plan.losses[cell] == loss):
+            variant = cell.removeprefix(f"{loss}-")
+            color = colors.get(variant) or colors.setdefault(variant, next(further, GREY))
+            tried = points(r for r in records if r.cell.startswith(f"tune-{cell}-lr"))
+            ended = points(r for r in records if r.cell == cell)
+            ax.plot([x for x, _ in tried], [y for _, y in tried], ".", color=color, markersize=4, alpha=0.5)
+            if ended:
+                middle = [fmean(column) for column in zip(*ended, strict=True)]
+                ax.plot(*middle, "o", color=color, markersize=8, markeredgecolor="black", markeredgewidth=0.6)
+            ax.plot([], [], "o", color=color, label=variant)
+            found |= bool(tried or ended)
+        ax.set_title(loss.upper())
+        ax.set_xscale("symlog", linthresh=0.01)
+        ax.set_xlim(left=0)
+        ax.set_xlabel("KL from the start, nats a token")
+        ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes[0][0].set_ylabel(plan.measure)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), fontsize=7.5, ncols=6, loc="outside upper center")
+    return figure if found else None
+
+
+def points(runs: Iterable[Record]) -> list[tuple[float, float]]:
+    """Return (KL from the start, the measure) of the runs that have both."""
+    return [(run.after[KL], run.after[SAMPLED]) for run in runs if KL in run.after and SAMPLED in run.after]

@@ -65,7 +65,7 @@ def key(found: Mapping[str, Findings]) -> str:
     )
     return (
         "One word for each pair of cells, by its loss: *seen*, *not seen*, *reversed*, or *not run*. "
-        "*Better* is decided by a paired t-test over seeds with Holm–Bonferroni over all of a task's tests; "
+        "*Better* is decided by a paired t-test over seeds with Holm–Bonferroni over all tests of all tasks; "
         f"*not worse* and *the same* by a 95 % interval against {margins}. In brackets: the "
         "difference in points."
     )

@@ -7,37 +7,72 @@ The files are ``<out>/report.md``, ``report.html`` (self-contained), ``figure*.s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 
 from matplotlib.figure import Figure
 
 from launch.grid import Settings
 from launch.results import markdown
-from reports.statistics import mean
+from reports.statistics import SIGNIFICANT, mean, paired_power
 from study.claims import (
     CLAIMS,
     FEWEST_SEEDS,
-    GREATER,
     NOT_RUN,
+    SEEN,
     Answer,
+    Claim,
     Findings,
     answers,
     by_cell,
     interval,
     read_claims,
 )
-from study.figures import GREEDY, SAMPLED, Values, dots, figures, part_seconds, svg
-from study.mechanisms import check_predictions, mechanism_sections
+from study.figures import GREEDY, SAMPLED, Values, dots, figures, frontier, part_seconds, svg
 from study.pages import Section, Table, as_html, as_markdown
 from study.plan import MAIN, Plan
 from study.records import Record, write_records
 from study.tuning import Tuned
-from study.why import WHY, why_figures, why_sections
 
 ACCURACY = "sampled accuracy"
 """The measure's name on the sums task, which other plans' reports replace with their own."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan's claims ask of its records, before anything is written."""
+
+    claims: tuple[Claim, ...]
+    margin: float
+    metric: str
+    values: Values
+    greedy: Values
+
+    def answers(self, others: Sequence[float] = ()) -> list[Answer]:
+        """``others``: p-values of the other tasks' tests, which are corrected together with these."""
+        return answers(self.claims, self.values, self.margin, self.greedy, others)
+
+
+def ask(plan: Plan, mode: str, records: Sequence[Record], claims: Path = CLAIMS) -> Asked:
+    """Return the plan's claims and the values that answer them. ``claims``: their file; the default file if
+    it does not exist."""
+    asked, margin, metric = read_claims(claims if claims.is_file() else CLAIMS)
+    cells = {cell for part in plan.cells(mode).values() for cell in part}
+    final = results(records)
+    return Asked(
+        tuple(claim for claim in (one.about(cells) for one in asked) if claim.pairs),
+        margin,
+        metric,
+        by_cell(final, metric),
+        by_cell(final, GREEDY),
+    )
+
+
+def results(records: Sequence[Record]) -> list[Record]:
+    """Return the runs that are results, not tuning."""
+    return [record for record in records if not record.cell.startswith("tune-")]
 
 
 def write_report(
@@ -51,27 +86,22 @@ def write_report(
     *,
     claims: Path = CLAIMS,
     tuned: Tuned | None = None,
+    others: Sequence[float] = (),
 ) -> Findings:
-    """Write the report and return its findings. ``claims``: their file; the default file if it does not
-    exist. ``tuned``: None if the runs behind ``chosen`` are not known."""
+    """Write the report and return its findings. ``tuned``: None if the runs behind ``chosen`` are not known.
+    ``claims``, ``others``: see ``ask`` and ``Asked.answers``."""
     out.mkdir(parents=True, exist_ok=True)
-    asked, margin, metric = read_claims(claims if claims.is_file() else CLAIMS)
-    check_predictions(asked)
-    final = [record for record in records if not record.cell.startswith("tune-")]
-    cells = {cell for part in plan.cells(mode).values() for cell in part}
-    asked = [claim for claim in (one.about(cells) for one in asked) if claim.pairs]
-    values = by_cell(final, metric)
-    found = answers(asked, values, margin, by_cell(final, GREEDY))
-    drawn = all_figures(plan, mode, records, chosen, tuned, values)
+    asked = ask(plan, mode, records, claims)
+    final, margin, values = results(records), asked.margin, asked.values
+    found = asked.answers(others)
+    drawn = all_figures(plan, mode, records, values)
     for stem, (_, figure) in drawn.items():
         (out / f"{stem}.svg").write_bytes(svg(figure))
     captions = {stem: caption for stem, (caption, _) in drawn.items()}
     sections = [
-        *opening(plan, mode, records, planned, command),
-        *claim_sections(found, margin, plan.measure),
-        *mechanism_sections(plan, found, final, chosen),
+        *opening(plan, records, planned, command),
+        *claim_sections(plan, found, margin, len(others)),
         *cell_sections(plan, mode, final, captions),
-        *why_sections(plan, final, chosen, captions),
         *tuning_sections(plan, chosen, tuned),
         origins(final, plan.measure),
     ]
@@ -84,9 +114,9 @@ def write_report(
     }
     told = ", ".join(f"{n} {word}" for word, n in counts.items() if n)
     where = f"Written to {out}/: report.html, report.md, runs.jsonl"
-    start = mean([record.before[metric] for record in final if metric in record.before])
+    start = mean([record.before[asked.metric] for record in final if asked.metric in record.before])
     return Findings(
-        f"{markdown(claims_table(found))}\n\n{told}; {len(records)} of {planned} runs. {where}",
+        f"{markdown(claims_table(found, plan.main))}\n\n{told}; {len(records)} of {planned} runs. {where}",
         plan.title,
         plan.measure,
         tuple(found),
@@ -99,22 +129,23 @@ def write_report(
 
 
 def all_figures(
-    plan: Plan,
-    mode: str,
-    records: Sequence[Record],
-    chosen: Mapping[str, Settings],
-    tuned: Tuned | None,
-    values: Values,
+    plan: Plan, mode: str, records: Sequence[Record], values: Values
 ) -> dict[str, tuple[str, Figure]]:
-    """Return file stem -> (caption, figure): the paper's figures, those on mechanisms (study.why), and a
-    plain one for each other experiment. ``values``: the metric of the final runs, by cell and seed."""
-    final = [record for record in records if not record.cell.startswith("tune-")]
+    """Return file stem -> (caption, figure): the paper's figures, the distance from the start, and a plain
+    one for each other experiment. ``values``: the metric of the final runs, by cell and seed."""
     plain = {
         name: (f"{title_of(name)}: mean, 95 % interval and every seed.", dots(values, cells, plan.measure))
         for name, cells in plan.cells(mode).items()
-        if name not in (*FIGURES_OF, *WHY) and any(cell in values for cell in cells)
+        if name not in FIGURES_OF and any(cell in values for cell in cells)
     }
-    drawn = figures(final) | why_figures(plan, records, chosen, tuned) | plain
+    drawn = figures(results(records)) | plain
+    distances = frontier(plan, records)
+    if distances is not None:
+        drawn["frontier"] = (
+            f"{plan.measure.capitalize()} against KL(start || policy). Small: runs of tuning, on validation "
+            "prompts; large: means of the main cells.",
+            distances,
+        )
     for _, figure in drawn.values():
         for ax in figure.axes:  # the paper's figures were first written for the sums task
             ax.set_ylabel(ax.get_ylabel().replace(ACCURACY, plan.measure))
@@ -127,8 +158,8 @@ def all_figures(
 # -- sections --------------------------------------------------------------------------------------
 
 
-def opening(plan: Plan, mode: str, records: Sequence[Record], planned: int, command: str) -> list[Section]:
-    final = [record for record in records if not record.cell.startswith("tune-")]
+def opening(plan: Plan, records: Sequence[Record], planned: int, command: str) -> list[Section]:
+    final = results(records)
     start = {key: mean([r.before[key] for r in final if key in r.before]) for key in (SAMPLED, GREEDY)}
     begun = "; ".join(
         f"{key.removeprefix('eval_accuracy_')} {100 * value.value:.1f} %"
@@ -136,22 +167,23 @@ def opening(plan: Plan, mode: str, records: Sequence[Record], planned: int, comm
         if value
     )
     cpu = sum(record.seconds["cpu"] for record in records) / 3600
+    cells = {record.cell for record in final}
+    tuned = len(cells & set(plan.main))
     return [
         Section(
             "What this is",
             (
                 f"{plan.about.strip()} Where every run starts: {begun or 'not known'}.",
-                f"Made by `{command}`: {len(records)} of {planned} planned runs ({mode}) are in it, "
-                f"{cpu:.1f} CPU hours. Each line of "
-                f"`runs.jsonl` is a run: `python train.py` with its `command` repeats it. {made_at(records)}",
+                f"Made by `{command}`: {len(records)} of {planned} planned runs are in it, "
+                f"{cpu:.1f} CPU hours: {len(records) - len(final)} runs of tuning ({len(plan.tuning_seeds)} seeds "
+                f"each), and {len(final)} results. Of the {len(cells)} cells with results {tuned} were tuned; the "
+                "others have the settings of the cell that they change, and are marked (untuned). Each line "
+                f"of `runs.jsonl` is a run: `python train.py` with its `command` repeats it. {made_at(records)}",
                 "**Read it with care.** One task, one tiny model: what is seen here shows that the "
                 "implementation does what it says and that an effect exists at this scale; what is not seen "
-                "here says nothing about 8 billion "
-                "parameters. Seeds change the order of the data, which half of the pairs is trained on, and "
-                "what is sampled; all runs start from "
-                "the same weights, so intervals understate what another model or data set would give. "
-                "Settings of the further experiments were "
-                "not tuned: they have those of the cell that they change.",
+                "here says nothing about 8 billion parameters. Seeds change the order of the data, which "
+                "half of the pairs is trained on, and what is sampled; all runs start from the same weights, "
+                "so intervals understate what another model or data set would give.",
             ),
         )
     ]
@@ -167,22 +199,48 @@ def made_at(records: Sequence[Record]) -> str:
     return f"Made with: {', '.join(told)}."
 
 
-def claim_sections(found: Sequence[Answer], margin: float, measure: str) -> list[Section]:
-    tests = sum(a.claim.kind == GREATER and a.verdict != NOT_RUN for a in found)
+def claim_sections(plan: Plan, found: Sequence[Answer], margin: float, others: int) -> list[Section]:
+    """Return the claims and the guesses about those not seen. ``others``: the number of tests of other tasks
+    in the same family."""
+    tests = sum(a.p_holm is not None for a in found)
+    shared = f" and the {others} of the other task" if others else ""
     text = (
-        f"Differences are in points of {measure}, with 95 % intervals over seeds, paired by seed. "
-        "*Better* is decided by a "
-        f"paired t-test, two-sided, Holm–Bonferroni over all {tests} of them; *not worse* by the interval's "
-        "lower end against −"
-        f"{100 * margin:g} points, *the same* by the whole interval within ±{100 * margin:g}. Greedy: "
-        "the same difference of "
-        f"greedy accuracy, not tested. With fewer than {FEWEST_SEEDS} seeds in common a claim counts as not "
-        "run.",
+        f"Differences are in points of {plan.measure}, with 95 % intervals over seeds, paired by seed. "
+        f"*Better* is decided by a paired t-test, two-sided, Holm–Bonferroni over all {tests} of them"
+        f"{shared}; *not worse* by the interval's lower end against −{100 * margin:g} points, *the same* by "
+        f"the whole interval within ±{100 * margin:g}. Greedy: the same difference of greedy accuracy, not "
+        f"tested. With fewer than {FEWEST_SEEDS} seeds in common a claim counts as not run.",
+        power_of_tests(found, margin, tests + others),
     )
-    return [Section("The paper's claims", text, claims_table(found))]
+    sections = [Section("The paper's claims", text, claims_table(found, plan.main))]
+    missed = {a.claim.title: a.claim.why for a in found if a.verdict not in (SEEN, NOT_RUN) and a.claim.why}
+    if missed:
+        rows = [["claim that was not seen in every pair", "a guess at the reason, written after the results"]]
+        rows += [[title, why] for title, why in missed.items()]
+        sections.append(Section("Guesses", ("None of them was tested.",), rows))
+    return sections
 
 
-def claims_table(found: Sequence[Answer]) -> Table:
+def power_of_tests(found: Sequence[Answer], effect: float, tests: int) -> str:
+    """Return what the tests could have seen: their power for ``effect``, given the spread of their own paired
+    differences."""
+    spreads = [a.difference for a in found if a.p_holm is not None and a.difference and a.difference.error]
+    if not spreads:
+        return ""
+    alone, corrected = (
+        [paired_power(effect, d.error * d.n**0.5, d.n, level) for d in spreads if d.error]
+        for level in (SIGNIFICANT, SIGNIFICANT / tests)
+    )
+    enough = sum(power >= 0.8 for power in corrected)
+    return (
+        f"With these seeds and spreads a true difference of {100 * effect:g} points is significant with a "
+        f"median power of {median(alone):.2f} alone and {median(corrected):.2f} at {SIGNIFICANT}/{tests}, "
+        f"Holm's first threshold (at least 0.8 in {enough} of {len(corrected)} tests). *Not seen* mostly "
+        "means that these seeds cannot decide."
+    )
+
+
+def claims_table(found: Sequence[Answer], tuned: Collection[str]) -> Table:
     rows = [["claim", "the paper", "here", "difference", "seeds", "p (Holm)", "greedy", "verdict"]]
     last = ""
     words = {"greater": "better than", "match": "not worse than", "same": "the same as"}
@@ -190,7 +248,8 @@ def claims_table(found: Sequence[Answer]) -> Table:
         title = "" if a.claim.title == last else a.claim.title
         paper = "" if a.claim.title == last else f"{a.claim.source}: {a.claim.paper}"
         last = a.claim.title
-        rows.append([title, paper, f"{a.b} {words[a.claim.kind]} {a.a}", *numbers_of(a), a.verdict])
+        b, a_ = (cell if cell in tuned else f"{cell} (untuned)" for cell in (a.b, a.a))
+        rows.append([title, paper, f"{b} {words[a.claim.kind]} {a_}", *numbers_of(a), a.verdict])
     return rows
 
 
@@ -207,7 +266,7 @@ def numbers_of(a: Answer) -> list[str]:
 
 
 FIGURES_OF = {
-    MAIN: ("figure1", "figure8", "figure11"),  # figure 8 where no experiment is about k alone
+    MAIN: ("figure1", "figure8", "figure11", "frontier"),  # figure 8 where no experiment is about k alone
     "k": ("figure8",),
     "ablation": (),
     "controls": ("controls",),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from reports.statistics import Mean
+from reports.statistics import Mean, paired_power
 from study.claims import (
     GREATER,
     MATCH,
@@ -19,6 +19,7 @@ from study.claims import (
     Claim,
     answers,
     interval,
+    p_values_of,
     read_claims,
     verdict,
 )
@@ -73,6 +74,11 @@ def test_p_values_are_the_paired_t_tests_corrected_over_every_test_of_the_report
     several = answers([claim(GREATER, ("b", "a"), ("b", "a"), ("b", "a")), claim(MATCH)], values, 0.05, {})
     assert several[0].p_holm == pytest.approx(min(1.0, 3 * direct)), "the match is no test of the family"
     assert several[3].p_holm is None
+    with_others = answers([claim(GREATER)], values, 0.05, {}, others=[direct / 2, 0.9])
+    assert with_others[0].p_holm == pytest.approx(min(1.0, 2 * direct)), (
+        "one family with another task's tests"
+    )
+    assert p_values_of(several) == pytest.approx([direct] * 3)
 
 
 def test_seeds_are_paired_and_too_few_are_no_answer():
@@ -107,3 +113,11 @@ def test_every_claim_is_about_cells_that_are_run(path):
         assert all({a, b} & own for b, a in one.pairs), (
             "a claim belongs to the experiment that its runs are of"
         )
+
+
+@pytest.mark.parametrize(("effect", "level"), [(0.05, 0.05), (0.05, 0.05 / 43), (-0.03, 0.01)])
+def test_the_power_is_the_share_of_simulated_tests_that_are_significant(effect, level):
+    rng = np.random.default_rng(1)
+    drawn = rng.normal(effect, 0.04, (40_000, 10))
+    share = (stats.ttest_1samp(drawn, 0.0, axis=1).pvalue < level).mean()
+    assert paired_power(effect, 0.04, 10, level) == pytest.approx(share, abs=0.01)
