@@ -175,10 +175,11 @@ def opening(plan: Plan, records: Sequence[Record], planned: int, command: str) -
             (
                 f"{plan.about.strip()} Where every run starts: {begun or 'not known'}.",
                 f"Made by `{command}`: {len(records)} of {planned} planned runs are in it, "
-                f"{cpu:.1f} CPU hours: {len(records) - len(final)} runs of tuning ({len(plan.tuning_seeds)} seeds "
-                f"each), and {len(final)} results. Of the {len(cells)} cells with results {tuned} were tuned; the "
-                "others have the settings of the cell that they change, and are marked (untuned). Each line "
-                f"of `runs.jsonl` is a run: `python train.py` with its `command` repeats it. {made_at(records)}",
+                f"{cpu:.1f} CPU hours: {len(records) - len(final)} runs of tuning "
+                f"({len(plan.tuning_seeds)} seeds each), and {len(final)} results. Of the {len(cells)} cells "
+                f"with results {tuned} were tuned; the others have the settings of the cell that they "
+                "change, and are marked (untuned). Each line of `runs.jsonl` is a run: `python train.py` "
+                f"with its `command` repeats it. {made_at(records)}",
                 "**Read it with care.** One task, one tiny model: what is seen here shows that the "
                 "implementation does what it says and that an effect exists at this scale; what is not seen "
                 "here says nothing about 8 billion parameters. Seeds change the order of the data, which "
