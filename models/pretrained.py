@@ -29,6 +29,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from common.errors import ConfigError, require
 from config.defaults import section
 from config.schema_model import SELECTIVE, ModelConfig
+from models.gguf import check_gguf, check_split, dequantised, is_gguf, source, split_as_stored
 from models.heads import RewardModel, ValuePolicy
 from models.policy import Policy, checkpoint_activations, decoder_blocks
 from models.quantization import KEY, NF4, quantise
@@ -41,6 +42,8 @@ ATTENTION = ("sdpa", *SOFTCAP_ATTENTION)
 """Kernels that apply Gemma-2's attn_logit_softcapping; transformers' sdpa silently drops it."""
 
 
+SMOLLM2 = "assets/smollm2/"
+"""Folder of the model that the Makefile makes."""
 WRAPPERS: dict[str | None, type[Policy]] = {None: Policy, "value": ValuePolicy, "reward": RewardModel}
 """model.head -> the class that wraps the transformers model"""
 
@@ -56,7 +59,7 @@ def model_config(config: ModelConfig) -> PretrainedConfig:
     path = reachable("model.name_or_path", config.name_or_path, config.revision)
     try:
         return AutoConfig.from_pretrained(
-            path, revision=config.revision, trust_remote_code=config.trust_remote_code
+            **source(path), revision=config.revision, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError) as error:
         raise not_found("model.name_or_path", config.name_or_path, error) from error
@@ -235,11 +238,11 @@ def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Pol
         else:
             try:
                 model = _auto(config).from_pretrained(
-                    path, config=found, use_safetensors=True, revision=config.revision, **common
+                    **source(path), config=found, use_safetensors=True, revision=config.revision, **common
                 )
             except (OSError, ValueError) as error:
                 raise not_found("model.name_or_path", config.name_or_path, error) from error
-            check_finite(model, config)
+            check_finite(dequantised(model), config)
         if config.use_peft:
             model = _with_lora(model, config)
     policy = WRAPPERS[config.head](model.to(device))
@@ -277,6 +280,8 @@ def _finite(values: torch.Tensor) -> bool:
 def _weight_files(config: ModelConfig) -> list[Path]:
     """Return the files that the weights were read from, in a folder or in the hub's cache."""
     path = Path(resolve_model_path(config.name_or_path))
+    if is_gguf(str(path)):
+        return []
     if not path.is_dir():
         cached = try_to_load_from_cache(config.name_or_path, "config.json", revision=config.revision)
         if not isinstance(cached, str):
@@ -338,12 +343,16 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     name = config.tokenizer_name_or_path or config.name_or_path
     revision = config.revision if own else None
     path = reachable(key, name, revision)
+    if is_gguf(path):
+        check_split(key, path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            path, revision=revision, trust_remote_code=config.trust_remote_code
+            **source(path), revision=revision, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError) as error:
         raise not_found(key, name, error) from error
+    if is_gguf(path):
+        split_as_stored(tokenizer, path)
     require(
         tokenizer.eos_token_id is not None,
         key,
@@ -374,6 +383,15 @@ def reachable(key: str, name: str, revision: str | None) -> str:
         name,
         "is a run that has no model yet: let it end (resume=true), or write its newest checkpoint's with "
         f"python export.py {name}",
+    )
+    if is_gguf(path):
+        check_gguf(key, path)
+        return path
+    require(
+        Path(path).is_dir() or not path.startswith(SMOLLM2),
+        key,
+        name,
+        "is not made yet: make smollm2, or give model.name_or_path=HuggingFaceTB/SmolLM2-135M-Instruct",
     )
     try:
         if not Path(path).is_dir() and not isinstance(

@@ -23,7 +23,13 @@ from tests.docs import ROOT
 LEFT_OUT = ("docs/study/*.svg",)
 ENDS = 0.3
 """How likely the small model ends its answer at any token: its answers are short whatever they may be."""
-MODELS = ("org/name", "Qwen/Qwen2.5-1.5B-Instruct", "meta-llama/Meta-Llama-3-8B-Instruct", "CKPT")
+MODELS = (
+    "org/name",
+    "Qwen/Qwen2.5-1.5B-Instruct",
+    "meta-llama/Meta-Llama-3-8B-Instruct",
+    "assets/smollm2/model",
+    "CKPT",
+)
 ALPACA = 805
 """Instructions of AlpacaEval."""
 ARMORM = "RLHFlow/ArmoRM-Llama3-8B-v0.1"
