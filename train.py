@@ -13,6 +13,7 @@ Exit codes are those of config.cli.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from omegaconf import DictConfig
 
 from common.output import forgive_output
 from config.cli import cli, compose, guarded, idle, say_what_is_idle, settings
+from config.machine import speaks, with_environment
 from config.schema import Config
 from jobs.signals import Signals
 
@@ -47,6 +49,9 @@ def run(config: Config, name: str, signals: Signals, observers: Sequence[Any] = 
     from jobs.run_folder import RunFolder
     from models.distributed import on_main, start, stop
 
+    config, said = with_environment(config, os.environ)
+    for sentence in said if speaks(os.environ) else ():
+        print(f"from the environment: {sentence}", flush=True)
     world = start(config.replicas)
     folder = RunFolder(config, name)
     try:

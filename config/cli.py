@@ -26,6 +26,8 @@ from common.secrets import scrub_text
 from config.arguments import as_settings, choices_of, given_twice, refuse_choices
 from config.files import FOLDER
 from config.load import load, run_name
+from config.machine import refuse_left_over, speaks
+from config.multirun import check_jobs
 from config.schema import Config
 from config.texts import as_written
 from config.unknown import NOTHING, names, names_of, remedy
@@ -78,7 +80,7 @@ def say_what_is_idle(inert: Mapping[str, Sequence[str]]) -> None:
 
     ``inert`` maps a setting to the keys that nothing reads because of it.
     """
-    if os.environ.get("RANK", "0") != "0" or not HydraConfig.initialized():
+    if not speaks(os.environ) or not HydraConfig.initialized():
         return
     given = [override.lstrip("+~").partition("=")[0] for override in HydraConfig.get().overrides.task]
     for because, keys in inert.items():
@@ -133,10 +135,12 @@ def cli(main: Callable[[], object]) -> None:
     """Run a ``hydra.main`` program. An error of Hydra about the command line also becomes one message."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra prints its own message and exits with 1
     sys.argv[1:] = as_written(as_settings(sys.argv[1:]))
+    guarded(lambda: refuse_left_over(os.environ))
     guarded(lambda: refuse_choices(sys.argv[1:]))
-    for sentence in given_twice(sys.argv[1:]) if os.environ.get("RANK", "0") == "0" else ():
+    for sentence in given_twice(sys.argv[1:]) if speaks(os.environ) else ():
         print(f"note: {scrub_text(sentence)}", file=sys.stderr, flush=True)
     try:
+        guarded(lambda: check_jobs(sys.argv[1:], program()))
         main()
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(complain(_in_our_words(error, sys.argv[1:]), REFUSED))
@@ -144,7 +148,7 @@ def cli(main: Callable[[], object]) -> None:
 
 def complain(message: str, code: int) -> int:
     """Print the message on rank 0 only, without any secret that it may quote, and return ``code``."""
-    if os.environ.get("RANK", "0") == "0":
+    if speaks(os.environ):
         print(f"error: {scrub_text(message)}", file=sys.stderr, flush=True)
     return code
 

@@ -36,9 +36,12 @@ PAPERS_MAX_TOKENS = 2048
 @yaml_defaults("config.yaml:wandb")
 class WandbConfig:
     enabled: bool
-    project: str
+    project: str | None
     entity: str | None
+    name: str | None
+    group: str | None
     tags: list[str]
+    dir: str | None
 
 
 @dataclass

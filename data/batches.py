@@ -85,10 +85,6 @@ class Segment:
             first = i * self.batch_size + len(out)
         return out
 
-    def progress(self, i: int) -> float:
-        """Return the share of the whole plan that is consumed once step ``i`` is done, in (0, 1]."""
-        return self.done(i + 1)
-
     def done(self, steps: int) -> float:
         """Return the share of the whole plan that earlier segments and the first ``steps`` of this one
         consume, in [0, 1]."""

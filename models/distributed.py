@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from common.errors import UserError
+from config.machine import refuse_left_over
 
 TIMEOUT = timedelta(minutes=30)
 PATIENCE = timedelta(days=7)
@@ -52,7 +53,9 @@ class World:
 
 def start(replicas: int = 1) -> World:
     """Join (or create) the process group and return this process's World. ``replicas`` > 1: the number of
-    copies of the sharded model (HSDP), for several nodes."""
+    copies of the sharded model (HSDP), for several nodes. Raises UserError for a launcher's variables without
+    a launcher."""
+    refuse_left_over(os.environ)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
@@ -61,7 +64,7 @@ def start(replicas: int = 1) -> World:
     if not dist.is_initialized():
         _patient = None
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+        if int(os.environ.get("WORLD_SIZE") or 1) > 1:
             dist.init_process_group(backend, timeout=TIMEOUT)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)

@@ -83,17 +83,19 @@ def make_muon(policy: nn.Module, params: list[nn.Parameter], config: Config) -> 
     )
 
 
-def lr_factor(progress: float, config: Config) -> float:
-    """The learning-rate multiplier at ``progress``, the fraction of training completed, in (0, 1].
+def lr_factor(begin: float, end: float, config: Config) -> float:
+    """Return the learning-rate multiplier of a step, in (0, 1].
 
-    Linear warm-up over the first ``warmup`` of the plan, then constant, or cosine or linear down to
-    ``min_lr_ratio``.
+    ``begin``, ``end``: the fractions of training completed before and after the step, in [0, 1]. Over the
+    first ``warmup`` of the plan it rises linearly with ``end``. Then it is constant, or it falls with
+    ``begin`` to ``min_lr_ratio``, as in transformers' get_linear_schedule_with_warmup and
+    get_cosine_with_min_lr_schedule_with_warmup. So no step that is made has a learning rate of 0.
     """
-    if progress < config.warmup:
-        return progress / config.warmup
-    if config.scheduler == "constant":
+    if end < config.warmup:
+        return end / config.warmup
+    if config.scheduler == "constant" or begin <= config.warmup:
         return 1.0
-    done = (progress - config.warmup) / (1 - config.warmup) if config.warmup < 1 else 1.0
+    done = (begin - config.warmup) / (1 - config.warmup)
     shape = 0.5 * (1 + math.cos(math.pi * done)) if config.scheduler == "cosine" else 1 - done
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape
 

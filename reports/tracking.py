@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from common.files import write_whole
 from config.schema import WandbConfig
 from reports.metrics import DIAGNOSTICS, METRICS, LineFile, Record, plain, read_metrics
 from reports.provenance import scrub, variant
@@ -28,6 +29,10 @@ from reports.trackers import open_trackers
 if TYPE_CHECKING:
     import wandb
 
+PROJECT = "humanline"
+"""The wandb project where neither a setting nor the environment names one."""
+WANDB_ID = "wandb_id"
+"""File of a run's wandb id, for a run whose wandb files lie in another folder (``wandb.dir``)."""
 INIT_SECONDS = 10.0
 """Seconds that an unreachable wandb server may delay the start; after that the run is tracked offline."""
 FINISH_SECONDS = 60.0
@@ -192,7 +197,10 @@ def mirror_evaluation(
 
 def wandb_id_of(run_dir: Path) -> str | None:
     """Return the wandb id of a run, from the newest folder that wandb left in the run's
-    (``wandb/[offline-]run-<time>-<id>``); None without one."""
+    (``wandb/[offline-]run-<time>-<id>``), or from ``WANDB_ID`` where these lie elsewhere; None without
+    one."""
+    if (run_dir / WANDB_ID).is_file():
+        return (run_dir / WANDB_ID).read_text(encoding="utf-8").strip()
     found = [
         path.name.rsplit("-", 2)
         for path in (run_dir / "wandb").glob("*run-*-*")
@@ -235,15 +243,18 @@ class _Mirror:
         if mode == "disabled":
             return
         self.id = self.id or secrets.token_hex(4)
+        if settings.dir is not None:
+            Path(settings.dir).mkdir(parents=True, exist_ok=True)
+            write_whole(run_dir / WANDB_ID, self.id)
         try:
             self._init(mode, run_dir, config, settings)
         except wandb.errors.Error as error:
             if mode == "offline":
                 raise
+            pieces = Path(settings.dir or run_dir) / "wandb" / "offline-run-*"
             warn(
-                f"{in_a_line(error)}; this run is tracked offline: "
-                f"`wandb sync {run_dir / 'wandb' / 'offline-run-*'}` uploads it, once key (`wandb login`, "
-                "WANDB_API_KEY) and server (WANDB_BASE_URL) are right"
+                f"{in_a_line(error)}; this run is tracked offline: `wandb sync {pieces}` uploads it, once key "
+                "(`wandb login`, WANDB_API_KEY) and server (WANDB_BASE_URL) are right"
             )
             wandb.teardown()  # the failed attempt still holds the id
             self._init("offline", run_dir, config, settings)
@@ -253,13 +264,13 @@ class _Mirror:
 
         loss = config.get("loss", {}).get("name", "")
         self._run = wandb.init(
-            project=settings.project,
+            project=settings.project or PROJECT,
             entity=settings.entity,
-            name=run_dir.name,
-            group=f"{loss}-{variant(config)}",
+            name=settings.name or run_dir.name,
+            group=settings.group or f"{loss}-{variant(config)}",
             tags=[*settings.tags, loss, variant(config)],
             config=config,
-            dir=run_dir,
+            dir=settings.dir or run_dir,
             mode=mode,
             id=self.id,
             # Offline, wandb warns that resuming is not supported; the id alone joins the pieces when they are

@@ -41,6 +41,7 @@ def real_peaks(questions: Seq[Question]) -> list[int]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
+        "TORCHELASTIC_RUN_ID": "memory",
         "WORLD_SIZE": str(size),
     }
     ranks = [

@@ -257,7 +257,8 @@ class BasicTrainer(ABC, Generic[Prepared]):
             self.sync(segment, at.step)
             if self.syncing.resets_optimizer:
                 self.optimizer.state.clear()
-        lr = self.config.lr * lr_factor(segment.progress(at.position), self.config)
+        begin, end = segment.done(at.position), segment.done(at.position + 1)
+        lr = self.config.lr * lr_factor(begin, end, self.config)
         skip = (~torch.isfinite(norm)).float()
         update(self.optimizer, lr, skip)
         if due and self.syncing.after_update:

@@ -42,7 +42,8 @@ def drawn(rank: int, world: World, synced: bool) -> list[Sample]:
 def worker(rank: int, ranks: int, store: str, folder: str) -> None:
     """Write this rank's samples to ``rank``.samples."""
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), TORCHELASTIC_RUN_ID="test")
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, ranks),

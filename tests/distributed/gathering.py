@@ -33,7 +33,8 @@ def worker(rank: int, ranks: int, store: str, folder: str, name: str, said: str)
     to ``name``.out, and whether layers were whole between their forward and their backward to
     ``name``.json."""
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), TORCHELASTIC_RUN_ID="test")
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, ranks),

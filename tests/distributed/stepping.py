@@ -1,7 +1,8 @@
 """A rank that marks and waits for the others, step after step, until a file says stop. Without a launcher
 rank 0 holds the store.
 
-RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29511 python -m tests.distributed.stepping SECONDS STOP
+RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29511 TORCHELASTIC_RUN_ID=x \\
+    python -m tests.distributed.stepping SECONDS STOP
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from tests.tiny import make_config
 
 def worker(rank: int, folder: str) -> None:
     """Rank 1 cannot tokenise what rank 0 has; each writes the keys of its rows."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), TORCHELASTIC_RUN_ID="test")
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(f"{folder}/store", 2),

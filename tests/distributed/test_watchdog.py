@@ -37,6 +37,9 @@ time.sleep(100000)
 """
 
 
+LAUNCHED = {"RUN_ID": "test", "USE_AGENT_STORE": "True", "RESTART_COUNT": "0"}
+
+
 class Ranks:
     """Two gloo ranks that step together, and what stands for their launcher: a process that holds their
     store."""
@@ -45,7 +48,7 @@ class Ranks:
         self.until, self.logs = folder / "stop", [folder / f"{rank}.log" for rank in (0, 1)]
         port = str(free_port())
         self.holder = programs.start("-c", HOLDER, port)
-        launched = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        launched = {f"TORCHELASTIC_{name}": value for name, value in LAUNCHED.items()}
         self.processes = [
             programs.start(
                 *("-m", "tests.distributed.stepping", str(SECONDS), self.until),

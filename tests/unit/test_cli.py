@@ -122,7 +122,7 @@ def test_a_folder_of_ones_own_settings_may_have_the_reward(tmp_path):
         "loss._target_=null": "loss._target_=None: must be a text",
         "loss.beta=null": "loss.beta=None: must be a number",
         "data=mix data.mix=[3]": "data.mix[0]=3: is one of mix: a mapping, as in {name: hh",
-        "wandb=false": "wandb=False: is a section, not a setting; the settings of wandb are enabled",
+        "wandb=false": "wandb=False: is a section, not a setting; the settings of wandb are dir, enabled",
         "reward=weighted reward.weighted.parts=[adder]": "reward.weighted.parts=['adder']: is a mapping",
         "data.columns=[a]": "data.columns=['a']: is a mapping",
         "model.peft.target_modules=null": "model.peft.target_modules=None: name modules",

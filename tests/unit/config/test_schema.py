@@ -97,11 +97,11 @@ def test_defaults_are_copied_and_the_first_place_wins():
     @yaml_defaults("config.yaml:wandb", "config.yaml")
     class Some:
         tags: list[str]
-        project: str
+        project: str | None
         lr: float
         own: int = 3
 
-    assert Some() == Some([], "humanline", 5e-6, 3)
+    assert Some() == Some([], None, 5e-6, 3)
     assert Some().tags is not Some().tags
     assert {f.name: f.default for f in fields(Some)}["lr"] != MISSING
 

@@ -46,7 +46,7 @@ ROWS = [(whose, row) for whose, rows in SOURCES for row in rows]
         ("vllm_mode", "colocate", "here: sampler=vllm"),
         ("load_best_model_at_end", "true", "here: keep_best=eval_reward_margin"),
         ("datasets", "[shp,hh]", "is HALOs' name, nothing here would read it; here: data=shp"),
-        ("wandb.mode", "offline", f"{NOTHING}; the settings of wandb are enabled, entity, project, tags"),
+        ("wandb.mode", "offline", f"{NOTHING}; the settings of wandb are dir, enabled, entity, group"),
         ("peft", "true", f"{NOTHING}; the settings of model.peft are lora_alpha, lora_r"),
         ("model.peft.r", "4", f"{NOTHING}; the settings of model.peft are lora_alpha, lora_r"),
     ],

@@ -61,10 +61,9 @@ def test_the_stretches_train_on_so_many_examples_and_the_first_is_as_it_was(ends
     alone = replace(whole, n_examples=ends[0])
     keys = [[example.prompt_id for example in alone.batch(i)] for i in range(alone.steps)]
     assert [[example.prompt_id for example in parts[0].batch(i)] for i in range(alone.steps)] == keys
-    assert [parts[0].progress(i) for i in range(alone.steps)] == [
-        alone.progress(i) for i in range(alone.steps)
-    ]
-    assert all(part.progress(i) == 1.0 for part in parts[1:] for i in range(part.steps))
+    steps = range(alone.steps + 1)
+    assert [parts[0].done(i) for i in steps] == [alone.done(i) for i in steps]
+    assert all(part.done(i) == 1.0 for part in parts[1:] for i in range(part.steps))
 
 
 def test_what_says_how_long_a_run_is():

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+from transformers.optimization import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+    get_cosine_with_min_lr_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+)
 
 from data.balance import example_tokens, share_tokens
-from data.batches import deal, size_of
+from data.batches import Segment, deal, size_of
 from models.distributed import local, start
 from models.reference import Reference, score, sequences_of
 from optimizers.build import lr_factor, make_optimizer, update
@@ -162,25 +169,30 @@ def test_the_optimizer_has_every_number_of_the_config(tmp_path):
     assert sorted(held) == sorted(id(p) for p in policy.parameters()), "each weight in one group"
 
 
-def test_warmup_then_constant_cosine_or_linear(tmp_path):
-    steps = [(t + 1) / 100 for t in range(100)]
-    constant = [lr_factor(p, engine_config(tmp_path, "dpo", "warmup=0.1")) for p in steps]
-    assert (
-        constant[0] == pytest.approx(0.1)
-        and constant[9] == 1.0 == constant[99]
-        and constant[4] == pytest.approx(0.5)
-    )
-    cosine = [
-        lr_factor(p, engine_config(tmp_path, "dpo", "warmup=0.1", "scheduler=cosine", "min_lr_ratio=0.2"))
-        for p in steps
-    ]
-    assert (
-        cosine[99] == pytest.approx(0.2)
-        and cosine[54] == pytest.approx(0.6)
-        and sorted(cosine[10:], reverse=True) == cosine[10:]
-    )
-    linear = [lr_factor(p, engine_config(tmp_path, "dpo", "warmup=0", "scheduler=linear")) for p in steps]
-    assert linear[49] == pytest.approx(0.5) and linear[99] == pytest.approx(0.0)
+@pytest.mark.parametrize("steps", [1, 2, 10, 100])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+def test_after_the_warm_up_the_schedules_are_those_of_transformers(tmp_path, steps, share):
+    warm = round(share * steps)
+    schedules = {
+        "constant": get_constant_schedule_with_warmup,
+        "linear": partial(get_linear_schedule_with_warmup, num_training_steps=steps),
+        "cosine": partial(get_cosine_schedule_with_warmup, num_training_steps=steps),
+        "cosine min_lr_ratio=0.2": partial(
+            get_cosine_with_min_lr_schedule_with_warmup, num_training_steps=steps, min_lr_rate=0.2
+        ),
+    }
+    for named, theirs in schedules.items():
+        config = engine_config(
+            tmp_path, "dpo", f"warmup={warm / steps}", *f"scheduler={named}".split(), "model.batch_size=3"
+        )
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        factor = theirs(optimizer, num_warmup_steps=warm).lr_lambdas[0]
+        plan = Segment(random_groups(7), 3, 3 * steps, seed=1)
+        ours = [lr_factor(plan.done(i), plan.done(i + 1), config) for i in range(steps)]
+        assert ours == pytest.approx(
+            [(i + 1) / warm if i < warm else factor(i) for i in range(steps)], abs=1e-9
+        )
+        assert min(ours) > 0
 
 
 def test_more_than_99_percent_of_the_weights_move_in_a_few_steps_at_5e_6(tmp_path):

@@ -1,0 +1,71 @@
+"""Check of a multirun (``-m``) before its first job starts: every job's settings can be used, and no two jobs
+write to the same place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from omegaconf import OmegaConf
+
+from common.errors import ConfigError
+from config.arguments import override_in
+from config.files import FOLDER
+from config.load import load, run_name
+
+SHOWS = {"--cfg", "-c", "--info", "-i", "--help", "-h"}
+"""Options with which Hydra starts no job."""
+
+
+def check_jobs(words: Sequence[str], program: str) -> None:
+    """Compose the settings of every job of a multirun of ``program`` ("train", "sample" …) with arguments
+    ``words``; without ``-m`` do nothing.
+
+    Raises ConfigError for settings that cannot be used and for two jobs that would write to the same place,
+    as with one ``exp_name``: the second would overwrite the first, or be refused after the first has trained.
+    Raises Hydra's own errors for what it cannot compose.
+    """
+    if not {"-m", "--multirun"} & {*words} or SHOWS & {*words} or any("hydra/sweeper=" in w for w in words):
+        return
+    places: dict[str, tuple[str, ...]] = {}
+    for job in _jobs(words):
+        key, place = _place(job, program)
+        if place is not None and (other := places.setdefault(place, job)) != job:
+            said = " and ".join(" ".join(w for w in a if w not in b) for a, b in ((other, job), (job, other)))
+            typed = any(word.startswith("exp_name=") for word in job)
+            raise ConfigError(
+                key,
+                Path(place).name,
+                f"two jobs of this multirun ({said}) would both write to {place}: "
+                f"{'leave exp_name out, or ' if typed else ''}give each a name of its own, as in "
+                f"'{key}=mine-${{loss.name}}-s${{seed}}'",
+            )
+
+
+def _jobs(words: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the settings of each job, as Hydra's own sweeper makes them."""
+    choices = [
+        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+        if override.is_discrete_sweep()
+        else [word]
+        for word in words
+        if (override := override_in(word)) is not None
+    ]
+    return list(product(*choices))
+
+
+def _place(job: tuple[str, ...], program: str) -> tuple[str, str | None]:
+    """Return (the setting that names it, the file or folder that a job writes)."""
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        cfg = hydra_compose("config" if program == "train" else program, overrides=list(job))
+    if program == "train":
+        config = load(cfg)
+        return "exp_name", str(Path(config.runs_dir) / run_name(config, list(job)))
+    out = OmegaConf.select(cfg, "out", throw_on_missing=False)
+    if program == "eval":
+        name = cfg.name or f"{cfg.kind}-{cfg.data.name}"
+        return "name", str(Path(out or str(cfg.run)) / f"{name}.json")
+    return "out", out

@@ -1,0 +1,48 @@
+"""Jobs of one multirun."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.errors import ConfigError
+from config.multirun import check_jobs
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "-m loss=dpo,kto exp_name=same overwrite=true",
+            r"\(loss=dpo and loss=kto\).*leave exp_name out, or give",
+        ),
+        ("--multirun seed=1,2 exp_name=a,a-${loss.name},a resume=true", r"\(seed=1 and .*exp_name=mine-"),
+        ("-m loss=dpo,kto lr=1e-5,-1", r"lr=-1.0: must be above 0"),
+        ("-m wandb.tags=[a],[b]", r"would both write to runs/dpo-adder.*: give each a name"),
+        ("-m loss=dpo seed=range(1,3) exp_name=x-${loss.name}", r"\(seed=1 and seed=2\)"),
+    ],
+)
+def test_two_jobs_never_write_to_one_place_and_each_has_settings_that_work(line, said):
+    with pytest.raises(ConfigError, match=said):
+        check_jobs(line.split(), "train")
+
+
+@pytest.mark.parametrize("program", ["sample", "label"])
+def test_other_programs_files_are_not_overwritten_either(program):
+    words = ["-m", "seed=1,2", "out=x.json", "overwrite_out=true", *(["in=y"] if program == "label" else [])]
+    with pytest.raises(
+        ConfigError, match=r"out=x\.json: two jobs .*: give each a name of its own, as in 'out="
+    ):
+        check_jobs(words, program)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "-m loss=dpo,kto seed=1,2",
+        "-m loss=dpo,kto exp_name=a-${loss.name}",
+        "loss=dpo exp_name=a",
+        "-m seed=1,2 exp_name=a,b --cfg job",
+    ],
+)
+def test_jobs_with_names_of_their_own_pass(line):
+    check_jobs(line.split(), "train")
