@@ -49,7 +49,7 @@ def refuse_left_over(env: Mapping[str, str]) -> None:
     where = f" at {env['MASTER_ADDR']}:{env.get('MASTER_PORT', '?')}" if "MASTER_ADDR" in env else ""
     raise UserError(
         f"{said}: the environment says that this process is one of several{where}, but no launcher has "
-        f"started it, so it would wait for others that do not come. To run alone: env {unset} python …; on "
+        f"started it, so it would wait for others in vain. To run alone: env {unset} python …; on "
         f"several ranks: torchrun --nproc-per-node {env.get('WORLD_SIZE') or 'N'} …; for ranks that you start one by "
         f"one, set {MARK} to any name in each"
     )

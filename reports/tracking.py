@@ -253,8 +253,8 @@ class _Mirror:
                 raise
             pieces = Path(settings.dir or run_dir) / "wandb" / "offline-run-*"
             warn(
-                f"{in_a_line(error)}; this run is tracked offline: `wandb sync {pieces}` uploads it, once key "
-                "(`wandb login`, WANDB_API_KEY) and server (WANDB_BASE_URL) are right"
+                f"{in_a_line(error)}; this run is tracked offline: `wandb sync {pieces}` uploads it, once "
+                "key (`wandb login`, WANDB_API_KEY) and server (WANDB_BASE_URL) are right"
             )
             wandb.teardown()  # the failed attempt still holds the id
             self._init("offline", run_dir, config, settings)
