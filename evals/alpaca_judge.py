@@ -18,15 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import yaml  # type: ignore[import-untyped]
 
 from common.errors import StoppedError
 from common.files import write_whole
-from common.http_client import WholeExchange
 from config.schema_benchmarks import AlpacaEvalConfig
 from evals.alpaca_files import Row
 from evals.alpaca_library import annotator_settings, library, quiet
 from reports.progress import progress
+from rollouts.rewards.endpoint import Client
 
 CHARACTERS_PER_TOKEN = 4
 SECONDS_PER_CALL = 2.0
@@ -216,13 +217,9 @@ class _Endpoint:
     calls."""
 
     def __init__(self, own: AlpacaEvalConfig, done: Any) -> None:
-        import openai
-
         self.own, self.spent, self._done = own, Spent(), done
         self._key = key_of(own)
-        # the client's own timeout applies to each read; this transport's applies to a whole call
-        whole = WholeExchange(own.timeout, _MOST_REPLY_BYTES)
-        self._client = openai.DefaultHttpxClient(timeout=None, transport=whole)
+        self._client = _limited(own)
         self._lock, self._in_a_row = threading.Lock(), 0
         self._dead_after = max(DEAD_AFTER, 5 * own.concurrency)
         self.stopped: StoppedError | None = None
@@ -327,6 +324,34 @@ class _Endpoint:
                 f"HTTP {error.status_code} {said}; mend the address, the model or the key"
             )
         return _FailedError(f"HTTP {error.status_code} from the endpoint")
+
+
+def _limited(own: AlpacaEvalConfig) -> Any:
+    """Return an HTTP client for the ``openai`` package that exchanges by our own ``Client``. The package's
+    own has a time limit of each read, and none of a reply's size."""
+    import httpx2
+    import openai
+
+    client = Client(own.base_url, own.timeout, _MOST_REPLY_BYTES)
+
+    class Limited(httpx2.BaseTransport):
+        def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+            headers = {k: v for k, v in request.headers.items() if k not in ("host", "accept-encoding")}
+            asked = client.exchange(request.method, str(request.url), request.read(), headers)
+            try:
+                reply = client.submit(asked).result()
+            except TimeoutError:
+                raise httpx2.ReadTimeout(f"took longer than {own.timeout:g} s", request=request) from None
+            except (aiohttp.ClientError, OSError, ValueError) as error:
+                raise httpx2.RemoteProtocolError(str(error), request=request) from None
+            return httpx2.Response(
+                reply.status, headers=reply.headers, content=reply.content, request=request
+            )
+
+        def close(self) -> None:
+            client.close()
+
+    return openai.DefaultHttpxClient(timeout=None, transport=Limited())
 
 
 def _nothing() -> dict[str, list[Any]]:

@@ -19,7 +19,6 @@ from typing import Any
 
 from common.errors import require
 from common.files import files_digest, write_whole
-from common.http_client import check_endpoint
 from config.schema_eval import EvalStage
 from data.chat import Renderer
 from data.types import Prompt, Turn
@@ -42,6 +41,7 @@ from models.distributed import World
 from reports.metrics import plain
 from reports.provenance import git_commit, versions
 from rollouts.generate import Request, settings_of
+from rollouts.rewards.endpoint import check_endpoint
 from rollouts.verify import answer_of
 
 OUTPUTS, ANNOTATIONS, CACHE = "outputs.json", "annotations.json", "judged.json"

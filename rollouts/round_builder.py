@@ -23,8 +23,7 @@ from data.types import Completion, Group, Prompt
 from rollouts.conversations import facts_of
 from rollouts.engines import Engine
 from rollouts.ledger import Line, RoundFolder, sampled_line, sampled_of
-from rollouts.rewards.base import Reward
-from rollouts.rewards.early import Arrivals
+from rollouts.rewards.base import Arrivals, Reward
 from rollouts.rounds import PromptSchedule, SampledPrompt, asked_and_answered, feedback, own_tokens
 from rollouts.samplers import Sample, SamplingSettings
 

@@ -32,7 +32,7 @@ class EnvironmentProcess:
         """Raises ConfigError if the environment cannot be imported or does not take its options."""
         self.config = config
         argument = (config.path, config.options, config.role)
-        self._pool = Pool(
+        self._pool = _Pool(
             "rollouts.environments.process.load",
             argument,
             workers=config.workers,
@@ -48,18 +48,28 @@ class EnvironmentProcess:
 
     def answers(self, calls: Sequence[Call]) -> list[dict[str, str] | None]:
         """Return the next turn of each conversation, {"role", "content"}, or None for its end. Raises
-        WorkerError if a call failed, because samples of a broken environment must not be trained on."""
-        found = self._pool.map(calls)
-        failed = [answer.reason for answer in found if isinstance(answer, Missing)]
-        if failed:
+        WorkerError at the first call that fails, because samples of a broken environment must not be trained
+        on."""
+        try:
+            return self._pool.map(calls)
+        except RewardError as failed:
+            self._pool.close()  # the other calls may wait for the same
             raise WorkerError(
-                f"environment.path={self.config.path} failed on {len(failed)} of {len(found)} conversations: "
-                f"{failed[0]}"
-            )
-        return found
+                f"environment.path={self.config.path} failed on a conversation: {failed}"
+            ) from failed
 
     def close(self) -> None:
         self._pool.close()
+
+
+class _Pool(Pool):
+    """A pool of which the first task without a result ends all."""
+
+    def _run(self, task: Call) -> Any:
+        answer = super()._run(task)
+        if isinstance(answer, Missing):
+            raise RewardError(answer.reason)
+        return answer
 
 
 def check(path: str, options: dict[str, Any]) -> None:

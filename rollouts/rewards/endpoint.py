@@ -1,30 +1,177 @@
-"""Concurrent requests to an HTTP endpoint that may fail now and then, and that is given up if it only
-fails."""
+"""Requests over HTTP to what runs elsewhere: a judge, a reward server, a teacher, a vLLM server.
+
+A ``Client`` exchanges requests and replies with one address, within limits. An ``Endpoint`` takes JSON by
+POST from many callers at once; it may fail now and then, and is given up if it only fails.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
 import threading
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
-import httpx2
+import aiohttp
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt
+from yarl import URL
 
-from common.errors import ConfigError
-from common.http_client import TooLongError, WholeExchange, check_endpoint
-from rollouts.rewards.base import Missing, RewardError
-from rollouts.rewards.early import Tasks
+from common.errors import ConfigError, require
+from rollouts.rewards.base import Missing, RewardError, Tasks
 
 T = TypeVar("T")
 V = TypeVar("V")
 
+UNIX = "unix:"
+"""Prefix of the address of a server on this machine that listens at a socket with a path, and at no port."""
+KEEP_ALIVE_S = 4.0
+"""Seconds that an idle connection is kept for the next request: less than any server keeps it."""
 LONGEST_WAIT_S = 60.0
 """Longest wait between two tries in seconds, whatever the endpoint asks for."""
+_CLOSE_S = 5.0
+_ROUNDING, _IMPOSSIBLE = 1e-3, 1e5
+"""Nats above 0 that rounding explains, and below 0 that no token's log-probability lies."""
+_STOP = {401, 402, 403, 404, 405, 407, 410}
+"""HTTP status codes that every further call would get too, because of a wrong key, address or model. So are
+all redirections."""
 
-_STOP = {301, 302, 307, 308, 401, 403, 404, 405}
-"""HTTP status codes that every further call would get too, because of a wrong key, address or model."""
+
+class ReplyError(aiohttp.ClientError):
+    """A reply that is not read on: it has more bytes than the limit, or is compressed."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A whole reply."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+
+class Client:
+    """Exchanges requests and replies with one address, in an event loop in a thread of its own. Any number of
+    threads may use it.
+
+    A time limit of each read would not end an exchange with a server that sends a byte now and then, or
+    ``100 Continue`` for ever. Here the limit is of the whole exchange, from the first attempt to connect to
+    the last byte. Replies are uncompressed, because a few compressed bytes may unpack to gigabytes, and
+    redirections are not followed. Proxies come from the environment.
+    """
+
+    def __init__(
+        self, address: str, timeout: float | None, most_bytes: int, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """``address``: of HTTP, or ``unix:`` and the path of a socket. ``timeout``: seconds; None: no limit.
+        ``most_bytes``: size of the largest reply. ``headers`` go with every request."""
+        self.most_bytes = most_bytes
+        self._socket = address.removeprefix(UNIX) if address.startswith(UNIX) else None
+        self.base_url = address.rstrip("/") if self._socket is None else "http://localhost"
+        self._timeout = aiohttp.ClientTimeout(total=timeout)
+        self._headers = {**(headers or {}), "Accept-Encoding": "identity"}
+        self._session: aiohttp.ClientSession | None = None
+        self._lock, self._closed = threading.Lock(), False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, V]) -> Future[V]:
+        """Run ``work`` in the client's loop. It is cancelled if the client is closed."""
+        with self._lock:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        cancelled: Future[V] = Future()
+        cancelled.cancel()
+        return cancelled
+
+    async def exchange(
+        self, method: str, url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> Reply:
+        """Send a request to ``url``, which begins with ``base_url``, and return the whole reply. Runs in the
+        client's loop. Raises TimeoutError, aiohttp.ClientError (ReplyError), OSError, ValueError."""
+        if self._session is None:
+            connector: aiohttp.BaseConnector = (
+                aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+                if self._socket is None
+                else aiohttp.UnixConnector(self._socket, limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            )
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                timeout=self._timeout,
+                headers=self._headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+            )
+        proxy = _proxy(self.base_url) if self._socket is None else None
+        async with self._session.request(
+            method, url, data=body, headers=headers, allow_redirects=False, proxy=proxy
+        ) as response:
+            if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+                raise ReplyError("the reply is compressed, which was not asked for")
+            received = bytearray()
+            async for part in response.content.iter_any():
+                received += part
+                if len(received) > self.most_bytes:
+                    raise ReplyError(f"the reply is longer than {self.most_bytes} bytes")
+            return Reply(response.status, response.headers, bytes(received))
+
+    def close(self) -> None:
+        """Cancel what is under way, close the connections and end the thread."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        ended = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        wait([ended], _CLOSE_S)  # a loop that is busy with what a reply says ends with the process
+        if ended.done():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def _end(self) -> None:
+        under_way = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+
+@cache
+def _proxy(base_url: str) -> str | None:
+    """Return the address of the proxy for ``base_url`` in the environment (HTTP_PROXY, NO_PROXY, …)."""
+    url, proxies = URL(base_url), urllib.request.getproxies_environment()
+    if urllib.request.proxy_bypass_environment(f"{url.host}:{url.port}"):
+        return None
+    return proxies.get(url.scheme) or proxies.get("all")
+
+
+def check_endpoint(section: str, base_url: str, api_key_env: str | None, key: str | None) -> None:
+    """Raise ConfigError if ``base_url`` is not an address, or if ``key`` has characters that an HTTP header
+    cannot hold. The message does not show ``key``.
+
+    ``section`` is the section of the settings, for example ``reward.judge``; ``api_key_env`` is the
+    environment variable that ``key`` comes from.
+    """
+    try:
+        host = URL(base_url).host
+    except ValueError as error:
+        raise ConfigError(f"{section}.base_url", base_url, f"is no address ({error})") from error
+    require(bool(host), f"{section}.base_url", base_url, "names no host")
+    require(
+        not key or (key.isascii() and key.isprintable()),
+        f"{section}.api_key_env",
+        api_key_env,
+        "is an environment variable whose value has characters that no key has (a line break, an accent): "
+        "set it again",
+    )
 
 
 class FailedError(Exception):
@@ -62,91 +209,114 @@ class Endpoint:
         name = settings.api_key_env
         self._key = os.environ[name].strip() if name is not None else None
         check_endpoint(section, base_url, name, self._key)
-        self._url = base_url.rstrip("/") + path
-        self._client = httpx2.Client(transport=WholeExchange(settings.timeout, most_bytes), timeout=None)
-        self._lock = threading.Lock()
-        self._failures_in_a_row = 0
-        self._made: list[Tasks[Any, Any]] = []
-        self._closed = threading.Event()
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        self._client = Client(base_url, settings.timeout, most_bytes, headers)
+        self._url = self._client.base_url + path
+        self._room = asyncio.Semaphore(settings.concurrency)
+        self._lock, self._under_way, self._failures_in_a_row = threading.Lock(), 0, 0
         self._dead_after = max(50, 5 * settings.concurrency)
+        self._tried = AsyncRetrying(
+            retry=retry_if_exception(lambda error: isinstance(error, FailedError) and error.again),
+            stop=stop_after_attempt(settings.retries + 1),
+            wait=self._pause,
+            reraise=True,
+        ).wraps(self._once)
 
-    def calls(self, ask: Callable[[T], V]) -> Tasks[T, V | Missing]:
+    def calls(self, ask: Callable[[T], Awaitable[V]]) -> Tasks[T, V | Missing]:
         """Return tasks that apply ``ask`` to items, at most ``concurrency`` at once. The result is that of
-        ``ask``, or the reason why there is none. ``ask`` calls ``post`` and raises FailedError. ``map``
-        raises RewardError if every further call would fail too, because of a wrong key, address or model."""
-        made: Tasks[T, V | Missing] = Tasks(
-            lambda item: self._tried(ask, item), self.settings.concurrency, self._anew
-        )
-        self._made.append(made)
-        return made
+        ``ask``, or the reason why there is none. ``ask`` awaits ``post`` and raises FailedError. ``begin``
+        and ``map`` raise RewardError if every further call would fail too, because of a wrong key, address or
+        model."""
+        return Tasks(lambda item: self._submit(ask, item))
 
-    def _anew(self) -> None:
-        self._failures_in_a_row = 0
+    def _submit(self, ask: Callable[[T], Awaitable[V]], item: T) -> Future[V | Missing]:
+        with self._lock:
+            if self._under_way == 0:
+                self._failures_in_a_row = 0
+            self._under_way += 1
+        future = self._client.submit(self._one(ask, item))
+        future.add_done_callback(self._ended)
+        return future
 
-    def post(self, body: bytes) -> Any:
-        """Return the endpoint's JSON answer to ``body``. Raises FailedError, RewardError."""
-        headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        )
+    def _ended(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._under_way -= 1
+
+    async def _one(self, ask: Callable[[T], Awaitable[V]], item: T) -> V | Missing:
+        async with self._room:
+            try:
+                result: V = await self._tried(ask, item)
+                return result
+            except FailedError as failed:
+                return Missing(str(failed))
+
+    async def _once(self, ask: Callable[[T], Awaitable[V]], item: T) -> V:
+        if self._failures_in_a_row >= self._dead_after:
+            reason = f"the endpoint was given up after {self._dead_after} failures in a row"
+            raise FailedError(reason, again=False)
         try:
-            response = self._client.post(self._url, content=body, headers=headers)
-        except httpx2.TimeoutException:
+            result = await ask(item)
+        except FailedError as failed:
+            self._failures_in_a_row += failed.endpoint
+            raise
+        self._failures_in_a_row = 0
+        return result
+
+    def _pause(self, state: RetryCallState) -> float:
+        """Return the seconds to wait before the next try."""
+        failed = state.outcome.exception() if state.outcome else None
+        doubled = self.settings.backoff * 2.0 ** min(state.attempt_number - 1, 64)
+        asked = failed.wait if isinstance(failed, FailedError) else 0.0
+        return min(max(asked, doubled * random.uniform(0.5, 1.5)), LONGEST_WAIT_S)
+
+    async def post(self, body: bytes) -> Any:
+        """Return the endpoint's JSON answer to ``body``. Raises FailedError, RewardError."""
+        try:
+            reply = await self._client.exchange("POST", self._url, body)
+        except TimeoutError:
             reason = f"the endpoint did not answer within {self.settings.timeout:g} s"
             raise FailedError(reason, again=True) from None
-        except httpx2.HTTPError as error:
-            raise FailedError(f"the endpoint did not answer ({_kind(error)})", again=True) from None
-        if not response.is_success:
-            raise self._refused(response)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            # not an error's own message, which may be the endpoint's and different at each call
+            kind = str(error) if isinstance(error, ReplyError) else type(error).__name__
+            raise FailedError(f"the endpoint did not answer ({kind})", again=True) from None
+        if not 200 <= reply.status < 300:
+            raise self._refused(reply)
         try:
-            return json.loads(response.content)
+            return json.loads(reply.content)
         except (ValueError, RecursionError):
             raise FailedError("the endpoint's reply is no JSON", again=True) from None
 
-    def check(self, ask: Callable[[T], Any], item: T) -> None:
+    def check(self, ask: Callable[[T], Awaitable[Any]], item: T) -> None:
         """Make one call before anything else is done. Raises ConfigError if there is no answer."""
+
+        async def asked() -> None:
+            await ask(item)
+
         key = f"{self.section}.base_url"
         try:
-            ask(item)
+            self._client.submit(asked()).result()
         except FailedError as failed:
+            self.close()
             raise ConfigError(key, self.base_url, f"does not answer as it must: {failed}") from None
         except RewardError as refused:
+            self.close()
             said = str(refused).removeprefix(f"{key}={self.base_url} ")
             raise ConfigError(key, self.base_url, said) from None
 
     def close(self) -> None:
-        """Cancel the calls that have not begun and close the client. A call under way is not tried again."""
-        self._closed.set()
-        for made in self._made:
-            made.close()
+        """Cancel the calls, and close the client."""
         self._client.close()
 
-    def _tried(self, ask: Callable[[T], V], item: T) -> V | Missing:
-        for attempt in range(self.settings.retries + 1):
-            if self._closed.is_set():
-                return Missing("the endpoint was let go of")
-            if self._failures_in_a_row >= self._dead_after:
-                return Missing(f"the endpoint was given up after {self._dead_after} failures in a row")
-            try:
-                result = ask(item)
-            except FailedError as failed:
-                with self._lock:
-                    self._failures_in_a_row += failed.endpoint
-                if not failed.again or attempt == self.settings.retries:
-                    return Missing(str(failed))
-                pause = max(failed.wait, self.settings.backoff * 2**attempt * random.uniform(0.5, 1.5))
-                self._closed.wait(min(pause, LONGEST_WAIT_S))
-            else:
-                self._failures_in_a_row = 0
-                return result
-        raise AssertionError("the last attempt returns")
-
-    def _refused(self, response: httpx2.Response) -> FailedError | RewardError:
+    def _refused(self, reply: Reply) -> FailedError | RewardError:
         """Return the error for an HTTP error status: a RewardError if it concerns all calls, else a
         FailedError. The endpoint's message may repeat the key, so the key is removed from it."""
-        code, said = response.status_code, response.content[:2000].decode(errors="replace")
+        code, said = reply.status, reply.content[:2000].decode(errors="replace")
         if self._key:
             said = said.replace(self._key, "***")
-        if code in _STOP:
+        if code in _STOP or 300 <= code < 400:
             model = getattr(self.settings, "model", None)
             asked = f"model={model}" if model else "the call"
             return RewardError(
@@ -155,14 +325,8 @@ class Endpoint:
             )
         again = code in (408, 409, 425, 429) or code >= 500
         return FailedError(
-            f"HTTP {code} from the endpoint", again, _seconds(response.headers.get("Retry-After"))
+            f"HTTP {code} from the endpoint", again, _seconds(reply.headers.get("Retry-After"))
         )
-
-
-def _kind(error: httpx2.HTTPError) -> str:
-    """Return the name of the error's class, because its message may be the endpoint's and different at each
-    call. A TooLongError gives its own message."""
-    return str(error) if isinstance(error, TooLongError) else type(error).__name__
 
 
 def _seconds(text: str | None) -> float:
@@ -171,3 +335,9 @@ def _seconds(text: str | None) -> float:
         return max(0.0, float(text or 0))
     except ValueError:
         return 0.0
+
+
+def is_logprob(value: Any) -> bool:
+    """Return whether ``value``, which another program said, is a token's log-probability in nats. Rounding
+    may put that of a certain token a little above 0."""
+    return type(value) in (int, float) and -_IMPOSSIBLE <= value <= _ROUNDING

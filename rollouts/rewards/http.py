@@ -51,9 +51,9 @@ class HttpReward:
     def close(self) -> None:
         self._endpoint.close()
 
-    def _ask(self, batch: Columns) -> list[float | Missing]:
+    async def _ask(self, batch: Columns) -> list[float | Missing]:
         """Return one number for each completion of the batch. Raises FailedError, RewardError."""
-        reply = self._endpoint.post(json.dumps(batch).encode())
+        reply = await self._endpoint.post(json.dumps(batch).encode())
         given = reply.get("rewards") if isinstance(reply, dict) else None
         wanted = len(batch["completions"])
         if not isinstance(given, list) or len(given) != wanted:

@@ -114,12 +114,12 @@ class JudgeReward:
 
     # One call
 
-    def _ask(self, asked: tuple[Prompt, str]) -> float:
+    async def _ask(self, asked: tuple[Prompt, str]) -> float:
         """Return the score in the judge's reply. Raises FailedError, RewardError."""
         prompt, completion = asked
         body = self._body(prompt, completion)
         self._reserve(body)
-        reply = self._endpoint.post(body)
+        reply = await self._endpoint.post(body)
         try:
             self._settle(body, reply)
             text = reply["choices"][0]["message"]["content"]

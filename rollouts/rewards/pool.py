@@ -17,14 +17,14 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from common.imports import import_function
 from common.worker_process import WorkerError, WorkerProcess, serve
-from rollouts.rewards.base import LOG_NAME, Missing, RewardError
+from rollouts.rewards.base import LOG_NAME, Missing, RewardError, Tasks
 from rollouts.rewards.blame import describe
-from rollouts.rewards.early import Tasks
 
 START_S = 180.0
 """Seconds a worker may take to import what it will run."""
@@ -62,7 +62,8 @@ class Pool:
         self.log_dir, self.log_name = log_dir, log_name
         self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
         self._busy: set[WorkerProcess] = set()
-        self._tasks: Tasks[Any, Any] = Tasks(self._run, workers)
+        self._threads = ThreadPoolExecutor(workers)
+        self._tasks: Tasks[Any, Any] = Tasks(lambda task: self._threads.submit(self._run, task))
         self._closed = False
         self._logs_in_use: set[Path] = set()
         self._lock = threading.Lock()
@@ -85,7 +86,7 @@ class Pool:
 
     def close(self) -> None:
         """End the workers, whatever they are doing."""
-        self._tasks.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._closed = True
             busy = list(self._busy)

@@ -34,7 +34,7 @@ from models.pretrained import check_model, load_policy, load_tokenizer
 from models.ranks import Ranks, alone
 from models.reference import score
 from rollouts.rewards.base import Missing
-from rollouts.rewards.endpoint import Endpoint, FailedError
+from rollouts.rewards.endpoint import Endpoint, FailedError, is_logprob
 
 Sample = tuple[np.ndarray, Completion]
 """[P] prompt tokens, and the completion sampled after them."""
@@ -206,7 +206,7 @@ class EndpointTeacher(Teacher):
     def close(self) -> None:
         self.endpoint.close()
 
-    def _ask(self, sample: Sample) -> Sequence[float]:
+    async def _ask(self, sample: Sample) -> Sequence[float]:
         """Return the [T] log-probabilities of one completion's tokens, nats. Raises FailedError,
         RewardError."""
         prompt, ids = sample[0].tolist(), list(sample[1].token_ids or ())
@@ -218,15 +218,18 @@ class EndpointTeacher(Teacher):
             "prompt_logprobs": 0,
             "add_special_tokens": False,
         }
-        reply = self.endpoint.post(json.dumps(asked).encode())
+        reply = await self.endpoint.post(json.dumps(asked).encode())
         try:
             given = reply["choices"][0]["prompt_logprobs"][len(prompt) :]
-            found = [float(of[str(token)]["logprob"]) for of, token in zip(given, ids, strict=True)]
+            found = [of[str(token)]["logprob"] for of, token in zip(given, ids, strict=True)]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise FailedError(
                 "the endpoint's reply has no prompt_logprobs of these tokens (vLLM's completions have)",
                 again=True,
             ) from None
+        if not all(map(is_logprob, found)):
+            reason = "the endpoint's log-probabilities are none: above 0, or no finite numbers"
+            raise FailedError(reason, again=False, endpoint=True)
         return found
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
+import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 
-import httpx2
 import numpy as np
 import pytest
 import torch
@@ -26,6 +29,7 @@ from rollouts.rewards.base import Missing
 from rollouts.rewards.teacher import EndpointTeacher, LocalTeacher, Sample
 from rollouts.vllm_options import WITHOUT_GPU
 from rollouts.vllm_sampler import installed
+from tests import http_server
 from tests.integration.online import lines, rounds, run_online
 from tests.programs import until
 from tests.tiny import ROOT, make_config
@@ -110,8 +114,9 @@ def server(tmp_path_factory, quick_vllm) -> Iterator[str]:
 
 def answers(url: str) -> bool:
     try:
-        return httpx2.get(url, timeout=5).is_success
-    except httpx2.HTTPError:
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
         return False
 
 
@@ -130,6 +135,33 @@ def test_a_teacher_behind_a_server_says_what_it_says_here(server):
     teacher.close()
     with pytest.raises(ConfigError, match=r"reward.teacher.base_url=.*refuses the call: HTTP 404 .*sums"):
         behind(server)
+
+
+@pytest.mark.parametrize("lie", [50.0, 0.1, -1e30, float("nan"), float("-inf"), "-1.0", True, None])
+def test_what_is_no_log_probability_is_no_verdict(lie):
+    samples = some_samples()[:3]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            tokens = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+            last = lie if len(tokens) == 4 + 7 else 1e-6  # rounding
+            values = [{str(token): {"logprob": -1.5}} for token in tokens]
+            values[-1] = {str(tokens[-1]): {"logprob": last}}
+            said = json.dumps({"choices": [{"prompt_logprobs": values}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(said)))
+            self.end_headers()
+            self.wfile.write(said)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http_server.Server(("127.0.0.1", 0), Handler) as stand:
+        threading.Thread(target=stand.serve_forever, args=(0.01,), daemon=True).start()
+        teacher = behind(f"http://127.0.0.1:{stand.server_address[1]}", retries=0)
+        found = teacher.logprobs(samples)
+        teacher.close()
+        stand.shutdown()
+    assert [isinstance(one, Missing) for one in found] == [False, True, False]
 
 
 def test_a_server_that_does_not_answer_is_refused_before_anything_is_loaded(tmp_path):

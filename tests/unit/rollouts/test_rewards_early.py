@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -18,8 +19,7 @@ from data.types import Prompt, Turn
 from models.pretrained import load_tokenizer
 from rollouts import vllm_sampler
 from rollouts.ledger import RoundFolder
-from rollouts.rewards.base import Checked
-from rollouts.rewards.early import Arrivals, Tasks, parts_that_begin
+from rollouts.rewards.base import Arrivals, Checked, Tasks, parts_that_begin
 from rollouts.rewards.function import FunctionReward, batches_of
 from rollouts.rewards.verifier import VerifierReward
 from rollouts.round_builder import RoundBuilder
@@ -67,15 +67,19 @@ def test_a_chunk_begins_once_it_is_whole_with_what_it_would_have_had(prompts, n,
         assert sorted(found) == sorted(batch["completions"] for batch in wanted)
 
 
+def in_threads(run, threads: int) -> Tasks:
+    pool = ThreadPoolExecutor(threads)
+    return Tasks(lambda task: pool.submit(run, task))
+
+
 def test_a_task_that_was_begun_is_not_run_again():
     ran: list[int] = []
-    tasks = Tasks(lambda task: ran.append(task) or task * 10, 2)
+    tasks = in_threads(lambda task: ran.append(task) or task * 10, 2)
     for task in (3, 1, 3):
         tasks.begin(task)
     assert tasks.map([1, 2, 3, 3, 3]) == [10, 20, 30, 30, 30]
     assert sorted(ran) == [1, 2, 3, 3, 3]
     assert tasks.map([1]) == [10] and ran.count(1) == 2, "a result is taken once"
-    tasks.close()
 
 
 def test_what_a_begun_task_raises_is_raised_when_it_is_asked_for():
@@ -87,21 +91,21 @@ def test_what_a_begun_task_raises_is_raised_when_it_is_asked_for():
         return task
 
     ran: list[int] = []
-    tasks = Tasks(run, 1)
+    tasks = in_threads(run, 1)
     tasks.begin(1)
     with pytest.raises(ValueError, match="one"):
         tasks.map([1, *range(2, 60)])
     assert len(ran) < 50, "what had not begun then is not run"
-    tasks.close()
+    with pytest.raises(ValueError, match="one"):
+        tasks.begin(2)
 
 
-def test_closing_does_not_wait():
+def test_a_failure_is_not_waited_for_behind_slower_tasks():
     held = threading.Event()
-    tasks = Tasks(lambda _: held.wait(20), 1)
-    for task in range(5):
-        tasks.begin(task)
+    tasks = in_threads(lambda task: held.wait(20) if task == 0 else 1 / 0, 2)
     begun = time.monotonic()
-    tasks.close()
+    with pytest.raises(ZeroDivisionError):
+        tasks.map([0, 1, 2])
     assert time.monotonic() - begun < 5
     held.set()
 

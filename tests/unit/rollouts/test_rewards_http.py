@@ -24,7 +24,7 @@ class Server(http_server.Server):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.bodies = []
+        self.bodies, self.made = [], []
         self.reply = lambda body: (200, {"rewards": [len(text(c)) for c in body["completions"]]})
 
     @property
@@ -57,12 +57,17 @@ def server():
     found = Server()
     threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     yield found
+    for one in found.made:
+        one.close()
     found.shutdown()
     found.server_close()
 
 
 def reward(server, **settings):
-    return HttpReward(HttpConfig(**{"base_url": server.url, "backoff": 0.001, "timeout": 5} | settings))
+    server.made.append(
+        HttpReward(HttpConfig(**{"base_url": server.url, "backoff": 0.001, "timeout": 5} | settings))
+    )
+    return server.made[-1]
 
 
 def test_batches_come_back_in_order(server):
@@ -104,8 +109,9 @@ def test_replies_that_are_none(server, given, found):
 def test_a_number_that_is_not_finite_is_no_verdict(server):
     settings = HttpConfig(base_url=server.url, retries=0)
     checked = make_reward(RewardConfig.of_kind("http", settings, max_missing=1.0))
-    server.reply = lambda body: (200, '{"rewards": [NaN, 2]}')
-    assert checked.score([PROMPT] * 2, ["a", "b"]) == [None, 2.0]
+    server.reply = lambda body: (200, '{"rewards": [NaN, 2, 1e999, -Infinity]}')
+    assert checked.score([PROMPT] * 4, ["a", "b", "c", "d"]) == [None, 2.0, None, None]
+    checked.close()
 
 
 def test_failures_that_pass_are_tried_again(server):

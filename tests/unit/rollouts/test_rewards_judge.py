@@ -6,7 +6,10 @@ from __future__ import annotations
 import gc
 import json
 import random
+import re
 import resource
+import socket
+import struct
 import threading
 import time
 import zlib
@@ -39,6 +42,7 @@ class Endpoint(http_server.Server):
         self.seen = Counter()
         self.headers = []
         self.bodies = []
+        self.judges = []
         self.lock, self.now, self.most_at_once = threading.Lock(), 0, 0
 
     @property
@@ -97,6 +101,8 @@ def endpoint(monkeypatch):
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     yield server
+    for made in server.judges:
+        made.close()
     server.shutdown()
     server.server_close()
 
@@ -112,7 +118,8 @@ def judge(endpoint, **settings):
         "concurrency": 8,
         "max_tokens": 20,
     }
-    return JudgeReward(JudgeConfig(**(defaults | settings)))
+    endpoint.judges.append(JudgeReward(JudgeConfig(**(defaults | settings))))
+    return endpoint.judges[-1]
 
 
 def texts(n):
@@ -248,10 +255,92 @@ def test_a_reply_that_is_compressed_though_nobody_asked_is_not_unpacked(endpoint
     endpoint.behave = behave
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert judge(endpoint, retries=0, timeout=20).score([PROMPT], ["abc"]) == [
-        Missing("the endpoint did not answer (DecodingError)")
+        Missing("the endpoint did not answer (the reply is compressed, which was not asked for)")
     ]
     assert endpoint.headers[0]["Accept-Encoding"] == "identity"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB
+
+
+BROKEN = {
+    "no HTTP": ([b"\x00\xff SSH-2.0\r\n\r\n"], "BadStatusLine|BadHttpMessage|ClientResponseError"),
+    "reset": ([], "ClientOSError|ServerDisconnectedError"),
+    "cut": ([b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"], "ClientPayloadError|ClientOSError"),
+    "too long, in chunks": (
+        [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b" " * 65536 + b"\r\n"],
+        "longer than 4000000 bytes",
+    ),
+    "too long, as it says": (
+        [b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n", b" " * 65536],
+        "longer than 4000000 bytes",
+    ),
+    "a long header": ([b"HTTP/1.1 200 OK\r\nX-Long: ", b"x" * 65536], "ClientResponseError"),
+    "many headers": ([b"HTTP/1.1 200 OK\r\n", b"X-More: 1\r\n" * 5000], "ClientResponseError"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_reply_costs_its_verdict_alone_and_little_memory(endpoint, how):
+    (*once, last), reason = BROKEN[how][0] or [b""], BROKEN[how][1]
+
+    def behave(handler, text):
+        if text != "bad":
+            return False
+        handler.close_connection = True
+        if not BROKEN[how][0]:
+            handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            handler.connection.close()
+            return True
+        handler.wfile.write(b"".join(once) + last)
+        for _ in range(10**9 // len(last) if once else 0):
+            handler.wfile.write(last)
+        return True
+
+    endpoint.behave = behave
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    verdicts = judge(endpoint, retries=1, timeout=20).score([PROMPT] * 2, ["bad", "abc"])
+    assert isinstance(verdicts[0], Missing) and re.search(reason, verdicts[0].reason), verdicts
+    assert verdicts[1] == 3 and endpoint.seen["bad"] == 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+
+
+@pytest.mark.parametrize("said", ["nan", "-5", "1e999", "99999999", "Wed, 21 Oct 2026 07:28:00 GMT", "x"])
+def test_no_wait_that_an_endpoint_asks_for_is_too_long(endpoint, said, monkeypatch):
+    monkeypatch.setattr("rollouts.rewards.endpoint.LONGEST_WAIT_S", 0.1)
+    endpoint.behave = (
+        lambda handler, text: endpoint.seen[text] == 1
+        and handler.send(429, "later", [("Retry-After", said)]) is None
+    )
+    began = time.monotonic()
+    assert judge(endpoint, retries=1).score([PROMPT], ["abc"]) == [3]
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("code", [401, 403, 404, 405, 308])
+def test_a_refusal_in_mid_round_ends_the_calls_under_way(endpoint, code):
+    """Calls that were begun while the round was still sampled, and those that hang or wait."""
+    over, hung = threading.Event(), threading.Event()
+    threading.Timer(20, over.set).start()
+
+    def behave(handler, text):
+        if text == "no":
+            hung.wait(10)
+            return handler.send(code, "revoked") is None
+        if text == "later":
+            return handler.send(503, "", [("Retry-After", "50")]) is None
+        hung.set()
+        return over.wait(30)
+
+    endpoint.behave = behave
+    asked, began = judge(endpoint, timeout=60), time.monotonic()
+    asked.begin([PROMPT] * 3, ["hang", "later", "no"])
+    with pytest.raises(RewardError, match=f"HTTP {code} revoked"):
+        asked.score([PROMPT] * 20, ["hang", "later", "no", *["more"] * 17])
+    with pytest.raises(RewardError, match=f"HTTP {code} revoked"):
+        asked.begin([PROMPT], ["the next"])
+    asked.close()
+    assert time.monotonic() - began < 10 and not over.is_set()
+    assert not [one for one in threading.enumerate() if one.name == "http"]
+    over.set()
 
 
 @pytest.mark.parametrize("usage", [-(10**6), 10**400, True, None, "many", 1.5])
@@ -311,7 +400,7 @@ def test_a_refused_completion_is_not_asked_for_again_and_says_nothing_about_the_
     assert endpoint.seen["bad"] == 100
 
 
-@pytest.mark.parametrize("code", [401, 403, 404, 302, 307])
+@pytest.mark.parametrize("code", [401, 402, 403, 404, 405, 410, 302, 303, 307])
 def test_what_every_call_would_get_stops_at_once_and_the_key_is_not_shown(endpoint, code):
     elsewhere = [("Location", "http://127.0.0.1:9/elsewhere")]
     endpoint.behave = lambda handler, text: handler.send(code, f"no: {KEY}", elsewhere) is None

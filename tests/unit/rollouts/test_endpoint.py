@@ -6,12 +6,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 
-import httpx2
+import aiohttp
 import pytest
 
 from common.errors import ConfigError
-from common.http_client import TooLongError, WholeExchange, check_endpoint
+from rollouts.rewards.endpoint import Client, Reply, ReplyError, check_endpoint
 
 
 @pytest.fixture
@@ -41,37 +42,51 @@ def answering() -> Iterator[str]:
         server.shutdown(socket.SHUT_RDWR)
 
 
+def get(url: str, timeout: float, most: int) -> Reply:
+    client = Client(url, timeout, most)
+    try:
+        return client.submit(client.exchange("POST", url, b"y" * 100)).result()
+    finally:
+        client.close()
+
+
 def test_the_limits_are_of_seconds_and_of_bytes(silent, answering):
     began = time.monotonic()
-    with (
-        httpx2.Client(transport=WholeExchange(0.3, 999), timeout=None) as client,
-        pytest.raises(httpx2.ReadTimeout, match=r"longer than 0\.3 s"),
-    ):
-        client.get(silent)
+    with pytest.raises(TimeoutError):
+        get(silent, 0.3, 999)
     assert time.monotonic() - began < 20
-    with httpx2.Client(transport=WholeExchange(60, 1000), timeout=None) as client:
-        assert len(client.post(answering, content=b"y" * 100).content) == 1000
-    with (
-        httpx2.Client(transport=WholeExchange(60, 999), timeout=None) as client,
-        pytest.raises(TooLongError, match="longer than 999 bytes"),
-    ):
-        client.get(answering)
+    assert len(get(answering, 60, 1000).content) == 1000
+    with pytest.raises(ReplyError, match="longer than 999 bytes"):
+        get(answering, 60, 999)
 
 
-def test_nothing_is_left_after_closing(answering):
+def test_closing_ends_what_is_under_way_and_leaves_nothing(silent):
+    """And nothing that is asked of a closed client waits."""
     before = threading.active_count()
-    transport = WholeExchange(60, 1000)
-    with httpx2.Client(transport=transport, timeout=None) as client:
-        client.get(answering)
-    transport.close()  # a second time
+    client = Client(silent, 60, 1000)
+    asked = client.submit(client.exchange("GET", silent))
+    time.sleep(0.1)
+    client.close()
+    client.close()
+    for future in (asked, client.submit(client.exchange("GET", silent))):
+        with pytest.raises(CancelledError):
+            future.result(5)
     assert threading.active_count() <= before
 
 
-def test_a_refused_connection_is_an_error_of_the_clients():
+def test_a_refused_connection_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with httpx2.Client(transport=WholeExchange(60, 1000)) as client, pytest.raises(httpx2.ConnectError):
-        client.get(f"http://127.0.0.1:{port}")
+    with pytest.raises(aiohttp.ClientConnectionError):
+        get(f"http://127.0.0.1:{port}", 60, 1000)
+
+
+def test_a_proxy_comes_from_the_environment(answering, monkeypatch):
+    monkeypatch.setenv("http_proxy", answering)
+    monkeypatch.setenv("no_proxy", "elsewhere.invalid:1")
+    assert len(get("http://no.such.host.invalid", 60, 1000).content) == 1000
+    with pytest.raises(aiohttp.ClientConnectionError):
+        get("http://elsewhere.invalid:1", 60, 1000)
 
 
 @pytest.mark.parametrize(
