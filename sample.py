@@ -22,6 +22,7 @@ def sample(cfg: DictConfig) -> None:
     stage, rest = split_settings(cfg, SampleStage)
     config, _ = settings(rest)
     config.check_room()
+    config.check_samples()
     from jobs import stages
     from models.distributed import start, stop
 

@@ -20,11 +20,13 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
+from common.errors import UserError
 from common.output import forgive_output
 from config.cli import cli, compose, guarded, idle, say_what_is_idle, settings
 from config.machine import speaks, with_environment
 from config.schema import Config
 from jobs.signals import Signals
+from reports.outcome import NOTHING_LEARNT, told
 
 __all__ = ["compose", "train"]
 
@@ -74,7 +76,9 @@ def main(cfg: DictConfig) -> None:
     def work() -> None:
         config, name = settings(cfg)
         say_what_is_idle(idle(config))
-        run(config, name, Signals())  # never restored: the handlers hold until the program ends
+        summary = run(config, name, Signals())  # never restored: the handlers hold until the program ends
+        if summary.get("status") == NOTHING_LEARNT:
+            raise UserError(f"{told(summary)}; its results are written all the same")
 
     guarded(work)
 

@@ -1,8 +1,9 @@
 """Command-line handling shared by all programs of this project: settings are read and checked, and unusable
 ones end the program with one message.
 
-Exit codes: 0 done; 1 stopped, the message says why; 2 a setting or the data cannot be used; 75 interrupted
-and saved, start again.
+Exit codes: 0 done; 1 stopped, the message says why; 2 a setting or the data cannot be used, or nothing was
+learnt from them or nothing came of them, and the same command would do no better; 75 interrupted and saved,
+start again.
 """
 
 from __future__ import annotations

@@ -326,6 +326,7 @@ class Config:
             "or reward=verifier",
         )
         self.check_room()
+        self.check_samples()
         require(
             self.rounds.samples >= 2 or self.rounds.feedback == "threshold",
             "rounds.samples",
@@ -362,6 +363,16 @@ class Config:
             f"samples must fit behind the prompt: {most} + "
             f"model.max_prompt_length={model.max_prompt_length} is more than "
             f"model.max_length={model.max_length}; sampler.max_tokens=null takes what is left",
+        )
+
+    def check_samples(self) -> None:
+        """Raise ConfigError for several samples a prompt that would all be the same answer."""
+        require(
+            self.sampler.temperature > 0 or self.rounds.samples == 1,
+            "sampler.temperature",
+            self.sampler.temperature,
+            f"draws the same answer rounds.samples={self.rounds.samples} times: use a temperature above 0, "
+            "or rounds.samples=1",
         )
 
     @property

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from data.types import Group
+from data.views import varies
 
 FITTING = {
     "prompts without answers": "online=true with a reward, as in reward=armorm",
@@ -30,7 +31,7 @@ def _kind(group: Group, labelled: bool) -> str:
         return "prompts without answers"
     if len(group.rewards) == 1:
         return "single labelled completions" if labelled else "single answers without labels (demonstrations)"
-    if len(set(group.rewards)) == 1:
+    if not varies(group.rewards):
         return "groups whose scores are all equal"
     return "pairs" if group.rewards == (1.0, -1.0) else "scored groups"
 

@@ -27,7 +27,7 @@ from data.formats import Values
 from data.group_store import gathered, picked, prompt_ids
 from data.rows import SUFFIXES, Dropped, Loaded, Row, read_rows
 from data.types import Group, Prompt, Turn
-from data.views import keep_shares
+from data.views import exceeds, keep_shares
 
 __all__ = ["Dropped", "Loaded", "hub_table", "load_groups", "load_splits", "local"]
 
@@ -101,7 +101,8 @@ def _finished(config: DataConfig, loaded: Loaded) -> Loaded:
         far = [
             i
             for i, group in enumerate(loaded.groups)
-            if len(group.rewards) < 2 or max(group.rewards) - min(group.rewards) >= config.score_threshold
+            if len(group.rewards) < 2
+            or exceeds(max(group.rewards), min(group.rewards), config.score_threshold)
         ]
         close = len(loaded.groups) - len(far)
         why = Dropped(

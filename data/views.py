@@ -25,14 +25,36 @@ View = Callable[[Group], list[ExampleSpec]]
 too few completions)."""
 
 
+ROUNDING = 1e-6
+"""Rewards R within this times max(1, |R|) of one another are one value, because sums of the same parts in
+another order differ by as much."""
+
+
+def exceeds(better: float, worse: float, by: float = 0.0) -> bool:
+    """Return whether one reward is above another, and by at least ``by``, beyond what ``ROUNDING`` explains.
+    The one place that decides about variance and pairs."""
+    rounding = ROUNDING * max(1.0, abs(better), abs(worse))
+    return better - worse > rounding and better - worse >= by - rounding
+
+
+def varies(rewards: Seq[float]) -> bool:
+    """Return whether a group's rewards are more than one value. One reward is not, and neither is none."""
+    return bool(rewards) and exceeds(max(rewards), min(rewards))
+
+
+def _best(rewards: Seq[float]) -> int:
+    """Return the index of the highest reward; of equal rewards the first is taken."""
+    return next(i for i, reward in enumerate(rewards) if not exceeds(max(rewards), reward))
+
+
 def best_and_worst(group: Group, threshold: float = 0.0) -> tuple[int, int] | None:
     """Return the indices of the highest- and lowest-rewarded completion, or None if the rewards differ by
     less than ``threshold`` or not at all (Algorithm 1, lines 8 and 9). Of equal rewards the first is taken,
     so a pair written chosen first keeps its order."""
     rewards = group.rewards
-    if len(rewards) < 2 or max(rewards) == min(rewards) or max(rewards) - min(rewards) < threshold:
+    if not rewards or not exceeds(max(rewards), min(rewards), threshold):
         return None
-    return rewards.index(max(rewards)), rewards.index(min(rewards))
+    return _best(rewards), _best([-reward for reward in rewards])
 
 
 def pairs(group: Group) -> list[ExampleSpec]:
@@ -85,7 +107,7 @@ def advantages(rewards: Iterable[float]) -> list[float]:
     """Return ``(R - mean R) / std R`` within one prompt's group (eq. 1), with population std in float64 and
     no epsilon, so a group of two gives exactly +-1. A group without variance gives zeros."""
     values = [float(r) for r in rewards]
-    if max(values) == min(values):
+    if not varies(values):
         return [0.0] * len(values)
     if len(values) == 2:
         return [1.0, -1.0] if values[0] > values[1] else [-1.0, 1.0]
@@ -97,7 +119,7 @@ def group_advantages(group: Group, keep_zero_variance: bool = False) -> list[Exa
     """Return every completion with its advantage (GRPO, Algorithm 2). A group without variance is left out,
     or kept with A = 0 (spec of the verifiable setting, where compared runs must take the same number of
     steps)."""
-    if len(group.rewards) < 2 or (max(group.rewards) == min(group.rewards) and not keep_zero_variance):
+    if len(group.rewards) < 2 or not (varies(group.rewards) or keep_zero_variance):
         return []
     return [ExampleSpec((i,), a) for i, a in enumerate(advantages(group.rewards))]
 
@@ -106,8 +128,9 @@ def centred_advantages(group: Group, keep_zero_variance: bool = False) -> list[E
     """Return the same as ``group_advantages``, but with the advantage ``R - mean R`` (Dr. GRPO), which is not
     divided by the std."""
     mean = fmean(group.rewards) if group.rewards else 0.0
+    spread = varies(group.rewards)
     return [
-        ExampleSpec(want.completions, group.rewards[want.completions[0]] - mean)
+        ExampleSpec(want.completions, group.rewards[want.completions[0]] - mean if spread else 0.0)
         for want in group_advantages(group, keep_zero_variance)
     ]
 
@@ -152,7 +175,7 @@ def normalised(batch: list[Example]) -> list[Example]:
     all completion tokens (REINFORCE++ with its group's baseline; Hu et al. 2025, arXiv 2501.03262). The std
     is the population std in float64, without epsilon. A batch whose labels are all the same gets zeros."""
     labels = [example.label for example in batch]
-    if not labels or max(labels) == min(labels):
+    if not varies(labels):
         return [replace(example, label=0.0) for example in batch]
     tokens = [sum(len(row.counted) for row in example.rows) for example in batch]
     mean = fmean(labels, tokens)
@@ -162,7 +185,7 @@ def normalised(batch: list[Example]) -> list[Example]:
 
 def demonstrations(group: Group) -> list[ExampleSpec]:
     """Return the best completion alone (SFT)."""
-    return [ExampleSpec((group.rewards.index(max(group.rewards)),), 1.0)] if group.rewards else []
+    return [ExampleSpec((_best(group.rewards),), 1.0)] if group.rewards else []
 
 
 def mismatched(batch: list[Example], max_length: int) -> list[Example]:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from common.errors import StoppedError
+from common.errors import StoppedError, UserError
 from common.files import write_whole
 from common.imports import import_function
 from config.cli import say_what_is_idle
@@ -54,6 +54,7 @@ from models.routing import routing_notice
 from optimizers.build import check_optimizer
 from reports.answers import example_lines
 from reports.model_card import write_model_card
+from reports.outcome import outcome
 from reports.provenance import scrub_text
 from reports.report import final_table, write_report
 from reports.trackers import check_trackers
@@ -218,7 +219,10 @@ class Job:
             return
         step = trainer.progress.step
         if step == 0 or (self.online is None and step != self.plan.steps):
-            raise StoppedError(f"{step} of {self.plan.steps} planned steps were done")
+            done = f"{step} of {self.plan.steps} planned steps were done"
+            if self.online is None:
+                raise StoppedError(done)
+            raise UserError(done + self.online.why_nothing())  # the same command would do no better
 
     def make_evaluator(self, trainer: BasicTrainer, policy: Policy) -> Evaluator:
         config, held_out = self.config, self.plan.evaluation.groups
@@ -335,13 +339,13 @@ class Job:
     def finish(self, run: RunWatch, folder: Path, policy: Policy) -> dict[str, Any]:
         """Write the export, summary, model card and report, print the final table; return the summary."""
         state = full_state(policy)
-        seconds = max(run.seconds, 1e-9)
+        seconds, at = max(run.seconds, 1e-9), run.trainer.progress
         summary: dict[str, Any] = {
             "before": run.before,
             "after": run.after,
-            "steps": run.trainer.progress.step,
-            "stopped_early": run.stopped_early,
-            "examples": run.trainer.progress.examples,
+            "steps": at.step,
+            **outcome(at.step, at.skipped_steps, at.silent_steps, run.stopped_early),
+            "examples": at.examples,
             "tokens_per_second": run.tokens_timed / seconds,
             "seconds": seconds,
             "checkpoint_seconds": run.saving_seconds,

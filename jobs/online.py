@@ -4,6 +4,7 @@ loaded."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +23,7 @@ from models.distributed import World, from_main, gather_objects
 from models.policy import Policy
 from models.ranks import attempt, outcome
 from rollouts.engines import Engine
+from rollouts.ledger import RoundFolder
 from rollouts.rewards.base import Reward
 from rollouts.rewards.factory import make_reward
 from rollouts.round_builder import RoundBuilder
@@ -174,6 +176,17 @@ class Online:
             f"{rounds.contexts} contexts in rounds of {size}, {rounds.samples} samples each, of "
             f"{len(self.contexts.prompts)} prompts: "
             f"at most {plan.train.n_examples} {unit}, {plan.steps} steps of {self.config.model.batch_size}"
+        )
+
+    def why_nothing(self) -> str:
+        """Return a clause that says why no round gave anything to train on, from the rounds' own counts."""
+        records = [RoundFolder(path).record for path in sorted((self.folder / "rounds").glob("[0-9]*"))]
+        whys: Counter[str] = Counter()
+        for record in records:
+            whys += Counter(record.get("dropped", {})) + Counter(record.get("untrainable", {}))
+        told = "; ".join(f"{count} prompts: {why}" for why, count in whys.most_common())
+        return (
+            f", as none of {len(records)} rounds gave anything to train on ({told or 'nothing was sampled'})"
         )
 
     def close(self) -> None:

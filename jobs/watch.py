@@ -24,6 +24,7 @@ from jobs.ranking import RankedCheckpoints, Ranking
 from jobs.same_data import KEY as DATA
 from jobs.signals import Requeue, Signals
 from jobs.skipped import write_batch
+from jobs.without_signal import without_signal
 from models.checkpoint import everywhere
 from models.checkpoint_reading import CheckpointError
 from models.distributed import any_rank, from_main, on_main
@@ -300,10 +301,11 @@ class RunWatch:
         if self._first_step:
             self.bar.measure()
             self._first_step = False
-        self._count_skipped(bool(skipped), record)
+        silent = not values.get("grad_norm") or not self.trainer.has_signal(record.batch)
+        self._count(bool(skipped), silent, record)
 
-    def _count_skipped(self, skipped: bool, record: StepRecord) -> None:
-        in_a_row = self.trainer.count_skipped(skipped)
+    def _count(self, skipped: bool, silent: bool, record: StepRecord) -> None:
+        in_a_row = self.trainer.count(skipped, silent)
         if skipped and self.trainer.world.is_main:
             path = self.folder / "skipped" / f"step_{record.known['step']:08d}.jsonl"
             print(
@@ -343,6 +345,8 @@ class RunWatch:
             self.tracker.table("samples", TABLE_COLUMNS, table, self.trainer.progress.step)
         if metrics and self.trainer.world.is_main:
             self.bar.say(round_line(facts["round"], metrics))
+            if (warning := without_signal(facts["round"], metrics, self.config)) is not None:
+                self.bar.say(warning)
         if metrics:
             self.observers.round(facts["round"], self.trainer.progress.step, metrics)
 

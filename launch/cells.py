@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.collect import FINISHED, Result
+from launch.collect import Result
 from launch.grid import label
+from reports.outcome import FINISHED
 from reports.statistics import Mean, mean
 
 

@@ -20,7 +20,7 @@ from launch.composing import Composer
 from launch.grid import Run, Settings
 from launch.slurm import ROOT
 from launch.state import folder_of, last_line
-from launch.status import FINISHED, INTERRUPTED, NOT_STARTED, Status, Statuses
+from launch.status import INTERRUPTED, NOT_STARTED, Status, Statuses, ending_of_folder
 
 NO_NUMBERS = ("settings", "fingerprints", "config", "counts")
 """Parts of an evaluation file that say how it was made and on how much data."""
@@ -46,7 +46,7 @@ class Result:
 
     @property
     def status(self) -> str:
-        """One of the six words of launch.status."""
+        """One of the words of launch.status."""
         return self.about.kind
 
     def identity(self, without: Iterable[str] = ()) -> str:
@@ -131,7 +131,7 @@ def read_run(folder: Path, cell: str | None = None) -> Result:
         folder.name,
         cell or own,
         seed,
-        Status(FINISHED if done else INTERRUPTED),
+        ending_of_folder(folder) or Status(INTERRUPTED),
         computed(config),
         values,
         lines,

@@ -16,7 +16,8 @@ from matplotlib.ticker import MaxNLocator
 
 from config.schema_evaluations import named_measure
 from launch.cells import Cell
-from launch.collect import FINISHED, Result
+from launch.collect import Result
+from reports.outcome import FINISHED
 from reports.statistics import Comparison, Mean, mean
 
 BLUE, GREY = "#0072B2", "#888888"

@@ -23,12 +23,13 @@ from pathlib import Path
 
 from common.errors import UserError, require
 from launch.cells import Cell, cells_of
-from launch.collect import FINISHED, Result, of_folders, of_sweep
+from launch.collect import Result, of_folders, of_sweep
 from launch.effects import Crossing
 from launch.grid import Sweep, read_sweep
 from launch.slurm import ROOT
 from launch.status import FAILED
 from reports.evaluations import names_of, of_name
+from reports.outcome import FINISHED
 from reports.statistics import Comparison, Mean, compare
 
 PREFERRED = ("eval_accuracy_sampled", "eval_reward_accuracy", "eval_reward_margin", "eval_loss")

@@ -5,6 +5,7 @@ A run's log says when each start began and with which exit code it ended (job.sh
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from collections.abc import Callable, Sequence
@@ -15,9 +16,10 @@ from common.lock import holder
 from config.record import LOCK, started
 from launch.slurm import SlurmError, ask, queued, submitted
 from launch.state import tail
+from reports.outcome import FINISHED, NOTHING_LEARNT, told
 
 NOT_STARTED, WAITING, RUNNING = "not started", "waiting", "running"
-INTERRUPTED, FAILED, FINISHED = "interrupted", "failed", "finished"
+INTERRUPTED, FAILED = "interrupted", "failed"
 _STOPPED = (75, -signal.SIGTERM, -signal.SIGINT)
 """Exit codes of a run that was asked to stop: 75 after saving, or a signal's negative number while still
 loading."""
@@ -35,8 +37,8 @@ _LINES = 400
 
 @dataclass(frozen=True)
 class Status:
-    """``kind``: one of the six words above. ``detail``: for a failed run, its last message. ``log``: the file
-    with that message."""
+    """``kind``: one of the five words above, FINISHED or NOTHING_LEARNT. ``detail``: for a failed run, its
+    last message. ``log``: the file with that message."""
 
     kind: str
     detail: str = ""
@@ -71,8 +73,8 @@ class Statuses:
 
     def of(self, name: str, folder: Path) -> Status:
         """Return the status of the run ``name``, whose folder is ``folder``."""
-        if (folder / "summary.json").exists():
-            return Status(FINISHED)
+        if (ended := ending_of_folder(folder)) is not None:
+            return ended
         if name in self.queue:
             job, state = self.queue[name].split(maxsplit=1)
             return Status(RUNNING if state in _IN_THE_WORKS else WAITING, f"job {job} {state}")
@@ -99,6 +101,19 @@ class Statuses:
         if log is None and words and not state.startswith("CANCELLED"):
             return Status(FAILED, words[-1], own)
         return Status(INTERRUPTED if begun else NOT_STARTED, log=log)
+
+
+def ending_of_folder(folder: Path) -> Status | None:
+    """Return FINISHED or NOTHING_LEARNT for a run that has come to its end, judged by its folder alone; None
+    for any other. A damaged summary is left to whoever reads its numbers."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        summary = {}
+    nothing = isinstance(summary, dict) and summary.get("status") == NOTHING_LEARNT
+    return Status(NOTHING_LEARNT, told(summary) or "") if nothing else Status(FINISHED)
 
 
 def newest_logs(logs: Path) -> dict[str, Path]:

@@ -11,6 +11,7 @@ from huggingface_hub import ModelCardData
 
 from common.markdown import literal
 from config.schema_trainer import loss_numbers
+from reports.outcome import told
 from reports.provenance import git_commit, scrub, scrub_text, variant, versions
 from reports.report import compared
 
@@ -61,6 +62,7 @@ def model_card(config: dict[str, Any], summary: dict[str, Any]) -> str:
         "Batch size": model.get("batch_size"),
         "LoRA": f"rank {model['peft']['lora_r']}, merged" if model.get("use_peft") else None,
         "Frozen base": model.get("quantization"),
+        "Ended": told(summary),
         "Command": summary.get("command") or None,
         "Code": git_commit(ROOT),
         "Versions": ", ".join(f"{package} {version}" for package, version in versions().items()),

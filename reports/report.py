@@ -29,6 +29,7 @@ from reports.charts import charts
 from reports.diagnostic_charts import diagnostic_charts
 from reports.evaluations import names_of, of_name
 from reports.metrics import read_metrics
+from reports.outcome import told
 from reports.provenance import scrub, variant
 
 MEASURES = (
@@ -74,7 +75,7 @@ def final_table(summary: dict[str, Any]) -> str:
         if len(rows) > 1
         else []
     )
-    facts = []
+    facts = [] if (ending := told(summary)) is None else [("ended", ending)]
     if summary.get("tokens_per_second") is not None:
         facts.append(("speed", f"{summary['tokens_per_second']:,.0f} tokens/s"))
     if summary.get("seconds") is not None:
@@ -186,6 +187,7 @@ def _headline(config: dict[str, Any], summary: dict[str, Any], records: list[dic
         parts.append(duration(summary["seconds"]))
     if summary.get("tokens_per_second") is not None:
         parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s")
+    parts += [] if (ending := told(summary)) is None else [ending]
     return " · ".join(parts if summary else [*parts, "not finished"])
 
 

@@ -20,6 +20,7 @@ from config.schema import Config
 from data.chat import Renderer
 from data.groups import to_dict
 from data.types import Completion, Group, Prompt
+from data.views import varies
 from rollouts.conversations import facts_of
 from rollouts.engines import Engine
 from rollouts.ledger import Line, RoundFolder, sampled_line, sampled_of
@@ -201,8 +202,9 @@ class RoundBuilder:
     ) -> Facts:
         """Return the metrics that are logged for the round's samples. ``scores``: indexed by part, prompt and
         sample."""
-        given = [s for part in scores for values in part for s in values if s is not None]
-        prompts = sum(map(len, scores))
+        of_prompts = [[s for s in values if s is not None] for part in scores for values in part]
+        given = [s for values in of_prompts for s in values]
+        prompts = len(of_prompts)
         seconds = {
             stage: sum(stages[f"{stage}{suffix}"]["seconds"] for suffix in parts)
             for stage in ("samples", "scores")
@@ -210,6 +212,9 @@ class RoundBuilder:
         lengths = [own_tokens(c) for c in completions]
         return {
             "reward": fmean(given) if given else None,
+            "lowest_reward": min(given, default=None),
+            "highest_reward": max(given, default=None),
+            "zero_variance": fmean(not varies(values) for values in of_prompts),
             "no_verdict": 1 - len(given) / len(completions),
             "keep_rate": stages["groups"]["contexts"] / prompts,
             "contexts": prompts,

@@ -14,7 +14,7 @@ import numpy as np
 from config.schema_rounds import RoundsConfig
 from data.chat import Renderer
 from data.types import Completion, Group, Prompt
-from data.views import best_and_worst
+from data.views import best_and_worst, exceeds, varies
 from data.vocabulary import check_vocabulary
 
 TOO_FEW, TOO_EQUAL = "fewer than 2 samples have a score", "the scores differ by less than rounds.tau"
@@ -86,8 +86,7 @@ def feedback(
     if len(group.rewards) < 2:
         return TOO_FEW
     if config.feedback == "group":
-        equal = max(group.rewards) == min(group.rewards)
-        return EQUAL if equal and not config.keeps_equal else [group]
+        return [group] if varies(group.rewards) or config.keeps_equal else EQUAL
     two = (
         best_and_worst(group, config.tau)
         if config.feedback == "pair"
@@ -124,7 +123,7 @@ def _random_pair(group: Group, tau: float, seed: int) -> tuple[int, int] | None:
     far = [
         (i, j)
         for i, j in itertools.permutations(range(len(rewards)), 2)
-        if rewards[i] > rewards[j] and rewards[i] - rewards[j] >= tau
+        if exceeds(rewards[i], rewards[j], tau)
     ]
     if not far:
         return None

@@ -65,6 +65,10 @@ class Progress:
     tokens: int = 0
     skipped: int = 0
     """Number of steps in a row whose update was skipped for a non-finite gradient."""
+    skipped_steps: int = 0
+    """Number of all steps whose update was skipped."""
+    silent_steps: int = 0
+    """Number of the other steps that had no signal (``BasicTrainer.has_signal``) or no gradient."""
 
 
 @dataclass
@@ -156,6 +160,10 @@ class BasicTrainer(ABC, Generic[Prepared]):
     def arrange(self, batch: list[Example]) -> list[Example]:
         """Return the global batch as the loss needs it, in its own order, before it is split."""
         return batch
+
+    def has_signal(self, batch: list[Example]) -> bool:
+        """Return whether anything can be learnt from the global batch, besides a penalty."""
+        return True
 
     @classmethod
     def view_of(cls, config: Config) -> View:
@@ -296,11 +304,14 @@ class BasicTrainer(ABC, Generic[Prepared]):
         record.known.update(examples=at.examples, tokens=at.tokens)
         return record
 
-    def count_skipped(self, skipped: bool) -> int:
-        """Record whether a step's update was skipped, once that is known; return how many in a row were
-        skipped."""
-        self.progress.skipped = self.progress.skipped + 1 if skipped else 0
-        return self.progress.skipped
+    def count(self, skipped: bool, silent: bool) -> int:
+        """Record whether a step's update was skipped, or had no signal, once that is known; return how many
+        in a row were skipped."""
+        at = self.progress
+        at.skipped = at.skipped + 1 if skipped else 0
+        at.skipped_steps += skipped
+        at.silent_steps += silent and not skipped
+        return at.skipped
 
     # -- metrics ---------------------------------------------------------------------------------------
 

@@ -46,6 +46,13 @@ class GRPOTrainer(BasicTrainer[Tensor | None]):
         split."""
         return normalised(batch) if self.config.loss.get("advantage") == "batch" else batch
 
+    def has_signal(self, batch: list[Example]) -> bool:
+        """Return whether any advantage is not 0."""
+        if self.config.loss.get("advantage") == "tokens":
+            given = [row.token_rewards for example in batch for row in example.rows]
+            return any(rewards is not None and rewards.any() for rewards in given)
+        return any(example.label for example in self.arrange(batch))
+
     @classmethod
     def unread(cls, config: Config) -> dict[str, list[str]]:
         """Return ``epsilon`` for a shape that does not clip the ratio to a range: it has no effect there."""

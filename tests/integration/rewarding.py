@@ -24,6 +24,10 @@ def silent_second_time(completions: list[str], reference: list[str | None]) -> l
     return [1.0] * len(completions) if _calls == 2 else rewards(completions, reference)
 
 
+def nothing(completions: list[str]) -> list[float | None]:
+    return [0.0] * len(completions)
+
+
 def broken(completions: list[str], reference: list[str | None]) -> list[float | None]:
     raise RuntimeError("out of order")
 

@@ -3,14 +3,16 @@ drops, failures."""
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from common.errors import StoppedError
+from common.errors import StoppedError, UserError
 from data.groups import read_groups
+from launch.status import ending_of_folder
 from tests import programs
 from tests.integration.online import SHORT, function, lines, rounds, run_online
 from trainers.basic import BasicTrainer
@@ -222,3 +224,34 @@ def test_a_run_may_be_as_long_as_an_offline_one_of_so_many_examples(tmp_path, ba
     assert last["examples"] == 30 and last["lr"] == pytest.approx(1e-3)
     for line in lines(run):
         assert line["lr"] == pytest.approx(1e-3 * line["examples"] / 30)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dpo"])
+def test_rewards_without_spread_teach_nothing_and_everybody_is_told(tmp_path, capsys, loss):
+    """Each round warns with the rewards. Groups that are kept take their steps; the run, its summary, its
+    card and its status then say that nothing was learnt. Without a pair there is no step, and the reason is
+    said."""
+    few = ("rounds.contexts=24", "rounds.contexts_per_round=12")
+    words = ("online=true", f"loss={loss}", *function("nothing"), *few)
+    if loss == "dpo":
+        why = r"24 prompts: the scores differ by less than rounds\.tau"
+        with pytest.raises(UserError, match=why) as error:
+            run_online(tmp_path, "r", *words)
+        assert not isinstance(error.value, StoppedError), "which is tried again"
+        said = capsys.readouterr().out
+    else:
+        run = run_online(tmp_path, "r", *words, "rounds.feedback=group")
+        said, summary = capsys.readouterr().out, json.loads((run / "summary.json").read_text())
+        assert summary["status"] == "nothing learnt" and summary["silent_steps"] == summary["steps"] > 0
+        told = f"nothing learnt: {summary['steps']} of {summary['steps']} updates without a signal"
+        card = (run / "model" / "README.md").read_text()
+        assert all(told in text for text in (said, card, str(ending_of_folder(run))))
+        assert [line["round_zero_variance"] for line in lines(run) if "round_reward" in line] == [1.0, 1.0]
+    for index in (0, 1):
+        assert f"warning: round {index}: every sample has the reward 0, so" in said
+
+
+def test_updates_that_were_all_skipped_are_nothing_learnt(tmp_path):
+    words = ("loss=dpo", "loss.beta=1e30", "n_examples=32", "model.batch_size=8", "~reward")
+    summary = json.loads((run_online(tmp_path, "r", *words) / "summary.json").read_text())
+    assert summary["status"] == "nothing learnt" and summary["skipped_steps"] == summary["steps"] == 4

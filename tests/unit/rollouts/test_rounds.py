@@ -144,6 +144,13 @@ def test_equal_groups_are_kept_or_dropped():
     assert feedback(sampled(3), [1.0, 1.0, 1.0], config, 0)[0].rewards == (1.0, 1.0, 1.0)
 
 
+@pytest.mark.parametrize("feedback_", ["pair", "random", "group"])
+def test_scores_that_are_equal_but_for_rounding_are_equal(feedback_):
+    config = RoundsConfig(feedback=feedback_, tau=0.0, zero_variance="drop" if feedback_ == "group" else None)
+    made = feedback(sampled(4), [0.1 + 0.2, 0.3, 0.3, 0.3], config, 0)
+    assert made == (EQUAL if feedback_ == "group" else TOO_EQUAL)
+
+
 # -- the ledger ------------------------------------------------------------------------------------
 
 
@@ -312,6 +319,7 @@ def test_a_rounds_groups_file_trains_offline(tmp_path, compress):
         (["rounds.contexts_per_round=2000"], "rounds.contexts_per_round"),
         (["rounds.samples=1"], "rounds.samples"),
         (["rounds.tau=-1"], "rounds.tau"),
+        (["sampler.temperature=0"], "sampler.temperature"),
         (["rounds.zero_variance=keep"], "rounds.zero_variance"),
         (["rounds.lag=-1"], "rounds.lag"),
         (["rounds.passes=0"], "rounds.passes"),
