@@ -13,6 +13,10 @@ from rollouts.rewards.base import Missing
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ANCHORS = ("$", "\\boxed", "\\(", "\\[")
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_SYMBOL = re.compile(r"[a-zA-Z^=()\[\]]")
+_ARTICLE = re.compile(r"^(?:a|an|I)\s+")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _RUN = re.compile(r"\d[\d.,]*\d")
 """Digits with points and commas between them: one number, or several."""
@@ -51,7 +55,7 @@ def check(task: tuple[str | None, str]) -> float | Missing:
         return 1.0
     if _NUMBER.fullmatch(_plain(answer)) and _NUMBER.fullmatch(_plain(expected)):
         return float(float(_plain(answer)) == float(_plain(expected)))
-    gold = _parsed(expected)
+    gold = _parsed(expected, whole=True)
     if not gold:
         return Missing("the reference answer cannot be read")
     answers = _parsed(answer)
@@ -76,19 +80,33 @@ def _plain(text: str) -> str:
     ).strip()
 
 
-def _parsed(text: str) -> list[Any]:
-    """Return math-verify's readings of an answer, which may be LaTeX or not, between dollar signs or bare."""
+def _parsed(text: str, whole: bool = False) -> list[Any]:
+    """Return math-verify's readings of an answer, which may be LaTeX or not, between dollar signs or bare.
+
+    Without dollar signs, a ``whole`` answer, and a formula that is or ends the text, are read as LaTeX and as
+    nothing else: the last number of 288 pi or of a polynomial is another answer. Any other text is read as
+    LaTeX and as prose, of which the last number counts."""
     from math_verify import LatexExtractionConfig, parse
 
+    text = text.replace("\\$", "")
     if any(anchor in text for anchor in _ANCHORS):
         return parse(_SPACED.sub(r"\1  ", _RUN.sub(_spread, text)), parsing_timeout=None)
-    words = parse(_SPACED.sub(r"\1  ", _RUN.sub(_one_number, text)), parsing_timeout=None)
-    if len(text) < 200:
-        as_latex = [LatexExtractionConfig()]  # other readings are in ``words``
-        boxed = parse(f"\\boxed{{{text}}}", as_latex, parsing_timeout=None)
-        if boxed:
-            return boxed + words
-    return words
+    formula, boxed = text if whole else _formula(text), []
+    if len(shown := formula or text) < 200:
+        boxed = parse(f"\\boxed{{{shown}}}", [LatexExtractionConfig()], parsing_timeout=None)
+        if boxed and formula:
+            return boxed
+    return boxed + parse(_SPACED.sub(r"\1  ", _RUN.sub(_one_number, text)), parsing_timeout=None)
+
+
+def _formula(text: str) -> str:
+    """Return the formula that a text is, or that ends it behind words; "" if that is a number or nothing."""
+    bare = _COMMAND.sub(lambda found: " " * len(found[0]), text)
+    behind = max((word.end() for word in _WORD.finditer(bare)), default=0)
+    found = (text[behind:].rpartition("=")[2] if behind else text).strip(" \n.:,;*")
+    found = _ARTICLE.sub("", found) if behind else found
+    balanced = all(found.count(left) == found.count(right) for left, right in ("{}", "()", "[]"))
+    return found if balanced and _SYMBOL.search(found) else ""
 
 
 # Outside LaTeX, math-verify reads the longest prefix of a ``_RUN`` that is a number: 2125 in 2,1251, and 1.2

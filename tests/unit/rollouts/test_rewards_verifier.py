@@ -113,6 +113,74 @@ def test_answers(verifier, reference, completion, expected):
     assert isinstance(verdict, Missing) if expected is Missing else verdict == expected
 
 
+MATH = {
+    r"288 \pi": ("288", r"-288 \pi"),
+    r"6 - 5i": ("5", "6 + 5i", "6", "6 - 5"),
+    r"11,\! 111,\! 111,\! 100": ("100", r"11,\! 111,\! 111"),
+    "5x - 7y + 11z + 4 = 0": ("0", "4", "5x + 7y + 11z + 4 = 0", "5x - 7y + 11z = 0"),
+    r"\left( 3, \frac{\pi}{2} \right)": (
+        "2",
+        "3",
+        r"\left( 3, -\frac{\pi}{2} \right)",
+        r"\left( 3, \frac{1}{2} \right)",
+    ),
+    r"3\sqrt{13}": ("13", "3", r"-3\sqrt{13}"),
+    r"\begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}": ("5", r"\begin{pmatrix} 1/5 \\ 18/5 \end{pmatrix}"),
+    "6r^2-4r-24": ("24", "-6r^2+4r+24", "6r^2-4r", "6-4-24"),
+    "(-\\infty,-2)\\cup(-2,3)": ("3", "(-2,3)", "(-\\infty,2)\\cup(2,3)"),
+    "1,-2": ("-2", "1", "1,2"),
+    "p - q": ("q - p", "p", "p + q"),
+    r"\$36": ("-36", "63"),
+    r"\$32,\!348": ("348", "-32348"),
+    "7": (r"7\pi", r"7\sqrt{2}", "7x"),
+}
+"""References of MATH-500 (openai/prm800k, MIT) and wrong answers to each: a number of it alone, a sign
+turned, pi or a variable left out or put in, a term left out."""
+FORMULAS = {
+    "bare": "{}",
+    "boxed": "So it is $\\boxed{{{}}}$.",
+    "box alone": "\\boxed{{{}}}",
+    "tags": "<think>\nx = 12\n</think>\n<answer>\n{}\n</answer>",
+    "dollars": "The answer is ${}$.",
+}
+
+
+@pytest.mark.parametrize("form", FORMULAS)
+def test_a_reference_is_read_whole(verifier, form):
+    """Each accepts itself and none of its wrong answers, however they are written."""
+    asked = [(ref, ref) for ref in MATH] + [(ref, wrong) for ref, of in MATH.items() for wrong in of]
+    found = verifier.accuracy([ref for ref, _ in asked], [FORMULAS[form].format(said) for _, said in asked])
+    expected = [float(ref == said) for ref, said in asked]
+    assert [(*one, v) for one, v, e in zip(asked, found, expected, strict=True) if v != e] == []
+
+
+@pytest.mark.parametrize(
+    ("reference", "said", "right"),
+    [
+        ("7", "7 dollars", True),
+        ("7", "n = 7.", True),
+        ("7", "It is a 7.", True),
+        ("7", r"The area is 7\pi.", False),
+        ("7", "It is 7i.", False),
+        (r"30^\circ", "30", True),
+        (r"\$36", "It costs $36.", True),
+        ("x=5", "5", True),
+        ("6-5i", "The answer is 6-5i.", True),
+        (r"3\sqrt{13}", r"The length is 3\sqrt{13}.", True),
+    ],
+)
+def test_words_around_an_answer_do_not_change_it(verifier, reference, said, right):
+    assert verifier.accuracy([reference], [said]) == [float(right)]
+
+
+def test_all_of_math_500_accepts_itself(verifier):
+    path = DATA / "math500_test.jsonl"
+    if not path.is_file():
+        pytest.skip(f"no MATH-500 in {DATA}")
+    answers = [json.loads(line)["answer"] for line in path.read_text().splitlines()]
+    assert verifier.accuracy(answers, [f"\\boxed{{{answer}}}" for answer in answers]) == [1.0] * 500
+
+
 @settings(max_examples=50)
 @given(st.from_regex(r"[1-9][0-9,]{0,9}[0-9]", fullmatch=True))
 def test_commas_are_thousands_separators_in_groups_of_three_alone(text):
