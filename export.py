@@ -34,7 +34,7 @@ def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: 
         to,
         "is there already, and an export replaces its folder whole; delete it by hand, or name another",
     )
-    from data.chat import load_template
+    from data.chat import make_renderer
     from models.checkpoint import Checkpoints
     from models.distributed import start, stop
     from models.export import export, full_state
@@ -55,10 +55,12 @@ def export_run(run: Path, step: int | None, to: Path | None, trust_remote_code: 
         policy, _ = load_sharded(config.model, world)
         checkpoints.load_weights(path, policy)
         tokenizer = load_tokenizer(config.model)
-        if config.data.apply_chat_template:
-            tokenizer.chat_template = load_template(tokenizer, config.model.chat_template)
+        renderer = make_renderer(tokenizer, config.model, config.data)
+        if renderer.template is not None:
+            tokenizer.chat_template = renderer.template
         folder = to or run / "model"
-        export(full_state(policy), policy, tokenizer, folder, export_dtype(config.model))
+        of = (export_dtype(config.model), renderer.stop_token_ids)
+        export(full_state(policy), policy, tokenizer, folder, *of)
     finally:
         stop()
     return folder
@@ -106,7 +108,8 @@ def main(words: Sequence[str] | None = None) -> None:
         exported = None
         if given.push_to_hub is None or not done:
             exported = export_run(given.run, given.step, given.to, given.trust_remote_code)
-            print(f'{exported}: AutoModelForCausalLM.from_pretrained("{exported}")')
+            kind = json.loads((exported / "config.json").read_text())["architectures"][0].partition("For")[2]
+            print(f'{exported}: AutoModelFor{kind}.from_pretrained("{exported}")')
         if given.push_to_hub is not None:
             print(push_run(given.run, exported, given.push_to_hub, not given.public))
 

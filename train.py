@@ -47,6 +47,9 @@ def train(config: Config, name: str, observers: Sequence[Any] = ()) -> dict[str,
 
 def run(config: Config, name: str, signals: Signals, observers: Sequence[Any] = ()) -> dict[str, Any]:
     """Do the same as ``train`` with the given signal handlers."""
+    from models.weight_files import check_named
+
+    check_named(config.model)
     from jobs.job import Job
     from jobs.run_folder import RunFolder
     from models.distributed import on_main, start, stop

@@ -48,7 +48,7 @@ from models.distributed import World, on_main
 from models.export import export, full_state, remove_unfinished
 from models.loading import load_sharded
 from models.policy import Policy
-from models.pretrained import check_model, export_dtype, load_tokenizer
+from models.pretrained import check_model, check_weights, export_dtype, load_tokenizer
 from models.reference import Reference
 from models.routing import routing_notice
 from optimizers.build import check_optimizer
@@ -88,6 +88,8 @@ class Job:
         self.loss, self.trainer_class = make_loss(config), trainer_class(config)
         say_what_is_idle(self.trainer_class.unread(config))
         found = check_model(config.model)
+        for note in on_main(lambda: check_weights(config.model, found)):
+            self.say(note)
         if (notice := routing_notice(config.model, found)) is not None:
             self.say(notice)
         packing, why = packs_rows(config.model, found)
@@ -367,7 +369,8 @@ class Job:
         try:
             run.tracker.settle()
             remove_unfinished(folder / "model")
-            export(state, policy, self.tokenizer, folder / "model", export_dtype(self.config.model))
+            of = (export_dtype(self.config.model), self.renderer.stop_token_ids)
+            export(state, policy, self.tokenizer, folder / "model", *of)
             write_model_card(folder / "model", asdict(self.config), summary)
             write_whole(folder / "summary.json", json.dumps(summary, indent=2))
             if self.config.report:

@@ -39,7 +39,7 @@ def server_words(config: Config, port: int) -> tuple[list[str], dict[str, str]]:
     The variables override those of this process."""
     import torch
 
-    from models.pretrained import resolve_model_path
+    from models.weight_files import resolve_model_path
     from rollouts.adapters import base_of_adapters, with_adapters
     from rollouts.transfer import chosen
     from rollouts.vllm_options import engine_options

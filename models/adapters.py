@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners import lora
 from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -115,16 +116,20 @@ def stirred(policy: Policy) -> Iterator[None]:
 
 
 def _ups(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
-    """Yield (B, the standard deviation of the noise on it) of each adapter. The noise is such that ``scaling
-    B A``, with A as initialised (entries of variance 1 / (3 in)), has ``STIRRED`` times the norm of the base
-    matrix [out, in]."""
+    """Yield (the half that is 0 at first, the standard deviation of the noise on it) of each adapter: B, or A
+    of an embedding's. The noise is such that ``scaling B A``, with the other half as initialised (entries of
+    variance 1 / (3 in), or 1), has ``STIRRED`` times the norm of the base matrix."""
     layers: Iterator[Any] = (module for module in model.modules() if isinstance(module, LoraLayer))
     for layer in layers:
         (adapter,) = layer.active_adapters
-        up = layer.lora_B[adapter].weight
         norm = float(local(layer.get_base_layer().weight.detach().float().norm()))
-        out, rank = up.shape
-        yield up, STIRRED * norm / (layer.scaling[adapter] * math.sqrt(out * rank / 3))
+        if isinstance(layer, lora.Embedding):
+            zero, columns = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter].shape[0]
+            spread = math.sqrt(zero.numel() * columns)
+        else:
+            zero = layer.lora_B[adapter].weight
+            spread = math.sqrt(zero.numel() / 3)
+        yield zero, STIRRED * norm / (layer.scaling[adapter] * spread)
 
 
 def _own(tensor: Tensor) -> Tensor:

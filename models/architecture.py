@@ -10,7 +10,8 @@ from typing import Any
 
 from common.files import files_digest
 from config.schema_model import ModelConfig
-from models.pretrained import model_config, resolve_model_path
+from models.pretrained import model_config
+from models.weight_files import resolve_model_path
 
 WITHOUT_EFFECT = frozenset(
     {"_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype", "architectures"}

@@ -6,23 +6,31 @@ from __future__ import annotations
 import copy
 import glob
 import itertools
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from peft.tuners import lora
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from models.distributed import local
 from models.policy import Policy, causal_lm
 from models.quantization import quantised, weight_name
+from models.weight_files import INDEX
 
 _BASE = ".base_layer.weight"
 
@@ -100,9 +108,11 @@ def _adapted(policy: Policy) -> dict[str, LoraLayer]:
 
 def _merged(name: str, layer: LoraLayer, base: Tensor, get: Callable[[str], Tensor]) -> Tensor:
     (adapter,) = layer.active_adapters
-    down, up = (get(f"{name}.lora_{half}.{adapter}.weight").float() for half in "AB")
+    embeds = isinstance(layer, lora.Embedding)
+    names = f"lora_embedding_{{}}.{adapter}" if embeds else f"lora_{{}}.{adapter}.weight"
+    down, up = (get(f"{name}.{names.format(half)}").float() for half in "AB")
     delta = (up @ down) * layer.scaling[adapter]
-    return base.float() + (delta.T if getattr(layer, "fan_in_fan_out", False) else delta)
+    return base.float() + (delta.T if embeds or getattr(layer, "fan_in_fan_out", False) else delta)
 
 
 def _plain(name: str) -> str:
@@ -115,22 +125,77 @@ def export(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     dtype: torch.dtype,
+    stops: tuple[int, ...] = (),
 ) -> None:
     """Write the model to ``folder``, whole or not at all: first to a folder beside it, which is then renamed.
-    ``state`` comes from ``full_state``; one rank calls this.
+    ``state`` comes from ``full_state``; one rank calls this. ``stops``: the tokens that end an answer, first
+    the one that ends a turn; the model's own generation stops there too.
 
     Tied weights are written once, as transformers does. What transformers loads from ``folder`` equals
-    ``state`` cast to ``dtype``. Raises OSError where it cannot be written; nothing of it is left then.
+    ``state`` cast to ``dtype``. The weights are written first: what else cannot be written is left out, with
+    a warning. Raises OSError where the disk refuses; nothing of it is left then.
     """
     model = causal_lm(policy.model)
+    vocabulary = model.config.get_text_config().vocab_size
     with whole_folder(folder) as part:
-        model.save_pretrained(
-            part, state_dict=_tie({name: _cast(tensor, dtype) for name, tensor in state.items()}, model)
-        )
-        config = copy.deepcopy(model.config)
-        config.dtype = dtype
-        config.save_pretrained(part)
-        tokenizer.save_pretrained(part)
+        part.mkdir(parents=True)
+        cast = {name: _cast(tensor, dtype) for name, tensor in state.items()}
+        _write_weights(_tie(cast, model), model, part)
+        _or_warn("its own code", lambda: _write_code(model, part))
+        config = json.loads(config_json(policy, dtype))
+        if model.can_generate():
+            config = _stopping(config, stops)
+            generation = json.loads(model.generation_config.to_json_string(keys_to_pop=["compile_config"]))
+            _write_json(part / "generation_config.json", _stopping(generation, stops))
+        elif stops and (pad := tokenizer.pad_token_id) not in (None, stops[0]) and pad < vocabulary:
+            config["pad_token_id"] = pad  # so that transformers can score rows of several lengths
+        _write_json(part / "config.json", config)
+        _or_warn("the tokenizer", lambda: tokenizer.save_pretrained(part))
+
+
+def _write_weights(state: dict[str, Tensor], model: PreTrainedModel, folder: Path) -> None:
+    """Write safetensors files, in the tensors of the model's checkpoints, as its save_pretrained does."""
+    for name in model._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    state = revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
+    parts = split_torch_state_dict_into_shards(
+        state, filename_pattern="model{suffix}.safetensors", max_shard_size="50GB"
+    )
+    for file, names in parts.filename_to_tensors.items():
+        save_file({name: state[name].contiguous() for name in names}, folder / file, {"format": "pt"})
+    if parts.is_sharded:
+        index = {"metadata": parts.metadata, "weight_map": parts.tensor_to_filename}
+        _write_json(folder / INDEX, index)
+
+
+def _write_code(model: PreTrainedModel, folder: Path) -> None:
+    """Write the code of a model whose classes came with it, and name it in the model's config."""
+    config: Any = model.config
+    for own in (model, config):
+        if own._auto_class is not None:
+            custom_object_save(own, folder, config)
+
+
+def _stopping(config: dict[str, Any], stops: tuple[int, ...]) -> dict[str, Any]:
+    """Return the content of a config whose ``eos_token_id`` has these tokens too."""
+    there = config.get("eos_token_id")
+    known = there if isinstance(there, list) else [] if there is None else [there]
+    every = list(dict.fromkeys([*known, *stops]))
+    return config if every == known else config | {"eos_token_id": every if every[1:] else every[0]}
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _or_warn(what: str, write: Callable[[], object]) -> None:
+    """Call ``write``. An error other than the system's is a warning."""
+    try:
+        write()
+    except Exception as error:
+        if _system_error(error) is not None:
+            raise
+        print(f"warning: the model is exported without {what}: {type(error).__name__}: {error}", flush=True)
 
 
 @contextmanager

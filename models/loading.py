@@ -29,11 +29,12 @@ def load_sharded(config: ModelConfig, world: World, seed: int = 0) -> tuple[Poli
         return policy, fingerprint
     whole: dict[str, Any] = {}
 
-    def read() -> None:
-        whole.update(load_policy(config, torch.device("cpu"), seed).state_dict())
+    def read() -> bool:
+        policy = load_policy(config, torch.device("cpu"), seed)
+        whole.update(policy.state_dict())
+        return getattr(causal_lm(policy.model).config.get_text_config(), "tie_word_embeddings", None) is False
 
-    on_main(read)
-    policy = empty_policy(config)
+    policy = empty_policy(config, untied=on_main(read))
     shard(policy, decoder_blocks(policy), world, dtype, config.shards_again)
     fill(policy, whole, world.device, tie=causal_lm(policy.model).tie_weights)
     return policy, weights_fingerprint(policy.named_parameters())

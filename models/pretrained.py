@@ -4,7 +4,9 @@ its weights are read."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import logging
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from accelerate import init_empty_weights
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HTTPError
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners import lora
+from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from torch import nn
 from transformers import (
@@ -31,10 +35,21 @@ from config.defaults import section
 from config.schema_model import SELECTIVE, ModelConfig
 from models.gguf import check_gguf, check_split, dequantised, is_gguf, source, split_as_stored
 from models.heads import RewardModel, ValuePolicy
-from models.policy import Policy, checkpoint_activations, decoder_blocks
-from models.quantization import KEY, NF4, quantise
+from models.policy import Policy, causal_lm, checkpoint_activations, decoder_blocks
+from models.quantization import KEY as QUANTIZATION
+from models.quantization import NF4, quantise
 from models.rope import check_longrope
 from models.routing import check_routing
+from models.weight_files import (
+    Stored,
+    check_files,
+    named,
+    refuse_other_tensors,
+    refuse_quantised,
+    resolve_model_path,
+    stored_dtype,
+    weight_files,
+)
 
 FLASH_ATTENTION = ("flash_attention_2", "flash_attention_3")
 SOFTCAP_ATTENTION = ("eager", "flex_attention", *FLASH_ATTENTION)
@@ -44,25 +59,22 @@ ATTENTION = ("sdpa", *SOFTCAP_ATTENTION)
 
 SMOLLM2 = "assets/smollm2/"
 """Folder of the model that the Makefile makes."""
+KEY, TARGETS = "model.name_or_path", "model.peft.target_modules"
+MERGED = (lora.Linear, lora.Embedding)
+"""Layers with adapters that ``models.export`` merges."""
 WRAPPERS: dict[str | None, type[Policy]] = {None: Policy, "value": ValuePolicy, "reward": RewardModel}
 """model.head -> the class that wraps the transformers model"""
 
 
-def resolve_model_path(name_or_path: str) -> str:
-    """Return the model inside a run's folder (``model/``); any other name or path is returned unchanged."""
-    inner = Path(name_or_path) / "model"
-    return str(inner) if (inner / "config.json").is_file() else name_or_path
-
-
 def model_config(config: ModelConfig) -> PretrainedConfig:
     """Return the architecture, without weights. Raises ConfigError if it cannot be loaded."""
-    path = reachable("model.name_or_path", config.name_or_path, config.revision)
+    path = reachable(KEY, config.name_or_path, config.revision)
     try:
         return AutoConfig.from_pretrained(
             **source(path), revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError) as error:
-        raise not_found("model.name_or_path", config.name_or_path, error) from error
+    except Exception as error:  # a config of any content, which transformers takes as it is
+        raise not_found(KEY, config.name_or_path, error) from error
 
 
 def check_model(config: ModelConfig) -> PretrainedConfig:
@@ -81,7 +93,7 @@ def check_model(config: ModelConfig) -> PretrainedConfig:
     )
     require(
         known,
-        "model.name_or_path",
+        KEY,
         config.name_or_path,
         f"is a {found.model_type}, not a causal language model",
     )
@@ -128,7 +140,7 @@ def check_quantization(config: ModelConfig, found: PretrainedConfig) -> None:
     stored = getattr(found, "quantization_config", None)
     require(
         stored is None,
-        KEY,
+        QUANTIZATION,
         config.quantization,
         f"{config.name_or_path} is stored quantised itself; give the model as it was before, or use null",
     )
@@ -146,7 +158,7 @@ def check_embedded(config: ModelConfig, found: PretrainedConfig) -> None:
         words = json.loads(own.read_text(encoding="utf-8"))["vocab_size"]
         require(
             found.get_text_config().vocab_size == words,
-            "model.name_or_path",
+            KEY,
             config.name_or_path,
             f"is not the embedded model, and model={config.name} has that one's settings: texts of "
             f"{embedded['max_length']} tokens, control tokens, learning rate; type model=hub "
@@ -185,16 +197,104 @@ def kernels_of(found: PretrainedConfig) -> list[str]:
 
 
 def export_dtype(config: ModelConfig) -> torch.dtype:
-    """Return the dtype in which the trained model is written: model.export_dtype, or that in which the loaded
-    model was written."""
-    found = config.export_dtype or model_config(config).dtype or "float32"
+    """Return the dtype in which the trained model is written: model.export_dtype, or that of most weights in
+    the loaded model's files. Without files here, it is the one that the model's config names, or float32."""
+    stored = None if config.from_config else stored_dtype(_stored(config) or {})
+    found = config.export_dtype or stored or model_config(config).dtype or "float32"
     return found if isinstance(found, torch.dtype) else getattr(torch, found)
 
 
-def empty_policy(config: ModelConfig) -> Policy:
+def check_weights(config: ModelConfig, found: PretrainedConfig) -> list[str]:
+    """Return notes about tensors of the model's files that it does not load, and of its own that are new.
+
+    ``found``: from ``check_model``. Raises ConfigError for files that are damaged or incomplete, or that do
+    not hold the tensors of this architecture, as their headers tell; and for adapters that could not be
+    exported. Files that are still to be downloaded are checked once they load.
+    """
+    if config.use_peft:
+        check_adapters(_empty(config, found), config)
+    if config.from_config or is_gguf(config.name_or_path):
+        return []
+    refuse_quantised(KEY, config.name_or_path, found.to_dict())
+    stored = _stored(config)
+    if stored is None:
+        return []
+    held = {name: torch.empty(of.shape, dtype=torch.float32, device="meta") for name, of in stored.items()}
+    with init_empty_weights(include_buffers=False):
+        kind: Any = type(_built(config, found))
+    model, info = _loaded(
+        config,
+        lambda: kind.from_pretrained(None, config=found, state_dict=held, device_map={"": "meta"}, **_LOADS),
+    )
+    return _notes(model, info, config, sorted(stored))
+
+
+def _stored(config: ModelConfig) -> dict[str, Stored] | None:
+    """Return the tensors in the model's files by name; None where not all of them are on this machine yet.
+    Raises ConfigError (``check_files``)."""
+    path = Path(resolve_model_path(config.name_or_path))
+    if is_gguf(str(path)):
+        return None
+    if not path.is_dir():
+        cached = try_to_load_from_cache(config.name_or_path, "config.json", revision=config.revision)
+        path = Path(cached).parent if isinstance(cached, str) else path
+        try:
+            if not all(file.exists() for file in weight_files(path)):
+                return None
+        except (OSError, ValueError):
+            return None
+    return check_files(KEY, config.name_or_path, path)
+
+
+_LOADS: dict[str, Any] = {
+    "output_loading_info": True,
+    "ignore_mismatched_sizes": True,
+    "use_safetensors": True,
+}
+"""Arguments of from_pretrained by which it says what it could not load, instead of drawing it in silence."""
+
+
+def _loaded(config: ModelConfig, load: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the (model, loading info) of ``load``. Raises ConfigError if it fails, which also a model's own
+    code may do with any error, or if tensors are missing, unknown or of another shape."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.disabled = True  # its table of what was not loaded is said in our words
+    try:
+        model, info = load()
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise not_found(KEY, config.name_or_path, error) from error
+    finally:
+        logger.disabled = False
+    missing, unknown = set(info["missing_keys"]), set(info["unexpected_keys"])
+    if config.head == "reward":  # its head is new, and the language model's is left out
+        within = f"{model.base_model_prefix}."
+        missing = {name for name in missing if name.startswith(within)}
+        unknown = {name for name in unknown if name.startswith(within)}
+    refuse_other_tensors(KEY, config.name_or_path, missing, unknown, info["mismatched_keys"])
+    return model, info
+
+
+def _notes(model: PreTrainedModel, info: dict[str, Any], config: ModelConfig, names: list[str]) -> list[str]:
+    """Return a sentence each about the tensors in the files that this model leaves out, and about its new
+    ones."""
+    patterns = model._keys_to_ignore_on_load_unexpected or ()
+    unread = {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
+    unread |= set(info["unexpected_keys"])
+    new = set(info["missing_keys"])
+    return [
+        *([f"{config.name_or_path}: {type(model).__name__} does not read {named(unread)}"] if unread else []),
+        *([f"{config.name_or_path}: {named(new)} new, drawn with the seed"] if new else []),
+    ]
+
+
+def empty_policy(config: ModelConfig, untied: bool = False) -> Policy:
     """Return the policy with its weights on the meta device, to be sharded and then filled (models.loading).
-    Buffers are real."""
+    Buffers are real. ``untied``: head and embedding are two, whatever the config says."""
     found = check_model(config)
+    if untied:
+        say_untied(found)
     with init_empty_weights(include_buffers=False):
         policy = WRAPPERS[config.head](_empty(config, found))
     return _finished(policy, config)
@@ -203,8 +303,33 @@ def empty_policy(config: ModelConfig) -> Policy:
 def _empty(config: ModelConfig, found: PretrainedConfig) -> PreTrainedModel | PeftModel:
     """Return the model, with its adapters, on the meta device; buffers are real."""
     with init_empty_weights(include_buffers=False):
-        model = _auto(config).from_config(found, **_how(config))
+        model = _built(config, found)
         return _with_lora(model, config) if config.use_peft else model
+
+
+def _built(config: ModelConfig, found: PretrainedConfig) -> PreTrainedModel:
+    """Return a model of this architecture, with random weights. Raises ConfigError where there is none of
+    these sizes."""
+    try:
+        model: PreTrainedModel = _auto(config).from_config(found, **_how(config))
+    except Exception as error:  # the model's own code, which may raise anything
+        raise not_found(KEY, config.name_or_path, error) from error
+    return model
+
+
+def say_untied(found: PretrainedConfig) -> None:
+    """Make a config say that head and embedding are two matrices."""
+    for part in (found, found.get_text_config()):
+        if getattr(part, "tie_word_embeddings", False):
+            part.tie_word_embeddings = False
+
+
+def is_untied(model: PreTrainedModel) -> bool:
+    """Return whether head and embedding are two although the model's config ties them: its files hold two
+    matrices that differ, and transformers has kept both."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    says = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    return bool(says) and isinstance(head, nn.Linear) and head.weight is not embedding.weight
 
 
 def _auto(config: ModelConfig) -> type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]:
@@ -229,25 +354,33 @@ def load_policy(config: ModelConfig, device: torch.device, seed: int = 0) -> Pol
     ``seed`` is that of random weights (of adapters, or of all with model.from_config). Raises ConfigError if
     weights cannot be loaded.
     """
-    found, common = check_model(config), _how(config)
-    path = resolve_model_path(config.name_or_path)
+    found = check_model(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if config.from_config:
-            model = _auto(config).from_config(found, **common)
-        else:
-            try:
-                model = _auto(config).from_pretrained(
-                    **source(path), config=found, use_safetensors=True, revision=config.revision, **common
-                )
-            except (OSError, ValueError) as error:
-                raise not_found("model.name_or_path", config.name_or_path, error) from error
-            check_finite(dequantised(model), config)
+        model: Any = _built(config, found) if config.from_config else _read(config, found)
         if config.use_peft:
             model = _with_lora(model, config)
     policy = WRAPPERS[config.head](model.to(device))
     policy.check_head()
     return _finished(policy, config)
+
+
+def _read(config: ModelConfig, found: PretrainedConfig) -> PreTrainedModel:
+    """Return the model with the weights of its files, on the CPU. Raises ConfigError."""
+    _stored(config)  # names the file that is damaged
+    auto, path = _auto(config), source(resolve_model_path(config.name_or_path))
+    of = {"config": found, "revision": config.revision} | _how(config)
+    model: PreTrainedModel
+    model, _ = _loaded(config, lambda: auto.from_pretrained(**path, **of, **_LOADS))
+    check_finite(dequantised(model), config)
+    if is_untied(model):
+        say_untied(model.config)
+        print(
+            f"{config.name_or_path}: config.json ties the head to the embedding, but the files hold two "
+            "matrices that differ: both are trained, and the exported config ties nothing",
+            flush=True,
+        )
+    return model
 
 
 def check_finite(model: nn.Module, config: ModelConfig) -> None:
@@ -259,14 +392,14 @@ def check_finite(model: nn.Module, config: ModelConfig) -> None:
     found = next(
         (
             f"{tensor} in {file}"
-            for file in _weight_files(config)
+            for file in sorted({stored.file for stored in (_stored(config) or {}).values()})
             for tensor, values in _tensors(file)
             if not _finite(values)
         ),
         f"{name}, once loaded in {config.dtype}",
     )
     raise ConfigError(
-        "model.name_or_path",
+        KEY,
         config.name_or_path,
         f"has weights that are not finite numbers (NaN or infinity): {found}; fetch the model again, or take "
         "an earlier checkpoint",
@@ -275,19 +408,6 @@ def check_finite(model: nn.Module, config: ModelConfig) -> None:
 
 def _finite(values: torch.Tensor) -> bool:
     return values.element_size() < 2 or not values.is_floating_point() or bool(values.isfinite().all())
-
-
-def _weight_files(config: ModelConfig) -> list[Path]:
-    """Return the files that the weights were read from, in a folder or in the hub's cache."""
-    path = Path(resolve_model_path(config.name_or_path))
-    if is_gguf(str(path)):
-        return []
-    if not path.is_dir():
-        cached = try_to_load_from_cache(config.name_or_path, "config.json", revision=config.revision)
-        if not isinstance(cached, str):
-            return []
-        path = Path(cached).parent
-    return sorted(path.glob("*.safetensors"))
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -322,12 +442,35 @@ def _with_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
     try:
         adapted = get_peft_model(model, lora, autocast_adapter_dtype=True)
     except ValueError as error:
-        raise ConfigError(
-            "model.peft.target_modules", target, f"{error} (all-linear is always right)"
-        ) from error
+        raise ConfigError(TARGETS, target, f"{error} (all-linear is always right)") from error
     if config.quantization == NF4:
         quantise(decoder_blocks(adapted))
     return adapted
+
+
+def check_adapters(model: PreTrainedModel | PeftModel, config: ModelConfig) -> None:
+    """Raise ConfigError for adapters that could not be merged into the exported model."""
+    target, plain = config.peft.target_modules, causal_lm(model)
+    require(
+        not isinstance(plain.get_output_embeddings(), LoraLayer),
+        TARGETS,
+        target,
+        "puts adapters on the output head, which stays a plain linear layer: leave it out (all-linear does)",
+    )
+    for name, module in model.named_modules():
+        require(
+            not isinstance(module, LoraLayer) or isinstance(module, MERGED),
+            TARGETS,
+            target,
+            f"puts adapters on {name}, a {type(module).__name__}, which are not merged here: leave it out",
+        )
+    tied = bool(getattr(plain.config.get_text_config(), "tie_word_embeddings", False))
+    require(
+        not (tied and isinstance(plain.get_input_embeddings(), LoraLayer)),
+        TARGETS,
+        target,
+        "puts adapters on the embedding, whose matrix is this model's output head too: leave it out",
+    )
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -339,7 +482,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     or has no end-of-sequence token.
     """
     own = config.tokenizer_name_or_path is None
-    key = "model.name_or_path" if own else "model.tokenizer_name_or_path"
+    key = KEY if own else "model.tokenizer_name_or_path"
     name = config.tokenizer_name_or_path or config.name_or_path
     revision = config.revision if own else None
     path = reachable(key, name, revision)
@@ -349,7 +492,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(
             **source(path), revision=revision, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises bare Exceptions for a file that it cannot read
         raise not_found(key, name, error) from error
     if is_gguf(path):
         split_as_stored(tokenizer, path)

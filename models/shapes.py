@@ -11,7 +11,8 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, PretrainedConfig
 
 from config.schema_model import ModelConfig
-from models.pretrained import model_config, resolve_model_path
+from models.pretrained import model_config
+from models.weight_files import resolve_model_path
 
 FILE = Path(__file__).with_suffix(".json")
 

@@ -3,6 +3,7 @@ from."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def write_model_card(model_dir: Path, config: dict[str, Any], summary: dict[str,
     last part.
     """
     path = model_dir / "README.md"
-    text = scrub_text(model_card(scrub(config), scrub(summary)))
+    text = scrub_text(model_card(scrub(config), scrub(summary)) + _padding(model_dir))
     # Paths could reveal who trained the model, and where.
     text = text.replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", "~/")
     path.write_text(_FOLDERS.sub("…/", text), encoding="utf-8")
@@ -48,7 +49,7 @@ def model_card(config: dict[str, Any], summary: dict[str, Any]) -> str:
     front = ModelCardData(
         base_model=base if _is_hub_id(base) else None,  # the hub accepts only an id
         library_name="transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="text-classification" if model.get("head") == "reward" else "text-generation",
         tags=["alignment", _TAG.sub("-", str(loss["name"])), variant(config)],
     )
     facts = {
@@ -111,6 +112,25 @@ On held-out data; rewards are unclipped and against the initial weights.
 """
         if rows
         else ""
+    )
+
+
+def _padding(model_dir: Path) -> str:
+    """Return how a reward model's rows are padded; "" for other models."""
+    written = model_dir / "config.json"
+    config = json.loads(written.read_text(encoding="utf-8")) if written.is_file() else {}
+    if not any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()):
+        return ""
+    if config.get("pad_token_id") is not None:
+        how = f"Rows are padded on the right with token {config['pad_token_id']}, as config.json says."
+    else:
+        how = (
+            "Its tokenizer pads with the token that ends a turn, at which the reward is read. To score rows "
+            "of several lengths in one batch, pad them on the right with another token and name it: "
+            "`tokenizer.pad_token, model.config.pad_token_id = tokenizer.convert_ids_to_tokens(0), 0`."
+        )
+    return (
+        f"\n## Scoring\n\nThe reward is the one logit, read at a row's last token, which ends a turn. {how}\n"
     )
 
 

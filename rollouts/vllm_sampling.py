@@ -17,8 +17,8 @@ from data.chat import Renderer
 from data.types import Prompt
 from models.distributed import World, from_main
 from models.policy import Policy
-from models.pretrained import resolve_model_path
 from models.ranks import Ranks, attempt, outcome
+from models.weight_files import resolve_model_path
 from rollouts.adapters import KEY, base_of_adapters, with_adapters
 from rollouts.conversations import make_conversations
 from rollouts.samplers import SamplingSettings

@@ -10,7 +10,7 @@ from common.errors import require
 from common.files import files_digest
 from config.schema import Config
 from models.gguf import is_gguf
-from models.pretrained import resolve_model_path
+from models.weight_files import resolve_model_path
 
 
 def model_folder(config: Config) -> Path:

@@ -3,11 +3,14 @@
 import json
 import os
 import signal
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForSequenceClassification, GenerationConfig
 
 from models.export import (
     config_json,
@@ -18,9 +21,12 @@ from models.export import (
     whole_weights,
 )
 from models.policy import Policy
+from models.pretrained import load_policy
+from reports.model_card import write_model_card
+from tests.tiny import make_config, tiny_llama
 from tests.unit.models.test_families import FAMILIES, tiny
 from tests.unit.models.test_lora import load, perturb
-from tests.unit.models.test_policy import tokenizer
+from tests.unit.models.test_policy import CPU, settings, tokenizer
 
 
 def stored(policy: Policy, folder, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -110,3 +116,61 @@ def test_an_export_that_cannot_take_its_place_leaves_the_old_one(tmp_path):
     with pytest.raises(FileNotFoundError), whole_folder(folder):
         pass  # nothing was written
     assert text_in(folder) == "old" and list(tmp_path.iterdir()) == [folder]
+
+
+def test_what_is_exported_stops_where_the_training_template_stops(tmp_path):
+    policy = load(tmp_path / "base")
+    model = policy.model.get_base_model()
+    for there, stops, wanted in (
+        (1, (5, 1), [1, 5]),
+        ([1, 5], (5, 1), [1, 5]),
+        (None, (5,), 5),
+        (1, (1,), 1),
+    ):
+        model.config.eos_token_id = model.generation_config.eos_token_id = there
+        export(full_state(policy), policy, tokenizer(), tmp_path / "out", torch.float32, stops)
+        for kind in (AutoConfig, GenerationConfig):
+            assert kind.from_pretrained(tmp_path / "out").eos_token_id == wanted
+        assert model.config.eos_token_id == model.generation_config.eos_token_id == there
+
+
+def test_what_cannot_be_saved_does_not_lose_the_weights(tmp_path, capsys):
+    policy, words = load(tmp_path / "base"), tokenizer()
+    model = policy.model.get_base_model()
+    model.generation_config.update(do_sample=False, temperature=0.6, top_p=0.9)  # transformers saves no such
+    model.config.temperature = 0.6  # nor this
+    with pytest.raises(ValueError, match="invalid"):
+        model.generation_config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="generation parameters"):
+        model.config.save_pretrained(tmp_path)
+    words.save_pretrained = lambda folder: words.no_such_method()
+    wanted = stored(policy, tmp_path / "model", torch.float32)
+    export(full_state(policy), policy, words, tmp_path / "out", torch.float32)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(written[name], wanted[name]) for name in wanted)
+    assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.6
+    assert "warning: the model is exported without the tokenizer: AttributeError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("pad", ["w7", "</s>", None])
+def test_transformers_scores_a_padded_batch_with_an_exported_reward_model(tmp_path, pad):
+    tiny_llama().save_pretrained(tmp_path / "base")
+    policy = load_policy(settings(tmp_path / "base", head="reward"), CPU)
+    words = tokenizer(pad_token=pad) if pad else tokenizer()
+    if pad is None:
+        words.pad_token_id = None
+    export(full_state(policy), policy, words, tmp_path / "out", torch.float32, (1,))
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    card = write_model_card(tmp_path / "out", asdict(make_config()), {}).read_text()
+    rows = [torch.tensor([3, 4, 1]), torch.tensor([3, 4, 5, 6, 1])]
+    if pad == "w7":
+        assert model.config.pad_token_id == 7 and "padded on the right with token 7" in card
+    else:  # as the card says
+        assert "model.config.pad_token_id = tokenizer.convert_ids_to_tokens(0), 0" in card
+        assert model.config.pad_token_id is None
+        model.config.pad_token_id = 0
+    padded = pad_sequence(rows, batch_first=True, padding_value=model.config.pad_token_id)
+    together = model(padded, attention_mask=(padded != model.config.pad_token_id).long()).logits
+    model.config.pad_token_id = None
+    alone = torch.cat([model(row[None]).logits for row in rows])
+    torch.testing.assert_close(together, alone)

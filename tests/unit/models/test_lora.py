@@ -12,7 +12,7 @@ from config.schema_model import ModelConfig, PeftConfig
 from models.distributed import shard, start
 from models.export import export, full_state
 from models.policy import Policy, decoder_blocks
-from models.pretrained import load_policy
+from models.pretrained import check_model, check_weights, load_policy
 from tests.tiny import tiny_llama, tiny_policy
 from tests.unit.models.test_policy import CPU, batch, tokenizer
 
@@ -72,10 +72,12 @@ def test_adapters_start_alike_on_every_rank(tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_export_is_the_merged_model(tmp_path, tied):
+@pytest.mark.parametrize(
+    ("tied", "more"), [(True, {}), (False, {}), (False, {"target_modules": ["q_proj", "embed_tokens"]})]
+)
+def test_the_export_is_the_merged_model(tmp_path, tied, more):
     """Against peft's own merge; sharded, as it is when a run ends."""
-    policy = load(tmp_path / "base", tied=tied)
+    policy = load(tmp_path / "base", tied=tied, **more)
     perturb(policy)
     before = policy(batch()).detach()
     want = copy.deepcopy(policy.model).merge_and_unload().state_dict()
@@ -128,5 +130,14 @@ def test_layers_that_store_their_weight_transposed_are_merged_too(tmp_path):
 def test_unknown_targets_and_adapters_on_the_head_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"model.peft.target_modules=\['zap'\]: .*all-linear"):
         load(tmp_path, target_modules=["zap"])
-    with pytest.raises(ConfigError, match=r"plain linear layer, without adapters"):
-        load(tmp_path, target_modules=["lm_head", "q_proj"])
+    for tied, target, why in (
+        (False, "lm_head", "puts adapters on the output head"),
+        (
+            True,
+            "embed_tokens",
+            "puts adapters on the embedding, whose matrix is this model's output head",
+        ),
+    ):
+        config = model_of(tmp_path, tied=tied, target_modules=[target, "q_proj"])
+        with pytest.raises(ConfigError, match=rf"model.peft.target_modules=\['{target}', .*{why}"):
+            check_weights(config, check_model(config))

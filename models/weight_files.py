@@ -1,0 +1,283 @@
+"""The files of a model folder, read and checked by their headers alone, before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, require
+from common.files import regular_file
+from config.schema_model import ModelConfig
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+LARGEST_HEADER = 100_000_000
+"""Bytes that safetensors reads as a header at most."""
+BITS = {
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8},
+    **{"F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8, "BOOL": 8, "I8": 8, "U8": 8, "I16": 16, "U16": 16, "I32": 32},
+    **{"U32": 32, "I64": 64, "U64": 64, "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64},
+}
+"""Dtype in a header -> bits of a value."""
+FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float32"}
+"""Dtype in a header -> name of the dtype in which a model with such weights is exported."""
+_PACKED = re.compile(r"\.(qweight|qzeros|weight_packed|weight_scale(_inv)?|absmax|SCB|quant_state\..*)$")
+"""Names of the tensors in which GPTQ, AWQ, compressed-tensors, fp8 and bitsandbytes keep a weight."""
+
+
+def resolve_model_path(name_or_path: str) -> str:
+    """Return the model inside a run's folder (``model/``); any other name or path is returned unchanged."""
+    inner = Path(name_or_path) / "model"
+    return str(inner) if (inner / "config.json").is_file() else name_or_path
+
+
+class DamagedError(ValueError):
+    """A file that is not what it should be; the message says why."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor, as the header of its file describes it."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+    @property
+    def packed(self) -> bool:
+        """Whether it is a quantised weight, or belongs to one."""
+        return (
+            self.dtype.startswith(("F4", "F6", "F8"))
+            or (self.dtype[0] in "IU" and self.name.endswith(".weight"))
+            or _PACKED.search(self.name) is not None
+        )
+
+
+def check_named(config: ModelConfig) -> None:
+    """Raise ConfigError, before torch is imported, where ``model.name_or_path`` is a folder whose files
+    cannot be trained (``check_files``)."""
+    if not config.from_config:
+        check_files("model.name_or_path", config.name_or_path, Path(resolve_model_path(config.name_or_path)))
+
+
+def check_files(key: str, name: str, folder: Path) -> dict[str, Stored] | None:
+    """Return the tensors of the model in ``folder`` by name; None where ``folder`` is no model's, which
+    others say.
+
+    Raises ConfigError for a folder whose weights cannot be trained, with the file and a remedy: an adapter,
+    weights that are quantised or no safetensors, and files that are missing, cut, damaged or of another
+    model.
+    """
+    if not folder.is_dir():
+        return None
+    try:
+        if (folder / ADAPTER).exists():
+            refuse_adapter(key, name, folder)
+        if not (folder / CONFIG).exists():
+            return None
+        refuse_quantised(key, name, read_object(folder / CONFIG))
+        tensors = read_tensors(folder)
+    except (OSError, DamagedError) as error:
+        raise ConfigError(key, name, f"{error}; copy or download the model again") from error
+    packed = next((stored.name for stored in tensors.values() if stored.packed), None)
+    require(packed is None, key, name, _quantised(f"its files hold {packed}"))
+    return tensors
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises DamagedError, OSError."""
+    try:
+        found = json.loads(regular_file(path).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+    if not isinstance(found, dict):
+        raise DamagedError(f"{path} is damaged (it holds no object)")
+    return found
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that transformers loads from ``folder``. Raises DamagedError, OSError."""
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    if not (folder / INDEX).exists():
+        others = sorted(
+            p.name for end in ("*.bin", "*.pt", "*.pth", "*.h5", "*.safetensors") for p in folder.glob(end)
+        )
+        raise DamagedError(
+            f"{folder} has no {SINGLE}"
+            + (
+                f" but {', '.join(others[:3])}: only safetensors are loaded (a pickle may run code); write "
+                "them by save_pretrained of transformers, or"
+                if others
+                else " and no " + INDEX
+            )
+        )
+    names = weight_map(folder)
+    return [folder / file for file in sorted(set(names.values()))]
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Return name of a tensor -> its file, from the index. Raises DamagedError, OSError."""
+    found = read_object(folder / INDEX).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise DamagedError(f"{folder / INDEX} is damaged (it has no weight_map)")
+    for name, file in found.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise DamagedError(f"{folder / INDEX} puts {name} into {file!r}, which is no file of its folder")
+    return found
+
+
+def read_tensors(folder: Path) -> dict[str, Stored]:
+    """Return the tensors in the weight files of ``folder``. Raises DamagedError, OSError."""
+    files = weight_files(folder)
+    if missing := [file.name for file in files if not file.exists()]:
+        raise DamagedError(
+            f"{folder / INDEX} names {len(files)} files, of which {len(missing)} are missing: "
+            f"{', '.join(missing[:3])}"
+        )
+    tensors = {stored.name: stored for file in files for stored in read_header(file)}
+    if files != [folder / SINGLE]:
+        for name, file in weight_map(folder).items():
+            if name not in tensors or tensors[name].file.name != file:
+                raise DamagedError(f"{folder / INDEX} says that {name} is in {file}, which does not have it")
+    return tensors
+
+
+def read_header(file: Path) -> list[Stored]:
+    """Return the tensors in a safetensors file, once its header is sound and the file
+    has every byte that the header promises. Raises DamagedError, OSError."""
+    size = regular_file(file).stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        if start.startswith(b"version "):
+            raise DamagedError(
+                f"{file} is the pointer of Git LFS, not the weights: git lfs pull fetches them"
+            )
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= min(size - 8, LARGEST_HEADER):
+            raise DamagedError(f"{file} is cut or no safetensors file ({size:,} bytes)")
+        header = stream.read(length)
+    try:
+        entries = json.loads(header)
+        entries.pop("__metadata__", None)
+        tensors = sorted((_entry(file, name, entry) for name, entry in entries.items()), key=lambda at: at[0])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{file} has a damaged header ({type(error).__name__}: {error})") from error
+    end = 0
+    for (first, last), stored in tensors:
+        if first != end or (last - first) * 8 != stored.size * BITS[stored.dtype]:
+            raise DamagedError(
+                f"{file} has a damaged header: {stored.name}, {stored.dtype} {list(stored.shape)}, is said "
+                f"to be at {first} to {last}"
+            )
+        end = last
+    if size != 8 + length + end:
+        raise DamagedError(f"{file} has {size:,} bytes and its header promises {8 + length + end:,}")
+    return [stored for _, stored in tensors]
+
+
+def _entry(file: Path, name: str, entry: dict[str, Any]) -> tuple[tuple[int, int], Stored]:
+    (first, last), dtype, shape = entry["data_offsets"], entry["dtype"], entry["shape"]
+    if dtype not in BITS:
+        raise ValueError(f"{name} is of the unknown dtype {dtype!r}")
+    if not all(type(n) is int and n >= 0 for n in (first, last, *shape)):
+        raise ValueError(f"{name} has a shape or place that is none")
+    return (first, last), Stored(name, file, dtype, tuple(shape))
+
+
+def stored_dtype(tensors: dict[str, Stored]) -> str | None:
+    """Return the name of the dtype that most of the weights are stored in; None where none is a float."""
+    counts: dict[str, int] = {}
+    for stored in tensors.values():
+        if stored.dtype in FLOATS:
+            counts[FLOATS[stored.dtype]] = counts.get(FLOATS[stored.dtype], 0) + stored.size
+    return max(counts, key=lambda name: counts[name]) if counts else None
+
+
+def refuse_quantised(key: str, name: str, config: dict[str, Any]) -> None:
+    """Raise ConfigError for a model whose config.json says that its weights are stored quantised."""
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict) and part.get("quantization_config"):
+            about = part["quantization_config"]
+            method = about.get("quant_method", "an unnamed method") if isinstance(about, dict) else about
+            raise ConfigError(key, name, _quantised(f"quantization_config in config.json: {method}"))
+
+
+def _quantised(how: str) -> str:
+    return (
+        f"is stored quantised ({how}) and cannot be trained so; give the model as it was before, with "
+        "model.use_peft=true model.quantization=nf4 for frozen weights in 4 bits"
+    )
+
+
+def refuse_adapter(key: str, name: str, folder: Path) -> None:
+    """Raise ConfigError for a folder of an adapter, with the line that merges it into its base model."""
+    base = read_object(folder / ADAPTER).get("base_model_name_or_path")
+    words = folder if any(folder.glob("tokenizer*")) else base
+    to = f"{str(folder).rstrip('/')}-merged"
+    line = (
+        "from peft import AutoPeftModelForCausalLM as M; from transformers import AutoTokenizer as T; "
+        f"M.from_pretrained('{folder}', dtype='auto').merge_and_unload().save_pretrained('{to}'); "
+        f"T.from_pretrained('{words}').save_pretrained('{to}')"
+    )
+    own = (
+        f"; {ADAPTER} lies beside a whole model, and transformers would load {base} in its place: move it "
+        "away to train that model"
+        if (folder / CONFIG).exists()
+        else ""
+    )
+    raise ConfigError(
+        key, name, f'is an adapter of {base}: merge it with python -c "{line}" and give {to}{own}'
+    )
+
+
+def refuse_other_tensors(
+    key: str,
+    name: str,
+    missing: set[str],
+    unknown: set[str],
+    shapes: Iterable[tuple[str, Iterable[int], Iterable[int]]],
+) -> None:
+    """Raise ConfigError for tensors that are ``missing`` from a model's files, ``unknown`` to the model or of
+    other ``shapes`` (name, in the files, in the model)."""
+    said = [f"lack {named(missing)}, which would be drawn at random"] if missing else []
+    said += [f"hold {named(unknown)}, which the model does not have"] if unknown else []
+    for tensor, there, here in sorted(shapes, key=lambda one: one[0])[:1]:
+        said.append(f"hold {tensor} of shape {list(there)}, and config.json makes it {list(here)}")
+    if not said:
+        return
+    remedy = "copy or download the model again, with the config.json that was written with it"
+    for extra in sorted({part for tensor in unknown for part in _WRAPPED if part in f".{tensor}"}):
+        remedy = (
+            f"the names have {extra[1:]} in them, which a wrapper of torch or peft left: save the model "
+            "without its wrapper, or rename the tensors"
+        )
+    if missing and all(tensor.startswith("lm_head.") for tensor in missing) and not unknown:
+        remedy = (
+            'where the model ties its head to the embedding, write "tie_word_embeddings": true in '
+            f"config.json; else {remedy}"
+        )
+    raise ConfigError(key, name, f"its files {'; they '.join(said)}; {remedy}")
+
+
+_WRAPPED = ("._orig_mod.", ".module.", ".base_model.model.", ".base_layer.", ".modules_to_save.")
+"""Parts of names that torch.compile, data parallelism and peft add."""
+
+
+def named(tensors: Iterable[str]) -> str:
+    """Return how many tensors these are, and the names of the first."""
+    names = sorted(tensors)
+    first = ", ".join(names[:3]) + (", …" if names[3:] else "")
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({first})"

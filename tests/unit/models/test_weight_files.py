@@ -1,0 +1,231 @@
+"""Folders of models that are damaged, incomplete, quantised, adapters, or not what config.json says."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from common.errors import ConfigError
+from models.export import export, full_state
+from models.policy import causal_lm
+from models.pretrained import check_model, check_weights, export_dtype, load_policy
+from models.weight_files import check_named
+from tests.tiny import tiny_llama
+from tests.unit.models.test_families import FAMILIES, tiny
+from tests.unit.models.test_policy import CPU, settings, tokenizer
+
+FILE = "model.safetensors"
+
+
+def model(folder: Path, tied: bool = False, change=lambda state: state, **config) -> Path:
+    tiny_llama(tied=tied).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    save_file(change(load_file(folder / FILE)), folder / FILE, metadata={"format": "pt"})
+    known = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(known | config))
+    return folder
+
+
+def header(change):
+    """A change of a file's header alone."""
+
+    def apply(data: bytes) -> bytes:
+        (length,) = struct.unpack("<Q", data[:8])
+        content = json.loads(data[8 : 8 + length])
+        change(content)
+        made = json.dumps(content).encode()
+        return struct.pack("<Q", len(made)) + made + data[8 + length :]
+
+    return apply
+
+
+def first(**values):
+    return header(lambda content: content["model.norm.weight"].update(values))
+
+
+DAMAGE = {
+    **{f"cut to {n}": lambda data, n=n: data[:n] for n in (0, 5, 8, 300)},
+    **{f"cut by {n}": lambda data, n=n: data[:-n] for n in (1, 5000)},
+    "made longer": lambda data: data + b"\0",
+    "pointer": lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n",
+    "zeros": lambda data: bytes(len(data)),
+    "length": lambda data: struct.pack("<Q", 1 << 62) + data[8:],
+    "no json": lambda data: data[:8] + b"x" + data[9:],
+    "nested": lambda data: struct.pack("<Q", 200_000) + b"[" * 200_000 + data,
+    "list": lambda data: struct.pack("<Q", 2) + b"[]",
+    "offsets": first(data_offsets=[0, 8]),
+    "negative": first(data_offsets=[-8, 120]),
+    "texts": first(data_offsets=["0", "8"]),
+    "dtype": first(dtype="F64"),
+    "unknown dtype": first(dtype="F12"),
+    "shape": first(shape=[31]),
+    "no shape": first(shape=None),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_file_is_named_from_its_header(tmp_path, how):
+    file = model(tmp_path) / FILE
+    check_named(settings(tmp_path))
+    file.write_bytes(DAMAGE[how](file.read_bytes()))
+    for check in (check_named, lambda config: load_policy(config, CPU)):
+        with pytest.raises(ConfigError, match=rf"^model.name_or_path={tmp_path}: {file} ") as said:
+            check(settings(tmp_path))
+        assert "\n" not in str(said.value)
+
+
+def test_files_of_an_index_are_all_there_and_hold_what_it_says(tmp_path):
+    tiny_llama().save_pretrained(tmp_path, max_shard_size="20KB")
+    check_named(settings(tmp_path))
+    index = tmp_path / f"{FILE}.index.json"
+    known = json.loads(index.read_text())
+    names = sorted(set(known["weight_map"].values()))
+    for changed in ({"model.norm.weight": names[0]}, {"more": names[0]}, {"model.norm.weight": "../x"}):
+        index.write_text(json.dumps({"weight_map": known["weight_map"] | changed}))
+        with pytest.raises(ConfigError, match=f"{index} .*{next(iter(changed))}"):
+            check_named(settings(tmp_path))
+    index.write_text(json.dumps(known))
+    (tmp_path / names[-1]).unlink()
+    with pytest.raises(ConfigError, match=rf"{index} names \d+ files, of which 1 are missing: {names[-1]}"):
+        load_policy(settings(tmp_path), CPU)
+    for text in ("{", "[]", "{}", "[" * 100_000):
+        index.write_text(text)
+        with pytest.raises(ConfigError, match=f"{index} is damaged"):
+            check_named(settings(tmp_path))
+
+
+def test_weights_that_are_no_safetensors_are_named(tmp_path):
+    (model(tmp_path) / FILE).rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(
+        ConfigError, match=r"has no model.safetensors but pytorch_model.bin: only safetensors"
+    ):
+        check_named(settings(tmp_path))
+
+
+OTHERS = {
+    "one is missing": (
+        lambda state: {k: v for k, v in state.items() if "0.mlp.down" not in k},
+        r"files lack 1 tensor \(model.layers.0.mlp.down_proj.weight\), which would be drawn at random; copy",
+    ),
+    "one more": (
+        lambda state: state | {"v_head.summary.weight": torch.zeros(1, 32)},
+        r"files hold 1 tensor \(v_head.summary.weight\), which the model does not have",
+    ),
+    "prefixed": (
+        lambda state: {f"_orig_mod.{k}": v for k, v in state.items()},
+        r"lack 21 tensors \(lm_head.weight, .*they hold 21 tensors .*names have _orig_mod. in them",
+    ),
+    "no head": (
+        lambda state: {k: v for k, v in state.items() if k != "lm_head.weight"},
+        r'lack 1 tensor \(lm_head.weight\).*write "tie_word_embeddings": true in config.json',
+    ),
+    "another shape": (
+        lambda state: state | {"model.norm.weight": torch.ones(31)},
+        r"hold model.norm.weight of shape \[31\], and config.json makes it \[32\]",
+    ),
+    "gptq": (
+        lambda state: state | {"model.layers.0.mlp.down_proj.qweight": torch.zeros(2, 2, dtype=torch.int32)},
+        r"stored quantised \(its files hold model.layers.0.mlp.down_proj.qweight\)",
+    ),
+    "fp8": (
+        lambda state: state | {"model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)},
+        r"stored quantised \(its files hold model.norm.weight\).*give the model as it was before",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", OTHERS)
+def test_other_tensors_than_the_models_are_named_before_and_while_they_load(tmp_path, how):
+    change, said = OTHERS[how]
+    config = settings(model(tmp_path, change=change))
+    with pytest.raises(ConfigError, match=said):
+        check_weights(config, check_model(config))
+    with pytest.raises(ConfigError, match=said):
+        load_policy(config, CPU)
+
+
+@pytest.mark.parametrize("about", [{"quant_method": "awq", "bits": 4}, {"load_in_4bit": True}])
+def test_a_config_of_quantised_weights_is_refused(tmp_path, about):
+    for config in ({"quantization_config": about}, {"text_config": {"quantization_config": about}}):
+        model(tmp_path, **config)
+        with pytest.raises(ConfigError, match="is stored quantised"):
+            check_named(settings(tmp_path))
+
+
+SIZES = '{"model_type": "llama", "hidden_size": "many"}', '{"model_type": "llama", "hidden_size": 0}'
+
+
+@pytest.mark.parametrize("content", ["{", "7", "[" * 100_000, *SIZES])
+def test_a_config_that_is_none_is_one_message(tmp_path, content):
+    config = settings(model(tmp_path))
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"^model.name_or_path="):
+        load_policy(config, CPU)
+    if content not in SIZES:
+        with pytest.raises(ConfigError, match=f"{tmp_path}/config.json is damaged"):
+            check_named(config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_model_that_transformers_writes_is_refused(tmp_path, family):
+    tiny(family).model.save_pretrained(tmp_path)
+    kernel = FAMILIES[family]._attn_implementation or "sdpa"
+    config = settings(tmp_path, max_length=60, max_prompt_length=30, attn_implementation=kernel)
+    assert check_weights(config, check_model(config)) == []
+
+
+def test_what_a_reward_model_leaves_out_and_draws_is_listed(tmp_path):
+    config = settings(model(tmp_path), head="reward")
+    unread, new = check_weights(config, check_model(config))
+    assert "does not read 1 tensor (lm_head.weight)" in unread and "1 tensor (score.weight) new" in new
+    load_policy(config, CPU)
+
+
+def test_an_adapter_says_the_line_that_merges_it(tmp_path):
+    base = model(tmp_path / "base")
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, task_type="CAUSAL_LM")
+    )
+    torch.nn.init.normal_(adapted.base_model.model.model.layers[0].self_attn.q_proj.lora_B.default.weight)
+    adapted.save_pretrained(tmp_path / "adapter")
+    for beside in (False, True):
+        if beside:  # transformers would train the base and not the model that lies there
+            model(tmp_path / "adapter")
+        with pytest.raises(ConfigError, match=f"is an adapter of {base}: merge it with") as said:
+            check_named(settings(tmp_path / "adapter"))
+        assert beside == ("move it away" in str(said.value))
+    exec(str(said.value).split('python -c "')[1].split('"')[0])
+    merged = load_policy(settings(tmp_path / "adapter-merged"), CPU)
+    want = adapted.merge_and_unload().state_dict()
+    assert all(torch.equal(tensor, want[name]) for name, tensor in full_state(merged).items())
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+def test_a_model_is_exported_in_the_dtype_of_its_files_whatever_its_config_says(tmp_path, stored):
+    dtype = getattr(torch, stored)
+    for said in (None, "bfloat16", "float32"):
+        model(tmp_path, change=lambda state: {k: v.to(dtype) for k, v in state.items()}, dtype=said)
+        assert export_dtype(settings(tmp_path)) == dtype
+
+
+def test_what_is_tied_is_what_the_files_say(tmp_path, capsys):
+    config = settings(model(tmp_path / "base", tie_word_embeddings=True))
+    policy = load_policy(config, CPU)
+    assert "the files hold two matrices that differ" in capsys.readouterr().out
+    export(full_state(policy), policy, tokenizer(), tmp_path / "out", torch.float32)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    written, given = (load_file(tmp_path / name / FILE) for name in ("out", "base"))
+    assert written.keys() == given.keys() and all(torch.equal(written[name], given[name]) for name in given)
+    twice = {"change": lambda state: state | {TWO[1]: state[TWO[0]].clone()}}  # two copies of one matrix
+    tied = load_policy(settings(model(tmp_path / "same", tie_word_embeddings=True, **twice)), CPU)
+    assert len({id(causal_lm(tied.model).get_parameter(name)) for name in TWO}) == 1
+
+
+TWO = ("model.embed_tokens.weight", "lm_head.weight")
