@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 
 from common.errors import UserError
 from common.output import forgive_output
-from config.cli import cli, compose, guarded, idle, say_what_is_idle, settings
+from config.cli import cli, compose, guarded, settings
 from config.machine import speaks, with_environment
 from config.schema import Config
 from jobs.signals import Signals
@@ -78,7 +78,6 @@ def main(cfg: DictConfig) -> None:
 
     def work() -> None:
         config, name = settings(cfg)
-        say_what_is_idle(idle(config))
         summary = run(config, name, Signals())  # never restored: the handlers hold until the program ends
         if summary.get("status") == NOTHING_LEARNT:
             raise UserError(f"{told(summary)}; its results are written all the same")

@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -26,6 +27,7 @@ from common.output import no_room
 from common.secrets import scrub_text
 from config.arguments import as_settings, choices_of, given_twice, refuse_choices
 from config.files import FOLDER
+from config.idle import check_idle, say
 from config.load import load, run_name
 from config.machine import refuse_left_over, speaks
 from config.multirun import check_jobs
@@ -43,8 +45,13 @@ begin with these words."""
 def settings(cfg: DictConfig) -> tuple[Config, str]:
     """Return the checked configuration that Hydra composed, and the run's name. Raises ConfigError."""
     config = load(cfg)
-    overrides = list(HydraConfig.get().overrides.task)
+    hydra = HydraConfig.get()
+    overrides = list(hydra.overrides.task)
     refuse_default_data(config, overrides)
+    notes = (
+        check_idle(config, overrides, crossed=hydra.mode == RunMode.MULTIRUN) if program() == "train" else []
+    )
+    say(notes if speaks(os.environ) else ())
     return config, run_name(config, overrides)
 
 
@@ -73,46 +80,6 @@ def refuse_default_data(config: Config, overrides: Sequence[str]) -> None:
         config.model.name,
         f"is the default and reads sums alone; type model={task}, or a model of your own",
     )
-
-
-def say_what_is_idle(inert: Mapping[str, Sequence[str]]) -> None:
-    """Print a note for each setting on the command line that has no effect given the other settings. Only
-    rank 0 prints. Such settings are not refused, so that a sweep may cross them with others.
-
-    ``inert`` maps a setting to the keys that nothing reads because of it.
-    """
-    if not speaks(os.environ) or not HydraConfig.initialized():
-        return
-    given = [override.lstrip("+~").partition("=")[0] for override in HydraConfig.get().overrides.task]
-    for because, keys in inert.items():
-        for key in given:
-            if any(key == name or key.startswith(f"{name}.") for name in keys):
-                print(f"note: {key} has no effect with {because}", file=sys.stderr, flush=True)
-
-
-def idle(config: Config) -> dict[str, list[str]]:
-    """Return the keys that nothing will read, by the setting that makes them idle. This covers only what the
-    settings themselves show; a trainer knows more about its loss (``BasicTrainer.unread``)."""
-    return {
-        "humanline=false": []
-        if config.humanline
-        else ["log_epsilon_P", "log_epsilon_R", "humanline_mode", "humanline_sampling"],
-        "humanline=false (or sync_mode=never)": ["sync_freq"] if config.syncing == "never" else [],
-        f"sync_mode={config.syncing}": ["sync_kl"] if config.syncing != "kl" else [],
-        "dry_run=false": [] if config.dry_run else ["plan"],
-        "online=false": [] if config.online else ["rounds", "sampler", "reward"],
-        "online=false and data.verifier=null": []
-        if config.online or config.data.verifier is not None
-        else ["environment"],
-        "online=true (rounds.contexts says how long)": ["n_epochs", "n_examples"] if config.online else [],
-        "model.use_peft=false": [] if config.model.use_peft else ["model.peft"],
-        "correction=none": ["correction.low", "correction.high", "correction.delta", "correction.mismatch"]
-        if config.correction._target_ is None
-        else [],
-        f"optimizer={config.optimizer}": ["muon"] if config.optimizer != "Muon" else [],
-        "push_to_hub=null": ["hub_private"] if config.push_to_hub is None else [],
-        "scheduler=constant": ["min_lr_ratio"] if config.scheduler == "constant" else [],
-    }
 
 
 def guarded(work: Callable[[], object]) -> None:
@@ -166,6 +133,7 @@ def compose(*words: str) -> tuple[Config, str]:
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_in_our_words(error, overrides)) from None
     refuse_default_data(config, overrides)
+    say(check_idle(config, overrides))
     return config, run_name(config, overrides)
 
 

@@ -31,6 +31,7 @@ OPERATIONAL = (
     "overwrite",
     "resume",
     "dry_run",
+    "idle_settings",
     "plan",
     "keep_checkpoints",
     "keep_best",

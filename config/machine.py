@@ -50,8 +50,8 @@ def refuse_left_over(env: Mapping[str, str]) -> None:
     raise UserError(
         f"{said}: the environment says that this process is one of several{where}, but no launcher has "
         f"started it, so it would wait for others in vain. To run alone: env {unset} python …; on "
-        f"several ranks: torchrun --nproc-per-node {env.get('WORLD_SIZE') or 'N'} …; for ranks that you start one by "
-        f"one, set {MARK} to any name in each"
+        f"several ranks: torchrun --nproc-per-node {env.get('WORLD_SIZE') or 'N'} …; for ranks that you "
+        f"start yourself, set {MARK} to any name in each"
     )
 
 

@@ -60,6 +60,7 @@ class Config:
     overwrite: bool
     resume: bool
     dry_run: bool
+    idle_settings: str
     humanline: bool
     log_epsilon_P: float
     log_epsilon_R: float
@@ -161,6 +162,7 @@ class Config:
             f"counts evaluations (eval_every={self.eval_every}) of one number (keep_best={self.keep_best}): "
             "give both",
         )
+        one_of("idle_settings", self.idle_settings, ("refuse", "note"))
         one_of("optimizer", self.optimizer, OPTIMIZERS)
         one_of("scheduler", self.scheduler, ("constant", "cosine", "linear"))
 

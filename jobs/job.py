@@ -17,7 +17,6 @@ from transformers.utils.logging import disable_progress_bar
 from common.errors import StoppedError, UserError
 from common.files import write_whole
 from common.imports import import_function
-from config.cli import say_what_is_idle
 from config.schema import Config
 from data.batches import Segment
 from data.chat import make_renderer
@@ -86,7 +85,6 @@ class Job:
         self.observers = Observers.of(config.callbacks, observers, world, make=not config.dry_run)
         check_ranks(config, (config.dry_run and config.plan.ranks) or world.size)
         self.loss, self.trainer_class = make_loss(config), trainer_class(config)
-        say_what_is_idle(self.trainer_class.unread(config))
         found = check_model(config.model)
         for note in on_main(lambda: check_weights(config.model, found)):
             self.say(note)

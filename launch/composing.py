@@ -23,7 +23,7 @@ from config.typed import refuse_not_finite, structured
 from launch.grid import CONFIG_DIR, Run, Settings, override
 
 _PLAIN_KEY = re.compile(r"(?!hydra\b)[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
-_OWN = re.compile(r"seed|exp_name|resume|wandb")
+_OWN = re.compile(r"seed|exp_name|resume|idle_settings|wandb")
 _READ_AS_MORE = re.compile(r"\$|[+-]?\.inf$")
 """Matches texts that Hydra or ``config.load`` does not take literally."""
 
@@ -108,7 +108,13 @@ def _composed(overrides: list[str]) -> DictConfig:
 
 def _is_usual(run: Run) -> bool:
     """Return whether the run's own settings have their types, which nothing else checks."""
-    return type(run.seed) is int and {*run.own} == {"seed", "exp_name", "resume", "wandb.tags"}
+    return type(run.seed) is int and {*run.own} == {
+        "seed",
+        "exp_name",
+        "resume",
+        "idle_settings",
+        "wandb.tags",
+    }
 
 
 def _reads_own(text: str) -> bool:

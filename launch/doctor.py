@@ -305,6 +305,7 @@ def two_steps(config: Config, overrides: Sequence[str], ranks: int) -> Finding:
             "resume=false",
             "overwrite=false",
             "wandb.enabled=false",
+            "idle_settings=note",
         ]
         launcher = torchrun(ranks) if ranks > 1 else [sys.executable]
         code, out = run([*launcher, "train.py", *overrides, *short, *own], RUN_SECONDS)

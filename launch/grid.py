@@ -45,7 +45,7 @@ from config.texts import other_text
 
 Settings = dict[str, Any]
 CONFIG_DIR = Path(__file__).parent.parent / "config"
-OWN_KEYS = ("seed", "exp_name", "resume", "overwrite", "dry_run", "wandb.tags")
+OWN_KEYS = ("seed", "exp_name", "resume", "overwrite", "dry_run", "idle_settings", "wandb.tags")
 """Settings that the sweep itself gives to every run."""
 LONGEST_TAG = 64
 """Characters that wandb allows in a tag, and so also the longest name of a cell."""
@@ -89,6 +89,7 @@ class Run:
             "seed": self.seed,
             "exp_name": self.name,
             "resume": True,
+            "idle_settings": "note",
             "wandb.tags": [self.sweep, self.cell],
         }
 

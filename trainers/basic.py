@@ -175,11 +175,6 @@ class BasicTrainer(ABC, Generic[Prepared]):
         """Raise ConfigError for a setting that this trainer cannot honour."""
 
     @classmethod
-    def unread(cls, config: Config) -> dict[str, list[str]]:
-        """Return setting of the loss -> keys that have no effect because of it, whatever their values."""
-        return {}
-
-    @classmethod
     def check(cls, config: Config, segment: Segment) -> None:
         """Raise ConfigError if the loss cannot be trained on this plan."""
 

@@ -53,13 +53,6 @@ class GRPOTrainer(BasicTrainer[Tensor | None]):
             return any(rewards is not None and rewards.any() for rewards in given)
         return any(example.label for example in self.arrange(batch))
 
-    @classmethod
-    def unread(cls, config: Config) -> dict[str, list[str]]:
-        """Return ``epsilon`` for a shape that does not clip the ratio to a range: it has no effect there."""
-        shape = config.loss.get("shape")
-        ranged = shape is None or "epsilon" in shapes.reads(shape)
-        return {} if ranged else {f"loss.shape={shape}": ["loss.epsilon"]}
-
     @torch.no_grad()
     def prepare(self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer) -> list[Tensor | None]:
         """Return None per microbatch, unless the shape masks by the global batch (M2PO): then [R, T] bool,

@@ -99,7 +99,13 @@ def test_the_variants_of_a_loss_are_four_different_runs(cache):
 @pytest.mark.parametrize(("loss", "online", "humanline"), [("grpo", False, True), ("dpo", True, True)])
 def test_from_the_command_line(tmp_path, loss, online, humanline):
     """With a report that is drawn."""
-    words = (*SHORT, *settings(loss, online, humanline), f"runs_dir={tmp_path}", "exp_name=r")
+    words = (
+        *SHORT,
+        *settings(loss, online, humanline),
+        f"runs_dir={tmp_path}",
+        "exp_name=r",
+        "idle_settings=note",
+    )
     done = programs.run("train.py", *words, f"cache_dir={tmp_path}/cache", env={FIRST: ""})
     assert done.returncode == 0, done.stderr
     prove(tmp_path / "r", loss, online, humanline)

@@ -140,23 +140,12 @@ def test_every_refusal_says_key_value_and_remedy(line, said):
     assert said in str(caught.value)
 
 
-def test_settings_that_nothing_will_read_are_said():
-    done = program(
-        "sync_freq=4",
-        "correction.low=0.5",
-        "sampler.temperature=1.0",
-        "loss=grpo",
-        "loss.shape=sapo",
-        "loss.epsilon=0.2",
-        "loss.beta=0.2",
-    )
-    notes = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
-    assert done.returncode == 0
-    assert [note.split()[1] for note in notes] == [
-        "sync_freq",
-        "sampler.temperature",
-        "correction.low",
-        "loss.epsilon",
+def test_settings_that_nothing_will_read_are_refused_before_torch_is_imported():
+    idle = ("sync_freq=4", "sampler.temperature=1.0", "correction.low=0.5", "loss.epsilon=0.2")
+    done = program("loss=grpo", "loss.shape=sapo", "loss.beta=0.2", *idle)
+    said = done.stderr.splitlines()
+    assert done.returncode == 2 and [line.removeprefix("error:").split("=")[0].strip() for line in said] == [
+        word.split("=")[0] for word in idle
     ]
 
 

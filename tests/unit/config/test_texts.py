@@ -34,6 +34,7 @@ def test_a_text_is_what_was_typed(typed: str) -> None:
 
 def test_texts_in_lists_mappings_rewards_and_evaluation_sets_are_what_was_typed() -> None:
     config, _ = compose(
+        "idle_settings=note",
         "wandb.tags=[1e3, b,2024_10, 7]",
         "++data.columns={}",
         "++data.columns.prompt=1_0",

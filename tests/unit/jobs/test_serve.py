@@ -63,7 +63,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_servers_start(
     ("words", "said"),
     [
         (["online=true"], "sampler=embedded: samples in the run itself: give sampler=vllm"),
-        (["sampler=vllm"], "online=False: samples nothing: give online=true"),
+        (["sampler=vllm"], "sampler=vllm: nothing would read it: it needs online=true"),
         (["online=true", "sampler=vllm", "sampler.data_parallel=2"], "sampler.data_parallel=2"),
         (["online=true", "sampler=vllm", "model.max_lenght=9"], "did you mean model.max_length"),
     ],

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.worker_process import WorkerProcess
-from config.cli import idle
+from config.idle import why_idle
 from optimizers.build import check_optimizer, eight_bits
 from tests.tiny import make_config
 from train import train
@@ -79,4 +79,4 @@ def test_no_other_optimizer_asks_for_it(without_torchao):
 
 
 def test_muons_settings_are_not_its_own():
-    assert "muon" in idle(make_config("optimizer=AdamW8bit"))["optimizer=AdamW8bit"]
+    assert why_idle(make_config("optimizer=AdamW8bit"), "muon.lr") == "optimizer=Muon"

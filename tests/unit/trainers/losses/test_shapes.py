@@ -10,11 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tiny import make_config
 from tests.unit.trainers.losses.family import PLAIN, RANGE, Batch, random_batch
-from trainers.grpo import GRPOTrainer
 from trainers.losses.grpo import grpo
-from trainers.losses.shapes import READS, SHAPES, beyond_moment, moment_limit, second_moments
+from trainers.losses.shapes import SHAPES, beyond_moment, moment_limit, second_moments
 
 FAR = math.inf
 LIMITS = {
@@ -128,13 +126,6 @@ def test_nothing_overflows(shape):
 def test_what_a_shape_refuses(numbers, said):
     with pytest.raises(ValueError, match=said):
         of(numbers)
-
-
-def test_a_range_that_a_shape_does_not_have_is_unread():
-    for shape, read in READS.items():
-        found = GRPOTrainer.unread(make_config("loss=grpo", f"loss.shape={shape}"))
-        assert found == ({} if "epsilon" in read else {f"loss.shape={shape}": ["loss.epsilon"]})
-    assert GRPOTrainer.unread(make_config("loss=grpo")) == {}
 
 
 squares = st.lists(st.sampled_from([0.0, 0.01, 0.04, 0.25, 1.0, 2.25, 9.0, math.inf]), max_size=12)

@@ -1,0 +1,135 @@
+"""Settings that were given and that nothing will read, by the table config/reads.yaml."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+from common.errors import ConfigError, UserError
+from common.secrets import scrub_text
+from config.arguments import override_in
+from config.defaults import section
+from config.schema import Config
+
+REFUSE, NOTE = "refuse", "note"
+"""The values of ``idle_settings``."""
+ABSENT = object()
+
+
+@cache
+def conditions() -> dict[str, str]:
+    """Return setting, or section of settings, -> the condition under which it is read; "" where it always
+    is."""
+    table = section("reads.yaml")
+    return table["when"] | {key: "" for line in table["always"] for key in line.split()}
+
+
+def why_idle(config: Config, key: str) -> str | None:
+    """Return what would have to hold for setting ``key`` to be read; None if it is read."""
+    for place, condition in conditions().items():
+        within = key == place or key.startswith(f"{place}.")
+        if condition and within and not _holds(config, condition):
+            return condition
+    return None
+
+
+def check_idle(config: Config, overrides: Sequence[str], crossed: bool = False) -> list[str]:
+    """Return a note for each setting that was given and that nothing reads, in a recipe (``experiment=``), in
+    a sweep (``crossed``) or with ``idle_settings=note``.
+
+    Raises UserError for those among ``overrides``, as typed. A value of false or null asks for nothing, so
+    nothing is ignored.
+    """
+    typed = dict(_typed(overrides))
+    refused = [(key, value, said) for key, value in typed.items() if (said := _said(config, key)) is not None]
+    notes = [
+        f"{key} has no effect: {said}"
+        for key, said in ((key, _said(config, key)) for key in _recipes(overrides))
+        if said is not None and key not in typed
+    ]
+    if crossed or config.idle_settings == NOTE:
+        return [f"{key} has no effect: {said}" for key, _, said in refused] + notes
+    if refused:
+        (key, value, said), *others = refused
+        first = ConfigError(key, value, f"nothing would read it: {said}; leave it out, or idle_settings=note")
+        more = [str(ConfigError(key, value, f"the same: {why}")) for key, value, why in others]
+        raise UserError("\n       ".join([str(first), *more]))
+    return notes
+
+
+def say(notes: Iterable[str]) -> None:
+    """Print each note on the console."""
+    for note in notes:
+        print(f"note: {scrub_text(note)}", file=sys.stderr, flush=True)
+
+
+def _said(config: Config, key: str) -> str | None:
+    """Return what a setting that nothing reads would need, and what is there instead; None if it is read."""
+    condition = why_idle(config, key)
+    if condition is None:
+        return None
+    terms = [term for way in condition.split(" or ") for term in way.split(" and ")]
+    needs = condition.replace(" and ", " with ").replace(" or ", ", or ").replace("|", "/")
+    here = dict.fromkeys(_shown(config, term) for term in terms if not _term_holds(config, term))
+    return f"it needs {needs}, and here {', '.join(here)}"
+
+
+def _holds(config: Config, condition: str) -> bool:
+    ways = condition.split(" or ")
+    return any(all(_term_holds(config, term) for term in way.split(" and ")) for way in ways)
+
+
+def _term_holds(config: Config, term: str) -> bool:
+    key, _, wanted = term.partition("=")
+    value = _value(config, key.removesuffix("!"))
+    return value is ABSENT or (_text(value) in wanted.split("|")) != key.endswith("!")
+
+
+def _shown(config: Config, term: str) -> str:
+    key = term.partition("=")[0].removesuffix("!")
+    return f"{key}={_text(_value(config, key))}"
+
+
+def _value(config: Config, key: str) -> Any:
+    """Return the value of a dotted setting; ABSENT if this run has none of this name."""
+    found: Any = config
+    for part in key.split("."):
+        found = found.get(part, ABSENT) if isinstance(found, dict) else getattr(found, part, ABSENT)
+    return found
+
+
+def _text(value: Any) -> str:
+    """Return a value as one types it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _typed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield (setting, value) for what the command line sets, except values that ask for nothing."""
+    for override in filter(None, map(override_in, overrides)):
+        if not override.is_delete() and override.key_or_group != "experiment":
+            yield from _leaves(override.key_or_group.replace("/", "."), override.value())
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from _leaves(f"{key}.{name}", item)
+    elif value not in (None, {}, []) and value is not False:
+        yield key, value
+
+
+def _recipes(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield the settings that the chosen recipes give, with those of the files that they start from."""
+    names = [
+        str(o.value()) for o in filter(None, map(override_in, overrides)) if o.key_or_group == "experiment"
+    ]
+    while names:
+        try:
+            tree = dict(section(f"experiment/{names.pop()}.yaml"))
+        except OSError:  # in a folder of the user's own
+            continue
+        names += [part for part in tree.pop("defaults", []) if isinstance(part, str) and part != "_self_"]
+        for key, value in tree.items():
+            yield from (leaf for leaf, _ in _leaves(key, value))

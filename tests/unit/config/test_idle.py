@@ -1,0 +1,134 @@
+"""Every leaf of the settings has a rule that says when it is read, and a leaf that is typed elsewhere is
+refused."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+
+import pytest
+
+from common.errors import UserError
+from config.defaults import section
+from config.files import FOLDER
+from config.idle import ABSENT, _value, check_idle, conditions, why_idle
+from config.schema import Config
+from config.unknown import names
+from launch.composing import compose_config
+from tests.tiny import ROOT
+from trainers import corrections
+from trainers.losses import shapes
+
+LOSSES = sorted(path.stem for path in (FOLDER / "loss").glob("*.yaml"))
+MORE = (
+    *(
+        "humanline=true",
+        "humanline=true humanline_mode=sample",
+        "sync_mode=kl sync_freq=2",
+        "sync_mode=ema sync_alpha=.5",
+    ),
+    *("online=true reward=adder", "online=true reward=adder loss=kto rounds.feedback=threshold"),
+    *("dry_run=true", "scheduler=cosine", "optimizer=Muon", "push_to_hub=a/b", "model.use_peft=true"),
+    *("keep_best=eval_loss", "wandb.enabled=false", "retention.data=adder", "data.verifier=null"),
+    *("environment=calculator", "loss=sft data=adder-sft data.subset=x", "data=local data.path=x"),
+    *(
+        "loss=grpo correction=truncated",
+        "loss=grpo correction=negative_masked",
+        "data=instruct model=instruct",
+    ),
+    *("data=mix data.mix=[{name:hh},{name:shp}]", "loss=dpo loss.divergence=alpha", "log_drift=false"),
+    *("loss=bradley_terry data.verifier=null", "loss=grpo loss.normalization=constant loss.max_tokens=9"),
+    *("data=local data.path=x data.verifier=null retention.kl=false", "data=hub data.path=x"),
+    *(f"loss=grpo loss.shape={shape}" for shape in sorted(shapes.SHAPES)),
+    *(
+        "data=hub data.path=x data.eval_split=test",
+        "loss=grpo online=true reward=adder rounds.feedback=group",
+    ),
+)
+
+
+@cache
+def bases() -> list[Config]:
+    losses = [f"loss={name}{' data=adder-sft data.subset=x' if name == 'sft' else ''}" for name in LOSSES]
+    return [compose_config(line.split()) for line in ("loss=dpo", *losses, *MORE)]
+
+
+def leaves() -> set[str]:
+    every = [*names(Config), *(f"loss.{key}" for loss in LOSSES for key in section(f"loss/{loss}.yaml:loss"))]
+    return {key for key in every if not any(other.startswith(f"{key}.") for other in every)}
+
+
+def test_every_leaf_has_a_rule_and_every_rule_a_setting():
+    covered = {key for key in leaves() if any(f"{key}.".startswith(f"{place}.") for place in conditions())}
+    assert leaves() - covered == set(), "say in config/reads.yaml when it is read"
+    sections = {key.rpartition(".")[0] for key in leaves()} | {"reward", "evaluations"}
+    assert {place for place in conditions() if place not in leaves() | sections} == set()
+    terms = " and ".join(conditions().values()).replace(" or ", " and ").split(" and ")
+    asked = {term.partition("=")[0].removesuffix("!") for term in terms if term}
+    assert all(any(_value(config, key) is not ABSENT for config in bases()) for key in asked)
+
+
+@pytest.mark.parametrize("key", sorted(key for key, condition in conditions().items() if condition))
+def test_a_setting_typed_where_nothing_reads_it_is_refused_and_elsewhere_it_passes(key):
+    """The rule of each is true of some run and false of another."""
+    typed = next((leaf for leaf in sorted(leaves()) if f"{leaf}.".startswith(f"{key}.")), key)
+    idle = next(config for config in bases() if why_idle(config, key) and _value(config, key) is not ABSENT)
+    for word in (f"{typed}=3", f"++{typed}=[x]"):
+        with pytest.raises(UserError, match=rf"^{typed}=.*nothing would read it: it needs .*, and here "):
+            check_idle(idle, [word])
+        assert check_idle(idle, [word], crossed=True)[0].startswith(f"{typed} has no effect: it needs")
+    assert check_idle(idle, [f"{typed}=false"]) == check_idle(idle, [f"{typed}=null"]) == []
+    read = next(
+        config for config in bases() if not why_idle(config, typed) and _value(config, key) is not ABSENT
+    )
+    assert check_idle(read, [f"{typed}=3"]) == []
+
+
+def test_all_are_named_at_once_and_a_recipes_are_notes():
+    config = compose_config(["loss=dpo"])
+    with pytest.raises(UserError) as caught:
+        check_idle(config, ["sync_freq=4", "rounds={samples:4}", "lr=1", "wandb.enabled=false"])
+    assert [line.split("=")[0].strip() for line in str(caught.value).splitlines()] == [
+        "sync_freq",
+        "rounds.samples",
+    ]
+    notes = check_idle(config, ["experiment=dpo-offline", "lr=1e-3"])
+    assert [note.split()[0] for note in notes] == ["log_epsilon_P", "log_epsilon_R", "sync_freq"]
+
+
+def test_the_rules_of_shapes_and_corrections_are_those_of_their_code():
+    own = {key for read in shapes.READS.values() for key in read} - {"masked"}
+    for shape in shapes.SHAPES:
+        config = compose_config(["loss=grpo", f"loss.shape={shape}"])
+        assert {key for key in own if why_idle(config, f"loss.{key}") is None} == shapes.READS[shape] & own
+    for path in (FOLDER / "correction").glob("*.yaml"):
+        config = compose_config(
+            [f"loss={'dpo' if path.stem == 'weighted_pairs' else 'grpo'}", f"correction={path.stem}"]
+        )
+        used = set() if path.stem == "none" else set(getattr(corrections, path.stem).__code__.co_names)
+        for key in ("low", "high", "delta"):
+            assert (why_idle(config, f"correction.{key}") is None) == (key in used), (path.stem, key)
+
+
+def test_every_leaf_is_named_by_code_that_does_not_only_check_it():
+    """A setting whose name no other room mentions, nor a property of a schema, is read by nobody at all."""
+    said = set()
+    for path in ROOT.glob("*/**/*.py"):
+        if path.parts[len(ROOT.parts)] in ("tests", ".venv", "benchmarks", "study", "tools"):
+            continue
+        tree: ast.AST = ast.parse(path.read_text(encoding="utf-8"))
+        checks = [
+            node
+            for function in ast.walk(tree)
+            if isinstance(function, ast.FunctionDef) and not function.decorator_list
+            for node in ast.walk(function)
+            if path.name.startswith("schema") and getattr(getattr(node, "value", 0), "id", "") == "self"
+        ]
+        for node in ast.walk(tree):
+            if node in checks or (path.name.startswith("schema") and isinstance(node, ast.Constant)):
+                continue
+            said |= {getattr(node, name, None) for name in ("attr", "arg", "value")} & KEYS
+    assert KEYS - said == set()
+
+
+KEYS = {key.rpartition(".")[2] for key in leaves()}
