@@ -73,9 +73,12 @@ def write_html(
     cells: Sequence[Cell],
     metric: str,
     crossed: tuple[Sequence[Sequence[str]], Sequence[Comparison]] = ((), ()),
+    powers: Sequence[Sequence[str]] = (),
+    frontier: Figure | None = None,
 ) -> None:
-    """Write one self-contained page. ``crossed``: for a crossed sweep, the means of its axes' values and
-    their effects. With more than ``MOST_CURVES`` cells, no curves are drawn."""
+    """Write one self-contained page. ``crossed``: for a crossed sweep, the means of its axes' values, or its
+    arms, and their effects. ``powers``: what the tests could see. With more than ``MOST_CURVES`` cells, no
+    curves are drawn."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
     )
@@ -89,6 +92,7 @@ def write_html(
             (cell.name, cell.progress, None if figure is None else svg(figure)) for cell, figure in drawn
         ]
         overlaid = None if together is None else svg(together)
+        reached = None if frontier is None else svg(frontier)
     page = environment.get_template("results.html.j2").render(
         name=name,
         notes=notes,
@@ -96,6 +100,8 @@ def write_html(
         table=table,
         tests=tests,
         means=means,
+        powers=powers,
+        reached=reached,
         overview=overview,
         overlaid=overlaid,
         curves=curves,

@@ -3,13 +3,17 @@
     python -m launch.results sweeps/adder.yaml
     python -m launch.results runs/adder-* --select lr --baseline adder-dpo-no_humanline
     python -m launch.results sweeps/off_policy.yaml --effects --within cells
+    python -m launch.results sweeps/surface.yaml --frontier
+    python -m launch.results runs/pilot-* --power 0.05 --tests 12
 
 For each cell, the table has the mean and standard error over seeds. Where --select names keys that were tried
 out, these are the numbers of the setting with the best validation metric. Paired tests over seeds with Holm's
 correction compare the cells or, with --effects, the values of each axis of a crossed sweep
-(launch/effects.py). Each cell has a learning curve. For a run that is not finished, the status is shown: not
-started, waiting, running, interrupted, or failed, which comes with the run's last message and its log. Writes
-results/<name>/: index.html, table.md, table.csv, tests.csv, runs.csv; prints the first two tables.
+(launch/effects.py), or, with --frontier, its arms with what is tried held equal (launch/frontier.py).
+--power says what such tests can see. Each cell has a learning curve. For a run that is not finished, the
+status is shown: not started, waiting, running, interrupted, or failed, which comes with the run's last
+message and its log. Writes results/<name>/: index.html, table.md, table.csv, tests.csv, runs.csv; prints the
+first two tables.
 """
 
 from __future__ import annotations
@@ -25,12 +29,13 @@ from common.errors import UserError, require
 from launch.cells import Cell, cells_of
 from launch.collect import Result, of_folders, of_sweep
 from launch.effects import Crossing
+from launch.frontier import Frontier, power_rows
 from launch.grid import Sweep, read_sweep
 from launch.slurm import ROOT
 from launch.status import FAILED
 from reports.evaluations import names_of, of_name
 from reports.outcome import FINISHED
-from reports.statistics import Comparison, Mean, compare
+from reports.statistics import Comparison, compare, shown
 
 PREFERRED = ("eval_accuracy_sampled", "eval_reward_accuracy", "eval_reward_margin", "eval_loss")
 SHOWN = (
@@ -90,12 +95,6 @@ def test_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
             ]
         )
     return out
-
-
-def shown(value: Mean | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value.value:.4g}" if value.error is None else f"{value.value:.4g} ± {value.error:.2g}"
 
 
 def markdown(table: Sequence[Sequence[str]]) -> str:
@@ -186,6 +185,23 @@ def main(words: Sequence[str] | None = None) -> int:
     about.add_argument(
         "--within", metavar="AXIS", help="with --effects: apart for each value of this axis (cells, or a key)"
     )
+    about.add_argument(
+        "--frontier",
+        action="store_true",
+        help="compare the sweep's arms (cells) at one common setting, each tuned, and at equal KL",
+    )
+    about.add_argument(
+        "--power",
+        type=float,
+        metavar="EFFECT",
+        help="the power that the tests have for this difference, and the seeds that 0.8 needs",
+    )
+    about.add_argument(
+        "--tests",
+        type=int,
+        metavar="N",
+        help="with --power: tests in the family; as many as made if not given",
+    )
     about.add_argument("--name", help="the sweep's other name, as for launch.sweep")
     about.add_argument(
         "--logs", type=Path, default=Path("logs"), help="where the logs of sweeps lie, as for launch.sweep"
@@ -226,14 +242,19 @@ def report(options: argparse.Namespace) -> str:
     )
     failed = [run for run in results if run.status == FAILED]
     crossing = crossing_of(options, sweep, cells, metric)
-    if crossing is None:
-        tests = compare({cell.name: cell.values(metric) for cell in cells}, options.baseline)
+    frontier = frontier_of(options, sweep, cells, metric)
+    if crossing is not None:
+        tests, means = crossing.effects(options.within), crossing.means(options.within)
+    elif frontier is not None:
+        tests, means = frontier.contrasts(), frontier.rows()
     else:
-        tests = crossing.effects(options.within)
-    means = [] if crossing is None else crossing.means(options.within)
+        tests, means = compare({cell.name: cell.values(metric) for cell in cells}, options.baseline), []
     metrics = metrics_of(results)
     notes = notes_of(results, select, validation, metric, len(tests))
     notes += [] if crossing is None else [EFFECTS]
+    notes += [] if frontier is None else [FRONTIER]
+    family = options.tests or len(tests) or 1
+    powers = [] if options.power is None else power_rows(tests, options.power, family)
     folder = options.out or Path("results") / name
     folder.mkdir(parents=True, exist_ok=True)
     table, test_table = rows(cells, metrics), test_rows(tests)
@@ -246,6 +267,7 @@ def report(options: argparse.Namespace) -> str:
             *notes[1:],
             *([markdown(means)] if means else []),
             *([markdown(test_table)] if tests else []),
+            *([f"Power for a difference of {options.power:g}:", markdown(powers)] if powers else []),
         ]
     )
     (folder / "table.md").write_text(text + "\n", encoding="utf-8")
@@ -253,9 +275,20 @@ def report(options: argparse.Namespace) -> str:
     write_csv(folder / "tests.csv", test_table)
     write_csv(folder / "runs.csv", run_rows(results, cells))
     shown_tests = test_table if tests else []
-    effects = [] if crossing is None else tests
+    effects = [] if crossing is None and frontier is None else tests
+    drawn = None if frontier is None else frontier.figure()
     write_html(
-        folder / "index.html", name, notes, failed, table, shown_tests, cells, metric, (means, effects)
+        folder / "index.html",
+        name,
+        notes,
+        failed,
+        table,
+        shown_tests,
+        cells,
+        metric,
+        (means, effects),
+        powers,
+        drawn,
     )
     return f"{text}\n\nwritten to {folder}/: index.html, table.md, table.csv, tests.csv, runs.csv"
 
@@ -295,6 +328,33 @@ def crossing_of(
     require(options.baseline is None, "--baseline", options.baseline, "compares cells: leave --effects out")
     assert sweep is not None
     return Crossing.of(sweep, cells, metric)
+
+
+FRONTIER = (
+    "Common setting: the one whose mean over all arms is best. Each tuned: the best mean of each arm, of as "
+    "many settings; chosen by the same numbers, so it looks a little better than it is. Equal KL: the mean "
+    "distance between the arms' frontiers (the best value at a KL from the start or below) where both reach."
+)
+
+
+def frontier_of(
+    options: argparse.Namespace, sweep: Sweep | None, cells: Sequence[Cell], metric: str
+) -> Frontier | None:
+    """Return the arms that --frontier compares; None without it. Raises ConfigError if it has no meaning."""
+    require(options.power is None or options.power > 0, "--power", options.power, "is a difference above 0")
+    require(
+        options.tests is None or options.power is not None, "--tests", options.tests, "is a part of --power"
+    )
+    require(options.tests is None or options.tests > 0, "--tests", options.tests, "must be 1 or more")
+    if not options.frontier:
+        return None
+    require(not options.effects, "--frontier", "--effects", "are two ways to compare: give one")
+    require(options.baseline is None, "--baseline", options.baseline, "compares cells: leave --frontier out")
+    require(sweep is not None, "--frontier", options.sources[0], "is of a sweep file, which names its arms")
+    assert sweep is not None
+    found = Frontier.of(sweep, cells, metric)
+    require(len(found.arms) > 1, "--frontier", sweep.name, "has finished runs of fewer than two arms")
+    return found
 
 
 def load(options: argparse.Namespace) -> tuple[list[Result], str, list[str], Sweep | None]:

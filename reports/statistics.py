@@ -54,6 +54,13 @@ def mean(values: Sequence[float]) -> Mean | None:
     )
 
 
+def shown(value: Mean | None) -> str:
+    """Return a mean and its standard error as text."""
+    if value is None:
+        return "–"
+    return f"{value.value:.4g}" if value.error is None else f"{value.value:.4g} ± {value.error:.2g}"
+
+
 def compare(cells: Mapping[str, Mapping[int, float]], baseline: str | None = None) -> list[Comparison]:
     """Compare every pair of cells (or each cell with ``baseline``) that has at least two seeds in common.
     ``cells``: name -> seed -> value.
