@@ -26,10 +26,11 @@ from benchmarks.parts import SHARED, real_rows, trained_tokenizer
 from config.defaults import with_defaults
 from config.schema_data import DataConfig
 from data.batches import Segment, token_count
-from data.chat import DEFAULT_TEMPLATE, Renderer
+from data.chat import Renderer
 from data.examples import Examples, make_examples
 from data.quality import DataReport
 from data.sources import load_splits
+from data.templates import DEFAULT_TEMPLATE
 from data.token_cache import TokenCache
 from data.types import Completion, Group, Prompt, Turn
 from data.views import pairs

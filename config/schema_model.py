@@ -44,6 +44,7 @@ class ModelConfig:
     revision: str | None
     tokenizer_name_or_path: str | None
     chat_template: str | None
+    chat_template_kwargs: dict[str, Any] | None
     trust_remote_code: bool
     attn_implementation: str
     dtype: str
@@ -117,6 +118,8 @@ class ModelConfig:
             "chooses among a layer's operations, of which model.compile=true makes one: choose true, or "
             "model.compile=false",
         )
+        odd = [key for key in self.chat_template_kwargs or {} if not key.isidentifier()]
+        require(not odd, "model.chat_template_kwargs", odd, "are no names that a chat template could read")
         one_of("model.head", self.head, (None, "value", "reward"))
         one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
         one_of("model.export_dtype", self.export_dtype, (None, "float32", "bfloat16", "float16"))

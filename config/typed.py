@@ -18,6 +18,11 @@ T = TypeVar("T")
 
 INFINITE = ("log_epsilon_P", "log_epsilon_R", "sync_kl", "model.max_grad_norm", "correction.high")
 """Settings that may be infinite: a bound that no number reaches."""
+_MAPPINGS: dict[Any, str] = {
+    dict[str, str] | None: "{prompt: question}",
+    dict[str, Any] | None: "{enable_thinking: false}",
+}
+"""Mappings that may be null, with an example."""
 
 
 def typed(cfg: DictConfig, schema: type[T], prefix: str = "") -> T:
@@ -97,10 +102,9 @@ def _refuse_unknown(raw: dict[str, Any], schema: Any, prefix: str, whole: Any, s
             said = remedy(f"{prefix}{key}", str(value), names(whole, start))
             here = f"; known here: {', '.join(sorted(known))}" if said == NOTHING else ""
             raise ConfigError(f"{prefix}{key}", value, said + here)
-        if known[key] == dict[str, str] | None:
-            require(
-                isinstance(value, dict | None), prefix + key, value, "is a mapping, as in {prompt: question}"
-            )
+        if known[key] in _MAPPINGS:
+            said = f"is a mapping, as in {_MAPPINGS[known[key]]}"
+            require(isinstance(value, dict | None), prefix + key, value, said)
         is_mapping = get_origin(known[key]) is dict or is_dataclass(known[key])
         if is_mapping and not isinstance(value, dict) and value != "???":
             said = f"is a mapping: give its settings, as in {prefix}{key}.name=value"

@@ -2,8 +2,9 @@
 
 Prompt and completion are tokenised separately, split at the point where sampling starts. So the prompt's ids
 are the same whether an answer follows or not. Which tokens count follows from the span and is never guessed
-from the ids, so a pad token that is also the end of sequence causes no error. The answer is closed as the
-chat template closes it, by one end-of-turn token.
+from the ids, so a pad token that is also the end of sequence causes no error. An answer is what the chat
+template writes behind the prompt once the conversation goes on with it, up to one end-of-turn token. A row
+whose answer it writes in another way than behind the prompt is refused.
 
 Lengths: a prompt that is too long loses its oldest turns, then the beginning of its last user turn, never its
 system turn. Then the completion loses its end and its end-of-turn token. ``Renderer.cuts`` counts the cuts.
@@ -14,62 +15,49 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import jinja2
 import numpy as np
 
-from common.errors import ConfigError, DataError, require
+from common.errors import DataError, require
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
-from data.tool_calls import writes_calls
+from data.templates import DATE, VARIABLES, ChatTemplate, RenderError, is_mark, load_template, split_system
 from data.types import Completion, Prompt, Sequence, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DEFAULT_TEMPLATE = Path(__file__).parent.parent / "config" / "templates" / "default.jinja"
-
-MARK = "humanline-probe"
-_PADDED_MARK = f"\t\t{MARK}\t\t"
-_DATE = "26 Jul 2024"
-"""Fixed date, so that templates that write today's date render the same every day; also Llama 3's own
-default."""
-
 
 def make_renderer(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: DataConfig) -> Renderer:
-    """Return the renderer that a configuration asks for. Raises ConfigError."""
+    """Return the renderer that a configuration asks for; ``tokenizer`` has the template that ``model`` names
+    (``models.pretrained.load_tokenizer``). Raises ConfigError."""
+    require(
+        data.apply_chat_template or not model.chat_template_kwargs,
+        VARIABLES,
+        model.chat_template_kwargs,
+        "no chat template reads it with data.apply_chat_template=false",
+    )
     return Renderer(
         tokenizer,
         max_length=model.max_length,
         max_prompt_length=model.max_prompt_length,
-        template=load_template(tokenizer, model.chat_template) if data.apply_chat_template else None,
+        template=load_template(tokenizer) if data.apply_chat_template else None,
     )
 
 
-def load_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str:
-    """Return the template in the file ``path`` (model.chat_template). Without a path, return the tokenizer's
-    own template, or, if it has none, the template shipped for base models."""
-    if path is not None:
-        if not Path(path).is_file():
-            raise ConfigError(
-                "model.chat_template",
-                path,
-                "no such file; give a jinja file, or null for the tokenizer's own",
-            )
-        return Path(path).read_text(encoding="utf-8")
-    own = tokenizer.chat_template
-    if isinstance(own, dict):  # named templates; "default" is the one for chats without tools
-        own = own.get("default")
-    return own or DEFAULT_TEMPLATE.read_text(encoding="utf-8")
+@dataclass(frozen=True)
+class _Opened:
+    """A prompt as an answer follows it."""
 
-
-class _RenderError(Exception):
-    """A prompt that the template refuses or that cannot be shortened enough; the message is the reason to
-    report."""
+    prompt: Prompt
+    """with the turns that were left of it"""
+    text: str
+    ids: np.ndarray
+    """[P] int32"""
 
 
 class Renderer:
@@ -105,13 +93,14 @@ class Renderer:
             self._anchor = (
                 tokenizer.eos_token
             )  # this tokenizer puts a space before a text, which is wrong in the middle of one
-        self._head, self.end_text, self.end_id = "", str(tokenizer.eos_token), int(tokenizer.eos_token_id)
-        self._strips_left = self._strips_right = False
-        self._takes_system = True
-        if template is not None:
-            self._probe_answer()
-            self._probe_system()
+        self.chat = None if template is None else ChatTemplate(tokenizer, template)
+        self.end_text, self.end_id = str(tokenizer.eos_token), int(tokenizer.eos_token_id)
+        """Text up to the end of the token that closes an answer, and the token's id."""
+        if self.chat is not None:
+            self.end_text, self.end_id = self.chat.end_text, self.chat.end_id
         self._end_token = str(tokenizer.decode([self.end_id]))
+        marks = [token for token in self._encode([self.end_text])[0] if is_mark(tokenizer, token)]
+        self._closing = {*marks, *self.stop_token_ids, tokenizer.pad_token_id}
 
     # Properties that other modules use
 
@@ -125,6 +114,14 @@ class Renderer:
     def fingerprint(self) -> str:
         """``chat_fingerprint`` of this renderer, for the keys of caches of token ids or scores."""
         return chat_fingerprint(self.tokenizer, self.template, self.max_length, self.max_prompt_length)
+
+    def said(self, ids: Iterable[int]) -> str:
+        """Return the text of sampled ids without the tokens that close a turn. Special tokens within it are
+        part of what was said."""
+        own = list(ids)
+        while own and own[-1] in self._closing:
+            own.pop()
+        return str(self.tokenizer.decode(own, skip_special_tokens=False))
 
     # Rendering
 
@@ -147,29 +144,44 @@ class Renderer:
     def prompts(self, prompts: Iterable[Prompt]) -> list[np.ndarray | str]:
         """Return ``prompt_ids`` of many, batch-encoded, or the reason for a prompt that cannot be
         rendered."""
-        prompts = list(prompts)
-        rendered = [self._try_render(prompt.turns) for prompt in prompts]
-        encoded = iter(self._encode([text for text in rendered if isinstance(text, str)]))
-        return [
-            str(text) if isinstance(text, _RenderError) else self._prompt(prompt, next(encoded))
-            for prompt, text in zip(prompts, rendered, strict=True)
-        ]
+        return [one if isinstance(one, str) else one.ids for one in self._opened(prompts)]
 
     def sequences(self, rows: Iterable[tuple[Prompt, Completion]]) -> list[Sequence | str]:
         """Return ``sequence`` of many rows in their order, batch-encoded. A prompt that several rows share is
         tokenised once."""
         rows = list(rows)
         distinct = list(dict.fromkeys(prompt for prompt, _ in rows))
-        prompts = dict(zip(distinct, self.prompts(distinct), strict=True))
-        answers = iter(self.encode_inside([self._answer_text(c) for _, c in rows if c.token_ids is None]))
+        opened = dict(zip(distinct, self._opened(distinct), strict=True))
+        texts = [
+            RenderError(one)
+            if isinstance(one := opened[prompt], str)
+            else _or_reason(self._answer_text, one, c)
+            for prompt, c in rows
+            if c.token_ids is None
+        ]
+        encoded = iter(self.encode_inside([text for text in texts if not isinstance(text, RenderError)]))
+        answers = iter([text if isinstance(text, RenderError) else next(encoded) for text in texts])
         return [
-            self._sequence(prompts[prompt], next(answers) if c.token_ids is None else self._sampled(c))
+            self._sequence(opened[prompt], next(answers) if c.token_ids is None else self._sampled(c))
             for prompt, c in rows
         ]
 
-    def _sequence(self, prompt: np.ndarray | str, answer: list[int]) -> Sequence | str:
-        if isinstance(prompt, str):
-            return prompt
+    def _opened(self, prompts: Iterable[Prompt]) -> list[_Opened | str]:
+        """Return each prompt as an answer follows it, or the reason why it cannot be rendered."""
+        prompts = list(prompts)
+        rendered = [_or_reason(self._render, prompt) for prompt in prompts]
+        encoded = iter(self._encode([text for text in rendered if not isinstance(text, RenderError)]))
+        return [
+            str(text) if isinstance(text, RenderError) else self._fitted(prompt, text, next(encoded))
+            for prompt, text in zip(prompts, rendered, strict=True)
+        ]
+
+    def _sequence(self, opened: _Opened | str, answer: list[int] | RenderError) -> Sequence | str:
+        if isinstance(opened, str):
+            return opened
+        if isinstance(answer, RenderError):
+            return str(answer)
+        prompt = opened.ids
         room = self.max_length - len(prompt)
         if len(answer) > room:
             self.cuts["completion end"] += 1
@@ -180,16 +192,18 @@ class Renderer:
 
     # Answers
 
-    def _answer_text(self, completion: Completion) -> str:
+    def _answer_text(self, opened: _Opened, completion: Completion) -> str:
         """Return the completion as the template writes it, closed once even if the text has its own end
-        token."""
+        token. Raises RenderError."""
         text = completion.text or ""
         ends = (self._end_token, str(self.tokenizer.eos_token))
         while (bare := text.rstrip()).endswith(ends):
             text = bare.removesuffix(ends[0]).removesuffix(ends[1])
-        text = text.lstrip() if self._strips_left else text
-        text = text.rstrip() if self._strips_right else text
-        return self._head + text + (self.end_text if completion.finished else "")
+        # A text that was cut is a sample: a think block may be open in it, which the template would close.
+        if self.chat is not None and (completion.finished or not self.chat.thinks):
+            turn = replace(completion, text=text).turn
+            text = self.chat.answer(opened.prompt, opened.text, turn)
+        return text + (self.end_text if completion.finished else "")
 
     def _sampled(self, completion: Completion) -> list[int]:
         """Return sampled ids unchanged, plus the end token if sampling stopped by itself and the sampler left
@@ -206,14 +220,15 @@ class Renderer:
 
     # Prompts
 
-    def _prompt(self, prompt: Prompt, ids: list[int]) -> np.ndarray | str:
-        ids = self._with_bos(ids)
-        if len(ids) > self.max_prompt_length:
+    def _fitted(self, prompt: Prompt, text: str, ids: list[int]) -> _Opened | str:
+        """Return the prompt, whose text has these ids, within max_prompt_length."""
+        opened = _Opened(prompt, text, np.array(self._with_bos(ids), dtype=np.int32))
+        if len(opened.ids) > self.max_prompt_length:
             try:
-                ids = self._shortened(prompt.turns, ids)
-            except _RenderError as error:
+                opened = self._shortened(opened)
+            except RenderError as error:
                 return str(error)
-        return np.array(ids, dtype=np.int32) if ids else "the prompt has no token"
+        return opened if len(opened.ids) else "the prompt has no token"
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         """Return ``ids`` with exactly one beginning-of-sequence token if the model expects one, whether the
@@ -224,72 +239,45 @@ class Renderer:
         start = next((i for i, token in enumerate(ids) if token != bos), len(ids))
         return [bos, *ids[start:]]
 
-    def _shortened(self, turns: tuple[Turn, ...], ids: list[int]) -> list[int]:
-        """Return the prompt within max_prompt_length, without its oldest turns, then without the beginning of
-        its last user turn."""
-        system, rest = _split_system(turns)
-        while len(ids) > self.max_prompt_length:
+    def _shortened(self, opened: _Opened) -> _Opened:
+        """Return the prompt without its oldest turns, then without the beginning of its last user turn."""
+        system, rest = split_system(turns := opened.prompt.turns)
+        while len(opened.ids) > self.max_prompt_length:
             later = [i for i, turn in enumerate(rest) if i > 0 and turn.role == "user"]
             if not later:
                 break
             rest = rest[later[0] :]
-            ids = self._ids(system + rest)
+            opened = self._open(replace(opened.prompt, turns=system + rest))
         self.cuts["oldest turns"] += len(system + rest) < len(turns)
-        return ids if len(ids) <= self.max_prompt_length else self._cut_user_turn(system, rest, ids)
+        return opened if len(opened.ids) <= self.max_prompt_length else self._cut_user_turn(opened)
 
-    def _cut_user_turn(self, system: tuple[Turn, ...], rest: tuple[Turn, ...], ids: list[int]) -> list[int]:
-        """Cut the start of the only user turn left, ``rest[0]``; its end, which asks the question, stays."""
-        content = rest[0].content
+    def _cut_user_turn(self, opened: _Opened) -> _Opened:
+        """Cut the start of the only user turn left; its end, which asks the question, stays."""
+        system, (user, *rest) = split_system(opened.prompt.turns)
+        content = user.content
         tokens = self.tokenizer(content, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in tokens["offset_mapping"]]
         cut = 0
-        while len(ids) > self.max_prompt_length:
-            cut += len(ids) - self.max_prompt_length
+        while len(opened.ids) > self.max_prompt_length:
+            cut += len(opened.ids) - self.max_prompt_length
             if cut >= len(starts):
-                raise _RenderError(
+                raise RenderError(
                     f"system turn and template alone exceed model.max_prompt_length={self.max_prompt_length}"
                 )
-            ids = self._ids((*system, Turn(rest[0].role, content[starts[cut] :]), *rest[1:]))
+            turns = (*system, Turn(user.role, content[starts[cut] :]), *rest)
+            opened = self._open(replace(opened.prompt, turns=turns))
         self.cuts["last user turn"] += 1
-        return ids
+        return opened
 
-    def _ids(self, turns: tuple[Turn, ...]) -> list[int]:
-        return self._with_bos(self._encode([self._render(turns)])[0])
+    def _open(self, prompt: Prompt) -> _Opened:
+        text = self._render(prompt)
+        return _Opened(prompt, text, np.array(self._with_bos(self._encode([text])[0]), dtype=np.int32))
 
-    def _try_render(self, turns: tuple[Turn, ...]) -> str | _RenderError:
-        try:
-            return self._render(turns)
-        except _RenderError as error:
-            return error
-
-    def _render(self, turns: tuple[Turn, ...]) -> str:
-        """Return the prompt's text up to the point where the answer begins."""
-        if self.template is None:
-            return "".join(turn.content for turn in turns)
-        if any(turn.role == "tool" for turn in turns) and not self.takes_tool:
-            raise _RenderError(
-                "the chat template has no tool turns; model.chat_template may name one that has"
-            )
-        if any(turn.role == "assistant" and turn.calls for turn in turns) and not self.takes_calls:
-            raise _RenderError(
-                "the chat template writes no tool_calls; model.chat_template may name one that does"
-            )
-        try:
-            return self.apply(turns if self._takes_system else _folded(turns), add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            raise _RenderError(f"the chat template refuses the prompt: {error}") from error
-
-    def apply(self, turns: Iterable[Turn], *, add_generation_prompt: bool) -> str:
-        """Return the template's text of ``turns``. Raises jinja2.TemplateError."""
-        text = self.tokenizer.apply_chat_template(
-            [turn.message for turn in turns],
-            chat_template=self.template,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            date_string=_DATE,
-        )
-        assert isinstance(text, str)
-        return text
+    def _render(self, prompt: Prompt) -> str:
+        """Return the prompt's text up to the point where the answer begins. Raises RenderError."""
+        if self.chat is None:
+            return "".join(turn.content for turn in prompt.turns)
+        return self.chat.opened(prompt)
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text alone: special tokens come from the text, which the template wrote."""
@@ -299,64 +287,12 @@ class Renderer:
         ids: list[list[int]] = encoded["input_ids"]
         return ids
 
-    # Behaviour of the template, found out once by rendering
 
-    def _probe_answer(self) -> None:
-        """Find out what the template puts before and after an answer, and whether it strips the answer."""
-        ask = Turn("user", "a")
-        try:
-            opened = self.apply([ask], add_generation_prompt=True)
-            closed = self.apply([ask, Turn("assistant", MARK)], add_generation_prompt=False)
-            padded = self.apply([ask, Turn("assistant", _PADDED_MARK)], add_generation_prompt=False)
-        except jinja2.TemplateError as error:
-            raise ConfigError(
-                "model.chat_template", "…", f"cannot render a question and an answer: {error}"
-            ) from error
-        before, found, after = closed.rpartition(MARK)
-        if not found:
-            raise ConfigError(
-                "model.chat_template",
-                "…",
-                "does not write the assistant's words; use a chat template that does",
-            )
-        self._head = before.removeprefix(opened) if before.startswith(opened) else ""
-        self._strips_left, self._strips_right = f"\t\t{MARK}" not in padded, f"{MARK}\t\t" not in padded
-        self.end_text, self.end_id = self._first_turn_token(after)
-
-    def _first_turn_token(self, tail: str) -> tuple[str, int]:
-        """Return (text up to its end, id) of the first special token in ``tail``; the end of sequence if
-        there is none."""
-        for token in self._encode([tail])[0]:
-            added = self.tokenizer.added_tokens_decoder.get(token)
-            if added is not None and added.content.strip():  # some tokenizers add runs of newlines as tokens
-                return tail[: tail.index(added.content)] + added.content, token
-        return tail.rstrip() + self.tokenizer.eos_token, self.tokenizer.eos_token_id
-
-    @cached_property
-    def takes_tool(self) -> bool:
-        """Whether the template writes a tool's result, and not as the assistant's words. Some templates
-        raise, some omit it, some know only two roles."""
-        written = {}
-        for role in ("tool", "assistant"):
-            turns = [Turn("user", "a"), Turn("assistant", "b"), Turn(role, MARK)]
-            try:
-                written[role] = self.apply(turns, add_generation_prompt=True)
-            except jinja2.TemplateError:
-                written[role] = ""
-        return MARK in written["tool"] and written["tool"] != written["assistant"]
-
-    @cached_property
-    def takes_calls(self) -> bool:
-        """Whether the template writes the tool calls of an assistant's turn."""
-        return writes_calls(lambda turns: self.apply(turns, add_generation_prompt=True))
-
-    def _probe_system(self) -> None:
-        """Find out whether the template accepts a system turn: some templates raise, some omit it."""
-        try:
-            rendered = self.apply([Turn("system", MARK), Turn("user", "a")], add_generation_prompt=True)
-        except jinja2.TemplateError:
-            rendered = ""
-        self._takes_system = MARK in rendered
+def _or_reason(render: Callable[..., str], *row: Any) -> str | RenderError:
+    try:
+        return render(*row)
+    except RenderError as error:
+        return error
 
 
 def chat_fingerprint(
@@ -368,7 +304,8 @@ def chat_fingerprint(
     state = {
         key: machine[key] for key in machine if key not in ("padding", "truncation")
     }  # padding and truncation are remnants of the last call
-    known = [state, tokenizer.special_tokens_map, template, max_length, max_prompt_length, _DATE]
+    today = DATE["date_string"]
+    known = [state, tokenizer.special_tokens_map, template, max_length, max_prompt_length, today]
     return hashlib.blake2b(
         json.dumps(known, sort_keys=True, default=str).encode(), digest_size=16
     ).hexdigest()
@@ -385,16 +322,3 @@ def _vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase, size: int) -> st
     """Compute the fingerprint. ``size`` is part of the cache key, because added tokens change a tokenizer."""
     tokens = sorted((number, token) for token, number in tokenizer.get_vocab().items())
     return hashlib.blake2b(json.dumps([size, tokens]).encode(), digest_size=8).hexdigest()
-
-
-def _split_system(turns: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
-    return (turns[:1], turns[1:]) if turns and turns[0].role == "system" else ((), turns)
-
-
-def _folded(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """Return the turns with the system turn put before the first user turn's words, for templates without
-    that role."""
-    system, rest = _split_system(turns)
-    if not system or not rest:
-        return turns
-    return (Turn(rest[0].role, f"{system[0].content}\n\n{rest[0].content}"), *rest[1:])

@@ -11,12 +11,12 @@ from __future__ import annotations
 import functools
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from config.schema_data import DataConfig
 from data.rows import Dropped, Row
-from data.tool_calls import of_message
+from data.tool_calls import of_message, tools_of
 from data.types import Completion, Group, Prompt, Turn
 
 Values = Mapping[str, Any]
@@ -51,11 +51,20 @@ def each_row(convert: Callable[[Values, DataConfig], Group]) -> Format:
     def convert_all(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
         for row in rows:
             try:
-                yield convert(row.values, config)
+                yield with_tools(convert(row.values, config), row.values)
             except RowError as error:
                 yield Dropped(row.file, row.number, str(error))
 
     return convert_all
+
+
+def with_tools(group: Group, values: Values) -> Group:
+    """Return the group with the row's ``tools``, which the chat template describes to the model."""
+    try:
+        found = tools_of(values.get("tools"))
+    except ValueError as error:
+        raise RowError(str(error)) from error
+    return replace(group, prompt=replace(group.prompt, tools=found)) if found else group
 
 
 # Reading one value
@@ -116,6 +125,14 @@ def turns(found: Any, column: str) -> tuple[Turn, ...]:
     return tuple(_turn(message, column, calling) for message in found)
 
 
+def keys_of(message: Values, column: str, calling: bool) -> str:
+    """Return ``Turn.keys`` of a message; raises RowError."""
+    try:
+        return of_message(message, calling)
+    except ValueError as error:
+        raise RowError(f"in a message of {column!r} {error}") from error
+
+
 def _turn(message: Any, column: str, calling: bool) -> Turn:
     """Return one message as a turn. ``calling`` says whether the conversation has tool calls."""
     if not isinstance(message, Mapping):
@@ -123,10 +140,7 @@ def _turn(message: Any, column: str, calling: bool) -> Turn:
     said, content = message.get("role"), message.get("content")
     if "from" in message and said is None:
         said, content = message["from"], message.get("value")
-    try:
-        calls = of_message(message) if calling else ""
-    except ValueError as error:
-        raise RowError(f"in a message of {column!r} {error}") from error
+    keys = keys_of(message, column, calling)
     if content is None and message.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
@@ -134,7 +148,7 @@ def _turn(message: Any, column: str, calling: bool) -> Turn:
     role = ROLES.get(said) if isinstance(said, str) else None
     if role is None:
         raise RowError(f"a message of {column!r} has the role {shown(said)}")
-    return Turn(role, content, calls)
+    return Turn(role, content, keys)
 
 
 def prompt_of(conversation: tuple[Turn, ...], reference: Any = None) -> Prompt:
@@ -148,19 +162,23 @@ def prompt_of(conversation: tuple[Turn, ...], reference: Any = None) -> Prompt:
     return Prompt(conversation, None if reference is None else str(reference))
 
 
-def pair(prompt: Prompt, chosen: str, rejected: str) -> Group:
+def pair(prompt: Prompt, chosen: str | Completion, rejected: str | Completion) -> Group:
     """Return an offline pair; raises RowError if both answers are the same, because they then carry no
     preference."""
     if chosen == rejected:
         raise RowError("chosen and rejected are the same")
-    return Group(prompt, (Completion(chosen), Completion(rejected)), PAIR)
+    return Group(prompt, (_completion(chosen), _completion(rejected)), PAIR)
 
 
-def demonstration(prompt: Prompt, completion: str) -> Group:
-    return Group(prompt, (Completion(completion),), (1.0,))
+def demonstration(prompt: Prompt, completion: str | Completion) -> Group:
+    return Group(prompt, (_completion(completion),), (1.0,))
 
 
-def answered(head: tuple[Turn, ...], found: Any, column: str) -> tuple[tuple[Turn, ...], str]:
+def _completion(found: str | Completion) -> Completion:
+    return Completion(found) if isinstance(found, str) else found
+
+
+def answered(head: tuple[Turn, ...], found: Any, column: str) -> tuple[tuple[Turn, ...], Completion]:
     """Return (conversation, answer) of a completion column.
 
     A string answers ``head``. Messages end with the assistant's answer. The messages before it either
@@ -168,13 +186,13 @@ def answered(head: tuple[Turn, ...], found: Any, column: str) -> tuple[tuple[Tur
     contain the question that ``head`` ends with.
     """
     if isinstance(found, str):
-        return head, found
+        return head, Completion(found)
     messages = turns(found, column)
     if messages[-1].role != "assistant":
         raise RowError(f"{column!r} does not end with an assistant turn")
     if messages[-1].calls:
         raise RowError(f"{column!r} ends with a call of a tool and without an answer")
-    before, answer = messages[:-1], messages[-1].content
+    before, answer = messages[:-1], Completion(messages[-1].content, keys=messages[-1].keys)
     if not before or before[0].role == "assistant":
         return head + before, answer
     if head and head[-1].content.strip() not in [
@@ -238,7 +256,7 @@ def unpaired(values: Values, config: DataConfig) -> Group:
         turns(value(values, "prompt"), "prompt"), value(values, "completion"), "completion"
     )
     reward = 1.0 if truth(values, "label") else -1.0
-    return Group(prompt_of(conversation, values.get("reference")), (Completion(answer),), (reward,))
+    return Group(prompt_of(conversation, values.get("reference")), (answer,), (reward,))
 
 
 @each_row
@@ -269,16 +287,17 @@ def feedback(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Droppe
         try:
             kind = text(row.values, "type")
             prompt = prompt_of(turns(value(row.values, "prompt"), "prompt"), row.values.get("reference"))
+            prompt = with_tools(Group(prompt), row.values).prompt
             if kind == "binary_feedback":
                 reward = 1.0 if truth(row.values, "label") else -1.0
-                yield Group(prompt, (Completion(_output(row.values, "output")),), (reward,))
+                yield Group(prompt, (_output(row.values, "output"),), (reward,))
             elif kind == "pairwise_feedback":
                 outputs = _output(row.values, "output_A"), _output(row.values, "output_B")
                 yield pair(prompt, *(outputs if truth(row.values, "label") else outputs[::-1]))
             elif kind == "scalar_feedback":
                 output, reward = _output(row.values, "output"), number(row.values, "reward")
                 samples = scored.setdefault(prompt.id, _Samples(prompt))
-                samples.completions.append(Completion(output))
+                samples.completions.append(output)
                 samples.rewards.append(reward)
             else:
                 raise RowError(
@@ -290,5 +309,5 @@ def feedback(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Droppe
         yield Group(samples.prompt, tuple(samples.completions), tuple(samples.rewards))
 
 
-def _output(values: Values, column: str) -> str:
+def _output(values: Values, column: str) -> Completion:
     return answered((), value(values, column), column)[1]

@@ -2,11 +2,12 @@
 trained on offline with ``data=local``.
 
 A line: ``{"id", "prompt": [{"role", "content"}], "reference", "completions": [{"text", "token_ids",
-"finished", "tokenizer", "behavior_logprobs"}], "rewards": [...]}``. ``tokenizer`` is the fingerprint of the
-vocabulary that the ids belong to. ``behavior_logprobs`` has a number or null for each of ``token_ids``: its
-log-probability in nats, without truncation, under the policy that wrote it. If the logits were divided by a
-temperature other than 1, ``behavior_temperature`` gives that temperature. Lines without these two keys are
-read too. Without ``token_ids``, ``behavior_logprobs`` has nothing to refer to and is not read.
+"finished", "tokenizer", "behavior_logprobs"}], "rewards": [...]}``, and ``tools`` if the prompt has any.
+``tokenizer`` is the fingerprint of the vocabulary that the ids belong to. ``behavior_logprobs`` has a number
+or null for each of ``token_ids``: its log-probability in nats, without truncation, under the policy that
+wrote it. If the logits were divided by a temperature other than 1, ``behavior_temperature`` gives that
+temperature. Lines without these two keys are read too. Without ``token_ids``, ``behavior_logprobs`` has
+nothing to refer to and is not read.
 
 A completion with ``token_ids`` may also have ``loss_mask``, a 0 or 1 for each of them, where 0 marks context
 that the policy did not write; and ``token_rewards``, a number for each. ``turns`` are the turns of a
@@ -25,9 +26,21 @@ from typing import Any
 from common.errors import DataError
 from common.files import whole_file
 from config.schema_data import DataConfig
-from data.formats import RowError, Values, answered, is_finite, prompt_of, shown, truth, turns, value
+from data.formats import (
+    RowError,
+    Values,
+    answered,
+    is_finite,
+    keys_of,
+    prompt_of,
+    shown,
+    truth,
+    turns,
+    value,
+    with_tools,
+)
 from data.rows import Dropped, Row, read_rows
-from data.types import Completion, Group
+from data.types import Completion, Group, Prompt
 
 _ROUNDING = 1e-3
 """nats by which an engine's log-probability may exceed 0"""
@@ -60,11 +73,17 @@ def to_dict(group: Group) -> dict[str, Any]:
     """Return the JSON object of a group."""
     return {
         "id": group.prompt.id,
-        "prompt": [turn.message for turn in group.prompt.turns],
+        **prompt_dict(group.prompt),
         "reference": group.prompt.reference_answer,
         "completions": [_completion_dict(completion) for completion in group.completions],
         "rewards": list(group.rewards),
     }
+
+
+def prompt_dict(prompt: Prompt) -> dict[str, Any]:
+    """Return the keys of a line that say what a prompt shows the model."""
+    tools = {"tools": json.loads(prompt.tools)} if prompt.tools else {}
+    return {"prompt": [turn.message for turn in prompt.turns], **tools}
 
 
 def _completion_dict(completion: Completion) -> dict[str, Any]:
@@ -86,7 +105,7 @@ def _completion_dict(completion: Completion) -> dict[str, Any]:
         made["token_rewards"] = list(completion.token_rewards)
     if completion.turns:
         made["turns"] = [turn.message for turn in completion.turns]
-    return made
+    return made | (json.loads(completion.keys) if completion.keys else {})
 
 
 def from_dict(values: Values) -> Group:
@@ -100,12 +119,13 @@ def from_dict(values: Values) -> Group:
         raise RowError("'completions' and 'rewards' are not two lists of one length")
     if not all(is_finite(r) for r in rewards):
         raise RowError("'rewards' are not all finite numbers")
-    return Group(prompt, tuple(_completion(c) for c in completions), tuple(float(r) for r in rewards))
+    group = Group(prompt, tuple(_completion(c) for c in completions), tuple(float(r) for r in rewards))
+    return with_tools(group, values)
 
 
 def _completion(found: Any) -> Completion:
     if not isinstance(found, dict):
-        return Completion(answered((), found, "completions")[1])
+        return answered((), found, "completions")[1]
     words, ids, whose = found.get("text"), found.get("token_ids"), found.get("tokenizer")
     if words is None and ids is None:
         raise RowError("a completion has neither 'text' nor 'token_ids'")
@@ -123,7 +143,7 @@ def _completion(found: Any) -> Completion:
                 + (f"{len(ids)} token_ids: they belong to other tokens" if ids else "no token_ids to go with")
             )
     if ids is None:
-        return Completion(words, None, finished)
+        return Completion(words, None, finished, keys=keys_of(found, "completions", False))
     at = found.get("behavior_temperature", 1.0)
     if not is_finite(at) or at <= 0:
         raise RowError("a completion's 'behavior_temperature' is not a number above 0")

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 
 from common.errors import DataError
 from common.files import temporary_folder
-from data import chat, token_rows
+from data import chat, templates, token_rows
 from data.chat import Renderer
 from data.token_rows import Rendered, TokenRows
 from data.types import Completion, Prompt, Sequence
@@ -131,13 +131,12 @@ def content_key(renderer: Renderer, rows: Iterable[Row]) -> str:
     """Return 32 hex digits of everything that ``renderer.sequences(rows)`` depends on."""
     digest = hashlib.blake2b(digest_size=16)
     versions = [version(package) for package in ("tokenizers", "transformers", "jinja2")]
-    code = [Path(str(module)).read_bytes() for module in (chat.__file__, token_rows.__file__)]
+    code = [Path(str(module.__file__)).read_bytes() for module in (chat, templates, token_rows)]
     digest.update(repr((renderer.fingerprint, versions, code)).encode())
     for prompt, completion in rows:
         # repr escapes line ends, so no two lists of rows give the same text.
-        digest.update(
-            f"\n{prompt.id}{(completion.text, completion.token_ids, completion.finished)!r}".encode()
-        )
+        said = (completion.text, completion.token_ids, completion.finished, completion.keys)
+        digest.update(f"\n{prompt.id}{said!r}".encode())
     return digest.hexdigest()
 
 

@@ -1,9 +1,8 @@
-"""Tool calls in conversations, in OpenAI's form: an assistant's message with ``tool_calls``, answered by
-messages with the role ``tool``.
+"""What chat templates read of a conversation besides roles and contents: tools, calls of them, thoughts.
 
-A turn keeps the message's keys for tool calls, in addition to role and content, as canonical JSON, as the
-chat template receives them. Arguments given as a JSON text are parsed, because templates serialise them
-themselves.
+Calls have OpenAI's form: an assistant's message with ``tool_calls``, answered by messages with the role
+``tool``. A turn keeps these keys of its message as canonical JSON, as the chat template receives them.
+Arguments given as a JSON text are parsed, because templates serialise them themselves.
 """
 
 from __future__ import annotations
@@ -20,17 +19,36 @@ from data.types import Turn
 _NAME = "humanline_probe_call"
 OF_A_RESULT = ("name", "tool_call_id")
 """Keys by which a tool's message may refer to the call that it answers."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which an assistant's message may have what was thought before its content."""
 
 
-def of_message(message: Mapping[str, Any]) -> str:
-    """Return a message's information about tool calls as JSON; "" if it has none. Raises ValueError for
-    malformed calls."""
-    found: dict[str, Any] = {}
-    if message.get("tool_calls"):
+def of_message(message: Mapping[str, Any], calling: bool = True) -> str:
+    """Return a message's ``Turn.keys``. ``calling`` says whether the conversation has tool calls. Raises
+    ValueError for malformed calls."""
+    found = {key: message[key] for key in THOUGHTS if message.get(key)}
+    for key, said in found.items():
+        if not isinstance(said, str):
+            raise ValueError(f"{key!r} is a {type(said).__name__}, not a string")
+    if calling and message.get("tool_calls"):
         found["tool_calls"] = [_call(call) for call in _list(message["tool_calls"])]
-    elif message.get("role") == "tool":
+    elif calling and message.get("role") == "tool":
         found |= {key: message[key] for key in OF_A_RESULT if isinstance(message.get(key), str)}
     return json.dumps(found, sort_keys=True, ensure_ascii=False) if found else ""
+
+
+def tools_of(found: Any) -> str:
+    """Return a row's ``tools``, a list of functions' JSON schemas or its JSON text, as ``Prompt.tools``.
+    Raises ValueError."""
+    if isinstance(found, str) and found.strip():
+        found, end, fault = parsed(text := found.strip(), 0)
+        if fault or end < len(text):
+            raise ValueError(f"'tools' cannot be used: {fault or 'text follows its JSON'}")
+    if not found:
+        return ""
+    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
+        raise ValueError("'tools' is not a list of functions' JSON schemas, or its JSON text")
+    return json.dumps(found, ensure_ascii=False)
 
 
 def _list(calls: Any) -> list[Any]:
@@ -71,15 +89,15 @@ def _parsed(text: str, name: str) -> Any:
     return value
 
 
-def writes_calls(apply: Callable[[Iterable[Turn]], str]) -> bool:
-    """Return whether a chat template writes an assistant's calls; many templates omit them silently."""
+def writes_calls(apply: Callable[[Iterable[Turn]], str], mark: str) -> tuple[bool, bool]:
+    """Return whether a chat template writes an assistant's calls, and whether it writes the result of one,
+    ``mark``; many templates omit them silently."""
     call = {"id": "abcdefghi", "function": {"name": _NAME, "arguments": {"a": 1}}}
-    turns = [
-        Turn("user", "a"),
-        Turn("assistant", "", of_message({"tool_calls": [call]})),
-        Turn("tool", "b", of_message({"role": "tool", "name": _NAME, "tool_call_id": "abcdefghi"})),
-    ]
-    try:
-        return apply(turns).count(_NAME) > apply([turns[0], Turn("assistant", ""), turns[2]]).count(_NAME)
-    except (jinja2.TemplateError, TypeError):
-        return False
+    result = of_message({"role": "tool", "name": _NAME, "tool_call_id": call["id"]})
+    texts = []
+    for keys in (of_message({"tool_calls": [call]}), ""):
+        try:
+            texts.append(apply([Turn("user", "a"), Turn("assistant", "", keys), Turn("tool", mark, result)]))
+        except jinja2.TemplateError:  # some refuse a result without its call
+            texts.append("")
+    return texts[0].count(_NAME) > texts[1].count(_NAME), mark in texts[0]

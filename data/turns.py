@@ -14,7 +14,8 @@ from itertools import pairwise
 import jinja2
 
 from common.errors import ConfigError
-from data.chat import MARK, Renderer
+from data.chat import Renderer
+from data.templates import MARK, ChatTemplate
 from data.types import Turn
 
 _ASK = Turn("user", "a")
@@ -29,8 +30,8 @@ class AddedTurns:
     def __init__(self, renderer: Renderer, role: str) -> None:
         """Raise ConfigError for a chat template that cannot write such a turn after an answer."""
         self.renderer, self.role = renderer, role
-        if role != "assistant" and renderer.template is not None:
-            self._check()
+        if role != "assistant" and renderer.chat is not None:
+            self._check(renderer.chat)
 
     def ids(self, content: str, closed: bool) -> list[int]:
         """Return the ids between the policy's last token and its next one. ``closed`` says whether that last
@@ -38,19 +39,20 @@ class AddedTurns:
         text = content
         if self.role != "assistant":
             end = "" if closed else self.renderer.end_text
-            text = end + (content if self.renderer.template is None else self._behind(content))
+            chat = self.renderer.chat
+            text = end + (content if chat is None else self._behind(chat, content))
         return self.renderer.encode_inside([text])[0] if text else []
 
-    def _behind(self, content: str) -> str:
+    def _behind(self, chat: ChatTemplate, content: str) -> str:
         """Return the template's text from the end of an answer's last token to the beginning of the next
         answer."""
         turns = [_ASK, Turn("assistant", MARK), Turn(self.role, content)]
-        written = self.renderer.apply(turns, add_generation_prompt=True)
-        return written.partition(MARK)[2].removeprefix(self.renderer.end_text)
+        written = chat.apply(turns, add_generation_prompt=True)
+        return written.partition(MARK)[2].removeprefix(chat.end_text)
 
-    def _check(self) -> None:
+    def _check(self, chat: ChatTemplate) -> None:
         try:
-            wrong = self._fault()
+            wrong = self._fault(chat)
         except jinja2.TemplateError as error:
             wrong = f"the chat template refuses it behind an answer ({error})"
         if wrong:
@@ -61,16 +63,16 @@ class AddedTurns:
                 f"{wrong}; use environment.role={other}, or a template that can (model.chat_template)",
             )
 
-    def _fault(self) -> str:
+    def _fault(self, chat: ChatTemplate) -> str:
         """Return the reason why the template cannot add such a turn; "" if it can."""
-        if self.role == "tool" and not self.renderer.takes_tool:
+        if self.role == "tool" and not chat.takes_tool:
             return "the chat template has no tool turns"
-        ends = [self._written([MARK]), self._written([MARK, MARK])]
-        if not all(text.partition(MARK)[2].startswith(self.renderer.end_text) for text in ends):
+        ends = [self._written(chat, [MARK]), self._written(chat, [MARK, MARK])]
+        if not all(text.partition(MARK)[2].startswith(chat.end_text) for text in ends):
             return "the chat template closes an answer in another way where the conversation goes on"
         for answer in ("b", _ANSWER):
-            opened = self.renderer.apply([_ASK], add_generation_prompt=True)
-            texts = [opened, self._written([answer]), self._written([answer, answer])]
+            opened = chat.apply([_ASK], add_generation_prompt=True)
+            texts = [opened, self._written(chat, [answer]), self._written(chat, [answer, answer])]
             if not all(later.startswith(before) for before, later in pairwise(texts)):
                 return (
                     "the chat template writes the beginning of a conversation in another way once it goes "
@@ -80,7 +82,7 @@ class AddedTurns:
                 return "the chat template leaves out words of an earlier answer"
         return ""
 
-    def _written(self, answers: list[str]) -> str:
+    def _written(self, chat: ChatTemplate, answers: list[str]) -> str:
         """Return a question followed by answers, each of which is followed by a turn of the role."""
         turns = [turn for a in answers for turn in (Turn("assistant", a), Turn(self.role, "d"))]
-        return self.renderer.apply([_ASK, *turns], add_generation_prompt=True)
+        return chat.apply([_ASK, *turns], add_generation_prompt=True)

@@ -32,14 +32,19 @@ class Turn:
 
     role: str
     content: str
-    calls: str = ""
-    """The message's information about tool calls, as JSON (``data.tool_calls``); "" if it has none."""
+    keys: str = ""
+    """The message's other keys that chat templates read, as JSON (``data.tool_calls``); "" if it has none."""
+
+    @property
+    def calls(self) -> bool:
+        """Whether the message calls tools."""
+        return '"tool_calls": ' in self.keys  # a quote within a text is escaped
 
     @property
     def message(self) -> dict[str, Any]:
         """The message as chat templates, files and reward functions use it."""
         said: dict[str, Any] = {"role": self.role, "content": self.content}
-        return said | json.loads(self.calls) if self.calls else said
+        return said | json.loads(self.keys) if self.keys else said
 
 
 @dataclass(frozen=True)
@@ -50,13 +55,15 @@ class Prompt:
     turns: tuple[Turn, ...]
     reference_answer: str | None = None
     """The reference answer that a verifier compares with, or None."""
+    tools: str = ""
+    """The tools that the chat template describes to the model, as the JSON of a list; "" for none."""
 
     @cached_property
     def id(self) -> str:
         """Identity by content (16 hex digits). Two rows with the same turns have the same prompt, whichever
         file they came from."""
-        words = [[t.role, t.content, t.calls] if t.calls else [t.role, t.content] for t in self.turns]
-        text = json.dumps(words, ensure_ascii=False)
+        words = [[t.role, t.content, t.keys] if t.keys else [t.role, t.content] for t in self.turns]
+        text = json.dumps([*words, self.tools] if self.tools else words, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -84,6 +91,13 @@ class Completion:
     turns: tuple[Turn, ...] = ()
     """The turns that ``text`` consists of, the policy's and those of the environment, the policy's last one
     at the end. Empty for a single answer."""
+    keys: str = ""
+    """The other keys of the answer's message, as in ``Turn.keys``: what was thought before it."""
+
+    @property
+    def turn(self) -> Turn:
+        """``text`` as the turn that a chat template writes."""
+        return Turn("assistant", self.text or "", self.keys)
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ def _sampled(side: Target, prompts: list[Any], stage: EvalStage, world: World) -
     )
     (made,) = answers.sample(side, renderer, usable, [request], world)
     return [
-        SampledPrompt(prompt, tuple(s.completion(renderer.tokenizer) for s in samples))
+        SampledPrompt(prompt, tuple(s.completion(renderer) for s in samples))
         for prompt, samples in zip(usable, made, strict=True)
     ]
 

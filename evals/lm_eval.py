@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from numbers import Real
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch
 from common.errors import ConfigError, StoppedError, require
 from config.schema import Config
 from config.schema_eval import EvalStage
-from data.chat import load_template
+from data.templates import DATE, load_template
 from evals.base import Evaluation, Target, fingerprints
 from models.distributed import World
 from models.policy import causal_lm
@@ -126,7 +126,9 @@ def _model(config: Config, batch_size: int, world: World) -> Any:
         from lm_eval.models.huggingface import HFLM
 
         tokenizer = load_tokenizer(config.model)
-        tokenizer.chat_template = load_template(tokenizer, config.model.chat_template)
+        tokenizer.chat_template = load_template(tokenizer)
+        dated: Any = partial(tokenizer.apply_chat_template, **DATE)
+        tokenizer.apply_chat_template = dated  # type: ignore[method-assign]
         policy = load_policy(
             replace(config.model, packing=False, compile=False), world.device
         )  # packing and compile are for training rows

@@ -262,5 +262,6 @@ def _as_exported(config: Config, path: Path) -> Config:
         compile=False,
         head=None if config.model.head == "value" else config.model.head,
         chat_template=None if config.data.apply_chat_template else config.model.chat_template,
+        chat_template_kwargs=None,
     )
     return replace(config, model=model)

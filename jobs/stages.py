@@ -51,7 +51,7 @@ def sample(config: Config, stage: SampleStage, world: World) -> None:
     if world.is_main:
         at = config.model.logit_temperature
         made = [
-            SampledPrompt(prompt, tuple(s.completion(renderer.tokenizer, at) for s in samples))
+            SampledPrompt(prompt, tuple(s.completion(renderer, at) for s in samples))
             for prompt, samples in zip(prompts, drawn, strict=True)
         ]
         write_samples(out, made, stage.format, config.model.name_or_path, f"{config.data.name}_{stage.split}")

@@ -33,6 +33,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from common.errors import ConfigError, require
 from config.defaults import section
 from config.schema_model import SELECTIVE, ModelConfig
+from data.templates import chosen_template
 from models.gguf import check_gguf, check_split, dequantised, is_gguf, source, split_as_stored
 from models.heads import RewardModel, ValuePolicy
 from models.policy import Policy, causal_lm, checkpoint_activations, decoder_blocks
@@ -474,8 +475,8 @@ def check_adapters(model: PreTrainedModel | PeftModel, config: ModelConfig) -> N
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Return the model's tokenizer, or that of model.tokenizer_name_or_path; model.chat_template (a jinja
-    file), if given, replaces its chat template.
+    """Return the model's tokenizer, or that of model.tokenizer_name_or_path, with the chat template that
+    model.chat_template and model.chat_template_kwargs ask for.
 
     A tokenizer without a padding token uses its end-of-sequence token for padding: padding only fills, masks
     say which tokens count, and no embedding is resized. Raises ConfigError if the tokenizer cannot be loaded
@@ -504,14 +505,9 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if config.chat_template is not None:
-        require(
-            Path(config.chat_template).is_file(),
-            "model.chat_template",
-            config.chat_template,
-            "no such file; give a jinja file, or null for the tokenizer's own",
-        )
-        tokenizer.chat_template = Path(config.chat_template).read_text()
+    chosen, variables = config.chat_template, config.chat_template_kwargs
+    if chosen is not None or variables:
+        tokenizer.chat_template = chosen_template(tokenizer, chosen, variables)
     return tokenizer
 
 

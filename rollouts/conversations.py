@@ -127,10 +127,9 @@ class Conversations:
     def _take(self, one: _Conversation, sample: Sample) -> None:
         one.take(sample)
         inside = self.config.role == "assistant"
-        said = self.renderer.tokenizer.decode(one.tokens[one.begin :], skip_special_tokens=True)
         if inside and one.turns:
             one.turns.pop()
-        one.turns.append(Turn("assistant", str(said)))
+        one.turns.append(Turn("assistant", self.renderer.said(one.tokens[one.begin :])))
         ended = bool(sample.token_ids) and sample.token_ids[-1] in self.renderer.stop_token_ids
         one.finished = ended
         last = one.taken == self.config.max_turns or not sample.finished

@@ -12,8 +12,8 @@ from typing import Any
 from common.errors import ConfigError, DataError, require
 from common.files import part_of, write_whole
 from config.schema_rounds import RoundsConfig
-from data.formats import RowError, answered, prompt_of, text, turns, value
-from data.groups import write_groups
+from data.formats import RowError, answered, prompt_of, text, turns, value, with_tools
+from data.groups import prompt_dict, write_groups
 from data.rows import Row, read_rows
 from data.types import Completion, Group, Turn
 from rollouts.ledger import sampled_line, sampled_of
@@ -102,10 +102,8 @@ def _one_sample(values: Any) -> SampledPrompt:
         if "prompt" not in values
         else turns(value(values, "prompt"), "prompt")
     )
-    return SampledPrompt(
-        prompt_of(asked, values.get("reference")),
-        (Completion(answered((), value(values, "output"), "output")[1]),),
-    )
+    prompt = with_tools(Group(prompt_of(asked, values.get("reference"))), values).prompt
+    return SampledPrompt(prompt, (answered((), value(values, "output"), "output")[1],))
 
 
 # Feedback
@@ -185,15 +183,12 @@ def _scalar(
 
 
 def _prompt(i: int, one: SampledPrompt) -> Line:
-    line: Line = {
-        "prompt_id": i,
-        "prompt": [turn.message for turn in one.prompt.turns],
-    }
+    line: Line = {"prompt_id": i, **prompt_dict(one.prompt)}
     return line if one.prompt.reference_answer is None else line | {"reference": one.prompt.reference_answer}
 
 
-def _messages(completion: Completion) -> list[dict[str, str]]:
-    return [{"role": "assistant", "content": completion.text or ""}]
+def _messages(completion: Completion) -> list[Line]:
+    return [completion.turn.message]
 
 
 def _write_list(path: Path, entries: list[Line]) -> None:

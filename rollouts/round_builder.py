@@ -159,9 +159,7 @@ class RoundBuilder:
         n, temperature = self.config.rounds.samples, self.config.model.logit_temperature
 
         def sampled(prompt: Prompt, samples: list[Sample]) -> SampledPrompt:
-            return SampledPrompt(
-                prompt, tuple(s.completion(self.renderer.tokenizer, temperature) for s in samples)
-            )
+            return SampledPrompt(prompt, tuple(s.completion(self.renderer, temperature) for s in samples))
 
         def answered(which: int, samples: list[Sample]) -> None:
             assert arrivals is not None

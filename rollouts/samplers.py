@@ -15,7 +15,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from common.errors import require
 from data.chat import Renderer, vocabulary_fingerprint
@@ -64,14 +63,14 @@ class Sample:
         """Number of tokens that the policy wrote."""
         return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
 
-    def completion(self, tokenizer: PreTrainedTokenizerBase, temperature: float = 1.0) -> Completion:
+    def completion(self, renderer: Renderer, temperature: float = 1.0) -> Completion:
         """Return the sample as a groups file records it: the token ids, which are trained on unchanged, and
         the text, for verifiers and readers. ``temperature``: the temperature of ``logprobs``."""
         return Completion(
-            str(tokenizer.decode(list(self.token_ids), skip_special_tokens=True)),
+            renderer.said(self.token_ids),
             self.token_ids,
             self.finished,
-            vocabulary_fingerprint(tokenizer),
+            vocabulary_fingerprint(renderer.tokenizer),
             self.logprobs or None,
             temperature if self.logprobs else 1.0,
             self.loss_mask,

@@ -164,7 +164,7 @@ def say_failures(reasons: Counter[str], answers: int, kind: str) -> None:
 
 def answer_of(prompt: Prompt, sample: Sample, renderer: Renderer) -> str:
     """Return the text that is verified: the answer, or the last answer of a conversation."""
-    return asked_and_answered(prompt, sample.completion(renderer.tokenizer))[1]
+    return asked_and_answered(prompt, sample.completion(renderer))[1]
 
 
 def make_accuracy(

@@ -113,7 +113,7 @@ def sampled(
     settings = SamplingSettings(1.0, 1.0, config.model.max_length - config.model.max_prompt_length)
     answers = sampler.sample(prompts, 1, settings, config.seed)
     groups = [
-        Group(prompt, (answer[0].completion(renderer.tokenizer),), (1.0,))
+        Group(prompt, (answer[0].completion(renderer),), (1.0,))
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
     return [

@@ -77,7 +77,7 @@ def tiny_tokenizer(family: str) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer (llama2: one that puts a space before a text, as SentencePiece models do) of the
     family."""
     bos, eos, pad, template, adds_bos = FAMILIES[family]
-    machine = _spaced() if family == "llama2" else _byte_level()
+    machine = _spaced() if family == "llama2" else byte_level()
     machine.add_special_tokens(SPECIALS[family])
     if family == "gemma2":  # Gemma has runs of newlines as added tokens that are no special ones
         machine.add_tokens(["\n", "\n\n"])
@@ -90,7 +90,7 @@ def tiny_tokenizer(family: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _byte_level() -> Tokenizer:
+def byte_level() -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [
         ("Ġ", "t"),

@@ -83,7 +83,7 @@ def sampled_pairs(
 def _pair(renderer: Renderer, prompt: Prompt, samples: list[Sample]) -> list[Group]:
     """Return the group of two that the samples give, best first, or nothing. Pairs are stored as text, on
     which any model can be trained, so a sample whose tokens differ from those of its text is left out."""
-    made = [(sample, sample.completion(renderer.tokenizer)) for sample in samples]
+    made = [(sample, sample.completion(renderer)) for sample in samples]
     texts = [
         Completion(text=c.text, finished=c.finished)
         for sample, c in made

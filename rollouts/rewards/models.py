@@ -24,13 +24,13 @@ from transformers import (
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from common.errors import ConfigError, require
 from config.schema_rewards import ClassifierConfig, RewardModelConfig
-from data.chat import Renderer, load_template
+from data.chat import Renderer
+from data.templates import load_template
 from data.types import Completion, Prompt
 from data.types import Sequence as Row
 from models.pretrained import not_found, reachable
@@ -38,8 +38,6 @@ from models.ranks import Ranks, alone
 from rollouts.rewards.base import Missing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-_MARK = "humanline-probe"
 
 
 class Place:
@@ -92,11 +90,13 @@ class Conversations:
             tokenizer,
             max_length=config.max_length,
             max_prompt_length=config.max_prompt_length,
-            template=load_template(tokenizer, None),
+            template=load_template(tokenizer),
         )
         self.end_id = self._renderer.end_id
         """the end-of-turn token"""
-        self._tail = _tail(tokenizer, self.end_id) if rendering == "template" else []
+        rest = self._renderer.chat.rest if rendering == "template" and self._renderer.chat else ""
+        self._tail = self._renderer.encode_inside([rest])[0]
+        """the tokens that the chat template writes after an answer's end-of-turn token (Qwen's newline)"""
 
     def rows(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Row | Missing]:
         """Return the tokens that are scored for each completion. A completion whose end does not fit has no
@@ -305,13 +305,3 @@ def _absent(rows: Sequence[Row]) -> int:
     """Return the smallest token id that occurs in no row."""
     used = {int(token) for row in rows for token in (*row.prompt_ids, *row.completion_ids)}
     return next(token for token in range(len(used) + 1) if token not in used)
-
-
-def _tail(tokenizer: PreTrainedTokenizerBase, end_id: int) -> list[int]:
-    """Return the tokens that the chat template writes after the end-of-turn token of an answer (Qwen's
-    newline)."""
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert isinstance(text, str)
-    ids: list[int] = tokenizer(text.rpartition(_MARK)[2], add_special_tokens=False)["input_ids"]
-    return ids[ids.index(end_id) + 1 :] if end_id in ids else []

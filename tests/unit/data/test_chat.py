@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from common.errors import ConfigError, DataError
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
-from data.chat import DEFAULT_TEMPLATE, Renderer, chat_fingerprint, load_template, make_renderer
+from data.chat import Renderer, chat_fingerprint, make_renderer
+from data.templates import DEFAULT_TEMPLATE, load_template
 from data.types import Completion, Prompt, Sequence, Turn
 from tests.tiny_tokenizers import END_OF_TURN, FAMILIES, tiny_tokenizer
 
@@ -25,7 +26,7 @@ def renderer(
     family: str, max_length: int = 4096, max_prompt_length: int = 2048, plain: bool = False
 ) -> Renderer:
     tokenizer = TOKENIZERS[family]
-    template = None if plain else load_template(tokenizer, None)
+    template = None if plain else load_template(tokenizer)
     return Renderer(tokenizer, max_length=max_length, max_prompt_length=max_prompt_length, template=template)
 
 
@@ -108,7 +109,7 @@ def test_no_bos_where_the_tokenizer_has_one_but_does_not_use_it() -> None:
     """GPT-2's kind: bos_token is the end of sequence, and the tokenizer never adds it."""
     tokenizer = tiny_tokenizer("base")
     tokenizer.bos_token = tokenizer.eos_token
-    for template in (None, load_template(tokenizer, None)):
+    for template in (None, load_template(tokenizer)):
         make = Renderer(tokenizer, max_length=100, max_prompt_length=50, template=template)
         assert tokenizer.bos_token_id not in make.prompt_ids(conversation("hello"))
 
@@ -337,7 +338,7 @@ def test_plain_text_is_concatenated_as_it_is() -> None:
     assert tokenizer.decode(made.prompt_ids) == "The sky is"
 
 
-def test_settings_choose_template_and_lengths(tmp_path) -> None:
+def test_settings_choose_template_and_lengths() -> None:
     data = DataConfig(name="x", source="y")
     model = ModelConfig(name="m", name_or_path="m", max_length=99, max_prompt_length=44)
     assert make_renderer(TOKENIZERS["qwen2"], model, data).template == FAMILIES["qwen2"][3]
@@ -347,14 +348,12 @@ def test_settings_choose_template_and_lengths(tmp_path) -> None:
         ).template
         is None
     )
-    (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
-    mine = make_renderer(
-        TOKENIZERS["qwen2"], dataclasses.replace(model, chat_template=str(tmp_path / "mine.jinja")), data
-    )
-    assert TOKENIZERS["qwen2"].decode(mine.prompt_ids(conversation("hi"))) == "[hi]"
-    assert (mine.max_length, mine.max_prompt_length) == (99, 44)
-    with pytest.raises(ConfigError, match="chat_template"):
-        make_renderer(TOKENIZERS["qwen2"], dataclasses.replace(model, chat_template="nowhere.jinja"), data)
+    assert (made := make_renderer(TOKENIZERS["qwen2"], model, data)).max_length == 99
+    assert made.max_prompt_length == 44
+    plain = dataclasses.replace(data, apply_chat_template=False)
+    given = dataclasses.replace(model, chat_template_kwargs={"a": 1})
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs.*apply_chat_template=false"):
+        make_renderer(TOKENIZERS["qwen2"], given, plain)
 
 
 def test_a_tokenizer_without_an_end_is_refused() -> None:

@@ -13,11 +13,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from config.schema_data import DataConfig
-from data.chat import Renderer, load_template
+from data.chat import Renderer
 from data.detection import FORMATS
 from data.published import SOLVERS, transcript
 from data.rows import Loaded, Row
 from data.sources import convert, load_groups
+from data.templates import load_template
 from data.types import Sequence
 from tests.tiny_tokenizers import tiny_tokenizer
 
@@ -302,9 +303,7 @@ def test_the_real_hh_file() -> None:
     assert all(g.prompt.turns[-1].role == "user" and g.rewards == (1.0, -1.0) for g in train.groups)
     assert max(len(g.prompt.turns) for g in train.groups) > 5
     tokenizer = tiny_tokenizer("llama3")
-    make = Renderer(
-        tokenizer, max_length=1024, max_prompt_length=512, template=load_template(tokenizer, None)
-    )
+    make = Renderer(tokenizer, max_length=1024, max_prompt_length=512, template=load_template(tokenizer))
     made = make.sequences([(g.prompt, c) for g in train.groups for c in g.completions])
     assert all(isinstance(row, Sequence) for row in made)
     assert max(len(row) for row in made) <= 1024

@@ -13,10 +13,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from data import views
-from data.chat import Renderer, load_template
+from data.chat import Renderer
 from data.examples import Examples, make_examples
 from data.quality import DataReport
 from data.rows import Loaded
+from data.templates import load_template
 from data.token_cache import TokenCache, content_key
 from data.token_rows import read_rows, write_rows
 from data.types import Completion, Group, Prompt, Sequence, Turn
@@ -29,7 +30,7 @@ LENGTHS = {"max_length": 70, "max_prompt_length": 50}
 
 def renderer(name: str = "llama3", template: str | None = None, **lengths: int) -> Renderer:
     tokenizer = TOKENIZERS[name]
-    return Renderer(tokenizer, **(LENGTHS | lengths), template=template or load_template(tokenizer, None))
+    return Renderer(tokenizer, **(LENGTHS | lengths), template=template or load_template(tokenizer))
 
 
 def groups(n: int = 30) -> list[Group]:
@@ -153,7 +154,7 @@ CHANGES: dict[str, Callable[[], tuple[Renderer, list[tuple[Prompt, Completion]]]
     "an end": lambda: (renderer(), changed(10, lambda p, c: (p, replace(c, finished=False)))),
     "the order": lambda: (renderer(), rows()[::-1]),
     "one row less": lambda: (renderer(), rows()[:-1]),
-    "the template": lambda: (renderer(template=load_template(TOKENIZERS["llama3"], None) + " "), rows()),
+    "the template": lambda: (renderer(template=load_template(TOKENIZERS["llama3"]) + " "), rows()),
     "the tokenizer": lambda: (renderer("one token more"), rows()),
     "max_length": lambda: (renderer(max_length=71), rows()),
     "max_prompt_length": lambda: (renderer(max_prompt_length=49), rows()),

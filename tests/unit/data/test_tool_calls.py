@@ -68,14 +68,14 @@ def test_files_keep_the_calls_and_what_has_none_is_as_it_was() -> None:
     assert without.id != group.prompt.id
     plain = [{k: v for k, v in m.items() if k != "tool_calls"} for m in MESSAGES]
     plain[1]["content"] = "<<12*7>>"
-    assert all(turn.calls == "" for turn in turns(plain, "messages"))
+    assert all(turn.keys == "" for turn in turns(plain, "messages"))
     assert to_dict(Group(prompt_of(turns(plain[:3], "p"))))["prompt"][2] == {"role": "tool", "content": "84"}
 
 
 def test_a_template_that_leaves_calls_out_is_told_of() -> None:
     made, group = renderer(tiny_tokenizer("qwen2").chat_template), group_of(MESSAGES)
     said = made.sequence(group.prompt, Completion("It is 84."))
-    assert isinstance(said, str) and "writes no tool_calls; model.chat_template may name one" in said
+    assert isinstance(said, str) and "writes no tool_calls; model.chat_template may name another" in said
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from common.errors import ConfigError
-from data.chat import Renderer, load_template
+from data.chat import Renderer
+from data.templates import load_template
 from data.turns import AddedTurns
 from data.types import Completion, Prompt, Turn
 from tests.tiny import ROOT
@@ -30,7 +31,7 @@ ANSWERS = ("one and", "two", "three")
 
 def renderer(family: str, template: str | None = None) -> Renderer:
     tokenizer = tiny_tokenizer(family)
-    template = template or load_template(tokenizer, None)
+    template = template or load_template(tokenizer)
     return Renderer(tokenizer, max_length=512, max_prompt_length=400, template=template)
 
 
@@ -38,7 +39,7 @@ def renderer(family: str, template: str | None = None) -> Renderer:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_put_together_is_what_the_template_writes_of_the_whole(family: str, role: str) -> None:
     made = renderer(family)
-    if role == "tool" and not made.takes_tool:
+    if role == "tool" and not made.chat.takes_tool:
         with pytest.raises(ConfigError, match=r"environment\.role=tool: the chat template has no tool turns"):
             AddedTurns(made, role)
         return
@@ -49,7 +50,7 @@ def test_what_is_put_together_is_what_the_template_writes_of_the_whole(family: s
         ids += made.sequence(Prompt((turns[0],)), Completion(answer)).completion_ids.tolist()
         ids += added.ids("go on", closed=True)
         turns += [Turn("assistant", answer), Turn(role, "go on")]
-        whole = made.apply(turns, add_generation_prompt=True)
+        whole = made.chat.apply(turns, add_generation_prompt=True)
         assert decode(ids).replace(" ", "") == whole.replace(" ", "")
 
 

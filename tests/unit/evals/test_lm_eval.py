@@ -109,7 +109,7 @@ def test_the_harness_counts_what_our_sampler_and_verifier_count(tmp_path, tasks)
         synced=False,
     )
     drawn = sampler.sample(list(PROMPTS), 1, SamplingSettings(0.0, 1.0, 40), 0)
-    texts = [sample.completion(renderer.tokenizer).text for [sample] in drawn]
+    texts = [sample.completion(renderer).text for [sample] in drawn]
     right = adder.accuracy(texts, [p.reference_answer for p in PROMPTS])
     assert 0 < sum(right) < len(right)
     assert found.values["sums"]["exact_match_sum"] == pytest.approx(sum(right) / len(right))

@@ -235,7 +235,7 @@ def test_its_log_probabilities_are_at_the_trainers_temperature(policy, renderer)
     assert answers == make(policy, renderer).sample(prompts, 1, SAMPLED, 5)  # the same tokens
     for row, (sample,), values in zip(rows, answers, wanted, strict=True):
         assert sample.logprobs == pytest.approx(values[: len(row.completion_ids)].tolist(), abs=2e-5)
-        assert sample.completion(renderer.tokenizer, 0.6).behavior_temperature == 0.6
+        assert sample.completion(renderer, 0.6).behavior_temperature == 0.6
 
 
 def test_a_sample_is_trained_on_as_it_is(policy, renderer):
@@ -244,10 +244,10 @@ def test_a_sample_is_trained_on_as_it_is(policy, renderer):
         make(policy, renderer).sample([prompt], 1, s, 0)[0] for s in (GREEDY, SamplingSettings(0.0, 1.0, 5))
     )
     for sample in (finished, cut):
-        row = renderer.sequence(prompt, sample.completion(renderer.tokenizer))
+        row = renderer.sequence(prompt, sample.completion(renderer))
         assert not isinstance(row, str)
         assert tuple(row.completion_ids.tolist()) == sample.token_ids
-    assert "<eos>" not in (finished.completion(renderer.tokenizer).text or "<eos>")
+    assert "<eos>" not in (finished.completion(renderer).text or "<eos>")
 
 
 def test_no_prompt_gives_no_sample(policy, renderer):
