@@ -21,7 +21,6 @@ import hydra
 from omegaconf import DictConfig
 
 from common.errors import UserError
-from common.output import forgive_output
 from config.cli import cli, compose, guarded, settings
 from config.machine import speaks, with_environment
 from config.schema import Config
@@ -74,8 +73,6 @@ def run(config: Config, name: str, signals: Signals, observers: Sequence[Any] = 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="config")
 def main(cfg: DictConfig) -> None:
-    forgive_output()
-
     def work() -> None:
         config, name = settings(cfg)
         summary = run(config, name, Signals())  # never restored: the handlers hold until the program ends

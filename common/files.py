@@ -16,6 +16,24 @@ from typing import Any, BinaryIO
 
 from common.errors import require
 
+LINK = "is a link, a further name of another file, or no file: nothing is written to it; remove it"
+
+
+def open_own(path: Path, flags: int = os.O_WRONLY | os.O_CREAT) -> int:
+    """Open a file to write to and return its descriptor. Raises OSError (ELOOP) for a link, for a file with a
+    further name, and for what is no regular file: their content is somebody else's."""
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # the latter: a pipe that nobody reads
+            raise OSError(errno.ELOOP, LINK, str(path)) from error
+        raise
+    about = os.fstat(descriptor)
+    if stat.S_ISREG(about.st_mode) and about.st_nlink <= 1:
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.ELOOP, LINK, str(path))
+
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
@@ -28,7 +46,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = part_of(path)
     try:
-        with part.open("wb") as stream:
+        with open(_emptied(part), "wb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
@@ -43,6 +61,19 @@ def regular_file(path: Path) -> Path:
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "is no regular file", str(path))
     return path
+
+
+def _emptied(part: Path) -> int:
+    """Open a temporary file, which a killed process may have left, without what is in it."""
+    try:
+        descriptor = open_own(part)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        part.unlink()  # the name is ours, what a link at it points to is not
+        descriptor = open_own(part)
+    os.ftruncate(descriptor, 0)
+    return descriptor
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -20,6 +20,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
+from common.files import open_own
+
 _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
 _ATTEMPTS = 20
@@ -42,11 +44,12 @@ class FileLock:
         self._stream: IO[bytes] | None = None
 
     def acquire(self) -> None:
-        """Take the lock without waiting, and create the folder if necessary. Raises LockedError, OSError."""
+        """Take the lock without waiting, and create the folder if necessary. Raises LockedError, and OSError,
+        for example for a file that is a link (``open_own``)."""
         for _ in range(_ATTEMPTS):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                stream = self.path.open("a+b")
+                stream = os.fdopen(open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+b")
             except FileNotFoundError:  # another process has just removed the folder that it had created
                 continue
             if self._take(stream):

@@ -1,64 +1,245 @@
-"""Detection of secrets in settings, and removal of secrets from text that other people may see, such as
-messages."""
+"""Detection of secrets in settings, and their removal from everything that leaves the process: messages, records,
+trackers, model cards.
+
+There is one rule by name (``is_secret_name``) and one by look (``_FORMATS``). A value that either finds among the
+settings, and one that the environment holds under such a name, is removed wherever it occurs (``scrub_text``).
+"""  # noqa: E501
 
 from __future__ import annotations
 
+import html
+import json
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote, unquote
 
 REMOVED = "[removed]"
-_SECRET_NAME = re.compile(r"(^|[_.\-])(key|apikey|token|secret|passw(or)?d|credentials?)$", re.IGNORECASE)
-_SECRET_VALUE = re.compile(
-    r"\bhf_[A-Za-z0-9]{16,}"  # Hugging Face
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_SECRET_NAME = re.compile(
+    r"(?:.*_)?(?:key|(?:api|access|secret|private|account|auth)_?keys?|token"
+    r"|(?:access|api|auth|bearer|hf|hub|id|refresh|session)_?tokens?|secrets?|clientsecret"
+    r"|(?:db|http|mail|proxy|smtp|user)_?pass|passw(?:or)?ds?|passphrases?|pwd|credentials?|auth|authorization|bearer|cookies?|jwt|sig|signature)"
+    r"(?:_\d+)?"
+)
+_ORDINARY = re.compile(
+    r"(?:.*_)?(?:pad|eos|bos|unk|sep|cls|mask|stop|end|start|special|control|image|per|next|first|last"
+    r"|sort|cache|primary|foreign|row|group|prompt|public)_(?:token|key)"
+)
+"""Names of tokens and keys that are no secret."""
+_FORMATS = re.compile(
+    r"\bhf_[A-Za-z0-9]{16,}|\bapi_org_[A-Za-z0-9]{16,}"  # Hugging Face
     # Weights & Biases. Its older keys are plain hex, like a commit hash, so only their names reveal them.
     r"|\bwandb_v\d+_[A-Za-z0-9_\-]{16,}"
-    r"|\bsk-[A-Za-z0-9_\-]{16,}"  # OpenAI and providers with the same format
+    r"|\bsk-[A-Za-z0-9_\-]{16,}"  # OpenAI, Anthropic and providers with the same format
+    r"|\b(?:[sr]k_live|[sr]k_test|whsec|gsk|xai|nvapi|pplx|r8|tgp_v1|lin_api|dop_v1|dckr_pat|shpat|npm)"
+    r"[_-][A-Za-z0-9]{16,}"
     r"|\bgh[pousr]_[A-Za-z0-9]{16,}|\bgithub_pat_[A-Za-z0-9_]{16,}"
-    r"|\b(?:gsk|xai)[_-][A-Za-z0-9]{16,}|\bAIza[A-Za-z0-9_\-]{30,}|\bAKIA[A-Z0-9]{16}\b"  # other providers
-    r"|(?<=://)[^/\s@]+:[^/\s@]+(?=@)"  # user:password in a URL
+    r"|\bgl(?:pat|dt|rt|soat|ptt)-[A-Za-z0-9_\-]{16,}|\bxox[a-z]-[A-Za-z0-9\-]{10,}|\bxapp-[A-Za-z0-9\-]{10,}"
+    r"|\bAIza[A-Za-z0-9_\-]{30,}|\bya29\.[A-Za-z0-9_\-]{16,}|\bA[KS]IA[A-Z0-9]{16}\b"
+    r"|\bpypi-[A-Za-z0-9_\-]{16,}|\bSG\.[A-Za-z0-9_\-]{16,}\.[A-Za-z0-9_\-]{16,}|\bhvs\.[A-Za-z0-9_\-]{16,}"
+    r"|\beyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]*"  # JSON web token
+    r"|(?<=hooks\.slack\.com/services/)[\w/]+|(?<=/api/webhooks/)[\w\-/]+"
+    r"|\b(?i:Bearer)\s+(?:(?-i:(?<=Bearer ))|(?=\S{0,99}\d))[A-Za-z0-9._~+/=\-]{8,}"
+    r"|\bBasic\s+(?=\S{0,99}[\d=])[A-Za-z0-9+/=]{8,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    r"|(?<=[?&])[\w.\-]{1,60}=(?=[^\s&'\"#]{0,99}\d)(?=[^\s&'\"#]{0,99}[A-Za-z])[^\s&'\"#]{20,}"
 )
-_ASSIGNED = re.compile(
-    r"((?:api_?key|secret|passw(?:or)?d|(?:access|api|auth|hf|hub)_token)\s*[=:]\s*)"
-    r"(?!null\b|\[removed\])[^\s,;'\"]*[^\s,;:'\"]",
-    re.IGNORECASE,
+_USER = re.compile(r"(?<=://)(?:[^/\s@'\"?#,:]{1,300}|[^/\s:@'\",]{0,300}:(?!\d+[/\s])[^\s'\",]{0,300})(?=@)")
+"""``user``, ``token`` or ``user:password`` before the host of a URL"""
+_NAMED = re.compile(
+    r"(?<![\w.\-+])(?P<option>--)?(?P<name>[A-Za-z_][\w.\-]*+)(?P<quote>\\?[\"'])?"
+    r"(?P<sign>\]?\s*[=:](?!//)\s*|\s+(?=\S))"
 )
-"""A value that follows the name of a secret and ``=`` or ``:``."""
-_SECRET_VARIABLE = re.compile(r"(key|token|secret|passw(or)?d)_env$", re.IGNORECASE)
+"""A name, and what stands between it and its value; a space does behind an option alone."""
+_VALUE = re.compile(
+    r"(\\?\")(?:[^\"\\]|\\.)*?\1|(')(?:[^'\\]|\\.)*+'|(?i:bearer|basic|token|digest)\s+[^\s,;'\"]+"
+    r"|[^\s,;'\"&<>)}\]]*[^\s,;:.'\"&<>)}\]]"
+)
+_NONE = re.compile(
+    r"(?i:null|none|true|false|~|\?\?\?)(?![\w\-])|\[removed\]|\$\{|\\?[\"']{2}|\\?[\"']\[removed\]"
+)
+_PROSE = re.compile(r"[a-z]+(?![\w\-])")
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 _LONGEST_NAME = 40
-_SHORTEST_SECRET = 8
-"""Minimum number of characters. A shorter environment value is more likely a word than a secret, and removing
-it would damage ordinary text."""
+_SHORTEST, _SHORTEST_MIXED = 8, 6
+"""Fewest characters of a value that is removed wherever it occurs, and of one with letters and digits. A shorter one
+is more likely a word than a secret, and removing it would damage ordinary text."""  # noqa: E501
+_remembered: set[str] = set()
+
+
+def is_secret_name(key: str) -> bool:
+    """Return whether the last part of a dotted key names a secret: ``x.api_key``, ``token`` and
+    ``clientSecret`` do, ``max_tokens`` and ``pad_token`` do not."""
+    name = "_".join(_WORDS.findall(key.rstrip("]'\"").rsplit(".", 1)[-1].rsplit("[", 1)[-1])).lower()
+    return _SECRET_NAME.fullmatch(name) is not None and _ORDINARY.fullmatch(name) is None
 
 
 def is_secret(key: str, value: Any) -> bool:
-    """Return whether the name of the key marks the value as a secret: ``api_key`` and ``token`` do,
-    ``max_tokens`` does not. ``api_key_env`` holds the name of an environment variable. A value there that
-    does not look like such a name also counts as a secret, because it may be the key itself, typed in the
-    wrong place."""
-    if not isinstance(value, str) or not value:
+    """Return whether the name of the key marks the value, a text or a number, as a secret.
+
+    ``api_key_env`` holds the name of an environment variable. A value there that does not look like such a
+    name also counts as a secret, because it may be the key itself, typed in the wrong place. ``${…}`` says
+    where a secret is to be read, and is none."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
         return False
-    misplaced = _SECRET_VARIABLE.search(key) and not _is_variable_name(value)
-    return bool(_SECRET_NAME.search(key) or misplaced)
+    if isinstance(value, str) and value.startswith("${"):
+        return False
+    if key.lower().endswith("_env"):
+        return is_secret_name(key[:-4]) and not _is_variable_name(str(value))
+    return is_secret_name(key)
 
 
 def _is_variable_name(text: str) -> bool:
     """Return whether ``text`` consists of capital words joined by underscores. Some keys also have capitals,
     digits and underscores, but no key consists of such words alone."""
-    return bool(_VARIABLE.fullmatch(text)) and len(text) <= _LONGEST_NAME and not _SECRET_VALUE.search(text)
+    return bool(_VARIABLE.fullmatch(text)) and len(text) <= _LONGEST_NAME and not _FORMATS.search(text)
 
 
-def named_secrets() -> list[str]:
-    """Return the values of the environment variables whose names mark them as secrets, longest first, because
-    one value may contain another."""
-    named = (v for k, v in os.environ.items() if _SECRET_NAME.search(k) and len(v) >= _SHORTEST_SECRET)
-    return sorted(named, key=len, reverse=True)
+def remember(found: Any, key: str = "") -> None:
+    """Remember the secrets in nested settings, in arguments, or in the value of the setting ``key``:
+    ``scrub_text`` removes them wherever they occur."""
+    if isinstance(found, dict):
+        for name, item in found.items():
+            remember(item, key if is_secret_name(key) else str(name))
+    elif isinstance(found, list | tuple):
+        for item in found:
+            remember(item, key)
+    elif is_secret(key, found):
+        _remember(str(found))
+    elif isinstance(found, str):
+        for user in _USER.findall(found):
+            _remember(user)
+            _remember(user.partition(":")[2])
+        for start, end in _named_values(found):
+            _remember(found[start:end].strip("\"'"))
 
 
-def scrub_text(text: str, named: list[str] | None = None) -> str:
-    """Return ``text`` without the values in ``named`` (default: ``named_secrets()``), without anything that
-    has the format of a token and without values assigned to the name of a secret."""
-    for value in named_secrets() if named is None else named:
+def _remember(value: str) -> None:
+    mixed = re.search(r"\d", value) and re.search(r"[A-Za-z]", value)
+    if len(value) >= (_SHORTEST_MIXED if mixed else _SHORTEST) and REMOVED not in value:
+        _remembered.update(_spellings(value))
+
+
+def _spellings(value: str) -> set[str]:
+    """Return ``value`` as JSON, HTML, URLs and Python's ``repr`` spell it."""
+    ways = (
+        json.dumps(value)[1:-1],
+        html.escape(value),
+        quote(value, safe=""),
+        unquote(value),
+        repr(value)[1:-1],
+    )
+    return {value, *ways}
+
+
+def known_secrets() -> list[str]:
+    """Return what is remembered, and the values of the environment variables with the name of a secret,
+    longest first, because one value may contain another."""
+    named = {
+        way
+        for name, value in os.environ.items()
+        if len(value) >= _SHORTEST and is_secret_name(name) and not name.endswith("PWD")  # a folder
+        for way in _spellings(value)
+    }
+    return sorted(named | _remembered, key=lambda value: (-len(value), value))
+
+
+def scrub_text(text: str, known: list[str] | None = None) -> str:
+    """Return ``text`` without the values in ``known`` (default: ``known_secrets()``), without anything that
+    has the format of a secret and without values that follow the name of one."""
+    for value in known_secrets() if known is None else known:
         text = text.replace(value, REMOVED)
-    return _ASSIGNED.sub(rf"\1{REMOVED}", _SECRET_VALUE.sub(REMOVED, text))
+    text = _USER.sub(REMOVED, _FORMATS.sub(_but_its_name, text))
+    kept, end = [], 0
+    for start, stop in _named_values(text):
+        kept += [text[end:start], REMOVED]
+        end = stop
+    return "".join([*kept, text[end:]])
+
+
+def _but_its_name(found: re.Match[str]) -> str:
+    """Return the replacement of a match: the name of a parameter in the query of a URL stays."""
+    name, sign, _ = found[0].partition("=")
+    before = found.string[found.start() - 1 : found.start()]
+    return f"{name}{sign}{REMOVED}" if sign and before in ("?", "&") else REMOVED
+
+
+def _named_values(text: str) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of the values that follow the name of a secret and ``=`` or ``:``, in order."""
+    at = 0
+    while (named := _NAMED.search(text, at)) is not None:
+        at = named.end()
+        sign = named["sign"].strip()
+        if not sign and not named["option"]:
+            at = named.end("name")
+            continue
+        if not is_secret_name(named["name"].removesuffix("_env")) or _NONE.match(text, at):
+            continue
+        around = text[named.start() - 1 : named.start()]
+        if around in ("'", '"') and around and named["quote"] is None and sign == "=":
+            end = re.compile(rf"{around}|,(?=[\w.]+=)").search(text, at)  # 'key=two words'
+            stop = len(text) if end is None else end.start()
+        else:
+            value = _VALUE.match(text, at)
+            if value is None or (sign == ":" and named["quote"] is None and _is_prose(named, value)):
+                continue
+            stop = value.end()
+            if value[1] or value[2]:  # the quotes stay
+                at, stop = at + len(value[1] or value[2]), stop - len(value[1] or value[2])
+        if stop > at and is_secret(named["name"], text[at:stop]):
+            yield at, stop
+            at = stop
+
+
+def _is_prose(named: re.Match[str], value: re.Match[str]) -> bool:
+    """Return whether ``key: word`` is a sentence rather than a setting."""
+    one_word = _WORDS.fullmatch(named["name"]) is not None and named["name"].lower() in ("key", "token")
+    return one_word and named["sign"][-1:].isspace() and _PROSE.fullmatch(value[0]) is not None
+
+
+def scrub(tree: Any, known: list[str] | None = None, secret: bool = False) -> Any:
+    """Return a copy of nested plain data with secrets replaced. ``known`` is that of ``scrub_text``; with
+    ``secret`` every text and number is one.
+
+    ``tokenizer_name_or_path``, ``max_tokens`` and revisions (40 hex digits) are not secrets and stay.
+    """
+    known = known_secrets() if known is None else known
+    if isinstance(tree, dict):
+        return {
+            scrub_text(key, known) if isinstance(key, str) else key: REMOVED
+            if isinstance(key, str) and is_secret(key, value)
+            else scrub(value, known, secret or (isinstance(key, str) and is_secret_name(key)))
+            for key, value in tree.items()
+        }
+    if isinstance(tree, list | tuple):
+        return [scrub(value, known, secret) for value in tree]
+    if secret and is_secret("secret", tree):
+        return REMOVED
+    return scrub_text(tree, known) if isinstance(tree, str) else tree
+
+
+def scrub_words(words: list[str]) -> list[str]:
+    """Return the arguments of a command line without secrets."""
+    known = known_secrets()
+    out = []
+    for word in words:
+        key, sign, value = word.partition("=")
+        secret = bool(sign) and is_secret(key.lstrip("+~-").replace("-", "_"), value)
+        out.append(f"{key}={REMOVED}" if secret else scrub_text(word, known))
+    return out
+
+
+def same_but_for_secrets(recorded: Any, now: Any) -> bool:
+    """Return whether ``now`` is the plain data of which ``recorded`` is a copy by ``scrub``: a removed secret
+    equals any other value."""
+    if isinstance(recorded, str) and REMOVED in recorded:
+        return (
+            re.fullmatch(".*".join(map(re.escape, recorded.split(REMOVED))), str(now), re.DOTALL) is not None
+        )
+    if isinstance(recorded, dict) and isinstance(now, dict):
+        return recorded.keys() == now.keys() and all(same_but_for_secrets(recorded[k], now[k]) for k in now)
+    if isinstance(recorded, list) and isinstance(now, list | tuple):
+        return len(recorded) == len(now) and all(map(same_but_for_secrets, recorded, now))
+    return bool(recorded == now)

@@ -15,7 +15,6 @@ ends at the point where the worker would reply.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import signal
 import socket
@@ -34,7 +33,10 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from common.errors import StoppedError
+from common.files import open_own
+from common.output import guard_output
 
+_APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHER = (
     "RANK",
@@ -246,8 +248,12 @@ def _opened(log: Path | None) -> tuple[IO[bytes], int]:
     if log is None:
         return tempfile.TemporaryFile("a+b"), 0
     log.parent.mkdir(parents=True, exist_ok=True)
-    output = log.open("a+b")
+    output = os.fdopen(open_own(log, _APPEND), "a+b")
     return output, os.fstat(output.fileno()).st_size
+
+
+_MOST_PRINTED = 1 << 26
+"""Bytes of a worker's output that are kept: user code may print without end."""
 
 
 def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
@@ -255,9 +261,7 @@ def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
     ends."""
     descriptor, owner = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # keeps the last lines of a killed worker
+    guard_output(_MOST_PRINTED)  # without a buffer, which keeps the last lines of a killed worker
     live_while(owner, _kill_group)
     connection, own = Connection(descriptor), os.getpid()
     os.register_at_fork(after_in_child=connection.close)
@@ -300,7 +304,7 @@ def _parts(number: int, steps: Generator[Any, None, Any]) -> Generator[Any, None
 
 def _log_to(log: str) -> None:
     """Append the output of this process to the file ``log`` from now on."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    descriptor = open_own(Path(log), _APPEND)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     os.close(descriptor)

@@ -23,8 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import ConfigError, StoppedError, UserError, require
-from common.output import no_room
-from common.secrets import scrub_text
+from common.output import guard_output, no_room
+from common.secrets import remember, scrub_text
 from config.arguments import as_settings, choices_of, given_twice, refuse_choices
 from config.files import FOLDER
 from config.idle import check_idle, say
@@ -101,6 +101,8 @@ def guarded(work: Callable[[], object]) -> None:
 
 def cli(main: Callable[[], object]) -> None:
     """Run a ``hydra.main`` program. An error of Hydra about the command line also becomes one message."""
+    remember(sys.argv[1:])
+    guard_output()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra prints its own message and exits with 1
     sys.argv[1:] = as_written(as_settings(sys.argv[1:]))
     guarded(lambda: refuse_left_over(os.environ))

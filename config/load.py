@@ -15,6 +15,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
 from common.files import check_name
+from common.secrets import same_but_for_secrets, scrub, scrub_text
 from config import of_run  # noqa: F401, a model's file may say it
 from config.files import parsed
 from config.older import as_today
@@ -94,8 +95,9 @@ def load_run(run: Path, trust_remote_code: bool) -> Config:
 
 
 def dump(config: Config) -> str:
-    """Return the configuration as yaml, in the form of a run's ``config.yaml``."""
-    return OmegaConf.to_yaml(asdict(config))
+    """Return the configuration as yaml, in the form of a run's ``config.yaml``, without secrets. A run that
+    is resumed gets them from its command line or the environment again."""
+    return OmegaConf.to_yaml(scrub(asdict(config)))
 
 
 def run_name(config: Config, overrides: list[str]) -> str:
@@ -111,6 +113,7 @@ def run_name(config: Config, overrides: list[str]) -> str:
         parts = (config.loss["name"], config.model.name, config.data.name, config.variant, f"s{config.seed}")
         name = "-".join([*parts, digest])
     check_name("exp_name", name)
+    require(scrub_text(name) == name, "exp_name", name, "looks like a secret, and names the run's folder")
     return name
 
 
@@ -139,12 +142,12 @@ class Change(NamedTuple):
 
 def changed(before: dict[str, Any], now: Config) -> list[Change]:
     """Return the settings that differ between ``before`` (from ``settings_of``) and ``now`` and that change
-    what is computed, sorted by name."""
+    what is computed, sorted by name. A secret that ``dump`` removed equals any other."""
     old, new = _flat(before), _flat(asdict(now))
     return [
         Change(key, old.get(key, ABSENT), new.get(key, ABSENT))
         for key in sorted(old | new)
-        if not _operational(key) and old.get(key, ABSENT) != new.get(key, ABSENT)
+        if not _operational(key) and not same_but_for_secrets(old.get(key, ABSENT), new.get(key, ABSENT))
     ]
 
 

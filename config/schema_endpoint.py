@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from common.errors import require
+from common.secrets import remember
 
 
 @dataclass
@@ -29,6 +30,7 @@ class EndpointConfig(ABC):
             "and is not set; "
             "set that variable, or give null for no key",
         )
+        remember(os.environ.get(self.api_key_env or ""), "api_key")
         require(
             self.timeout > 0,
             f"{section}.timeout",

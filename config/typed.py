@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from common.errors import ConfigError, require
+from common.secrets import remember
 from config.unknown import NOTHING, names, remedy, section_says, type_hints
 
 T = TypeVar("T")
@@ -34,6 +35,7 @@ def typed(cfg: DictConfig, schema: type[T], prefix: str = "") -> T:
     """
     raw = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(raw, dict)
+    remember(raw)
     _refuse_unknown({str(key): value for key, value in raw.items()}, schema, prefix, schema, prefix)
     cfg = OmegaConf.create(_infinities(raw))
     try:

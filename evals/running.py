@@ -11,12 +11,12 @@ from typing import Any
 
 from common.errors import StoppedError
 from common.files import write_whole
+from common.secrets import scrub
 from common.worker_process import WorkerError
 from config.schema_eval import EvalStage
 from evals.base import Evaluation, Target
 from models.distributed import World
 from reports.metrics import plain
-from reports.provenance import scrub
 from reports.tracking import mirror_evaluation
 from rollouts.files import refuse_existing
 from rollouts.rewards.base import RewardError

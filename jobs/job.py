@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from common.errors import StoppedError, UserError
 from common.files import write_whole
 from common.imports import import_function
+from common.secrets import scrub, scrub_text, scrub_words
 from config.schema import Config
 from data.batches import Segment
 from data.chat import make_renderer
@@ -54,7 +55,6 @@ from optimizers.build import check_optimizer
 from reports.answers import example_lines
 from reports.model_card import write_model_card
 from reports.outcome import outcome
-from reports.provenance import scrub_text
 from reports.report import final_table, write_report
 from reports.trackers import check_trackers
 from reports.tracking import Tracker
@@ -333,8 +333,8 @@ class Job:
 
     def write_data_report(self) -> None:
         """Write the data report to the run's folder; called on rank 0 alone. Raises ConfigError."""
-        self.folder.write("data_report.json", json.dumps(self.report.to_dict(), indent=2))
-        self.folder.write("data_report.md", self.report.to_markdown())
+        self.folder.write("data_report.json", json.dumps(scrub(self.report.to_dict()), indent=2))
+        self.folder.write("data_report.md", scrub_text(self.report.to_markdown()))
 
     def finish(self, run: RunWatch, folder: Path, policy: Policy) -> dict[str, Any]:
         """Write the export, summary, model card and report, print the final table; return the summary."""
@@ -353,7 +353,7 @@ class Job:
             "loads_as": "AutoModelForSequenceClassification"
             if self.config.model.head == "reward"
             else "AutoModelForCausalLM",
-            "command": scrub_text(shlex.join(["python", *sys.argv])),
+            "command": shlex.join(["python", *scrub_words(sys.argv)]),
         }
         on_main(lambda: self.leave(run, folder, policy, state, summary))
         return summary

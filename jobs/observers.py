@@ -22,10 +22,9 @@ import torch
 
 from common.errors import ConfigError, UserError, require
 from common.imports import import_function
-from common.secrets import scrub_text
+from common.secrets import scrub, scrub_text
 from models.distributed import World, any_rank, on_main
 from reports.metrics import plain
-from reports.provenance import scrub
 
 Asks = str | bool | None
 """Return value of an observer: the reason for a stop, or True; None or False to let the run continue."""

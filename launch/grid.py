@@ -41,6 +41,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
 from common.files import check_name
+from common.secrets import REMOVED, same_but_for_secrets, scrub
 from config.texts import other_text
 
 Settings = dict[str, Any]
@@ -135,6 +136,14 @@ class Sweep:
             settings = self.base | point
             if any(matches(rule, settings) for rule in self.skip):
                 continue
+            for key, value in settings.items():
+                require(
+                    same_but_for_secrets(value, scrub({key: value})[key]),
+                    key,
+                    REMOVED,
+                    "has a secret, and a sweep writes the commands of its runs into files: name the "
+                    "environment variable that has it, ${oc.env:NAME} (in a sweep's file \\${oc.env:NAME})",
+                )
             require(
                 len(cell) <= LONGEST_TAG,
                 "cell",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import DataError
-from common.files import write_whole
+from common.files import open_own, whole_file, write_whole
 
 Record = dict[str, Any]
 METRICS, DIAGNOSTICS = "metrics.jsonl", "diagnostics.jsonl"
@@ -127,7 +127,8 @@ class LineFile:
         content = _content(self.path)
         self._sum = (len(content), zlib.crc32(content))
         self._steps = steps_of(sound_lines(content)[1])
-        self._stream = self.path.open("ab", buffering=0)
+        own = open_own(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._stream = os.fdopen(own, "ab", buffering=0)
 
     def append(self, record: Record) -> None:
         """Append one line. ``record`` is plain data; its step is above that of the line before."""
@@ -180,9 +181,8 @@ class LineFile:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(content)
-    part.replace(path)
+    with whole_file(path) as stream:
+        stream.write(content)
 
 
 def restore(run_dir: Path, checkpoint: Path, step: int, interval: int) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from common.files import write_whole
 from common.markdown import literal
+from common.secrets import scrub, scrub_text
 from config.schema_trainer import loss_numbers
 from reports.outcome import told
-from reports.provenance import git_commit, scrub, scrub_text, variant, versions
+from reports.provenance import git_commit, variant, versions
 from reports.report import compared
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +38,7 @@ def write_model_card(model_dir: Path, config: dict[str, Any], summary: dict[str,
     text = scrub_text(model_card(scrub(config), scrub(summary)) + _padding(model_dir))
     # Paths could reveal who trained the model, and where.
     text = text.replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", "~/")
-    path.write_text(_FOLDERS.sub("…/", text), encoding="utf-8")
+    write_whole(path, _FOLDERS.sub("…/", text))
     return path
 
 

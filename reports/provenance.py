@@ -1,4 +1,4 @@
-"""A run's settings, versions and commit for other people (tracker, report, model card), without secrets."""
+"""A run's settings, versions and commit for other people (tracker, report, model card)."""
 
 from __future__ import annotations
 
@@ -9,31 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from common.secrets import REMOVED, is_secret, named_secrets, scrub_text
 from config import variant as variants
 
-__all__ = ["REMOVED", "git_commit", "scrub", "scrub_text", "variant", "versions"]
-
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "vllm")
-
-
-def scrub(config: Any, named: list[str] | None = None) -> Any:
-    """Return a copy of nested plain data with secrets replaced. A secret is recognized by the name of its key
-    (``*_key``, ``token`` …) or by its look; ``named`` is that of ``scrub_text``.
-
-    ``tokenizer_name_or_path``, ``max_tokens`` and revisions (40 hex digits) are not secrets and stay.
-    """
-    named = named_secrets() if named is None else named
-    if isinstance(config, dict):
-        return {
-            scrub_text(key, named) if isinstance(key, str) else key: REMOVED
-            if isinstance(key, str) and is_secret(key, value)
-            else scrub(value, named)
-            for key, value in config.items()
-        }
-    if isinstance(config, list | tuple):
-        return [scrub(value, named) for value in config]
-    return scrub_text(config, named) if isinstance(config, str) else config
 
 
 def variant(config: dict[str, Any]) -> str:

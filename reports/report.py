@@ -21,6 +21,7 @@ import yaml  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, UserError, require
 from common.files import write_whole
+from common.secrets import scrub
 from config.cli import REFUSED, complain
 from config.schema_trainer import loss_numbers
 from reports import data_tables
@@ -30,7 +31,7 @@ from reports.diagnostic_charts import diagnostic_charts
 from reports.evaluations import names_of, of_name
 from reports.metrics import read_metrics
 from reports.outcome import told
-from reports.provenance import scrub, variant
+from reports.provenance import variant
 
 MEASURES = (
     ("eval_accuracy_sampled", "sampled accuracy", "{:.1%}"),

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from common.errors import require
 from common.imports import import_function
+from common.secrets import scrub
 from reports.metrics import Record
-from reports.provenance import scrub
 
 
 class ExternalTracker(Protocol):

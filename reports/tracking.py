@@ -14,6 +14,8 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -21,9 +23,10 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from common.files import write_whole
+from common.secrets import scrub, scrub_text, scrub_words
 from config.schema import WandbConfig
 from reports.metrics import DIAGNOSTICS, METRICS, LineFile, Record, plain, read_metrics
-from reports.provenance import scrub, variant
+from reports.provenance import variant
 from reports.trackers import open_trackers
 
 if TYPE_CHECKING:
@@ -234,7 +237,9 @@ class _Mirror:
         self.id = run_id
         self._run: wandb.Run | None = None
         if settings.enabled:
-            self._guard(lambda: self._start(run_dir, scrub(config), settings))
+            with clean_arguments():
+                shown = replace(settings, **scrub(vars(settings)))
+                self._guard(lambda: self._start(run_dir, scrub(config), shown))
 
     def _start(self, run_dir: Path, config: Record, settings: WandbConfig) -> None:
         import wandb  # the import takes half a second, which a run without wandb is spared
@@ -350,9 +355,20 @@ class _Mirror:
             self._run = None
 
 
+@contextmanager
+def clean_arguments() -> Iterator[None]:
+    """Let no secret be among the program's arguments, which wandb records."""
+    given = sys.argv
+    sys.argv = scrub_words(given)
+    try:
+        yield
+    finally:
+        sys.argv = given
+
+
 def warn(message: str) -> None:
     """Print a warning about wandb on the console, not by logging, which a program may have silenced."""
-    print(f"warning: wandb: {message}", file=sys.stderr, flush=True)
+    print(f"warning: wandb: {scrub_text(message)}", file=sys.stderr, flush=True)
 
 
 def in_a_line(error: Exception) -> str:

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from common.errors import DataError
 from common.files import whole_file, write_whole
+from common.secrets import same_but_for_secrets, scrub
 from data.groups import from_dict, to_dict
 from data.types import Group
 from rollouts.rounds import SampledPrompt
@@ -82,7 +83,9 @@ class RoundFolder:
         """Return the record of the stage's file in ``round.json``; None if there is none, or if it is for
         other ``inputs``."""
         said: Facts | None = self.record.get("stages", {}).get(stage)
-        if said is None or (inputs is not None and said["inputs"] != json.loads(json.dumps(inputs))):
+        if said is None or (
+            inputs is not None and not same_but_for_secrets(said["inputs"], json.loads(json.dumps(inputs)))
+        ):
             return None
         return said
 
@@ -102,7 +105,7 @@ class RoundFolder:
         with whole_file(path) as stream:
             written = _Summed(stream)
             count = _write_lines(lines, written, self.compress)
-            said = {"inputs": inputs, "lines": count, **facts, "file": path.name}
+            said = {"inputs": scrub(inputs), "lines": count, **facts, "file": path.name}
             promised = said | {"sha256": written.digest.hexdigest()}
             self.note({"stages": self.record.get("stages", {}) | {stage: promised}})
         self._named(stage, not self.compress).unlink(missing_ok=True)

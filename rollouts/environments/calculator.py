@@ -24,16 +24,21 @@ _PAIRS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-_LEADING_ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")
+_LEADING_ZEROS = re.compile(r"(?<![\d._])0+(?=\d)")
 
 
-def calculate(
-    conversation: list[dict[str, str]], *, call: str = "<<(.+?)>>", failed: str = "error"
-) -> str | None:
+_THOUSANDS = re.compile(r"(?<![\d,])\d{1,3}(?:,\d{3})+(?![\d,])")
+CALL = "<<(.+?)>>"
+
+
+def calculate(conversation: list[dict[str, str]], *, call: str = CALL, failed: str = "error") -> str | None:
     """Return the value of the last call in the policy's last turn. Without a call return None, which ends the
     conversation. ``call``: a regular expression whose first group is the expression. ``failed``: the answer
     if the expression has no value."""
-    calls = list(re.finditer(call, conversation[-1]["content"]))
+    text = conversation[-1]["content"]
+    if call == CALL:  # each << of a line without a >> behind it would be compared with the rest of the line
+        text = "\n".join(line[: line.rfind(">>") + 2] if ">>" in line else "" for line in text.split("\n"))
+    calls = list(re.finditer(call, text))
     if not calls:
         return None
     try:
@@ -47,7 +52,8 @@ def value(expression: str) -> Fraction:
     ValueError, ZeroDivisionError."""
     if len(expression) > MOST_CHARACTERS:
         raise ValueError(f"longer than {MOST_CHARACTERS} characters")
-    plain = _LEADING_ZEROS.sub("", expression.replace(",", "").replace("$", "").strip())
+    plain = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), expression).replace("$", "")
+    plain = _LEADING_ZEROS.sub("", plain.strip())
     return _value(ast.parse(plain, mode="eval").body)
 
 

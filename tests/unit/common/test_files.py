@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from common.errors import ConfigError
-from common.files import check_name, lines_of, write_if_changed, write_whole
+from common.files import check_name, lines_of, open_own, part_of, write_if_changed, write_whole
+from common.lock import FileLock
+from reports.metrics import LineFile
 from tests.full_disk import full_disk
 from tests.tiny_files import everything
 
@@ -50,3 +54,32 @@ def test_the_lines_of_a_text_are_those_that_a_file_has(tmp_path, text):
     (tmp_path / "a").write_text(text, encoding="utf-8")
     with (tmp_path / "a").open(encoding="utf-8") as stream:
         assert lines_of(text) == [line.removesuffix("\n") for line in stream]
+
+
+@pytest.mark.parametrize("how", ["link", "further name", "pipe"])
+def test_nothing_is_written_through_a_link(tmp_path, how):
+    """A run's lock, its lines, its logs and the temporary names of files that are written whole."""
+    thesis, run = tmp_path / "thesis.txt", tmp_path / "run"
+    run.mkdir()
+    thesis.write_text("mine")
+    plant = {
+        "link": lambda at: at.symlink_to(thesis),
+        "further name": lambda at: at.hardlink_to(thesis),
+        "pipe": os.mkfifo,
+    }[how]
+    for work in (
+        lambda at: FileLock(at).acquire(),
+        lambda at: LineFile(at, fresh=False),
+        lambda at: open_own(at, os.O_RDWR | os.O_CREAT | os.O_APPEND),
+    ):
+        plant(run / "file")
+        if how != "pipe" or work.__code__.co_names[0] != "LineFile":  # a reader of a pipe waits
+            with pytest.raises(OSError, match="is a link"):
+                work(run / "file")
+        (run / "file").unlink()
+    plant(part_of(run / "config.yaml"))
+    write_whole(run / "config.yaml", "ours")
+    assert (run / "config.yaml").read_text() == "ours" and [p.name for p in run.iterdir()] == ["config.yaml"]
+    plant(run / "plain") if how == "link" else None
+    write_whole(run / "plain", "ours")
+    assert thesis.read_text() == "mine"

@@ -14,9 +14,9 @@ from tests.full_disk import full_disk
 ROOT = Path(__file__).parents[3]
 PRINTS = """
 import resource, sys
-from common.output import forgive_output
+from common.output import guard_output
 if sys.argv[1] == "forgiving":
-    forgive_output()
+    guard_output()
 _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, most))
 for number in range(100):
@@ -40,6 +40,15 @@ def test_a_log_that_is_full_ends_no_program(tmp_path, kind):
         assert (tmp_path / "err").read_text().splitlines() == [f"warning {n}" for n in range(100)]
     else:
         assert done.returncode != 0, "the fault that is forgiven"
+
+
+def test_output_has_a_limit(tmp_path):
+    prints = "from common.output import *; guard_output(1000)\nfor n in range(500): print('line', n)"
+    with (tmp_path / "out").open("wb") as out:
+        subprocess.run([sys.executable, "-c", prints], cwd=ROOT, stdout=out, check=True, timeout=900)
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert lines[:2] == ["line 0", "line 1"] and lines[-1].endswith("the rest is dropped]")
+    assert (tmp_path / "out").stat().st_size < 1100
 
 
 def test_a_file_without_room_ends_a_program_with_one_message(tmp_path, capsys):

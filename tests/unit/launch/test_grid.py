@@ -208,6 +208,22 @@ def test_the_papers_sweeps_have_the_papers_settings() -> None:
     assert clip_only.syncing == "never"
 
 
+@pytest.mark.parametrize("place", ["typed", "base", "cells", "grid"])
+@pytest.mark.parametrize("secret", [("callbacks.c.token", "plain text"), ("x.base_url", "http://me:pw@host")])
+def test_a_sweep_keeps_no_secret_in_its_files(tmp_path: Path, place: str, secret: tuple[str, str]) -> None:
+    key, value = secret
+    tree = {"base": {key: value}, "cells": {"a": {key: value}}, "grid": {key: [value]}}
+    tree = {place: tree[place]} if place in tree else {}
+    (file := tmp_path / "sweep.yaml").write_text(
+        yaml.safe_dump({"base": {"loss": "kto"}} | tree)
+    )
+    with pytest.raises(ConfigError, match="has a secret") as refused:
+        read_sweep(file, {key: value} if place == "typed" else {}).runs()
+    assert value not in str(refused.value)
+    file.write_text(yaml.safe_dump({"base": {key: "\\${oc.env:A_KEY}"}}))
+    assert f"{key}='${{oc.env:A_KEY}}'" in read_sweep(file).runs()[0].overrides()
+
+
 @pytest.mark.parametrize("word", ["data.logprob_range=[0.1,1", "x={a: 1", "lr='1", "a=b: c: d"])
 def test_a_value_that_is_not_closed_is_refused(word: str) -> None:
     key, _, value = word.partition("=")

@@ -11,8 +11,9 @@ from huggingface_hub import ModelCard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.secrets import scrub, scrub_text
 from reports.model_card import write_model_card
-from reports.provenance import git_commit, scrub, scrub_text, variant, versions
+from reports.provenance import git_commit, variant, versions
 
 ROOT = Path(__file__).parents[3]
 REVISION = "5f0b02c75b57c5855da9ae460ce51323ea669d8a"

@@ -65,12 +65,23 @@ def said(*texts: str) -> list[dict[str, str]]:
         ("<<1e300*1e300/3>>", "error"),
         (f"<<{'(' * 90}1{')' * 90}>>", "1"),
         (f"<<{'1+' * 200}1>>", "error"),
+        ("<<1_000*2+012_004>>", "14004"),
+        ("<<1__000>>", "error"),
+        ("<<1,5*2>>", "error"),
+        ("<<2<3>> <<1+1>> << 4", "2"),
         ("so it is 84", None),
         ("<<>>", None),
     ],
 )
 def test_the_calculator(text: str, answer: str | None) -> None:
     assert calculate(said("<<1+2>>", "3", text)) == answer
+
+
+def test_marks_without_an_end_cost_the_calculator_no_time() -> None:
+    start = time.process_time()
+    assert calculate(said("<<" * 100_000)) is None
+    assert calculate(said("<<" * 100_000 + "\n<<1+1>>" + "\n" + "<<" * 100_000)) == "2"
+    assert time.process_time() - start < 2, "quadratic: minutes"
 
 
 def test_the_guessing_game() -> None:
