@@ -5,7 +5,8 @@ The worker is started by ``python -m module`` and not by ``multiprocessing``: it
 process group and log, and the owner's main module is not imported a second time. Every failure in the worker
 reaches the owner as a WorkerError. For an exception, the error has the worker's traceback, and the worker
 lives on. If the worker dies or does not answer in time, the error has the end of its log, and the rest of its
-process group is killed.
+process group is killed. ``python -m common.worker_process OWNER MODULE …`` runs another program, which
+answers no requests, so that it ends with its owner as well.
 
 Every request has a number, which its reply repeats. A reply with another number is an error. A process that
 the worker's code forks cannot use the pipe. If the handler returns in the forked process too, that process
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -331,6 +333,18 @@ def live_while(owner: int, end: Callable[[], None]) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def run_with(owner: int, module: str, arguments: Sequence[str]) -> None:
+    """Run ``python -m module arguments`` in this process, the leader of its group, which is killed as soon as
+    ``owner``, its parent, has ended."""
+    live_while(owner, _kill_group)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
 def _kill_group() -> None:
     """Kill this process and all processes that it started."""
     os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    run_with(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -101,10 +101,10 @@ class SamplerConfig:
         for url in self.urls:
             scheme, _, host = url.partition("://")
             require(
-                scheme in ("http", "https") and bool(host),
+                (scheme in ("http", "https") and bool(host)) or url.startswith("unix:/"),
                 "sampler.urls",
                 url,
-                "is no address of a server: write it as http://host:port",
+                "is no address of a server: write it as http://host:port, or unix:/path of a socket",
             )
         require(
             len({url.rstrip("/") for url in self.urls}) == len(self.urls) > 0,

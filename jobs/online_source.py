@@ -213,7 +213,8 @@ class OnlineSource:
         ``keep``: sampling happens while the policy is trained, so the weights must be kept. Returns the
         weights' fingerprint."""
         folder, builder, step = self.round(index), self.builder, self.trainer.progress.step
-        weights = weights_fingerprint(self.trainer.policy.named_parameters())
+        with self.ranks.ended_together():
+            weights = weights_fingerprint(self.trainer.policy.named_parameters())
         published: Facts = {}
         wanted = self.config.rounds.sampled(index)
         if self.ranks.run_on_main(lambda: _required(builder).needs_weights(folder, first, wanted, weights)):

@@ -1,11 +1,13 @@
 """Start vLLM servers on this machine for a run to sample with (``sampler.urls``), by that run's settings.
 
     python -m jobs.serve loss=kto online=true sampler=vllm                # prints their addresses; Ctrl-C ends them
-    python -m jobs.serve --ready addresses.txt loss=kto online=true sampler=vllm
+    python -m jobs.serve --trainer node1 --ready addresses.txt loss=kto online=true sampler=vllm
 
 The other words are the settings of ``train.py``. One server is started for each group of
-``sampler.tensor_parallel`` GPUs that this process sees, or a single server where there is no GPU. The exit
-code is 1 when a server ends by itself.
+``sampler.tensor_parallel`` GPUs that this process sees, or a single server where there is no GPU. They listen
+at sockets that only this user's programs on this machine reach. For a trainer on another machine
+(``--trainer``) they listen at ports, and answer nobody who does not show the key in ``cache_dir``, as the run
+does. They end with this program, however it ends. The exit code is 1 when a server ends by itself.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -13,15 +15,15 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from common.errors import StoppedError, require
+from common.errors import ConfigError, StoppedError, require
 from common.files import write_whole
 from common.ports import free_port
 from common.worker_process import ROOT
@@ -33,15 +35,15 @@ ANY = "http://localhost:8000"
 PAUSE_S = 0.5
 
 
-def server_words(config: Config, port: int) -> tuple[list[str], dict[str, str]]:
-    """Return the command that starts a server for a run of these settings, and its environment variables.
-
-    The variables override those of this process."""
+def server_words(config: Config, url: str) -> tuple[list[str], dict[str, str]]:
+    """Return the command that starts a server at ``url`` for a run of these settings, and ends it with this
+    process, and its environment variables, which override those of this process."""
     import torch
 
     from models.weight_files import resolve_model_path
     from rollouts.adapters import base_of_adapters, with_adapters
     from rollouts.transfer import chosen
+    from rollouts.vllm_key import key_file
     from rollouts.vllm_options import engine_options
     from rollouts.vllm_server import serve_command
 
@@ -50,12 +52,13 @@ def server_words(config: Config, port: int) -> tuple[list[str], dict[str, str]]:
     path, backend = str(resolve_model_path(model.name_or_path)), chosen(config.sampler, device)
     if base_of_adapters(config) is not None:
         options = with_adapters(options, model)
-    words = serve_command(path, options, backend, port, device.type == "cpu")
+    file = str(key_file(config.cache_dir))
+    words = serve_command(url, path, options, backend, device.type == "cpu", file)
     program = words.index("python")
     own = dict(word.split("=", 1) for word in words[1:program])
     own["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     own["VLLM_NO_USAGE_STATS"] = "1"
-    return [sys.executable, *words[program + 1 :]], own
+    return [sys.executable, "-m", "common.worker_process", str(os.getpid()), *words[program + 2 :]], own
 
 
 def shares(gpus: Sequence[str], each: int) -> list[str | None]:
@@ -81,42 +84,28 @@ def seen_gpus() -> list[str]:
     return given or [str(index) for index in range(torch.cuda.device_count())]
 
 
-def own_name() -> str:
-    """Return this machine's host name, or its IP address if the name cannot be resolved."""
-    name = socket.gethostname()
-    try:
-        socket.gethostbyname(name)
-        return name
-    except OSError:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-            try:
-                asked.connect(("192.0.2.1", 9))  # a documentation address (RFC 5737): nothing is sent
-                return str(asked.getsockname()[0])
-            except OSError:
-                return "127.0.0.1"
-
-
 @contextmanager
-def servers(config: Config, host: str) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """Start the servers and yield their processes by address; kill them at the end."""
+def servers(config: Config, host: str | None) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Start the servers and yield their processes by address; kill them at the end. ``host``: the address of
+    this machine at whose ports they listen; None: they listen at sockets in a folder of this user's alone."""
+    from rollouts.rewards.endpoint import UNIX
     from rollouts.vllm_options import KV_CACHE
 
     started: dict[str, subprocess.Popen[bytes]] = {}
     theirs = {name: value for name, value in os.environ.items() if name != KV_CACHE}
-    try:
-        for share in shares(seen_gpus(), config.sampler.tensor_parallel):
-            port = free_port()
-            words, own = server_words(config, port)
-            if share is not None:
-                own["CUDA_VISIBLE_DEVICES"] = share
-            started[f"http://{host}:{port}"] = subprocess.Popen(
-                words, cwd=ROOT, env=theirs | own, start_new_session=True
-            )
-        yield started
-    finally:
-        for process in started.values():
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # also kills the engines that it has started
+    with tempfile.TemporaryDirectory(prefix="humanline-") as folder:  # of mode 0700
+        try:
+            for index, share in enumerate(shares(seen_gpus(), config.sampler.tensor_parallel)):
+                url = f"{UNIX}{folder}/{index}" if host is None else f"http://{host}:{free_port()}"
+                words, own = server_words(config, url)
+                if share is not None:
+                    own["CUDA_VISIBLE_DEVICES"] = share
+                started[url] = subprocess.Popen(words, cwd=ROOT, env=theirs | own, start_new_session=True)
+            yield started
+        finally:
+            for process in started.values():
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # also kills the engines that it has started
                 process.wait()
 
 
@@ -127,7 +116,7 @@ def refuse_ended(started: dict[str, subprocess.Popen[bytes]]) -> None:
             raise StoppedError(f"the vLLM server at {url} ended with exit code {code}: it said why above")
 
 
-def serve(words: Sequence[str], ready: Path | None, host: str) -> None:
+def serve(words: Sequence[str], ready: Path | None, host: str | None) -> None:
     """Start the servers, write their addresses, one per line, once all answer, and then wait.
 
     Raises ConfigError for settings whose run would not sample with the servers, and StoppedError when one
@@ -158,18 +147,28 @@ def serve(words: Sequence[str], ready: Path | None, host: str) -> None:
             time.sleep(PAUSE_S)
 
 
+def towards(trainer: str | None) -> str | None:
+    """Return this machine's address as the trainer's host sees it; None without one. Raises ConfigError."""
+    from rollouts.vllm_server import address_towards
+
+    try:
+        return None if trainer is None else address_towards(trainer)
+    except OSError as error:
+        raise ConfigError("--trainer", trainer, f"cannot be reached from here ({error})") from error
+
+
 def main(words: Sequence[str] | None = None) -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m jobs.serve", description=__doc__, formatter_class=form)
     parser.add_argument("settings", nargs="*", help="key=value, as for train.py")
     parser.add_argument("--ready", type=Path, metavar="FILE", help="gets the addresses once all answer")
-    parser.add_argument(
-        "--host", default=own_name(), help="this machine, as the trainer reaches it (%(default)s)"
-    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--host", metavar="ADDRESS", help="listen at ports of this address of this machine")
+    where.add_argument("--trainer", metavar="HOST", help="listen at ports of the address that HOST reaches")
     given = parser.parse_intermixed_args(words)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        guarded(lambda: serve(given.settings, given.ready, given.host))
+        guarded(lambda: serve(given.settings, given.ready, given.host or towards(given.trainer)))
     except KeyboardInterrupt:
         sys.exit(0)
 

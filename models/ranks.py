@@ -6,15 +6,22 @@ Every rank declares alike and beforehand, when samplers and rewards are made, wh
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from common.errors import StoppedError, UserError
-from models.distributed import World, from_main, gather_objects
+from common.secrets import scrub_text
+from models.distributed import World, from_main, gather_objects, launchers_store
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+_ENDED = "ended"
+"""Key, in the launcher's store, of the message of a rank that ended while others waited for it."""
 
 
 class ShareError(StoppedError):
@@ -38,21 +45,58 @@ class Ranks:
         done = attempt(work)
         self._helped = before
         if self.world.size > 1:
+            self._refuse_if_one_has_ended()
             from_main((None, done))
         return outcome(done)  # type: ignore[no-any-return]
 
     def _help(self) -> Any:
         """Do what rank 0 asks for until its work is done; return the outcome of that work."""
         while True:
-            duty, value = from_main(None)
+            try:
+                duty, value = from_main(None)
+            except RuntimeError:
+                self._refuse_if_one_has_ended()
+                raise
             if duty is None:
                 return value
-            self._duties[duty](value)
+            with self.ended_together():
+                self._duties[duty](value)
+
+    @contextlib.contextmanager
+    def ended_together(self) -> Iterator[None]:
+        """End all ranks with one message if the work within, which uses collectives, fails on this one, while
+        the others wait for it. The process of this rank must end then, which ends their waiting; they and
+        rank 0 raise ShareError with its message."""
+        try:
+            yield
+        except Exception as error:
+            if self.world.size == 1:
+                raise
+            self._refuse_if_one_has_ended()
+            if "gloo" in str(error):  # another rank was killed
+                raise
+            said = f"rank {self.world.rank} failed: {type(error).__name__}: {error}"
+            with contextlib.suppress(RuntimeError):  # rank 0 is gone, and its store
+                launchers_store("ranks").set(_ENDED, said)
+            if self.world.is_main:
+                raise ShareError(said) from error
+            print(f"error: {scrub_text(said)}", file=sys.stderr, flush=True)
+            raise
+
+    def _refuse_if_one_has_ended(self) -> None:
+        """Raise ShareError with the message of a rank that has ended, if there is one."""
+        try:
+            store = launchers_store("ranks")
+            said = store.get(_ENDED).decode() if store.check([_ENDED]) else None
+        except RuntimeError:  # the store has ended with rank 0
+            return
+        if said is not None:
+            raise ShareError(said)
 
     def together(self, work: Callable[[T], R]) -> Callable[[T], R]:
         """Return a function that runs ``work`` on every rank when rank 0 calls it inside ``run_on_main``;
-        ``work`` may use collectives. What ``work`` raises on another rank ends that rank. Every rank calls
-        this alike, and in the same order."""
+        ``work`` may use collectives. What it raises on any rank ends all (``ended_together``). Every rank
+        calls this alike, and in the same order."""
         duty = len(self._duties)
         self._duties.append(work)
 
@@ -60,7 +104,8 @@ class Ranks:
             if self.world.size > 1:
                 assert self._helped, "the other ranks do not listen outside of run_on_main"
                 from_main((duty, value))
-            return work(value)
+            with self.ended_together():
+                return work(value)
 
         return ask
 

@@ -104,7 +104,8 @@ def write_weights(
 ) -> None:
     """Write the policy's current weights to ``folder``, within the run, as a model. Every rank calls it.
     Raises OSError on all ranks."""
-    state = full_state(policy)
+    with ranks.ended_together():
+        state = full_state(policy)
 
     def write() -> None:
         remove_unfinished(folder)

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import time
-from collections.abc import Callable
 from functools import partial
+from itertools import compress
 from pathlib import Path
-from typing import TypeVar
 
+import numpy as np
 import torch
 from peft import PeftModel
 
@@ -20,10 +21,10 @@ from data.batches import collate
 from data.chat import Renderer
 from data.types import Prompt, Sequence
 from models.adapters import adapter_state, export_adapters, stirred
-from models.distributed import World, from_main
+from models.distributed import World, gather_objects
 from models.export import config_json, whole_weights
 from models.policy import Policy, causal_lm
-from models.ranks import Ranks, attempt, outcome
+from models.ranks import Ranks, attempt
 from models.reference import score
 from rollouts.adapters import MERGED
 from rollouts.engines import Facts, write_weights
@@ -31,10 +32,11 @@ from rollouts.probe import Probe, check_probe
 from rollouts.samplers import Answered, Sample, SamplingSettings
 from rollouts.transfer import HEAD, Patient, Source, Transfer, chosen, make_transfer
 from rollouts.vllm_sampler import VllmSampler
-
-T = TypeVar("T")
+from rollouts.vllm_server import AnswerError
 
 PROBE_ROWS = 16
+COMPARED, COMPARED_TOKENS = 8, 256
+"""Samples of a round, and first tokens of each, whose log-probabilities are compared with the trainer's."""
 _PROBE = "probe.json"
 _COARSENESS = ("float32", "float16", "bfloat16")
 
@@ -56,6 +58,7 @@ class VllmEngine:
 
     An engine that dies while it samples is started again, at most once per round. Its weights are sent again,
     or read from where they were kept, and the prompts that were asked for are answered from the beginning.
+    One that dies at another time is started again by the next hand-over.
     """
 
     def __init__(
@@ -67,10 +70,12 @@ class VllmEngine:
         probe: list[Sequence],
         trained_in: str,
         base: Path | None = None,
+        compares: bool = False,
     ) -> None:
         """``probe``: rows on which engine and trainer must agree. ``trained_in``: the trainer's compute
         dtype. ``base``: for a LoRA policy whose adapters are sent alone, the folder of the model under them;
-        None: whole models are sent."""
+        None: whole models are sent. ``compares``: whether some samples are scored by the trainer too, which
+        must still have the weights that they come from."""
         self.sampler, self.policy, self.renderer, self.world = sampler, policy, renderer, world
         self.probe, self.trained_in = probe, trained_in
         self.base = base
@@ -86,8 +91,9 @@ class VllmEngine:
         self._client = Patient(sampler if world.is_main else None)
         self._transfer: Transfer | None = None
         self.ranks = Ranks(world)
-        # rank 0 reports what goes wrong on other ranks
-        self._send_all = self.ranks.together(self._send if world.is_main else partial(_quietly, self._send))
+        self._send_all = self.ranks.together(self._send)
+        self.compares = compares
+        self._score_all = self.ranks.together(self._scores)
         self.sampler.transfers_by(None if self.backend == "disk" else self.backend)
 
     # -- weights -----------------------------------------------------------------------------------
@@ -100,12 +106,16 @@ class VllmEngine:
             gc.collect()
             torch.cuda.empty_cache()  # the engine uses this memory when it wakes up
         start, self._proving, self._writing = time.monotonic(), 0.0, 0.0
+        replaceable = self._worked
         while True:
             try:
                 self._hand_over(folder, keep)
                 break
             except TransferError as error:
-                if not self._another_way(error):
+                if replaceable:  # it has died since the last hand-over, or in this one
+                    replaceable = False
+                    self.ranks.run_on_main(partial(self._give_up, error, "it is started again"))
+                elif not self._another_way(error):
                     raise
         self._worked = True
         return self.ranks.run_on_main(
@@ -121,11 +131,14 @@ class VllmEngine:
 
     def _scored(self) -> list[list[float]]:
         """Return the trainer's log-probabilities of the probe, nats: [rows][tokens]. Every rank calls it."""
-        with self.policy.at_temperature(1.0):  # as vLLM reports a prompt's tokens
-            scores = score(self.policy, collate(self.probe, self.world.device))
-        return [
-            values[: len(row.completion_ids)].tolist() for row, values in zip(self.probe, scores, strict=True)
-        ]
+        # vLLM reports a prompt's tokens at 1
+        with self.ranks.ended_together(), self.policy.at_temperature(1.0):
+            return self._scores(self.probe)
+
+    def _scores(self, rows: list[Sequence]) -> list[list[float]]:
+        """Return the trainer's log-probabilities of completion tokens, nats. Every rank calls it."""
+        scores = score(self.policy, collate(rows, self.world.device))
+        return [values[: len(row.completion_ids)].tolist() for row, values in zip(rows, scores, strict=True)]
 
     def _probe_facts(self) -> Facts:
         assert self._probed is not None, "rank 0 has compared engine and trainer"
@@ -181,7 +194,8 @@ class VllmEngine:
         if (base := self.base) is None:
             write_weights(self.ranks, self.policy, self.renderer.tokenizer, folder, dtype)
         else:
-            state = adapter_state(self.policy)
+            with self.ranks.ended_together():
+                state = adapter_state(self.policy)
             self.ranks.run_on_main(lambda: export_adapters(state, self.policy, base, folder, dtype))
         self.ranks.run_on_main(lambda: write_whole(folder / _PROBE, json.dumps(said)))
         self._kept, self._writing = folder, self._writing + time.monotonic() - start
@@ -204,14 +218,19 @@ class VllmEngine:
             return
         if self.backend == "disk":
             assert self._kept is not None
-            self.sampler.load(self._kept, self._version)
-            self._prove(self._said)
+            try:
+                self.sampler.load(self._kept, self._version)
+                self._prove(self._said)
+            except WorkerError as error:
+                raise TransferError(f"weight transfer by disk failed: {error}") from error
             return
         fresh = self.sampler.start(config_json(self.policy, getattr(torch, self.sampler.dtype)))
         try:
             without = frozenset[str]() if self._wants_head() else frozenset((HEAD,))
             self._client.version = str(self._version)
-            self._send_all((fresh, without))
+            said = self._send_all((fresh, without))
+            if said is not None:
+                raise WorkerError(said)
             self._client.check()
             self._prove(self._said)
         except (WorkerError, RuntimeError, ValueError, OSError) as error:
@@ -223,22 +242,23 @@ class VllmEngine:
         own = self.sampler.own_head()
         return own or not causal_lm(self.policy.model).config.get_text_config().tie_word_embeddings
 
-    def _send(self, asked: tuple[bool, frozenset[str]]) -> None:
+    def _send(self, asked: tuple[bool, frozenset[str]]) -> str | None:
         """Send the weights from every rank. ``asked``: whether the engines are not connected yet, and the
-        names of weights that are not sent."""
+        names of weights that are not sent. Returns why the ranks could not connect, the same on all."""
         fresh, without = asked
         self._source.without = without
         if fresh or self._transfer is None:
             if self._transfer is not None:
                 self._transfer.shutdown()  # the engines at its other end are gone
             self._transfer = None
-            made = attempt(self._connected)
-            said = from_main(None if made[1] is None else f"{type(made[1]).__name__}: {made[1]}")
-            if said is not None:
-                raise WorkerError(said)
-            self._transfer = outcome(made)
+            self._transfer, error = attempt(self._connected)
+            failed = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+            for rank, said in enumerate(failed):
+                if said is not None:
+                    return f"rank {rank}: {said}" if rank else said
         assert self._transfer is not None
         self._transfer.send_weights()
+        return None
 
     def _connected(self) -> Transfer:
         made = make_transfer(
@@ -260,10 +280,14 @@ class VllmEngine:
     def _prove(self, trainer: list[list[float]]) -> None:
         """Raise WorkerError unless the engines' log-probabilities of the probe agree with the trainer's."""
         start = time.monotonic()
-        dtype = max(self.trained_in, self.sampler.dtype, key=_COARSENESS.index)
         for engine in self.sampler.logprobs(self.probe):
-            probed = check_probe(engine, trainer, dtype, self._probed)
+            probed = check_probe(engine, trainer, self._coarser, self._probed)
         self._probed, self._proving = probed, self._proving + time.monotonic() - start
+
+    @property
+    def _coarser(self) -> str:
+        """The coarser dtype of the engine's and the trainer's."""
+        return max(self.trained_in, self.sampler.dtype, key=_COARSENESS.index)
 
     # -- samples -----------------------------------------------------------------------------------
 
@@ -276,30 +300,54 @@ class VllmEngine:
         answered: Answered | None = None,
     ) -> list[list[Sample]]:
         try:
-            return self.sampler.sample(prompts, n, settings, seed, answered)
+            answers = self.sampler.sample(prompts, n, settings, seed, answered)
         except WorkerError as error:
-            if self._restarted or self.sampler.running:  # no engine failed
+            if self._restarted or self.sampler.running or isinstance(error, AnswerError):  # no engine failed
                 raise
             self._restart(error)
-        return self.sampler.sample(prompts, n, settings, seed, answered)
+            answers = self.sampler.sample(prompts, n, settings, seed, answered)
+        if self.compares:
+            self._compare(prompts, answers)
+        return answers
+
+    def _compare(self, prompts: list[Prompt], answers: list[list[Sample]]) -> None:
+        """Raise AnswerError unless the log-probabilities of some samples, from every engine, are the
+        trainer's."""
+        every = [(p, one) for p, of in zip(prompts, answers, strict=True) for one in of if one.logprobs]
+        chosen = [every[i * len(every) // COMPARED] for i in range(min(COMPARED, len(every)))]
+        if not chosen:
+            return
+        cut = [(self.renderer.prompt_ids(p), one.token_ids[:COMPARED_TOKENS], one) for p, one in chosen]
+        ours = self._score_all([Sequence(p, np.array(ids, np.int32)) for p, ids, _ in cut])
+        own = [[not math.isnan(value) for value in one.logprobs[:COMPARED_TOKENS]] for _, _, one in cut]
+        theirs = [list(compress(one.logprobs, mine)) for (_, _, one), mine in zip(cut, own, strict=True)]
+        try:
+            dtype = self._coarser
+            check_probe(theirs, [list(compress(o, mine)) for o, mine in zip(ours, own, strict=True)], dtype)
+        except WorkerError as error:
+            where = ", ".join(self.sampler.config.urls or ())
+            raise AnswerError(f"{where}: the samples are not the policy's own: {error}") from error
 
     def _restart(self, error: WorkerError) -> None:
         self._restarted = True
-        print(f"{error}\nit is started again, and samples the round's prompts again", flush=True)
-        self.sampler.close()
-        self._probed = None  # a new process has no older weights
+        self._give_up(error, "it is started again, and samples the round's prompts again")
         if self._kept is not None:
             self.sampler.load(self._kept, self._version)
             self._prove(json.loads((self._kept / _PROBE).read_text()))
         else:
             self._give()
 
+    def _give_up(self, error: WorkerError, then: str) -> None:
+        """Close the engines, of which one failed. Called on rank 0."""
+        print(f"{error}\n{then}", flush=True)
+        self.sampler.close()
+        self._probed = None  # a new process has no older weights
+
     def sleep(self) -> None:
-        self.sampler.sleep()
+        try:
+            self.sampler.sleep()
+        except WorkerError as error:  # what it sampled is here already
+            self._give_up(error, "it is started again when it is sent the next weights")
 
     def close(self) -> None:
         self.sampler.close()
-
-
-def _quietly(work: Callable[[T], object], value: T) -> None:
-    attempt(partial(work, value))

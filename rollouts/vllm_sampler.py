@@ -33,7 +33,7 @@ from rollouts.adapters import highest_rank
 from rollouts.samplers import Answered, Player, Row, Sample, SamplingSettings, rows_of
 from rollouts.vllm_messages import Generated, GenerateRequest, TokenRow
 from rollouts.vllm_options import engine_environment, engine_options
-from rollouts.vllm_server import ServerEngine, address_towards, alive
+from rollouts.vllm_server import ServerEngine, address_towards, alive, host_of
 
 WORKER = "rollouts.vllm_worker"
 
@@ -71,16 +71,19 @@ class VllmSampler:
         self._workers: list[WorkerProcess | ServerEngine] = []
         self._connected = False
         self._urls = list(config.urls or ())
+        self._vocabulary: int | None = None
+        self._key: str | None = None
         self._sizes = [config.tensor_parallel] * (len(self._urls) or config.data_parallel)
 
     @property
     def address(self) -> str:
         """This machine's address, as the engines see it."""
-        return address_towards(self._urls[0]) if self._urls else "127.0.0.1"
+        return address_towards(host_of(self._urls[0]) if self._urls else None)
 
-    def sizes_are(self, workers: list[int]) -> None:
-        """Set the number of workers of each server in ``sampler.urls``."""
-        self._sizes = list(workers)
+    def servers_are(self, workers: list[int], vocabulary: int, key: str | None) -> None:
+        """Set the number of workers of each server in ``sampler.urls``, the number of tokens of the model,
+        and the key that opens the servers."""
+        self._sizes, self._vocabulary, self._key = list(workers), vocabulary, key
 
     @property
     def dtype(self) -> str:
@@ -143,7 +146,7 @@ class VllmSampler:
         with self._closed_on_failure():
             if self._urls:
                 self._leave_the_dead()
-                self._workers += [ServerEngine(url) for url in self._urls]
+                self._workers += [ServerEngine(url, self._vocabulary, self._key) for url in self._urls]
             else:
                 for replica in range(self.config.data_parallel):
                     self._workers.append(self._worker(replica))

@@ -21,10 +21,12 @@ from models.ranks import Ranks, attempt, outcome
 from models.weight_files import resolve_model_path
 from rollouts.adapters import KEY, base_of_adapters, with_adapters
 from rollouts.conversations import make_conversations
+from rollouts.rewards.endpoint import UNIX
 from rollouts.samplers import SamplingSettings
 from rollouts.sampling import refuse_options
 from rollouts.transfer import chosen
 from rollouts.vllm_engine import VllmEngine, probe_rows
+from rollouts.vllm_key import key_file, key_in
 from rollouts.vllm_messages import SHAPE
 from rollouts.vllm_options import engine_options
 from rollouts.vllm_sampler import VllmSampler, require_installed, says_logprobs
@@ -49,15 +51,15 @@ class VllmSampling:
         self.config, self.renderer, self.world, self.log_dir = config, renderer, world, log_dir
         on_main = attempt(partial(base_of_adapters, config)) if world.is_main else None
         self._base: Path | None = outcome(from_main(on_main))
-        self._sizes: list[int] | None = None
+        self._servers: tuple[list[int], int, str | None] | None = None
         if config.sampler.urls:
             asked = outcome(from_main(attempt(self._ask_servers) if world.is_main else None))
-            self._sizes, self._base = asked
+            self._servers, self._base = asked
         self.conversations = make_conversations(config, renderer, log_dir)
 
-    def _ask_servers(self) -> tuple[list[int], Path | None]:
-        """Return (number of workers of each server, folder of the model under adapters that are sent alone).
-        Raises ConfigError unless the servers suit this run."""
+    def _ask_servers(self) -> tuple[tuple[list[int], int, str | None], Path | None]:
+        """Return ((number of workers of each server, number of tokens of the model, key), folder of the model
+        under adapters that are sent alone). Raises ConfigError unless the servers suit this run."""
         model, wanted = self.config.model, self.config.sampler.adapters
         options = engine_options(self.config.sampler, model.max_length, model.dtype, model.logit_temperature)
         backend, path = chosen(self.config.sampler, self.world.device), resolve_model_path(model.name_or_path)
@@ -67,15 +69,20 @@ class VllmSampling:
         theirs = AutoConfig.from_pretrained(path, revision=model.revision).get_text_config()
         shape = {name: getattr(theirs, name) for name in SHAPE if hasattr(theirs, name)}
         cpu = self.world.device.type == "cpu"
-        command = serve_command(str(path), options, backend, 8000, cpu)
         urls = list(self.config.sampler.urls or ())
-        sizes = check_servers(urls, options, backend, shape, command)
-        said = None if self._base is None else without_adapters(urls, options, command)
+        file = key_file(self.config.cache_dir)
+        key = None if all(url.startswith(UNIX) for url in urls) else key_in(file)
+
+        def command(url: str) -> list[str]:
+            return serve_command(url, str(path), options, backend, cpu, str(file))
+
+        sizes = check_servers(urls, options, backend, shape, command, key)
+        said = None if self._base is None else without_adapters(urls, options, command, key)
         if said is not None:
-            remedy = f"{said}; start a server there: {shlex.join(command)}"
+            remedy = f"{said}; start a server there: {shlex.join(command(urls[0]))}"
             require(wanted != "alone", KEY, wanted, remedy)
             print(f"{said}: whole models go there, with the adapters merged ({KEY})", flush=True)
-        return sizes, self._base if said is None else None
+        return (sizes, theirs.vocab_size, key), self._base if said is None else None
 
     def sampler(self) -> VllmSampler:
         """Return the sampler, with its engines not started yet."""
@@ -89,14 +96,23 @@ class VllmSampling:
             temperature=model.logit_temperature,
             player=self.conversations,
         )
-        if self._sizes is not None:
-            made.sizes_are(self._sizes)
+        if self._servers is not None:
+            made.servers_are(*self._servers)
         return made
 
     def engine(self, policy: Policy, prompts: list[Prompt]) -> VllmEngine:
         probe = probe_rows(prompts, self.renderer)
         dtype = self.config.model.dtype
-        return VllmEngine(self.sampler(), policy, self.renderer, self.world, probe, dtype, self._base)
+        return VllmEngine(
+            self.sampler(),
+            policy,
+            self.renderer,
+            self.world,
+            probe,
+            dtype,
+            self._base,
+            compares=self._servers is not None and self.config.rounds.lag == 0,
+        )
 
     @contextmanager
     def opened(self) -> Iterator[OneProcess]:

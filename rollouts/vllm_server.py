@@ -8,23 +8,25 @@ two it has. ``check_servers`` asks a server about itself before anything is load
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import json
+import math
 import queue
 import shlex
 import socket
-import ssl
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as TooLate
+from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
-import httpx2
+import aiohttp
+from tenacity import AsyncRetrying, stop_after_attempt, wait_random_exponential
+from tenacity.asyncio import retry_if_exception
+from yarl import URL
 
 from common.errors import ConfigError, require
 from common.worker_process import WorkerError
+from rollouts.rewards.endpoint import UNIX, Client, is_logprob
+from rollouts.vllm_key import KEY_FILE, MIDDLEWARE
 from rollouts.vllm_messages import EngineOptions, Generated, GenerateRequest, TokenRow, ended_by_itself
 from rollouts.vllm_options import EXACT, WITHOUT_GPU
 
@@ -38,34 +40,53 @@ ADAPTERS = "adapters-of-round-"
 """Prefix of the name of a round's adapters, which the version follows."""
 NONE = ""
 RESETS = 20
-_ONE_TOKEN = {"max_tokens": 1, "detokenize": False}
 UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 ASK_S = 60.0
 """Seconds within which a server must answer a question about itself."""
+KEEP_ALIVE = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75"}
+"""Seconds for which a server keeps a connection without requests: far longer than this client does, or a
+request may meet a connection that the server is just closing."""
+TRIES = 20
+"""How often a request whose connection is lost is sent, while the server says that it is healthy."""
+LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
+"""Errors of a connection."""
+UNREADABLE = (LookupError, RecursionError, TypeError, ValueError)
+"""Errors of a reply that is not what it should be."""
+_ONCE = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
+"""Requests that must not be sent again: the server may have done what they ask."""
+_BYTES, _BYTES_PER_TOKEN = 4_000_000, 2_000
+"""Size of the largest reply: this many bytes, and these for each token of ``EngineOptions.max_length``."""
+
+
+class AnswerError(WorkerError):
+    """A server gave an answer that its model cannot have drawn."""
 
 
 class ServerEngine:
-    """One server. Requests are answered in order; one thread at a time may use it."""
+    """One server. Requests are answered in order; one thread at a time may use it.
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
-        self._thread = ThreadPoolExecutor(1)
+    A request whose connection is lost is sent again as long as the server's engine is healthy. A sample's
+    random numbers are its own, so it is the same sample.
+    """
+
+    def __init__(self, url: str, vocabulary: int | None = None, key: str | None = None) -> None:
+        """``vocabulary``: number of tokens of the model; None: not known. ``key``: opens the server
+        (``rollouts.vllm_key``)."""
+        self.url, self._vocabulary = url.rstrip("/"), math.inf if vocabulary is None else vocabulary
+        self._client = client_of(url, None, key)
         self._asked: list[Future[Any]] = []
         self._parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._doing: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        self._turn = asyncio.Lock()
         self._takes_adapters = False
         self._named: dict[str, str] = {}
         """the model that every request names if adapters are sent alone, else empty"""
 
     def send(self, method: str, *arguments: Any) -> None:
-        self._asked.append(self._thread.submit(self._answer, method, arguments))
+        self._asked.append(self._client.submit(self._answer(method, arguments)))
 
-    def _answer(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        async def answer() -> Any:
-            self._doing = (asyncio.get_running_loop(), asyncio.current_task())  # type: ignore[assignment]
+    async def _answer(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        async with self._turn:
             return await getattr(self, method)(*arguments)
-
-        return asyncio.run(answer())
 
     def ready(self, seconds: float, part: Callable[[Any], None] | None = None) -> bool:
         """Return whether the reply to the oldest unanswered request is there, after waiting at most
@@ -82,31 +103,37 @@ class ServerEngine:
         """Return the reply to the oldest unanswered request, within ``timeout`` seconds of ``begun`` (None:
         now). Raises WorkerError, which names the address."""
         spent = 0.0 if begun is None else time.monotonic() - begun
+        asked = self._asked.pop(0)
         try:
-            return self._asked.pop(0).result(max(0.0, timeout - spent))
-        except TooLate as error:
+            return asked.result(max(0.0, timeout - spent))
+        except TimeoutError as error:
             raise WorkerError(f"{self.url} did not answer within {timeout:g} s") from error
-        except (httpx2.HTTPError, KeyError, TypeError, ValueError) as error:
+        except (
+            aiohttp.ClientError,
+            CancelledError,
+            LookupError,
+            OSError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise WorkerError(f"{self.url}: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """Cancel what was asked of the server. The server itself keeps running, because it was not started by
         this process."""
-        if self._doing is not None:
-            loop, task = self._doing
-            with contextlib.suppress(RuntimeError):  # the request was answered, and its loop is closed
-                loop.call_soon_threadsafe(task.cancel)
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
 
     # -- requests shared with rollouts.vllm_worker -----------------------------------------------------
 
     async def start(self, options: EngineOptions, folder: str | None, version: str) -> tuple[str, None]:
         self._takes_adapters = options.lora_rank > 0
+        self._client.most_bytes = _BYTES + _BYTES_PER_TOKEN * options.max_length
         await self._versioned(NONE)
+        await self._post("abort_requests", {})  # left over from a client that is gone
         await self._rpc("drop_weight_update")  # of a trainer that was killed or failed meanwhile
         if folder is not None and not self._takes_adapters:
             return await self.load(folder, version)
-        await self._post("abort_requests", {})  # left over from a client that is gone
         return await self._versioned(NONE)
 
     async def load(self, folder: str, version: str) -> tuple[str, None]:
@@ -121,12 +148,10 @@ class ServerEngine:
     async def _read_adapters(self, folder: str, name: str) -> None:
         """Load adapters under a name that is new to the server. If they replaced adapters of the same name,
         they would be read again at every step (vLLM 0.32 keeps ``load_inplace`` with the name)."""
-        async with _client() as client:
-            known = _content(await client.get(f"{self.url}/v1/models"))["data"]
-            for old in (model["id"] for model in known if model["id"].startswith(ADAPTERS)):
-                _refused(await client.post(f"{self.url}/v1/unload_lora_adapter", json={"lora_name": old}))
-            body = {"lora_name": name, "lora_path": folder}
-            _refused(await client.post(f"{self.url}/v1/load_lora_adapter", json=body))
+        known = (await self._get("v1/models"))["data"]
+        for old in (model["id"] for model in known if model["id"].startswith(ADAPTERS)):
+            await self._post("v1/unload_lora_adapter", {"lora_name": old}, raw=True)
+        await self._post("v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, raw=True)
         self._named = {"model": name}
 
     async def own_head(self) -> tuple[str, bool]:
@@ -155,20 +180,39 @@ class ServerEngine:
 
     async def generate(self, requests: list[GenerateRequest]) -> tuple[str, None]:
         def take(place: int, reply: dict[str, Any]) -> None:
-            self._parts.put([(place, _drawn(reply["choices"][0]))])
+            drawn = _drawn(reply["choices"][0])
+            wrong = self._impossible(drawn, requests[place])
+            if wrong is not None:
+                raise AnswerError(f"{self.url} answered with what its model cannot have drawn: {wrong}")
+            self._parts.put([(place, drawn)])
 
         await self._each([(list(one.prompt), sampling_params(one)) for one in requests], take)
         return await self._said(None)
 
+    def _impossible(self, drawn: Generated, request: GenerateRequest) -> str | None:
+        """Return what is wrong with an answer; None for one that can be."""
+        ids, most = drawn.token_ids, request.max_tokens
+        if not all(type(token) is int and 0 <= token < self._vocabulary for token in ids):
+            return f"the tokens {ids}, where the vocabulary has {self._vocabulary}"
+        if not 0 < len(ids) <= most:
+            return f"{len(ids)} tokens, where 1 to {most} were asked for"
+        if drawn.finished and ids[-1] not in request.stop_token_ids:
+            return f"an end at token {ids[-1]}, which is no stop token"
+        for value in drawn.logprobs:
+            if not is_logprob(value):
+                return f"the log-probability {value!r}"
+        return None
+
     async def logprobs(self, rows: list[TokenRow]) -> tuple[str, list[list[float]]]:
         params = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         replies = await self._each([(row, params) for row in rows])
-        return await self._said(
-            [
-                [step[str(token)]["logprob"] for token, step in zip(row[1:], steps[1:], strict=True)]
-                for row, steps in zip(rows, (reply["prompt_logprobs"] for reply in replies), strict=True)
-            ]
-        )
+        found = [
+            [step[str(token)]["logprob"] for token, step in zip(row[1:], steps[1:], strict=True)]
+            for row, steps in zip(rows, (reply["prompt_logprobs"] for reply in replies), strict=True)
+        ]
+        for value in (value for row in found for value in row if not is_logprob(value)):
+            raise AnswerError(f"{self.url} answered with the log-probability {value!r}")
+        return await self._said(found)
 
     # -- HTTP ------------------------------------------------------------------------------------------
 
@@ -178,18 +222,23 @@ class ServerEngine:
         take: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> list[dict[str, Any]]:
         """Return the replies, in order. ``take`` is called with each reply as it arrives."""
-        room = asyncio.Semaphore(IN_FLIGHT)
-        async with _client() as client:
+        replies: list[dict[str, Any]] = [{} for _ in asked]
+        left = iter(enumerate(asked))
 
-            async def one(place: int, token_ids: TokenRow, params: dict[str, Any]) -> dict[str, Any]:
-                async with room:
-                    body = {"token_ids": token_ids, "sampling_params": params, **self._named}
-                    reply = _content(await client.post(f"{self.url}/inference/v1/generate", json=body))
+        async def ask() -> None:
+            for place, (token_ids, params) in left:
+                body = {"token_ids": token_ids, "sampling_params": params, **self._named}
+                replies[place] = await self._post("inference/v1/generate", body)
                 if take is not None:
-                    take(place, reply)
-                return reply
+                    take(place, replies[place])
 
-            return list(await asyncio.gather(*(one(i, *each) for i, each in enumerate(asked))))
+        tasks = [asyncio.create_task(ask()) for _ in range(min(IN_FLIGHT, len(asked)))]
+        try:
+            await asyncio.gather(*tasks)
+            return replies
+        finally:
+            for task in tasks:  # after the first error
+                task.cancel()
 
     async def _fresh(self, version: str) -> tuple[str, None]:
         """Drop the cache of the old weights and set the version, once all of the new weights are there."""
@@ -204,39 +253,65 @@ class ServerEngine:
         return version, None
 
     async def _said(self, value: Any) -> tuple[str, Any]:
-        async with _client() as client:
-            found = _content(await client.get(f"{self.url}/weight_info"))
-        return str(found["weight_version"]), value
+        return str((await self._get("weight_info"))["weight_version"]), value
 
     async def _rpc(self, method: str, *arguments: str) -> Any:
         return (await self._post("collective_rpc", {"method": method, "args": list(arguments)}))["results"]
 
-    async def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        async with _client() as client:
-            return _content(await client.post(f"{self.url}/{path}", json=body))
+    async def _get(self, path: str) -> dict[str, Any]:
+        return await self._sent(path, "GET", None)
+
+    async def _post(self, path: str, body: dict[str, Any] | None = None, raw: bool = False) -> dict[str, Any]:
+        """Return the JSON object that the server answers. ``raw``: its answer is another text, for which {}
+        is returned."""
+        sent = None if body is None else json.dumps(body).encode()
+        return await self._sent(path, "POST", sent, raw)
+
+    async def _sent(self, path: str, method: str, body: bytes | None, raw: bool = False) -> dict[str, Any]:
+        try:
+            return await self._reply(path, method, body, raw)
+        except LOST as error:
+            if path in _ONCE or not await self._is_lost(error):
+                raise
+        tries = AsyncRetrying(
+            retry=retry_if_exception(self._is_lost),
+            stop=stop_after_attempt(TRIES - 1),
+            wait=wait_random_exponential(0.1, max=5.0),
+            reraise=True,
+        )
+        again: dict[str, Any] = await tries(self._reply, path, method, body, raw)
+        return again
+
+    async def _is_lost(self, error: BaseException) -> bool:
+        """Return whether ``error`` is of a connection to a server that is well."""
+        return isinstance(error, LOST) and await is_healthy(self._client)
+
+    async def _reply(self, path: str, method: str, body: bytes | None, raw: bool) -> dict[str, Any]:
+        """Send a request once. Raises aiohttp.ClientError, OSError, and ValueError with the server's message
+        if it refused the request."""
+        reply = await self._client.exchange(method, f"{self._client.base_url}/{path}", body, _JSON)
+        if reply.status != 200:
+            said = reply.content[:500].decode(errors="replace")
+            raise ValueError(f"{reply.status} for {self.url}/{path}: {said}")
+        return {} if raw or not reply.content else dict(json.loads(reply.content))
 
 
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    """Return what every client would read anew, for longer than a short question takes."""
-    return httpx2.create_ssl_context()
+_JSON = {"Content-Type": "application/json"}
 
 
-def _client() -> httpx2.AsyncClient:
-    limits = httpx2.Limits(max_connections=IN_FLIGHT)
-    return httpx2.AsyncClient(timeout=None, limits=limits, verify=_certificates())
+def client_of(url: str, timeout: float | None, key: str | None) -> Client:
+    """Return a client of the server at ``url``, which shows ``key`` unless the server has no port."""
+    shown = {} if key is None or url.startswith(UNIX) else {"Authorization": f"Bearer {key}"}
+    return Client(url, timeout, _BYTES, shown)
 
 
-def _refused(response: httpx2.Response) -> None:
-    """Raise ValueError with the server's message if it refused the request."""
-    if response.status_code != 200:
-        raise ValueError(f"{response.status_code} for {response.url}: {response.text[:500]}")
-
-
-def _content(response: httpx2.Response) -> dict[str, Any]:
-    """Return the reply's JSON object. Raises ValueError as ``_refused`` does."""
-    _refused(response)
-    return dict(response.json()) if response.content else {}
+async def is_healthy(client: Client) -> bool:
+    """Return whether the server reports, within a minute, that its engine is healthy."""
+    try:
+        async with asyncio.timeout(ASK_S):
+            return (await client.exchange("GET", f"{client.base_url}/health")).status == 200
+    except (aiohttp.ClientError, OSError, ValueError):
+        return False
 
 
 def sampling_params(request: GenerateRequest) -> dict[str, Any]:
@@ -271,14 +346,22 @@ def _drawn(choice: dict[str, Any]) -> Generated:
 # -- checks of a server --------------------------------------------------------------------------------
 
 
-def serve_command(model: str, options: EngineOptions, backend: str, port: int, cpu: bool) -> list[str]:
-    """Return the command that starts a server which ``sampler.urls`` accepts, as words for a shell in this
-    project's folder."""
-    own = EXACT | (WITHOUT_GPU if cpu else {})
+def serve_command(
+    address: str, model: str, options: EngineOptions, backend: str, cpu: bool, key_file: str
+) -> list[str]:
+    """Return the command that starts a server at ``address`` which ``sampler.urls`` accepts, as words for a
+    shell in this project's folder. A server at a port asks for the key in ``key_file``; the folder of a
+    socket must keep others out."""
+    own = EXACT | KEEP_ALIVE | (WITHOUT_GPU if cpu else {})
+    if address.startswith(UNIX):
+        where = ["--uds", address.removeprefix(UNIX)]
+    else:
+        own |= {KEY_FILE: key_file}
+        url = URL(address)
+        where = ["--host", str(url.host), "--port", str(url.port), "--middleware", MIDDLEWARE]
     words = ["env", "PYTHONPATH=.", "VLLM_SERVER_DEV_MODE=1", *(f"{k}={v}" for k, v in own.items())]
     words += [f"{UPDATING}=1"] if options.lora_rank else []
-    words += ["python", "-m"]
-    words += ["vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
+    words += ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", model, *where]
     words += ["--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "vllm", "--seed", "0"]
     words += ["--dtype", options.dtype, "--max-model-len", str(options.max_length)]
     words += ["--logprobs-mode", logprobs_mode(options)]
@@ -296,27 +379,43 @@ def serve_command(model: str, options: EngineOptions, backend: str, port: int, c
     return words
 
 
+Command = Callable[[str], list[str]]
+"""Function address -> the command that starts a suitable server there."""
+
+
 def check_servers(
-    urls: list[str], options: EngineOptions, backend: str, shape: dict[str, Any], command: list[str]
+    urls: list[str],
+    options: EngineOptions,
+    backend: str,
+    shape: dict[str, Any],
+    command: Command,
+    key: str | None = None,
 ) -> list[int]:
     """Return the number of workers of each server. ``shape``: the fields of ``SHAPE`` in the config of the
-    trainer's model. ``command``: starts a suitable server. Raises ConfigError with key, address and
+    trainer's model. Says which servers answer without ``key``. Raises ConfigError with key, address and
     remedy."""
-    return [_check(url.rstrip("/"), options, backend, shape, shlex.join(command)) for url in urls]
+    found = []
+    for url in urls:
+        with _Asking(url, command, key) as server:
+            found.append(_check(server, options, backend, shape))
+        if key is not None and not url.startswith(UNIX):
+            with _Asking(url, command, None) as anybody:
+                if anybody.status("version") == 200:
+                    print(f"warning: {url} answers without a key: whoever reaches it can change its weights")
+    return found
 
 
-def _check(url: str, options: EngineOptions, backend: str, shape: dict[str, Any], command: str) -> int:
-    version = str(_asked(url, "version", command)["version"])
+def _check(server: _Asking, options: EngineOptions, backend: str, shape: dict[str, Any]) -> int:
+    version = str(server.get("version")["version"])
     if not version.startswith(TESTED):
-        raise ConfigError(
-            KEY, url, f"is vLLM {version}; this was tested with {TESTED}x: install vllm=={TESTED}0 there"
-        )
-    said = _asked(url, "server_info?config_format=json", command)["vllm_config"]
+        remedy = f"is vLLM {version}; this was tested with {TESTED}x: install vllm=={TESTED}0 there"
+        raise ConfigError(KEY, server.url, remedy)
+    said = server.get("server_info?config_format=json")["vllm_config"]
     model, extension = said["model_config"], said["parallel_config"]["worker_extension_cls"]
-    _require(extension == EXTENSION, url, f"was started without --worker-extension-cls {EXTENSION}", command)
-    has = _asked(url, "collective_rpc", command, {"method": "model_shape"})["results"][0]
+    server.require(extension == EXTENSION, f"was started without --worker-extension-cls {EXTENSION}")
+    has = server.post("collective_rpc", {"method": "model_shape"})["results"][0]
     other = [f"{name} {has[name]}, not {value}" for name, value in shape.items() if has[name] != value]
-    _require(not other, url, f"serves another model, {model['model']}: {', '.join(other)}", command)
+    server.require(not other, f"serves another model, {model['model']}: {', '.join(other)}")
     wanted = {
         "--dtype": (str(model["dtype"]).removeprefix("torch."), options.dtype),
         "--logprobs-mode": (model["logprobs_mode"], logprobs_mode(options)),
@@ -326,19 +425,25 @@ def _check(url: str, options: EngineOptions, backend: str, shape: dict[str, Any]
         ),
     }
     for flag, (found, value) in wanted.items():
-        _require(value in (None, found), url, f"was started with {flag} {found}, not {value}", command)
+        server.require(value in (None, found), f"was started with {flag} {found}, not {value}")
     longest = model["max_model_len"]
     short = f"was started with --max-model-len {longest}, and model.max_length is {options.max_length}"
-    _require(longest >= options.max_length, url, short, command)
-    _asked(url, "inference/v1/generate", command, {"token_ids": [1, 1], "sampling_params": _ONE_TOKEN})
-    return int(_asked(url, "get_world_size", command)["world_size"])
+    server.require(longest >= options.max_length, short)
+    # Only whether there is such a path. To generate would kill an engine whose weights are half replaced,
+    # which a trainer leaves that was killed in a hand-over.
+    has_path = server.status("inference/v1/generate") in (200, 405)
+    server.require(has_path, "was started without --enable-scale-out")
+    return int(server.get("get_world_size")["world_size"])
 
 
-def without_adapters(urls: list[str], options: EngineOptions, command: list[str]) -> str | None:
+def without_adapters(
+    urls: list[str], options: EngineOptions, command: Command, key: str | None = None
+) -> str | None:
     """Return the reason why one of the servers does not take such adapters alone; None if all do. Raises
     ConfigError."""
     for url in urls:
-        said = _asked(url.rstrip("/"), "server_info?config_format=json", shlex.join(command))
+        with _Asking(url, command, key) as server:
+            said = server.get("server_info?config_format=json")
         lora, updates = said["vllm_config"].get("lora_config"), said.get("vllm_env", {}).get(UPDATING)
         if not lora or not updates:
             return f"{url} was started without --enable-lora and {UPDATING}=1"
@@ -351,42 +456,80 @@ def without_adapters(urls: list[str], options: EngineOptions, command: list[str]
     return None
 
 
-def _require(condition: bool, url: str, said: str, command: str) -> None:
-    require(condition, KEY, url, f"{said}; start a server there: {command}")
-
-
 def logprobs_mode(options: EngineOptions) -> str:
     """Return which log-probabilities of sampled tokens vLLM reports. Those of prompts are at temperature 1 in
     either mode."""
     return "raw_logprobs" if options.temperature == 1 else "processed_logprobs"
 
 
-def _asked(url: str, path: str, command: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    method = "GET" if body is None else "POST"
-    try:
-        response = httpx2.request(method, f"{url}/{path}", json=body, timeout=ASK_S, verify=_certificates())
-        if response.status_code == 200:
-            return dict(response.json())
-        said = f"answers {response.status_code} to /{path} ({response.text[:200]})"
-    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-        said = f"does not answer ({error or type(error).__name__})"
-    except (TypeError, ValueError):
-        said = f"answers /{path} with something that is no JSON object"
-    raise ConfigError(KEY, url, f"{said}; start a server there: {command}")
+class _Asking:
+    """Questions to a server about itself, before weights load. Each raises ConfigError with the address and
+    the command that starts a server there."""
+
+    def __init__(self, url: str, command: Command, key: str | None) -> None:
+        self.url, self._command = url.rstrip("/"), command
+        self._client = client_of(url, ASK_S, key)
+
+    def __enter__(self) -> _Asking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def require(self, condition: bool, said: str) -> None:
+        remedy = f"{said}; start a server there: {shlex.join(self._command(self.url))}"
+        require(condition, KEY, self.url, remedy)
+
+    def get(self, path: str) -> dict[str, Any]:
+        return self._answer(path, "GET", None)
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return self._answer(path, "POST", json.dumps(body).encode())
+
+    def status(self, path: str) -> int:
+        """Return the status of a GET."""
+        return self._exchanged(path, "GET", None)[0]
+
+    def _answer(self, path: str, method: str, body: bytes | None) -> dict[str, Any]:
+        status, content = self._exchanged(path, method, body)
+        said = f"answers {status} to /{path} ({content[:200].decode(errors='replace')})"
+        if status == 401:
+            said += ": the key that opens it is another than this run's (docs/rounds.md, Servers)"
+        self.require(status == 200, said)
+        try:
+            return dict(json.loads(content))
+        except (TypeError, ValueError, RecursionError):
+            self.require(False, f"answers /{path} with something that is no JSON object")
+            raise
+
+    def _exchanged(self, path: str, method: str, body: bytes | None) -> tuple[int, bytes]:
+        asked = self._client.exchange(method, f"{self._client.base_url}/{path}", body, _JSON)
+        try:
+            reply = self._client.submit(asked).result()
+            return reply.status, reply.content
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            self.require(False, f"does not answer ({error or type(error).__name__})")
+            raise
 
 
-def address_towards(url: str) -> str:
-    """Return this machine's address as the server at ``url`` sees it."""
-    host = httpx2.URL(url).host
+def address_towards(host: str | None) -> str:
+    """Return this machine's address as ``host`` sees it; None: this machine itself."""
+    if host is None:
+        return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         asked.connect((socket.gethostbyname(host), 9))  # nothing is sent
         return str(asked.getsockname()[0])
 
 
+def host_of(url: str) -> str | None:
+    """Return the host of an address; None for a socket with a path."""
+    return None if url.startswith(UNIX) else URL(url).host
+
+
 def alive(url: str) -> bool:
     """Return whether the server reports that its engine is healthy."""
+    client = client_of(url, ASK_S, None)
     try:
-        asked = f"{url.rstrip('/')}/health"
-        return httpx2.get(asked, timeout=ASK_S, verify=_certificates()).status_code == 200
-    except httpx2.HTTPError:
-        return False
+        return client.submit(is_healthy(client)).result()
+    finally:
+        client.close()

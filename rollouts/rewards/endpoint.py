@@ -147,8 +147,8 @@ class Client:
 @cache
 def _proxy(base_url: str) -> str | None:
     """Return the address of the proxy for ``base_url`` in the environment (HTTP_PROXY, NO_PROXY, …)."""
-    url, proxies = URL(base_url), urllib.request.getproxies_environment()
-    if urllib.request.proxy_bypass_environment(f"{url.host}:{url.port}"):
+    url, proxies = URL(base_url), urllib.request.getproxies()
+    if urllib.request.proxy_bypass(f"{url.host}:{url.port}"):
         return None
     return proxies.get(url.scheme) or proxies.get("all")
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from common.errors import StoppedError, UserError
 from config.schema_rewards import RewardConfig, TeacherConfig
@@ -127,3 +129,22 @@ def die(rank: int, ranks: int, store: str, folder: str) -> None:
         raise AssertionError("who is killed says nothing") from None
     finally:
         (Path(folder) / f"ended-{rank}").touch()
+
+
+def fall(rank: int, ranks: int, store: str, folder: str, which: str) -> None:
+    """A rank fails between the gathers of a hand-over, which the others wait in. They say why, and end."""
+    world = join(rank, ranks, store)
+    line = Ranks(world)
+
+    def gathers(_: None) -> None:
+        for turn in range(3):
+            if turn == 1 and rank == int(which):
+                raise MemoryError("no room for the weights")
+            dist.all_reduce(torch.zeros(1))
+
+    send = line.together(gathers)
+    try:
+        line.run_on_main(lambda: send(None))
+    except UserError as error:
+        (Path(folder) / f"fell-{which}-{rank}").write_text(f"{type(error).__name__}: {error}")
+        raise SystemExit(1) from None

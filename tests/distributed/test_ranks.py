@@ -60,6 +60,18 @@ def test_a_rank_that_is_killed_leaves_nobody_waiting(folder):
     assert [(folder / f"ended-{rank}").exists() for rank in range(3)] == [True, True, False]
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_that_fails_within_a_hand_over_ends_all_with_its_message(folder, which):
+    code = "import sys; from tests.distributed.shares import fall; fall(int(sys.argv[1]), 3, *sys.argv[2:])"
+    store = folder / f"store-fell-{which}"
+    ranks = [programs.start("-c", code, str(rank), store, folder, str(which)) for rank in range(3)]
+    until(lambda: all(one.poll() is not None for one in ranks), lambda: ranks[0].said())
+    assert [one.poll() for one in ranks] == [1] * 3
+    for rank in {0, 1, 2} - ({which} if which else set()):
+        said = (folder / f"fell-{which}-{rank}").read_text()
+        assert said == f"ShareError: rank {which} failed: MemoryError: no room for the weights"
+
+
 def test_every_item_once_and_in_order_by_one_process():
     each = Ranks(start()).dealt(lambda item: item * item)
     assert each([3, 1, 2]) == [9, 1, 4] and each([]) == []

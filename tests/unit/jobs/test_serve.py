@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
 import itertools
-import socket
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from common.errors import ConfigError, UserError
 from common.worker_process import ROOT
 from config.cli import compose
 from jobs import serve
+from rollouts.rewards.endpoint import KEEP_ALIVE_S
 from rollouts.vllm_sampler import installed
 
 
@@ -33,19 +33,26 @@ def test_the_gpus_that_a_scheduler_gave_are_the_ones(monkeypatch: pytest.MonkeyP
     assert serve.seen_gpus() == ["0", "1"]
 
 
-def test_a_machine_whose_name_nobody_knows_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert serve.own_name() in (socket.gethostname(), socket.gethostbyname(serve.own_name()))
-    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    ipaddress.ip_address(serve.own_name())
+def test_a_trainer_elsewhere_is_served_at_the_address_that_it_reaches() -> None:
+    assert serve.towards(None) is None and serve.towards("localhost") == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"--trainer=no-such-host.invalid: cannot be reached"):
+        serve.towards("no-such-host.invalid")
 
 
 def test_a_server_is_started_as_the_run_will_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["online=true", "sampler=vllm", "model.max_length=96", "model.logit_temperature=0.7"]
     config, _ = compose(*words, f"sampler.urls=[{serve.ANY}]")
     monkeypatch.setenv("PYTHONPATH", "/theirs")
-    said, environment = serve.server_words(config, 8123)
+    said, environment = serve.server_words(config, "http://10.0.0.7:8123")
     given = dict(itertools.pairwise(said))
     assert (given["--port"], given["--max-model-len"], given["--dtype"]) == ("8123", "96", "float32")
+    assert given["--host"] == "10.0.0.7" and given["--middleware"] == "rollouts.vllm_key.RequireKey"
+    assert said[1:4] == ["-m", "common.worker_process", str(os.getpid())] and said[4].startswith("vllm.")
+    assert environment["HUMANLINE_KEY_FILE"].startswith(str(Path(config.cache_dir).absolute()))
+    assert int(environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 10 * KEEP_ALIVE_S
+    at_socket, open_to_user = serve.server_words(config, "unix:/private/0")
+    assert dict(itertools.pairwise(at_socket))["--uds"] == "/private/0"
+    assert not {"--host", "--port"} & set(at_socket) and "HUMANLINE_KEY_FILE" not in open_to_user
     assert given["--logprobs-mode"] == "processed_logprobs" and said[0] == sys.executable
     assert environment["PYTHONPATH"] == f"{ROOT}:/theirs" and environment["VLLM_SERVER_DEV_MODE"] == "1"
 

@@ -20,6 +20,7 @@ from models.policy import Policy
 from rollouts import transfer, vllm_engine, vllm_sampler
 from rollouts.samplers import SamplingSettings
 from rollouts.vllm_engine import TransferError, VllmEngine, probe_rows
+from rollouts.vllm_server import AnswerError
 from tests.programs import writers
 from tests.tiny import tiny_llama, tiny_policy
 from tests.unit.rollouts.test_vllm_sampler import PROMPTS, RENDERER, make
@@ -174,15 +175,61 @@ def test_engines_that_were_started_again_are_connected_anew(engine, tmp_path, mo
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_an_engine_that_is_dead_is_noticed_before_weights_are_sent(tmp_path, monkeypatch, tied):
-    """A broadcast would wait for it without end."""
+def test_an_engine_that_is_dead_is_noticed_before_weights_are_sent(tmp_path, monkeypatch, tied, capsys):
+    """A broadcast would wait for it without end. It is replaced, as one is that dies while it samples."""
     engine = engine_of(tmp_path, tied)
     engine.publish(tmp_path / "weights", 0, False)
+    before, send_all, sent = drawn(engine), engine._send_all, []
     kill(engine)
-    monkeypatch.setattr(engine, "_send_all", lambda asked: pytest.fail("sent to nobody"))
-    with pytest.raises(TransferError, match="SIGKILL"):
-        engine.publish(tmp_path / "weights", 1, False)
+    monkeypatch.setattr(engine, "_send_all", lambda asked: sent.append(asked) or send_all(asked))
+    assert engine.publish(tmp_path / "weights", 1, False)["weight_transfer"] == "shared_memory"
+    assert sent == [(True, frozenset())], "to the new one alone"
+    said = capsys.readouterr().out
+    assert "SIGKILL" in said and "it is started again" in said and drawn(engine) == before
     engine.close()
+
+
+@pytest.mark.parametrize("way", ["memory", "disk", "adapters"])
+def test_an_engine_that_dies_asleep_or_while_the_trainer_trains_is_replaced(tmp_path, way, capsys):
+    if way == "adapters":
+        engine = engine_of_adapters(tmp_path)
+    else:
+        engine = engine_of(tmp_path, weight_transfer="disk" if way == "disk" else "auto")
+    engine.publish(tmp_path / "0", 0, False)
+    before = drawn(engine)
+    kill(engine)
+    engine.sleep()  # its samples are here
+    assert "SIGKILL" in capsys.readouterr().out
+    for version in (1, 2):
+        engine.publish(tmp_path / str(version), version, False)
+        assert drawn(engine) == before and engine.sampler.version == version
+        engine.sleep()
+        kill(engine)
+    assert "SIGKILL" in capsys.readouterr().out
+    engine.close()
+
+
+@pytest.mark.parametrize(("gap", "ok"), [(0.0, True), (1e-5, True), (3.0, False), (float("nan"), False)])
+def test_samples_that_are_not_the_policys_are_refused_at_once(tmp_path, monkeypatch, gap, ok):
+    """By those of all engines, which a second try would not mend."""
+    monkeypatch.setattr(vllm_sampler, "WORKER", "tests.slow_engine")
+    engine = engine_of(tmp_path)
+    engine.compares = True
+    engine.publish(tmp_path / "weights", 0, False)
+    scored = []
+
+    def scores(policy, sequences):
+        scored.extend(sequences.rows)
+        return torch.full((len(sequences.rows), 9), gap - 0.5)
+
+    monkeypatch.setattr(vllm_engine, "score", scores)
+    if ok:
+        assert len(engine.sample(PROMPTS, 1, SETTINGS, seed=1)) == len(PROMPTS)
+    else:
+        with pytest.raises(AnswerError, match=r"the samples are not the policy's own.*differ by"):
+            engine.sample(PROMPTS, 1, SETTINGS, seed=1)
+    engine.close()
+    assert len(scored) == min(len(PROMPTS), vllm_engine.COMPARED)
 
 
 def test_adapters_go_over_alone_once_a_round(tmp_path, capsys):
