@@ -23,7 +23,7 @@ class FunctionConfig:
     batch_size: int
     workers: int
     timeout: float
-    conversational: bool
+    conversational: bool | None
 
     def __post_init__(self) -> None:
         require(

@@ -9,6 +9,7 @@ decorate it with ``each_row``. Rows are read, never changed.
 from __future__ import annotations
 
 import functools
+import json
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -261,8 +262,23 @@ def unpaired(values: Values, config: DataConfig) -> Group:
 
 @each_row
 def prompt_only(values: Values, config: DataConfig) -> Group:
-    """``prompt``, and ``reference`` if answers can be checked."""
-    return Group(prompt_of(turns(value(values, "prompt"), "prompt"), values.get("reference")))
+    """``prompt``, and ``reference`` if answers can be checked. Every other column is kept for reward
+    functions."""
+    prompt = prompt_of(turns(value(values, "prompt"), "prompt"), values.get("reference"))
+    return Group(replace(prompt, columns=other_columns(values, config)))
+
+
+def other_columns(values: Values, config: DataConfig) -> str:
+    """Return the columns of a row that are neither its prompt nor its reference, as a JSON object; "" if it
+    has none."""
+    renamed = config.columns or {}
+    taken = {"prompt", "reference", "tools", *renamed, *renamed.values()}
+    # dict() copies without marking them as read: that is for what decides
+    rest = {name: found for name, found in dict(values).items() if name not in taken}
+    text = json.dumps(rest, ensure_ascii=False, default=str) if rest else ""
+    if "NaN" in text or "Infinity" in text:  # no JSON: null
+        return json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False)
+    return text
 
 
 # HALOs' feedback files

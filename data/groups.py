@@ -2,12 +2,12 @@
 trained on offline with ``data=local``.
 
 A line: ``{"id", "prompt": [{"role", "content"}], "reference", "completions": [{"text", "token_ids",
-"finished", "tokenizer", "behavior_logprobs"}], "rewards": [...]}``, and ``tools`` if the prompt has any.
-``tokenizer`` is the fingerprint of the vocabulary that the ids belong to. ``behavior_logprobs`` has a number
-or null for each of ``token_ids``: its log-probability in nats, without truncation, under the policy that
-wrote it. If the logits were divided by a temperature other than 1, ``behavior_temperature`` gives that
-temperature. Lines without these two keys are read too. Without ``token_ids``, ``behavior_logprobs`` has
-nothing to refer to and is not read.
+"finished", "tokenizer", "behavior_logprobs"}], "rewards": [...]}``, ``tools`` if the prompt has any, and
+``columns``, an object, if its row had others. ``tokenizer`` is the fingerprint of the vocabulary that the
+ids belong to. ``behavior_logprobs`` has a number or null for each of ``token_ids``: its log-probability in
+nats, without truncation, under the policy that wrote it. If the logits were divided by a temperature other
+than 1, ``behavior_temperature`` gives that temperature. Lines without these two keys are read too. Without
+``token_ids``, ``behavior_logprobs`` has nothing to refer to and is not read.
 
 A completion with ``token_ids`` may also have ``loss_mask``, a 0 or 1 for each of them, where 0 marks context
 that the policy did not write; and ``token_rewards``, a number for each. ``turns`` are the turns of a
@@ -71,7 +71,8 @@ def read_groups(path: Path) -> list[Group]:
 
 def to_dict(group: Group) -> dict[str, Any]:
     """Return the JSON object of a group."""
-    return {
+    columns = {"columns": json.loads(group.prompt.columns)} if group.prompt.columns else {}
+    return columns | {
         "id": group.prompt.id,
         **prompt_dict(group.prompt),
         "reference": group.prompt.reference_answer,
@@ -114,6 +115,8 @@ def from_dict(values: Values) -> Group:
     ``id`` is not read, because identity is by content. Raises RowError.
     """
     prompt = prompt_of(turns(value(values, "prompt"), "prompt"), values.get("reference"))
+    if isinstance(others := values.get("columns"), dict) and others:
+        prompt = replace(prompt, columns=json.dumps(others, ensure_ascii=False))
     completions, rewards = value(values, "completions"), value(values, "rewards")
     if not isinstance(completions, list) or not isinstance(rewards, list) or len(completions) != len(rewards):
         raise RowError("'completions' and 'rewards' are not two lists of one length")

@@ -26,7 +26,7 @@ from data.folders import folder_rows, is_saved
 from data.formats import Values
 from data.group_store import gathered, picked, prompt_ids
 from data.rows import SUFFIXES, Dropped, Loaded, Row, read_rows
-from data.types import Group, Prompt, Turn
+from data.types import Group, Turn
 from data.views import exceeds, keep_shares
 
 __all__ = ["Dropped", "Loaded", "hub_table", "load_groups", "load_splits", "local"]
@@ -136,7 +136,7 @@ def with_system(group: Group, system: Turn) -> Group:
     """Return the group with a system turn before its prompt, unless it has one already."""
     if group.prompt.turns[0].role == "system":
         return group
-    return replace(group, prompt=Prompt((system, *group.prompt.turns), group.prompt.reference_answer))
+    return replace(group, prompt=replace(group.prompt, turns=(system, *group.prompt.turns)))
 
 
 # Sources that a yaml may name

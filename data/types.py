@@ -57,6 +57,8 @@ class Prompt:
     """The reference answer that a verifier compares with, or None."""
     tools: str = ""
     """The tools that the chat template describes to the model, as the JSON of a list; "" for none."""
+    columns: str = ""
+    """The row's other columns, as a JSON object, which reward functions get; "" if none are kept."""
 
     @cached_property
     def id(self) -> str:

@@ -145,6 +145,7 @@ class Online:
             f"reward={self.config.reward_config.name} rewards "
             + ("tokens: use loss=grpo loss.advantage=tokens" if reward.gives_tokens else "whole samples"),
         )
+        reward.check_prompts(self.contexts.prompts)
         if reward.gives_tokens:
             reward.check_tokenizer(self.renderer.tokenizer)
 

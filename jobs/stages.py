@@ -3,22 +3,26 @@ machines."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from common.errors import StoppedError, require
+from common.errors import ConfigError, DataError, StoppedError, require
 from config.schema import Config
+from config.schema_rounds import RoundsConfig
 from config.schema_stages import LabelStage, SampleStage
 from data.chat import make_renderer
 from data.sources import load_splits
 from data.views import prompts_of
 from models.distributed import World
 from models.pretrained import check_model, load_tokenizer
-from rollouts.files import read_samples, refuse_existing, write_feedback, write_samples
+from rollouts.files import Scores, read_samples, refuse_existing, write_feedback, write_samples
 from rollouts.generate import Request, generate_answers, settings_of
 from rollouts.rewards.base import RewardError
 from rollouts.rewards.factory import make_reward
 from rollouts.round_builder import score_samples
-from rollouts.rounds import SampledPrompt, usable_prompts
+from rollouts.rounds import SampledPrompt, feedback, usable_prompts
 
 
 def sample(config: Config, stage: SampleStage, world: World) -> None:
@@ -90,11 +94,45 @@ def label(config: Config, stage: LabelStage, device: str) -> None:
             "rewards the tokens of a run's own rounds, and a file has one score a text: choose another",
         )
         samples = read_samples(Path(stage.samples))
+        if not samples:
+            raise DataError(f"{stage.samples}: holds no sample; in= takes the files that sample.py writes")
+        reward.check_prompts([one.prompt for one in samples])
         scores = score_samples(reward, samples)
     except RewardError as error:
         raise StoppedError(str(error)) from error
     finally:
         reward.close()
+    check_leaves_something(stage, config.rounds, samples, scores, config.seed)
     entries = write_feedback(out, samples, scores, stage.format, config.rounds, config.seed)
     given = sum(score is not None for values in scores for score in values)
     print(f"{out}: {entries} entries from {given} scored samples of {len(samples)} prompts", flush=True)
+
+
+def check_leaves_something(
+    stage: LabelStage, rounds: RoundsConfig, samples: Sequence[SampledPrompt], scores: Scores, seed: int
+) -> None:
+    """Raise ConfigError if the feedback of all samples would be an empty file, with the reasons and the
+    settings that leave something."""
+
+    def made(kind: str) -> list[object]:
+        settings = replace(rounds, feedback=kind, zero_variance=None)
+        return [feedback(one, values, settings, seed) for one, values in zip(samples, scores, strict=True)]
+
+    given = sum(score is not None for values in scores for score in values)
+    if stage.format in ("binary", "scalar"):
+        require(given > 0, "out", stage.out, "would be empty: no sample has a score")
+        return
+    outcomes = made(rounds.feedback)
+    if any(isinstance(one, list) for one in outcomes):
+        return
+    why = "; ".join(
+        f"{count} prompts: {reason}" for reason, count in Counter(map(str, outcomes)).most_common()
+    )
+    others = [kind for kind in ("pair", "group", "threshold") if any(isinstance(x, list) for x in made(kind))]
+    remedy = " or ".join(f"rounds.feedback={kind}" for kind in others)
+    raise ConfigError(
+        "rounds.feedback",
+        rounds.feedback,
+        f"leaves nothing of {given} scored samples of {len(samples)} prompts ({why}): "
+        + (f"use {remedy}, or format=binary or scalar" if given else "look at the reward"),
+    )

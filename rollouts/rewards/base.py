@@ -9,7 +9,6 @@ task nor its result depends on when the task begins.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -38,6 +37,7 @@ LOG_NAME = "reward-{}.log"
 """Name of a worker process's log in a scorer's ``log_dir``, to be formatted with the worker's number."""
 
 _SHOWN = 120
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class RewardError(StoppedError):
@@ -151,6 +151,9 @@ class Reward(Protocol):
         early, or None for a reward that waits for all of them. ``score`` is called with the completions in
         either case."""
 
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Raise ConfigError if the reward needs something of each prompt that none of them has."""
+
     @property
     def gives_tokens(self) -> bool:
         """Whether the reward scores tokens (``score_tokens``) and not whole completions."""
@@ -178,7 +181,7 @@ class Reward(Protocol):
 
 class Scorer(Protocol):
     """One kind of reward. It gives the reason for each missing verdict and leaves the policy on missing
-    verdicts to ``Checked``.
+    verdicts to ``Checked``. It may have ``check_prompts``, as in ``Reward``.
 
     A scorer whose settings have a true ``loads_model`` also has ``share_over``, as in ``Reward``. A scorer
     that works in other processes or through network calls may have ``chunk`` and ``begin``
@@ -217,6 +220,10 @@ class Checked:
         begin = parts_that_begin(self.scorer)
         return Arrivals(begin, count) if begin else None
 
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        if hasattr(self.scorer, "check_prompts"):
+            self.scorer.check_prompts(prompts)
+
     @property
     def gives_tokens(self) -> bool:
         return hasattr(self.scorer, "score_tokens")
@@ -231,7 +238,7 @@ class Checked:
         start = time.monotonic()
         scorer: Any = self.scorer
         found = scorer.score_tokens(samples)
-        verdicts = [v if isinstance(v, Missing) else finite(fmean(v)) for v in found]
+        verdicts = [v if isinstance(v, Missing) else _mean(v) for v in found]
         self._account(verdicts, prompts, [c.text or "" for _, c in samples], start)
         return [None if isinstance(v, Missing) else tokens for v, tokens in zip(verdicts, found, strict=True)]
 
@@ -266,10 +273,16 @@ class Checked:
 
 
 def finite(verdict: float | Missing) -> float | Missing:
-    """Return ``verdict`` unchanged, or a missing verdict if it is nan or infinite."""
-    if isinstance(verdict, Missing) or math.isfinite(verdict):
+    """Return ``verdict`` unchanged, or a missing verdict if it is not finite in float32, the precision in
+    which it would be trained on: no file of groups may hold it."""
+    if isinstance(verdict, Missing) or abs(verdict) <= _LARGEST:
         return verdict
     return Missing(f"the reward is {verdict}")
+
+
+def _mean(tokens: Sequence[float]) -> float | Missing:
+    """Return the mean of token rewards, or a missing verdict if one of them or their mean is not finite."""
+    return next((bad for one in tokens if isinstance(bad := finite(one), Missing)), finite(fmean(tokens)))
 
 
 def _too_many(

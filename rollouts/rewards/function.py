@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
+import re
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from common.errors import ConfigError
+from common.errors import ConfigError, require
 from common.imports import import_function
 from config.schema_rewards import FunctionConfig
 from data.types import Prompt
@@ -17,6 +21,19 @@ from rollouts.rewards.base import Missing, RewardError
 from rollouts.rewards.pool import Pool
 
 Columns = dict[str, list[Any]]
+REFERENCE = ("reference", "answer", "solution")
+"""Names under which a function gets the prompt's reference answer."""
+PASSED = ("completions", "prompts", *REFERENCE)
+ANSWERS = ("answer", "solution", "ground_truth", "target", "label")
+"""Columns that hold the reference answer in many data sets."""
+_OF_MESSAGES = re.compile(r"(?i)list\[[\w.]*(list|sequence)\[|dict|mapping|message")
+"""An annotation of completions that are lists of messages."""
+_TAKES_FIELDS = re.compile("string indices must be integers|'str' object has no attribute 'get'")
+_OWN = "rollouts.rewards."
+"""The functions that come with the project are not shown at work."""
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = 60
+_BRIEF.maxlist, _BRIEF.maxdict = 2, 4
 
 
 class FunctionReward:
@@ -27,15 +44,16 @@ class FunctionReward:
         """Raises ConfigError if the function cannot be imported."""
         self.config, self.log_dir = config, log_dir
         self.metrics: dict[str, float] = {}
+        self._shown = False
         self._pool = Pool(
             "rollouts.rewards.function.load",
-            config.path,
+            Call(config.path, config.conversational),
             workers=config.workers,
             timeout=config.timeout,
             log_dir=log_dir,
         )
         try:
-            self._pool.start()
+            self._asks: Asks = self._pool.start()
         except RewardError as error:
             raise ConfigError("reward.function.path", config.path, str(error)) from error
 
@@ -43,21 +61,83 @@ class FunctionReward:
     def chunk(self) -> int:
         return self.config.batch_size
 
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Raise ConfigError for a column that the function asks for by name and that is None for every
+        prompt."""
+        rows = [_others(prompt) for prompt in prompts]
+        others = {name for row in rows for name, found in row.items() if found is not None}
+        known = any(prompt.reference_answer is not None for prompt in prompts)
+        for name in self._asks.needed:
+            if name in REFERENCE and not known:
+                found = next((own for own in (name, *ANSWERS) if own in others), None)
+                raise ConfigError(
+                    "data.columns",
+                    None,
+                    f"{self.config.path} asks for {name}, the reference answer, and no row has one; "
+                    + (
+                        f"the data have {found}: type data.columns={{reference: {found}}}"
+                        if found
+                        else "name its column, as in data.columns={reference: answer}"
+                    ),
+                )
+            require(
+                name in (*others, *PASSED),
+                "reward.function.path",
+                self.config.path,
+                f"asks for {name}, and no row has such a column; it may ask for "
+                f"{', '.join(sorted({*PASSED, *others}))}",
+            )
+
     def begin(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> None:
-        self._pool.begin(columns(prompts, completions, self.config.conversational))
+        self._pool.begin(columns(prompts, completions, conversational=True))
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float | Missing]:
-        batches = batches_of(prompts, completions, self.chunk, self.config.conversational)
-        verdicts: list[float | Missing] = []
+        batches = batches_of(prompts, completions, self.chunk, conversational=True)
+        found: list[float | Missing] = []
         for batch, result in zip(batches, self._pool.map(batches), strict=True):
-            verdicts += [result] * len(batch["completions"]) if isinstance(result, Missing) else result
-        return verdicts
+            if not (isinstance(result, Missing) or self._shown or self.config.path.startswith(_OWN)):
+                self._show(batch, conversational=result[0])
+            found += [result] * len(batch["completions"]) if isinstance(result, Missing) else result[1]
+        return found
+
+    def _show(self, batch: Columns, conversational: bool) -> None:
+        """Print the arguments of the first call, which say at a glance what the function works on."""
+        self._shown = True
+        given = _arguments(batch, conversational, self._asks)
+        firsts = ", ".join(f"{name}=[{_BRIEF.repr(column[0])}, …]" for name, column in given.items())
+        print(
+            f"{self.config.path} gets {'lists of messages' if conversational else 'texts'} "
+            f"(reward.function.conversational={'true' if conversational else 'false'}); its first call: "
+            f"{firsts}, {len(batch['completions'])} of each",
+            flush=True,
+        )
 
     def release(self) -> None:
         """Does nothing: the function's memory belongs to its own processes."""
 
     def close(self) -> None:
         self._pool.close()
+
+
+class Call(NamedTuple):
+    """The function that a worker loads, and whether it gets messages; None: as it asks."""
+
+    path: str
+    conversational: bool | None
+
+    def __str__(self) -> str:
+        return self.path
+
+
+@dataclass(frozen=True)
+class Asks:
+    """The columns that a function asks for: ``names`` by parameters, ``needed`` without a default, all with
+    ``everything``; and whether its parameter ``completions`` is annotated as lists of messages."""
+
+    names: tuple[str, ...]
+    needed: tuple[str, ...]
+    everything: bool
+    messages: bool
 
 
 def batches_of(
@@ -69,43 +149,83 @@ def batches_of(
 
 def columns(prompts: Sequence[Prompt], completions: Sequence[str], conversational: bool) -> Columns:
     """Return the arguments of a reward function, as TRL passes them: lists of messages if ``conversational``,
-    else texts. The prompt's reference answer is passed under each of the names that data sets use for it."""
+    else texts. The prompt's reference answer is passed under each of the names that data sets use for it, and
+    every other column of its row under its own name."""
     references = [prompt.reference_answer for prompt in prompts]
-    if conversational:
-        asked: list[Any] = [[turn.message for turn in prompt.turns] for prompt in prompts]
-        answers: list[Any] = [[{"role": "assistant", "content": text}] for text in completions]
-    else:
-        asked, answers = (
-            ["\n\n".join(t.content for t in prompt.turns) for prompt in prompts],
-            list(completions),
-        )
-    return {
-        "prompts": asked,
-        "completions": answers,
-        "reference": references,
-        "answer": references,
-        "solution": references,
+    others = [_others(prompt) for prompt in prompts]
+    names = dict.fromkeys(name for row in others for name in row)
+    messages: Columns = {
+        "prompts": [[turn.message for turn in prompt.turns] for prompt in prompts],
+        "completions": [[{"role": "assistant", "content": text}] for text in completions],
     }
+    given = (messages if conversational else as_texts(messages)) | dict.fromkeys(REFERENCE, references)
+    return given | {name: [row.get(name) for row in others] for name in names if name not in given}
+
+
+def as_texts(batch: Columns) -> Columns:
+    """Return the batch with texts in place of messages: a prompt's turns with an empty line between them."""
+    return batch | {
+        "prompts": ["\n\n".join(turn["content"] for turn in asked) for asked in batch["prompts"]],
+        "completions": [answer[0]["content"] for answer in batch["completions"]],
+    }
+
+
+def _others(prompt: Prompt) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(prompt.columns) if prompt.columns else {}
+    return found
+
+
+def _arguments(batch: Columns, conversational: bool, asks: Asks) -> Columns:
+    """Return those columns of a batch of messages that the function asks for."""
+    given = batch if conversational else as_texts(batch)
+    return {name: column for name, column in given.items() if asks.everything or name in asks.names}
 
 
 # In the worker process
 
 
-def load(path: str) -> Callable[[Columns], list[float | Missing]]:
-    """Return the function at an import path, wrapped so that it returns one verdict for each completion.
-    Raises ConfigError."""
-    function = import_function("reward.function.path", path)
-    parameters = inspect.signature(function).parameters.values()
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    names = {p.name for p in parameters}
+def load(which: Call) -> Callable[[Columns], tuple[bool, list[float | Missing]]]:
+    """Return the function at an import path, wrapped so that it returns whether it was given messages, and
+    one verdict for each completion. Raises ConfigError.
 
-    def call(batch: Columns) -> list[float | Missing]:
-        returned = function(**{name: column for name, column in batch.items() if takes_all or name in names})
+    A function gets texts, unless it asks for messages: by the setting, by the annotation of its parameter
+    ``completions``, or because it takes fields of a text as only a message has them."""
+    function = import_function("reward.function.path", which.path)
+    asks = asks_of(function)
+    messages = asks.messages if which.conversational is None else which.conversational
+
+    def given(batch: Columns, conversational: bool) -> list[float | Missing]:
+        returned = function(**_arguments(batch, conversational, asks))
         if inspect.iscoroutine(returned):
             returned = asyncio.run(returned)
         return verdicts(returned, len(batch["completions"]))
 
+    def call(batch: Columns) -> tuple[bool, list[float | Missing]]:
+        nonlocal messages
+        try:
+            return messages, given(batch, messages)
+        except (TypeError, AttributeError) as error:
+            if messages or which.conversational is not None or not _TAKES_FIELDS.search(str(error)):
+                raise
+            found = given(batch, conversational=True)
+            messages = True
+            return messages, found
+
+    call.about = asks  # type: ignore[attr-defined]
     return call
+
+
+def asks_of(function: Callable[..., Any]) -> Asks:
+    """Return what the parameters of a function ask for."""
+    parameters = list(inspect.signature(function).parameters.values())
+    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    annotations = [str(p.annotation) for p in named if p.name == "completions"]
+    return Asks(
+        tuple(p.name for p in named),
+        tuple(p.name for p in named if p.default is p.empty),
+        any(p.kind is p.VAR_KEYWORD for p in parameters),
+        any(_OF_MESSAGES.search(annotation) for annotation in annotations),
+    )
 
 
 def verdicts(returned: Any, expected: int) -> list[float | Missing]:

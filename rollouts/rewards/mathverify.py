@@ -105,7 +105,9 @@ def _formula(text: str) -> str:
     behind = max((word.end() for word in _WORD.finditer(bare)), default=0)
     found = (text[behind:].rpartition("=")[2] if behind else text).strip(" \n.:,;*")
     found = _ARTICLE.sub("", found) if behind else found
-    balanced = all(found.count(left) == found.count(right) for left, right in ("{}", "()", "[]"))
+    balanced = all(
+        found.count(left) == found.count(right) for left, right in (("{", "}"), ("(", ")"), ("[", "]"))
+    )
     return found if balanced and _SYMBOL.search(found) else ""
 
 

@@ -65,12 +65,15 @@ class Pool:
         self._threads = ThreadPoolExecutor(workers)
         self._tasks: Tasks[Any, Any] = Tasks(lambda task: self._threads.submit(self._run, task))
         self._closed = False
+        self._about: Any = None
         self._logs_in_use: set[Path] = set()
         self._lock = threading.Lock()
 
-    def start(self) -> None:
-        """Start one worker in advance. Raises RewardError if its function cannot be loaded."""
+    def start(self) -> Any:
+        """Start one worker in advance, and return what the function that it loaded says of itself (its
+        attribute ``about``, None without one). Raises RewardError if the function cannot be loaded."""
         self._idle.put(self._new(None))
+        return self._about
 
     def map(self, tasks: Sequence[Any]) -> list[Any]:
         """Return the result of each task, in order; Missing for a task that raised, took too long or ended
@@ -156,7 +159,7 @@ class Pool:
         worker = WorkerProcess("rollouts.rewards.pool", log=log, env=env)
         try:
             with self._refused():
-                error = worker.call("load", self.loader, self.argument, timeout=START_S)
+                error, self._about = worker.call("load", self.loader, self.argument, timeout=START_S)
             if error is not None:
                 raise RewardError(error)
         except RewardError:
@@ -181,13 +184,14 @@ class _Worker:
         self._function: Callable[[Any], Any] | None = None
         self._logged: Counter[str] = Counter()
 
-    def load(self, loader: str, argument: Any) -> str | None:
-        """Load the function. Returns None, or the reason why it cannot be loaded."""
+    def load(self, loader: str, argument: Any) -> tuple[str | None, Any]:
+        """Load the function. Returns (None, what it says of itself), or (the reason why it cannot be loaded,
+        None)."""
         try:
             self._function = import_function("loader", loader)(argument)
         except Exception as error:
-            return self._told(error)
-        return None
+            return self._told(error), None
+        return None, getattr(self._function, "about", None)
 
     def run(self, task: Any) -> tuple[bool, Any]:
         assert self._function is not None, "load comes first"

@@ -65,6 +65,12 @@ class WeightedReward:
             return Missing(f"{name}: {verdict.reason}")
         return total + self.weights[name] * verdict
 
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Check what each part needs of the prompts, as in ``Reward.check_prompts``."""
+        for scorer in self.parts.values():
+            if hasattr(scorer, "check_prompts"):
+                scorer.check_prompts(prompts)
+
     def share_over(self, ranks: Ranks) -> None:
         """Share the scoring of those parts that are models, as in ``Reward.share_over``."""
         for scorer in self.parts.values():

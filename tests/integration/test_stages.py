@@ -85,3 +85,12 @@ def test_one_message_says_what_is_wrong(program, arguments, says):
     (message,) = done.stderr.strip().splitlines()
     assert message.startswith("error: ")
     assert says in message
+
+
+def test_feedback_that_would_be_empty_is_refused_with_what_leaves_something(tmp_path):
+    line = {"prompt": "1+1", "completions": [{"text": "2"}]}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(line) + "\n")
+    words = (f"in={tmp_path}/samples.jsonl", f"out={tmp_path}/out.jsonl", "reward=function")
+    done = command("label", *words, "reward.function.path=tests.integration.rewarding.by_length")
+    assert done.returncode == 2 and not (tmp_path / "out.jsonl").exists()
+    assert "1 prompts: fewer than 2 samples have a score): use rounds.feedback=threshold, or" in done.stderr

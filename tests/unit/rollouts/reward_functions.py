@@ -17,6 +17,19 @@ def lengths(completions: list[Any], **columns: Any) -> list[float]:
     return [float(len(c[0]["content"])) for c in completions]
 
 
+def annotated(completions: list[list[dict[str, str]]]) -> list[float]:
+    return [float(len(c)) for c in completions]  # a text would have its characters counted
+
+
+def sees_others(completions, difficulty, tags=None, missing=None, **rest):
+    assert all(isinstance(c, str) for c in completions) and missing is None and rest["prompts"]
+    return [float(d * len(t)) for d, t in zip(difficulty, tags, strict=True)]
+
+
+def beyond(completions, **columns):
+    return [float(text) for text in completions]
+
+
 def none_for_long(completions, **columns):
     return [None if len(c[0]["content"]) > 20 else 3.0 for c in completions]
 

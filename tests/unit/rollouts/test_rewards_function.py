@@ -3,9 +3,11 @@ silent 0."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,10 @@ from hypothesis import strategies as st
 from common.errors import ConfigError
 from config.schema_rewards import FunctionConfig, RewardConfig
 from data.adder import addition, rewards
-from data.types import Prompt, Turn
+from data.formats import LARGEST, prompt_only
+from data.groups import from_dict, read_groups, to_dict, write_groups
+from data.rows import Row
+from data.types import Completion, Group, Prompt, Turn
 from rollouts.rewards.base import Checked, Missing, RewardError
 from rollouts.rewards.factory import make_reward
 from rollouts.rewards.function import verdicts
@@ -56,7 +61,14 @@ def by_word():
 
 @pytest.mark.parametrize(
     ("name", "conversational"),
-    [("lengths", True), ("plain_lengths", False), ("slow_lengths", True), ("as_array", True)],
+    [
+        ("lengths", True),
+        ("plain_lengths", False),
+        ("slow_lengths", True),
+        ("as_array", True),
+        ("plain_lengths", None),
+        ("lengths", None),  # which takes a field of what it gets
+    ],
 )
 def test_order_and_values_survive_batching(make, name, conversational):
     texts = ["x" * n for n in (3, 1, 4, 1, 5, 9, 2)]
@@ -68,6 +80,48 @@ def test_order_and_values_survive_batching(make, name, conversational):
 def test_the_reference_answer_goes_by_its_usual_names(make):
     reward = make(function("sees_columns"))
     assert reward.score([prompt("a", "7"), prompt("b", "8")], ["x", "y"]) == [7, 8]
+
+
+def test_an_annotation_asks_for_messages(make):
+    assert make(function("annotated")).score([prompt()] * 2, ["abc", "de"]) == [1, 1]
+
+
+def test_the_other_columns_of_a_row_go_by_their_names_and_the_first_call_is_shown(make, capsys, tmp_path):
+    """From the rows, by way of a file of samples."""
+    rows = [{"prompt": f"q{i}", "difficulty": i, "tags": ["a"] * 3, "x": float("nan")} for i in (1, 2)]
+    config = make_config("data=local", "data.path=x.jsonl", "data.eval_fraction=0").data
+    made = list(prompt_only([Row("x", i, row) for i, row in enumerate(rows)], config))
+    write_groups(tmp_path / "groups.jsonl", made)
+    assert read_groups(tmp_path / "groups.jsonl") == made
+    reward, prompts = make(function("sees_others")), [group.prompt for group in made]
+    reward.check_prompts(prompts)
+    assert reward.score(prompts, ["one", "two"]) == [3, 6] == reward.score(prompts, ["one", "two"])
+    said = capsys.readouterr().out
+    assert said.count("gets texts (reward.function.conversational=false); its first call") == 1
+    assert "completions=['one', …]" in said and "difficulty=[1, …]" in said and "x=[None, …]" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "said"),
+    [
+        ("sees_columns", {"answer": "7"}, r"asks for reference.*type data\.columns=\{reference: answer\}"),
+        ("sees_columns", {}, r"asks for reference.*name its column"),
+        ("sees_others", {"tags": "x", "difficulty": None}, "asks for difficulty, and no row has such"),
+    ],
+)
+def test_a_column_that_no_row_has_is_refused_before_training(make, name, columns, said):
+    ask = [replace(prompt(), columns=json.dumps(columns) if columns else "")] * 2
+    with pytest.raises(ConfigError, match=said):
+        make(function(name)).check_prompts(ask)
+
+
+def test_a_reward_beyond_float32_is_no_verdict(make):
+    """So that no file of groups holds what cannot be read again."""
+    reward = make(function("beyond", 0.5, batch_size=1))
+    found = reward.score([prompt()] * 4, ["1e39", "-3.5e38", "3.4e38", "7"])
+    assert found == [None, None, 3.4e38, 7]
+    group = Group(prompt(), tuple(map(Completion, "ab")), tuple(v for v in found if v is not None))
+    assert from_dict(to_dict(group)).rewards == group.rewards
 
 
 def test_nothing_to_score(make):
@@ -144,7 +198,7 @@ def test_what_cannot_be_imported_is_refused_at_start(path, message):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_child_that_returns_from_its_fork_answers_nothing(make, workers):
-    reward = make(function("forks", batch_size=1, workers=workers))
+    reward = make(function("forks", batch_size=1, workers=workers, conversational=True))
     for _ in range(3):
         assert reward.score([prompt()] * 6, ["x" * n for n in range(6)]) == list(range(6))
 
@@ -156,7 +210,7 @@ def test_what_a_function_raises_names_its_line_and_is_in_the_log_whole_with_what
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    reward = make_reward(function("talks", batch_size=1), log_dir=logs)
+    reward = make_reward(function("talks", batch_size=1, conversational=True), log_dir=logs)
     assert not logs.exists()  # a run that is refused leaves nothing
     assert reward.score([prompt()] * 2, ["[1]", "[1, 2]"]) == [1, 2]
     with pytest.raises(RewardError) as error:
@@ -223,7 +277,7 @@ class Fixed:
 @given(st.lists(st.one_of(st.floats(), st.just(Missing("why"))), min_size=1), st.floats(0, 1))
 def test_checked_never_makes_a_number_of_a_missing_verdict(values, cap):
     reward = Checked(Fixed(values), cap)
-    bad = [isinstance(v, Missing) or v != v or abs(v) == float("inf") for v in values]
+    bad = [isinstance(v, Missing) or not abs(v) <= LARGEST for v in values]
     ask = [prompt()] * len(values), [""] * len(values)
     if sum(bad) / len(bad) > cap:
         with pytest.raises(RewardError):
