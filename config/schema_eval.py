@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from common.errors import one_of, require
 from common.files import check_name
 from config.defaults import nested, yaml_defaults
-from config.schema_benchmarks import AlpacaEvalConfig, LmEvalConfig
+from config.schema_benchmarks import AlpacaEvalConfig, IfevalConfig, LmEvalConfig
 
-KINDS = ("accuracy", "compare", "alpacaeval", "lm_eval")
+KINDS = ("accuracy", "compare", "alpacaeval", "ifeval", "lm_eval")
 """Allowed values of ``kind``. Each is a module of ``evals``; the docstring of that package describes its
 contract."""
 READ = ("model", "data", "sampler", "environment", "reward", "seed", "runs_dir", "cache_dir", "wandb")
@@ -91,6 +91,7 @@ class EvalStage:
     accuracy: AccuracyConfig = nested(AccuracyConfig)
     compare: CompareConfig = nested(CompareConfig)
     alpacaeval: AlpacaEvalConfig = nested(AlpacaEvalConfig)
+    ifeval: IfevalConfig = nested(IfevalConfig)
     lm_eval: LmEvalConfig = nested(LmEvalConfig)
 
     def __post_init__(self) -> None:

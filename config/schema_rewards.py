@@ -42,6 +42,21 @@ class FunctionConfig:
 
 
 @dataclass
+@yaml_defaults("reward/constraints.yaml:constraints")
+class ConstraintsConfig:
+    """A reward for constraints that a program checks, times a guard of fluency."""
+
+    points: float
+    enough: float
+
+    def __post_init__(self) -> None:
+        require(self.points > 0, "reward.constraints.points", self.points, "must be above 0")
+        require(
+            0 < self.enough <= 1, "reward.constraints.enough", self.enough, "is a share: must lie in (0, 1]"
+        )
+
+
+@dataclass
 @yaml_defaults("reward/verifier.yaml:verifier")
 class VerifierConfig:
     """A reward for answers that can be checked: the weights of its three parts (paper, Table 2) and the

@@ -98,6 +98,7 @@ def label(config: Config, stage: LabelStage, device: str) -> None:
             raise DataError(f"{stage.samples}: holds no sample; in= takes the files that sample.py writes")
         reward.check_prompts([one.prompt for one in samples])
         scores = score_samples(reward, samples)
+        parts = {name: value for name, value in reward.metrics.items() if name.startswith("reward_")}
     except RewardError as error:
         raise StoppedError(str(error)) from error
     finally:
@@ -105,7 +106,9 @@ def label(config: Config, stage: LabelStage, device: str) -> None:
     check_leaves_something(stage, config.rounds, samples, scores, config.seed)
     entries = write_feedback(out, samples, scores, stage.format, config.rounds, config.seed)
     given = sum(score is not None for values in scores for score in values)
-    print(f"{out}: {entries} entries from {given} scored samples of {len(samples)} prompts", flush=True)
+    told = f"{given} scored samples of {len(samples)} prompts"
+    means = "".join(f"; {name} {value:.3f}" for name, value in parts.items())
+    print(f"{out}: {entries} entries from {told}{means}", flush=True)
 
 
 def check_leaves_something(

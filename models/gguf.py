@@ -30,7 +30,7 @@ BLOCK = (
     "ffn_down",
 )
 BIASES = {"qwen2": ("attn_q", "attn_k", "attn_v"), "llama": ()}
-WITHOUT_EFFECT = {
+WITHOUT_EFFECT: dict[str, Any] = {
     "rope.scaling.type": "none",
     "expert_count": 0,
     "expert_used_count": 0,
@@ -93,9 +93,10 @@ def split_as_stored(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
 
 def dequantised(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model, whose weights are plain numbers by now, without the record that they were not."""
-    if getattr(model, "hf_quantizer", None) is not None:
-        del model.config.quantization_config
-        model.hf_quantizer, model.is_quantized = None, False
+    found: Any = model
+    if getattr(found, "hf_quantizer", None) is not None:
+        del found.config.quantization_config
+        found.hf_quantizer, found.is_quantized = None, False
     return model
 
 
@@ -124,6 +125,8 @@ def _problem(fields: dict[str, Any], found: dict[str, str]) -> str | None:
     """``fields``: the header; ``found``: the type of each tensor."""
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
+    known: dict[str, Any] = GGUF_CONFIG_MAPPING
+
     family = fields["general.architecture"]
     if family not in FAMILIES:
         return f"is of the family {family}, and {' and '.join(FAMILIES)} are read"
@@ -133,7 +136,7 @@ def _problem(fields: dict[str, Any], found: dict[str, str]) -> str | None:
     width = own.get("rope.dimension_count", own["embedding_length"] // own["attention.head_count"])
     neutral = WITHOUT_EFFECT | {"attention.key_length": width, "attention.value_length": width}
     for name, value in own.items():
-        if name not in GGUF_CONFIG_MAPPING[family] and value != neutral.get(name):
+        if name not in known[family] and value != neutral.get(name):
             return f"has {family}.{name}={value}, which transformers' reader would drop"
     wanted = {f"blk.{i}.{name}.weight" for i in range(own["block_count"]) for name in BLOCK}
     wanted |= {f"blk.{i}.{name}.bias" for i in range(own["block_count"]) for name in BIASES[family]}

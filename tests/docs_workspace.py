@@ -113,6 +113,7 @@ def write_all(here: Path) -> None:
 
     models(here)
     sets(here)
+    constrained(here)
     answers(here)
     tasks(here / "tasks")
     (here / "my.yaml").write_text("partition: gpu\naccount: lab\ntime: '12:00:00'\n")
@@ -206,6 +207,25 @@ def sets(here: Path) -> None:
         for pair in pairs
     ]
     hub_set(here / "princeton-nlp" / "llama3-ultrafeedback-armorm", "default", scored)
+
+
+def constrained(here: Path) -> None:
+    """Answers under constraints, scored, and a prompt of IFEval's kind."""
+    from data.constraints import prompts
+    from data.groups import write_groups
+    from data.types import Completion, Group
+
+    two = (Completion(text="Once, in the light"), Completion(text="No."))
+    groups = [Group(prompt, two, (8.0, 4.0)) for prompt in prompts("train")[:8]]
+    for name in ("constrained.jsonl", "labelled.jsonl"):
+        write_groups(here / name, groups)
+    asked = {
+        "key": 1,
+        "prompt": "No commas.",
+        "instruction_id_list": ["punctuation:no_comma"],
+        "kwargs": [{}],
+    }
+    (here / "input_data.jsonl").write_text(json.dumps(asked) + "\n")
 
 
 def hub_set(folder: Path, subset: str, rows: Rows) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from dataclasses import replace
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.errors import StoppedError
 from config.cli import guarded
-from config.defaults import section
+from config.defaults import section, with_defaults
 from config.schema_model import ModelConfig
 from models.export import export, full_state, whole_folder
 from models.pretrained import load_policy, load_tokenizer
@@ -40,8 +39,8 @@ The weights are by Hugging Face and, like the package, under the Apache licence 
 def convert(file: Path, folder: Path, notes: dict[str, str]) -> None:
     """Write the model of ``file`` and ``notes`` (name -> text) to ``folder``, whole or not at all. Raises
     ConfigError for a file that cannot be read as it is, and OSError."""
-    config = replace(
-        ModelConfig(name="gguf", name_or_path=str(file)), dtype="float32", max_length=2, max_prompt_length=1
+    config = with_defaults(
+        ModelConfig, name="gguf", name_or_path=str(file), dtype="float32", max_length=2, max_prompt_length=1
     )
     tokenizer, policy = load_tokenizer(config), load_policy(config, torch.device("cpu"))
     with whole_folder(folder) as part:

@@ -55,9 +55,9 @@ def test_the_folders_of_the_readme_are_those_of_the_tree():
 
 
 def test_the_make_targets_are_there():
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {
-        name for page in PAGES for name in re.findall(r"(?:`|^    )make ([a-z-]+)", page.read_text(), re.M)
+        name for page in PAGES for name in re.findall(r"(?:`|^    )make ([a-z0-9-]+)", page.read_text(), re.M)
     }
     assert named <= targets
 

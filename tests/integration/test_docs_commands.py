@@ -31,6 +31,8 @@ NOT_RUN = {
     "pip install -r requirements/small-gpus.txt": "would slow every program; make test has a folder for it",
     "make smollm2": "would fetch a package; tests/unit/models/test_gguf.py converts files of its kind",
     "python -m tools.gguf FILE FOLDER": "wants a reader's file; tests/unit/models/test_gguf.py has one",
+    "make real": "is a quarter of an hour of training; tests/unit/test_real_gates.py tries its parts",
+    "make real-full": "is hours of training",
     "hf auth login": "would ask the hub for a token",
     "python -m jobs.serve loss=kto online=true sampler=vllm": (
         "stands by until it is ended; tests/integration/test_vllm_servers.py does"
@@ -98,8 +100,9 @@ RULES = [
     Rule(r"python -m tools\.make_instruct answers "),
     # The stages of a round
     Rule(r"python sample\.py model=instruct", "limit=4 data.instruct.prompts=8 overwrite_out=true"),
-    Rule(r"python sample\.py ", "limit=4 overwrite_out=true", {"limit=192": "limit=4"}),
+    Rule(r"python sample\.py ", "limit=4 overwrite_out=true", {r"limit=\d+": "limit=4"}),
     Rule(r"python label\.py ", "overwrite_out=true"),
+    Rule(r"python -m tools\.constraint_rates "),
     # Evaluation
     Rule(r"python eval\.py .*kind=alpacaeval alpacaeval\.annotations"),
     Rule(r"python eval\.py .*kind=alpacaeval", f"limit=4 {JUDGED}"),

