@@ -189,6 +189,11 @@ TRL = (
     _row("dataloader_num_workers dataset_num_proc", note="none: rows are tokenised once, on all cores"),
     _row("chat_template_path", "model.chat_template=config/templates/default.jinja"),
     _row(
+        "chat_template_kwargs",
+        "'model.chat_template_kwargs={enable_thinking: false}'",
+        "also the exported model's",
+    ),
+    _row(
         "peft_config=LoraConfig(r=64) lora_dropout",
         "model.use_peft=true model.peft.lora_r=64 model.peft.lora_alpha=256",
         "no dropout: the reference is scored by the policy itself",

@@ -25,7 +25,7 @@ import numpy as np
 from common.errors import DataError, require
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
-from data.templates import DATE, VARIABLES, ChatTemplate, RenderError, is_mark, load_template, split_system
+from data.templates import DATE, ChatTemplate, RenderError, is_mark, load_template, split_system
 from data.types import Completion, Prompt, Sequence, Turn
 
 if TYPE_CHECKING:
@@ -35,12 +35,6 @@ if TYPE_CHECKING:
 def make_renderer(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: DataConfig) -> Renderer:
     """Return the renderer that a configuration asks for; ``tokenizer`` has the template that ``model`` names
     (``models.pretrained.load_tokenizer``). Raises ConfigError."""
-    require(
-        data.apply_chat_template or not model.chat_template_kwargs,
-        VARIABLES,
-        model.chat_template_kwargs,
-        "no chat template reads it with data.apply_chat_template=false",
-    )
     return Renderer(
         tokenizer,
         max_length=model.max_length,

@@ -44,8 +44,14 @@ def make_examples(
         rows = [with_tokens(row, completion) for row, (_, completion) in zip(rows, wanted, strict=True)]
     why = _reasons(wanted, rows)
     dropped: dict[str, int] = {}
+    first: dict[str, str] = {}
     for group in sorted(why):
-        dropped[why[group]] = dropped.get(why[group], 0) + 1
+        reason = why[group]
+        if "chat template" in reason:  # what it refuses is seen in the row
+            place = first.get(reason) or wanted.groups[group].place
+            first[reason] = place
+            reason += f" (first: {place})" if place else ""
+        dropped[reason] = dropped.get(reason, 0) + 1
     kept = np.setdiff1d(np.arange(len(wanted.ends)), np.array(list(why), np.int64))
     table = ExampleTable(wanted, rows, kept)
     if not isinstance(rows, TokenRows):

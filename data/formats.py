@@ -52,11 +52,16 @@ def each_row(convert: Callable[[Values, DataConfig], Group]) -> Format:
     def convert_all(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
         for row in rows:
             try:
-                yield with_tools(convert(row.values, config), row.values)
+                yield placed(with_tools(convert(row.values, config), row.values), row)
             except RowError as error:
                 yield Dropped(row.file, row.number, str(error))
 
     return convert_all
+
+
+def placed(group: Group, row: Row) -> Group:
+    """Return the group with its place in the file, since a message may have to name it."""
+    return replace(group, place=f"{row.file}, row {row.number}")
 
 
 def with_tools(group: Group, values: Values) -> Group:

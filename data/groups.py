@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from data.formats import (
     answered,
     is_finite,
     keys_of,
+    placed,
     prompt_of,
     shown,
     truth,
@@ -63,7 +63,7 @@ def read_groups(path: Path) -> list[Group]:
                 f"{path}, line {row.row}: {row.reason}; the file was not written whole, make it again"
             )
         try:
-            result.append(_placed(from_dict(row.values), row))
+            result.append(placed(from_dict(row.values), row))
         except RowError as error:
             raise DataError(f"{path}, line {row.number}: {error}; the file is not a groups file") from error
     return result
@@ -199,16 +199,9 @@ def groups(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]
     (renamed by ``data.columns``)."""
     for row in rows:
         try:
-            yield _placed(from_dict(row.values), row)
+            yield placed(from_dict(row.values), row)
         except RowError as error:
             yield Dropped(row.file, row.number, str(error))
-
-
-def _placed(group: Group, row: Row) -> Group:
-    """Return the group with its place in the file if it has token ids, since a message may have to name
-    it."""
-    sampled = any(completion.token_ids is not None for completion in group.completions)
-    return replace(group, place=f"{row.file}, row {row.number}") if sampled else group
 
 
 def check_token_ids(groups: Iterable[Group], tokenizer: str, size: int) -> None:

@@ -116,8 +116,8 @@ class Group:
     completions: tuple[Completion, ...] = ()
     rewards: tuple[float, ...] = ()
     place: str = field(default="", compare=False)
-    """The file and row of a group with token ids, for messages, because the tokenizer that will read them is
-    known only later."""
+    """The file and row of the group, for messages, because tokenizer and template are known only later; "" if
+    it was not read as a row of its own."""
 
     def __post_init__(self) -> None:
         if len(self.completions) != len(self.rewards):

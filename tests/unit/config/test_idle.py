@@ -42,6 +42,7 @@ MORE = (
     *(f"loss=grpo loss.shape={shape}" for shape in sorted(shapes.SHAPES)),
     *(
         "data=hub data.path=x data.eval_split=test",
+        "data.apply_chat_template=false",
         "loss=grpo online=true reward=adder rounds.feedback=group",
     ),
 )

@@ -350,10 +350,6 @@ def test_settings_choose_template_and_lengths() -> None:
     )
     assert (made := make_renderer(TOKENIZERS["qwen2"], model, data)).max_length == 99
     assert made.max_prompt_length == 44
-    plain = dataclasses.replace(data, apply_chat_template=False)
-    given = dataclasses.replace(model, chat_template_kwargs={"a": 1})
-    with pytest.raises(ConfigError, match=r"chat_template_kwargs.*apply_chat_template=false"):
-        make_renderer(TOKENIZERS["qwen2"], given, plain)
 
 
 def test_a_tokenizer_without_an_end_is_refused() -> None:

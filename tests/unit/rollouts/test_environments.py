@@ -153,7 +153,7 @@ def test_the_calculator_of_a_chat_model(conversations) -> None:
         ("tool", "85"),
         ("assistant", "85"),
     ]
-    whole = CHAT_RENDERER.apply([*QUESTION.turns, *sample.turns], add_generation_prompt=False)
+    whole = CHAT_RENDERER.chat.apply([*QUESTION.turns, *sample.turns], add_generation_prompt=False)
     prompt = CHAT_RENDERER.prompt_ids(QUESTION).tolist()
     assert whole.startswith(CHAT.decode([*prompt, *sample.token_ids])), "as the template writes the whole"
     for before, later in pairwise(script.asked):
@@ -163,7 +163,7 @@ def test_the_calculator_of_a_chat_model(conversations) -> None:
     known = [not math.isnan(value) for value in sample.logprobs]
     assert known == list(sample.loss_mask), "log mu of the policy's tokens alone"
     assert sample.finished and sample.own_tokens == len(own)
-    prompt, answer = asked_and_answered(QUESTION, sample.completion(CHAT))
+    prompt, answer = asked_and_answered(QUESTION, sample.completion(CHAT_RENDERER))
     assert answer == "85" and prompt.turns == (*QUESTION.turns, *sample.turns[:-1])
     assert prompt.reference_answer == "84"
 
