@@ -79,7 +79,7 @@ def push_run(run: Path, exported: Path | None, repository: str, private: bool) -
     if not (folder / "README.md").is_file():
         summary = run / "summary.json"
         told = json.loads(summary.read_text()) if summary.is_file() and exported is None else {}
-        write_model_card(folder, settings_of((run / "config.yaml").read_text()), told)
+        write_model_card(folder, settings_of((run / "config.yaml").read_text("utf-8")), told)
     return push(folder, repository, private)
 
 

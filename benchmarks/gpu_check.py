@@ -35,6 +35,7 @@ from benchmarks.measure import ROOT, machine
 from benchmarks.parts import SHAPE_NAMES
 from benchmarks.processes import end
 from common.files import write_whole
+from common.output import guard_output
 
 PARTS = ("paths", "step", "runs")
 SECONDS = 9000.0
@@ -145,4 +146,5 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    guard_output()
     sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import re
 import stat
@@ -74,6 +75,15 @@ def _emptied(part: Path) -> int:
         descriptor = open_own(part)
     os.ftruncate(descriptor, 0)
     return descriptor
+
+
+def read_json(path: Path) -> Any:
+    """Return the JSON in a file. Raises OSError where it is no regular file, ValueError where it is no JSON
+    or is nested without end."""
+    try:
+        return json.loads(regular_file(path).read_bytes())
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply") from error
 
 
 def write_whole(path: Path, text: str) -> None:

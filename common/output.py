@@ -1,10 +1,13 @@
-"""A program's output: what does not fit on a full disk is dropped, and secrets are removed."""
+"""A program's output: what cannot be written ends no program, and secrets are removed."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import math
+import os
+import select
 import sys
 
 from common.secrets import scrub_text
@@ -19,7 +22,8 @@ def no_room(error: OSError) -> bool:
 
 
 class _Forgiving(io.FileIO):
-    """A file descriptor that drops the bytes that no longer fit on the disk, and those beyond ``left``."""
+    """A file descriptor that drops the bytes which its file, pipe or terminal does not take, and those beyond
+    ``left``."""
 
     left = math.inf
 
@@ -29,12 +33,12 @@ class _Forgiving(io.FileIO):
         self.left -= size
         if size > left:
             rest = memoryview(_TOO_MUCH if left >= 0 else b"")
-        try:
+        with contextlib.suppress(OSError):
             while rest:
-                rest = rest[super().write(rest) or 0 :]
-        except OSError as error:
-            if not no_room(error):
-                raise
+                written = super().write(rest)
+                if written is None:  # a pipe that does not block is full
+                    select.select([], [self], [])
+                rest = rest[written or 0 :]
         return size
 
 
@@ -50,17 +54,31 @@ class _Clean(io.TextIOWrapper):
 
 
 def guard_output(most: float = math.inf) -> None:
-    """From now on, remove secrets from what this program prints. What it prints into a file on a full disk is
-    dropped instead of failing: a log is not worth a run. So is what is beyond ``most`` bytes a stream."""
-    for name in ("stdout", "stderr"):
+    """From now on, remove secrets from what this program prints, drop it where it cannot be written (a full
+    disk, a closed pipe or descriptor) or is beyond ``most`` bytes a stream, and escape letters that the
+    output's encoding lacks: a log is not worth a run. Streams that somebody put in place of the process's own
+    stay as they are."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
-        stream.flush()
-        raw = _Forgiving(stream.fileno(), "w", closefd=False)
+        if stream is not getattr(sys, f"__{name}__"):
+            continue
+        if stream is None:  # closed at the start: what this program opens next must not get its number
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            with contextlib.suppress(OSError):
+                os.fstat(number)
+                number = nothing
+            os.dup2(nothing, number)
+            os.set_inheritable(number, True)
+        else:
+            with contextlib.suppress(OSError):
+                stream.flush()
+            number = stream.fileno()
+        raw = _Forgiving(number, "w", closefd=False)
         raw.left = most
         wrapped = _Clean(
             raw,  # type: ignore[arg-type]  # nothing waits in a buffer: it could not be dropped from there
-            encoding=stream.encoding,
-            errors=stream.errors,
+            encoding="utf-8" if stream is None else stream.encoding,
+            errors="backslashreplace",
             line_buffering=True,
             write_through=True,
         )

@@ -85,6 +85,7 @@ def refuse_default_data(config: Config, overrides: Sequence[str]) -> None:
 def guarded(work: Callable[[], object]) -> None:
     """Call ``work``. An error that the user can correct ends the program with one message instead of a
     traceback."""
+    guard_output()
     try:
         work()
     except StoppedError as error:

@@ -38,10 +38,19 @@ _Loader.add_implicit_resolver(
 )
 
 
+_ALIAS = re.compile(r"(^|[\s\[{,:?-])\*[^\s]")
+
+
 def parsed(text: str) -> Any:
-    """Return the content of a yaml text as plain data. Raises YAMLError, and ValueError or TypeError for a
-    malformed number or key."""
-    return yaml.load(text, _Loader)
+    """Return the content of a yaml text as plain data. Raises YAMLError, also for aliases (a few of them
+    can stand for a tree without end) and endless nesting, and ValueError or TypeError for a malformed number
+    or key."""
+    try:
+        if _ALIAS.search(text) and any(isinstance(e, yaml.AliasEvent) for e in yaml.parse(text, _Loader)):
+            raise yaml.YAMLError("it has aliases")
+        return yaml.load(text, _Loader)
+    except RecursionError as error:
+        raise yaml.YAMLError("it is nested too deeply") from error
 
 
 def group_file(group: str, key: str, name: str) -> dict[str, Any]:

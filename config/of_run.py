@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from common.files import regular_file
 from config.files import parsed
 
 
@@ -23,7 +24,7 @@ def of_run(key: str, default: Any, *, _parent_: DictConfig) -> Any:
     path = Path(str(_parent_.name_or_path))
     folder = path.parent if path.name == "model" else path
     try:
-        return parsed((folder / "config.yaml").read_text(encoding="utf-8"))["model"][key]
+        return parsed(regular_file(folder / "config.yaml").read_text(encoding="utf-8"))["model"][key]
     except (OSError, ValueError, TypeError, KeyError, YAMLError):
         return default
 

@@ -3,12 +3,12 @@ settings."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from common.files import read_json, regular_file
 from config.load import Change, changed, settings_of
 from config.schema import Config
 
@@ -33,7 +33,7 @@ _SECTIONS = {"model", "data", "loss", "trainer", "runs_dir"}
 def marked(folder: Path) -> bool:
     """Return whether ``folder`` has the marker of a run."""
     try:
-        about = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        about = read_json(folder / MARKER)
     except (OSError, ValueError):
         return False
     return isinstance(about, dict) and about.get("kind") == KIND
@@ -105,6 +105,6 @@ def refused_changes(found: Iterable[Change], config: Config) -> list[Change]:
 def _record(folder: Path) -> str:
     """Return the text of the record; empty if there is no readable record."""
     try:
-        return (folder / RECORD).read_text(encoding="utf-8")
+        return regular_file(folder / RECORD).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return ""

@@ -88,7 +88,7 @@ def estimate(
     """Estimate the cost of judging ``outputs``, without the answers that are already judged."""
     settings = annotator_settings(own.annotator)
     frame, reply = (
-        len(Path(settings["prompt_template"]).read_text()),
+        len(Path(settings["prompt_template"]).read_text("utf-8")),
         int(settings["completions_kwargs"]["max_tokens"]),
     )
     theirs = {row["instruction"]: row["output"] for row in reference}

@@ -107,13 +107,12 @@ def annotator_settings(name: str) -> dict[str, Any]:
         f"and there are {', '.join(names)}",
     )
     settings: dict[str, Any] = next(
-        iter(yaml.safe_load((folder / name / "configs.yaml").read_text()).values())
+        iter(yaml.safe_load((folder / name / "configs.yaml").read_text("utf-8")).values())
     )
     prompt = folder / settings["prompt_template"]
     settings["prompt_template"] = str(prompt)
-    chats = settings.get("fn_completions") == "openai_completions" and prompt.read_text().lstrip().startswith(
-        _CHAT
-    )
+    text = prompt.read_text("utf-8").lstrip()
+    chats = settings.get("fn_completions") == "openai_completions" and text.startswith(_CHAT)
     require(
         chats and settings.get("batch_size", 1) == 1,
         key,

@@ -3,10 +3,10 @@ their digest; other data at the same place would silently continue the run with 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.files import read_json
 from config.schema import Config
 from data.digest import groups_digest, prompts_digest
 from jobs.plan import Plan
@@ -41,7 +41,7 @@ def _recorded(folder: Path) -> str | None:
     """Return the digest in the newest checkpoint that has one; None if none has."""
     for path in sorted((folder / "checkpoints").glob("step_*[0-9]/state.json"), reverse=True):
         try:
-            state = json.loads(path.read_text(encoding="utf-8"))
+            state = read_json(path)
         except (OSError, ValueError):  # the run passes over a damaged checkpoint
             continue
         if isinstance(state, dict) and isinstance(state.get(KEY), str):

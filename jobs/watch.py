@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -107,6 +108,11 @@ class RunWatch:
     def _restore(self, state: dict[str, Any], mine: dict[str, Tensor]) -> None:
         """Restore the state that the run had when it wrote this checkpoint."""
         trainer = self.trainer
+        own = {"marks": self._marks, "before": self.before, "evaluated": self._evaluated}
+        own |= {"progress": asdict(trainer.progress), "tokens_timed": 0, "seconds": 0.0}
+        for key, value in own.items():
+            if not _alike(state[key], value):
+                raise ValueError(f"state.json has a {key!r} that no run writes")
         trainer.load_state_dict(state, mine)
         self._saved = replace(trainer.progress)
         self.bar.initial = self.bar.n = trainer.progress.step
@@ -395,3 +401,15 @@ def gpu_memory(device: torch.device) -> dict[str, float]:
     return (
         {"gpu_memory_gib": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}
     )
+
+
+def _alike(found: Any, own: Any) -> bool:
+    """Return whether a checkpoint's value is of the kind that this run would write."""
+    if isinstance(own, dict):
+        return isinstance(found, dict) and all(
+            _alike(value, own[key]) if key in own else value is None or isinstance(value, int | float)
+            for key, value in found.items()
+        )
+    if isinstance(own, float):
+        return isinstance(found, int | float) and math.isfinite(found)
+    return type(found) is type(own)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.output import guard_output
 from config.schema import Config
 from launch.composing import compose_config
 from launch.hub import sources
@@ -370,4 +371,5 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    guard_output()
     sys.exit(main())

@@ -47,7 +47,7 @@ class Task:
     def note(self, said: str) -> None:
         """Add a line to the log, in the form that job.sh.j2 writes and launch.status reads."""
         start = self.failures + self.restarts + 1
-        with self.log.open("a") as log:
+        with self.log.open("a", encoding="utf-8") as log:
             log.write(f"[{datetime.now():%F %T} {self.state.run.name}, here, start {start}] {said}\n")
 
 

@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.errors import UserError, require
+from common.output import guard_output
 from launch.cells import Cell, cells_of
 from launch.collect import Result, of_folders, of_sweep
 from launch.effects import Crossing
@@ -373,4 +374,5 @@ def load(options: argparse.Namespace) -> tuple[list[Result], str, list[str], Swe
 
 
 if __name__ == "__main__":
+    guard_output()
     sys.exit(main())

@@ -273,7 +273,7 @@ def submit(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> list[str]:
     for part in parts(runs, largest_array()):
         path = logs / "slurm" / "array.sh"
         path.write_text(
-            script(job, sweep, part, logs, arrays[-1] if arrays and job.running_at_once else None)
+            script(job, sweep, part, logs, arrays[-1] if arrays and job.running_at_once else None), "utf-8"
         )
         try:
             arrays.append(ask(["sbatch", "--parsable", str(path)]).split(";")[0].strip())

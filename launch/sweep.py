@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.errors import ConfigError, require
+from common.output import guard_output
 from config.schema import Config
 from launch.composing import Composer
 from launch.estimate import EstimateError, dry_run, hours_at, hours_of
@@ -274,4 +275,5 @@ def print_scripts(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> None
 
 
 if __name__ == "__main__":
+    guard_output()
     sys.exit(main())

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from common.files import read_json, regular_file
 from data.batches import dealing
 from models.checkpoint_reading import CheckpointError, Planner, Reader, reason
 from models.distributed import Group, World, any_rank, aside, gather_objects
@@ -177,10 +178,10 @@ class Checkpoints:
         scored: dict[Path, float] = {}
         for path in self.all():
             try:
-                score = self.score(json.loads((path / "state.json").read_text()))
-            except (OSError, ValueError):
+                score = self.score(read_json(path / "state.json"))
+            except (OSError, ValueError, *FOREIGN):
                 continue
-            if score is not None:
+            if isinstance(score, int | float):
                 scored[path] = score
         return max(scored, key=lambda path: scored[path]) if scored else None
 
@@ -205,9 +206,11 @@ class Checkpoints:
     def problem(self, path: Path) -> str:
         """Return what is wrong with this rank's share of a checkpoint's files, or an empty string."""
         try:
-            files = json.loads((path / "manifest.json").read_text())
+            files = read_json(path / "manifest.json")
             if not isinstance(files, dict) or not files.keys() >= ALWAYS:
                 return f"manifest.json does not list {' and '.join(sorted(ALWAYS))}"
+            if outside := next((name for name in files if Path(name).name != name), None):
+                return f"manifest.json names {outside}, which is no file of the checkpoint"
             for name in sorted(files)[self.world.rank :: self.world.size]:
                 if _checksum(path / name) != files[name]:
                     return f"{name} is not as it was written"
@@ -223,7 +226,7 @@ class Checkpoints:
         (data.batches.dealing; None: any way). If the checkpoint was written by more or fewer ranks than there
         are now, the tensors are those of all its ranks, without random state. Raises CheckpointError on every
         rank."""
-        state: dict[str, Any] = everywhere(lambda: json.loads((path / "state.json").read_text()), path)
+        state: dict[str, Any] = everywhere(lambda: read_json(path / "state.json"), path)
         saved = everywhere(lambda: _tensors(policy, optimizer, fresh=state["fresh_optimizer"]), path)
         _read_shards(path, saved)
         set_model_state_dict(
@@ -326,7 +329,7 @@ def _tensors(
 def _checksum(path: Path) -> list[int]:
     """[bytes, crc32] of a file."""
     crc = 0
-    with path.open("rb") as file:
+    with regular_file(path).open("rb") as file:
         while block := file.read(1 << 24):
             crc = zlib.crc32(block, crc)
     return [path.stat().st_size, crc]

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from common.errors import StoppedError
+from common.files import regular_file
 
 
 class CheckpointError(StoppedError):
@@ -30,7 +31,12 @@ class CheckpointError(StoppedError):
 
 def _path(*parts: str) -> str:
     """Stand-in for pathlib's classes, which hold where the shards were first written; nobody reads it."""
-    return "/".join(parts)
+    return ""
+
+
+def _empty() -> dict[Any, Any]:
+    """Stand-in for OrderedDict, whose content is set key by key."""
+    return {}
 
 
 def _layout(name: str) -> torch.layout:
@@ -40,7 +46,7 @@ def _layout(name: str) -> torch.layout:
 
 def _member(kind: Any, name: str) -> Any:
     """Stand-in for getattr, by which Python 3.11.0 to 3.11.3 name the member of an enumeration."""
-    if kind is not torch_metadata._MEM_FORMAT_ENCODING:
+    if kind is not torch_metadata._MEM_FORMAT_ENCODING or not isinstance(name, str):
         raise pickle.UnpicklingError("it asks for an attribute of something that is no enumeration")
     return kind[name]
 
@@ -66,7 +72,7 @@ ALLOWED: dict[tuple[str, str], Any] = {
     },
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _layout,
-    ("collections", "OrderedDict"): dict,
+    ("collections", "OrderedDict"): _empty,
     ("builtins", "getattr"): _member,
     **{
         (module, name): _path
@@ -100,13 +106,49 @@ class _Unpickler(_InPython):  # type: ignore[misc]
 
     dispatch[pickle.BUILD[0]] = load_build
 
+    def load_setitem(self) -> None:
+        self._check_key(self.stack[-2])
+        super().load_setitem()
+
+    dispatch[pickle.SETITEM[0]] = load_setitem
+
+    def load_setitems(self) -> None:
+        for key in self.stack[::2]:  # those since the mark
+            self._check_key(key)
+        super().load_setitems()
+
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+
+    def load_dict(self) -> None:
+        for key in self.stack[::2]:
+            self._check_key(key)
+        super().load_dict()
+
+    dispatch[pickle.DICT[0]] = load_dict
+
+    def _check_key(self, key: Any) -> None:
+        """Refuse a key that no table has. A few bytes can make a tuple of tuples of … whose hash takes
+        for ever."""
+        fields = vars(key) if isinstance(key, torch_metadata.MetadataIndex) else {"fqn": key, "offset": ()}
+        if not (
+            type(fields.get("fqn")) is str
+            and isinstance(offset := fields.get("offset") or (), tuple)
+            and all(type(number) is int for number in (*offset, fields.get("index") or 0))
+        ):
+            raise pickle.UnpicklingError("it has a key that is neither a name nor an index")
+
+    def load_set(self) -> None:
+        raise pickle.UnpicklingError("it has a set, which no table has")
+
+    dispatch |= dict.fromkeys((pickle.EMPTY_SET[0], pickle.FROZENSET[0]), load_set)
+
 
 def read_table(folder: Path) -> Metadata:
     """Return a checkpoint's table of contents. Raises CheckpointError for a table that does not consist of
     records and plain values, is damaged, or refers to files outside ``folder``."""
     path = folder / ".metadata"
     try:
-        with path.open("rb") as stream:
+        with regular_file(path).open("rb") as stream:
             table = _Unpickler(stream).load()
         _check(table)
     except CheckpointError:

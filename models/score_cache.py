@@ -3,6 +3,7 @@ scoring again."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -48,7 +49,8 @@ class ScoreCache:
                 continue
             except (SafetensorError, OSError, ValueError) as error:
                 print(f"{path}: removed, its rows are scored again: {error}", flush=True)
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # a folder of that name
+                    path.unlink()
         return found
 
     def _read(self, path: Path) -> Shard:
@@ -77,7 +79,8 @@ class ScoreCache:
             save_file(shard, part, metadata={"sha256": digest})
             os.replace(part, self.folder / name)
         except (SafetensorError, OSError) as error:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # cache_dir, or a part of it, is no folder
+                part.unlink()
             said = f"{self.folder}: scores cannot be written ({error}); make room, or name another cache_dir"
             if self.rank:
                 print(f"rank {self.rank}: {said}", flush=True)  # programs print only rank 0's errors

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, require
-from common.files import regular_file
+from common.files import read_json, regular_file
 from config.schema_model import ModelConfig
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -99,8 +99,8 @@ def check_files(key: str, name: str, folder: Path) -> dict[str, Stored] | None:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises DamagedError, OSError."""
     try:
-        found = json.loads(regular_file(path).read_bytes())
-    except (ValueError, RecursionError) as error:
+        found = read_json(path)
+    except ValueError as error:
         raise DamagedError(f"{path} is damaged ({type(error).__name__}: {error})") from error
     if not isinstance(found, dict):
         raise DamagedError(f"{path} is damaged (it holds no object)")

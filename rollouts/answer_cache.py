@@ -44,7 +44,7 @@ class AnswerCache:
         """Return prompt id -> samples. A line that is not as it was written is left out, such as the last
         line of a process that was killed, or one on a damaged disk."""
         found: dict[str, list[Sample]] = {}
-        lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
+        lines = self.path.read_bytes().split(b"\n") if self.path.is_file() else []
         for line in lines:
             try:
                 raw = json.loads(line)

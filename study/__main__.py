@@ -21,6 +21,7 @@ from pathlib import Path
 
 from common.errors import ConfigError, StoppedError, require
 from common.files import check_name
+from common.output import guard_output
 from config.cli import REFUSED, STOPPED, complain
 from launch.grid import Run, Settings
 from study.claims import Findings
@@ -263,4 +264,5 @@ def seeds_of(text: str) -> list[int] | None:
 
 
 if __name__ == "__main__":
+    guard_output()
     sys.exit(main())

@@ -133,7 +133,7 @@ def of_run(run: Path, prompts: int) -> Figure:
         run,
         "is not the folder of a finished run: it needs config.yaml and model/",
     )
-    config = load_saved(record.read_text())
+    config = load_saved(record.read_text(encoding="utf-8"))
     require(
         config.model.head != "reward",
         "run",

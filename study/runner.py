@@ -112,7 +112,11 @@ def one(run: Run, runs_dir: Path) -> Outcome:
     folder, log = runs_dir / run.name, runs_dir / "logs" / f"{run.name}.out"
     log.parent.mkdir(parents=True, exist_ok=True)
     wall, cpu, commit = time.perf_counter(), time.process_time(), git_commit(CONFIG_DIR.parent)
-    with log.open("a") as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+    with (
+        log.open("a", encoding="utf-8") as out,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(out),
+    ):
         try:
             sys.argv = ["train.py", *overrides]  # the run's summary records this command line
             train(compose_config(overrides), run.name)

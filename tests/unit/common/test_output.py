@@ -1,7 +1,8 @@
-"""What programs say where nothing can be written any more."""
+"""What programs do where what they print cannot be written."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,11 @@ from config.cli import STOPPED, guarded
 from tests.full_disk import full_disk
 
 ROOT = Path(__file__).parents[3]
+START = """
+import sys
+from common.errors import ConfigError
+from config.cli import guarded
+"""
 PRINTS = """
 import resource, sys
 from common.output import guard_output
@@ -49,6 +55,44 @@ def test_output_has_a_limit(tmp_path):
     lines = (tmp_path / "out").read_text().splitlines()
     assert lines[:2] == ["line 0", "line 1"] and lines[-1].endswith("the rest is dropped]")
     assert (tmp_path / "out").stat().st_size < 1100
+
+
+BOTH = "(sys.stdout, sys.stderr)"
+ENDS = {
+    0: f"guarded(lambda: [print('β … 🙂', n, file=out) for n in range(3000) for out in {BOTH}])",
+    2: "def work(): raise ConfigError('lr', 'β', 'no')\nguarded(work)",
+}
+PLACES = {
+    "latin-1": ("{} 2>&1", {"PYTHONIOENCODING": "latin-1"}, "\\u03b2"),
+    "gbk": ("{} 2>&1", {"PYTHONIOENCODING": "gbk"}, "β"),
+    "posix": ("{} 2>&1", {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "\\u03b2"),
+    "closed pipe": ("{} 2>&1 | head -1", {}, "β"),
+    "closed at the start": ("{} >&-", {}, ""),
+    "both closed": ("{} >&- 2>&-", {}, ""),
+    "full": ("{} >/dev/full 2>/dev/full", {}, ""),
+    "only to read": ("{} 1</dev/null 2</dev/null", {}, ""),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("code", ENDS)
+def test_no_output_ends_a_program_or_changes_its_code(tmp_path, place, code):
+    line, env, first = PLACES[place]
+    program = tmp_path / "program.py"
+    program.write_text(f"# coding: utf-8\n{START}{ENDS[code]}\n", encoding="utf-8")
+    typed = line.format(f"{{ {sys.executable} {program}; echo $? >{tmp_path}/code; }}")
+    done = subprocess.run(
+        ["bash", "-c", typed],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
+        capture_output=True,
+        check=False,
+        timeout=900,
+    )
+    ended = int((tmp_path / "code").read_text())
+    said = done.stdout.decode(env.get("PYTHONIOENCODING", "utf-8"))
+    assert ended == code and "Traceback" not in said + done.stderr.decode(errors="replace"), said
+    assert not first or first in said.splitlines()[0]
 
 
 def test_a_file_without_room_ends_a_program_with_one_message(tmp_path, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import io
+import json
 import os
 import pickle
 import shutil
@@ -150,6 +151,20 @@ def test_a_manifest_that_lists_too_little_is_damage(foreign, text):
     assert foreign.newest_sound() is None
 
 
+@pytest.mark.parametrize("name", ["/dev/zero", "../step_00000001/.metadata", "pipe", "link"])
+def test_a_manifest_that_names_something_else_than_its_files_is_damage(foreign, name):
+    path = foreign.path(1)
+    os.mkfifo(path / "pipe")
+    (path / "link").symlink_to("/dev/zero")
+    listed = json.loads((path / "manifest.json").read_text()) | {name: [0, 0]}
+    (path / "manifest.json").write_text(json.dumps(listed))
+    assert name in foreign.problem(path) and foreign.newest_sound() is None
+    (path / "manifest.json").write_text("[" * 100_000)
+    (path / "state.json").unlink()
+    (path / "state.json").symlink_to("/dev/zero")
+    assert "nested" in foreign.problem(path) and foreign.best() is None
+
+
 def test_a_folder_that_cannot_be_made_is_said(trainer, tmp_path):
     (tmp_path / "file").write_text("")
     kept = Checkpoints(tmp_path / "file", start(), 1)
@@ -281,6 +296,9 @@ TABLES = {
     "an encoding": lambda sound, made: table_with(
         sound, lambda t: setattr(place(t), "transform_descriptors", ["stream.zstd/1"])
     ),
+    "a key without end": lambda sound, made: b"\x80\x04})" + b"2\x86" * 60 + b"K\x01s.",
+    "keys without end": lambda sound, made: b"\x80\x04}()" + b"2\x86" * 60 + b"K\x01u.",
+    "a set of them": lambda sound, made: b"\x80\x04\x8f()" + b"2\x86" * 60 + b"\x90.",
     "no table": lambda sound, made: pickle.dumps({"a": 1}),
     "cut short": lambda sound, made: (sound / ".metadata").read_bytes()[:1000],
     "nothing": lambda sound, made: b"",
@@ -332,7 +350,7 @@ def test_a_value_that_would_run_is_refused(trainer, sound, foreign, tmp_path, na
     assert made.exists(), "it would have run"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"fresh_optimizer": 1'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"fresh_optimizer": 1', "[" * 100_000])
 def test_a_state_that_is_none_is_said(trainer, foreign, text):
     (foreign.path(1) / "state.json").write_text(text)
     other = fresh(trainer)
