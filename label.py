@@ -8,6 +8,8 @@ It takes all settings of train.py and those of config/label.yaml: python label.p
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import hydra
 from omegaconf import DictConfig
 
@@ -20,6 +22,11 @@ def label(cfg: DictConfig) -> None:
     """Write one file of feedback."""
     stage, rest = split_settings(cfg, LabelStage)
     config, _ = settings(rest)
+    from jobs.early import check_inputs
+    from rollouts.files import refuse_existing
+
+    refuse_existing(Path(stage.out), stage.overwrite_out)
+    check_inputs(config, {"reward"})
     import torch
 
     from jobs import stages

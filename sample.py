@@ -9,6 +9,8 @@ It takes all settings of train.py and those of config/sample.yaml: python sample
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import hydra
 from omegaconf import DictConfig
 
@@ -23,6 +25,11 @@ def sample(cfg: DictConfig) -> None:
     config, _ = settings(rest)
     config.check_room()
     config.check_samples()
+    from jobs.early import check_inputs
+    from rollouts.files import refuse_existing
+
+    refuse_existing(Path(stage.out), stage.overwrite_out)
+    check_inputs(config, {"model", "data", "sampler", "environment"})
     from jobs import stages
     from models.distributed import start, stop
 

@@ -46,9 +46,12 @@ def train(config: Config, name: str, observers: Sequence[Any] = ()) -> dict[str,
 
 def run(config: Config, name: str, signals: Signals, observers: Sequence[Any] = ()) -> dict[str, Any]:
     """Do the same as ``train`` with the given signal handlers."""
-    from models.weight_files import check_named
+    from jobs.early import check_early
 
-    check_named(config.model)
+    check_early(config, name)  # without torch
+    from jobs.assembly import make_loss
+
+    make_loss(config)  # with torch alone
     from jobs.job import Job
     from jobs.run_folder import RunFolder
     from models.distributed import on_main, start, stop

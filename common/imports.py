@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import re
+from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
@@ -25,3 +28,19 @@ def import_function(key: str, path: str) -> Any:
     if not callable(found):
         raise ConfigError(key, path, "is not a function")
     return found
+
+
+def check_importable(key: str, path: str) -> None:
+    """Raise ConfigError where ``import_function`` would because the module is not there or does not mention
+    the name. The module itself is not imported."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, AttributeError, ValueError):
+        found = None
+    source = "" if found is None or found.origin is None else found.origin
+    if found is None or (
+        source.endswith(".py")
+        and not re.search(rf"\b({re.escape(name)}|__getattr__|import \*)", Path(source).read_text("utf-8"))
+    ):
+        import_function(key, path)  # says what is wrong

@@ -64,6 +64,23 @@ def load_splits(config: DataConfig) -> tuple[Loaded, Loaded]:
     return _thinned(config, _finished(config, train)), _finished(config, evaluation)
 
 
+def check_found(config: DataConfig, splits: Iterable[Split] = ("train", "eval")) -> None:
+    """Read the first row of local data, so that files that are not there are said before anything else is
+    loaded. Raises ConfigError and DataError as ``load_groups`` does."""
+    config = _local_copy(config)
+    keys: dict[Split, str] = {"train": "path", "eval": "eval_path"}
+    for split in splits:
+        key, path = f"data.{keys[split]}", getattr(config, keys[split])
+        if split == "train" and path is None and config.source in (LOCAL, HUB):
+            import_function("data.source", config.source)(config, split)  # says what to give
+        if config.source == LOCAL and path is not None:
+            split_key = "data.split" if split == "train" else "data.eval_split"
+            rows = _rows(key, path, split_key, config.split if split == "train" else config.eval_split)
+            next(iter(rows), None)
+        elif config.source.startswith("data.") and config.source != HUB and path and not os.path.exists(path):
+            next(iter(read_rows(Path(path), key)))  # raises
+
+
 def _thinned(config: DataConfig, loaded: Loaded) -> Loaded:
     """Return the training data with only the configured shares of desirable and undesirable examples."""
     shares = (config.frac_unique_desirable, config.frac_unique_undesirable)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,8 +17,10 @@ from config.schema_trainer import loss_numbers
 from data.balance import row_tokens
 from data.batches import Segment
 from data.example_table import longest
-from trainers.basic import BasicTrainer
 from trainers.losses.base import LossResult, TokenScores
+
+if TYPE_CHECKING:
+    from trainers.basic import BasicTrainer
 
 Loss = Callable[..., LossResult]
 
@@ -98,6 +101,8 @@ def _try(loss: Loss, config: Config) -> None:
 
 def trainer_class(config: Config) -> type[BasicTrainer]:
     """Return the trainer class of the settings. Raises ConfigError if it is none or refuses the settings."""
+    from trainers.basic import BasicTrainer  # transformers too, which ``make_loss`` does without
+
     cls = import_function("trainer._target_", config.trainer._target_)
     require(
         isinstance(cls, type) and issubclass(cls, BasicTrainer),

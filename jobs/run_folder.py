@@ -28,7 +28,6 @@ from config.record import (
     unmarked_run,
 )
 from config.schema import Config
-from jobs import lengths
 
 LOGS = "logs"
 """Folder of the logs of a run's processes. overwrite=true keeps it, as they may still be writing to it."""
@@ -51,6 +50,12 @@ class RunFolder:
         self._lock = FileLock(self.path / LOCK)
         self._claimed_empty = False
 
+    def check(self) -> None:
+        """Raise ConfigError where ``claim`` would refuse the folder as it is now. Writes nothing."""
+        check_name("exp_name", self.name)
+        with self._refusals():
+            self._check_folder()
+
     def claim(self) -> None:
         """Create the folder, lock it until ``release``, and mark it as a run's; its contents stay untouched.
 
@@ -60,7 +65,7 @@ class RunFolder:
         """
         check_name("exp_name", self.name)
         with self._refusals():
-            self._check()  # before anything is written into a folder that may not be a run's
+            self._check_folder()  # before anything is written into a folder that may not be a run's
             try:
                 self._lock.acquire()
             except LockedError as holder:
@@ -70,7 +75,7 @@ class RunFolder:
                     f"{self.path} is in use by {holder}; wait for its end, or exp_name=… names another run",
                 ) from holder
             try:
-                self._check()  # again, because another process may have changed it before the lock
+                self._check_folder()  # again, because another process may have changed it before the lock
                 self._mark()
             except BaseException:
                 self._lock.release()
@@ -90,6 +95,8 @@ class RunFolder:
         With overwrite=true the run in it is deleted here. Then the settings are written, after the stretches
         (``jobs.lengths``) of an extended run. Returns whether there is a run to resume.
         """
+        from jobs import lengths  # imports torch, which ``check`` does without
+
         with self._refusals():
             exists = started(self.path)
             if exists and self.config.overwrite:
@@ -130,7 +137,7 @@ class RunFolder:
         own = {LOCK, part_of(self.path / MARKER).name}
         return {entry.name for entry in self.path.iterdir()} - own if self.path.exists() else set()
 
-    def _check(self) -> None:
+    def _check_folder(self) -> None:
         """Raise ConfigError unless the folder may be used as the settings say. Writes nothing."""
         config, path = self.config, self.path
         is_run = not self._entries() or marked(path) or unmarked_run(path)
