@@ -42,6 +42,9 @@ class DataConfig:
     eval_fraction: float
     format: str
     columns: dict[str, str] | None
+    ignore_columns: list[str] | None
+    max_unreadable: float
+    one_label: bool
     system_prompt: str | None
     apply_chat_template: bool
     score_threshold: float
@@ -61,12 +64,17 @@ class DataConfig:
             self.name,
             "is for data=instruct",
         )
-        for key in ("frac_unique_desirable", "frac_unique_undesirable"):
+        shares = {
+            "frac_unique_desirable": "examples",
+            "frac_unique_undesirable": "examples",
+            "max_unreadable": "rows",
+        }
+        for key, of in shares.items():
             require(
                 0 <= getattr(self, key) <= 1,
                 f"data.{key}",
                 getattr(self, key),
-                "is a share of the examples: must lie in [0, 1]",
+                f"is a share of the {of}: must lie in [0, 1]",
             )
         mixes = self.source == "data.mix.mixed"
         require(

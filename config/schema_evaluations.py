@@ -30,6 +30,8 @@ KEYS = (
     "data_dir",
     "format",
     "columns",
+    "ignore_columns",
+    "max_unreadable",
     "system_prompt",
     "score_threshold",
     "verifier",

@@ -1,30 +1,32 @@
-"""Detection of a table's format from its columns, and of the columns that the format reads."""
+"""Detection of a table's format from the columns of its first rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
 
 from common.errors import ConfigError
 from common.imports import import_function
 from config.schema_data import DataConfig
 from data import conventions, formats, published
-from data.formats import Format, Values
+from data.columns import READ, Values, named, no_format, two_answers
+from data.formats import Format
 from data.groups import groups as groups_format
 from data.rows import Row
 
-FORMATS: dict[str, Format] = {
+GENERIC: dict[str, Format] = {
     "preference": formats.preference,
+    "compared": formats.compared,
     "prompt_completion": formats.prompt_completion,
     "unpaired": formats.unpaired,
+    "scored": formats.scored,
     "prompt_only": formats.prompt_only,
-    "feedback": formats.feedback,
     "groups": groups_format,
-    "alpaca": conventions.alpaca,
-    "sharegpt": conventions.sharegpt,
     "ultrafeedback": conventions.ultrafeedback,
     "language_modelling": conventions.language_modelling,
+}
+"""The formats of people's own rows. What they read of a row is all that decides (``data.columns``)."""
+FORMATS: dict[str, Format] = GENERIC | {
+    "feedback": formats.feedback,
     "hh": published.hh,
     "alpacaeval": published.alpacaeval,
     "gsm8k": published.gsm8k,
@@ -37,18 +39,13 @@ FORMATS: dict[str, Format] = {
     "oasst": published.oasst,
 }
 """The formats that ``data.format`` may name. Any other format is given by its import path."""
+_OF_COLUMNS = ("auto", "alpaca", "sharegpt")
+"""Formats of which the columns say everything."""
 
 
-def format_of(config: DataConfig, first: Row) -> tuple[str, Format]:
-    """Return (the name of the format, the format) of these rows."""
-    for ours, theirs in (config.columns or {}).items():
-        if theirs not in first.values:
-            raise ConfigError(
-                f"data.columns.{ours}",
-                theirs,
-                f"{first.file} has no such column; it has {', '.join(first.values)}",
-            )
-    name = detect(first) if config.format == "auto" else config.format
+def format_of(config: DataConfig, first: Sequence[Row]) -> tuple[str, Format]:
+    """Return (the name of the format, the format) of the rows that begin with ``first``."""
+    name = detect(first, config.columns) if config.format in _OF_COLUMNS else config.format
     if name in FORMATS:
         return name, FORMATS[name]
     if "." not in name:
@@ -59,72 +56,56 @@ def format_of(config: DataConfig, first: Row) -> tuple[str, Format]:
     return name, found
 
 
-def detect(row: Row) -> str:
-    """Return the name of the format whose columns ``row`` has. Raises ConfigError if there is none."""
-    has = row.values.keys()
-    if is_feedback(row.values):
-        return "feedback"
+FORMS: tuple[tuple[str, set[str]], ...] = (
+    ("feedback", {"<feedback>"}),
+    ("ultrafeedback", {"instruction", "<rated answers>"}),
+    ("ultrafeedback", {"instruction", "generations", "ratings"}),
+    ("ultrafeedback", {"instruction", "chosen_response", "rejected_response"}),
+    ("groups", {"completions", "rewards"}),
+    ("alpacaeval", {"instruction", "output_1", "output_2", "preference"}),
+    ("alpacaeval", {"instruction", "output", "generator"}),
+    ("hh", {"chosen", "rejected", "<transcripts>"}),
+    ("preference", {"chosen", "rejected"}),
+    ("compared", {"<two answers>", "<better>"}),
+    ("unpaired", {"<question>", "<answer>", "<label>"}),
+    ("scored", {"<question>", "<answer>", "<reward>"}),
+    ("prompt_completion", {"<question>", "<answer>"}),
+    ("prompt_only", {"<question>"}),
+    ("language_modelling", {"text"}),
+)
+"""Format, and what its rows have: columns by name, and <parts of a row>, which several columns may be (READ).
+The first form of which the rows have everything is theirs."""
+
+
+def detect(first: Sequence[Row], columns: dict[str, str] | None = None) -> str:
+    """Return the name of the format whose columns the first rows have together. Raises ConfigError if there
+    is none."""
+    has = _parts([row.values for row in first])
     if {"prompt", "completions", "labels"} <= has and "rewards" not in has:
         raise ConfigError(
             "data.path",
-            row.file,
+            first[0].file,
             "rows are labelled steps (TRL's stepwise supervision), which no loss here trains on; give one "
             "answer a row: prompt, completion, label",
         )
-    for name, columns, fits in _BY_COLUMNS:
-        if columns <= has and fits(row.values):
+    for name, needed in FORMS:
+        if needed <= has:
             return name
-    raise ConfigError(
-        "data.columns",
-        dict.fromkeys(has, "?"),
-        f"the columns of {row.file} are those of no known format; say which "
-        "are which, as in data.columns={prompt: question, completion: answer}",
-    )
+    raise no_format(list(first), columns)
 
 
-def _any(values: Values) -> bool:
-    return True
-
-
-def _is_transcript(values: Values) -> bool:
-    chosen = values["chosen"]
-    return "prompt" not in values and isinstance(chosen, str) and chosen.startswith("\n\nHuman:")
-
-
-def _is_instruction(values: Values) -> bool:
-    """Return whether the answers are texts, as Alpaca's are. Lists of messages contain the question
-    themselves."""
-    return "prompt" not in values and not isinstance(values["chosen"], list)
-
-
-def _is_conversation(values: Values) -> bool:
-    return isinstance(values["conversations"], list) and "prompt" not in values
-
-
-def _has_responses(values: Values) -> bool:
-    found = values["completions"]
-    return isinstance(found, list) and all(isinstance(one, dict) and "response" in one for one in found)
-
-
-_BY_COLUMNS: tuple[tuple[str, set[str], Callable[[Values], bool]], ...] = (
-    ("ultrafeedback", {"instruction", "completions"}, _has_responses),
-    ("ultrafeedback", {"instruction", "generations", "ratings"}, _any),
-    ("ultrafeedback", {"instruction", "chosen_response", "rejected_response"}, _any),
-    ("groups", {"completions", "rewards"}, _any),
-    ("sharegpt", {"conversations"}, _is_conversation),
-    ("alpaca", {"instruction", "chosen", "rejected"}, _is_instruction),
-    ("hh", {"chosen", "rejected"}, _is_transcript),
-    ("preference", {"chosen", "rejected"}, _any),
-    ("unpaired", {"prompt", "completion", "label"}, _any),
-    ("prompt_completion", {"prompt", "completion"}, _any),
-    ("alpacaeval", {"instruction", "output_1", "output_2", "preference"}, _any),
-    ("alpacaeval", {"instruction", "output", "generator"}, _any),
-    ("prompt_completion", {"messages"}, _any),
-    ("alpaca", {"instruction", "output"}, _any),
-    ("prompt_only", {"prompt"}, _any),
-    ("language_modelling", {"text"}, _any),
-)
-"""Format, the columns that it has, and a further condition; the first row that fits is chosen."""
+def _parts(rows: Sequence[Values]) -> set[str]:
+    """Return the columns that any of the rows fills, and the parts of a row that FORMS names."""
+    has = {name for values in rows for name, found in values.items() if found is not None}
+    found = has | {f"<{part}>" for part, names in READ.items() if has & set(names)}
+    of_values = {
+        "<feedback>": is_feedback,
+        "<rated answers>": _has_responses,
+        "<transcripts>": _is_transcript,
+        "<answer>": _ends_with_an_answer,
+    }
+    found |= {part for part, holds in of_values.items() if 2 * sum(map(holds, rows)) >= len(rows)}
+    return found | ({"<two answers>"} if two_answers(has) else set())
 
 
 def is_feedback(values: Values) -> bool:
@@ -132,48 +113,26 @@ def is_feedback(values: Values) -> bool:
     return isinstance(kind, str) and kind.endswith("_feedback")
 
 
-class Columns:
-    """Record of the columns that a format reads in the first rows."""
-
-    MOST = 64
-    """Number of rows that are watched. A column that the format reads in none of them is hardly read in the
-    others."""
-
-    def __init__(self, columns: dict[str, str] | None) -> None:
-        self.rows, self.there, self.read = 0, dict[str, None](), set[str]()
-        self.theirs = columns or {}
-
-    def watched(self, row: Row) -> Row:
-        """Return the row; one of the first rows is returned as a mapping that records which columns are
-        read."""
-        self.rows += 1
-        if self.rows > self.MOST:
-            return row
-        self.there.update(dict.fromkeys(row.values))
-        return replace(row, values=_Watched(row.values, self.read))
-
-    def unused(self) -> tuple[str, ...]:
-        """Return the columns that were never read, in their order. A column that ``data.columns`` renames
-        counts as read if it was read under its new name."""
-        renamed = {theirs for ours, theirs in self.theirs.items() if ours in self.read}
-        return tuple(c for c in self.there if c not in self.read | renamed and c not in self.theirs)
+def _is_transcript(values: Values) -> bool:
+    chosen = values.get("chosen")
+    return named(values, "question") is None and isinstance(chosen, str) and chosen.startswith("\n\nHuman:")
 
 
-class _Watched(dict[str, Any]):
-    """Values of a row that record which columns are read."""
+def _has_responses(values: Values) -> bool:
+    try:
+        found = formats.unpacked(values.get("completions"))
+    except formats.RowError:
+        return False
+    return isinstance(found, list) and all(isinstance(one, dict) and "response" in one for one in found)
 
-    def __init__(self, values: Values, read: set[str]) -> None:
-        super().__init__(values)
-        self._read = read
 
-    def __getitem__(self, key: str) -> Any:
-        self._read.add(key)
-        return super().__getitem__(key)
-
-    def items(self) -> Any:
-        self._read.update(self)
-        return super().items()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self._read.add(key)
-        return super().get(key, default)
+def _ends_with_an_answer(values: Values) -> bool:
+    """Return whether a conversation ends with the assistant's turn, in a row without an answer of its own."""
+    column = named(values, "conversation")
+    try:
+        found = formats.messages_in(values.get(column or ""), "")
+    except formats.RowError:
+        return False
+    last = found[-1] if isinstance(found, list) and found else found
+    role = last.get("role") or last.get("from") if isinstance(last, dict) else None
+    return isinstance(role, str) and formats.ROLES.get(role) == "assistant"

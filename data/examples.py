@@ -3,7 +3,7 @@ are counted and named."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -17,6 +17,9 @@ from data.types import Group
 from data.views import View
 
 _SAYS_NOTHING = "its rewards say nothing (too few completions, or all equal)"
+
+
+_MADE_EQUAL = "its two answers are the same once cut to model.max_length"
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ def _reasons(wanted: Wanted, rows: Rendered) -> dict[int, str]:
     else:
         look_at = [r for r, row in enumerate(rows) if isinstance(row, str)]
     why = {int(group): _SAYS_NOTHING for group in np.flatnonzero(wanted.first_rows == wanted.last_rows)}
+    why |= dict.fromkeys(_made_equal(wanted, rows), _MADE_EQUAL)
     for place in look_at:
         row = rows[place]
         if wanted.flags[place] and isinstance(rows, TokenRows):
@@ -76,3 +80,20 @@ def _reasons(wanted: Wanted, rows: Rendered) -> dict[int, str]:
         if isinstance(row, str):
             why.setdefault(wanted.group(place), row)
     return why
+
+
+def _made_equal(wanted: Wanted, rows: Rendered) -> Iterator[int]:
+    """Yield the groups whose two rows are the same although their texts differ: they carry no preference."""
+    pairs = np.flatnonzero(wanted.last_rows - wanted.first_rows == 2)
+    if isinstance(rows, TokenRows):
+        sizes = rows.sizes[wanted.first_rows[pairs]], rows.sizes[wanted.first_rows[pairs] + 1]
+        pairs = pairs[(sizes[0] == sizes[1]) & (sizes[0] >= 0)]
+    for group in pairs.tolist():
+        at = int(wanted.first_rows[group])
+        one, other = rows[at], rows[at + 1]
+        if isinstance(one, str) or isinstance(other, str):
+            continue
+        if np.array_equal(one.completion_ids, other.completion_ids):
+            texts = {wanted.completion(row).text for row in (at, at + 1)}
+            if len(texts) == 2 and None not in texts:
+                yield group

@@ -8,19 +8,22 @@ decorate it with ``each_row``. Rows are read, never changed.
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from config.schema_data import DataConfig
+from data.columns import READ, Values, is_empty, named, two_answers
+from data.json_values import parsed
 from data.rows import Dropped, Row
 from data.tool_calls import of_message, tools_of
 from data.types import Completion, Group, Prompt, Turn
 
-Values = Mapping[str, Any]
 Format = Callable[[Iterable[Row], DataConfig], Iterator[Group | Dropped]]
 
 ROLES = {
@@ -44,6 +47,13 @@ PAIR = (1.0, -1.0)
 class RowError(Exception):
     """A row that cannot become a group; the message is the reason that the data report shows."""
 
+    def dropped(self, row: Row) -> Dropped:
+        return Dropped(row.file, row.number, str(self), intended=isinstance(self, LeftOutError))
+
+
+class LeftOutError(RowError):
+    """A row that could be read and is left out on purpose, such as a tie; any number of rows may be."""
+
 
 def each_row(convert: Callable[[Values, DataConfig], Group]) -> Format:
     """Return the format that converts row by row."""
@@ -54,7 +64,7 @@ def each_row(convert: Callable[[Values, DataConfig], Group]) -> Format:
             try:
                 yield placed(with_tools(convert(row.values, config), row.values), row)
             except RowError as error:
-                yield Dropped(row.file, row.number, str(error))
+                yield error.dropped(row)
 
     return convert_all
 
@@ -93,11 +103,16 @@ def text(values: Values, column: str) -> str:
 
 
 def number(values: Values, column: str) -> float:
-    """Return a finite number; raises RowError for anything else."""
+    """Return a finite number, which a table of texts (csv) writes as one; raises RowError for anything
+    else."""
     found = value(values, column)
-    if isinstance(found, bool) or not is_finite(found):
+    try:
+        made: Any = float(found) if isinstance(found, str) else found
+    except ValueError:
+        made = None
+    if isinstance(made, bool) or not is_finite(made):
         raise RowError(f"{column!r} is {shown(found)}, not a finite number")
-    return float(found)
+    return float(made)
 
 
 def is_finite(found: Any) -> bool:
@@ -110,17 +125,56 @@ def shown(found: Any) -> str:
     return reprlib.repr(found)
 
 
+_TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False, "-1": False}
+
+
 def truth(values: Values, column: str) -> bool:
-    """Return a boolean, or 0 or 1; raises RowError for anything else."""
+    """Return a boolean, 0 or 1 (also −1 for false), or the text of one; raises RowError for anything else."""
     found = value(values, column)
-    if found not in (True, False):
+    said = _TRUTHS.get(str(found).strip().lower()) if isinstance(found, bool | int | float | str) else None
+    if said is None:
         raise RowError(f"{column!r} is {shown(found)}, not true or false")
-    return bool(found)
+    return said
+
+
+def listed(values: Values, column: str) -> list[Any]:
+    """Return a list, which a table of texts (csv) writes as JSON; raises RowError for anything else."""
+    found = unpacked(value(values, column))
+    if not isinstance(found, list):
+        raise RowError(f"{column!r} is a {type(found).__name__}, not a list")
+    return found
+
+
+_IS_MESSAGE = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value)["']\s*:""")
+
+
+def unpacked(found: Any, column: str = "") -> Any:
+    """Return the list that a text holds as JSON, or as Python writes it (pandas does); another value as it
+    is. Raises RowError for messages written in another way, which nobody said to a model."""
+    if not isinstance(found, str) or not found.lstrip().startswith(("[", "{")):
+        return found
+    for read in (str, lambda text: json.dumps(ast.literal_eval(text))):
+        try:
+            text = read(found.strip())
+            made, end, fault = parsed(text, 0)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            continue
+        if fault is None:
+            return made if end == len(text) else found
+    if _IS_MESSAGE.match(found):
+        raise RowError(f"{column!r} is the text of messages, but not JSON; write it with json.dumps")
+    return found
+
+
+def messages_in(found: Any, column: str) -> Any:
+    """Return the messages that a text holds, or the value as it is."""
+    return unpacked(found, column) if isinstance(found, str) and _IS_MESSAGE.match(found) else found
 
 
 def turns(found: Any, column: str) -> tuple[Turn, ...]:
     """Return chat messages ``[{role, content}, …]``, or ShareGPT's ``[{from, value}, …]``, as turns. A string
-    becomes one user turn, and a single message a list of one."""
+    becomes one user turn unless it holds messages as JSON, and a single message a list of one."""
+    found = messages_in(found, column)
     if isinstance(found, str):
         return (Turn("user", found),)
     if isinstance(found, Mapping):
@@ -149,12 +203,64 @@ def _turn(message: Any, column: str, calling: bool) -> Turn:
     keys = keys_of(message, column, calling)
     if content is None and message.get("tool_calls"):
         content = ""
+    if isinstance(content, list) and content and all(_is_text_part(part) for part in content):
+        content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise RowError(f"a message of {column!r} has no 'content' string")
     role = ROLES.get(said) if isinstance(said, str) else None
     if role is None:
         raise RowError(f"a message of {column!r} has the role {shown(said)}")
     return Turn(role, content, keys)
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+# Reading the parts of a row: the question, the answer, the label
+
+
+def asked(values: Values, column: str | None = None) -> tuple[Turn, ...]:
+    """Return the turns of a row before its answer: its system text, Alpaca's ``history`` and the question.
+
+    ``column`` has the question, by default the first of the row's columns that may have it; () if none
+    does. Alpaca's ``input`` follows ``instruction`` after an empty line.
+    """
+    column = column or named(values, "question")
+    found = () if column is None else turns(value(values, column), column)
+    if column == "instruction" and len(found) == 1 and not is_empty(values.get("input")):
+        found = (Turn("user", f"{found[0].content}\n\n{text(values, 'input')}"),)
+    found = (*_history(values), *found)
+    system = named(values, "system")
+    if system is None:
+        return found
+    lead = Turn("system", text(values, system))
+    if found[:1] and found[0].role == "system" and found[0] != lead:
+        raise RowError(f"{system!r} and the conversation's own system turn say different things")
+    return found if found[:1] == (lead,) else (lead, *found)
+
+
+def _history(values: Values) -> tuple[Turn, ...]:
+    if is_empty(values.get("history")):
+        return ()
+    said = listed(values, "history")
+    if all(isinstance(message, Mapping) for message in said):
+        return turns(said, "history")
+    found: list[Turn] = []
+    for exchange in said:
+        pair = isinstance(exchange, list | tuple) and len(exchange) == 2
+        if not pair or not all(isinstance(part, str) for part in exchange):
+            raise RowError("'history' is not a list of pairs, question and answer")
+        found += [Turn("user", exchange[0]), Turn("assistant", exchange[1])]
+    return tuple(found)
+
+
+def question(values: Values) -> tuple[Turn, ...]:
+    """Return ``asked``; raises RowError if no column has a question."""
+    if named(values, "question") is None:
+        there = [name for name in READ["question"] if name in values]
+        raise RowError(f"no {there[0]!r}" if there else "no column 'prompt'")
+    return asked(values)
 
 
 def prompt_of(conversation: tuple[Turn, ...], reference: Any = None) -> Prompt:
@@ -165,14 +271,19 @@ def prompt_of(conversation: tuple[Turn, ...], reference: Any = None) -> Prompt:
         raise RowError("the prompt does not end with a user turn")
     if not conversation[-1].content.strip():
         raise RowError("the prompt is empty")
+    if isinstance(reference, Mapping | list):
+        raise RowError(
+            f"'reference' is a {type(reference).__name__}; name a key inside it, as in "
+            "data.columns={reference: reward_model.ground_truth}"
+        )
     return Prompt(conversation, None if reference is None else str(reference))
 
 
 def pair(prompt: Prompt, chosen: str | Completion, rejected: str | Completion) -> Group:
-    """Return an offline pair; raises RowError if both answers are the same, because they then carry no
+    """Return an offline pair; raises LeftOutError if both answers are the same, because they then carry no
     preference."""
     if chosen == rejected:
-        raise RowError("chosen and rejected are the same")
+        raise LeftOutError("chosen and rejected are the same")
     return Group(prompt, (_completion(chosen), _completion(rejected)), PAIR)
 
 
@@ -188,46 +299,105 @@ def answered(head: tuple[Turn, ...], found: Any, column: str) -> tuple[tuple[Tur
     """Return (conversation, answer) of a completion column.
 
     A string answers ``head``. Messages end with the assistant's answer. The messages before it either
-    continue ``head`` or are the whole conversation again (as in the UltraFeedback sets), and then must
-    contain the question that ``head`` ends with.
+    continue ``head`` or are the conversation again (as in the UltraFeedback sets), and then must contain
+    ``head`` or be its end. The system turn of ``head`` stays unless they bring their own.
     """
+    found = messages_in(found, column)
     if isinstance(found, str):
         return head, Completion(found)
-    messages = turns(found, column)
-    if messages[-1].role != "assistant":
-        raise RowError(f"{column!r} does not end with an assistant turn")
-    if messages[-1].calls:
-        raise RowError(f"{column!r} ends with a call of a tool and without an answer")
-    before, answer = messages[:-1], Completion(messages[-1].content, keys=messages[-1].keys)
+    before, answer = _last(turns(found, column), column)
     if not before or before[0].role == "assistant":
         return head + before, answer
-    if head and head[-1].content.strip() not in [
-        turn.content.strip() for turn in before if turn.role == "user"
-    ]:
-        raise RowError(f"the conversation in {column!r} does not contain the prompt")
-    return before, answer
+    lead, rest = _led(head)
+    own, again = _led(before)
+    if rest and not _within(rest, again):
+        if not _within(again, rest) or not _same(again[-1], rest[-1]):
+            raise RowError(f"the conversation in {column!r} does not contain the prompt")
+        again = rest
+    return (own or lead) + again, answer
 
 
-# TRL's dataset types (huggingface.co/docs/trl/dataset_formats)
+def _last(found: tuple[Turn, ...], column: str) -> tuple[tuple[Turn, ...], Completion]:
+    """Return (the turns before, the answer) of the assistant's turn that ends a conversation."""
+    if found[-1].role != "assistant":
+        raise RowError(f"{column!r} does not end with an assistant turn")
+    if found[-1].calls:
+        raise RowError(f"{column!r} ends with a call of a tool and without an answer")
+    return found[:-1], Completion(found[-1].content, keys=found[-1].keys)
+
+
+def _led(conversation: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
+    """Return (its system turn or nothing, the other turns)."""
+    n = int(conversation[:1] != () and conversation[0].role == "system")
+    return conversation[:n], conversation[n:]
+
+
+def _same(one: Turn, other: Turn) -> bool:
+    return one.role == other.role and one.content.strip() == other.content.strip()
+
+
+def _within(part: tuple[Turn, ...], whole: tuple[Turn, ...]) -> bool:
+    """Return whether ``part`` stands in ``whole`` without a gap."""
+    return any(all(map(_same, part, whole[i : i + len(part)])) for i in range(len(whole) - len(part) + 1))
+
+
+def exchange(values: Values) -> tuple[Prompt, Completion]:
+    """Return (prompt, answer) of a row with one answer: a column of its own, or the last turn of a
+    conversation."""
+    column = named(values, "answer")
+    if column is not None:
+        conversation, answer = answered(question(values), value(values, column), column)
+    else:
+        column = named(values, "conversation")
+        if column is None:
+            raise RowError("no 'completion'" if "completion" in values else "no column 'completion'")
+        conversation, answer = _last(asked(values, column), column)
+    return prompt_of(conversation, values.get("reference")), answer
+
+
+# The formats: what a row becomes
+
+
+def _paired(values: Values, chosen: str, rejected: str) -> Group:
+    """Return the pair of two columns. Without a question, their common beginning is the prompt."""
+    good, bad = (messages_in(value(values, column), column) for column in (chosen, rejected))
+    head = asked(values)
+    if named(values, "question") is None and isinstance(good, str):
+        shared = common_beginning(good, text(values, rejected))
+        head, good, bad = (*head, *turns(shared, chosen)), good[len(shared) :], bad[len(shared) :]
+    conversation, better = answered(head, good, chosen)
+    other, worse = answered(head, bad, rejected)
+    if conversation != other:
+        raise RowError(f"{chosen} and {rejected} answer different conversations")
+    return pair(prompt_of(conversation, values.get("reference")), better, worse)
 
 
 @each_row
 def preference(values: Values, config: DataConfig) -> Group:
-    """``prompt, chosen, rejected``, or ``chosen, rejected`` with the prompt as their common beginning;
-    strings or messages."""
-    chosen, rejected = value(values, "chosen"), value(values, "rejected")
-    if "prompt" in values:
-        head = turns(value(values, "prompt"), "prompt")
-    elif isinstance(chosen, str) and isinstance(rejected, str):
-        shared = common_beginning(chosen, rejected)
-        head, chosen, rejected = turns(shared, "chosen"), chosen[len(shared) :], rejected[len(shared) :]
-    else:
-        head = ()
-    asked, good = answered(head, chosen, "chosen")
-    asked_too, bad = answered(head, rejected, "rejected")
-    if asked != asked_too:
-        raise RowError("chosen and rejected answer different conversations")
-    return pair(prompt_of(asked, values.get("reference")), good, bad)
+    """A question, ``chosen`` and ``rejected``, as strings or messages; without a question, their common
+    beginning is the prompt."""
+    return _paired(values, "chosen", "rejected")
+
+
+@each_row
+def compared(values: Values, config: DataConfig) -> Group:
+    """A question, two answers such as ``response_a`` and ``response_b``, and the better one's name or letter
+    in ``winner``. A tie is left out."""
+    two = two_answers(values)
+    column = named(values, "better")
+    if two is None or column is None:
+        raise RowError("no two answers such as response_a and response_b" if column else "no column 'winner'")
+    said = value(values, column)
+    word = str(int(said) if isinstance(said, float) and said.is_integer() else said).strip().lower()
+    for (better, letter), (worse, _) in (two, two[::-1]):
+        if word in (better.lower(), letter, f"model_{letter}"):
+            return _paired(values, better, worse)
+    if word.startswith(("tie", "both", "neither", "draw")):
+        raise LeftOutError("a tie")
+    raise RowError(
+        f"{column!r} is {shown(said)}, which names neither {two[0][0]} nor {two[1][0]} (write {two[0][1]} or "
+        f"{two[1][1]})"
+    )
 
 
 def common_beginning(one: str, other: str) -> str:
@@ -245,39 +415,31 @@ def common_beginning(one: str, other: str) -> str:
 
 @each_row
 def prompt_completion(values: Values, config: DataConfig) -> Group:
-    """``prompt, completion``, or ``messages`` that end with the answer. The result is a demonstration."""
-    if "completion" in values:
-        conversation, answer = answered(
-            turns(value(values, "prompt"), "prompt"), value(values, "completion"), "completion"
-        )
-    else:
-        conversation, answer = answered((), value(values, "messages"), "messages")
-    return demonstration(prompt_of(conversation, values.get("reference")), answer)
+    """A question and ``completion`` (Alpaca: ``output``), or messages that end with the answer. The result is
+    a demonstration."""
+    return demonstration(*exchange(values))
 
 
 @each_row
 def unpaired(values: Values, config: DataConfig) -> Group:
-    """``prompt, completion, label`` (true: desirable)."""
-    conversation, answer = answered(
-        turns(value(values, "prompt"), "prompt"), value(values, "completion"), "completion"
-    )
-    reward = 1.0 if truth(values, "label") else -1.0
-    return Group(prompt_of(conversation, values.get("reference")), (answer,), (reward,))
+    """``prompt_completion`` and ``label`` or ``kto_tag`` (true: desirable)."""
+    prompt, answer = exchange(values)
+    reward = 1.0 if truth(values, named(values, "label") or "label") else -1.0
+    return Group(prompt, (answer,), (reward,))
 
 
 @each_row
 def prompt_only(values: Values, config: DataConfig) -> Group:
-    """``prompt``, and ``reference`` if answers can be checked. Every other column is kept for reward
+    """A question, and ``reference`` if answers can be checked. Every other column is kept for reward
     functions."""
-    prompt = prompt_of(turns(value(values, "prompt"), "prompt"), values.get("reference"))
+    prompt = prompt_of(question(values), values.get("reference"))
     return Group(replace(prompt, columns=other_columns(values, config)))
 
 
 def other_columns(values: Values, config: DataConfig) -> str:
     """Return the columns of a row that are neither its prompt nor its reference, as a JSON object; "" if it
     has none."""
-    renamed = config.columns or {}
-    taken = {"prompt", "reference", "tools", *renamed, *renamed.values()}
+    taken = {"prompt", *READ["conversation"], "reference", "tools", *(config.columns or {})}
     # dict() copies without marking them as read: that is for what decides
     rest = {name: found for name, found in dict(values).items() if name not in taken}
     text = json.dumps(rest, ensure_ascii=False, default=str) if rest else ""
@@ -286,14 +448,12 @@ def other_columns(values: Values, config: DataConfig) -> str:
     return text
 
 
+def scored(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
+    """``prompt_completion`` and ``reward``, a number; the rows of a prompt are one group."""
+    return _gathered(rows, lambda values: (*exchange(values), number(values, "reward")))
+
+
 # HALOs' feedback files
-
-
-@dataclass
-class _Samples:
-    prompt: Prompt
-    completions: list[Completion] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
 
 
 def feedback(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
@@ -303,32 +463,45 @@ def feedback(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Droppe
     output_A, output_B, label: 1 when A is better) or ``scalar_feedback`` (prompt, output, reward), whose rows
     are gathered into one group per prompt. Outputs are strings or messages.
     """
-    scored: dict[str, _Samples] = {}
-    for row in rows:
-        try:
-            kind = text(row.values, "type")
-            prompt = prompt_of(turns(value(row.values, "prompt"), "prompt"), row.values.get("reference"))
-            prompt = with_tools(Group(prompt), row.values).prompt
-            if kind == "binary_feedback":
-                reward = 1.0 if truth(row.values, "label") else -1.0
-                yield Group(prompt, (_output(row.values, "output"),), (reward,))
-            elif kind == "pairwise_feedback":
-                outputs = _output(row.values, "output_A"), _output(row.values, "output_B")
-                yield pair(prompt, *(outputs if truth(row.values, "label") else outputs[::-1]))
-            elif kind == "scalar_feedback":
-                output, reward = _output(row.values, "output"), number(row.values, "reward")
-                samples = scored.setdefault(prompt.id, _Samples(prompt))
-                samples.completions.append(output)
-                samples.rewards.append(reward)
-            else:
-                raise RowError(
-                    f"the type {shown(kind)} is not binary_feedback, pairwise_feedback or scalar_feedback"
-                )
-        except RowError as error:
-            yield Dropped(row.file, row.number, str(error))
-    for samples in scored.values():
-        yield Group(samples.prompt, tuple(samples.completions), tuple(samples.rewards))
+    return _gathered(rows, _of_feedback)
+
+
+def _of_feedback(values: Values) -> Group | Sample:
+    kind = text(values, "type")
+    prompt = prompt_of(question(values), values.get("reference"))
+    if kind == "binary_feedback":
+        reward = 1.0 if truth(values, "label") else -1.0
+        return Group(prompt, (_output(values, "output"),), (reward,))
+    if kind == "pairwise_feedback":
+        outputs = _output(values, "output_A"), _output(values, "output_B")
+        return pair(prompt, *(outputs if truth(values, "label") else outputs[::-1]))
+    if kind == "scalar_feedback":
+        return prompt, _output(values, "output"), number(values, "reward")
+    raise RowError(f"the type {shown(kind)} is not binary_feedback, pairwise_feedback or scalar_feedback")
 
 
 def _output(values: Values, column: str) -> Completion:
     return answered((), value(values, column), column)[1]
+
+
+Sample = tuple[Prompt, Completion, float]
+"""A prompt, one answer, its reward."""
+
+
+def _gathered(rows: Iterable[Row], convert: Callable[[Values], Group | Sample]) -> Iterator[Group | Dropped]:
+    """Yield the groups of the rows; samples are gathered into one group per prompt, at the end."""
+    samples: dict[str, list[Sample]] = {}
+    for row in rows:
+        try:
+            found = convert(row.values)
+            group = with_tools(found if isinstance(found, Group) else Group(found[0]), row.values)
+        except RowError as error:
+            yield error.dropped(row)
+            continue
+        if isinstance(found, Group):
+            yield group
+        else:
+            samples.setdefault(group.prompt.id, []).append((group.prompt, *found[1:]))
+    for of_prompt in samples.values():
+        answers = tuple(answer for _, answer, _ in of_prompt)
+        yield Group(of_prompt[0][0], answers, tuple(reward for _, _, reward in of_prompt))

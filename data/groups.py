@@ -26,18 +26,19 @@ from typing import Any
 from common.errors import DataError
 from common.files import whole_file
 from config.schema_data import DataConfig
+from data.columns import Values
 from data.formats import (
     RowError,
-    Values,
     answered,
     is_finite,
     keys_of,
+    listed,
     placed,
     prompt_of,
+    question,
     shown,
     truth,
     turns,
-    value,
     with_tools,
 )
 from data.rows import Dropped, Row, read_rows
@@ -115,11 +116,11 @@ def from_dict(values: Values) -> Group:
 
     ``id`` is not read, because identity is by content. Raises RowError.
     """
-    prompt = prompt_of(turns(value(values, "prompt"), "prompt"), values.get("reference"))
+    prompt = prompt_of(question(values), values.get("reference"))
     if isinstance(others := values.get("columns"), dict) and others:
         prompt = replace(prompt, columns=json.dumps(others, ensure_ascii=False))
-    completions, rewards = value(values, "completions"), value(values, "rewards")
-    if not isinstance(completions, list) or not isinstance(rewards, list) or len(completions) != len(rewards):
+    completions, rewards = listed(values, "completions"), listed(values, "rewards")
+    if len(completions) != len(rewards):
         raise RowError("'completions' and 'rewards' are not two lists of one length")
     if not all(is_finite(r) for r in rewards):
         raise RowError("'rewards' are not all finite numbers")
@@ -202,7 +203,7 @@ def groups(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]
         try:
             yield placed(from_dict(row.values), row)
         except RowError as error:
-            yield Dropped(row.file, row.number, str(error))
+            yield error.dropped(row)
 
 
 def check_token_ids(groups: Iterable[Group], tokenizer: str, size: int) -> None:

@@ -24,7 +24,10 @@ def mixed(config: DataConfig, split: str) -> Loaded:
     usable row.
     """
     assert config.mix  # DataConfig checks it
-    parts = [part_config(part) for part in config.mix]
+    parts = [
+        replace(part_config(part), ignore_columns=config.ignore_columns, max_unreadable=config.max_unreadable)
+        for part in config.mix
+    ]
     weights = [part.weight for part in config.mix]
     if split == "eval":
         loaded = [load_groups(part, "eval") for part in parts]
@@ -47,7 +50,9 @@ def mixed(config: DataConfig, split: str) -> Loaded:
         [row for part in loaded for row in part.dropped],
         origin,
         ", ".join(dict.fromkeys(part.format for part in loaded if part.format)),
+        tuple(dict.fromkeys(column for part in loaded for column in part.columns)),
         tuple(dict.fromkeys(column for part in loaded for column in part.unused)),
+        next((part.refusal for part in loaded if part.refusal is not None), None),
     )
 
 

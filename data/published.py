@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from config.schema_data import DataConfig
+from data.columns import Values
 from data.formats import (
+    LeftOutError,
     RowError,
-    Values,
     demonstration,
     each_row,
     number,
@@ -84,7 +85,7 @@ def alpacaeval(values: Values, config: DataConfig) -> Group:
     if not 1 <= preference <= 2:
         raise RowError(f"the preference {preference} is not within [1, 2]")
     if preference == 1.5:
-        raise RowError("a tie")
+        raise LeftOutError("a tie")
     outputs = text(values, "output_1"), text(values, "output_2")
     winner, loser = outputs if preference < 1.5 else outputs[::-1]
     return pair(prompt, winner, loser)
@@ -182,16 +183,16 @@ def shp(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
         try:
             scores = number(row.values, "score_A"), number(row.values, "score_B")
             if max(scores) < SHP_SCORE_RATIO * min(scores):
-                raise RowError(f"the scores are less than {SHP_SCORE_RATIO} to 1 apart")
+                raise LeftOutError(f"the scores are less than {SHP_SCORE_RATIO} to 1 apart")
             answers = text(row.values, "human_ref_A"), text(row.values, "human_ref_B")
             better, worse = answers if truth(row.values, "labels") else answers[::-1]
             group = pair(prompt_of((Turn("user", text(row.values, "history")),)), better, worse)
             if pairs[group.prompt.id] == SHP_PAIRS_PER_PROMPT:
-                raise RowError(f"the prompt has {SHP_PAIRS_PER_PROMPT} pairs already")
+                raise LeftOutError(f"the prompt has {SHP_PAIRS_PER_PROMPT} pairs already")
             pairs[group.prompt.id] += 1
             yield group
         except RowError as error:
-            yield Dropped(row.file, row.number, str(error))
+            yield error.dropped(row)
 
 
 def oasst(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
@@ -205,21 +206,21 @@ def oasst(rows: Iterable[Row], config: DataConfig) -> Iterator[Group | Dropped]:
     for row in rows:
         try:
             if text(row.values, "lang") != "en":
-                raise RowError("not in English")
+                raise LeftOutError("not in English")
             messages[text(row.values, "message_id")] = row
             if text(row.values, "role") == "assistant" and row.values.get("rank") is not None:
                 number(row.values, "rank")
                 siblings.setdefault(text(row.values, "parent_id"), []).append(row)
         except RowError as error:
-            yield Dropped(row.file, row.number, str(error))
+            yield error.dropped(row)
     for parent, answers in siblings.items():
-        answers.sort(key=lambda row: row.values["rank"])
+        answers.sort(key=lambda row: number(row.values, "rank"))
         for better, worse in itertools.pairwise(answers):
             try:
                 prompt = prompt_of(_thread(parent, messages))
                 yield pair(prompt, text(better.values, "text"), text(worse.values, "text"))
             except RowError as error:
-                yield Dropped(worse.file, worse.number, str(error))
+                yield error.dropped(worse)
 
 
 def _thread(leaf: str, messages: dict[str, Row]) -> tuple[Turn, ...]:

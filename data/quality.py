@@ -19,7 +19,7 @@ from common.markdown import literal
 from data.example_table import row_lengths
 from data.examples import Examples
 from data.group_store import prompt_ids
-from data.rows import Dropped, Loaded
+from data.rows import Dropped, Loaded, reasons
 from data.selection import Selection
 from data.spread import Spread
 
@@ -65,6 +65,8 @@ class DataReport:
     this is an upper bound"""
     format: str = ""
     """the format that the rows were read as; "" if the source makes groups itself"""
+    columns: tuple[str, ...] = ()
+    """columns that the format read"""
     unused: tuple[str, ...] = ()
     """columns that the format did not read"""
     example: tuple[str, ...] = ()
@@ -92,6 +94,7 @@ class DataReport:
             untrainable=dict(examples.dropped),
             cut={what: n for what, n in cut.items() if n},
             format=loaded.format,
+            columns=loaded.columns,
             unused=loaded.unused,
             prompt_tokens=Spread.of(prompts),
             completion_tokens=Spread.of(completions),
@@ -124,8 +127,18 @@ class DataReport:
         """Return lines for the terminal, printed before training, that say how the data were understood."""
         lines = []
         if self.format:
+            columns = f" ({', '.join(self.columns)})" if self.columns else ""
             unused = f"; columns that nothing reads: {', '.join(self.unused)}" if self.unused else ""
-            lines.append(f"data read as {self.format}{unused}")
+            lines.append(f"data read as {self.format}{columns}{unused}")
+        if self.dropped:
+            lines.append(
+                f"left out: {sum(self.dropped.values())} of {self.read} rows ({reasons(self.dropped)})"
+            )
+        if self.untrainable:
+            lines.append(
+                f"without an example: {sum(self.untrainable.values())} of {self.groups} groups "
+                f"({reasons(self.untrainable)})"
+            )
         for what, text in zip(("prompt", *["completion"] * len(self.example)), self.example, strict=False):
             lines.append(f"first example, {what}: {shortened(text)!r}")
         return lines
@@ -164,9 +177,6 @@ class DataReport:
                 f"{self.shared_prompts} prompts are both trained on and evaluated with; evaluation numbers "
                 "will flatter"
             )
-        lost = sum(self.dropped.values())
-        if lost > 0.1 * self.read:
-            found.append(f"{lost} of {self.read} rows were dropped; the reasons stand above")
         if self.cut.get("completion end", 0) > 0.1 * max(self.examples, 1):
             found.append(
                 f"{self.cut['completion end']} completions lost their end and end-of-turn token; raise "
@@ -186,7 +196,11 @@ class DataReport:
             "",
             f"- Training: {literal(self.origin)}",
             f"- Evaluation: {literal(self.evaluation_origin)} ({self.evaluation_groups} groups)",
-            *([f"- Read as: {literal(self.format)}"] if self.format else []),
+            *(
+                [f"- Read as: {literal(self.format)} ({literal(', '.join(self.columns))})"]
+                if self.format
+                else []
+            ),
             *([f"- Columns that nothing reads: {literal(', '.join(self.unused))}"] if self.unused else []),
             "",
             f"{self.read} rows read, {self.groups} groups of {self.prompts} prompts, {self.examples} "

@@ -1,7 +1,7 @@
 """Rows as a file holds them, with the reason for each row that cannot be used; the layer under every source.
 
-``read_rows`` streams .json (one list), .jsonl, .csv and .parquet files, all but the last also gzipped. A row
-that cannot be read is yielded as ``Dropped`` with its place, never skipped silently.
+``read_rows`` streams .json (one list), .jsonl, .csv, .tsv and .parquet files, all but the last also gzipped.
+A row that cannot be read is yielded as ``Dropped`` with its place, never skipped silently.
 
 Every text of a ``Row`` is valid (it can be written as UTF-8), every number fits Python, and nesting is
 shallow enough for recursion. Later code need not check any of this.
@@ -10,8 +10,10 @@ shallow enough for recursion. Later code need not check any of this.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import gzip
+import itertools
 import json
 import os
 import re
@@ -29,7 +31,7 @@ from common.errors import ConfigError, DataError
 from data.json_values import is_text, parsed
 from data.types import Group
 
-SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz")
+SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".json.gz", ".jsonl.gz", ".csv.gz", ".tsv.gz")
 
 _CHUNK = 1 << 20
 """Characters of a .json list that are read at once."""
@@ -58,6 +60,15 @@ class Dropped:
     file: str
     row: int
     reason: str
+    intended: bool = False
+    """Whether a setting or the format leaves such rows out on purpose. The others could not be read."""
+
+
+def reasons(dropped: Mapping[str, int]) -> str:
+    """Return why rows were left out (reason -> rows), the most frequent reasons in words."""
+    most = sorted(dropped.items(), key=lambda item: -item[1])[:3]
+    rest = sum(dropped.values()) - sum(n for _, n in most)
+    return ", ".join([*(f"{n} × {why}" for why, n in most), *([f"{rest} × other reasons"] if rest else [])])
 
 
 @dataclass
@@ -73,8 +84,12 @@ class Loaded:
     """Where the groups came from and how the split was made, in words, for the data report."""
     format: str = ""
     """The format that the rows were read as; "" if the source makes groups itself."""
+    columns: tuple[str, ...] = ()
+    """Columns that the format read."""
     unused: tuple[str, ...] = ()
     """Columns that the format did not read."""
+    refusal: ConfigError | None = field(default=None, compare=False)
+    """Of prompts without answers: the refusal of a column that may decide, unless a reward gets it."""
 
 
 def read_rows(path: Path, key: str = "data.path") -> Iterator[Row | Dropped]:
@@ -95,8 +110,8 @@ def read_rows(path: Path, key: str = "data.path") -> Iterator[Row | Dropped]:
         if kind == ".parquet":
             yield from _read_parquet(path)
             return
-        read = {".json": _read_json_list, ".jsonl": _read_lines, ".csv": _read_csv}
-        with _open_text(path, newline="" if kind.startswith(".csv") else None) as stream:
+        read = {".json": _read_json_list, ".jsonl": _read_lines, ".csv": _read_csv, ".tsv": _read_csv}
+        with _open_text(path, newline="" if kind.startswith((".csv", ".tsv")) else None) as stream:
             yield from read[kind.removesuffix(".gz")](path, stream)
     except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
         raise DataError(f"{path}: cannot be read to its end ({error}); make or download it again") from error
@@ -113,12 +128,25 @@ def _read_parquet(path: Path) -> Iterator[Row | Dropped]:
 def table_rows(name: str, parts: Iterable[pyarrow.RecordBatch | pyarrow.Table]) -> Iterator[Row | Dropped]:
     """Yield the rows of a table that comes in parts, numbered across all parts. Only the row itself is
     dropped if it has a value that Python cannot hold (a text that is not UTF-8, a date after the year
-    9999)."""
+    9999). Keys inside a column that are null were filled in by the table, and are left out."""
     number = 0
     for part in parts:
+        nested = [field.name for field in part.schema if pyarrow.types.is_nested(field.type)]
         for record in _records(part):
             number += 1
-            yield Dropped(name, number, record) if isinstance(record, str) else Row(name, number, record)
+            if isinstance(record, str):
+                yield Dropped(name, number, record)
+                continue
+            for column in nested:
+                record[column] = _without_nulls(record[column])
+            yield Row(name, number, record)
+
+
+def _without_nulls(found: Any) -> Any:
+    """Return a nested value without the keys that are null: a table gives every object the keys of all."""
+    if isinstance(found, dict):
+        return {key: _without_nulls(inner) for key, inner in found.items() if inner is not None}
+    return [_without_nulls(inner) for inner in found] if isinstance(found, list) else found
 
 
 def _records(part: pyarrow.RecordBatch | pyarrow.Table) -> list[dict[str, Any] | str]:
@@ -140,20 +168,30 @@ def _why_not_had(error: Exception) -> str:
 
 # CSV
 
-_NO_TEXT = (
-    *("label", "labels", "reward", "rewards", "preference", "ratings", "history"),
-    *("better_response_id", "score_A", "score_B", "rank"),
-)
-"""Columns of the known formats that hold no text; a table writes their values as true, 1 or 0.5."""
+_SEPARATORS = ",;\t"
+
+
+def _separator(lines: list[str]) -> str:
+    """Return the character that separates the cells of the first lines: the one that gives the most columns,
+    as many in every row as in the first; a comma where there is one column."""
+    found = {}
+    for mark in _SEPARATORS:
+        with contextlib.suppress(csv.Error):
+            sizes = [len(cells) for cells in csv.reader(lines, delimiter=mark) if cells][
+                : len(lines) // 2 + 1
+            ]
+            found[mark] = (len(set(sizes)) == 1, sizes[0]) if sizes and sizes[0] > 1 else (False, 0)
+    return max(_SEPARATORS, key=lambda mark: found.get(mark, (False, 0)))
 
 
 def _read_csv(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
-    """Read comma-separated values, with the column names in the first line. Every cell is a text, except in
-    columns that never hold one, and except lists and objects in JSON. An empty cell is None.
+    """Read separated values (comma, semicolon or tab), with the column names in the first line. Every cell is
+    a text, and an empty cell is None.
 
     Raises DataError for a quote that is not closed, because the cell would swallow the rows behind it."""
     csv.field_size_limit(sys.maxsize)
-    lines = csv.reader(stream, strict=True)
+    start = list(itertools.islice(stream, 20))
+    lines = csv.reader(itertools.chain(start, stream), strict=True, delimiter=_separator(start))
     begin = 1
     try:
         columns = next(lines, [])
@@ -166,26 +204,13 @@ def _read_csv(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
                 continue
             fault = None if len(cells) == len(columns) else f"{len(cells)} cells, but {len(columns)} columns"
             fault = next(filter(None, map(_not_characters, cells)), fault)
-            values = {name: _cell(name, cell) for name, cell in zip(columns, cells, strict=False)}
+            values = {name: cell or None for name, cell in zip(columns, cells, strict=False)}
             yield Dropped(path.name, number, fault) if fault else Row(path.name, number, values)
     except csv.Error as error:
         raise DataError(
-            f"{path}: line {lines.line_num} is not CSV ({error}), in the row that begins at line {begin}; a "
-            'quoted cell ends with a quote before the comma, and a quote within it is written twice, as ""'
+            f"{path}: line {lines.line_num} is not CSV ({error}), in the row that begins at line {begin}; "
+            'a quoted cell ends with a quote before the separator, and a quote in it is written twice, as ""'
         ) from error
-
-
-def _cell(column: str, cell: str) -> Any:
-    """Return a cell's value. A cell that only begins like JSON is a text."""
-    if cell == "":
-        return None
-    if column not in _NO_TEXT and not cell.startswith(("[{", '["')):
-        return cell
-    try:
-        value, end, fault = parsed(cell.lower() if cell.lower() in ("true", "false") else cell, 0)
-    except json.JSONDecodeError:
-        return cell
-    return cell if fault or cell[end:].strip() else value
 
 
 # JSON

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +22,11 @@ from common.errors import ConfigError, DataError, one_of
 from common.imports import import_function
 from config.schema_data import DataConfig
 from data import hub, published
-from data.detection import Columns, format_of, is_feedback
+from data.columns import Columns, check_named, renamed
+from data.detection import GENERIC, format_of, is_feedback
 from data.folders import folder_rows, is_saved
-from data.formats import Values
 from data.group_store import gathered, picked, prompt_ids
-from data.rows import SUFFIXES, Dropped, Loaded, Row, read_rows
+from data.rows import SUFFIXES, Dropped, Loaded, Row, read_rows, reasons
 from data.types import Group, Turn
 from data.views import exceeds, keep_shares
 
@@ -106,8 +107,7 @@ def _local_copy(config: DataConfig) -> DataConfig:
 def _load(config: DataConfig, split: str) -> Loaded:
     source: Source = import_function("data.source", config.source)
     loaded = source(config, split)
-    if loaded.read and not loaded.groups:
-        raise _nothing_usable(config, loaded)
+    _check_usable(config, loaded)
     return loaded
 
 
@@ -123,7 +123,10 @@ def _finished(config: DataConfig, loaded: Loaded) -> Loaded:
         ]
         close = len(loaded.groups) - len(far)
         why = Dropped(
-            loaded.origin, 0, f"rewards differ by less than data.score_threshold={config.score_threshold:g}"
+            loaded.origin,
+            0,
+            f"rewards differ by less than data.score_threshold={config.score_threshold:g}",
+            intended=True,
         )
         kept = picked(loaded.groups, np.array(far, np.int64))
         loaded = replace(loaded, groups=kept, dropped=[*loaded.dropped, *[why] * close])
@@ -227,7 +230,8 @@ def _of_split(rows: Iterable[Row | Dropped], wanted: str) -> Iterator[Row | Drop
     that name none belong to all."""
     for row in rows:
         if isinstance(row, Row) and is_feedback(row.values) and row.values.get("split", wanted) != wanted:
-            yield Dropped(row.file, row.number, f"belongs to another split than {wanted!r}")
+            why = f"belongs to another split than {wanted!r}"
+            yield Dropped(row.file, row.number, why, intended=True)
         else:
             yield row
 
@@ -235,52 +239,85 @@ def _of_split(rows: Iterable[Row | Dropped], wanted: str) -> Iterator[Row | Drop
 # From rows to groups
 
 
+FIRST = 64
+"""Rows whose columns show the format together, because the first row may be an odd one."""
+
+
 def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str) -> Loaded:
-    """Convert rows by ``data.format``, or by the format that the first row's columns show."""
+    """Convert rows by ``data.format``, or by the format that the columns of the first rows show."""
     loaded = Loaded([], 0, origin=origin)
 
     def readable() -> Iterator[Row]:
         for row in rows:
             loaded.read += 1
             if isinstance(row, Row):
-                yield replace(row, values=renamed(row.values, config.columns))
+                yield row
             else:
                 loaded.dropped.append(row)
 
     stream = readable()
-    first = next(stream, None)
-    if first is None and not loaded.read:
+    first = list(itertools.islice(stream, FIRST))
+    if not first and not loaded.read:
         raise DataError(f"{origin}: holds no row")
-    if first is None:
+    if not first:
         return loaded
+    check_named(config, first)
+    first = [replace(row, values=renamed(row.values, config)) for row in first]
     loaded.format, form = format_of(config, first)
-    seen = Columns(config.columns)
+    seen = Columns(config, loaded.format in GENERIC, answers=loaded.format != "prompt_only")
+    answers = References()
 
     def usable() -> Iterator[Group]:
-        for result in form(map(seen.watched, itertools.chain([first], stream)), config):
-            if isinstance(result, Dropped):
-                loaded.dropped.append(result)
+        named = (replace(row, values=renamed(row.values, config)) for row in stream)
+        for result in form(seen.watched(itertools.chain(first, named)), config):
+            found = answers.checked(result, seen.row)
+            if isinstance(found, Dropped):
+                seen.forget()
+                loaded.dropped.append(found)
             else:
-                yield result
+                yield found
 
     loaded.groups = gathered(usable())
-    loaded.unused = seen.unused()
+    seen.check()
+    loaded.columns, loaded.unused, loaded.refusal = seen.used, seen.unused, seen.refusal
     return loaded
 
 
-def renamed(values: Values, columns: dict[str, str] | None) -> Values:
-    """Return ``values`` with the columns that ``data.columns`` maps (ours: theirs) under our names."""
-    if not columns:
-        return values
-    return {**values, **{ours: values[theirs] for ours, theirs in columns.items() if theirs in values}}
+class References:
+    """The reference answer of each prompt so far. A prompt has one, so a row that brings another is left out:
+    nobody can say which of the two is right."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, str] = {}
+
+    def checked(self, found: Group | Dropped, row: Row | None) -> Group | Dropped:
+        """Return ``found``, made of ``row`` (None: of several), or why it is left out."""
+        if isinstance(found, Dropped) or (own := found.prompt.reference_answer) is None:
+            return found
+        if self._of.setdefault(found.prompt.id, own) == own:
+            return found
+        why = "the same prompt came before with another reference answer"
+        return Dropped(row.file, row.number, why) if row else Dropped("", 0, why)
 
 
-def _nothing_usable(config: DataConfig, loaded: Loaded) -> DataError:
-    why = (
-        "; ".join(f"{d.file} row {d.row}: {d.reason}" for d in loaded.dropped[:1])
-        or "the source does not say why"
-    )
-    return DataError(
-        f"{loaded.origin}: none of the {loaded.read} rows can be used; the first, {why}. "
-        f"Check data.format={config.format} and data.columns={config.columns}"
-    )
+def _check_usable(config: DataConfig, loaded: Loaded) -> None:
+    """Raise DataError if no row can be used, ConfigError if too many of them cannot be read."""
+    first = next((row for row in loaded.dropped if not row.intended), None)
+    why = reasons(Counter(row.reason for row in loaded.dropped)) or "the source does not say why"
+    if first is not None:
+        why += f"; the first is {first.file} row {first.row}" if first.row else ""
+    if loaded.read and not loaded.groups:
+        read = f"; they were read as {loaded.format} ({', '.join(loaded.columns)})" if loaded.format else ""
+        raise DataError(
+            f"{loaded.origin}: none of the {loaded.read} rows can be used: {why}{read}. If they "
+            "mean something else, say it with data.columns or data.format"
+        )
+    lost = sum(not row.intended for row in loaded.dropped)
+    if lost > config.max_unreadable * loaded.read:
+        share = math.ceil(100 * lost / loaded.read) / 100
+        raise ConfigError(
+            "data.max_unreadable",
+            config.max_unreadable,
+            f"{lost} of the {loaded.read} rows of {loaded.origin} cannot be read: {why}. Mend them, or type "
+            f"data.max_unreadable={share:g} to train without them",
+        )

@@ -1,8 +1,8 @@
 """What chat templates read of a conversation besides roles and contents: tools, calls of them, thoughts.
 
 Calls have OpenAI's form: an assistant's message with ``tool_calls``, answered by messages with the role
-``tool``. A turn keeps these keys of its message as canonical JSON, as the chat template receives them.
-Arguments given as a JSON text are parsed, because templates serialise them themselves.
+``tool``. A turn keeps these keys of its message as JSON, as the chat template receives them: arguments keep
+their order. Arguments given as a JSON text are parsed, because templates serialise them themselves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def of_message(message: Mapping[str, Any], calling: bool = True) -> str:
         found["tool_calls"] = [_call(call) for call in _list(message["tool_calls"])]
     elif calling and message.get("role") == "tool":
         found |= {key: message[key] for key in OF_A_RESULT if isinstance(message.get(key), str)}
-    return json.dumps(found, sort_keys=True, ensure_ascii=False) if found else ""
+    return json.dumps(found, ensure_ascii=False) if found else ""
 
 
 def tools_of(found: Any) -> str:

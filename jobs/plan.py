@@ -78,6 +78,7 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -
             f"gives loss={config.loss['name']} no example: {loaded.read} rows read, "
             f"{examples.dropped or 'none'} dropped{advice(loaded.groups)}",
         )
+    check_labels(config, examples.groups)
     expected = examples.groups
     if config.data.logprob_range is not None:
         first, last = places(len(examples.groups), config.data.logprob_range)
@@ -130,11 +131,20 @@ def load_data(config: Config, renderer: Renderer) -> tuple[Loaded, Loaded]:
     Raises ConfigError, and DataError for token ids that are not the model's own. Online, the completions of
     the training data are not used, so their token ids are not checked."""
     loaded, evaluation = load_splits(config.data)
+    if loaded.refusal is not None and not _gets_columns(config):
+        raise loaded.refusal
     if config.loss.get("advantage") == "tokens" and not config.online:
         check_token_rewards(loaded.groups)
     read = evaluation.groups if config.online else itertools.chain(evaluation.groups, loaded.groups)
     check_read(config, read, renderer)
     return loaded, evaluation
+
+
+def _gets_columns(config: Config) -> bool:
+    """Return whether a reward of the run may get the columns of the prompts' rows by their names."""
+    maker = str(config.reward["_target_"]) if config.online and config.reward else "rollouts.rewards.none"
+    package, _, name = maker.removesuffix(".make").rpartition(".")
+    return package != "rollouts.rewards" or name in ("function", "weighted")
 
 
 def check_read(config: Config, read: Iterable[Group], renderer: Renderer) -> None:
@@ -183,6 +193,22 @@ def check_temperatures(config: Config, groups: Iterable[Group]) -> None:
                 f"model.logit_temperature={wanted:g}; set model.logit_temperature={at:g}, or "
                 "correction.mismatch=allow",
             )
+
+
+def check_labels(config: Config, groups: ExampleGroups) -> None:
+    """Raise ConfigError where a loss of labelled answers would train on one label alone."""
+    if not config.trainer.labelled_examples or config.data.one_label:
+        return
+    labels = (example.label > 0 for group in groups for example in group)
+    first = next(labels)
+    require(
+        any(label != first for label in labels),
+        "data.path",
+        config.data.path or config.data.name,
+        f"gives loss={config.loss['name']} {'' if first else 'un'}desirable answers alone (no label, kto_tag "
+        "or reward says otherwise); demonstrations are for loss=sft, and data.one_label=true trains on them "
+        "all the same",
+    )
 
 
 def training_segment(config: Config, groups: ExampleGroups) -> Segment:

@@ -60,17 +60,17 @@ MARKED = Group(PAIR.prompt, (Completion(BAD),), (-1.0,))
         ({"prompt": said(Q)}, "prompt_only", ALONE),
         ({"messages": said(Q, GOOD)}, "prompt_completion", SFT),
         # Alpaca
-        ({"instruction": Q, "input": "", "output": GOOD}, "alpaca", SFT),
-        ({"instruction": Q, "output": GOOD, "system": "Be brief."}, "alpaca", LED),
-        ({"instruction": Q, "input": None, "chosen": GOOD, "rejected": BAD}, "alpaca", PAIR),
+        ({"instruction": Q, "input": "", "output": GOOD}, "prompt_completion", SFT),
+        ({"instruction": Q, "output": GOOD, "system": "Be brief."}, "prompt_completion", LED),
+        ({"instruction": Q, "input": None, "chosen": GOOD, "rejected": BAD}, "preference", PAIR),
         ({"instruction": Q, "chosen": said(Q, GOOD), "rejected": said(Q, BAD)}, "preference", PAIR),
         # ShareGPT
-        ({"conversations": shared(Q, GOOD)}, "sharegpt", SFT),
-        ({"conversations": said(Q, GOOD), "id": 3}, "sharegpt", SFT),
-        ({"conversations": shared(Q, GOOD), "system": "Be brief."}, "sharegpt", LED),
+        ({"conversations": shared(Q, GOOD)}, "prompt_completion", SFT),
+        ({"conversations": said(Q, GOOD), "id": 3}, "prompt_completion", SFT),
+        ({"conversations": shared(Q, GOOD), "system": "Be brief."}, "prompt_completion", LED),
         (
             {"conversations": shared(Q), "chosen": shared("", GOOD)[1], "rejected": shared("", BAD)[1]},
-            "sharegpt",
+            "preference",
             PAIR,
         ),
         # UltraFeedback
@@ -138,9 +138,9 @@ def test_labelled_steps_are_refused_by_name() -> None:
 
 
 def test_columns_that_nothing_reads_are_named() -> None:
-    record = {"id": 1, "question": Q, "answer": GOOD, "source": "x", "input": "lost"}
+    record = {"id": 1, "question": Q, "answer": GOOD, "source": "x"}
     found = load(*[record] * 80, columns={"prompt": "question", "completion": "answer"})
-    assert found.unused == ("id", "source", "input")
+    assert found.unused == ("id", "source")
     assert load({"instruction": Q, "input": "", "output": GOOD, "text": "whole"}).unused == ("text",)
     assert load({"prompt": Q, "completion": GOOD, "reference": "4"}).unused == ()
 
@@ -191,7 +191,8 @@ def test_the_start_shows_the_format_what_is_not_read_and_an_example(tmp_path, ca
     own = (f"data.path={path}", "data.eval_fraction=0", "model.batch_size=1", "dry_run=true")
     train(make_config("loss=sft", "data=local", *own), "run")
     out = capsys.readouterr().out
-    assert "data read as alpaca; columns that nothing reads: id" in out
+    read = "data read as prompt_completion (instruction, input, output)"
+    assert f"{read}; columns that nothing reads: id" in out
     shown = [line for line in out.splitlines() if line.startswith("first example, ")]
     assert "1 2 + 3 4 =" in shown[0] or "12+34=" in shown[0]
     assert "<eos>" in shown[1] and len(shown) == 2

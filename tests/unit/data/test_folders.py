@@ -210,7 +210,7 @@ def test_messages_in_a_cell_and_bad_lines(tmp_path) -> None:
     assert texts(load(path)) == [("q", "a", "b")]
     with path.open("a") as stream:
         stream.write("one,two\nc,,d\n")
-    loaded = load(path)
+    loaded = load(path, max_unreadable=0.7)
     assert [(d.row, d.reason) for d in loaded.dropped] == [(3, "2 cells, but 3 columns"), (4, "no 'chosen'")]
 
 
@@ -236,7 +236,7 @@ def test_a_cell_that_only_begins_like_a_number_stays_a_text(tmp_path, cell, colu
 
 def test_a_row_whose_label_only_begins_like_one_is_dropped_with_its_reason(tmp_path) -> None:
     rows = [{"prompt": "q", "completion": "a", "label": label} for label in ("1 ", "1 star", "0 (bad)")]
-    loaded = load(table(tmp_path / "a.csv", rows))
+    loaded = load(table(tmp_path / "a.csv", rows), max_unreadable=0.7)
     assert [group.rewards for group in loaded.groups] == [(1.0,)]
     assert [(d.row, d.reason) for d in loaded.dropped] == [
         (3, "'label' is '1 star', not true or false"),

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError, DataError
 from config.schema_data import DataConfig
-from data.detection import detect
 from data.formats import common_beginning
 from data.groups import from_dict, read_groups, to_dict, write_groups
 from data.rows import Loaded, Row
@@ -174,7 +173,6 @@ def test_halos_feedback() -> None:
     ("record", "expected"),
     [
         ({"prompt": "a", "chosen": "x", "rejected": "x"}, "the same"),
-        ({"prompt": "a", "chosen": "x", "rejected": None}, "no 'rejected'"),
         ({"prompt": "a", "chosen": 3, "rejected": "x"}, "'chosen' is neither"),
         ({"prompt": " ", "chosen": "x", "rejected": "y"}, "prompt is empty"),
         ({"chosen": "yes", "rejected": "no"}, "prompt is empty"),
@@ -225,7 +223,7 @@ def test_columns_are_mapped_and_a_wrong_name_is_refused() -> None:
 
 def test_unknown_columns_and_formats_are_refused_with_what_there_is() -> None:
     with pytest.raises(ConfigError, match=r"data.columns=.*known format"):
-        detect(Row("f.jsonl", 1, {"left": "a", "right": "b"}))
+        load({"left": "a", "right": "b"})
     with pytest.raises(ConfigError, match=r"data.format=preferences: use auto, preference"):
         load({"prompt": "a"}, form="preferences")
     with pytest.raises(ConfigError, match="cannot be imported"):

@@ -26,7 +26,9 @@ def group(*ids: int, tokenizer: str | None = OURS, question: str = "q") -> Group
 
 
 def load(path: Path) -> list[Group]:
-    config = DataConfig(name="x", source="data.sources.local", path=str(path), eval_fraction=0)
+    config = DataConfig(
+        name="x", source="data.sources.local", path=str(path), eval_fraction=0, max_unreadable=1
+    )
     return load_groups(config, "train").groups
 
 
@@ -73,7 +75,7 @@ def test_the_first_ids_that_are_not_the_models_are_named_with_the_remedy(tmp_pat
         {"token_ids": [1.0]},
         {"token_ids": [None]},
         {"text": 3},
-        {"finished": "false"},
+        {"finished": "no"},
         {"tokenizer": 7},
     ],
     ids=str,

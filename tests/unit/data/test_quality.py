@@ -56,7 +56,7 @@ def test_it_counts_rows_prompts_and_what_both_splits_share(report: DataReport) -
     assert report.completion_tokens is not None
     assert report.completion_tokens.median == 3.5
     assert any("both trained on and evaluated" in warning for warning in report.warnings())
-    assert any("3 of 6 rows were dropped" in warning for warning in report.warnings())
+    assert any("left out: 3 of 6 rows (2 × a tie, 1 × no" in line for line in report.beginning())
 
 
 def test_markdown_names_rows_and_its_tables_hold_whatever_the_data_say(report: DataReport) -> None:
@@ -83,7 +83,7 @@ def test_what_the_data_say_is_shown_and_does_nothing() -> None:
 def test_to_dict_is_json(report: DataReport) -> None:
     plain = json.loads(json.dumps(report.with_logprobs({"chosen": np.array([-0.1, -0.3])}).to_dict()))
     assert plain["logprob"]["chosen"]["mean"] == pytest.approx(-0.2)
-    assert plain["named"][0] == {"file": "f.jsonl", "row": 2, "reason": "a tie"}
+    assert plain["named"][0] == {"file": "f.jsonl", "row": 2, "reason": "a tie", "intended": False}
 
 
 @given(st.lists(st.floats(-5, 0), min_size=1, max_size=40))

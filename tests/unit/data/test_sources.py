@@ -71,7 +71,7 @@ def test_bad_rows_are_counted_and_named(tmp_path) -> None:
             ]
         )
     )
-    loaded = load_groups(config(path, eval_fraction=0), "train")
+    loaded = load_groups(config(path, eval_fraction=0, max_unreadable=0.6), "train")
     assert len(loaded.groups) == 2
     assert loaded.read == 5
     assert [(d.file, d.row) for d in loaded.dropped] == [
@@ -88,7 +88,7 @@ def test_bad_rows_are_counted_and_named(tmp_path) -> None:
 def test_no_usable_row_at_all_is_an_error_that_shows_the_first(tmp_path) -> None:
     path = lines(tmp_path / "pairs.jsonl", [{"prompt": "x", "chosen": "same", "rejected": "same"}] * 3)
     with pytest.raises(
-        DataError, match=r"none of the 3 rows.*row 1: chosen and rejected are the same.*data.format"
+        DataError, match=r"none of the 3 rows.*3 × chosen and rejected are the same.*data.format"
     ):
         load_groups(config(path), "train")
 
@@ -256,7 +256,7 @@ def test_a_bad_row_of_a_table_is_named_by_its_place(tmp_path, monkeypatch) -> No
     path = tmp_path / "set" / "train.parquet"
     datasets.Dataset.from_list([*RECORDS[:2], {**RECORDS[2], "rejected": None}]).to_parquet(path)
     for source, where in (("data.sources.local", path), ("data.sources.hub_table", path.parent)):
-        loaded = load_groups(config(where, source=source, eval_fraction=0), "train")
+        loaded = load_groups(config(where, source=source, eval_fraction=0, max_unreadable=0.4), "train")
         assert [(d.row, d.reason) for d in loaded.dropped] == [(3, "no 'rejected'")]
 
 

@@ -56,7 +56,7 @@ def test_a_conversation_with_a_call_is_rendered_and_its_answer_alone_is_trained(
 
 def test_arguments_are_the_same_as_a_text_and_as_an_object() -> None:
     other = json.loads(json.dumps(MESSAGES))
-    other[1]["tool_calls"][0]["function"]["arguments"] = {"b": 7, "a": 12}
+    other[1]["tool_calls"][0]["function"]["arguments"] = json.loads(CALL["function"]["arguments"])  # type: ignore[index]
     assert group_of(other).prompt == group_of(MESSAGES).prompt
 
 
@@ -113,6 +113,8 @@ def test_a_row_whose_arguments_cannot_be_used_is_dropped_with_its_reason(tmp_pat
     other[1]["tool_calls"][0]["function"]["arguments"] = arguments
     path = tmp_path / "calls.jsonl"
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in (other, MESSAGES)))
-    loaded = load_groups(make_config("loss=sft", "data=local", f"data.path={path}").data, "train")
+    loaded = load_groups(
+        make_config("loss=sft", "data=local", f"data.path={path}", "data.max_unreadable=1").data, "train"
+    )
     assert [drop.row for drop in loaded.dropped] == [1] and says in loaded.dropped[0].reason
     assert len({group.prompt.id for group in loaded.groups}) == 1

@@ -1,0 +1,258 @@
+"""Columns that decide what is trained on: read in the forms that people bring, or refused with the line to
+type."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import datasets
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import ConfigError, DataError, UserError
+from config.schema_data import DataConfig
+from data.columns import MEANT, typed
+from data.rows import Loaded, Row
+from data.sources import convert, load_groups
+from tests.tiny import make_config
+from train import train
+
+Q, A, B = "Name a colour.", "Blue.", "Seven."
+
+
+def said(*contents: str) -> list[dict]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+def load(*records: dict, **settings: object) -> Loaded:
+    rows = [Row("f.jsonl", i, record) for i, record in enumerate(records, 1)]
+    return convert(rows, DataConfig(name="t", source="-", **settings), "f.jsonl")  # type: ignore[arg-type]
+
+
+def groups(*records: dict, **settings: object) -> list[tuple]:
+    return [
+        ([(t.role, t.content) for t in g.prompt.turns], [c.text for c in g.completions], g.rewards)
+        for g in load(*records, **settings).groups
+    ]
+
+
+PAIR = ([("user", Q)], [A, B], (1.0, -1.0))
+LED = ([("system", "Be brief."), ("user", Q)], [A, B], (1.0, -1.0))
+MARKED = ([("user", Q)], [B], (-1.0,))
+BRIEF = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("record", "group"),
+    [
+        ({"system": "Be brief.", "question": Q, "chosen": A, "rejected": B}, LED),
+        ({"system_prompt": "Be brief.", "prompt": said(Q), "chosen": A, "rejected": B}, LED),
+        ({"system": "Be brief.", "prompt": Q, "chosen": said(Q, A), "rejected": said(Q, B)}, LED),
+        ({"prompt": [BRIEF, *said(Q)], "chosen": said(Q, A), "rejected": said(Q, B)}, LED),
+        ({"messages": [BRIEF, *said(Q)], "chosen": said("", A)[1], "rejected": B}, LED),
+        ({"messages": json.dumps(said(Q)), "chosen": str(said("", A)[1:]), "rejected": B}, PAIR),
+        ({"prompt": said("old", "answer", Q), "chosen": said(Q, A), "rejected": said(Q, B)}, None),
+        ({"messages": said(Q, B), "label": False}, MARKED),
+        ({"messages": json.dumps(said(Q, B)), "kto_tag": "false"}, MARKED),
+        ({"instruction": Q, "input": "", "output": B, "kto_tag": 0}, MARKED),
+        ({"conversations": said(Q, B), "label": -1}, MARKED),
+        ({"question": Q, "completion": B, "reward": "-1"}, MARKED),
+        ({"prompt": Q, "response_a": B, "response_b": A, "winner": "b"}, PAIR),
+        ({"prompt": Q, "response_a": A, "response_b": B, "preference": "response_a"}, PAIR),
+        ({"prompt": Q, "answer_1": B, "answer_2": A, "label": 2.0}, PAIR),
+        ({"conversation_a": said(Q, B), "conversation_b": said(Q, A), "winner": "model_b"}, PAIR),
+    ],
+)
+def test_the_forms_that_people_bring_are_read(record: dict, group: tuple | None) -> None:
+    (found,) = groups(record)
+    assert found == (group or ([("user", "old"), ("assistant", "answer"), ("user", Q)], [A, B], (1.0, -1.0)))
+
+
+@pytest.mark.parametrize(
+    ("record", "remedies"),
+    [
+        (
+            {"question": Q, "good answer": A, "bad answer": B},
+            ["prompt: question, chosen: good answer, rejected: bad"],
+        ),
+        ({"prompt": Q, "response": A}, ["completion: response", "data.ignore_columns=[response]"]),
+        ({"prompt": Q, "answer": "4"}, ["completion: answer", "reference: answer"]),
+        (
+            {"question": Q, "context": "c", "answer": A},
+            ["instruction: question, input: context, completion: answer"],
+        ),
+        ({"prompt": Q, "responses": [A], "rewards": [1]}, ["{completions: responses}"]),
+        ({"prompt": Q, "completion": A, "rating": 3}, ["{reward: rating}"]),
+        ({"prompt": Q, "chosen": A, "rejected": B, "label": 0}, ["data.ignore_columns=[label]"]),
+        ({"prompt": Q, "response_a": A, "response_b": B}, ["{winner: …}"]),
+        ({"prompt": Q, "reward_model": {"ground_truth": "4"}}, ["{reference: reward_model.ground_truth}"]),
+        (
+            {"prompt": Q, "completion": A, "images": ["a.png"]},
+            ["no text model reads", "data.ignore_columns=[images]"],
+        ),
+        ({"messages": said(Q), "ground_truth": "4"}, ["{reference: ground_truth}"]),
+        ({"query": Q, "reply": A}, ["{prompt: query, completion: reply}"]),
+    ],
+)
+def test_a_column_that_decides_is_refused_with_the_line_to_type(record: dict, remedies: list[str]) -> None:
+    try:
+        error = load(*[record] * 3).refusal  # of prompts without answers, which a reward function may read
+    except ConfigError as raised:
+        error = raised
+    assert all(remedy in str(error) for remedy in ["f.jsonl", *remedies]), error
+
+
+@given(
+    st.dictionaries(st.sampled_from(sorted({n for names in MEANT.values() for n in names})), st.just("x y"))
+)
+def test_no_known_column_of_a_text_is_unread_in_silence(record: dict) -> None:
+    """Whatever known columns a row has: all are read, or the refusal names one, and its line is YAML."""
+    try:
+        loaded = load({name: f"{name} z" for name in record})
+        if loaded.refusal is not None:
+            raise loaded.refusal
+        assert not loaded.unused or not loaded.groups
+    except UserError as error:
+        for line in re.findall(r'"data\.(?:ignore_)?columns=(.*?)"', str(error)):
+            yaml.safe_load(line)
+
+
+def test_words_that_are_read_elsewhere_are_not_missed() -> None:
+    pair = {
+        "prompt": Q,
+        "chosen": said(Q, A),
+        "rejected": said(Q, B),
+        "messages": said(Q, A),
+        "score_chosen": 8,
+    }
+    assert groups(pair | {"images": [], "tools": None}) == [PAIR]
+
+
+def test_an_ignored_column_is_not_read_and_must_be_there() -> None:
+    assert groups({"prompt": Q, "completion": A, "label": False}, ignore_columns=["label"])[0][2] == (1.0,)
+    with pytest.raises(ConfigError, match=r"data.ignore_columns=labels: f.jsonl has no such column"):
+        load({"prompt": Q, "completion": A}, ignore_columns=["labels"])
+
+
+def test_columns_may_be_paths_into_columns() -> None:
+    row = {"prompt": Q, "reward_model": {"ground_truth": 4}, "extra": '{"answers": ["a", "b"]}'}
+    for path, answer in (("reward_model.ground_truth", "4"), ("extra.answers.1", "b")):
+        (group,) = load(
+            row, columns={"reference": path}, ignore_columns=["reward_model"][: path[0] == "e"]
+        ).groups
+        assert group.prompt.reference_answer == answer
+    with pytest.raises(ConfigError, match=r"reward_model.truth: .*reward_model has ground_truth"):
+        load(row, columns={"reference": "reward_model.truth"})
+    assert (
+        typed({"prompt": "my column", "chosen": "a,b"})
+        == "\"data.columns={prompt: my column, chosen: 'a,b'}\""
+    )
+
+
+def test_the_first_rows_show_the_format_together() -> None:
+    loaded = load({"prompt": Q, "chosen": A}, *[{"prompt": Q, "chosen": A, "rejected": B}] * 11)
+    assert loaded.format == "preference" and len(loaded.groups) == 11
+    assert [(d.row, d.reason) for d in loaded.dropped] == [(1, "no column 'rejected'")]
+    assert load({"messages": said(Q)}).groups[0].completions == ()
+
+
+def test_a_tie_is_left_out_and_an_unknown_winner_is_named() -> None:
+    row = {"prompt": Q, "response_a": A, "response_b": B}
+    loaded = load(row | {"winner": "tie"}, row | {"winner": "a"}, row | {"winner": 1})
+    assert [(d.reason, d.intended) for d in loaded.dropped] == [
+        ("a tie", True),
+        ("'winner' is 1, which names neither response_a nor response_b (write a or b)", False),
+    ]
+
+
+def test_a_prompt_with_two_references_is_counted() -> None:
+    loaded = load(*({"prompt": Q, "reference": r} for r in "4475"))
+    assert [(d.row, d.reason) for d in loaded.dropped] == [
+        (n, "the same prompt came before with another reference answer") for n in (3, 4)
+    ]
+
+
+def settings(path: Path, **more: object) -> DataConfig:
+    given = {"name": "t", "source": "data.sources.local", "path": str(path), "eval_fraction": 0.0}
+    return DataConfig(**given | more)  # type: ignore[arg-type]
+
+
+def write(path: Path, *records: dict) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_rows_that_cannot_be_read_are_refused_beyond_a_tenth(tmp_path) -> None:
+    good = {"prompt": Q, "chosen": A, "rejected": B}
+    write(tmp_path / "a.jsonl", *[good] * 9)
+    write(tmp_path / "b.jsonl", *[{"instruction": Q, "output": A}] * 6)
+    with pytest.raises(ConfigError) as error:
+        load_groups(settings(tmp_path), "train")
+    assert str(error.value).startswith("data.max_unreadable=0.1: 6 of the 15 rows of ")
+    for word in ("6 × no column 'chosen'", "b.jsonl row 1", "data.max_unreadable=0.4"):
+        assert word in str(error.value)
+    assert len(load_groups(settings(tmp_path, max_unreadable=0.4), "train").groups) == 9
+    same = write(tmp_path / "c.jsonl", good, good | {"rejected": A})  # left out on purpose
+    assert len(load_groups(settings(same), "train").groups) == 1
+    with pytest.raises(DataError, match="none of the 1 rows can be used: 1 × no 'chosen'"):
+        load_groups(
+            settings(
+                write(
+                    tmp_path / "d.jsonl",
+                    good | {"chosen": None},
+                ),
+                format="preference",
+            ),
+            "train",
+        )
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_the_separator_and_a_byte_order_mark_of_a_table_are_recognised(tmp_path, separator: str) -> None:
+    path = tmp_path / "a.csv"
+    with path.open("w", encoding="utf-8-sig", newline="") as stream:
+        out = csv.writer(stream, delimiter=separator)
+        out.writerows([["prompt", "chosen; or, not", "rejected"], *[[f"{Q}, {Q}; {Q}\n\t", A, B]] * 30])
+    loaded = load_groups(settings(path, columns={"chosen": "chosen; or, not"}), "train")
+    assert [t.content for t in loaded.groups[0].prompt.turns] == [f"{Q}, {Q}; {Q}\n\t"] and len(
+        loaded.groups
+    ) == 30
+
+
+def test_a_table_adds_no_nulls_and_keeps_the_order_of_arguments(tmp_path) -> None:
+    def row(**arguments: str) -> dict:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        asked = [{"role": "user", "content": Q}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return {"messages": [*asked, {"role": "tool", "content": "4"}, {"role": "assistant", "content": A}]}
+
+    records = [row(zone="a", city="b"), row(zone="c")]
+    datasets.Dataset.from_list(records).to_parquet(tmp_path / "a.parquet")
+    found = load_groups(settings(tmp_path / "a.parquet"), "train").groups
+    assert found == load_groups(settings(write(tmp_path / "a.jsonl", *records)), "train").groups
+    assert '{"zone": "a", "city": "b"}' in found[0].prompt.turns[1].keys
+    assert '{"zone": "c"}' in found[1].prompt.turns[1].keys
+
+
+@pytest.mark.parametrize("loss", ["kto", "bco"])
+def test_labelled_losses_refuse_one_label_alone(tmp_path, loss: str) -> None:
+    path = write(tmp_path / "a.jsonl", *({"prompt": f"1{i}+10=", "completion": "20"} for i in range(8)))
+    own = ("data=local", f"data.path={path}", "data.eval_fraction=0", "model.batch_size=4", "dry_run=true")
+    with pytest.raises(ConfigError, match=r"desirable answers alone .*loss=sft.*data.one_label=true"):
+        train(make_config(f"loss={loss}", *own), "run")
+
+
+def test_pairs_that_the_limit_makes_equal_are_counted(tmp_path, capsys) -> None:
+    rows = [{"prompt": f"1{i}+10=", "chosen": f"{'1' * 40}{i}", "rejected": "1" * 40} for i in range(3)]
+    rows.append({"prompt": "11+11=", "chosen": "22", "rejected": "21"})
+    path = write(tmp_path / "a.jsonl", *rows)
+    own = ("data=local", f"data.path={path}", "data.eval_fraction=0", "model.batch_size=1", "dry_run=true")
+    train(make_config("loss=dpo", *own, "model.max_length=30", "model.max_prompt_length=20"), "run")
+    assert (
+        "without an example: 3 of 4 groups (3 × its two answers are the same once cut"
+        in capsys.readouterr().out
+    )
