@@ -121,6 +121,8 @@ def read_annotations(path: Path) -> list[Row]:
             f"{key}={path}: {len(wrong)} of {len(rows)} rows have no preference that is a number or null; "
             f"{'; '.join(wrong[:_NAMED])}"
         )
+    if not any(map(judged, rows)):
+        raise DataError(f"{key}={path}: none of its {len(rows)} judgements counts: there is nothing to rate")
     return rows
 
 

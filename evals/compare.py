@@ -136,6 +136,7 @@ def judge(
     reward = make_reward(target.config.reward_config, world.device, (target.run or target.out) / "logs")
     print(f"{2 * len(pairs)} prompts' answers are scored by {target.config.reward_config.name}", flush=True)
     try:
+        reward.check_prompts([one.prompt for one, _ in pairs])
         scores = score_samples(reward, [side for pair in pairs for side in pair])
     finally:
         reward.close()
