@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,9 @@ class RoundWatch(Protocol):
     def round_planned(self, round_: Segment) -> None:
         """Called with the round's segment: its number of steps and its share of the run."""
 
+    def stop_with(self, error: StoppedError) -> None:
+        """Called in another thread where a round ahead cannot be made: the run ends before the next step."""
+
     def trained_seconds(self) -> float:
         """Return the seconds spent in steps so far, in all processes of the run."""
 
@@ -94,12 +98,8 @@ class OnlineSource:
         Raises StoppedError when sampling or scoring cannot continue, and DataError for a round whose files
         are missing.
         """
-        try:
+        with stopping(index):
             return self._segment(index)
-        except (WorkerError, RewardError, ShareError) as error:
-            raise StoppedError(
-                f"round {index}: {error}\nthe same command with resume=true goes on with this round"
-            ) from error
 
     def _segment(self, index: int) -> Segment | None:
         inside = self.trainer.progress.position > 0
@@ -186,9 +186,15 @@ class OnlineSource:
             return
 
         def work() -> None:
-            if inside and builder.needs_weights(folder, first, wanted, weights):
-                self.engine.reload_weights(folder.weights, index)
-            (builder.sample if self._scores_together else builder.build)(folder, first, wanted, weights)
+            try:
+                with stopping(index):
+                    if inside and builder.needs_weights(folder, first, wanted, weights):
+                        self.engine.reload_weights(folder.weights, index)
+                    make = builder.sample if self._scores_together else builder.build
+                    make(folder, first, wanted, weights)
+            except StoppedError as error:
+                self.watch.stop_with(error)
+                raise
 
         self._prefetch = Prefetch(work)
         if self._scores_together:
@@ -314,6 +320,17 @@ class OnlineSource:
                 "idle": idle_shares(self.config, seconds, wall),
             }
         )
+
+
+@contextmanager
+def stopping(index: int) -> Iterator[None]:
+    """Raise StoppedError, which says what to do, where round ``index`` cannot be sampled or scored."""
+    try:
+        yield
+    except (WorkerError, RewardError, ShareError) as error:
+        raise StoppedError(
+            f"round {index}: {error}\nthe same command with resume=true goes on with this round"
+        ) from error
 
 
 def idle_shares(config: Config, seconds: dict[str, float], wall: float | None) -> dict[str, float]:

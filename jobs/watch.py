@@ -68,6 +68,7 @@ class RunWatch:
         self.config, self.folder, self.trainer, self.evaluator = config, folder, trainer, evaluator
         self.tracker: Tracking = NullTracker()
         self.signals, self.diagnostics = signals, diagnostics
+        self._failed: StoppedError | None = None
         self.watchdog = Watchdog(trainer.world, config.watchdog_seconds)
         of = (trainer.world, config.keep_checkpoints, config.async_save, self.ranking)
         self.checkpoints = RankedCheckpoints(folder / "checkpoints", *of)
@@ -213,10 +214,15 @@ class RunWatch:
         except OSError as error:
             self.bar.say(f"{self.folder / ANSWERS} could not be written: {error}")
 
+    def stop_with(self, error: StoppedError) -> None:
+        self._failed = error
+
     def _stop_if_asked(self) -> None:
-        if any_rank(self.signals.asked):
+        if any_rank(self.signals.asked or self._failed is not None):
             self._save_or_warn(first=False)  # if the disk is full, the run resumes from the checkpoint before
             self.settle()
+            if (failed := from_main(self._failed)) is not None:
+                raise failed
             if self.trainer.world.is_main:
                 print(
                     f"asked to stop before step {self.trainer.progress.step}; the same command with "

@@ -49,7 +49,10 @@ def probe_rows(prompts: list[Prompt], renderer: Renderer) -> list[Sequence]:
 
 
 class TransferError(WorkerError):
-    """Running engines could not be given the trainer's weights."""
+    """Running engines could not be given the trainer's weights. ``died``: because one of them failed, and not
+    because they have other weights afterwards."""
+
+    died = False
 
 
 class VllmEngine:
@@ -112,7 +115,7 @@ class VllmEngine:
                 self._hand_over(folder, keep)
                 break
             except TransferError as error:
-                if replaceable:  # it has died since the last hand-over, or in this one
+                if replaceable and error.died:  # since the last hand-over, or in this one
                     replaceable = False
                     self.ranks.run_on_main(partial(self._give_up, error, "it is started again"))
                 elif not self._another_way(error):
@@ -208,7 +211,7 @@ class VllmEngine:
             self.sampler.load(self._kept, self._version)
             self._prove(said)
         except (WorkerError, RuntimeError, ValueError, OSError) as error:
-            raise TransferError(f"the adapters alone could not be handed over: {error}") from error
+            raise self._failed("the adapters alone could not be handed over", error) from error
 
     def _give(self) -> None:
         """Send the current weights, or those that were kept. Called on rank 0, inside
@@ -222,7 +225,7 @@ class VllmEngine:
                 self.sampler.load(self._kept, self._version)
                 self._prove(self._said)
             except WorkerError as error:
-                raise TransferError(f"weight transfer by disk failed: {error}") from error
+                raise self._failed("weight transfer by disk failed", error) from error
             return
         fresh = self.sampler.start(config_json(self.policy, getattr(torch, self.sampler.dtype)))
         try:
@@ -234,7 +237,12 @@ class VllmEngine:
             self._client.check()
             self._prove(self._said)
         except (WorkerError, RuntimeError, ValueError, OSError) as error:
-            raise TransferError(f"weight transfer by {self.backend} failed: {error}") from error
+            raise self._failed(f"weight transfer by {self.backend} failed", error) from error
+
+    def _failed(self, said: str, error: Exception) -> TransferError:
+        failed = TransferError(f"{said}: {error}")
+        failed.died = not self.sampler.running
+        return failed
 
     def _wants_head(self) -> bool:
         """Return whether the engines take the output head. They are asked in any case: one that is dead or

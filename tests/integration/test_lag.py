@@ -7,21 +7,25 @@ vLLM's place is taken by a second model, which is what an engine of its own is.
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import jobs.online
+from common.errors import StoppedError
 from models.export import full_state
 from models.pretrained import load_policy
 from models.ranks import Ranks
 from rollouts.ledger import RoundFolder
+from rollouts.rewards.base import RewardError
 from rollouts.round_builder import RoundBuilder
 from rollouts.samplers import EmbeddedSampler
 from rollouts.vllm_engine import VllmEngine
 from tests.integration.online import assert_same, cut_off, lines, rounds, run_online
 from tests.tiny import make_config
+from trainers.basic import BasicTrainer
 
 LAGGING = (
     "online=true",
@@ -48,7 +52,7 @@ class Second:
         )
 
     def publish(self, folder, version, keep):
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)  # as a run that was stopped leaves it
         torch.save(full_state(self.policy), folder / "weights.pt")
         self.reload_weights(folder, version)
         return {}
@@ -109,6 +113,27 @@ def test_two_rounds_before(tmp_path):
     assert len({record["weights"] for record in records}) == 3
     assert [record["contexts"] for record in records] == [[12 * i, 12 * (i + 1)] for i in range(5)]
     assert not list(run.glob("rounds/*/weights"))
+
+
+def test_a_round_ahead_that_cannot_be_made_ends_the_run_before_the_next_step(tmp_path):
+    def refused(self, folder, first, *more, build=RoundBuilder.build):
+        if first > 0:
+            raise RewardError("the judge refuses every call")
+        build(self, folder, first, *more)
+
+    def slow(self, *of, step=BasicTrainer.step):
+        time.sleep(0.5)
+        return step(self, *of)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RoundBuilder, "build", refused)
+        patch.setattr(BasicTrainer, "step", slow)
+        with pytest.raises(StoppedError, match=r"round 1: the judge refuses(.|\n)*resume=true"):
+            run_online(tmp_path, "r", *LAGGING, "model.batch_size=1")
+    run = tmp_path / "r"
+    assert len(lines(run)) <= 2 < rounds(run)[0].record["kept"], "it does not wait for its own round's end"
+    run_online(tmp_path, "r", *LAGGING, "model.batch_size=1", "resume=true")
+    assert {line["round"] for line in lines(run)} == {0, 1, 2, 3}
 
 
 def closed_when_sampled(self, close=jobs.online.Online.close):
