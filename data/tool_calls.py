@@ -1,8 +1,9 @@
 """What chat templates read of a conversation besides roles and contents: tools, calls of them, thoughts.
 
 Calls have OpenAI's form: an assistant's message with ``tool_calls``, answered by messages with the role
-``tool``. A turn keeps these keys of its message as JSON, as the chat template receives them: arguments keep
-their order. Arguments given as a JSON text are parsed, because templates serialise them themselves.
+``tool``. A turn keeps these keys of its message as JSON, in the row's own order, as the chat
+template receives them. Arguments given as a JSON text are parsed, because templates serialise them
+themselves.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def of_message(message: Mapping[str, Any], calling: bool = True) -> str:
         found["tool_calls"] = [_call(call) for call in _list(message["tool_calls"])]
     elif calling and message.get("role") == "tool":
         found |= {key: message[key] for key in OF_A_RESULT if isinstance(message.get(key), str)}
-    return json.dumps(found, ensure_ascii=False) if found else ""
+    return json.dumps(found, ensure_ascii=False, default=str) if found else ""
 
 
 def tools_of(found: Any) -> str:
@@ -48,7 +49,7 @@ def tools_of(found: Any) -> str:
         return ""
     if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
         raise ValueError("'tools' is not a list of functions' JSON schemas, or its JSON text")
-    return json.dumps(found, ensure_ascii=False)
+    return json.dumps(found, ensure_ascii=False, default=str)
 
 
 def _list(calls: Any) -> list[Any]:
@@ -66,12 +67,7 @@ def _call(call: Any) -> dict[str, Any]:
         arguments = _parsed(arguments, function["name"])
     if not isinstance(arguments, Mapping):
         raise ValueError(f"the arguments of a call of {function['name']} are no object")
-    known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {
-        **known,
-        "type": "function",
-        "function": {"name": function["name"], "arguments": dict(arguments)},
-    }
+    return dict(call) | {"function": dict(function) | {"arguments": dict(arguments)}}
 
 
 def _parsed(text: str, name: str) -> Any:

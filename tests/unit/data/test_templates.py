@@ -54,7 +54,11 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
     },
 }
-CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "plus", "arguments": {"a": 71}}}
+CALL = {
+    "type": "function",
+    "id": "abcdefghi",
+    "function": {"name": "plus", "arguments": {"b": None, "a": 71}},
+}
 THOUGHT = "i add"
 
 
