@@ -31,6 +31,7 @@ OPERATIONAL = (
     "cache_dir",
     "overwrite",
     "resume",
+    "resume_with_other",
     "dry_run",
     "idle_settings",
     "plan",

@@ -59,6 +59,7 @@ class Config:
     cache_dir: str
     overwrite: bool
     resume: bool
+    resume_with_other: list[str]
     dry_run: bool
     idle_settings: str
     humanline: bool

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from data.example_table import ExampleGroups, labels_of, row_arrays, row_lengths, sizes_of
+from data.example_table import ExampleGroups, ExampleTable, labels_of, row_arrays, row_lengths, sizes_of
 from data.types import Prompt
 
 
@@ -23,6 +23,17 @@ def groups_digest(groups: ExampleGroups) -> str:
         digest.update(np.ascontiguousarray(column, kind).data)
     for part in row_arrays(groups):
         digest.update(part.data)
+    return digest.hexdigest()
+
+
+def token_values_digest(groups: ExampleGroups) -> str:
+    """Return 32 hex digits of what is known of the tokens of these groups: ``behavior_logprobs`` and
+    ``token_rewards``. Groups without any are not read."""
+    digest = hashlib.blake2b(digest_size=16)
+    for group in groups if not isinstance(groups, ExampleTable) or groups.has_token_values else ():
+        for row in (row for example in group for row in example.rows):
+            for values in (row.behavior_logprobs, row.token_rewards):
+                digest.update(b"-" if values is None else np.ascontiguousarray(values, np.float32).data)
     return digest.hexdigest()
 
 

@@ -145,6 +145,11 @@ class ExampleTable(Seq[tuple[Example, ...]]):
         return ExampleTable(self._wanted, self._rows, self._kept[indices])
 
     @property
+    def has_token_values(self) -> bool:
+        """Whether anything is known of the tokens of any row (log mu, masks, token rewards)."""
+        return bool(self._wanted.flags.any())
+
+    @property
     def sizes(self) -> np.ndarray:
         """[groups] int64: the number of examples of each group."""
         return self._wanted.ends[self._kept] - self._starts[self._kept]

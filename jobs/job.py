@@ -40,7 +40,8 @@ from jobs.planned_settings import PlannedSettings
 from jobs.retention import InitialKL, load_second_task
 from jobs.row_scores import OfRows, PlannedBatches, Sums
 from jobs.run_folder import RunFolder
-from jobs.same_data import checked_digest
+from jobs.same_data import WEIGHTS, check_inputs, check_names, data_inputs, hub_commits
+from jobs.same_data import note as note_in_run
 from jobs.signals import Signals
 from jobs.watch import RunWatch
 from models.attention import packs_rows, shares_prompts, why_not_shared
@@ -176,12 +177,16 @@ class Job:
         """Train, export and report; return the summary."""
         world, folder = self.world, self.folder.path
         prompts = None if self.online is None else self.online.contexts
-        data = on_main(lambda: checked_digest(folder, self.config, self.plan, prompts))
+        of_data = (self.config, self.plan, prompts, self.evaluation_sets, (self.second_task or (None, ()))[1])
+        inputs = on_main(lambda: data_inputs(*of_data))
+        on_main(lambda: check_inputs(folder, self.config, inputs))
         planned_settings = PlannedSettings(
             self.config, self.plan.train, self.held_out(), self.trainer_class, world
         )
         policy, fingerprint = load_sharded(self.config.model, world, self.config.seed)
         config = self.config = planned_settings.apply(policy, self.say)
+        inputs |= {WEIGHTS: fingerprint}
+        on_main(lambda: self.check_initial_weights(inputs))
         exists = on_main(lambda: self.folder.prepare(self.plan.ends))
         trainer = self.trainer_class(config, policy, self.loss, world)
         parts = scored_with(config.model, fingerprint, self.renderer.fingerprint, world)
@@ -190,7 +195,7 @@ class Job:
         if config.data.logprob_range is not None:
             self.choose_groups(trainer, parts, folder)
         self.score_training_rows(trainer, parts)
-        of = (self.plan.steps, signals, self.make_diagnostics(trainer), self.observers, data)
+        of = (self.plan.steps, signals, self.make_diagnostics(trainer), self.observers, inputs)
         run = RunWatch(config, folder, trainer, evaluator, *of)
         state = run.resume() if exists else None
         if exists:
@@ -206,6 +211,15 @@ class Job:
         self.observers.start(folder, asdict(config), trainer.progress.step)
         self.train(trainer, policy, run)
         return self.finish(run, folder, policy)
+
+    def check_initial_weights(self, inputs: dict[str, str]) -> None:
+        """Check what is known once the weights are loaded, and note the commits of names on the hub; called
+        on rank 0 alone. Raises ConfigError."""
+        folder, commits = self.folder.path, hub_commits(self.config)
+        check_names(self.config, inputs | commits)
+        check_inputs(folder, self.config, {WEIGHTS: inputs[WEIGHTS]} | commits)
+        if commits:
+            note_in_run(folder, "hub_commits", commits)
 
     def train(self, trainer: BasicTrainer, policy: Policy, run: RunWatch) -> None:
         """Train all planned steps, or fewer if ``patience`` or an observer ends the run early.

@@ -1,49 +1,187 @@
-"""The data of a resumed run, compared with those that the run was started with. Every checkpoint's state has
-their digest; other data at the same place would silently continue the run with other rows."""
+"""The inputs of a resumed run, compared with those that the run was started with. Every checkpoint's state has their
+fingerprints: another input at the same place would silently continue the run with other rows, weights or rewards.
+"""  # noqa: E501
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from common.errors import ConfigError
-from common.files import read_json
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
+
+from common.errors import ConfigError, require
+from common.files import files_digest, read_json, write_whole
+from config.record import MARKER
 from config.schema import Config
-from data.digest import groups_digest, prompts_digest
+from data.batches import Segment
+from data.digest import groups_digest, prompts_digest, token_values_digest
+from data.types import Group
+from data.views import prompts_of
+from jobs.evaluation_sets import EvaluationSet
 from jobs.plan import Plan
 from rollouts.rounds import PromptSchedule
 
-KEY = "data"
-"""Key of the digest in a checkpoint's state."""
+DATA, INPUTS = "data", "inputs"
+"""Keys of the fingerprints in a checkpoint's state: that of the training data, and those of all other inputs by name."""  # noqa: E501
+WEIGHTS = "weights"
+_BY_CONTENT = ("model.name_or_path", "data.path")
+"""Names on the hub whose commit may change, as its weights and rows have fingerprints."""
+_FILES = ("*.safetensors", "*.bin", "*.json")
 
 
-def checked_digest(folder: Path, config: Config, plan: Plan, prompts: PromptSchedule | None) -> str:
-    """Return the digest of what the run in ``folder`` trains on: the examples of ``plan``, before
-    ``data.logprob_range`` chooses among them, or the ``prompts`` of online rounds.
+def data_inputs(
+    config: Config,
+    plan: Plan,
+    prompts: PromptSchedule | None,
+    sets: Sequence[EvaluationSet],
+    second_task: Sequence[Group],
+) -> dict[str, str]:
+    """Return the fingerprints of what the run reads besides its weights: the examples of ``plan``, before
+    ``data.logprob_range`` chooses among them, or the ``prompts`` of online rounds; what is known of each
+    token; the held-out rows and prompts; the files of reward models and teachers that lie in folders."""
+    rows = plan.examples.groups
+    found = {DATA: groups_digest(rows) if prompts is None else prompts_digest(prompts.prompts)}
+    if prompts is None:
+        found["token_values"] = token_values_digest(rows)
+    held_out: dict[str, tuple[Segment | None, Sequence[Group]]] = {
+        "evaluation": (plan.held_out, plan.evaluation.groups)
+    }
+    held_out |= {f"evaluations.{one.name}": (one.held_out, one.checkable) for one in sets}
+    if second_task:
+        held_out["retention.data"] = (None, second_task)
+    for name, (segment, groups) in held_out.items():
+        scored = "" if segment is None else groups_digest(segment.groups)
+        found[name] = scored + prompts_digest(prompts_of(groups))
+    return found | reward_files(config)
 
-    Raises ConfigError if the run is resumed and its checkpoints were written with other data. Checkpoints of
-    earlier versions do not say with which."""
-    digest = groups_digest(plan.examples.groups) if prompts is None else prompts_digest(prompts.prompts)
-    before = _recorded(folder) if config.resume else None
-    if before is not None and before != digest:
+
+def reward_files(config: Config) -> dict[str, str]:
+    """Return setting -> SHA-256 of the files of each reward model and teacher that lies in a folder."""
+    return {
+        key: files_digest(files)
+        for key, name, _ in _models(config)
+        if (files := sorted(path for kind in _FILES for path in Path(name).glob(kind)))
+    }
+
+
+def hub_commits(config: Config) -> dict[str, str]:
+    """Return setting -> commit of each model and data set that comes from the hub, as this machine's cache
+    resolved its name. One that is not in the cache yet is left out."""
+    named = [("model.name_or_path", config.model.name_or_path, config.model.revision), *_models(config)]
+    found = {key: _commit(name, "model", revision) for key, name, revision in named}
+    found["data.path"] = _commit(config.data.path or "", "dataset", config.data.revision)
+    return {key: commit for key, commit in found.items() if commit is not None}
+
+
+def _models(config: Config) -> Iterator[tuple[str, str, str | None]]:
+    """Yield (setting, name, revision) of the models that give rewards."""
+
+    def found(tree: Any, key: str) -> Iterator[tuple[str, str, str | None]]:
+        if isinstance(tree, dict):
+            if isinstance(tree.get("name_or_path"), str):
+                yield f"{key}.name_or_path", tree["name_or_path"], tree.get("revision")
+            for name, item in tree.items():
+                yield from found(item, f"{key}.{name}")
+
+    yield from found(asdict(config)["reward"] if config.online else None, "reward")
+
+
+def _commit(name: str, kind: str, revision: str | None) -> str | None:
+    if name.count("/") > 1 or not name or Path(name).exists():
+        return None
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)
+    try:
+        return (folder / "refs" / (revision or "main")).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return revision if (folder / "snapshots" / (revision or "-")).is_dir() else None
+
+
+def check_inputs(folder: Path, config: Config, found: Mapping[str, str]) -> None:
+    """Raise ConfigError if the run in ``folder`` is resumed and its checkpoints were written with another
+    input than ``found``, unless ``resume_with_other`` names it: that is printed and noted in run.json.
+
+    A checkpoint of an earlier version does not say every input; what it does not say counts as the same."""
+    before = _recorded(folder) if config.resume else {}
+    unsaid = sorted(found.keys() - before.keys())
+    if before and unsaid:
+        print(f"note: the checkpoint does not say with which {', '.join(unsaid)} the run was started")
+    for name in sorted(found.keys() & before.keys()):
+        if found[name] == before[name]:
+            continue
+        if name in _BY_CONTENT:
+            print(f"note: {name}: its commit was {before[name]} and is {found[name]}, with the same content")
+            continue
+        if name not in config.resume_with_other:
+            raise _refused(folder, config, name)
+        print(f"note: {name} is not what this run was started with; it goes on (resume_with_other)")
+        note(folder, "went_on_with_other", {name: [before[name], found[name]], "at": _now()})
+
+
+def note(folder: Path, key: str, value: Any) -> None:
+    """Add ``value`` to the list ``key`` of the run's run.json. Raises OSError."""
+    path = folder / MARKER
+    about = read_json(path)
+    known = about.get(key, [])
+    if known[-1:] != [value]:
+        write_whole(path, json.dumps(about | {key: [*known, value]}, indent=2) + "\n")
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _refused(folder: Path, config: Config, name: str) -> ConfigError:
+    goes_on = f"; resume_with_other=[{name}] goes on with what is there now"
+    again = f"bring the old one back, or start another run (exp_name){goes_on}"
+    if name in (DATA, "token_values"):
         key, value = ("data.path", config.data.path) if config.data.path else ("data", config.data.name)
-        rows = "rows" if prompts is None else "prompts"
-        raise ConfigError(
+        what = (
+            "prompts" if config.online else "rows" if name == DATA else "behavior_logprobs or token_rewards"
+        )
+        compared = "compared as token ids" if name == DATA else "compared bit by bit"
+        return ConfigError(
             key,
             value,
-            f"the training data are not those that this run was started with ({folder}; their {rows} are "
-            f"compared as token ids), so it would go on with other {rows}; bring the old data back, or start "
-            "another run (exp_name)",
+            f"the training data are not those that this run was started with ({folder}; their {what} are "
+            f"{compared}), so it would go on with other {what}; {again}",
         )
-    return digest
+    if name == "evaluation":
+        return ConfigError(
+            "data.eval_path",
+            config.data.eval_path,
+            "the held-out rows are not those that this run was started with: its evaluations, keep_best and "
+            f"patience would compare two different sets; {again}",
+        )
+    if name == WEIGHTS:
+        key, value = "model.name_or_path", config.model.name_or_path
+        said = "the initial weights are not those that this run was started with, which are its reference"
+        return ConfigError(key, value, f"{said} (and, with LoRA, its frozen base); {again}")
+    settings: Any = asdict(config)
+    for part in name.split("."):
+        settings = settings.get(part) if isinstance(settings, dict) else None
+    return ConfigError(name, settings, f"is not what this run was started with ({folder}); {again}")
 
 
-def _recorded(folder: Path) -> str | None:
-    """Return the digest in the newest checkpoint that has one; None if none has."""
+def _recorded(folder: Path) -> dict[str, str]:
+    """Return the fingerprints in the newest checkpoint that has any; {} if none has."""
     for path in sorted((folder / "checkpoints").glob("step_*[0-9]/state.json"), reverse=True):
         try:
             state = read_json(path)
         except (OSError, ValueError):  # the run passes over a damaged checkpoint
             continue
-        if isinstance(state, dict) and isinstance(state.get(KEY), str):
-            return str(state[KEY])
-    return None
+        if isinstance(state, dict) and isinstance(state.get(DATA), str):
+            others = state.get(INPUTS)
+            return {DATA: str(state[DATA]), **(others if isinstance(others, dict) else {})}
+    return {}
+
+
+def check_names(config: Config, known: Mapping[str, str]) -> None:
+    """Raise ConfigError for a name in ``resume_with_other`` that no input has."""
+    for name in config.resume_with_other:
+        there = ", ".join(sorted(known))
+        require(name in known, "resume_with_other", name, f"names no input of this run; there are {there}")

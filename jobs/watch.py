@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -22,7 +23,7 @@ from jobs.gate import check_first_scores
 from jobs.observers import Observers
 from jobs.patience import EnoughError, Patience
 from jobs.ranking import RankedCheckpoints, Ranking
-from jobs.same_data import KEY as DATA
+from jobs.same_data import DATA, INPUTS, hub_commits
 from jobs.signals import Requeue, Signals
 from jobs.skipped import write_batch
 from jobs.without_signal import without_signal
@@ -60,10 +61,10 @@ class RunWatch:
         signals: Signals,
         diagnostics: Diagnostics | None = None,
         observers: Observers | None = None,
-        data: str | None = None,
+        inputs: Mapping[str, str] | None = None,
     ) -> None:
-        """``data``: the digest of what is trained on (``jobs.same_data``)."""
-        self.data, self.ranking = data, Ranking(config.keep_best)
+        """``inputs``: the fingerprints of what the run reads (``jobs.same_data``)."""
+        self.inputs, self.ranking = dict(inputs or {}), Ranking(config.keep_best)
         self.observers = observers or Observers()
         self.config, self.folder, self.trainer, self.evaluator = config, folder, trainer, evaluator
         self.tracker: Tracking = NullTracker()
@@ -142,7 +143,8 @@ class RunWatch:
             "saving_seconds": self.saving_seconds,
             "wandb_id": self.tracker.wandb_id,
             "diagnostics": None if self.diagnostics is None else self.diagnostics.state(),
-            DATA: self.data,
+            DATA: self.inputs.get(DATA),
+            INPUTS: self.inputs | hub_commits(self.config),
         }
         if (asked := self.observers.state()) is not None:
             state["asked_to_stop"] = asked

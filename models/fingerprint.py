@@ -13,8 +13,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from models.distributed import gather_objects
 
-_STEP = 2654435761
-"""What the weight of a bit pattern in a sum grows by from one position to the next."""
+_STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
+"""Odd factors, modulo 2^64, of a position and of the two multiplications (Steele et al., 2014, SplitMix64)"""
+_LOW = (1 << 32) - 1
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 """Bytes of an element -> the dtype that reads its bits."""
 _AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
@@ -25,9 +26,9 @@ _AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
 def weights_fingerprint(parameters: Iterable[tuple[str, Tensor]]) -> str:
     """Return a digest of every bit of the named weights, 32 hex digits.
 
-    It is made of names, shapes, dtypes and, of each tensor, the sum of its bit patterns, each times a number
-    that its position gives, modulo 2^64. So ranks add up the sums of their shards, and the digest is that of
-    the whole tensors. If any tensor is sharded, every rank calls this.
+    It is made of names, shapes, dtypes and, of each tensor, the sum of its bit patterns, each mixed with its
+    position so that no changes cancel, modulo 2^64. So ranks add up the sums of their shards, and the digest
+    is that of the whole tensors. If any tensor is sharded, every rank calls this.
     """
     named = list(parameters)
     sharded = [isinstance(tensor, DTensor) for _, tensor in named]
@@ -44,7 +45,7 @@ def _own_sum(tensor: Tensor) -> Tensor:
     """Return what this rank adds to the tensor's sum, [] int64. Of ranks that hold the same shard, the first
     adds it."""
     if not isinstance(tensor, DTensor):
-        return _weighted_sum(tensor, 0)
+        return _mixed_sum(tensor, 0)
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None, "every rank has a place in the mesh"
     if any(not isinstance(p, Shard) and c for p, c in zip(tensor.placements, coordinates, strict=True)):
@@ -53,20 +54,25 @@ def _own_sum(tensor: Tensor) -> Tensor:
         "FSDP shards the first dimension"
     )
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return _weighted_sum(tensor.to_local(), offset[0] * math.prod(tensor.shape[1:]))
+    return _mixed_sum(tensor.to_local(), offset[0] * math.prod(tensor.shape[1:]))
 
 
-def _weighted_sum(tensor: Tensor, start: int) -> Tensor:
-    """Return the sum of the tensor's bit patterns, each times ``1 + _STEP * position``, modulo 2^64, [] int64
-    on the tensor's device. ``start`` is the position of the first element."""
+def _mixed_sum(tensor: Tensor, start: int) -> Tensor:
+    """Return the sum of the tensor's mixed bit patterns modulo 2^64, [] int64 on the tensor's device.
+    ``start`` is the position of the first element."""
     flat = tensor.reshape(-1).contiguous()
     bits = flat.view(_INTEGERS[flat.element_size()])
     size = min(_AT_ONCE.get(bits.device.type, _AT_ONCE["cpu"]), bits.numel())
-    weights = torch.arange(size, device=bits.device) * _STEP + 1
+    places = torch.arange(size, device=bits.device) * _STEP
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for first in range(0, bits.numel(), max(1, size)):
-        part = bits[first : first + size].to(torch.int64)
-        total += (part * weights[: len(part)]).sum() + part.sum() * _signed((start + first) * _STEP)
+        mixed = bits[first : first + size].to(torch.int64, copy=True)
+        mixed += places[: len(mixed)]
+        mixed += _signed((start + first) * _STEP)
+        for factor in (_FIRST, _SECOND):
+            mixed *= factor
+            mixed ^= (mixed >> 32) & _LOW
+        total += mixed.sum()
     return total
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import zlib
 from pathlib import Path
 
 import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from common.errors import ConfigError
+from jobs.same_data import check_inputs, hub_commits, reward_files
 from tests.tiny import ROOT, make_config
 from tests.tiny_files import everything
 from train import train
@@ -31,7 +37,7 @@ def left(run: Path) -> dict[str, tuple[int, bytes]]:
 def without_digest(checkpoint: Path) -> None:
     """Make a checkpoint into one of an earlier version."""
     state = json.loads((checkpoint / "state.json").read_text())
-    assert state.pop("data")
+    assert state.pop("data") and state.pop("inputs")
     content = json.dumps(state).encode()
     (checkpoint / "state.json").write_bytes(content)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
@@ -62,3 +68,90 @@ def test_a_run_of_rounds_does_not_go_on_with_other_prompts(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"^data\.path=.*go on with other prompts"):
         go(tmp_path, LINES[::-1], *rounds)
     assert left(tmp_path / "run") == before
+
+
+def exchanged(folder: Path, bit: int = 1) -> None:
+    """Flip a bit of a weight in a model's folder."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(iter(sorted(tensors)))
+    tensors[name].view(torch.int32).view(-1)[0] ^= bit
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("lora", ["false", "true"])
+def test_a_run_does_not_go_on_from_other_initial_weights(tmp_path: Path, lora: str) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "assets" / "adder" / "model", model)
+    words = ("model=hub", f"model.name_or_path={model}", "model.max_length=64", "model.max_prompt_length=16")
+    words = (*words, "data=adder", "model.dtype=float32", f"model.use_peft={lora}")
+    go(tmp_path, LINES, *words, "n_examples=16")
+    exchanged(model)
+    with pytest.raises(ConfigError, match=r"^model\.name_or_path=.*initial weights are not those"):
+        go(tmp_path, LINES, *words, "n_examples=24")
+    with pytest.raises(ConfigError, match=r"^resume_with_other=weight: names no input"):
+        go(tmp_path, LINES, *words, "n_examples=24", "resume_with_other=[weights,weight]")
+    assert go(tmp_path, LINES, *words, "n_examples=24", "resume_with_other=[weights]")["steps"] == 3
+    (other,) = json.loads((tmp_path / "run" / "run.json").read_text())["went_on_with_other"]
+    assert len(set(other["weights"])) == 2
+    assert go(tmp_path, LINES, *words, "n_examples=32")["steps"] == 4, "what it goes on with is recorded"
+
+
+def test_a_run_does_not_go_on_with_other_values_of_tokens_or_held_out_rows(tmp_path: Path) -> None:
+    """Token ids, masks and labels stay as they are."""
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "adder" / "model")
+
+    def lines(shift: float) -> list[str]:
+        found = []
+        for line in LINES:
+            row = json.loads(line)
+            for one in row["completions"]:
+                one["token_ids"] = tokenizer(one["text"], add_special_tokens=False).input_ids
+                one["behavior_logprobs"] = [-1.0 - shift] * len(one["token_ids"])
+            found.append(json.dumps(row) + "\n")
+        return found
+
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(LINES[-8:]))
+    words = (f"data.eval_path={held_out}", "n_eval_examples=null")
+    go(tmp_path, lines(0), *words, "n_examples=16")
+    with pytest.raises(ConfigError, match="behavior_logprobs or token_rewards are compared bit by bit"):
+        go(tmp_path, lines(2), *words, "n_examples=24")
+    held_out.write_text("".join(LINES[-9:-1]))
+    with pytest.raises(ConfigError, match=r"^data\.eval_path=.*would compare two different sets"):
+        go(tmp_path, lines(0), *words, "n_examples=24")
+    assert go(tmp_path, lines(0), *words, "n_examples=24", "resume_with_other=[evaluation]")["steps"] == 3
+
+
+def test_names_on_the_hub_are_resolved_to_their_commit(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for kind, commit in (("models--org--reward", "a" * 40), ("datasets--org--rows", "b" * 40)):
+        (tmp_path / kind / "refs").mkdir(parents=True)
+        (tmp_path / kind / "refs" / "main").write_text(commit)
+    words = ("loss=dpo", "online=true", "rounds.contexts=1024", "reward=classifier", "model=hub", "data=hub")
+    named = (
+        "reward.classifier.name_or_path=org/reward",
+        "model.name_or_path=org/not-there",
+        "data.path=org/rows",
+    )
+    config = make_config(*words, *named)
+    found = {"reward.classifier.name_or_path": "a" * 40, "data.path": "b" * 40}
+    assert hub_commits(config) == found
+    (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
+    state = {"data": "d", "inputs": dict.fromkeys(found, "c" * 40)}
+    (tmp_path / "checkpoints" / "step_00000001" / "state.json").write_text(json.dumps(state))
+    config.resume = True
+    with pytest.raises(ConfigError, match=r"^reward\.classifier\.name_or_path=org/reward: is not what"):
+        check_inputs(tmp_path, config, found)
+    check_inputs(tmp_path, config, {"data.path": "b" * 40})  # its rows are compared
+
+
+def test_other_files_of_a_reward_model_are_refused(tmp_path: Path) -> None:
+    """Also a bit in the middle of a file of the same length and name."""
+    shutil.copytree(ROOT / "assets" / "adder" / "model", tmp_path / "reward")
+    words = ("loss=dpo", "online=true", "rounds.contexts=1024", "reward=classifier")
+    config = make_config(*words, f"reward.classifier.name_or_path={tmp_path / 'reward'}")
+    before = reward_files(config)
+    exchanged(tmp_path / "reward", 1 << 20)
+    assert before.keys() == {"reward.classifier.name_or_path"} and reward_files(config) != before
