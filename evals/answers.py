@@ -12,6 +12,7 @@ from data.chat import Renderer, make_renderer
 from data.sources import load_groups
 from data.types import Prompt
 from data.views import prompts_of
+from data.vocabulary import limit_tokens
 from evals.base import Target
 from models.distributed import World
 from models.pretrained import check_model, load_tokenizer
@@ -34,8 +35,10 @@ def check_answering(target: Target) -> Renderer:
     )
     sampling_class(config)
     config.check_room()
-    check_model(config.model)
-    return make_renderer(load_tokenizer(config.model), config.model, config.data)
+    found = check_model(config.model)
+    renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
+    limit_tokens(renderer.tokenizer, found.get_text_config().vocab_size, renderer.stop_token_ids)
+    return renderer
 
 
 def prompts(target: Target, stage: EvalStage, renderer: Renderer) -> tuple[list[Prompt], Counter[str]]:

@@ -22,6 +22,7 @@ from config.schema import Config
 from data.batches import Segment
 from data.chat import make_renderer
 from data.quality import DataReport
+from data.vocabulary import limit_tokens
 from jobs import idle_humanline
 from jobs.assembly import Offline, check_budget, check_ranks, make_loss, trainer_class
 from jobs.diagnostics import Diagnostics
@@ -99,6 +100,7 @@ class Job:
             self.say(f"no prompt is shared: {why_not_shared(config.model, found, packing)}")
         self.tokenizer = load_tokenizer(config.model)
         self.renderer = make_renderer(self.tokenizer, config.model, config.data)
+        limit_tokens(self.tokenizer, found.get_text_config().vocab_size, self.renderer.stop_token_ids)
         if self.renderer.template is not None:
             # The exported model uses the template it was trained with.
             self.tokenizer.chat_template = self.renderer.template

@@ -15,6 +15,7 @@ from config.schema_stages import LabelStage, SampleStage
 from data.chat import make_renderer
 from data.sources import load_splits
 from data.views import prompts_of
+from data.vocabulary import limit_tokens
 from models.distributed import World
 from models.pretrained import check_model, load_tokenizer
 from rollouts.files import Scores, read_samples, refuse_existing, write_feedback, write_samples
@@ -37,8 +38,9 @@ def sample(config: Config, stage: SampleStage, world: World) -> None:
         config.rounds.samples,
         "format=alpacaeval takes one answer a prompt: rounds.samples=1",
     )
-    check_model(config.model)
+    found = check_model(config.model)
     renderer = make_renderer(load_tokenizer(config.model), config.model, config.data)
+    limit_tokens(renderer.tokenizer, found.get_text_config().vocab_size, renderer.stop_token_ids)
     train, evaluation = load_splits(config.data)
     every = prompts_of((train if stage.split == "train" else evaluation).groups)[: stage.limit]
     prompts, refused = usable_prompts(every, renderer)

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from common.errors import ConfigError
-from data.vocabulary import MOST_UNKNOWN, check_vocabulary, unknown_share
+from data.vocabulary import MOST_UNKNOWN, check_vocabulary, limit_tokens, unknown_share
 from tests.tiny import ROOT
 
 
@@ -45,3 +45,19 @@ def test_a_token_that_also_means_something_else_says_nothing(tokenizer, same):
     assert unknown_share(own, [np.full(5, own.unk_token_id)]) == 0
     own.unk_token = None
     assert unknown_share(own, [np.full(5, 3)]) == 0
+
+
+def test_tokens_without_a_row_in_the_embedding_are_refused_where_they_are_read():
+    own = AutoTokenizer.from_pretrained(ROOT / "assets" / "adder" / "model")
+    known = len(own)
+    own.add_special_tokens({"additional_special_tokens": ["<call>"]})
+    beyond = [ids(own, "12+34=46"), ids(own, "1<call>")]
+    limit_tokens(own, known + 1, [own.eos_token_id])
+    check_vocabulary(own, beyond, "sums")
+    limit_tokens(own, known, [own.eos_token_id])
+    check_vocabulary(own, beyond[:1], "sums")
+    said = rf"has {known} rows, and sums have the token '<call>', whose id is {known}: name .*resize_token"
+    with pytest.raises(ConfigError, match=said):
+        check_vocabulary(own, iter(beyond), "sums")
+    with pytest.raises(ConfigError, match="the tokens that end an answer have the token '<call>'"):
+        limit_tokens(own, known, [own.eos_token_id, known])
