@@ -42,9 +42,11 @@ from models.quantization import NF4, quantise
 from models.rope import check_longrope
 from models.routing import check_routing
 from models.weight_files import (
+    ADAPTER,
     Stored,
     check_files,
     named,
+    refuse_adapter,
     refuse_other_tensors,
     refuse_quantised,
     resolve_model_path,
@@ -70,6 +72,8 @@ WRAPPERS: dict[str | None, type[Policy]] = {None: Policy, "value": ValuePolicy, 
 def model_config(config: ModelConfig) -> PretrainedConfig:
     """Return the architecture, without weights. Raises ConfigError if it cannot be loaded."""
     path = reachable(KEY, config.name_or_path, config.revision)
+    if (Path(path) / ADAPTER).exists():
+        refuse_adapter(KEY, config.name_or_path, Path(path))
     try:
         return AutoConfig.from_pretrained(
             **source(path), revision=config.revision, trust_remote_code=config.trust_remote_code

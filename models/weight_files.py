@@ -224,7 +224,10 @@ def _quantised(how: str) -> str:
 
 def refuse_adapter(key: str, name: str, folder: Path) -> None:
     """Raise ConfigError for a folder of an adapter, with the line that merges it into its base model."""
-    base = read_object(folder / ADAPTER).get("base_model_name_or_path")
+    try:
+        base = read_object(folder / ADAPTER).get("base_model_name_or_path")
+    except (OSError, DamagedError) as error:
+        raise ConfigError(key, name, f"is an adapter whose files are damaged: {error}") from error
     words = folder if any(folder.glob("tokenizer*")) else base
     to = f"{str(folder).rstrip('/')}-merged"
     line = (

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -35,6 +34,7 @@ from data.types import Completion, Prompt
 from data.types import Sequence as Row
 from models.pretrained import not_found, reachable
 from models.ranks import Ranks, alone
+from models.weight_files import read_header
 from rollouts.rewards.base import Missing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -175,7 +175,7 @@ class ModelReward:
         try:
             found = AutoConfig.from_pretrained(self.place.path, revision=self.config.revision)
             names = tensor_names(self.place.path, self.config.revision)
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError) as error:
             raise not_found(self.place.key, self.place.name, error) from error
         with init_empty_weights():
             model = self.head.empty(found)
@@ -195,7 +195,7 @@ class ModelReward:
         if self._model is None:
             try:
                 model, missing = self.head.load(self.place.path, self.config)
-            except (OSError, ValueError, SafetensorError) as error:
+            except Exception as error:  # whatever its own code raises
                 raise not_found(self.place.key, self.place.name, error) from error
             refuse_missing(missing, self.place.key, self.place.name)
             self._model = model.eval()
@@ -244,8 +244,8 @@ def make(config: ClassifierConfig, device: torch.device | str, log_dir: Path | N
 
 def tensor_names(path: str, revision: str | None) -> set[str] | None:
     """Return the names of the tensors in a checkpoint's safetensors files, from their index or their header;
-    None if only a download of the weights would tell. Raises OSError, ValueError, SafetensorError for files
-    that cannot be read."""
+    None if only a download of the weights would tell. Raises OSError, ValueError for files that cannot be
+    read."""
     index = cached_file(
         path,
         SAFE_WEIGHTS_INDEX_NAME,
@@ -264,8 +264,7 @@ def tensor_names(path: str, revision: str | None) -> set[str] | None:
         file = try_to_load_from_cache(path, SAFE_WEIGHTS_NAME, revision=revision)
     if not isinstance(file, str) or not Path(file).is_file():
         return None
-    with safe_open(file, framework="pt") as tensors:
-        return set(tensors.keys())
+    return {tensor.name for tensor in read_header(Path(file))}
 
 
 def padded(rows: Sequence[Row], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -200,6 +200,8 @@ def test_an_adapter_says_the_line_that_merges_it(tmp_path):
             model(tmp_path / "adapter")
         with pytest.raises(ConfigError, match=f"is an adapter of {base}: merge it with") as said:
             check_named(settings(tmp_path / "adapter"))
+        with pytest.raises(ConfigError, match="is an adapter of"):
+            check_model(settings(tmp_path / "adapter"))
         assert beside == ("move it away" in str(said.value))
     exec(str(said.value).split('python -c "')[1].split('"')[0])
     merged = load_policy(settings(tmp_path / "adapter-merged"), CPU)
