@@ -123,12 +123,17 @@ class DataReport:
         """Return the report with an example: its prompt and its completions, as text of their tokens."""
         return replace(self, example=tuple(shown))
 
+    @property
+    def _reader(self) -> str:
+        """What is said of a column that the format does not read."""
+        return "only a reward function reads" if self.format == "prompt_only" else "nothing reads"
+
     def beginning(self) -> list[str]:
         """Return lines for the terminal, printed before training, that say how the data were understood."""
         lines = []
         if self.format:
             columns = f" ({', '.join(self.columns)})" if self.columns else ""
-            unused = f"; columns that nothing reads: {', '.join(self.unused)}" if self.unused else ""
+            unused = f"; columns that {self._reader}: {', '.join(self.unused)}" if self.unused else ""
             lines.append(f"data read as {self.format}{columns}{unused}")
         if self.dropped:
             lines.append(
@@ -201,7 +206,7 @@ class DataReport:
                 if self.format
                 else []
             ),
-            *([f"- Columns that nothing reads: {literal(', '.join(self.unused))}"] if self.unused else []),
+            *([f"- Columns that {self._reader}: {literal(', '.join(self.unused))}"] if self.unused else []),
             "",
             f"{self.read} rows read, {self.groups} groups of {self.prompts} prompts, {self.examples} "
             "examples.",

@@ -155,8 +155,8 @@ def columns(prompts: Sequence[Prompt], completions: Sequence[str], conversationa
     others = [_others(prompt) for prompt in prompts]
     names = dict.fromkeys(name for row in others for name in row)
     messages: Columns = {
-        "prompts": [[turn.message for turn in prompt.turns] for prompt in prompts],
         "completions": [[{"role": "assistant", "content": text}] for text in completions],
+        "prompts": [[turn.message for turn in prompt.turns] for prompt in prompts],
     }
     given = (messages if conversational else as_texts(messages)) | dict.fromkeys(REFERENCE, references)
     return given | {name: [row.get(name) for row in others] for name in names if name not in given}
