@@ -1,5 +1,4 @@
-"""Gates on a real model, in the manner of nightly suites. ``make real`` takes a quarter of an hour on two
-idle cores.
+"""Gates on a real model, in the manner of nightly suites. ``make real`` takes half an hour on two idle cores.
 
     python -m benchmarks.real                 # ends with a table and a picture
     python -m benchmarks.real --full          # the sanity set for each loss and variant: hours

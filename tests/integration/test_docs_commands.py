@@ -31,7 +31,7 @@ NOT_RUN = {
     "pip install -r requirements/small-gpus.txt": "would slow every program; make test has a folder for it",
     "make smollm2": "would fetch a package; tests/unit/models/test_gguf.py converts files of its kind",
     "python -m tools.gguf FILE FOLDER": "wants a reader's file; tests/unit/models/test_gguf.py has one",
-    "make real": "is a quarter of an hour of training; tests/unit/test_real_gates.py tries its parts",
+    "make real": "is half an hour of training; tests/unit/test_real_gates.py tries its parts",
     "make real-full": "is hours of training",
     "hf auth login": "would ask the hub for a token",
     "python -m jobs.serve loss=kto online=true sampler=vllm": (
@@ -78,6 +78,8 @@ RULES = [
     Rule(r"(python label\.py|python -m launch\.results|accelerate launch)$", "--help"),
     # Training
     Rule(r"python train\.py --cfg job$"),
+    # The small model's answers are all worth 0, and a run that learns nothing ends with an error
+    Rule(r"python train\.py .*data=constraints loss=grpo online=true", f"dry_run=true {ONLINE}"),
     Rule(r"python train\.py .*own_share", f"{OFFLINE} data.instruct.prompts=8"),
     Rule(r"python train\.py .*exp_name=foreign", OFFLINE, {"n_examples=1280": "n_examples=8"}),
     Rule(  # a teacher has the student's tokenizer
@@ -101,6 +103,11 @@ RULES = [
     # The stages of a round
     Rule(r"python sample\.py model=instruct", "limit=4 data.instruct.prompts=8 overwrite_out=true"),
     Rule(r"python sample\.py ", "limit=4 overwrite_out=true", {r"limit=\d+": "limit=4"}),
+    Rule(  # the small model's own answers are all worth 0
+        r"python label\.py in=constrained",
+        "overwrite_out=true",
+        {"in=constrained": "in=labelled", "out=labelled": "out=scored"},
+    ),
     Rule(r"python label\.py ", "overwrite_out=true"),
     Rule(r"python -m tools\.constraint_rates "),
     # Evaluation

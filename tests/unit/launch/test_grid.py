@@ -214,9 +214,7 @@ def test_a_sweep_keeps_no_secret_in_its_files(tmp_path: Path, place: str, secret
     key, value = secret
     tree = {"base": {key: value}, "cells": {"a": {key: value}}, "grid": {key: [value]}}
     tree = {place: tree[place]} if place in tree else {}
-    (file := tmp_path / "sweep.yaml").write_text(
-        yaml.safe_dump({"base": {"loss": "kto"}} | tree)
-    )
+    (file := tmp_path / "sweep.yaml").write_text(yaml.safe_dump({"base": {"loss": "kto"}} | tree))
     with pytest.raises(ConfigError, match="has a secret") as refused:
         read_sweep(file, {key: value} if place == "typed" else {}).runs()
     assert value not in str(refused.value)
