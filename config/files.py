@@ -3,6 +3,7 @@ choose."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +13,15 @@ import yaml  # type: ignore[import-untyped]
 from common.errors import ConfigError
 
 FOLDER = Path(__file__).parent
+
+
+def of_project(path: str | None) -> str | None:
+    """Return the path of one of the project's own ``assets`` as it is found from the working directory, or
+    else in the project's folder; another path as it is."""
+    if path is None or not path.startswith("assets/") or os.path.exists(path):
+        return path
+    beside = FOLDER.parent / path
+    return str(beside) if beside.exists() else path
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]

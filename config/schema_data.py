@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from common.errors import require
 from config.defaults import yaml_defaults
+from config.files import of_project
 from config.schema_instruct import StoriesConfig
 
 
@@ -56,6 +57,7 @@ class DataConfig:
     instruct: StoriesConfig | None
 
     def __post_init__(self) -> None:
+        self.path, self.eval_path = of_project(self.path), of_project(self.eval_path)
         if isinstance(self.instruct, Mapping):  # from a file of config/data read as plain data
             self.instruct = StoriesConfig(**self.instruct)
         require(

@@ -8,6 +8,7 @@ from typing import Any
 
 from common.errors import one_of, require
 from config.defaults import nested, yaml_defaults
+from config.files import of_project
 
 SELECTIVE = "selective"
 """A value of model.activation_checkpointing."""
@@ -71,6 +72,7 @@ class ModelConfig:
     peft: PeftConfig = nested(PeftConfig)
 
     def __post_init__(self) -> None:
+        self.name_or_path = of_project(self.name_or_path) or ""
         for key in (
             "batch_size",
             "gradient_accumulation_steps",

@@ -16,7 +16,7 @@ from data.token_rows import Rendered, TokenRows
 from data.types import Group
 from data.views import View
 
-_SAYS_NOTHING = "its rewards say nothing (too few completions, or all equal)"
+SAYS_NOTHING = "its rewards say nothing (too few completions, or all equal)"
 
 
 _MADE_EQUAL = "its two answers are the same once cut to model.max_length"
@@ -71,7 +71,7 @@ def _reasons(wanted: Wanted, rows: Rendered) -> dict[int, str]:
         look_at = np.flatnonzero((rows.sizes < 0) | (wanted.flags > 0)).tolist()
     else:
         look_at = [r for r, row in enumerate(rows) if isinstance(row, str)]
-    why = {int(group): _SAYS_NOTHING for group in np.flatnonzero(wanted.first_rows == wanted.last_rows)}
+    why = {int(group): SAYS_NOTHING for group in np.flatnonzero(wanted.first_rows == wanted.last_rows)}
     why |= dict.fromkeys(_made_equal(wanted, rows), _MADE_EQUAL)
     for place in look_at:
         row = rows[place]

@@ -13,10 +13,11 @@ from config.schema import Config
 from data.batches import Segment
 from data.chat import Renderer, vocabulary_fingerprint
 from data.example_table import ExampleGroups, sizes_of, token_ids
-from data.examples import Examples, make_examples
+from data.examples import SAYS_NOTHING, Examples, make_examples
 from data.group_store import Groups
 from data.groups import check_token_ids
 from data.kinds import advice
+from data.rows import reasons
 from data.selection import places
 from data.sources import Loaded, load_splits
 from data.token_cache import TokenCache
@@ -72,11 +73,13 @@ def make_plan(config: Config, trainer: type[BasicTrainer], renderer: Renderer) -
     examples = _tokenised(config, loaded.groups, trainer, renderer)
     cuts = dict(renderer.cuts)
     if examples.count == 0:
+        rendered = examples.dropped and SAYS_NOTHING not in examples.dropped  # the kind is not at fault
+        fitting = "" if rendered else advice(loaded.groups)
         raise ConfigError(
             "data.path",
             config.data.path,
             f"gives loss={config.loss['name']} no example: {loaded.read} rows read, "
-            f"{examples.dropped or 'none'} dropped{advice(loaded.groups)}",
+            f"{reasons(examples.dropped) or 'none dropped'}{fitting}",
         )
     check_labels(config, examples.groups)
     expected = examples.groups

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, DataError, UserError
+from config.files import of_project
 from config.schema_data import DataConfig
 from data.columns import MEANT, typed
 from data.rows import Loaded, Row
@@ -256,3 +257,11 @@ def test_pairs_that_the_limit_makes_equal_are_counted(tmp_path, capsys) -> None:
         "without an example: 3 of 4 groups (3 × its two answers are the same once cut"
         in capsys.readouterr().out
     )
+
+
+def test_the_projects_own_files_are_found_from_another_folder(tmp_path, monkeypatch) -> None:
+    assert of_project("assets/adder/pairs.jsonl") == "assets/adder/pairs.jsonl"
+    monkeypatch.chdir(tmp_path)
+    assert Path(of_project("assets/adder/pairs.jsonl") or "").is_file()
+    assert load_groups(settings(Path("assets/adder/pairs.jsonl"), max_unreadable=0), "train").read > 1000
+    assert of_project("assets/nothing") == "assets/nothing" and of_project(None) is None
