@@ -52,8 +52,10 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             stream.flush()
             os.fsync(stream.fileno())
         part.replace(path)
-    except BaseException:
+    except BaseException as error:
         part.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a full disk names none
         raise
 
 
@@ -84,6 +86,28 @@ def read_json(path: Path) -> Any:
         return json.loads(regular_file(path).read_bytes())
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply") from error
+
+
+def sealed(content: dict[str, Any]) -> str:
+    """Return ``content`` as JSON with a checksum of itself, which ``read_sealed`` checks."""
+    return json.dumps(content | {"sha256": _seal(content)}, indent=2, ensure_ascii=False) + "\n"
+
+
+def read_sealed(path: Path) -> Any:
+    """Return the content of a file of ``sealed``, or the JSON in a file of an earlier version, which has no
+    checksum. Raises OSError, and ValueError where it is not as it was written."""
+    found = read_json(path)
+    if not isinstance(found, dict) or "sha256" not in found:
+        return found
+    seal = found.pop("sha256")
+    if seal != _seal(found):
+        raise ValueError("it has another checksum")
+    return found
+
+
+def _seal(content: dict[str, Any]) -> str:
+    plain = json.loads(json.dumps(content))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -130,12 +154,13 @@ def check_name(key: str, value: Any) -> None:
         isinstance(value, str)
         and _NAME.fullmatch(value) is not None
         and value not in (".", "..")
+        and not value.startswith("-")
         and len(value) <= _LONGEST_NAME,
         key,
         value,
         "becomes the name of a folder or file: letters, digits and . _ + - = alone, at most "
         f"{_LONGEST_NAME} of them, "
-        "and not . or ..",
+        "not . or .., and no - at the beginning",
     )
 
 

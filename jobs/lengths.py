@@ -6,14 +6,13 @@ of a constant schedule.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.files import write_whole
+from common.files import read_sealed, sealed, write_whole
 from config.record import LENGTH, settings_before, started
 from config.schema import Config
 from data.batches import Segment
@@ -60,7 +59,7 @@ def _recorded(folder: Path) -> list[int]:
     if not path.exists():
         return []
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))["examples"]
+        found: Any = read_sealed(path)["examples"]
         if isinstance(found, list) and found and all(isinstance(n, int) for n in found):
             return found
     except (OSError, ValueError, KeyError, TypeError):
@@ -73,7 +72,7 @@ def _recorded(folder: Path) -> list[int]:
 def write(folder: Path, ends: tuple[int, ...]) -> None:
     """Write the stretches to the LENGTHS file; a run of one stretch writes nothing."""
     if ends:
-        write_whole(folder / LENGTHS, json.dumps({"examples": list(ends)}) + "\n")
+        write_whole(folder / LENGTHS, sealed({"examples": list(ends)}))
 
 
 def stretches(whole: Segment, ends: tuple[int, ...]) -> tuple[Segment, ...]:

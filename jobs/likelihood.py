@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
@@ -15,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from common.errors import ConfigError
-from common.files import write_whole
+from common.files import read_sealed, sealed, write_whole
 from data.example_table import ExampleGroups, picked_groups, row_keys, row_signs
 from data.examples import Examples
 from data.quality import can_be_clipped
@@ -83,10 +82,10 @@ def kept_before(path: Path, groups: ExampleGroups, fresh: Selection) -> Selectio
         "\n".join(row.key for group in groups for example in group for row in example.rows).encode()
     ).hexdigest()
     if not path.exists():
-        write_whole(path, json.dumps({"rows": digest, "selection": asdict(fresh)}))
+        write_whole(path, sealed({"rows": digest, "selection": asdict(fresh)}))
         return fresh
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_sealed(path)
         rows, saved = record["rows"], _selection(record["selection"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

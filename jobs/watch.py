@@ -356,7 +356,7 @@ class RunWatch:
     def round_started(self, facts: dict[str, Any], metrics: dict[str, Any], table: list[list[Any]]) -> None:
         self._round, self._round_metrics = facts, {f"round_{name}": value for name, value in metrics.items()}
         if table:
-            self.tracker.table("samples", TABLE_COLUMNS, table, self.trainer.progress.step)
+            self.tracker.table("round_samples", TABLE_COLUMNS, table, self.trainer.progress.step)
         if metrics and self.trainer.world.is_main:
             self.bar.say(round_line(facts["round"], metrics))
             if (warning := without_signal(facts["round"], metrics, self.config)) is not None:

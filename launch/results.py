@@ -85,7 +85,8 @@ def test_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
         ]
     ]
     for c in comparisons:
-        p = ["–" if p is None else f"{p:.4f}" for p in (c.p_t, c.p_t_holm, c.p_wilcoxon, c.p_wilcoxon_holm)]
+        values = (c.p_t, c.p_t_holm, c.p_wilcoxon, c.p_wilcoxon_holm)
+        p = ["–" if p is None else f"{p:.4f}" if p >= 1e-4 else f"{p:.0e}" for p in values]
         out.append(
             [
                 f"{c.b} − {c.a}",
@@ -110,7 +111,12 @@ def failure(run: Result) -> str:
 
 def write_csv(path: Path, table: Iterable[Iterable[object]]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(table)
+        csv.writer(file).writerows([[_cell(value) for value in row] for row in table])
+
+
+def _cell(value: object) -> object:
+    """Return a text so that a spreadsheet takes it for no formula."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in tuple("=+-@\t\r") else value
 
 
 def numeric_rows(cells: Sequence[Cell], metrics: Sequence[str]) -> list[list[object]]:

@@ -98,7 +98,8 @@ class Checkpoints:
 
         def prepare() -> dict[str, Any]:
             if self.world.is_main:
-                shutil.rmtree(part, ignore_errors=True)
+                for left in self.folder.glob("step_*.part"):  # one save at a time: of killed ones
+                    shutil.rmtree(left, ignore_errors=True)
                 part.mkdir(parents=True)
             return _tensors(policy, optimizer)
 

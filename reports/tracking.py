@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -236,6 +237,7 @@ class _Mirror:
     def __init__(self, run_dir: Path, config: Record, settings: WandbConfig, run_id: str | None) -> None:
         self.id = run_id
         self._run: wandb.Run | None = None
+        self._tables: list[tuple[int, dict[str, Any]]] = []
         if settings.enabled:
             with clean_arguments():
                 shown = replace(settings, **scrub(vars(settings)))
@@ -297,6 +299,7 @@ class _Mirror:
             self._guard(
                 lambda: run.log({key: value for key, value in record.items() if value is not None}, step=step)
             )
+        self._show_tables(step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         run = self._run
@@ -304,11 +307,20 @@ class _Mirror:
             return
         import wandb
 
-        self._guard(
-            lambda: run.log(
-                {name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])}, step=step
-            )
+        self._tables.append(
+            (step, {name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
         )
+
+    def _show_tables(self, step: int | None = None) -> None:
+        """Show the tables of steps up to ``step`` (None: of all). A table waits for the line of its step:
+        wandb takes nothing of an earlier step afterwards."""
+        run, tables = self._run, self._tables
+        due = [table for table in tables if step is None or table[0] <= step]
+        self._tables = [table for table in tables if table not in due]
+        if run is None:
+            return
+        for at, table in due:
+            self._guard(partial(run.log, table, step=at if step is None else step))
 
     def histogram(self, name: str, counts: Sequence[int], edges: Sequence[float], step: int) -> None:
         run = self._run
@@ -339,6 +351,7 @@ class _Mirror:
     def finish(self) -> None:
         run = self._run
         if run is not None:
+            self._show_tables()
             self._guard(run.finish)
             self._run = None
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import DataError
-from common.files import whole_file, write_whole
+from common.files import read_sealed, sealed, whole_file, write_whole
 from common.secrets import same_but_for_secrets, scrub
 from data.groups import from_dict, to_dict
 from data.types import Group
@@ -50,14 +50,14 @@ class RoundFolder:
         if not path.exists():
             return {}
         with self._as_written(path):
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = read_sealed(path)
             if not _is_record(found):
                 raise ValueError("it says nothing of its files that can be read")
         return dict(found)
 
     def note(self, facts: Facts) -> None:
         """Add ``facts`` to ``round.json``."""
-        write_whole(self.path / "round.json", json.dumps(self.record | facts, indent=2, ensure_ascii=False))
+        write_whole(self.path / "round.json", sealed(self.record | facts))
 
     @property
     def weights(self) -> Path:

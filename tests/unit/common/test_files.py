@@ -7,7 +7,16 @@ import os
 import pytest
 
 from common.errors import ConfigError
-from common.files import check_name, lines_of, open_own, part_of, write_if_changed, write_whole
+from common.files import (
+    check_name,
+    lines_of,
+    open_own,
+    part_of,
+    read_sealed,
+    sealed,
+    write_if_changed,
+    write_whole,
+)
 from common.lock import FileLock
 from reports.metrics import LineFile
 from tests.full_disk import full_disk
@@ -34,7 +43,7 @@ def test_a_file_is_not_touched_where_it_says_the_same(tmp_path):
     assert path.read_text() == "b\n"
 
 
-@pytest.mark.parametrize("name", ["a", "dpo-adder-s1", "x_2.5+b=3", "...", ".a", "-", "a" * 200])
+@pytest.mark.parametrize("name", ["a", "dpo-adder-s1", "x_2.5+b=3", "...", ".a", "a" * 200])
 def test_a_name_is_one_plain_word(name):
     check_name("exp_name", name)
 
@@ -83,3 +92,20 @@ def test_nothing_is_written_through_a_link(tmp_path, how):
     plant(run / "plain") if how == "link" else None
     write_whole(run / "plain", "ours")
     assert thesis.read_text() == "mine"
+
+
+def test_a_changed_digit_in_a_sealed_file_is_noticed(tmp_path):
+    write_whole(path := tmp_path / "lengths.json", sealed({"examples": [32, 64], "of": {"é": 1.5}}))
+    assert read_sealed(path) == {"examples": [32, 64], "of": {"é": 1.5}}
+    path.write_text(path.read_text().replace("64", "54"))
+    with pytest.raises(ValueError, match="another checksum"):
+        read_sealed(path)
+    path.write_text('{"examples": [32]}')  # of an earlier version
+    assert read_sealed(path) == {"examples": [32]}
+
+
+def test_a_name_is_no_option_and_a_full_disk_names_the_file(tmp_path):
+    with pytest.raises(ConfigError, match="no - at the beginning"):
+        check_name("exp_name", "-rf")
+    with full_disk(10), pytest.raises(OSError, match=r"too large.*/big"):
+        write_whole(tmp_path / "big", "x" * 100)
