@@ -316,7 +316,7 @@ class _Mirror:
         wandb takes nothing of an earlier step afterwards."""
         run, tables = self._run, self._tables
         due = [table for table in tables if step is None or table[0] <= step]
-        self._tables = [table for table in tables if table not in due]
+        self._tables = tables[len(due) :]  # steps never go back
         if run is None:
             return
         for at, table in due:
