@@ -13,9 +13,12 @@ from rollouts.rewards.base import Missing
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ANCHORS = ("$", "\\boxed", "\\(", "\\[")
+_TEXT = re.compile(r"\\(?:text|mbox|mathrm|operatorname)\w*\s*\{[^{}]*\}")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _SYMBOL = re.compile(r"[a-zA-Z^=()\[\]]")
+_LABEL = re.compile(r"=|:\s|\n")
+"""What may stand before the formula that ends a text: "x = 5", "A: 5", another line."""
 _ARTICLE = re.compile(r"^(?:a|an|I)\s+")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _RUN = re.compile(r"\d[\d.,]*\d")
@@ -83,15 +86,16 @@ def _plain(text: str) -> str:
 def _parsed(text: str, whole: bool = False) -> list[Any]:
     """Return math-verify's readings of an answer, which may be LaTeX or not, between dollar signs or bare.
 
-    Without dollar signs, a ``whole`` answer, and a formula that is or ends the text, are read as LaTeX and as
-    nothing else: the last number of 288 pi or of a polynomial is another answer. Any other text is read as
-    LaTeX and as prose, of which the last number counts."""
+    Without dollar signs, a ``whole`` answer without words, and a formula that is or ends the text, are read
+    as LaTeX and as nothing else: the last number of 288 pi or of a polynomial is another answer. Any other
+    text is read as LaTeX and as prose, of which the last number counts."""
     from math_verify import LatexExtractionConfig, parse
 
     text = text.replace("\\$", "")
     if any(anchor in text for anchor in _ANCHORS):
         return parse(_SPACED.sub(r"\1  ", _RUN.sub(_spread, text)), parsing_timeout=None)
-    formula, boxed = text if whole else _formula(text), []
+    words = _WORD.search(_COMMAND.sub(" ", _TEXT.sub(" ", text)))
+    formula, boxed = text if whole and not words else _formula(text), []
     if len(shown := formula or text) < 200:
         boxed = parse(f"\\boxed{{{shown}}}", [LatexExtractionConfig()], parsing_timeout=None)
         if boxed and formula:
@@ -103,7 +107,7 @@ def _formula(text: str) -> str:
     """Return the formula that a text is, or that ends it behind words; "" if that is a number or nothing."""
     bare = _COMMAND.sub(lambda found: " " * len(found[0]), text)
     behind = max((word.end() for word in _WORD.finditer(bare)), default=0)
-    found = (text[behind:].rpartition("=")[2] if behind else text).strip(" \n.:,;*")
+    found = (_LABEL.split(text[behind:])[-1] if behind else text).strip(" \n.:,;*")
     found = _ARTICLE.sub("", found) if behind else found
     balanced = all(
         found.count(left) == found.count(right) for left, right in (("{", "}"), ("(", ")"), ("[", "]"))
