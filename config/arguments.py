@@ -53,6 +53,7 @@ def as_settings(arguments: list[str]) -> list[str]:
     """Turn ``--lr 1e-5``, ``--lr=1e-5`` and ``--resume`` into ``lr=1e-5`` and ``resume=true``. A ``-`` within
     a name becomes a ``_``, and several values become a list. Mappings whose keys the user defines get Hydra's
     ``++``. Hydra's own options and everything else stay unchanged."""
+    arguments = _closed_up(arguments)
     words, at = [], 0
     while at < len(arguments):
         word = arguments[at]
@@ -69,7 +70,20 @@ def as_settings(arguments: list[str]) -> list[str]:
         if len(values) > 1:
             value = f"[{','.join(values)}]"
         words.append(f"{found['name'].replace('-', '_')}={value}")
+    words = ["~reward" if word in ("reward=none", "reward=null") else word for word in words]
     return [f"++{word}" if _OPEN.match(word) else word for word in words]
+
+
+def _closed_up(arguments: list[str]) -> list[str]:
+    """Return the arguments with ``key = value`` and ``key =value`` as one word."""
+    words: list[str] = []
+    for word in arguments:
+        begun = bool(words) and words[-1].endswith("=") and "=" not in word and not word.startswith("-")
+        if words and (begun or word == "=" or (word.startswith("=") and "=" not in words[-1])):
+            words[-1] += word
+        else:
+            words.append(word)
+    return words
 
 
 def _is_value(word: str) -> bool:

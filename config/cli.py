@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,18 +26,23 @@ from omegaconf.errors import OmegaConfBaseException
 from common.errors import ConfigError, StoppedError, UserError, require
 from common.output import guard_output, no_room
 from common.secrets import remember, scrub_text
-from config.arguments import as_settings, choices_of, given_twice, refuse_choices
+from config.arguments import as_settings, choices_of, given_twice, override_in, refuse_choices
 from config.files import FOLDER
+from config.help import asked_for_help, help_on
 from config.idle import check_idle, say
 from config.load import load, run_name
 from config.machine import refuse_left_over, speaks
 from config.multirun import check_jobs
 from config.schema import Config
 from config.texts import as_written
-from config.unknown import NOTHING, names, names_of, remedy
+from config.unknown import NOTHING, names, names_of, remedy, translated
 
 REFUSED, STOPPED = 2, 1
 
+FOLLOWS = {"max_length": "max_prompt_length", "contexts": "contexts_per_round"}
+"""A limit -> the one of the same section that must not exceed it."""
+OPEN = ("evaluations", "callbacks", "trackers", "reward", "hydra")
+"""Sections whose settings the user or a chosen file defines."""
 EMBEDDED = ("adder", "instruct")
 """The embedded tasks; the first one is the default. The names of their files in config/data and config/model
 begin with these words."""
@@ -44,15 +50,35 @@ begin with these words."""
 
 def settings(cfg: DictConfig) -> tuple[Config, str]:
     """Return the checked configuration that Hydra composed, and the run's name. Raises ConfigError."""
-    config = load(cfg)
     hydra = HydraConfig.get()
     overrides = list(hydra.overrides.task)
+    config = _loaded(cfg, overrides)
     refuse_default_data(config, overrides)
     notes = (
         check_idle(config, overrides, crossed=hydra.mode == RunMode.MULTIRUN) if program() == "train" else []
     )
     say(notes if speaks(os.environ) else ())
     return config, run_name(config, overrides)
+
+
+def _loaded(cfg: DictConfig, overrides: Sequence[str]) -> Config:
+    """Return the checked configuration. A limit that was not typed follows the one that was: a prompt has at
+    most half of ``max_length``, and a round at most all ``contexts``. Raises ConfigError."""
+    typed = {
+        o.key_or_group: o.value() for o in filter(None, map(override_in, overrides)) if not o.is_delete()
+    }
+    for key, value in typed.items():
+        head, _, last = key.rpartition(".")
+        name = f"{head}.{FOLLOWS.get(last)}"
+        found = OmegaConf.select(cfg, name, throw_on_missing=False) if last in FOLLOWS else None
+        if name not in typed and type(found) is int and type(value) is int and found >= value:
+            limit = value if last == "contexts" else max(1, value // 2)
+            OmegaConf.update(cfg, name, limit)
+            say([f"{name}={limit}, because {key}={value} was typed"] if speaks(os.environ) else ())
+    try:
+        return load(cfg)
+    except ConfigError as error:
+        raise all_unknown(error, overrides) from error
 
 
 def refuse_default_data(config: Config, overrides: Sequence[str]) -> None:
@@ -105,6 +131,9 @@ def cli(main: Callable[[], object]) -> None:
     remember(sys.argv[1:])
     guard_output()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra prints its own message and exits with 1
+    if (asked := asked_for_help(sys.argv[1:])) is not None:
+        print(help_on(program(), asked))
+        return
     sys.argv[1:] = as_written(as_settings(sys.argv[1:]))
     guarded(lambda: refuse_left_over(os.environ))
     guarded(lambda: refuse_choices(sys.argv[1:]))
@@ -132,7 +161,7 @@ def compose(*words: str) -> tuple[Config, str]:
     refuse_choices(overrides)
     try:
         with initialize_config_dir(str(FOLDER), version_base="1.3"):
-            config = load(hydra_compose("config", overrides=overrides))
+            config = _loaded(hydra_compose("config", overrides=overrides), overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_in_our_words(error, overrides)) from None
     refuse_default_data(config, overrides)
@@ -143,13 +172,16 @@ def compose(*words: str) -> tuple[Config, str]:
 def _in_our_words(error: Exception, overrides: Sequence[str]) -> str:
     """Return the key, the value and the remedy for an override that Hydra refused."""
     text = str(error)
+    if found := re.search(r"Ambiguous value for argument '([^=']+)=([^']*)'", text):
+        right = f"{found[1]}={found[2].replace(',', '.')}"
+        decimal = f"a decimal has a point, as in {right}; " if re.fullmatch(r"\d*,\d+", found[2]) else ""
+        return str(
+            ConfigError(
+                found[1], found[2], f"{decimal}several values need -m, and a list brackets: [{found[2]}]"
+            )
+        )
     if found := re.match(r"Could not override '([^']+)'", text):
-        key = found[1]
-        given = (word.lstrip("+").partition("=") for word in overrides)
-        value = next((value for name, _, value in given if name == key), "?")
-        said = remedy(key, value, _settings_there(overrides))
-        shows = f"; python {program()}.py --cfg job shows all of them" if said == NOTHING else ""
-        return str(ConfigError(key, value, said + shows))
+        return str(all_unknown(ConfigError(found[1], "?", NOTHING), overrides))
     if found := re.search(r"Could not append to config\. An item is already at '([^']+)'", text):
         return f"+{found[1]}: is a setting already; write {found[1]}=value, without the +"
     if isinstance(error, OverrideParseException):
@@ -170,6 +202,34 @@ def _in_our_words(error: Exception, overrides: Sequence[str]) -> str:
             )
         )
     return " ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def all_unknown(error: ConfigError, overrides: Sequence[str]) -> UserError:
+    """Return ``error``; where it is about a key that is no setting, one message about all such keys of the
+    command line, and what to type in their place if each has its name here."""
+    given = [word.lstrip("+").partition("=")[::2] for word in overrides if not word.startswith(("-", "~"))]
+    if error.key not in dict(given):
+        return error
+    known = _settings_there(overrides)
+    folders = {path.name for path in FOLDER.iterdir() if path.is_dir()}
+    unknown = {
+        key: value for key, value in given if key.split(".")[0] not in OPEN and key not in {*known, *folders}
+    }
+    if error.key not in unknown:
+        return error
+    lines, here = [], []
+    for key, value in unknown.items():
+        said = remedy(key, value, known)
+        shows = f"; python {program()}.py --cfg job shows all of them" if said == NOTHING else ""
+        lines.append(str(ConfigError(key, value, said + shows)))
+        here.append(translated(key, value, known))
+    kept = [word for word in overrides if word.lstrip("+").partition("=")[0] not in unknown]
+    words = [*kept, *dict.fromkeys(word for part in here for word in part or ())]
+    if len(lines) > 1 and any(here):
+        left = [key for key, part in zip(unknown, here, strict=True) if not part]
+        without = f"   ({', '.join(left)} aside)" if left else ""
+        lines.append(f"in their place: python {program()}.py {shlex.join(words)}{without}")
+    return UserError("\n       ".join(lines))
 
 
 def program() -> str:

@@ -46,13 +46,28 @@ def typed(cfg: DictConfig, schema: type[T], prefix: str = "") -> T:
         raise ConfigError(prefix + key, "???", "has no default; set it on the command line") from error
     except (ValidationError, ConfigKeyError) as error:
         key = error.full_key or "config"
-        first_line = str(error.msg or error).splitlines()[0]
-        raise ConfigError(prefix + key, OmegaConf.select(cfg, key), f"{first_line} (wrong type)") from error
+        value = OmegaConf.select(cfg, key)
+        raise ConfigError(prefix + key, value, _right_value(schema, prefix, key, value, error)) from error
     except OmegaConfBaseException as error:
         raise ConfigError(prefix + (error.full_key or "config"), "?", str(error).splitlines()[0]) from error
     assert isinstance(config, schema)
     refuse_not_finite(config, prefix)
     return config
+
+
+def _right_value(schema: type, prefix: str, key: str, value: Any, error: OmegaConfBaseException) -> str:
+    """Return what a setting of another type takes, with a value that is right."""
+    first_line = str(error.msg or error).splitlines()[0]
+    kinds = {"to Float": "a number", "to Integer": "a whole number", "valid bool": "true or false"}
+    kind = next((kinds[name] for name in kinds if name in first_line), None)
+    *sections, last = key.split(".")
+    for part in sections:
+        schema = type_hints(schema).get(part, object) if is_dataclass(schema) else object
+    if kind is None or not is_dataclass(schema):
+        return f"{first_line} (wrong type)"
+    right = str(getattr(schema, last, None)).lower()
+    right = {"none": "1"}.get(right, right) if kind != "true or false" else "true"
+    return f"must be {kind}, as in {prefix}{key}={right}"
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from common.secrets import is_secret
 from config.defaults import section
-from config.elsewhere import Row, known_elsewhere
+from config.elsewhere import DIFFERENT, Row, known_elsewhere
 from config.files import FOLDER
 
 MOST_NAMED = 4
@@ -38,7 +38,7 @@ def remedy(key: str, value: str, known: Iterable[str]) -> str:
     same = [name for name in sorted(known, key=_section) if name.rpartition(".")[2] == last]
     meant = [name for name in same if name in sections]
     same = [name for name in same if name not in sections]
-    if last != key and (found := known_elsewhere(key, value)):
+    if (last != key or key in DIFFERENT) and (found := known_elsewhere(key, value)):
         return _of(*found, value)
     if rewards := _rewards_with(key, known):
         return f"{NOTHING} unless {' or '.join(rewards)} is chosen"
@@ -55,6 +55,16 @@ def remedy(key: str, value: str, known: Iterable[str]) -> str:
         return f"{NOTHING}; did you mean {near}?"
     inside = next((name for name in (*meant, head) if name in sections), None)
     return f"{NOTHING}; {section_says(inside, known)}" if inside is not None else NOTHING
+
+
+def translated(key: str, value: str, known: Iterable[str]) -> list[str]:
+    """Return the words to type here in place of ``key=value``; nothing where there is no equal."""
+    last = key.rpartition(".")[2]
+    same = [name for name in known if name.rpartition(".")[2] == last]
+    if len(same) == 1 and key not in DIFFERENT:
+        return [f"{same[0]}={value}"]
+    found = known_elsewhere(key, value) or known_elsewhere(last, value)
+    return [] if found is None else found[1].typed(value)
 
 
 def section_says(name: str, known: Iterable[str]) -> str:

@@ -35,6 +35,16 @@ def check_early(config: Config, name: str) -> None:
         RunFolder(config, name).check()
         for key, folder in (("runs_dir", config.runs_dir), ("cache_dir", config.cache_dir)):
             check_writable(key, Path(folder))
+    cache = Path(config.cache_dir)
+    hubs = [
+        f for kind in ("models", "datasets") for at in (cache, cache / "hub") for f in at.glob(f"{kind}--*")
+    ]
+    require(
+        not hubs,
+        "cache_dir",
+        cache,
+        "is the hub's cache, which HF_HOME names; here cache_dir is for scores and token ids: give another",
+    )
     if config.push_to_hub is not None:
         from jobs.hub import check_push  # the hub's client takes a quarter of a second
 

@@ -190,6 +190,8 @@ class Job:
         inputs |= {WEIGHTS: fingerprint}
         on_main(lambda: self.check_initial_weights(inputs))
         exists = on_main(lambda: self.folder.prepare(self.plan.ends))
+        if config.resume and not exists:
+            self.say(f"resume=true: there is no run in {folder} to go on with, so a new one begins")
         trainer = self.trainer_class(config, policy, self.loss, world)
         parts = scored_with(config.model, fingerprint, self.renderer.fingerprint, world)
         evaluator = self.make_evaluator(trainer, policy)

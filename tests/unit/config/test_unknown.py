@@ -7,9 +7,11 @@ import shlex
 import pytest
 from omegaconf import OmegaConf
 
-from common.errors import ConfigError
+from common.errors import ConfigError, UserError
+from config.cli import compose
 from config.defaults import section
 from config.elsewhere import SAME, SOURCES, known_elsewhere
+from config.help import help_on
 from config.load import load
 from config.schema import Config
 from config.unknown import NEAR, NOTHING, names, names_of, nearest, remedy
@@ -42,6 +44,10 @@ ROWS = [(whose, row) for whose, rows in SOURCES for row in rows]
         ("reward.judge.model", "x", f"{NOTHING} unless reward=judge is chosen"),
         ("reward.classifier.nam_or_path", "x", "reward=bradley_terry or reward=classifier is chosen"),
         ("loss.bet", "1", "did you mean loss.beta?"),
+        ("gradient_accumulation_steps", "4", "there it makes the batch of an update larger"),
+        ("loss_type", "apo_zero", "none: nearest is loss=kto"),
+        ("datasets", "[ultrabin]", "here: data=ultrafeedback_binarized"),
+        ("dataset_name", "mine.jsonl", "here: data=local data.path=mine.jsonl"),
         ("use_vllm", "true", "here: sampler=vllm"),
         ("vllm_mode", "colocate", "here: sampler=vllm"),
         ("load_best_model_at_end", "true", "here: keep_best=eval_reward_margin"),
@@ -100,3 +106,87 @@ def test_what_is_added_to_the_settings_is_answered_alike() -> None:
     said = r"data.train_file=x: is not a setting.*the settings of data are apply_chat"
     with pytest.raises(ConfigError, match=said):
         load(_composed(["+data.train_file=x"]))
+
+
+DPO_KTO_GRPO = """activation_offloading beta discopop_tau disable_dropout f_alpha_divergence_coef f_divergence_type
+label_smoothing ld_alpha loss_weights model_init_kwargs pad_token pad_to_multiple_of padding_free
+precompute_ref_batch_size precompute_ref_log_probs ref_model_mixup_alpha ref_model_sync_steps sync_ref_model
+truncation_mode use_weighting desirable_weight undesirable_weight train_sampling_strategy cache_implementation
+delta entropy_coef epsilon_high generation_batch_size generation_kwargs importance_sampling_level log_completions
+mask_truncated_completions max_completion_length min_p multi_objective_aggregation num_completions_to_print
+num_generations num_generations_eval num_iterations off_policy_mask_threshold repetition_penalty reward_weights
+sapo_temperature_neg sapo_temperature_pos scale_rewards shuffle_dataset steps_per_generation top_entropy_quantile
+top_k use_bias_correction_kl use_transformers_paged use_vllm vespo_k_neg vllm_importance_sampling_cap
+vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_max_model_length vllm_server_base_url
+vllm_server_host vllm_server_port vllm_server_timeout vllm_structured_outputs_regex use_peft lora_r lora_alpha
+lora_modules_to_save use_dora use_rslora model_revision dtype attn_implementation trust_remote_code""".split()
+TYPES = """sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down
+discopop sft sigmoid_norm kto apo_zero_unpaired grpo bnpo dr_grpo dapo luspo vespo cispo sapo""".split()
+
+
+def test_every_name_of_trl_and_every_loss_type_has_an_answer() -> None:
+    assert [
+        name for name in DPO_KTO_GRPO if remedy(name, "x", DPO).startswith(NOTHING) and name not in OWN
+    ] == []
+    several = remedy("loss_type", "no such", DPO)
+    assert [name for name in TYPES if remedy("loss_type", name, DPO) == several] == []
+
+
+OWN = {*(name.rpartition(".")[2] for name in DPO), "epsilon_high"}
+
+
+def test_all_are_named_at_once_with_what_to_type_in_their_place() -> None:
+    words = ["learning_rate=3", "++model.load_from=org/x", "seed=2", "loss_type=apo_zero"]
+    with pytest.raises(UserError) as caught:
+        compose(*words)
+    *lines, last = str(caught.value).splitlines()
+    assert [line.split("=")[0].strip() for line in lines] == ["learning_rate", "model.load_from", "loss_type"]
+    assert last.strip() == (
+        "in their place: python train.py seed=2 lr=3 model=hub model.name_or_path=org/x   (loss_type aside)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("lr=fast", "lr=fast: must be a number, as in lr=5e-06"),
+        ("humanline=maybe", "humanline=maybe: must be true or false, as in humanline=true"),
+        ("humanline = maybe", "humanline=maybe: must be true or false"),
+        ("model.batch_size=3.5", "model.batch_size=3.5: must be a whole number, as in model.batch_size=32"),
+        ("loss.beta=0,1", "loss.beta=0,1: a decimal has a point, as in loss.beta=0.1"),
+    ],
+)
+def test_a_wrong_value_is_answered_with_a_right_one(words: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        compose(*words.split())
+    assert str(caught.value).startswith(said)
+
+
+def test_a_limit_that_was_not_typed_follows_the_one_that_was(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["model=hub", "model.name_or_path=x", "data=hub", "data.path=a/b"]
+    config, _ = compose(*model, "model.max_length=1024")
+    assert (config.model.max_length, config.model.max_prompt_length) == (1024, 512)
+    assert "model.max_prompt_length=512, because model.max_length=1024 was typed" in capsys.readouterr().err
+    assert compose(*model, "model.max_length=4096")[0].model.max_prompt_length == 1024
+    assert compose("online=true", "rounds.contexts=64")[0].rounds.contexts_per_round == 64
+    with pytest.raises(ConfigError, match=r"model\.max_prompt_length=1024: must be less"):
+        compose(*model, "model.max_length=1024", "model.max_prompt_length=1024")
+    assert compose(*model, "reward=none")[0].reward is None
+    assert compose("humanline", "=", "true", "--sync-freq", "2")[0].humanline
+
+
+@pytest.mark.parametrize(
+    ("program", "names", "said"),
+    [
+        ("train", [], "usage: python train.py [SETTING=VALUE"),
+        ("train", ["loss"], "loss=ipo"),
+        ("train", ["rounds.tau"], "two scores differ"),
+        ("train", ["loss=dpo"], "scale of the log-ratio"),
+        ("train", ["model"], "use_peft: false"),
+        ("train", ["nope"], "no setting or folder"),
+        ("eval", ["accuracy"], "pass@k"),
+        ("sample", [], "out=samples.jsonl"),
+    ],
+)
+def test_help(program: str, names: list[str], said: str) -> None:
+    assert said in help_on(program, names)
