@@ -445,7 +445,9 @@ def known_elsewhere(name: str, value: str) -> tuple[str, Row] | None:
     if asked or len(found) == 1 or name in found[0][1].there:
         return (asked or found)[0]
     whose = found[0][0]
-    here = tuple(f"{row.here[0]} for {row.there[0].partition('=')[2]}" for by, row in found if by == whose)
+    here = tuple(
+        f"{row.here[0]} for {row.there[0].partition('=')[2]}" for by, row in found if by == whose and row.here
+    )
     return whose, Row((name,), here)
 
 

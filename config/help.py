@@ -1,5 +1,5 @@
-"""What ``python train.py --help`` prints: usage, examples, where settings are explained, and the choices. With
-a name (``--help loss``, ``--help rounds``, ``--help loss=dpo``): the part of the settings that has it."""
+"""What ``python train.py --help`` prints: usage, examples, where settings are explained, and the choices.
+With a name (``--help loss``, ``--help rounds``, ``--help loss=dpo``) it is that part of the settings."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ usage: {python} [SETTING=VALUE ...]     (--setting value is understood too)
 
 {examples}
 
-Each setting is explained where its default stands, in config/, and in docs/settings.md. Names of TRL and HALOs
-are answered with those here (docs/from-halos-and-trl.md).
+Each setting is explained where its default stands, in config/, and in docs/settings.md. Names of TRL and
+HALOs are answered with those here (docs/from-halos-and-trl.md).
   {python} --help loss          the files of config/loss; also loss=dpo, rounds, lr, model …
   {python} loss=dpo --cfg job   every setting with its value
   {python} … dry_run=true       what a run would do; -m does several, as in -m seed=1,2
@@ -79,7 +79,7 @@ def _part(name: str, program: str) -> str:
             ["\n".join(lines), *(_shown(base, base.read_text("utf-8").rstrip()) for base in bases)]
         )
     section, _, last = name.rpartition(".")
-    files = [
+    places = [
         FOLDER / "config.yaml",
         FOLDER / f"{program}.yaml",
         *(FOLDER / section.split(".")[0]).glob("*base.yaml"),
