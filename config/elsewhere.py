@@ -448,7 +448,7 @@ def known_elsewhere(name: str, value: str) -> tuple[str, Row] | None:
     here = tuple(
         f"{row.here[0]} for {row.there[0].partition('=')[2]}" for by, row in found if by == whose and row.here
     )
-    return whose, Row((name,), here)
+    return whose, Row((name,), here, own=False)
 
 
 def guide_table(rows: tuple[Row, ...]) -> str:
