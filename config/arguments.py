@@ -77,9 +77,8 @@ def as_settings(arguments: list[str]) -> list[str]:
 def _closed_up(arguments: list[str]) -> list[str]:
     """Return the arguments with ``key = value`` and ``key =value`` as one word."""
     words: list[str] = []
-    for word in arguments:
-        begun = bool(words) and words[-1].endswith("=") and "=" not in word and not word.startswith("-")
-        if words and (begun or word == "=" or (word.startswith("=") and "=" not in words[-1])):
+    for before, word in zip(("", *arguments), arguments, strict=False):
+        if words and (before == "=" or (word.startswith("=") and "=" not in words[-1])):
             words[-1] += word
         else:
             words.append(word)
