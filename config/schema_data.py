@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from common.errors import require
+from common.errors import one_of, require
 from config.defaults import yaml_defaults
 from config.files import of_project
 from config.schema_instruct import StoriesConfig
@@ -47,6 +47,8 @@ class DataConfig:
     max_unreadable: float
     one_label: bool
     system_prompt: str | None
+    control_tokens: str
+    long_prompts: str
     apply_chat_template: bool
     score_threshold: float
     verifier: str | None
@@ -87,6 +89,8 @@ class DataConfig:
             if mixes
             else "is for data=mix",
         )
+        one_of("data.control_tokens", self.control_tokens, ("keep", "escape", "drop"))
+        one_of("data.long_prompts", self.long_prompts, ("cut", "drop"))
         require(self.score_threshold >= 0, "data.score_threshold", self.score_threshold, "must be 0 or more")
         ends = self.logprob_range
         require(

@@ -18,18 +18,30 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from common.errors import DataError, require
 from config.schema_data import DataConfig
 from config.schema_model import ModelConfig
+from data.control_tokens import DROP, ESCAPE, KEEP, ControlTokens
 from data.templates import DATE, ChatTemplate, RenderError, is_mark, load_template, split_system
 from data.types import Completion, Prompt, Sequence, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+CUT = "cut"
+"""What is done with a prompt that is too long, unless it is dropped: see ``data.long_prompts``."""
+CONTROLLED = "texts with control tokens"
+_CUT_EARLY = "before it was tokenised, a text"
+_NAMED = 5
+"""Texts that are named where they were cut before they were tokenised."""
+_FAR, _MORE = 16, 64
+"""A text of more than _FAR characters for each token that there is room for is shortened before it is
+tokenised, to more tokens than that by _MORE: next to the cut they may be others."""
 
 
 def make_renderer(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: DataConfig) -> Renderer:
@@ -40,6 +52,8 @@ def make_renderer(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: 
         max_length=model.max_length,
         max_prompt_length=model.max_prompt_length,
         template=load_template(tokenizer) if data.apply_chat_template else None,
+        control_tokens=data.control_tokens,
+        long_prompts=data.long_prompts,
     )
 
 
@@ -68,7 +82,10 @@ class Renderer:
         max_length: int,
         max_prompt_length: int,
         template: str | None,
+        control_tokens: str = KEEP,
+        long_prompts: str = CUT,
     ) -> None:
+        """``control_tokens``, ``long_prompts``: the settings of these names in ``data``."""
         key, name = "model.tokenizer_name_or_path", tokenizer.name_or_path
         require(tokenizer.is_fast, key, name, "has no fast tokenizer (tokenizer.json); use one that has")
         require(
@@ -77,7 +94,9 @@ class Renderer:
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.max_prompt_length = max_length, max_prompt_length
         self.cuts: Counter[str] = Counter()
-        """Number of cuts of each kind: "oldest turns", "last user turn", "completion end"."""
+        """Number of cuts of each kind: "oldest turns", "last user turn", "completion end"; of texts with
+        control tokens (CONTROLLED); and of texts that were cut before they were tokenised."""
+        self.controls, self.long_prompts = ControlTokens(tokenizer, control_tokens), long_prompts
         self._adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [
             tokenizer.bos_token_id
         ]
@@ -107,7 +126,9 @@ class Renderer:
     @cached_property
     def fingerprint(self) -> str:
         """``chat_fingerprint`` of this renderer, for the keys of caches of token ids or scores."""
-        return chat_fingerprint(self.tokenizer, self.template, self.max_length, self.max_prompt_length)
+        how = [one for one in (self.controls.how, self.long_prompts) if one not in (KEEP, CUT)]
+        lengths = self.max_length, self.max_prompt_length
+        return chat_fingerprint(self.tokenizer, self.template, *lengths, how)
 
     def said(self, ids: Iterable[int]) -> str:
         """Return the text of sampled ids without the tokens that close a turn. Special tokens within it are
@@ -129,6 +150,13 @@ class Renderer:
         if isinstance(ids, str):
             raise DataError(f"prompt {prompt.id}: {ids}")
         return ids
+
+    def too_long(self, prompt: Prompt) -> bool:
+        """Return whether a prompt loses turns or words because it exceeds max_prompt_length."""
+        before = self.cuts.copy()
+        found = _or_reason(lambda: self._open(self._prepared(prompt)))
+        self.cuts = before
+        return not isinstance(found, RenderError) and len(found.ids) > self.max_prompt_length
 
     def sequence(self, prompt: Prompt, completion: Completion) -> Sequence | str:
         """Return one row of training, or the reason why there is none: it cannot be rendered, or it has no
@@ -162,12 +190,14 @@ class Renderer:
 
     def _opened(self, prompts: Iterable[Prompt]) -> list[_Opened | str]:
         """Return each prompt as an answer follows it, or the reason why it cannot be rendered."""
-        prompts = list(prompts)
-        rendered = [_or_reason(self._render, prompt) for prompt in prompts]
-        encoded = iter(self._encode([text for text in rendered if not isinstance(text, RenderError)]))
+        prepared = [_or_reason(self._prepared, prompt) for prompt in prompts]
+        texts = [one if isinstance(one, RenderError) else _or_reason(self._render, one) for one in prepared]
+        encoded = iter(self._encode([text for text in texts if isinstance(text, str)]))
         return [
-            str(text) if isinstance(text, RenderError) else self._fitted(prompt, text, next(encoded))
-            for prompt, text in zip(prompts, rendered, strict=True)
+            self._fitted(prompt, text, next(encoded))
+            if isinstance(prompt, Prompt) and isinstance(text, str)
+            else str(text)
+            for prompt, text in zip(prepared, texts, strict=True)
         ]
 
     def _sequence(self, opened: _Opened | str, answer: list[int] | RenderError) -> Sequence | str:
@@ -193,6 +223,9 @@ class Renderer:
         ends = (self._end_token, str(self.tokenizer.eos_token))
         while (bare := text.rstrip()).endswith(ends):
             text = bare.removesuffix(ends[0]).removesuffix(ends[1])
+        text = self._bounded(text, self.max_length)
+        if self.chat is not None:
+            text = self._checked(text)
         # A text that was cut is a sample: a think block may be open in it, which the template would close.
         if self.chat is not None and (completion.finished or not self.chat.thinks):
             turn = replace(completion, text=text).turn
@@ -218,6 +251,8 @@ class Renderer:
         """Return the prompt, whose text has these ids, within max_prompt_length."""
         opened = _Opened(prompt, text, np.array(self._with_bos(ids), dtype=np.int32))
         if len(opened.ids) > self.max_prompt_length:
+            if self.long_prompts == DROP:
+                return f"the prompt has more than model.max_prompt_length={self.max_prompt_length} tokens"
             try:
                 opened = self._shortened(opened)
             except RenderError as error:
@@ -258,7 +293,7 @@ class Renderer:
                 raise RenderError(
                     f"system turn and template alone exceed model.max_prompt_length={self.max_prompt_length}"
                 )
-            turns = (*system, Turn(user.role, content[starts[cut] :]), *rest)
+            turns = (*system, Turn(user.role, self.controls.whole(content[starts[cut] :])), *rest)
             opened = self._open(replace(opened.prompt, turns=turns))
         self.cuts["last user turn"] += 1
         return opened
@@ -273,16 +308,60 @@ class Renderer:
             return "".join(turn.content for turn in prompt.turns)
         return self.chat.opened(prompt)
 
+    # Texts as they are given
+
+    def _prepared(self, prompt: Prompt) -> Prompt:
+        """Return the prompt with its texts bounded and checked. Raises RenderError."""
+        limit, last = self.max_prompt_length, prompt.turns[-1]
+        contents = [self._bounded(turn.content, limit, end=turn is last) for turn in prompt.turns]
+        if self.chat is not None:
+            contents = [self._checked(content) for content in contents]
+        if all(turn.content is content for turn, content in zip(prompt.turns, contents, strict=True)):
+            return prompt
+        turns = (replace(turn, content=c) for turn, c in zip(prompt.turns, contents, strict=True))
+        return replace(prompt, turns=tuple(turns))
+
+    def _bounded(self, text: str, limit: int, end: bool = False) -> str:
+        """Return a text that is far longer than ``limit`` tokens without what no token of the row is made of:
+        its beginning, or with ``end`` its end, of a few more tokens. Tokenising takes hundreds of bytes a
+        character."""
+        size = _FAR * limit
+        while size < len(text):
+            # A template would strip white space at the cut, and with it what is still to be cut by tokens.
+            part = f"…{text[-size:]}" if end else f"{text[:size]}…"
+            if len(self._encode([part])[0]) > limit + _MORE:
+                named = sum(what.startswith(_CUT_EARLY) for what in self.cuts) < _NAMED
+                about = f": {len(text):,} characters from {text[:40]!r} on" if named else "s, further"
+                self.cuts[f"{_CUT_EARLY}{about}"] += 1
+                return part
+            size *= 2
+        return text
+
+    def _checked(self, text: str) -> str:
+        """Return a person's text as the template gets it; texts with control tokens are counted. Raises
+        RenderError."""
+        if self.controls.first(text) is None:
+            return text
+        self.cuts[CONTROLLED] += 1
+        return self.controls.written(text)
+
     def _encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text alone: special tokens come from the text, which the template wrote."""
         if not texts:
             return []
         encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         ids: list[list[int]] = encoded["input_ids"]
+        if self.controls.how == ESCAPE:
+            for i, text in enumerate(texts):
+                if self.controls.in_text(text):
+                    ids[i] = self.controls.encoded(text, self._encode, self.encode_inside)
         return ids
 
 
-def _or_reason(render: Callable[..., str], *row: Any) -> str | RenderError:
+Made = TypeVar("Made")
+
+
+def _or_reason(render: Callable[..., Made], *row: Any) -> Made | RenderError:
     try:
         return render(*row)
     except RenderError as error:
@@ -290,16 +369,21 @@ def _or_reason(render: Callable[..., str], *row: Any) -> str | RenderError:
 
 
 def chat_fingerprint(
-    tokenizer: PreTrainedTokenizerBase, template: str | None, max_length: int, max_prompt_length: int
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None,
+    max_length: int,
+    max_prompt_length: int,
+    how: Iterable[str] = (),
 ) -> str:
     """Return 32 hex digits of everything that token ids depend on besides the text. ``template`` None means
-    plain concatenation."""
+    plain concatenation; ``how``: what is done with control tokens and long prompts, where that is no
+    default."""
     machine = json.loads(tokenizer.backend_tokenizer.to_str())
     state = {
         key: machine[key] for key in machine if key not in ("padding", "truncation")
     }  # padding and truncation are remnants of the last call
     today = DATE["date_string"]
-    known = [state, tokenizer.special_tokens_map, template, max_length, max_prompt_length, today]
+    known = [state, tokenizer.special_tokens_map, template, max_length, max_prompt_length, today, *how]
     return hashlib.blake2b(
         json.dumps(known, sort_keys=True, default=str).encode(), digest_size=16
     ).hexdigest()

@@ -12,7 +12,8 @@ from typing import Any
 
 from common.errors import ConfigError
 from config.schema_data import DataConfig
-from data.rows import Row
+from data.rows import Dropped, Row
+from data.types import Group
 
 Values = Mapping[str, Any]
 
@@ -264,11 +265,13 @@ class Columns:
             yield self._watched(row)
         self.row = None
 
-    def forget(self) -> None:
-        """Do not count the row that is being converted: it was dropped before all of it was read."""
+    def noted(self, result: Group | Dropped) -> tuple[Group | Dropped, Row | None]:
+        """Return what a row became, with the row; None for one made of several. A row that was dropped is not
+        counted, because not all of it was read."""
         shape = self.row and self.shapes.get(tuple(self.row.values))
-        if shape and shape.kept and shape.kept[-1] is self.row:
+        if isinstance(result, Dropped) and shape and shape.kept and shape.kept[-1] is self.row:
             shape.kept.pop()
+        return result, self.row
 
     def _watched(self, row: Row) -> Row:
         """Return the row; one of the first rows is returned as a mapping that records which columns are

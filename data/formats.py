@@ -20,6 +20,7 @@ from typing import Any
 from config.schema_data import DataConfig
 from data.columns import READ, Values, is_empty, named, two_answers
 from data.json_values import parsed
+from data.markup import answer_at
 from data.rows import Dropped, Row
 from data.tool_calls import of_message, tools_of
 from data.types import Completion, Group, Prompt, Turn
@@ -401,10 +402,14 @@ def compared(values: Values, config: DataConfig) -> Group:
 
 
 def common_beginning(one: str, other: str) -> str:
-    """Return the implicit prompt of two strings: their common beginning, up to the end of a word.
+    """Return the implicit prompt of two strings: their common beginning, up to the end of a word, or of two
+    rendered dialogues what stands before their last answers.
 
     The space before the first differing word belongs to the completions (it is part of their first token).
     """
+    at = answer_at(one)
+    if at is not None and one[:at] == other[:at]:
+        return one[:at]
     length = next(
         (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )

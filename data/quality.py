@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from common.markdown import literal
+from data.chat import CONTROLLED
 from data.example_table import row_lengths
 from data.examples import Examples
 from data.group_store import prompt_ids
@@ -69,6 +70,8 @@ class DataReport:
     """columns that the format read"""
     unused: tuple[str, ...] = ()
     """columns that the format did not read"""
+    read_back: tuple[str, ...] = ()
+    """what rendered texts were read back, in words"""
     example: tuple[str, ...] = ()
     """the first example as the model reads it: its prompt, then each of its completions"""
     selection: Selection | None = None
@@ -96,6 +99,7 @@ class DataReport:
             format=loaded.format,
             columns=loaded.columns,
             unused=loaded.unused,
+            read_back=loaded.read_back,
             prompt_tokens=Spread.of(prompts),
             completion_tokens=Spread.of(completions),
         )
@@ -139,6 +143,7 @@ class DataReport:
             lines.append(
                 f"left out: {sum(self.dropped.values())} of {self.read} rows ({reasons(self.dropped)})"
             )
+        lines += [f"read back: {line}" for line in self.read_back]
         if self.untrainable:
             lines.append(
                 f"without an example: {sum(self.untrainable.values())} of {self.groups} groups "
@@ -182,6 +187,18 @@ class DataReport:
                 f"{self.shared_prompts} prompts are both trained on and evaluated with; evaluation numbers "
                 "will flatter"
             )
+        cut = self.cut.get("oldest turns", 0) + self.cut.get("last user turn", 0)
+        if cut > 0.1 * max(self.prompts, 1):
+            found.append(
+                f"{cut} prompts lost their oldest turns or the beginning of their question; raise "
+                "model.max_prompt_length, or leave them out with data.long_prompts=drop"
+            )
+        if controlled := self.cut.get(CONTROLLED, 0):
+            found.append(
+                f"{controlled} texts hold control tokens of the model, which act as such, as at inference; "
+                "data.control_tokens=escape writes them as plain text, data.control_tokens=drop leaves such "
+                "rows out"
+            )
         if self.cut.get("completion end", 0) > 0.1 * max(self.examples, 1):
             found.append(
                 f"{self.cut['completion end']} completions lost their end and end-of-turn token; raise "
@@ -211,6 +228,8 @@ class DataReport:
             f"{self.read} rows read, {self.groups} groups of {self.prompts} prompts, {self.examples} "
             "examples.",
             "",
+            *(f"- Read back: {literal(line)}" for line in self.read_back),
+            *([""] if self.read_back else []),
             *_counts("Rows dropped", "rows", self.dropped),
             *(f"- {literal(row.file)}, row {row.row}: {literal(row.reason)}" for row in self.named),
             *([""] if self.named else []),

@@ -90,6 +90,8 @@ class Loaded:
     """Columns that the format did not read."""
     refusal: ConfigError | None = field(default=None, compare=False)
     """Of prompts without answers: the refusal of a column that may decide, unless a reward gets it."""
+    read_back: tuple[str, ...] = ()
+    """What rendered texts were read back (``data.markup``), in words."""
 
 
 def read_rows(path: Path, key: str = "data.path") -> Iterator[Row | Dropped]:

@@ -26,6 +26,7 @@ from data.columns import Columns, check_named, renamed
 from data.detection import GENERIC, format_of, is_feedback
 from data.folders import folder_rows, is_saved
 from data.group_store import gathered, picked, prompt_ids
+from data.markup import Reader
 from data.rows import SUFFIXES, Dropped, Loaded, Row, read_rows, reasons
 from data.types import Group, Turn
 from data.views import exceeds, keep_shares
@@ -265,14 +266,14 @@ def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str) -> L
     first = [replace(row, values=renamed(row.values, config)) for row in first]
     loaded.format, form = format_of(config, first)
     seen = Columns(config, loaded.format in GENERIC, answers=loaded.format != "prompt_only")
-    answers = References()
+    answers, texts = References(), Reader(config)
 
     def usable() -> Iterator[Group]:
         named = (replace(row, values=renamed(row.values, config)) for row in stream)
-        for result in form(seen.watched(itertools.chain(first, named)), config):
-            found = answers.checked(result, seen.row)
+        made = form(seen.watched(itertools.chain(first, named)), config)
+        for result, row in texts.read(map(seen.noted, made)):
+            found = answers.checked(result, row)
             if isinstance(found, Dropped):
-                seen.forget()
                 loaded.dropped.append(found)
             else:
                 yield found
@@ -280,6 +281,7 @@ def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str) -> L
     loaded.groups = gathered(usable())
     seen.check()
     loaded.columns, loaded.unused, loaded.refusal = seen.used, seen.unused, seen.refusal
+    loaded.read_back = texts.lines
     return loaded
 
 

@@ -303,6 +303,12 @@ class ChatTemplate:
         return fault
 
     @cached_property
+    def heading(self) -> str:
+        """What the template writes between a question and its answer, without a think block, stripped."""
+        between = self.apply([Turn("user", MARK)], add_generation_prompt=True).rpartition(MARK)[2]
+        return _THINKS.split(between)[0].strip()
+
+    @cached_property
     def forgets(self) -> bool:
         """Whether the template leaves out what a user or an assistant said in earlier turns."""
         turns = [Turn("user", f"{MARK} 1"), Turn("assistant", f"{MARK} 2"), Turn("user", "a")]
@@ -356,6 +362,11 @@ def is_mark(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
     """Return whether an id is an added token that marks something. (Some tokenizers add runs of newlines.)"""
     added = tokenizer.added_tokens_decoder.get(token)
     return added is not None and bool(added.content.strip())
+
+
+def is_thought(text: str) -> bool:
+    """Return whether a text is a tag between which a model thinks."""
+    return _THINKS.fullmatch(text) is not None
 
 
 def split_system(turns: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:

@@ -140,6 +140,7 @@ def load_data(config: Config, renderer: Renderer) -> tuple[Loaded, Loaded]:
         check_token_rewards(loaded.groups)
     read = evaluation.groups if config.online else itertools.chain(evaluation.groups, loaded.groups)
     check_read(config, read, renderer)
+    check_not_rendered(itertools.chain(loaded.groups, evaluation.groups), renderer)
     return loaded, evaluation
 
 
@@ -148,6 +149,23 @@ def _gets_columns(config: Config) -> bool:
     maker = str(config.reward["_target_"]) if config.online and config.reward else "rollouts.rewards.none"
     package, _, name = maker.removesuffix(".make").rpartition(".")
     return package != "rollouts.rewards" or name in ("function", "weighted")
+
+
+def check_not_rendered(groups: Iterable[Group], renderer: Renderer) -> None:
+    """Raise ConfigError for prompts that the model's own chat template has written already (other templates'
+    are read back by ``data.markup``)."""
+    heading = "" if renderer.chat is None else renderer.chat.heading
+    if renderer.controls.first(heading) is None:  # words alone may end a question
+        return
+    first = [group.prompt.turns[-1].content for group in itertools.islice(groups, 1000)]
+    written = [text for text in first if text.rstrip().endswith(heading)]
+    if written:
+        raise ConfigError(
+            "data.apply_chat_template",
+            True,
+            f"{len(written)} of the first {len(first)} prompts are already written in the model's chat "
+            f"template (the first: {written[0][:80]!r}); type data.apply_chat_template=false",
+        )
 
 
 def check_read(config: Config, read: Iterable[Group], renderer: Renderer) -> None:
