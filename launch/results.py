@@ -24,6 +24,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from common.errors import UserError, require
 from common.output import guard_output
@@ -248,18 +249,10 @@ def report(options: argparse.Namespace) -> str:
         f"is no cell; cells: {', '.join(names)}",
     )
     failed = [run for run in results if run.status == FAILED]
-    crossing = crossing_of(options, sweep, cells, metric)
-    frontier = frontier_of(options, sweep, cells, metric)
-    if crossing is not None:
-        tests, means = crossing.effects(options.within), crossing.means(options.within)
-    elif frontier is not None:
-        tests, means = frontier.contrasts(), frontier.rows()
-    else:
-        tests, means = compare({cell.name: cell.values(metric) for cell in cells}, options.baseline), []
+    compared = comparison(options, sweep, cells, metric)
+    tests, means, frontier = compared.tests, compared.means, compared.frontier
     metrics = metrics_of(results)
-    notes = notes_of(results, select, validation, metric, len(tests))
-    notes += [] if crossing is None else [EFFECTS]
-    notes += [] if frontier is None else [FRONTIER]
+    notes = [*notes_of(results, select, validation, metric, len(tests)), *compared.notes]
     family = options.tests or len(tests) or 1
     powers = [] if options.power is None else power_rows(tests, options.power, family)
     folder = options.out or Path("results") / name
@@ -282,22 +275,34 @@ def report(options: argparse.Namespace) -> str:
     write_csv(folder / "tests.csv", test_table)
     write_csv(folder / "runs.csv", run_rows(results, cells))
     shown_tests = test_table if tests else []
-    effects = [] if crossing is None and frontier is None else tests
+    effects = tests if compared.notes else []
     drawn = None if frontier is None else frontier.figure()
-    write_html(
-        folder / "index.html",
-        name,
-        notes,
-        failed,
-        table,
-        shown_tests,
-        cells,
-        metric,
-        (means, effects),
-        powers,
-        drawn,
-    )
+    about = (name, notes, failed, table, shown_tests, cells, metric)
+    write_html(folder / "index.html", *about, (means, effects), powers, drawn)
     return f"{text}\n\nwritten to {folder}/: index.html, table.md, table.csv, tests.csv, runs.csv"
+
+
+class Compared(NamedTuple):
+    """What the tests compare: the tests, a table of means, notes on both, and the arms drawn."""
+
+    tests: list[Comparison]
+    means: list[list[str]]
+    notes: list[str]
+    frontier: Frontier | None
+
+
+def comparison(
+    options: argparse.Namespace, sweep: Sweep | None, cells: Sequence[Cell], metric: str
+) -> Compared:
+    """Return the comparison that the options ask for: axes, arms, or cells. Raises ConfigError."""
+    crossing = crossing_of(options, sweep, cells, metric)
+    frontier = frontier_of(options, sweep, cells, metric)
+    if crossing is not None:
+        return Compared(crossing.effects(options.within), crossing.means(options.within), [EFFECTS], None)
+    if frontier is not None:
+        return Compared(frontier.contrasts(), frontier.rows(), [FRONTIER], frontier)
+    tests = compare({cell.name: cell.values(metric) for cell in cells}, options.baseline)
+    return Compared(tests, [], [], None)
 
 
 def notes_of(
