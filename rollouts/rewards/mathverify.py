@@ -14,7 +14,7 @@ from rollouts.rewards.base import Missing
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ANCHORS = ("$", "\\boxed", "\\(", "\\[")
 _TEXT = re.compile(r"\\(?:text|mbox|mathrm|operatorname)\w*\s*\{[^{}]*\}")
-_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_COMMAND = re.compile(r"\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _SYMBOL = re.compile(r"[a-zA-Z^=()\[\]]")
 _LABEL = re.compile(r"=|:\s|\n")

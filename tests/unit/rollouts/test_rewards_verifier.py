@@ -126,6 +126,7 @@ MATH = {
     ),
     r"3\sqrt{13}": ("13", "3", r"-3\sqrt{13}"),
     r"\begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}": ("5", r"\begin{pmatrix} 1/5 \\ 18/5 \end{pmatrix}"),
+    r"\begin{pmatrix} -7 \\ 16 \\ 5 \end{pmatrix}": ("5", r"-\begin{pmatrix} -7 \\ 16 \\ 5 \end{pmatrix}"),
     "6r^2-4r-24": ("24", "-6r^2+4r+24", "6r^2-4r", "6-4-24"),
     "(-\\infty,-2)\\cup(-2,3)": ("3", "(-2,3)", "(-\\infty,2)\\cup(2,3)"),
     "1,-2": ("-2", "1", "1,2"),
