@@ -174,7 +174,7 @@ class Renderer:
         rows = list(rows)
         distinct = list(dict.fromkeys(prompt for prompt, _ in rows))
         opened = dict(zip(distinct, self._opened(distinct), strict=True))
-        texts = [
+        texts: list[str | RenderError] = [
             RenderError(one)
             if isinstance(one := opened[prompt], str)
             else _or_reason(self._answer_text, one, c)
@@ -191,7 +191,9 @@ class Renderer:
     def _opened(self, prompts: Iterable[Prompt]) -> list[_Opened | str]:
         """Return each prompt as an answer follows it, or the reason why it cannot be rendered."""
         prepared = [_or_reason(self._prepared, prompt) for prompt in prompts]
-        texts = [one if isinstance(one, RenderError) else _or_reason(self._render, one) for one in prepared]
+        texts: list[str | RenderError] = [
+            one if isinstance(one, RenderError) else _or_reason(self._render, one) for one in prepared
+        ]
         encoded = iter(self._encode([text for text in texts if isinstance(text, str)]))
         return [
             self._fitted(prompt, text, next(encoded))

@@ -28,7 +28,14 @@ MORE = (
         "sync_mode=ema sync_alpha=.5",
     ),
     *("online=true reward=adder", "online=true reward=adder loss=kto rounds.feedback=threshold"),
-    *("dry_run=true", "scheduler=cosine", "optimizer=Muon", "push_to_hub=a/b", "model.use_peft=true"),
+    *(
+        "dry_run=true",
+        "resume=true",
+        "scheduler=cosine",
+        "optimizer=Muon",
+        "push_to_hub=a/b",
+        "model.use_peft=true",
+    ),
     *("keep_best=eval_loss", "wandb.enabled=false", "retention.data=adder", "data.verifier=null"),
     *("environment=calculator", "loss=sft data=adder-sft data.subset=x", "data=local data.path=x"),
     *(
