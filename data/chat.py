@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -154,9 +154,12 @@ class Renderer:
     def too_long(self, prompt: Prompt) -> bool:
         """Return whether a prompt loses turns or words because it exceeds max_prompt_length."""
         before = self.cuts.copy()
-        found = _or_reason(lambda: self._open(self._prepared(prompt)))
+        found = self._prepared(prompt)
         self.cuts = before
-        return not isinstance(found, RenderError) and len(found.ids) > self.max_prompt_length
+        try:
+            return not isinstance(found, RenderError) and len(self._open(found).ids) > self.max_prompt_length
+        except RenderError:
+            return False
 
     def sequence(self, prompt: Prompt, completion: Completion) -> Sequence | str:
         """Return one row of training, or the reason why there is none: it cannot be rendered, or it has no
@@ -190,7 +193,7 @@ class Renderer:
 
     def _opened(self, prompts: Iterable[Prompt]) -> list[_Opened | str]:
         """Return each prompt as an answer follows it, or the reason why it cannot be rendered."""
-        prepared = [_or_reason(self._prepared, prompt) for prompt in prompts]
+        prepared = [self._prepared(prompt) for prompt in prompts]
         texts: list[str | RenderError] = [
             one if isinstance(one, RenderError) else _or_reason(self._render, one) for one in prepared
         ]
@@ -312,12 +315,15 @@ class Renderer:
 
     # Texts as they are given
 
-    def _prepared(self, prompt: Prompt) -> Prompt:
-        """Return the prompt with its texts bounded and checked. Raises RenderError."""
+    def _prepared(self, prompt: Prompt) -> Prompt | RenderError:
+        """Return the prompt with its texts bounded and checked, or the reason why it is left out."""
         limit, last = self.max_prompt_length, prompt.turns[-1]
         contents = [self._bounded(turn.content, limit, end=turn is last) for turn in prompt.turns]
-        if self.chat is not None:
-            contents = [self._checked(content) for content in contents]
+        try:
+            if self.chat is not None:
+                contents = [self._checked(content) for content in contents]
+        except RenderError as error:
+            return error
         if all(turn.content is content for turn, content in zip(prompt.turns, contents, strict=True)):
             return prompt
         turns = (replace(turn, content=c) for turn, c in zip(prompt.turns, contents, strict=True))
@@ -360,10 +366,7 @@ class Renderer:
         return ids
 
 
-Made = TypeVar("Made")
-
-
-def _or_reason(render: Callable[..., Made], *row: Any) -> Made | RenderError:
+def _or_reason(render: Callable[..., str], *row: Any) -> str | RenderError:
     try:
         return render(*row)
     except RenderError as error:
