@@ -1,5 +1,6 @@
 """Write the parts of docs/ that are made from the code: settings.md from the yaml comments, map.md from the
-docstrings, and the tables of settings in from-halos-and-trl.md from config/elsewhere.py.
+docstrings, the tables of settings in from-halos-and-trl.md from config/elsewhere.py, and the line numbers of
+tour.md's links.
 
 python -m tools.reference            # write them
 python -m tools.reference --check    # exit 1 if any is out of date
@@ -19,6 +20,7 @@ from config.elsewhere import SOURCES, guide_table
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = "from-halos-and-trl.md"
+TOUR = "tour.md"
 MADE = "<!-- made by python -m tools.reference; do not edit -->\n"
 ROOMS = {
     "common": "what every room needs",
@@ -191,6 +193,32 @@ def guide_page() -> str:
     return text
 
 
+_LINK = re.compile(r"\[`(?P<name>[\w.]+)`\]\(\.\./(?P<file>[\w/]+\.py)(?:#L\d+)?\)")
+
+
+def tour_page() -> str:
+    """Return docs/tour.md with each link to a definition at the line where it is now. Raises LookupError for
+    a name that its file does not define."""
+
+    def placed(link: re.Match[str]) -> str:
+        line = line_of(ast.parse((ROOT / link["file"]).read_text()), link["name"].split("."))
+        if line is None:
+            raise LookupError(f"{TOUR}: {link['file']} does not define {link['name']}")
+        return f"[`{link['name']}`](../{link['file']}#L{line})"
+
+    return _LINK.sub(placed, (ROOT / "docs" / TOUR).read_text())
+
+
+def line_of(tree: ast.Module | ast.ClassDef, names: list[str]) -> int | None:
+    """Return the line of the class or function that ``names`` lead to; None if there is none."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == names[0]:
+            if len(names) == 1:
+                return node.lineno
+            return line_of(node, names[1:]) if isinstance(node, ast.ClassDef) else None
+    return None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -198,7 +226,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
     check = parser.parse_args().check
     stale = []
-    pages = {"settings.md": settings_page, "map.md": map_page, GUIDE: guide_page}
+    pages = {"settings.md": settings_page, "map.md": map_page, GUIDE: guide_page, TOUR: tour_page}
     for name, made in pages.items():
         text = made()
         path = ROOT / "docs" / name
