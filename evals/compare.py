@@ -20,6 +20,7 @@ from evals import answers, statistics
 from evals.answers import check_answering, described
 from evals.base import Evaluation, Target, fingerprints
 from models.distributed import World, on_main
+from reports.statistics import shown_p
 from rollouts.files import read_samples
 from rollouts.generate import Request, settings_of
 from rollouts.rewards.factory import make_reward
@@ -319,7 +320,7 @@ def printed(values: dict[str, Any], title: str, counts: dict[str, Any], confiden
         low, high = values[f"{name}_ci"]
         table.append([words, form.format(values[name]), f"[{form.format(low)}, {form.format(high)}]"])
     for name, words in (("p_t", "p, paired t"), ("p_wilcoxon", "p, Wilcoxon"), ("p_sign", "p, sign test")):
-        table.append([words, "–" if values[name] is None else f"{values[name]:.4f}"])
+        table.append([words, shown_p(values[name])])
     table += [
         [words, f"{values[name]:.1f}"]
         for name, words in (("length", "our tokens an answer"), ("length_against", "theirs"))

@@ -156,7 +156,9 @@ def targets_of(
         )
         assert stage.out is not None
         answers = _answers("answers", stage.answers) if stage.answers else None
-        name = answers.stem if answers else _named(Path(config.model.name_or_path))
+        files = (stage.alpacaeval.annotations, stage.alpacaeval.outputs) if stage.kind == "alpacaeval" else ()
+        given_file = next(filter(None, files), None)  # no model answers then
+        name = given_file or (answers.stem if answers else _named(Path(config.model.name_or_path)))
         targets = [Target(name, config, Path(stage.out), answers=answers)]
     seen = [target.out for target in targets]
     require(

@@ -18,9 +18,9 @@ from config.load import OPERATIONAL, settings_of
 from config.record import RECORD
 from launch.composing import Composer
 from launch.grid import Run, Settings
+from launch.outcomes import INTERRUPTED, NOT_STARTED, Status, Statuses, ending_of_folder
 from launch.slurm import ROOT
 from launch.state import folder_of, last_line
-from launch.status import INTERRUPTED, NOT_STARTED, Status, Statuses, ending_of_folder
 
 NO_NUMBERS = ("settings", "fingerprints", "config", "counts")
 """Parts of an evaluation file that say how it was made and on how much data."""
@@ -46,7 +46,7 @@ class Result:
 
     @property
     def status(self) -> str:
-        """One of the words of launch.status."""
+        """One of the words of launch.outcomes."""
         return self.about.kind
 
     def identity(self, without: Iterable[str] = ()) -> str:

@@ -45,7 +45,7 @@ class Task:
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def note(self, said: str) -> None:
-        """Add a line to the log, in the form that job.sh.j2 writes and launch.status reads."""
+        """Add a line to the log, in the form that job.sh.j2 writes and launch.outcomes reads."""
         start = self.failures + self.restarts + 1
         with self.log.open("a", encoding="utf-8") as log:
             log.write(f"[{datetime.now():%F %T} {self.state.run.name}, here, start {start}] {said}\n")

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -33,11 +34,11 @@ from launch.collect import Result, of_folders, of_sweep
 from launch.effects import Crossing
 from launch.frontier import Frontier, power_rows
 from launch.grid import Sweep, read_sweep
+from launch.outcomes import FAILED
 from launch.slurm import ROOT
-from launch.status import FAILED
 from reports.evaluations import names_of, of_name
 from reports.outcome import FINISHED
-from reports.statistics import Comparison, compare, shown
+from reports.statistics import Comparison, compare, shown, shown_p
 
 PREFERRED = ("eval_accuracy_sampled", "eval_reward_accuracy", "eval_reward_margin", "eval_loss")
 SHOWN = (
@@ -87,13 +88,12 @@ def test_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
     ]
     for c in comparisons:
         values = (c.p_t, c.p_t_holm, c.p_wilcoxon, c.p_wilcoxon_holm)
-        p = ["–" if p is None else f"{p:.4f}" if p >= 1e-4 else f"{p:.0e}" for p in values]
         out.append(
             [
                 f"{c.b} − {c.a}",
                 shown(c.difference),
                 str(c.difference.n),
-                *p,
+                *map(shown_p, values),
                 "significant" if c.significant else "",
             ]
         )
@@ -115,9 +115,13 @@ def write_csv(path: Path, table: Iterable[Iterable[object]]) -> None:
         csv.writer(file).writerows([[_cell(value) for value in row] for row in table])
 
 
+_NUMBER = re.compile(r"-?\d[\d.]*(e[-+]?\d+)?( ± \d[\d.]*(e[-+]?\d+)?)?")
+
+
 def _cell(value: object) -> object:
-    """Return a text so that a spreadsheet takes it for no formula."""
-    return f"'{value}" if isinstance(value, str) and value[:1] in tuple("=+-@\t\r") else value
+    """Return a text so that a spreadsheet takes it for no formula; a number with its error stays as it is."""
+    formula = isinstance(value, str) and value[:1] in tuple("=+-@\t\r") and not _NUMBER.fullmatch(value)
+    return f"'{value}" if formula else value
 
 
 def numeric_rows(cells: Sequence[Cell], metrics: Sequence[str]) -> list[list[object]]:

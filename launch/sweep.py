@@ -30,6 +30,7 @@ from launch.estimate import EstimateError, dry_run, hours_at, hours_of
 from launch.grid import Run, Sweep, parse_overrides, read_sweep
 from launch.local import DONE, STOPPED, Pool, failures
 from launch.memory import cell_plans
+from launch.outcomes import newest_logs
 from launch.slurm import (
     ROOT,
     Job,
@@ -45,7 +46,6 @@ from launch.slurm import (
     submit,
 )
 from launch.state import CHANGED, FINISHED, State, check_ranks, inspect, tail
-from launch.status import newest_logs
 
 QUEUED = "in the queue"
 

@@ -61,6 +61,11 @@ def shown(value: Mean | None) -> str:
     return f"{value.value:.4g}" if value.error is None else f"{value.value:.4g} ± {value.error:.2g}"
 
 
+def shown_p(p: float | None) -> str:
+    """Return a p value as text, a small one as ``5e-12``."""
+    return "–" if p is None else f"{p:.4f}" if p >= 1e-4 else f"{p:.0e}"
+
+
 def compare(cells: Mapping[str, Mapping[int, float]], baseline: str | None = None) -> list[Comparison]:
     """Compare every pair of cells (or each cell with ``baseline``) that has at least two seeds in common.
     ``cells``: name -> seed -> value.

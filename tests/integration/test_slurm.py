@@ -14,7 +14,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from launch import sweep
-from launch.status import Statuses
+from launch.outcomes import Statuses
 from rollouts.vllm_sampler import installed
 from rollouts.vllm_server import alive
 from tests.programs import HANG, until

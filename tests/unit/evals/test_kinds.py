@@ -156,6 +156,11 @@ def test_the_other_way_round_wins_are_losses():
     )
 
 
+def test_a_small_p_is_not_printed_as_0():
+    table = evaluation({str(i): 1.0 + i / 100 for i in range(40)}).table
+    assert {row[1][1:3] for row in table if row[0].startswith("p, ")} == {"e-"}
+
+
 def test_several_runs_are_pooled_over_runs_and_prompts():
     parts = [evaluation({"a": 1.0, "b": 0.0, "c": -1.0}), evaluation({"a": 1.0, "b": 1.0, "c": 1.0})]
     pooled = compare.pool(parts, STAGE).values

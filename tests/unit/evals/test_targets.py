@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from omegaconf import OmegaConf
 from common.errors import ConfigError
 from config.load import dump, load
 from config.schema_eval import EvalStage
+from config.typed import typed
 from eval import evaluate
 from evals.targets import over_run, targets_of
 from tests.tiny import ROOT
@@ -141,6 +143,18 @@ COMPOSED = {
     "sampler": {"name": "vllm", "temperature": 0.7, "top_p": 1.0, "max_tokens": 2048},
     "lr": 2.0,
 }
+
+
+@pytest.mark.parametrize("what", ["annotations", "outputs"])
+def test_what_is_rated_from_a_file_has_the_files_name(tmp_path, what):
+    file = str(tmp_path / "gpt4" / f"{what}.json")
+    own = {"kind": "alpacaeval", "out": str(tmp_path), "alpacaeval": {what: file}}
+    with initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
+        composed = OmegaConf.to_container(compose("eval"), resolve=True)
+    for item in fields(EvalStage):
+        del composed[item.name]
+    (target,) = targets_of(typed(OmegaConf.create(own), EvalStage), composed, [], {})
+    assert target.name == file
 
 
 def test_a_runs_settings_are_its_own_but_for_what_the_command_line_changes():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from config.load import dump
-from launch import results
+from launch import results, status
 from launch.cells import cells_of
 from launch.collect import numbers, of_folders, read_run
 from launch.composing import compose_config
@@ -157,6 +157,26 @@ def test_unfinished_and_unstarted_runs_are_shown(tmp_path: Path, capsys: pytest.
     )
     assert page.count("No run of it has a number yet.") == 1 and "All cells" not in page
     assert "<title>s: results</title>" in page
+    assert status.main([given[0], *given[3:]]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["s-dpo-s1", "finished"]
+    assert lines[3].split(maxsplit=1) == ["s-kto-s1", f"failed: error: lr=-1: must be <above> 0 ({log})"]
+    assert lines[6:] == ["6 runs: 1 finished, 1 interrupted, 3 not started, 1 failed"]
+
+
+@pytest.mark.parametrize("letter", "=+-@")
+def test_no_cell_of_a_csv_file_is_a_formula(tmp_path: Path, letter: str) -> None:
+    """Numbers stay numbers; and the page says below "Tests" how it tested."""
+    for seed in (1, 2, 3):
+        tags = f"wandb.tags=['{letter}1+1']"
+        finish(tmp_path / "runs", f"a-s{seed}", 0.5 + seed / 50, "loss=dpo", f"seed={seed}", tags)
+        finish(tmp_path / "runs", f"b-s{seed}", 0.3 + seed / 90, "loss=kto", f"seed={seed}", tags)
+    assert results.main([str(tmp_path / "runs"), "--out", str(tmp_path / "o")]) == 0
+    files = [tmp_path / "o" / "runs.csv", tmp_path / "o" / "tests.csv"]
+    runs, tests = (list(csv.DictReader(file.open())) for file in files)
+    assert {row["wandb tags"][:4] for row in runs} == {f"'{letter}1+"}
+    assert [row["difference"][:2] for row in tests] == ["-0"]
+    assert "<h2>Tests</h2>\n<p>Tests: " in (tmp_path / "o" / "index.html").read_text()
 
 
 def test_the_table_is_the_raw_numbers(tmp_path: Path) -> None:

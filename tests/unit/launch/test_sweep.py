@@ -20,9 +20,9 @@ from launch.composing import compose_config
 from launch.estimate import _PLAN, EstimateError, dry_run, hours_at, hours_of
 from launch.grid import Run
 from launch.local import DONE, FAILED, STOPPED, Pool
+from launch.outcomes import Statuses
 from launch.slurm import Job
 from launch.state import CHANGED, FINISHED, NEW, PARTIAL, State, check_ranks, inspect, tail
-from launch.status import Statuses
 
 STAND_IN = """
 import json, os, pathlib, signal, sys, time
