@@ -7,10 +7,11 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -137,6 +138,19 @@ def temporary_folder() -> str:
         return tempfile.gettempdir()
     except FileNotFoundError:
         return ", ".join(dict.fromkeys([os.environ.get("TMPDIR", "/tmp"), "/tmp", "/var/tmp"]))
+
+
+def on_disk(path: Path | str) -> str:
+    """Return the disk of a path, which need not exist, for messages about room: ``(disk /data, 0.0 GB
+    free)``."""
+    place = Path(path).absolute()
+    with suppress(OSError):
+        while not place.exists():
+            place = place.parent
+        place = place.resolve()
+        mount = next(folder for folder in (place, *place.parents) if folder.is_mount())
+        return f"(disk {mount}, {shutil.disk_usage(place).free / 1e9:.1f} GB free)"
+    return f"(disk of {path})"
 
 
 def part_of(path: Path) -> Path:

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import ConfigError, StoppedError, UserError, require
+from common.files import on_disk
 from common.output import guard_output, no_room
 from common.secrets import remember, scrub_text
 from config.arguments import as_settings, choices_of, given_twice, override_in, refuse_choices
@@ -121,8 +122,11 @@ def guarded(work: Callable[[], object]) -> None:
     except OSError as error:
         if not no_room(error):
             raise
+        disk = f" {on_disk(error.filename)}" if isinstance(error.filename, str | Path) else ""
         sys.exit(
-            complain(f"{error}; make room and start the same command again (a run with resume=true)", STOPPED)
+            complain(
+                f"{error}{disk}; make room and start the same command again (a run with resume=true)", STOPPED
+            )
         )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from common.errors import StoppedError, UserError
-from common.files import write_whole
+from common.files import on_disk, write_whole
 from common.imports import import_function
 from common.secrets import scrub, scrub_text, scrub_words
 from config.schema import Config
@@ -393,9 +393,8 @@ class Job:
                 write_report(folder)
         except OSError as error:
             raise StoppedError(
-                f"the run is trained, but what it leaves could not be written ({error}); make room: the "
-                "same command "
-                "with resume=true goes on from the last checkpoint"
+                f"the run is trained, but what it leaves could not be written ({error}) {on_disk(folder)}; "
+                "make room: the same command with resume=true goes on from the last checkpoint"
             ) from error
         run.tracker.summary(summary["after"])
         run.tracker.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, require
-from common.files import check_name, part_of, write_if_changed, write_whole
+from common.files import check_name, on_disk, part_of, write_if_changed, write_whole
 from common.lock import FileLock, LockedError
 from config.load import ABSENT, Change, dump
 from config.record import (
@@ -257,8 +257,8 @@ class RunFolder:
             raise ConfigError(
                 "runs_dir",
                 self.config.runs_dir,
-                f"{error.filename or self.path}: {error.strerror or error}; make room there, or name a "
-                "folder to write in",
+                f"{error.filename or self.path}: {error.strerror or error} {on_disk(self.path)}; make room "
+                "there, or name a folder to write in",
             ) from error
 
 

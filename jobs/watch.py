@@ -96,6 +96,7 @@ class RunWatch:
 
     def resume(self) -> dict[str, Any] | None:
         """Resume from the newest sound checkpoint and return its state; None if there is no checkpoint."""
+        on_main(self.checkpoints.remove_unfinished)
         path = from_main(None if (found := self.checkpoints.newest_sound()) is None else str(found))
         if path is None:
             return None

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from common.files import read_json, regular_file
+from common.files import on_disk, read_json, regular_file
 from data.batches import dealing
 from models.checkpoint_reading import CheckpointError, Planner, Reader, reason
 from models.distributed import Group, World, any_rank, aside, gather_objects
@@ -98,8 +98,7 @@ class Checkpoints:
 
         def prepare() -> dict[str, Any]:
             if self.world.is_main:
-                for left in self.folder.glob("step_*.part"):  # one save at a time: of killed ones
-                    shutil.rmtree(left, ignore_errors=True)
+                self.remove_unfinished()
                 part.mkdir(parents=True)
             return _tensors(policy, optimizer)
 
@@ -121,6 +120,12 @@ class Checkpoints:
                 everywhere(write)  # the state of this moment, like the copy's
                 staged = everywhere(lambda: stager.stage(tensors))
                 self._writing = Writing(lambda: self._write_behind(part, step, staged))
+
+    def remove_unfinished(self) -> None:
+        """Remove what killed saves left; only rank 0 of a run that holds its folder may call it, between
+        saves."""
+        for left in self.folder.glob("step_*.part"):
+            shutil.rmtree(left, ignore_errors=True)
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if there is one. Raises CheckpointError, as
@@ -146,7 +151,9 @@ class Checkpoints:
         except CheckpointError as error:
             if self.world.is_main:
                 shutil.rmtree(part, ignore_errors=True)
-            raise CheckpointError(f"checkpoint {self.path(step)} could not be written: {error}") from error
+            raise CheckpointError(
+                f"checkpoint {self.path(step)} could not be written: {error} {on_disk(part)}"
+            ) from error
 
     def _seal(self, part: Path, step: int) -> None:
         """Collect the checksums of the files, rename the folder into place and remove the oldest

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.errors import StoppedError
+from common.files import on_disk
 from models.score_table import Shard, packed
 
 Shards = dict[str, Shard]
@@ -81,7 +82,8 @@ class ScoreCache:
         except (SafetensorError, OSError) as error:
             with contextlib.suppress(OSError):  # cache_dir, or a part of it, is no folder
                 part.unlink()
-            said = f"{self.folder}: scores cannot be written ({error}); make room, or name another cache_dir"
+            said = f"{self.folder}: scores cannot be written ({error}) {on_disk(self.folder)}; "
+            said += "make room, or name another cache_dir"
             if self.rank:
                 print(f"rank {self.rank}: {said}", flush=True)  # programs print only rank 0's errors
             raise StoppedError(said) from error

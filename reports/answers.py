@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.files import lines_of, write_whole
+from common.files import write_whole
 
 FILE = "answers.jsonl"
 KEYS = {"step", "kind", "prompt", "answer", "reference", "verdict"}
@@ -35,22 +35,44 @@ class Answered:
 
 def keep_answers(run_dir: Path, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Add the answers given before ``step``. Lines of this step and of later ones, which a killed run may
-    have left, are removed. Raises OSError."""
+    have left, are removed. A file with a damaged line is kept as ``answers.jsonl.damaged``, and that is
+    printed. Raises OSError."""
     path = run_dir / FILE
-    earlier = [line for line in read_answers(path) if line["step"] < step]
+    sound, damaged = _lines(path)
+    if damaged:
+        aside = path.with_name(f"{FILE}.damaged")
+        path.replace(aside)
+        print(
+            f"{path}: {damaged} of its lines are damaged; it is kept as {aside.name}, the others stay",
+            flush=True,
+        )
+    earlier = [line for line in sound if line["step"] < step]
     lines = [*earlier, *({"step": step, **dict(zip(columns, row, strict=True))} for row in rows)]
     write_whole(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def read_answers(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file; [] if the file is missing or damaged, because the answers are only for
-    reading."""
+    """Return the lines of a file without damaged ones; [] if the file cannot be read, because the answers are
+    only for reading."""
     try:
-        lines = [json.loads(line) for line in lines_of(path.read_text(encoding="utf-8"))]
-    except (OSError, ValueError):
+        return _lines(path)[0]
+    except OSError:
         return []
-    whole = all(isinstance(line, dict) and line.keys() >= KEYS for line in lines)
-    return lines if whole else []
+
+
+def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return (the sound lines of a file, the number of damaged ones). Raises OSError."""
+    sound, damaged = [], 0
+    for text in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            line = None
+        if isinstance(line, dict) and line.keys() >= KEYS and isinstance(line["step"], int):
+            sound.append(line)
+        else:
+            damaged += 1
+    return sound, damaged
 
 
 def before_and_after(run_dir: Path) -> list[Answered]:

@@ -162,7 +162,13 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, cache, monkeypatch, capfd
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 255
     shard.write_bytes(content)
-    (tmp_path / "hurt" / "checkpoints" / "step_00000010.part").mkdir()  # one that was being written
+    left = tmp_path / "hurt" / "checkpoints" / "step_00000010.part"
+    shutil.copytree(newest, left)  # as a save that was killed leaves it
+    with monkeypatch.context() as patch:
+        crash_before(patch, int(older.name[5:]))
+        with pytest.raises(CrashError):
+            train(settings(tmp_path, cache, "resume=true", "save_every=12"), "hurt")
+    assert not left.exists(), "what a killed save left goes at the start"
     train(settings(tmp_path, cache, "resume=true", "save_every=12"), "hurt")
     out = capfd.readouterr().out
     assert f"{newest} is damaged" in out and f"resumed before step {int(older.name[5:])}" in out

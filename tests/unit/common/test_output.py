@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from common.files import write_whole
 from config.cli import STOPPED, guarded
 from tests.full_disk import full_disk
 
@@ -97,13 +98,14 @@ def test_no_output_ends_a_program_or_changes_its_code(tmp_path, place, code):
 
 def test_a_file_without_room_ends_a_program_with_one_message(tmp_path, capsys):
     def work() -> None:
-        (tmp_path / "file").write_bytes(b"x" * 100)
+        write_whole(tmp_path / "file", "x" * 100)
 
     with full_disk(10), pytest.raises(SystemExit) as left:
         guarded(work)
     assert left.value.code == STOPPED
     said = capsys.readouterr().err
     assert said.startswith("error: ") and "File too large" in said and said.count("\n") == 1
+    assert f"{tmp_path / 'file'}' (disk /" in said
 
     def other() -> None:
         (tmp_path / "none" / "file").write_bytes(b"x")

@@ -49,6 +49,18 @@ def test_a_file_that_is_not_there_or_damaged_shows_nothing(tmp_path, text):
     assert before_and_after(tmp_path) == []
 
 
+def test_a_damaged_line_costs_no_other_and_is_said(tmp_path, capsys):
+    kept(tmp_path, 0, "old")
+    good = (tmp_path / FILE).read_bytes()
+    bad = good.replace(b"old 2+2= drawn 0", b"old 2+2=\xffdrawn 0")
+    (tmp_path / FILE).write_bytes(bad)
+    kept(tmp_path, 10, "new")
+    steps = [line["step"] for line in read_answers(tmp_path / FILE)]
+    assert (steps.count(0), steps.count(10)) == (14, 15)
+    assert (tmp_path / f"{FILE}.damaged").read_bytes() == bad
+    assert f"{tmp_path / FILE}: 1 of its lines are damaged" in capsys.readouterr().out
+
+
 def test_where_nothing_was_greedy_samples_are_shown_once_a_prompt(tmp_path):
     for step, word in ((0, "old"), (9, "new")):
         keep_answers(tmp_path, step, Accuracy.columns, rows(word)[:10])
