@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from common.files import write_whole
+from common.files import on_disk, write_whole
 from data.types import Example
 
 
@@ -30,5 +30,5 @@ def write_batch(path: Path, batch: list[Example]) -> str:
     try:
         write_whole(path, "\n".join(lines) + "\n")
     except OSError as error:
-        return f"the batch could not be written to {path} ({error})"
+        return f"the batch could not be written to {path} ({error}) {on_disk(path)}"
     return f"the batch is in {path}"

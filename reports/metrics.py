@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import DataError
-from common.files import open_own, whole_file, write_whole
+from common.files import on_disk, open_own, whole_file, write_whole
 
 Record = dict[str, Any]
 METRICS, DIAGNOSTICS = "metrics.jsonl", "diagnostics.jsonl"
@@ -138,7 +138,8 @@ class LineFile:
             self._write()
         except OSError as error:
             if not self._full:
-                print(f"{self.path}: {error}; its lines wait in memory until they can be written", flush=True)
+                said = f"{error} {on_disk(self.path)}; its lines wait in memory until they can be written"
+                print(f"{self.path}: {said}", flush=True)
             self._full = True
 
     def _write(self) -> None:
