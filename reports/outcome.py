@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+LONGER, FAR = 10.0, 1.0
+"""Growth of sampled answers in tokens, and KL divergence from the initial weights in nats a token, from which
+on a run says so."""
 FINISHED, STOPPED_EARLY, NOTHING_LEARNT = "finished", "stopped early", "nothing learnt"
 
 
@@ -20,8 +23,22 @@ def outcome(steps: int, skipped: int, silent: int, stopped_early: bool) -> dict[
     }
 
 
+def drifted(summary: dict[str, Any]) -> list[str]:
+    """Return what a run says that has gone far from its start: that answers grew by LONGER tokens or more, or
+    that the KL divergence from the initial weights is above FAR. A run that does either often fails."""
+    before, after = summary.get("before") or {}, summary.get("after") or {}
+    found = []
+    lengths = [values.get("eval_length_sampled") for values in (before, after)]
+    if None not in lengths and (grown := lengths[1] - lengths[0]) >= LONGER:
+        found.append(f"answers grew by {grown:.0f} tokens")
+    if (kl := after.get("eval_kl_initial")) is not None and kl > FAR:
+        found.append(f"the KL divergence from the start is {kl:.2f} nats a token")
+    return found
+
+
 def told(summary: dict[str, Any]) -> str | None:
-    """Return the outcome in a sentence; None where every update of a finished run was done."""
+    """Return the outcome in a sentence; None where every update of a finished run was done and it stayed near
+    its start (``drifted``)."""
     of = f"of {summary.get('steps', 0)} updates"
     counts = [
         f"{count} {of} {what}"
@@ -31,6 +48,7 @@ def told(summary: dict[str, Any]) -> str | None:
         )
         if (count := summary.get(key))
     ]
+    counts += drifted(summary)
     status = summary.get("status", FINISHED)
     return (
         ": ".join(part for part in ("" if status == FINISHED else status, "; ".join(counts)) if part) or None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from functools import cache
@@ -34,6 +35,19 @@ def _installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def machine() -> dict[str, str]:
+    """Return what the bits of a run on a CPU depend on besides its settings: the processor, the threads, and
+    the versions that compute."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    threads = os.environ.get("OMP_NUM_THREADS") or str(os.cpu_count())
+    own = {name: value for name, value in versions().items() if name in ("python", "torch", "transformers")}
+    return {"cpu": names[0] if names else platform.machine(), "threads": threads, **own}
 
 
 def git_commit(folder: Path) -> str | None:

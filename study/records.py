@@ -50,6 +50,8 @@ class Record:
     """Mean share of tokens that humanline clipped, over the whole run."""
     commit: str | None = None
     """This project's commit when the run began; None if it was not noted or is not known."""
+    machine: dict[str, str] = field(default_factory=dict)
+    """Processor, threads and versions that the run was made with; empty if they were not noted."""
 
 
 TRACES = ("clipped_low", "clipped_high", "grad_norm", "loss", "kl", "reward_margin")
@@ -93,6 +95,7 @@ def read_record(run: Run, folder: Path) -> Record:
         ],
         _mean(clipped) if run.settings.get("humanline") else None,
         facts.get("commit"),
+        facts.get("machine", {}),
     )
 
 

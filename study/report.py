@@ -197,7 +197,9 @@ def made_at(records: Sequence[Record]) -> str:
         f"{n} at {'no noted commit' if commit is None else f'`{commit[:12]}{commit[40:]}`'}"
         for commit, n in counts.most_common()
     ]
-    return f"Made with: {', '.join(told)}."
+    machines = Counter(tuple(record.machine.items()) for record in records if record.machine)
+    on = [f"{n} on " + ", ".join(f"{k} {v}" for k, v in machine) for machine, n in machines.most_common()]
+    return f"Made with: {', '.join([*told, *on])}."
 
 
 def claim_sections(plan: Plan, found: Sequence[Answer], margin: float, others: int) -> list[Section]:

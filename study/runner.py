@@ -27,7 +27,7 @@ from common.files import write_whole
 from common.worker_process import live_while
 from launch.grid import CONFIG_DIR, Run
 from reports.progress import progress
-from reports.provenance import git_commit
+from reports.provenance import git_commit, machine
 from study.records import FACTS, finished
 
 RUNS_OF_A_PROCESS = 40
@@ -132,6 +132,7 @@ def one(run: Run, runs_dir: Path) -> Outcome:
             "cpu_seconds": time.process_time() - cpu,
             "load": os.getloadavg()[0],
             "commit": commit,
+            "machine": machine(),
         },
     )
     return Outcome(run.name, None)

@@ -8,6 +8,7 @@ import pytest
 
 from jobs.without_signal import without_signal
 from reports.outcome import outcome, told
+from reports.report import final_table
 from tests.tiny import make_config
 
 FOUND = {"lowest_reward": 0.0, "highest_reward": 1.0, "zero_variance": 0.5, "keep_rate": 0.5}
@@ -56,3 +57,22 @@ def test_a_round_without_a_signal_is_told_with_its_rewards_and_what_to_change(fe
 def test_an_ending_says_what_every_update_came_to(steps, skipped, silent, early, said):
     found = told({"steps": steps} | outcome(steps, skipped, silent, early))
     assert found is None if said is None else found is not None and found.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("grown", "kl", "said"),
+    [
+        (9.4, 0.9, None),
+        (12.0, 0.5, "answers grew by 12 tokens"),
+        (-12.0, None, None),
+        (0.0, 1.26, "the KL divergence from the start is 1.26 nats a token"),
+    ],
+)
+def test_a_run_that_has_gone_far_from_its_start_says_so(grown, kl, said):
+    before, after = (
+        {"eval_length_sampled": 20.0},
+        {"eval_length_sampled": 20.0 + grown, "eval_kl_initial": kl},
+    )
+    summary = {"before": before, "after": after} | outcome(8, 0, 0, False)
+    assert told(summary) == said
+    assert said is None or said in final_table(summary)
