@@ -164,4 +164,5 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:
-    write_whole(path, "".join(json.dumps(asdict(record)) + "\n" for record in records))
+    lines = ({k: v for k, v in asdict(record).items() if k != "machine" or v} for record in records)
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
