@@ -82,6 +82,9 @@ def _digits(renderer: Renderer):
     class Given:
         tokenizer = Tokenizer()
 
+        def said(self, ids: object) -> str:
+            return self.tokenizer.decode(ids)
+
     return Given()
 
 
