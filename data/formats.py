@@ -134,7 +134,7 @@ def truth(values: Values, column: str) -> bool:
     found = value(values, column)
     said = _TRUTHS.get(str(found).strip().lower()) if isinstance(found, bool | int | float | str) else None
     if said is None:
-        raise RowError(f"{column!r} is {shown(found)}, not true or false")
+        raise RowError(f"{column!r} is {shown(found)}, not true or false: write true and false, or 1 and 0")
     return said
 
 

@@ -14,7 +14,7 @@ def outcome(steps: int, skipped: int, silent: int, stopped_early: bool) -> dict[
     """Return the part of ``summary.json`` that says how a run ended. ``skipped``: the number of updates that
     were skipped for a gradient that was not finite. ``silent``: the number of the others that had no signal,
     because all their advantages or their whole gradient were 0."""
-    learnt = steps > skipped + silent
+    learnt = steps > skipped + silent or (stopped_early and steps == 0)  # asked to stop before it began
     return {
         "status": (STOPPED_EARLY if stopped_early else FINISHED) if learnt else NOTHING_LEARNT,
         "stopped_early": stopped_early,
@@ -28,9 +28,9 @@ def drifted(summary: dict[str, Any]) -> list[str]:
     that the KL divergence from the initial weights is above FAR. A run that does either often fails."""
     before, after = summary.get("before") or {}, summary.get("after") or {}
     found = []
-    lengths = [values.get("eval_length_sampled") for values in (before, after)]
-    if None not in lengths and (grown := lengths[1] - lengths[0]) >= LONGER:
-        found.append(f"answers grew by {grown:.0f} tokens")
+    was, now = (values.get("eval_length_sampled") for values in (before, after))
+    if was is not None and now is not None and now - was >= LONGER:
+        found.append(f"answers grew by {now - was:.0f} tokens")
     if (kl := after.get("eval_kl_initial")) is not None and kl > FAR:
         found.append(f"the KL divergence from the start is {kl:.2f} nats a token")
     return found

@@ -149,8 +149,8 @@ def batches_of(
 
 def columns(prompts: Sequence[Prompt], completions: Sequence[str], conversational: bool) -> Columns:
     """Return the arguments of a reward function, as TRL passes them: lists of messages if ``conversational``,
-    else texts. The prompt's reference answer is passed under each of the names that data sets use for it, and
-    every other column of its row under its own name."""
+    else texts. Every other column of a prompt's row is passed under its own name, and its reference answer
+    under each of the names that data sets use for it and that no column has."""
     references = [prompt.reference_answer for prompt in prompts]
     others = [_others(prompt) for prompt in prompts]
     names = dict.fromkeys(name for row in others for name in row)
@@ -158,8 +158,9 @@ def columns(prompts: Sequence[Prompt], completions: Sequence[str], conversationa
         "completions": [[{"role": "assistant", "content": text}] for text in completions],
         "prompts": [[turn.message for turn in prompt.turns] for prompt in prompts],
     }
-    given = (messages if conversational else as_texts(messages)) | dict.fromkeys(REFERENCE, references)
-    return given | {name: [row.get(name) for row in others] for name in names if name not in given}
+    given = messages if conversational else as_texts(messages)
+    own = {name: [row.get(name) for row in others] for name in names if name not in given}
+    return given | dict.fromkeys(REFERENCE, references) | own
 
 
 def as_texts(batch: Columns) -> Columns:

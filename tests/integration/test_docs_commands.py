@@ -80,6 +80,7 @@ RULES = [
     Rule(r"python train\.py --cfg job$"),
     # The small model's answers are all worth 0, and a run that learns nothing ends with an error
     Rule(r"python train\.py .*data=constraints loss=grpo online=true", f"dry_run=true {ONLINE}"),
+    Rule(r"python train\.py .*environment=calculator reward=verifier", f"dry_run=true {ONLINE}"),
     Rule(r"python train\.py .*own_share", f"{OFFLINE} data.instruct.prompts=8"),
     Rule(r"python train\.py .*exp_name=foreign", OFFLINE, {"n_examples=1280": "n_examples=8"}),
     Rule(  # a teacher has the student's tokenizer
@@ -126,6 +127,9 @@ RULES = [
     Rule(r"python eval\.py .*accuracy\.samples=64", f"{FEW} sampler.batch_size=256"),
     Rule(r"python eval\.py ", FEW),
     # Sweeps
+    Rule(r"python -m launch\.status "),
+    # Of runs that the workspace has not: tests/unit/launch/test_frontier.py makes them
+    Rule(r"python -m launch\.results (\S+surface\.yaml --frontier|runs/pilot)", "--help"),
     Rule(
         r"python -m launch\.sweep sweeps/off_policy",
         f"{OFFLINE} n_eval_samples=1 --only '*-foreign-no_humanline-none-shapeppo-s1'",

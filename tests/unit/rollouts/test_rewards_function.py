@@ -23,7 +23,7 @@ from data.rows import Row
 from data.types import Completion, Group, Prompt, Turn
 from rollouts.rewards.base import Checked, Missing, RewardError
 from rollouts.rewards.factory import make_reward
-from rollouts.rewards.function import verdicts
+from rollouts.rewards.function import columns, verdicts
 from rollouts.rewards.pool import Pool
 from tests.tiny import make_config
 from tests.unit.rollouts import reward_functions
@@ -80,6 +80,12 @@ def test_order_and_values_survive_batching(make, name, conversational):
 def test_the_reference_answer_goes_by_its_usual_names(make):
     reward = make(function("sees_columns"))
     assert reward.score([prompt("a", "7"), prompt("b", "8")], ["x", "y"]) == [7, 8]
+
+
+def test_a_rows_own_column_goes_before_the_reference_answer_of_its_name():
+    ask = [replace(prompt("a", "7"), columns=json.dumps({"solution": "3 + 4"})), prompt("b", "8")]
+    given = columns(ask, ["x", "y"], conversational=False)
+    assert given["solution"] == ["3 + 4", None] and given["answer"] == given["reference"] == ["7", "8"]
 
 
 def test_an_annotation_asks_for_messages(make):
