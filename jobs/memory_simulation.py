@@ -21,7 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from common.errors import ConfigError
 from config.schema import Config
+from config.schema_model import ModelConfig
 from data.balance import share_tokens
 from data.batches import Segment, Size
 from data.types import Example, Microbatch
@@ -96,6 +98,15 @@ def answer(question: Question) -> Answer:
         with as_folder(question, with_layers(found, count)) as part:
             answers.append(simulated(part, count, edge=layers.edge))
     return carried_on(answers[0], answers[1], layers)
+
+
+def exported_in(given: ModelConfig, found: PretrainedConfig) -> str:
+    """Return the dtype of the exported model, which the temporary folder's missing weights cannot tell."""
+    try:
+        dtype = export_dtype(given)
+    except ConfigError:  # an architecture without files
+        dtype = found.dtype or torch.float32
+    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager
