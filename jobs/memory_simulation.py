@@ -126,9 +126,7 @@ def as_folder(question: Question, found: PretrainedConfig) -> Iterator[Question]
             name_or_path=folder,
             tokenizer_name_or_path=given.tokenizer_name_or_path or given.name_or_path,
             revision=None,
-            export_dtype=str(export_dtype(given)).removeprefix(
-                "torch."
-            ),  # the folder has no weights that tell
+            export_dtype=exported_in(given, found),
             packing=packing,
             attn_implementation=kernel,
             compile=False,  # eager layers take at least as much memory

@@ -513,11 +513,19 @@ class _Asking:
 
 
 def address_towards(host: str | None) -> str:
-    """Return this machine's address as ``host`` sees it; None: this machine itself."""
+    """Return this machine's address as ``host`` sees it; None: this machine itself. A name that cannot be
+    resolved, as on clusters whose nodes have none, gives the address by which packets leave this machine."""
     if host is None:
         return "127.0.0.1"
+    try:
+        to = socket.gethostbyname(host)
+    except socket.gaierror:
+        to = "192.0.2.1"  # a documentation address (RFC 5737)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        asked.connect((socket.gethostbyname(host), 9))  # nothing is sent
+        try:
+            asked.connect((to, 9))  # nothing is sent
+        except OSError:
+            return "127.0.0.1"
         return str(asked.getsockname()[0])
 
 
