@@ -82,7 +82,11 @@ def check_inputs(config: Config, uses: Collection[str]) -> None:
         ("data.verifier", config.data.verifier),
         ("environment.path", config.environment.path),
         ("reward.function.path", reward.get("path")),
-        *((f"callbacks.{name}._target_", given.get("_target_")) for name, given in config.callbacks.items()),
+        *(
+            (f"callbacks.{name}._target_", given.get("_target_"))
+            for name, given in config.callbacks.items()
+            if isinstance(given, dict)  # jobs.observers refuses anything else
+        ),
     ):
         if path is not None and key.partition(".")[0] in uses:
             check_importable(key, path)
