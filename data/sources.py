@@ -270,8 +270,9 @@ def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str) -> L
 
     def usable() -> Iterator[Group]:
         named = (replace(row, values=renamed(row.values, config)) for row in stream)
-        made = form(seen.watched(itertools.chain(first, named)), config)
-        for result, row in texts.read(map(seen.noted, made)):
+        made = map(seen.noted, form(seen.watched(itertools.chain(first, named)), config))
+        # The transcripts of hh were cut into turns by their format; an answer that says "Human:" says it.
+        for result, row in made if loaded.format == "hh" else texts.read(made):
             found = answers.checked(result, row)
             if isinstance(found, Dropped):
                 loaded.dropped.append(found)

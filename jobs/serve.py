@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from common.errors import ConfigError, StoppedError, require
+from common.errors import StoppedError, require
 from common.files import write_whole
 from common.ports import free_port
 from common.worker_process import ROOT
@@ -148,13 +148,10 @@ def serve(words: Sequence[str], ready: Path | None, host: str | None) -> None:
 
 
 def towards(trainer: str | None) -> str | None:
-    """Return this machine's address as the trainer's host sees it; None without one. Raises ConfigError."""
+    """Return this machine's address as the trainer's host sees it; None without one."""
     from rollouts.vllm_server import address_towards
 
-    try:
-        return None if trainer is None else address_towards(trainer)
-    except OSError as error:
-        raise ConfigError("--trainer", trainer, f"cannot be reached from here ({error})") from error
+    return None if trainer is None else address_towards(trainer)
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -239,8 +239,8 @@ def test_a_row_whose_label_only_begins_like_one_is_dropped_with_its_reason(tmp_p
     loaded = load(table(tmp_path / "a.csv", rows), max_unreadable=0.7)
     assert [group.rewards for group in loaded.groups] == [(1.0,)]
     assert [(d.row, d.reason) for d in loaded.dropped] == [
-        (3, "'label' is '1 star', not true or false"),
-        (4, "'label' is '0 (bad)', not true or false"),
+        (3, "'label' is '1 star', not true or false: write true and false, or 1 and 0"),
+        (4, "'label' is '0 (bad)', not true or false: write true and false, or 1 and 0"),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +54,9 @@ def watch(keep_best: str | None) -> Any:
     trainer = SimpleNamespace(load_state_dict=lambda *of: None, progress=Progress(step=3), world=main)
     return SimpleNamespace(
         trainer=trainer,
+        _marks={},
+        before={},
+        _evaluated={},
         bar=nothing,
         observers=nothing,
         diagnostics=None,
@@ -61,7 +65,15 @@ def watch(keep_best: str | None) -> Any:
     )
 
 
-STATE = {"marks": {}, "before": {}, "evaluated": {}, "seconds": 1.0, "tokens_timed": 2, "diagnostics": None}
+STATE = {
+    "marks": {},
+    "before": {},
+    "evaluated": {},
+    "seconds": 1.0,
+    "tokens_timed": 2,
+    "diagnostics": None,
+    "progress": asdict(Progress(step=3)),
+}
 COUNTED = {"best": 0.75, "no_better": 1}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -35,8 +36,10 @@ def test_the_gpus_that_a_scheduler_gave_are_the_ones(monkeypatch: pytest.MonkeyP
 
 def test_a_trainer_elsewhere_is_served_at_the_address_that_it_reaches() -> None:
     assert serve.towards(None) is None and serve.towards("localhost") == "127.0.0.1"
-    with pytest.raises(ConfigError, match=r"--trainer=no-such-host.invalid: cannot be reached"):
-        serve.towards("no-such-host.invalid")
+    of_nameless_node = serve.towards("no-such-host.invalid")
+    assert of_nameless_node is not None
+    with socket.create_server((of_nameless_node, 0)):
+        pass  # an address of this machine
 
 
 def test_a_server_is_started_as_the_run_will_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

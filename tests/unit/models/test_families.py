@@ -132,7 +132,7 @@ SHIPPED = {
     "adder": "llama tied",
     "instruct": "llama tied",
 }
-NAMELESS = {"base", "hub"}
+NAMELESS = {"base", "hub", "smollm2-135m-instruct"}
 
 
 def tiny(family: str) -> Policy:

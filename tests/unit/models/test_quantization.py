@@ -108,7 +108,8 @@ def without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_torchao_it_is_refused_before_weights_are_loaded(without_torchao, tmp_path):
     config = make_config("model.use_peft=true", "model.quantization=nf4", f"runs_dir={tmp_path}", "loss=dpo")
     with pytest.raises(
-        ConfigError, match=r"model\.quantization=nf4: torchao .*requirements/small-gpus\.txt, or use model\."
+        ConfigError,
+        match=r"model\.quantization=nf4: needs torchao, .*/small-gpus\.txt, or use model\.",
     ):
         train(config, "run")
     assert not list(tmp_path.rglob("*.safetensors"))

@@ -64,7 +64,7 @@ def without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_torchao_it_is_refused_before_weights_are_loaded(without_torchao, tmp_path, capfd):
-    says = r"optimizer=AdamW8bit: torchao .* pip install -r requirements/small-gpus\.txt, or use another"
+    says = r"optimizer=AdamW8bit: .*torchao.* pip install -r requirements/small-gpus\.txt, or use another"
     config = make_config("optimizer=AdamW8bit", f"runs_dir={tmp_path}", "model.name_or_path=/nowhere")
     with pytest.raises(ConfigError, match=says):
         train(config, "run")

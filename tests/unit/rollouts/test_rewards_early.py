@@ -199,7 +199,7 @@ def built(folder, monkeypatch, early: bool) -> tuple[dict, str]:
 
         class Ready(VllmEngine):
             def __init__(self) -> None:
-                self.sampler, self._restarted = sampler, False
+                self.sampler, self._restarted, self.compares = sampler, False, False
 
         builder = RoundBuilder(config, PromptSchedule(prompts, 4, 0), renderer, Ready(), reward, lambda: None)
         round_ = RoundFolder(folder / "round")

@@ -342,7 +342,7 @@ def sample_share(rank: int, ranks: int, store: str, out: str) -> None:
     """Rank 0 samples three batches, the last of one row; the other has nothing to sample. Then both play
     games, rank 0 five and the other one."""
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), TORCHELASTIC_RUN_ID="test")
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, ranks),
