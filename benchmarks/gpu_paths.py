@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.checks import FAILED, NOT_HERE, NOTE, OK, Check, attempted, within, written
-from benchmarks.gpu import syncs
+from benchmarks.measure import Work
 from benchmarks.parts import (
     LOSSES,
     Settings,
@@ -299,6 +299,32 @@ def stepper(loss: str, device: torch.device, steps: int) -> Stepper:
     trainer = make_trainer(settings, random_policy(SMALL, device), start())
     score_all(trainer, plan)
     return Stepper(trainer, plan)
+
+
+def syncs(step: Work) -> str:
+    """Return ``none``, or the call that made the host wait for the device within a step; the trainer cannot
+    be used afterwards."""
+    if not torch.cuda.is_available():
+        return "no device"
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    except RuntimeError as error:
+        if "synchron" not in str(error):
+            raise
+        frame = error.__traceback__
+        while frame is not None and frame.tb_next is not None:
+            frame = frame.tb_next
+        where = (
+            ""
+            if frame is None
+            else f" at {frame.tb_frame.f_code.co_filename.rsplit('/', 2)[-1]}:{frame.tb_lineno}"
+        )
+        return str(error).splitlines()[0] + where
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return "none"
 
 
 def waits(device: torch.device) -> Check:

@@ -19,13 +19,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.checks import FAILED, NOT_HERE, OK, Check, attempted, failed, written
-from benchmarks.gpu import PEAK, WARM_UP, operations_of, planned_steps, seconds, timed_steps
+from benchmarks.floor import floor
+from benchmarks.measure import Spread, Work
 from benchmarks.parts import (
     LOSSES,
     SHAPE_NAMES,
@@ -41,6 +43,8 @@ from benchmarks.parts import (
 from common.worker_process import WorkerError, WorkerProcess
 from data.balance import row_tokens
 from data.batches import Segment
+from data.types import Sequence
+from data.views import mismatched
 from jobs.memory_neighbours import GIB
 from jobs.memory_parts import Card
 from jobs.memory_plan import CONTEXT, gpu_here, planned_tokens, remembered
@@ -50,6 +54,9 @@ from models.distributed import World, gather_objects, on_main, shard, start, sto
 from models.fingerprint import weights_fingerprint
 from models.policy import decoder_blocks
 
+PEAK = 989e12
+"""Dense bfloat16 operations a second of an H100 or H200 by the vendor's datasheet; MFU is relative to it."""
+WARM_UP = 2
 SECONDS = 1800.0
 """Time that the simulation of a step may take."""
 TOLERANCE = 0.1
@@ -158,13 +165,13 @@ def measured(
     name: str, args: argparse.Namespace, world: World, loss: str, humanline: bool, simulated: Ask
 ) -> Check:
     """Plan a step, take some, and compare."""
-    variant = "k=1" if humanline else "cached"
+    steps = WARM_UP + args.steps + 1  # one more: a sync at the last timed step scores the batch after it
     units = args.rows * world.size // (2 if loss == "dpo" else 1)
     settings = Settings(loss, units, units, humanline=humanline, dtype="bfloat16", max_length=args.length)
-    count = args.rows * world.size // 2 * planned_steps(variant, args.steps)
+    count = args.rows * world.size // 2 * steps
     vocabulary = shape(args.shape).vocab_size
     pairs = drawn_pairs(count, vocabulary, 0.12 * args.length, 0.08 * args.length, args.length)
-    plan = segment(settings, pairs, planned_steps(variant, args.steps))
+    plan = segment(settings, pairs, steps)
     found = on_main(lambda: plan_of(settings, plan, args, world, simulated))
     if (needed := step_size(found.answer)) > found.room:
         said = f"needs {needed:.3g} GiB a rank in the smallest microbatches, and {found.room:.3g} are there"
@@ -179,9 +186,9 @@ def measured(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     seconds(step, WARM_UP)
-    mean, spread = seconds(step, timed_steps(variant, args.steps))
+    mean, spread = seconds(step, args.steps)
     peaks = gather_objects(peak_gib(world))
-    operations, tokens = operations_of(variant, args.shape, settings, plan)
+    operations, tokens = operations_of(args.shape, settings, plan)
     assert step.watch.waiting is not None
     numbers = {
         "planned_gib": step_size(found.answer),
@@ -208,6 +215,43 @@ def judged(name: str, numbers: dict[str, float], world: World) -> Check:
     off = numbers["planned_gib"] / numbers["peak_gib"] - 1
     verdict = OK if abs(off) <= TOLERANCE else FAILED
     return Check(name, verdict, f"{said}, taken {numbers['peak_gib']:.3g} (plan {off:+.1%})", numbers)
+
+
+def seconds(step: Work, steps: int) -> tuple[float, Spread]:
+    """Return (mean, spread) of ``steps`` steps, seconds. The host runs ahead of the device, as in training.
+    The mean is wall time from an idle device to an idle device; the spread is measured by the device's own
+    clock between the ends of steps (by the host's clock without a device)."""
+    marks: list[torch.cuda.Event] = []
+    ends: list[float] = []
+    synchronize()
+    began = time.perf_counter()
+    for i in range(steps + 1):
+        if i:
+            step()
+        ends.append(time.perf_counter())
+        if torch.cuda.is_available():
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+    synchronize()
+    mean = (time.perf_counter() - began) / steps
+    if marks:
+        return mean, Spread.of(a.elapsed_time(b) / 1e3 for a, b in pairwise(marks))
+    return mean, Spread.of(b - a for a, b in pairwise(ends))
+
+
+def operations_of(name: str, settings: Settings, plan: Segment) -> tuple[float, int]:
+    """Return (operations of the plan's mean step, its real tokens), without padding and without recomputation
+    except the head's (benchmarks.floor)."""
+    rows: list[Sequence] = []
+    other: list[Sequence] = []
+    for i in range(plan.steps):
+        batch = mismatched(plan.batch(i), settings.max_length) if settings.loss == "kto" else plan.batch(i)
+        rows += [row for e in batch for row in e.rows]
+        other += [e.mismatched for e in batch if e.mismatched is not None]
+    work = floor(shape(name), rows, other)
+    return (work.scored if settings.humanline else work.cached) / plan.steps, sum(
+        map(len, rows)
+    ) // plan.steps
 
 
 def plan_of(

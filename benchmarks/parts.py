@@ -178,10 +178,6 @@ class Settings:
             sync_freq=self.sync_freq,
         )
 
-    @property
-    def rows_per_unit(self) -> int:
-        return 2 if self.loss == "dpo" else 1
-
 
 def make_trainer(settings: Settings, policy: Policy, world: World | None = None) -> BasicTrainer:
     """Return a trainer on ``policy`` itself, which is sharded here; copy the policy first to train it

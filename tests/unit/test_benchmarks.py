@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import balance, gpu, padding, quick, ranks, rounds, shared_prompts, two_trees
+from benchmarks import balance, quick, shared_prompts, two_trees
 from benchmarks.floor import Forward, floor, forward
 from benchmarks.measure import Sample, Spread, alternate, counted_products, in_a_row, ratio
 from benchmarks.offline_vs_humanline import floor_of, prepare, settings_of
@@ -36,9 +35,6 @@ from data.batches import collate
 from data.types import Example, Sequence
 from data.views import mismatched
 from models.policy import checkpoint_activations, decoder_blocks
-from rollouts.ledger import RoundFolder
-from tests.integration.online import run_online
-from tests.tiny import make_config
 from trainers.basic import BasicTrainer
 
 ROOT = Path(__file__).parents[2]
@@ -173,9 +169,9 @@ def test_variants_train_on_the_same_rows_and_start_from_the_same_loss(base, loss
 
 def test_padding_to_the_maximum_changes_no_loss(base):
     pairs = drawn_pairs(4, 512, prompt=10, completion=10, longest=48)
-    losses = [in_a_row(padding.prepare(variant, pairs, 48, base, 2))() for variant in padding.VARIANTS]
+    losses = [in_a_row(quick.prepare_padded(variant, pairs, 48, base, 2))() for variant in quick.PADDINGS]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5) and losses[0] == pytest.approx(losses[2], abs=1e-5)
-    grid = padding.collate_to(48, [pairs[0][0]], torch.device("cpu"))
+    grid = quick.collate_to(48, [pairs[0][0]], torch.device("cpu"))
     assert grid.input_ids.shape == (1, 48)
 
 
@@ -314,102 +310,6 @@ def test_training_reports_a_loss_a_step(base):
     )
 
 
-NEEDED = "torch", "transformers", "accelerate", "peft"
-BARE = f"""
-import importlib.metadata, importlib.util, re, runpy, sys
-wanted, seen = list({NEEDED!r}), set()
-while wanted:
-    name = wanted.pop()
-    if name in seen: continue
-    seen.add(name)
-    try: requires = importlib.metadata.requires(name) or []
-    except importlib.metadata.PackageNotFoundError: continue
-    wanted += [re.split('[^A-Za-z0-9._-]', r)[0].lower().replace('_', '-') for r in requires if 'extra ==' not in r]
-absent = {{m for m, of in importlib.metadata.packages_distributions().items() if not {{d.lower().replace('_', '-') for d in of}} & seen}}
-assert {{'hydra', 'omegaconf', 'datasets', 'wandb'}} <= absent and not {{'torch', 'numpy', 'tokenizers'}} & absent, absent
-find_spec = importlib.util.find_spec
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split('.')[0] in absent: raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Refuse())
-importlib.util.find_spec = lambda name, package=None: None if name.split('.')[0] in absent else find_spec(name, package)
-import socket
-def refused(*a, **k): raise AssertionError('the network')
-socket.socket.connect = socket.getaddrinfo = refused
-import importlib, json, os
-importlib.import_module('benchmarks.gpu')
-for i, words in enumerate(json.loads(sys.argv[1])):
-    if os.fork() == 0:
-        os.dup2(os.open(f'{{i}}.out', os.O_WRONLY | os.O_CREAT), 1)
-        os.dup2(os.open(f'{{i}}.err', os.O_WRONLY | os.O_CREAT), 2)
-        sys.argv = ['gpu', '--device', 'cpu', '--tiny', *words]
-        runpy.run_module('benchmarks.gpu', run_name='__main__', alter_sys=True)
-        print('the end')
-        break
-    assert os.wait()[0]
-"""  # noqa: E501
-"""benchmarks.gpu where only what NEEDED depends on is installed, without a network; once for each list of
-arguments, by a process forked from one that has imported it."""
-MORE = (
-    ("--variants", "cached", "live", "k=1", "k=4"),
-    ("--variants", "k=1", "--drawn", "--padded", "--checkpointing", "--profile"),
-)
-
-
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory) -> Path:
-    """The folder with the output of benchmarks.gpu for MORE."""
-    folder = tmp_path_factory.mktemp("bare")
-    environment = os.environ | {"HF_HOME": str(folder / "home"), "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-c", BARE, json.dumps(MORE)]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return folder
-
-
-@pytest.mark.parametrize("more", MORE)
-def test_the_gpu_script_runs_with_torch_transformers_accelerate_and_peft_alone(more, bare):
-    out, err = ((bare / f"{MORE.index(more)}.{kind}").read_text(errors="replace") for kind in ("out", "err"))
-    assert out.endswith("the end\n"), err[-2000:]
-    variants = [word for word in more if word in ("cached", "live") or word.startswith("k=")]
-    rows = [line.split(" | ") for line in out.splitlines() if line.startswith(("| dpo", "| kto", "| grpo"))]
-    assert [tuple(row[:2]) for row in rows] == [
-        (f"| {loss}", v) for loss in ("dpo", "kto", "grpo") for v in variants
-    ]
-    assert all(float(row[3].replace(",", "")) > 0 and row[-2] == "0.0" for row in rows), (
-        "tokens a second, and no GPU's memory"
-    )
-    assert ("Self CPU" in out) == ("--profile" in more)
-
-
-@pytest.mark.parametrize(("variant", "steps"), [("cached", 6), ("k=1", 6), ("k=4", 6), ("k=16", 6)])
-def test_every_sync_among_the_timed_steps_scores_a_whole_cycle(base, variant, steps):
-    k = gpu.cycle(variant)
-    settings = Settings("dpo", 1, 1, humanline=variant != "cached", sync_freq=k)
-    plan = segment(settings, fixed_pairs(gpu.planned_steps(variant, steps), 512, 4, 2))
-    trainer = make_trainer(settings, fresh(base))
-    timed = range(gpu.WARM_UP, gpu.WARM_UP + gpu.timed_steps(variant, steps))
-    scored = [len(list(trainer.upcoming(plan, at + 1, at + 1))) for at in timed if trainer.syncing.due(at)]
-    assert len(timed) >= steps and sum(scored) == (0 if variant == "cached" else len(timed))
-
-
-def test_lengths_are_drawn_about_a_quarter_of_the_maximum(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["gpu", "--tiny", "--drawn", "--batch-pairs", "8"])
-    args = gpu.arguments()
-    args.length, args.batch_pairs = 2048, 64
-    lengths = [len(row) for pair in gpu.make_pairs(args) for row in pair]
-    assert 0.2 < np.mean(lengths) / 2048 < 0.3 and max(lengths) <= 2048
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_python")
-def test_two_ranks_measure_what_one_does():
-    """In processes of their own; the CPU time is that of both."""
-    two = ranks.started(2, ["--model", "tiny", "--data", "drawn", "--steps", "1", "--batch-pairs", "4"])
-    one = ranks.measure("tiny", "drawn", 1, 4, 2)
-    assert one.cpu > 0 and two.wall > 0 and two.cpu > 0.5 * one.cpu
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_python")
 def test_a_checkout_does_the_same_bits_as_itself(monkeypatch, capsys):
@@ -428,48 +328,3 @@ def test_both_checkouts_step_on_the_data_that_lie_beside_this_one(tmp_path, monk
     file.touch()
     assert two_trees.data_here("hh") == f"{file}:hh"
     assert two_trees.data_here("drawn") == "drawn" and two_trees.data_here("x.jsonl:hh") == "x.jsonl:hh"
-
-
-def rounds_of(tmp_path, lag: int, count: int) -> Path:
-    for i in range(count):
-        seconds = {"sample": 1.0 + i, "score": 0.5, "publish": 0.25, "train": 2.0}
-        RoundFolder(tmp_path / "rounds" / f"{i:03d}").note(
-            {
-                "seconds": seconds,
-                "train_wall_seconds": 4.0,
-                "metrics": {"sample_tokens_per_second": 100.0},
-                "idle": {"trainer": 0.5, "sampler": 0.25},
-            }
-        )
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("lag", "sampled", "whole"), [(0, 3.0, 3.0 + 0.5 + 0.25 + 4.0), (1, 2.5, 0.25 + 4.0)]
-)
-def test_rounds_are_read_from_what_a_run_wrote(tmp_path, lag, sampled, whole):
-    found = rounds.Rounds.of(rounds_of(tmp_path, lag, 4), lag, wall=60.0)
-    assert found.seconds("sample").median == sampled and found.whole.median == whole
-    text = rounds.report({"vLLM": found})
-    assert "50% / 25%" in text and "| 60 |" in text
-    bars = {line.split()[-4]: line.split()[-1] for line in text.splitlines() if line.endswith(("#", "="))}
-    assert set(bars["sample"]) == {"=" if lag else "#"} and set(bars["train"]) == {"#"}
-    assert len(bars["sample"]) == rounds.BAR and len(bars["train"]) == round(rounds.BAR * 2.0 / sampled)
-
-
-def test_too_few_rounds_are_said(tmp_path):
-    with pytest.raises(ValueError, match="has 2 rounds"):
-        rounds.Rounds.of(rounds_of(tmp_path, 1, 2), 1, wall=1.0)
-
-
-def test_a_real_run_has_the_numbers_that_the_benchmark_of_rounds_reads(tmp_path):
-    sizes = "rounds.contexts=16", "rounds.contexts_per_round=8"
-    run = run_online(tmp_path, "r", "loss=dpo", "online=true", *rounds.VARIANTS["embedded"], *sizes)
-    found = rounds.Rounds.of(run, 0, wall=1.0)
-    assert len(found.records) == 1 and found.tokens_per_second > 0
-    assert 0 < found.seconds("train").median <= found.records[0]["train_wall_seconds"] < found.whole.median
-
-
-@pytest.mark.parametrize("variant", rounds.VARIANTS.values())
-def test_the_variants_of_rounds_are_settings_that_exist(variant):
-    assert make_config("loss=dpo", *rounds.COMMON, *variant).rounds.lag == ("rounds.lag=1" in variant)
