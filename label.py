@@ -3,7 +3,8 @@
     python label.py in=samples.jsonl reward=armorm out=feedback.jsonl
     python label.py in=samples.json reward=verifier format=binary rounds.threshold=8 out=feedback.json
 
-It takes all settings of train.py and those of config/label.yaml: python label.py --cfg job
+It reads reward, rounds and a few other settings of train.py (config/reads.yaml), and those of
+config/label.yaml: python label.py --cfg job
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from config.schema_stages import LabelStage
 def label(cfg: DictConfig) -> None:
     """Write one file of feedback."""
     stage, rest = split_settings(cfg, LabelStage)
-    config, _ = settings(rest)
+    config, _ = settings(rest, stage)
     from jobs.early import check_inputs
     from rollouts.files import refuse_existing
 

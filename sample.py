@@ -4,7 +4,8 @@
     python sample.py model=hub model.name_or_path=runs/mine data=alpacaeval data.path=alpaca_eval.json data.eval_fraction=0 \\
         rounds.samples=1 format=alpacaeval out=outputs.json
 
-It takes all settings of train.py and those of config/sample.yaml: python sample.py --cfg job
+It reads model, data, sampler, environment and a few other settings of train.py (config/reads.yaml), and those of
+config/sample.yaml: python sample.py --cfg job
 """  # noqa: E501
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from config.schema_stages import SampleStage
 def sample(cfg: DictConfig) -> None:
     """Write one file of samples."""
     stage, rest = split_settings(cfg, SampleStage)
-    config, _ = settings(rest)
+    config, _ = settings(rest, stage)
     config.check_room()
     config.check_samples()
     from jobs.early import check_inputs

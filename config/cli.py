@@ -49,15 +49,15 @@ EMBEDDED = ("adder", "instruct")
 begin with these words."""
 
 
-def settings(cfg: DictConfig) -> tuple[Config, str]:
-    """Return the checked configuration that Hydra composed, and the run's name. Raises ConfigError."""
+def settings(cfg: DictConfig, stage: object = None) -> tuple[Config, str]:
+    """Return the checked configuration that Hydra composed, and the run's name. ``stage``: the settings of
+    sample.py or label.py alone. Raises ConfigError."""
     hydra = HydraConfig.get()
     overrides = list(hydra.overrides.task)
     config = _loaded(cfg, overrides)
     refuse_default_data(config, overrides)
-    notes = (
-        check_idle(config, overrides, crossed=hydra.mode == RunMode.MULTIRUN) if program() == "train" else []
-    )
+    crossed = hydra.mode == RunMode.MULTIRUN
+    notes = check_idle(config, overrides, crossed, program() if stage else "train", stage)
     say(notes if speaks(os.environ) else ())
     return config, run_name(config, overrides)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,9 @@ from config.schema import Config
 REFUSE, NOTE = "refuse", "note"
 """The values of ``idle_settings``."""
 ABSENT = object()
+ELSEWHERE = "program=train"
+"""The condition of a setting that only training reads."""
+Settings = Config | Mapping[str, Any]
 
 
 @cache
@@ -26,31 +29,42 @@ def conditions() -> dict[str, str]:
     return table["when"] | {key: "" for line in table["always"] for key in line.split()}
 
 
-def why_idle(config: Config, key: str) -> str | None:
-    """Return what would have to hold for setting ``key`` to be read; None if it is read."""
-    for place, condition in conditions().items():
-        within = key == place or key.startswith(f"{place}.")
-        if condition and within and not _holds(config, condition):
+def why_idle(config: Settings, key: str, program: str = "train") -> str | None:
+    """Return what would have to hold for setting ``key`` to be read by ``program``; None if it is read."""
+    own = section("reads.yaml")["programs"].get(program, {}).get("reads", {})
+    known = any(_within(place, key.partition(".")[0]) for place in conditions())  # not the program's own
+    if own and known and not any(_within(key, place) for place in own):
+        return ELSEWHERE
+    rules = {p: rule for p, rule in conditions().items() if not any(_within(place, p) for place in own)} | own
+    for place, condition in rules.items():
+        if condition and _within(key, place) and not _holds(config, condition):
             return condition
     return None
 
 
-def check_idle(config: Config, overrides: Sequence[str], crossed: bool = False) -> list[str]:
-    """Return a note for each setting that was given and that nothing reads, in a recipe (``experiment=``), in
-    a sweep (``crossed``) or with ``idle_settings=note``.
+def check_idle(
+    config: Config, overrides: Sequence[str], crossed: bool = False, program: str = "train", stage: Any = None
+) -> list[str]:
+    """Return a note for each setting that was given and that ``program`` does not read, in a recipe
+    (``experiment=``), in a sweep (``crossed``), with ``idle_settings=note``, or of what only the other
+    programs of a pipeline read. ``stage``: the settings of sample.py or label.py alone.
 
     Raises UserError for those among ``overrides``, as typed. A value of false or null asks for nothing, so
     nothing is ignored.
     """
+    facts = config if stage is None else vars(config) | vars(stage) | {"program": program}
     typed = dict(_typed(overrides))
-    refused = [(key, value, said) for key, value in typed.items() if (said := _said(config, key)) is not None]
-    notes = [
-        f"{key} has no effect: {said}"
-        for key, said in ((key, _said(config, key)) for key in _recipes(overrides))
-        if said is not None and key not in typed
+    idle = [
+        (key, value, said) for key, value in typed.items() if (said := _said(facts, key, program)) is not None
     ]
+    carried = section("reads.yaml")["programs"].get(program, {}).get("carries", ())
+    refused = [one for one in idle if not any(_within(one[0], place) for place in carried)]
     if crossed or config.idle_settings == NOTE:
-        return [f"{key} has no effect: {said}" for key, _, said in refused] + notes
+        refused = []
+    recipes = ((key, None, _said(facts, key)) for key in _recipes(overrides) if stage is None)
+    notes = [
+        f"{key} has no effect: {said}" for key, _, said in idle if key not in {one[0] for one in refused}
+    ] + [f"{key} has no effect: {said}" for key, _, said in recipes if said is not None and key not in typed]
     if refused:
         (key, value, said), *others = refused
         first = ConfigError(key, value, f"nothing would read it: {said}; leave it out, or idle_settings=note")
@@ -65,38 +79,45 @@ def say(notes: Iterable[str]) -> None:
         print(f"note: {scrub_text(note)}", file=sys.stderr, flush=True)
 
 
-def _said(config: Config, key: str) -> str | None:
+def _said(config: Settings, key: str, program: str = "train") -> str | None:
     """Return what a setting that nothing reads would need, and what is there instead; None if it is read."""
-    condition = why_idle(config, key)
+    condition = why_idle(config, key, program)
     if condition is None:
         return None
+    if condition == ELSEWHERE:
+        own = section("reads.yaml")["programs"][program]["reads"]
+        return f"{program}.py reads {', '.join(place for place in own if own[place] != ELSEWHERE)}"
     terms = [term for way in condition.split(" or ") for term in way.split(" and ")]
     needs = condition.replace(" and ", " with ").replace(" or ", ", or ").replace("|", "/")
     here = dict.fromkeys(_shown(config, term) for term in terms if not _term_holds(config, term))
     return f"it needs {needs}, and here {', '.join(here)}"
 
 
-def _holds(config: Config, condition: str) -> bool:
+def _within(key: str, place: str) -> bool:
+    return key == place or key.startswith(f"{place}.")
+
+
+def _holds(config: Settings, condition: str) -> bool:
     ways = condition.split(" or ")
     return any(all(_term_holds(config, term) for term in way.split(" and ")) for way in ways)
 
 
-def _term_holds(config: Config, term: str) -> bool:
+def _term_holds(config: Settings, term: str) -> bool:
     key, _, wanted = term.partition("=")
     value = _value(config, key.removesuffix("!"))
     return value is ABSENT or (_text(value) in wanted.split("|")) != key.endswith("!")
 
 
-def _shown(config: Config, term: str) -> str:
+def _shown(config: Settings, term: str) -> str:
     key = term.partition("=")[0].removesuffix("!")
     return f"{key}={_text(_value(config, key))}"
 
 
-def _value(config: Config, key: str) -> Any:
+def _value(config: Settings, key: str) -> Any:
     """Return the value of a dotted setting; ABSENT if this run has none of this name."""
     found: Any = config
     for part in key.split("."):
-        found = found.get(part, ABSENT) if isinstance(found, dict) else getattr(found, part, ABSENT)
+        found = found.get(part, ABSENT) if isinstance(found, Mapping) else getattr(found, part, ABSENT)
     return found
 
 

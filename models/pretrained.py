@@ -28,7 +28,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import find_adapter_config_file, is_flash_attn_2_available, is_flash_attn_3_available
 
 from common.errors import ConfigError, require
 from config.defaults import section
@@ -42,7 +43,6 @@ from models.quantization import NF4, quantise
 from models.rope import check_longrope
 from models.routing import check_routing
 from models.weight_files import (
-    ADAPTER,
     Stored,
     check_files,
     named,
@@ -72,8 +72,9 @@ WRAPPERS: dict[str | None, type[Policy]] = {None: Policy, "value": ValuePolicy, 
 def model_config(config: ModelConfig) -> PretrainedConfig:
     """Return the architecture, without weights. Raises ConfigError if it cannot be loaded."""
     path = reachable(KEY, config.name_or_path, config.revision)
-    if (Path(path) / ADAPTER).exists():
-        refuse_adapter(KEY, config.name_or_path, Path(path))
+    if not is_gguf(path) and (adapter := find_adapter_config_file(path, revision=config.revision)):
+        get_tokenizer_config(path, revision=config.revision)  # into the cache, beside the adapter's
+        refuse_adapter(KEY, config.name_or_path, Path(adapter).parent, config.revision)
     try:
         return AutoConfig.from_pretrained(
             **source(path), revision=config.revision, trust_remote_code=config.trust_remote_code

@@ -222,17 +222,22 @@ def _quantised(how: str) -> str:
     )
 
 
-def refuse_adapter(key: str, name: str, folder: Path) -> None:
-    """Raise ConfigError for a folder of an adapter, with the line that merges it into its base model."""
+def refuse_adapter(key: str, name: str, folder: Path, revision: str | None = None) -> None:
+    """Raise ConfigError for an adapter, with the line that merges it into its base model. ``folder``: where
+    it lies, or the cache of its repository on the hub, which may hold no more than the adapter's config."""
     try:
         base = read_object(folder / ADAPTER).get("base_model_name_or_path")
     except (OSError, DamagedError) as error:
         raise ConfigError(key, name, f"is an adapter whose files are damaged: {error}") from error
-    words = folder if any(folder.glob("tokenizer*")) else base
-    to = f"{str(folder).rstrip('/')}-merged"
+    here = Path(name).is_dir()
+    place = folder if here else name
+    words = place if any(folder.glob("tokenizer*")) else base
+    to = f"{str(folder if here else Path(name).name).rstrip('/')}-merged"
+    which = f", revision='{revision}'" if revision else ""
     line = (
         "from peft import AutoPeftModelForCausalLM as M; from transformers import AutoTokenizer as T; "
-        f"M.from_pretrained('{folder}', dtype='auto').merge_and_unload().save_pretrained('{to}'); "
+        f"M.from_pretrained('{place}'{which}, dtype='auto').merge_and_unload()"
+        f".save_pretrained('{to}'); "
         f"T.from_pretrained('{words}').save_pretrained('{to}')"
     )
     own = (

@@ -14,7 +14,9 @@ from huggingface_hub import constants
 
 from common.errors import ConfigError
 from config.cli import compose
+from config.schema_model import ModelConfig
 from export import main as export_main
+from models.pretrained import model_config
 from tests import http_server
 from train import train
 
@@ -70,15 +72,27 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, {"commitOid": "a" * 40, "commitUrl": f"{url}/commit/{'a' * 40}"})
 
     def do_GET(self) -> None:
-        self._answer(404, {"error": "Not found"})
+        name = self.path.removeprefix("/api/models/")
+        repository, _, file = self.path[1:].partition("/resolve/main/")
+        held = self.server.files.get(repository, {}).get(file)
+        if held is not None:
+            self._answer(200, held)
+        else:
+            self._answer(200 if name in self.server.files else 404, {"id": name, "error": "Entry not found"})
 
-    def _answer(self, status: int, content: dict) -> None:
-        body = json.dumps(content).encode()
+    do_HEAD = do_GET
+
+    def _answer(self, status: int, content: dict | bytes) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{hash(body)}"')
+        self.send_header("X-Repo-Commit", "b" * 40)
+        if status == 404:
+            self.send_header("X-Error-Code", "EntryNotFound")
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(b"" if self.command == "HEAD" else body)
 
 
 @pytest.fixture
@@ -153,3 +167,20 @@ def test_nothing_is_promised_offline(tmp_path, hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE=1: unset it"):
         trained(tmp_path, "push_to_hub=org/name")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_an_adapter_on_the_hub_says_the_line_that_merges_it(hub, tmp_path, monkeypatch, own):
+    """With or without a tokenizer of its own; transformers would load the base model in its place, or find no
+    config.json."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    files = {"adapter_config.json": b'{"base_model_name_or_path": "org/base", "peft_type": "LORA"}'}
+    hub.files["org/lora"] = files | ({"tokenizer_config.json": b"{}"} if own else {})
+    with pytest.raises(ConfigError, match="is an adapter of org/base: merge it with python -c") as said:
+        model_config(ModelConfig(name_or_path="org/lora"))
+    assert "M.from_pretrained('org/lora', dtype" in str(said.value)
+    assert f"T.from_pretrained('org/{'lora' if own else 'base'}')" in str(said.value)
+    assert str(said.value).endswith("give lora-merged")

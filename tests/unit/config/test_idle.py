@@ -13,6 +13,7 @@ from config.defaults import section
 from config.files import FOLDER
 from config.idle import ABSENT, _value, check_idle, conditions, why_idle
 from config.schema import Config
+from config.schema_stages import LabelStage, SampleStage
 from config.unknown import names
 from launch.composing import compose_config
 from tests.tiny import ROOT
@@ -102,6 +103,36 @@ def test_all_are_named_at_once_and_a_recipes_are_notes():
     ]
     notes = check_idle(config, ["experiment=dpo-offline", "lr=1e-3"])
     assert [note.split()[0] for note in notes] == ["log_epsilon_P", "log_epsilon_R", "sync_freq"]
+
+
+@pytest.mark.parametrize(
+    ("program", "stage", "lines"),
+    [
+        (
+            "sample",
+            SampleStage(out="x.jsonl"),
+            "loss=kto lr=1 humanline=true reward=adder rounds.feedback=pair rounds={tau:1} optimizer.lr=1 "
+            "online=true n_examples=3 sync_freq=2 environment.max_turns=2 data.logprob_range=[0,1] "
+            "| data=x model.max_length=9 sampler=vllm sampler.top_p=1 rounds.samples=2 seed=3 out=x limit=3",
+        ),
+        (
+            "label",
+            LabelStage(samples="a", out="x.json", format="binary"),
+            "loss=grpo sampler.top_p=1 rounds.samples=3 rounds.tau=1 rounds.feedback=group exp_name=x "
+            "| in=a format=binary rounds.threshold=8 reward=adder reward.function.path=a.b seed=2",
+        ),
+        ("label", LabelStage(samples="a", out="x.jsonl"), "rounds.threshold=8 | rounds.tau=1 rounds={tau:1}"),
+    ],
+)
+def test_what_only_training_reads_is_refused_by_the_other_programs_too(program, stage, lines):
+    config = compose_config(["loss=dpo"])
+    idle, read = (part.split() for part in lines.split("|"))
+    for word in idle:
+        with pytest.raises(UserError, match=r"nothing would read it: (it needs|\w+\.py reads) "):
+            check_idle(config, [word], program=program, stage=stage)
+    assert check_idle(config, read, program=program, stage=stage) == []
+    carried = check_idle(config, ["model=hub", "data.path=x"], program=program, stage=stage)
+    assert len(carried) == 2 * (program == "label")
 
 
 def test_the_rules_of_shapes_and_corrections_are_those_of_their_code():
