@@ -109,6 +109,8 @@ def remember(found: Any, key: str = "") -> None:
     elif is_secret(key, found):
         _remember(str(found))
     elif isinstance(found, str):
+        if (word := _assigned(found)) is not None:
+            _remember(word[1].strip("\"'"))
         for user in _USER.findall(found):
             _remember(user)
             _remember(user.partition(":")[2])
@@ -124,14 +126,18 @@ def _remember(value: str) -> None:
 
 def _spellings(value: str) -> set[str]:
     """Return ``value`` as JSON, HTML, URLs and Python's ``repr`` spell it."""
-    ways = (
-        json.dumps(value)[1:-1],
-        html.escape(value),
-        quote(value, safe=""),
-        unquote(value),
-        repr(value)[1:-1],
-    )
-    return {value, *ways}
+    return {
+        way
+        for one in (value, unquote(value))
+        for way in (one, json.dumps(one)[1:-1], html.escape(one), quote(one, safe=""), repr(one)[1:-1])
+    }
+
+
+def _assigned(word: str) -> tuple[str, str] | None:
+    """Return (name, secret value) of an argument ``name=value``; None if it is none, or no secret."""
+    key, sign, value = word.partition("=")
+    secret = bool(sign) and is_secret(key.lstrip("+~-").replace("-", "_"), value)
+    return (key, value) if secret else None
 
 
 def known_secrets() -> list[str]:
@@ -175,7 +181,7 @@ def _named_values(text: str) -> Iterator[tuple[int, int]]:
         if not sign and not named["option"]:
             at = named.end("name")
             continue
-        if not is_secret_name(named["name"].removesuffix("_env")) or _NONE.match(text, at):
+        if not is_secret_name(re.sub("(?i)_env$", "", named["name"])) or _NONE.match(text, at):
             continue
         around = text[named.start() - 1 : named.start()]
         if around in ("'", '"') and around and named["quote"] is None and sign == "=":
@@ -225,9 +231,8 @@ def scrub_words(words: list[str]) -> list[str]:
     known = known_secrets()
     out = []
     for word in words:
-        key, sign, value = word.partition("=")
-        secret = bool(sign) and is_secret(key.lstrip("+~-").replace("-", "_"), value)
-        out.append(f"{key}={REMOVED}" if secret else scrub_text(word, known))
+        found = _assigned(word)
+        out.append(scrub_text(word, known) if found is None else f"{found[0]}={REMOVED}")
     return out
 
 

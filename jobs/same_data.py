@@ -4,6 +4,7 @@ fingerprints: another input at the same place would silently continue the run wi
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -43,7 +44,8 @@ def data_inputs(
 ) -> dict[str, str]:
     """Return the fingerprints of what the run reads besides its weights: the examples of ``plan``, before
     ``data.logprob_range`` chooses among them, or the ``prompts`` of online rounds; what is known of each
-    token; the held-out rows and prompts; the files of reward models and teachers that lie in folders."""
+    token; the held-out rows and prompts; the files of reward models and teachers that lie in folders, and of
+    code that settings name."""
     rows = plan.examples.groups
     found = {DATA: groups_digest(rows) if prompts is None else prompts_digest(prompts.prompts)}
     if prompts is None:
@@ -57,7 +59,7 @@ def data_inputs(
     for name, (segment, groups) in held_out.items():
         scored = "" if segment is None else groups_digest(segment.groups)
         found[name] = scored + prompts_digest(prompts_of(groups))
-    return found | reward_files(config)
+    return found | reward_files(config) | code_files(config)
 
 
 def reward_files(config: Config) -> dict[str, str]:
@@ -78,17 +80,44 @@ def hub_commits(config: Config) -> dict[str, str]:
     return {key: commit for key, commit in found.items() if commit is not None}
 
 
+def code_files(config: Config) -> dict[str, str]:
+    """Return setting -> SHA-256 of the file of the function or class that it names by its import path: the
+    loss and its trainer, what verifies and corrects, and, online, what rewards and answers the policy."""
+    sections = ("loss", "trainer", "correction", *(("reward", "environment") if config.online else ()))
+    named = [
+        (key, name)
+        for section in sections
+        for key, name in _texts(asdict(config)[section], section)
+        if key.endswith(("._target_", ".path"))
+    ]
+    named += [("data.verifier", config.data.verifier or "")]
+    files = {key: _source(name.rpartition(".")[0]) for key, name in named}
+    return {key: files_digest([Path(file)]) for key, file in files.items() if file is not None}
+
+
+def _source(module: str) -> str | None:
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, AttributeError, ValueError):  # what uses it says so
+        return None
+    return found.origin if found is not None and found.has_location else None
+
+
+def _texts(tree: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield (setting, value) of the texts in nested settings."""
+    if isinstance(tree, dict):
+        for name, item in tree.items():
+            yield from _texts(item, f"{key}.{name}")
+    elif isinstance(tree, str):
+        yield key, tree
+
+
 def _models(config: Config) -> Iterator[tuple[str, str, str | None]]:
     """Yield (setting, name, revision) of the models that give rewards."""
-
-    def found(tree: Any, key: str) -> Iterator[tuple[str, str, str | None]]:
-        if isinstance(tree, dict):
-            if isinstance(tree.get("name_or_path"), str):
-                yield f"{key}.name_or_path", tree["name_or_path"], tree.get("revision")
-            for name, item in tree.items():
-                yield from found(item, f"{key}.{name}")
-
-    yield from found(asdict(config)["reward"] if config.online else None, "reward")
+    found = dict(_texts(asdict(config)["reward"] if config.online else None, "reward"))
+    for key, name in found.items():
+        if key.endswith(".name_or_path"):
+            yield key, name, found.get(f"{key.removesuffix('name_or_path')}revision")
 
 
 def _commit(name: str, kind: str, revision: str | None) -> str | None:

@@ -13,8 +13,11 @@ does. They end with this program, however it ends. The exit code is 1 when a ser
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -33,6 +36,7 @@ from config.schema import Config
 ANY = "http://localhost:8000"
 """Placeholder address, to check settings before the servers have addresses."""
 PAUSE_S = 0.5
+PRIVATE = "humanline-"
 
 
 def server_words(config: Config, url: str) -> tuple[list[str], dict[str, str]]:
@@ -85,6 +89,42 @@ def seen_gpus() -> list[str]:
 
 
 @contextmanager
+def private_folder() -> Iterator[str]:
+    """Make a folder of mode 0700 that is locked while this process lives. Those of processes that were killed
+    are removed: folders of this user and mode that nobody has locked, with nothing but sockets in them."""
+    for left in Path(tempfile.gettempdir()).glob(f"{PRIVATE}*"):
+        with suppress(OSError):
+            _remove(left)
+    while True:
+        folder = tempfile.mkdtemp(prefix=PRIVATE)
+        with suppress(FileNotFoundError):  # another start has just taken it for one that was left
+            lock = os.open(folder, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            os.stat(folder)
+            break
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove(left: Path) -> None:
+    """Remove a folder that a killed process left. Raises OSError for one that is in use or holds a file."""
+    lock = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+    try:
+        about = os.fstat(lock)
+        if about.st_uid == os.getuid() and stat.S_IMODE(about.st_mode) == 0o700:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for path in left.iterdir():
+                if path.is_socket():
+                    path.unlink()
+            left.rmdir()
+    finally:
+        os.close(lock)
+
+
+@contextmanager
 def servers(config: Config, host: str | None) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """Start the servers and yield their processes by address; kill them at the end. ``host``: the address of
     this machine at whose ports they listen; None: they listen at sockets in a folder of this user's alone."""
@@ -93,7 +133,7 @@ def servers(config: Config, host: str | None) -> Iterator[dict[str, subprocess.P
 
     started: dict[str, subprocess.Popen[bytes]] = {}
     theirs = {name: value for name, value in os.environ.items() if name != KV_CACHE}
-    with tempfile.TemporaryDirectory(prefix="humanline-") as folder:  # of mode 0700
+    with private_folder() as folder:
         try:
             for index, share in enumerate(shares(seen_gpus(), config.sampler.tensor_parallel)):
                 url = f"{UNIX}{folder}/{index}" if host is None else f"http://{host}:{free_port()}"

@@ -19,6 +19,7 @@ from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
 import aiohttp
+from pydantic_core import from_json
 from tenacity import AsyncRetrying, stop_after_attempt, wait_random_exponential
 from tenacity.asyncio import retry_if_exception
 from yarl import URL
@@ -34,8 +35,9 @@ EXTENSION = "rollouts.vllm_backend.WorkerExtension"
 TESTED = "0.32."
 """Prefix of the vLLM versions that this code was written for and tested with."""
 KEY = "sampler.urls"
-IN_FLIGHT = 512
-"""Samples that a server is asked for at once. It queues those that it has no room for."""
+IN_FLIGHT = 256
+"""Samples that a server is asked for at once: as many as vLLM computes at once by default (``--max-num-seqs``). Each
+has a connection, and a connection costs as much processor time as its requests."""  # noqa: E501
 ADAPTERS = "adapters-of-round-"
 """Prefix of the name of a round's adapters, which the version follows."""
 NONE = ""
@@ -205,13 +207,16 @@ class ServerEngine:
 
     async def logprobs(self, rows: list[TokenRow]) -> tuple[str, list[list[float]]]:
         params = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-        replies = await self._each([(row, params) for row in rows])
-        found = [
-            [step[str(token)]["logprob"] for token, step in zip(row[1:], steps[1:], strict=True)]
-            for row, steps in zip(rows, (reply["prompt_logprobs"] for reply in replies), strict=True)
-        ]
-        for value in (value for row in found for value in row if not is_logprob(value)):
-            raise AnswerError(f"{self.url} answered with the log-probability {value!r}")
+        found: list[list[float]] = [[] for _ in rows]
+
+        def take(place: int, reply: dict[str, Any]) -> None:
+            steps = zip(rows[place][1:], reply["prompt_logprobs"][1:], strict=True)
+            found[place] = [step[str(token)]["logprob"] for token, step in steps]
+            for value in found[place]:
+                if not is_logprob(value):
+                    raise AnswerError(f"{self.url} answered with the log-probability {value!r}")
+
+        await self._each([(row, params) for row in rows], take)
         return await self._said(found)
 
     # -- HTTP ------------------------------------------------------------------------------------------
@@ -219,23 +224,20 @@ class ServerEngine:
     async def _each(
         self,
         asked: list[tuple[TokenRow, dict[str, Any]]],
-        take: Callable[[int, dict[str, Any]], None] | None = None,
-    ) -> list[dict[str, Any]]:
-        """Return the replies, in order. ``take`` is called with each reply as it arrives."""
-        replies: list[dict[str, Any]] = [{} for _ in asked]
+        take: Callable[[int, dict[str, Any]], None],
+    ) -> None:
+        """Call ``take`` with the place of each request and its reply, as it arrives. No reply is kept: with
+        thousands of them Python's collector of garbage would take half of the time."""
         left = iter(enumerate(asked))
 
         async def ask() -> None:
             for place, (token_ids, params) in left:
                 body = {"token_ids": token_ids, "sampling_params": params, **self._named}
-                replies[place] = await self._post("inference/v1/generate", body)
-                if take is not None:
-                    take(place, replies[place])
+                take(place, await self._post("inference/v1/generate", body))
 
         tasks = [asyncio.create_task(ask()) for _ in range(min(IN_FLIGHT, len(asked)))]
         try:
             await asyncio.gather(*tasks)
-            return replies
         finally:
             for task in tasks:  # after the first error
                 task.cancel()
@@ -293,7 +295,7 @@ class ServerEngine:
         if reply.status != 200:
             said = reply.content[:500].decode(errors="replace")
             raise ValueError(f"{reply.status} for {self.url}/{path}: {said}")
-        return {} if raw or not reply.content else dict(json.loads(reply.content))
+        return {} if raw or not reply.content else dict(from_json(reply.content))
 
 
 _JSON = {"Content-Type": "application/json"}

@@ -155,3 +155,23 @@ def test_other_files_of_a_reward_model_are_refused(tmp_path: Path) -> None:
     before = reward_files(config)
     exchanged(tmp_path / "reward", 1 << 20)
     assert before.keys() == {"reward.classifier.name_or_path"} and reward_files(config) != before
+
+
+def test_another_body_of_a_function_is_refused_by_the_setting_that_names_it(
+    tmp_path: Path, monkeypatch
+) -> None:
+    module = tmp_path / "own_rewards.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # of the processes that call it
+    words = ("online=true", "reward=function", "reward.function.path=own_rewards.score")
+    words = (*words, "rounds.contexts=16", "rounds.contexts_per_round=8")
+
+    def body(text: str) -> None:
+        module.write_text(f"def score(completions, **_):\n    return [{text} for one in completions]\n")
+
+    body("float(len(one))")
+    go(tmp_path, LINES, *words, "save_every=8")
+    body("-float(len(one))")
+    with pytest.raises(ConfigError, match=r"^reward\.function\.path=own_rewards\.score: is not what"):
+        go(tmp_path, LINES, *words, "save_every=8")
+    go(tmp_path, LINES, *words, "save_every=8", "resume_with_other=[reward.function.path]")

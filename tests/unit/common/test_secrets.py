@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import html
+import json
+from urllib.parse import quote
+
 import pytest
 
+from common import secrets
 from common.errors import ConfigError
-from common.secrets import REMOVED, is_secret, scrub_text
+from common.secrets import REMOVED, is_secret, same_but_for_secrets, scrub, scrub_text, scrub_words
 
 KEYS = (  # made up, and cut in two so that no file of the repository looks as if it held one
     "sk-" + "proj-abcdefghijklmnop1234",
@@ -42,6 +47,7 @@ def test_the_value_of_a_secret_setting_is_not_repeated_whatever_it_looks_like():
     [
         ("cannot parse 'x.api_key=plain,y=1'", f"cannot parse 'x.api_key={REMOVED},y=1'"),
         ("Password: hunter2; then", f"Password: {REMOVED}; then"),
+        ("API_KEY_ENV=plain7 x.api_key_env: plain7", f"API_KEY_ENV={REMOVED} x.api_key_env: {REMOVED}"),
         ("a.api_key=plain: is wrong", f"a.api_key={REMOVED}: is wrong"),
         (f"a.api_key={REMOVED}: is wrong", f"a.api_key={REMOVED}: is wrong"),
         ("api_key_env=OPENAI_API_KEY max_tokens=3 api_key: null", None),
@@ -51,3 +57,92 @@ def test_the_value_of_a_secret_setting_is_not_repeated_whatever_it_looks_like():
 def test_what_follows_the_name_of_a_secret_is_removed_from_messages(text, made):
     assert scrub_text(text) == (text if made is None else made)
     assert scrub_text(scrub_text(text)) == scrub_text(text)
+
+
+A, D = "Abcdefghijklmnop", "Q7abcdefghijklmnop"  # letters alone; letters and a digit
+BY_LOOK = (
+    *(f"hf_{A}", f"api_org_{A}", f"wandb_v1_{A}", f"sk-{A}", f"github_pat_{A}", f"ya29.{A}", f"hvs.{A}"),
+    *(f"{prefix}_{A}" for prefix in ("sk_live", "rk_live", "sk_test", "rk_test", "whsec", "gsk", "xai")),
+    *(
+        f"{prefix}-{A}"
+        for prefix in ("nvapi", "pplx", "r8", "tgp_v1", "lin_api", "dop_v1", "dckr_pat", "npm")
+    ),
+    *(f"shpat_{A}", *(f"gh{kind}_{A}" for kind in "pousr"), f"AIza{A}{A}", f"AKIA{A.upper()}"),
+    *(f"gl{kind}-{A}" for kind in ("pat", "dt", "rt", "soat", "ptt")),
+    *(f"xoxb-{A}", f"xapp-{A}", f"ASIA{A.upper()}", f"pypi-{A}", f"SG.{A}.{A}", f"eyJ{A}.{A}.{A}"),
+    *(f"hooks.slack.com/services/{A}", f"x/api/webhooks/{A}", f"Bearer {A}", f"bearer {D}", f"Basic {D}"),
+    *(f"?x={D}{A}", f"&x={D}{A}", f"-----BEGIN PRIVATE KEY-----|{A}|-----END PRIVATE KEY-----"),
+    *(f"http://{A}@host", f"http://me:{A}@host", f"http://me:1{A}@host/x"),
+)
+BY_NAME = (
+    *("key", "apiKey", "accesskey", "secret_keys", "privatekey", "accountkey", "authkey", "x_key", "token"),
+    *("accesstoken", "apitoken", "authtoken", "bearertokens", "hftoken", "hubtoken", "idtoken"),
+    *("refreshtoken", "sessiontoken", "secret", "clientsecret", "dbpass", "http_pass", "mailpass"),
+    *("proxypass", "smtppass", "userpass", "password", "passwd", "passphrase", "pwd", "credentials", "auth"),
+    *("authorization", "bearer", "cookie", "jwt", "sig", "signature", "token_2"),
+)
+
+
+@pytest.mark.parametrize("text", BY_LOOK)
+def test_a_secret_is_known_by_its_look(text):
+    made = scrub_text(f"<{text.replace('|', chr(10))}>")
+    assert REMOVED in made and not any(part.lower() in made.lower() for part in (A, D))
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize(
+    "form", ["x.{}={}", "--{} {}", "--{}={}", '"{}": "{}"', r"\"{}\": \"{}\"", "{}: '{}'", "'x.{}={} two'"]
+)
+def test_a_secret_is_known_by_its_name(name, form):
+    assert "plain7" not in (made := scrub_text(form.format(name, "plain7"))) and "two" not in made
+    assert "plain7" not in str(scrub({"x": [{name: ["plain7", {"y": "plain7"}]}]}))
+    assert "plain7" not in str(scrub_words([f"+x.{name}=plain7", f"--{name.replace('_', '-')}=plain7"]))
+
+
+@pytest.mark.parametrize("name", ["pad", "eos", "stop", "per", "sort", "cache", "public", "group", "image"])
+def test_an_ordinary_token_or_key_is_none(name):
+    assert scrub({f"{name}_token": "plain7", f"x.{name}_key": "plain7"}) == {
+        f"{name}_token": "plain7",
+        f"x.{name}_key": "plain7",
+    }
+    assert (
+        scrub_text(f"{name}_token=plain7 my_{name}_key: plain7")
+        == f"{name}_token=plain7 my_{name}_key: plain7"
+    )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"x": {"api_key": 'pl<"é/7 in'}},
+        {"x": {"credentials": ['pl<"é/7 in']}},
+        {"api_key_env": 'pl<"é/7 in'},
+        ['x.token=pl<"é/7 in'],
+        ["http://me:pl%3C%22%C3%A9%2F7%20in@host"],
+    ],
+)
+def test_what_was_a_secret_once_is_removed_in_every_spelling(monkeypatch, given):
+    monkeypatch.setattr(secrets, "_remembered", set())
+    value = 'pl<"é/7 in'
+    if isinstance(given, list) and "token" in given[0]:
+        value, given = value.replace('"', ""), [given[0].replace('"', "")]
+    secrets.remember(given)
+    for said in (value, json.dumps(value), html.escape(value), quote(value, safe=""), repr(value)):
+        assert REMOVED in scrub_text(f"it says {said} here"), said
+
+
+def test_the_environments_secrets_are_removed_and_short_words_and_folders_are_not(monkeypatch):
+    for name, value in {"MY_TOKEN": "plain words", "OLDPWD": "/some/where", "A_KEY": "short"}.items():
+        monkeypatch.setenv(name, value)
+    assert scrub_text("plain words, plain%20words, /some/where, short") == (
+        f"{REMOVED}, {REMOVED}, /some/where, short"
+    )
+
+
+def test_a_copy_without_secrets_equals_its_original_and_no_other():
+    given = {"a": "http://me:pw@host/x", "token": "t", "b": [1, "x"]}
+    assert same_but_for_secrets(scrub(given), given) and same_but_for_secrets(
+        scrub(given), given | {"token": "u"}
+    )
+    assert not same_but_for_secrets(scrub(given), given | {"a": "http://me:pw@other/x"})
+    assert not same_but_for_secrets(scrub(given), given | {"b": [1, "y"]})

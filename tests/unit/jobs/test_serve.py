@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -81,3 +82,30 @@ def test_a_file_that_cannot_be_written_is_refused_before_servers_start(
 def test_settings_whose_run_would_not_sample_with_servers_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         serve.serve(words, None, "localhost")
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = "import os, jobs.serve as s\nwith s.private_folder() as f: print(f, flush=True); input()"
+    command, pipes = [sys.executable, "-c", code], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    killed, living = (subprocess.Popen(command, cwd=ROOT, env=env, text=True, **pipes) for _ in range(2))
+    left, used = (Path(one.stdout.readline().strip()) for one in (killed, living))
+    for folder in (left, used):
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(folder / "0"))
+    open_to_all, full, link = (tmp_path / f"humanline-{name}" for name in ("open", "full", "link"))
+    open_to_all.mkdir(mode=0o755)
+    full.mkdir(mode=0o700)
+    (full / "thesis").touch()
+    link.symlink_to(tmp_path / "humanline-open")
+    killed.kill()
+    killed.wait()
+    with serve.private_folder() as own:
+        there = {path.name for path in tmp_path.iterdir()}
+    assert there == {used.name, "humanline-open", "humanline-full", "humanline-link", Path(own).name}
+    assert (used / "0").exists() and (full / "thesis").exists() and not Path(own).exists()
+    living.communicate("\n")
+    assert not used.exists(), "one that ends removes its own"
