@@ -20,6 +20,7 @@ import os
 import runpy
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -55,6 +56,8 @@ would join the owner's process group."""
 
 _POLL_S = 0.5
 _GRACE_S = 10.0
+_STALLED_S = 60
+"""Seconds without a byte after which a message that has begun is given up."""
 _LOG_LINES = 25
 _TAIL_BYTES = 64 * 1024
 _LEAVE = "leave"
@@ -100,6 +103,8 @@ class WorkerProcess:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+        within = struct.pack("ll", _STALLED_S, 0)  # a length without its bytes would be waited for
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, within)
         self._connection = Connection(ours.detach())
 
     @property
@@ -142,7 +147,7 @@ class WorkerProcess:
         killed)."""
         try:
             while self._answer is None and self._connection.poll(seconds):
-                number, kind, value = self._connection.recv()
+                number, kind, value = self._received()
                 expected = self._asked[0] if self._asked else None
                 if number != expected:
                     how = f"answered request {number} in the place of {expected} and was killed"
@@ -161,6 +166,17 @@ class WorkerProcess:
         except (EOFError, OSError) as error:
             raise self._gone("died") from error
         return self._answer is not None
+
+    def _received(self) -> tuple[int, Any, Any]:
+        """Return the next message. Raises EOFError, OSError, and WorkerError for what is none: code in the
+        worker may write into every descriptor that it finds."""
+        try:
+            number, kind, value = self._connection.recv()
+            return number, kind, value
+        except (EOFError, OSError):
+            raise
+        except Exception as error:
+            raise self._gone("wrote what is no reply and was killed", wait=0.0) from error
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
         """Send a request and return its reply (``send``, then ``receive``)."""

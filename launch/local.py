@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from common.files import open_own
 from launch.slurm import ROOT, command
 from launch.state import State, last_line, tail
 
@@ -47,8 +48,13 @@ class Task:
     def note(self, said: str) -> None:
         """Add a line to the log, in the form that job.sh.j2 writes and launch.outcomes reads."""
         start = self.failures + self.restarts + 1
-        with self.log.open("a", encoding="utf-8") as log:
-            log.write(f"[{datetime.now():%F %T} {self.state.run.name}, here, start {start}] {said}\n")
+        with self.opened() as log:
+            place = f"{self.state.run.name}, here, start {start}"
+            log.write(f"[{datetime.now():%F %T} {place}] {said}\n".encode())
+
+    def opened(self) -> IO[bytes]:
+        """Open the log to add to it. Raises OSError for a link (``open_own``)."""
+        return os.fdopen(open_own(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
 
 
 class Pool:
@@ -86,7 +92,7 @@ class Pool:
                 break
             task.slot, task.status, task.started = slot, RUNNING, time.monotonic()
             task.note(f"on {socket.gethostname()}")
-            with task.log.open("ab") as log:
+            with task.opened() as log:
                 # A session of its own: Ctrl-C reaches this process alone, which then signals each run once.
                 task.process = subprocess.Popen(
                     self._command(task, slot),

@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from common.files import write_whole
 from config.schema_evaluations import named_measure
 from launch.cells import Cell
 from launch.collect import Result
@@ -107,7 +108,7 @@ def write_html(
         curves=curves,
         metric=in_words(metric),
     )
-    path.write_text(page, encoding="utf-8")
+    write_whole(path, page)
 
 
 def svg(figure: Figure) -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.errors import UserError, require
+from common.files import write_whole
 from common.output import guard_output
 from launch.cells import Cell, cells_of
 from launch.collect import Result, of_folders, of_sweep
@@ -111,8 +113,9 @@ def failure(run: Result) -> str:
 
 
 def write_csv(path: Path, table: Iterable[Iterable[object]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([[_cell(value) for value in row] for row in table])
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows([[_cell(value) for value in row] for row in table])
+    write_whole(path, text.getvalue())
 
 
 _NUMBER = re.compile(r"-?\d[\d.]*(e[-+]?\d+)?( ± \d[\d.]*(e[-+]?\d+)?)?")
@@ -274,7 +277,7 @@ def report(options: argparse.Namespace) -> str:
             *([f"Power for a difference of {options.power:g}:", markdown(powers)] if powers else []),
         ]
     )
-    (folder / "table.md").write_text(text + "\n", encoding="utf-8")
+    write_whole(folder / "table.md", text + "\n")
     write_csv(folder / "table.csv", numeric_rows(cells, metrics))
     write_csv(folder / "tests.csv", test_table)
     write_csv(folder / "runs.csv", run_rows(results, cells))

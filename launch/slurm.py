@@ -272,9 +272,8 @@ def submit(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> list[str]:
     done = 0
     for part in parts(runs, largest_array()):
         path = logs / "slurm" / "array.sh"
-        path.write_text(
-            script(job, sweep, part, logs, arrays[-1] if arrays and job.running_at_once else None), "utf-8"
-        )
+        after = arrays[-1] if arrays and job.running_at_once else None
+        write_whole(path, script(job, sweep, part, logs, after))
         try:
             arrays.append(ask(["sbatch", "--parsable", str(path)]).split(";")[0].strip())
         except SlurmError as error:

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from common.files import open_own
 from data.types import Turn
 from reports.provenance import versions
 from rollouts.samplers import Sample
@@ -69,7 +70,7 @@ class AnswerCache:
 
     def _append(self, lines: list[dict[str, Any]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a+b") as stream:
+        with os.fdopen(open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+b") as stream:
             if stream.seek(0, os.SEEK_END) and stream.seek(-1, os.SEEK_END) and stream.read() != b"\n":
                 stream.write(b"\n")  # ends a line that a killed process left unfinished
             stream.write("".join(json.dumps(line) + "\n" for line in lines).encode())

@@ -117,4 +117,5 @@ def turn_of(returned: Any, role: str) -> dict[str, str] | None:
         raise ValueError(
             f"it returned a turn of the role {turn['role']}, which environment.role={role} does not go with"
         )
+    turn["content"].encode()  # raises UnicodeEncodeError for half a surrogate pair, which no tokenizer takes
     return {"role": turn["role"], "content": turn["content"]}

@@ -46,6 +46,11 @@ def forge(number: int) -> None:
     Connection(int(sys.argv[1])).send((number, True, "forged"))
 
 
+def scribble() -> None:
+    """What code does that writes into every descriptor."""
+    os.write(int(sys.argv[1]), b"\0\0\0\5hello")
+
+
 if __name__ == "__main__":
     serve(
         {
@@ -59,6 +64,7 @@ if __name__ == "__main__":
             "fork_and_return": fork_and_return,
             "libc_fork_and_return": libc_fork_and_return,
             "forge": forge,
+            "scribble": scribble,
             "unsendable": lambda: (lambda: 1),
         }
     )

@@ -100,6 +100,12 @@ def test_a_reply_to_another_request_is_an_error_and_the_end_of_the_worker(worker
     assert wait_until(lambda: not alive(worker.pid))
 
 
+def test_what_is_no_reply_is_an_error_and_the_end_of_the_worker(worker):
+    with pytest.raises(WorkerError, match="wrote what is no reply and was killed"):
+        worker.call("scribble", timeout=900)
+    assert wait_until(lambda: not alive(worker.pid))
+
+
 def test_what_cannot_be_sent_back_is_an_exception_of_its_request(worker):
     with pytest.raises(WorkerError, match=r"(?s)Traceback.*pickle"):
         worker.call("unsendable", timeout=900)

@@ -221,3 +221,11 @@ def test_reading_a_run(tmp_path: Path) -> None:
     assert run.lines[-1] == {METRIC: 0.6, "step": 4, "examples": 128} and run.step == 4
     assert run.group == "dpo-offline+humanline" and run.tags == ("dpo", "offline+humanline")
     assert numbers({"a": {"b": 1, "config": {"c": 2}}, "d": "x", "e": [1]}) == {"a.b": 1.0}
+
+
+def test_a_table_takes_the_place_of_a_link_and_its_target_stays(tmp_path: Path) -> None:
+    (tmp_path / "thesis").write_text("mine")
+    (tmp_path / "table.csv").symlink_to(tmp_path / "thesis")
+    results.write_csv(tmp_path / "table.csv", [["a", "=1"], [1, 0.5]])
+    assert (tmp_path / "table.csv").read_bytes() == b"a,'=1\r\n1,0.5\r\n"
+    assert (tmp_path / "thesis").read_text() == "mine"

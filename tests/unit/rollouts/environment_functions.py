@@ -32,6 +32,10 @@ def number(conversation: list[dict[str, str]]) -> int:
     return 7
 
 
+def half_a_letter(conversation: list[dict[str, str]]) -> str:
+    return "\ud800"
+
+
 def tool(conversation: list[dict[str, str]]) -> dict[str, str]:
     return {"role": "tool", "content": "7"}
 

@@ -209,6 +209,7 @@ def test_what_passes_a_limit_is_cut_and_says_so(conversations) -> None:
         ("hanging", "took longer than 1 s and was killed"),
         ("dying", "ended its process"),
         ("number", "it returned a int: give a text"),
+        ("half_a_letter", "UnicodeEncodeError: .*surrogates not allowed"),
     ],
 )
 def test_an_environment_that_fails_stops_the_round_with_one_message(conversations, path, says) -> None:
