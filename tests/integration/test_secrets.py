@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import os
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,9 @@ PLANTED = {  # setting or environment variable -> value; a planted part begins w
     "callbacks.c.text": "glpat-PLANTn14abcdefghijkl",
     "callbacks.c.more": "[xoxb-PLANTo15-abcdefgh, sk_live_PLANTp16abcdefghij]",
     "wandb.tags": "[h" + "f_PLANTq17abcdefghijkl]",
+    "HF_TOKEN": "PLANTu21",
+    "WANDB_API_KEY": "PLANTv22" + "0123456789" * 4,
+    "GITHUB_PAT": "github_pat_" + "PLANTw23abcdefghij",
     "MY_SECRET": "PLANTr18environment",
     "JUDGE_LOGIN": "PLANTs19-known-by-its-setting",
     "callbacks.c.jwt": "eyJPLANTt20abc.abcdefghijkl.abcdefghijk",
@@ -68,6 +73,9 @@ def decoded(path: Path) -> bytes:
     content = path.read_bytes()
     if path.suffix == ".gz":
         content = gzip.decompress(content)
+    if content.startswith(b"SQLite format 3"):  # a long text is spread over pages
+        with closing(sqlite3.connect(path)) as trackio:
+            content += "".join(trackio.iterdump()).encode()
     if path.suffix == ".wandb":  # 7 bytes, then pieces of at most 32 KiB with 7 bytes each
         blocks = [content[at + (14 if at == 0 else 7) : at + 32768] for at in range(0, len(content), 32768)]
         content += b"".join(blocks)
@@ -121,12 +129,14 @@ def test_no_key_leaves_a_run_its_push_its_resume_or_a_crash(tmp_path, hub):  # n
     assert run.returncode == 0, run.stderr
     assert "refused with" in run.stderr
     assert list((tmp_path / "runs/a/wandb").rglob("*.wandb")) and (tmp_path / "runs/a/tensorboard").is_dir()
-    assert found(tmp_path / "runs", tmp_path / "cache", run.stdout, run.stderr) == []
+    left = (tmp_path / "runs", tmp_path / "cache", tmp_path / "trackio")
+    assert list((tmp_path / "trackio").rglob("*.db"))
+    assert found(*left, run.stdout, run.stderr) == []
     push(tmp_path / "runs/a/model", "org/name", private=True)
     assert found(*hub.files["org/name"].values(), *hub.messages) == [] != hub.messages
     other = start(tmp_path, "exp_name=a", "resume=true", "callbacks.c.token=PLANTanother", trackers)
     assert other.returncode == 0, other.stderr
-    assert found(tmp_path / "runs", other.stdout, other.stderr) == []
+    assert found(*left, other.stdout, other.stderr) == []
 
 
 @pytest.mark.usefixtures("quick_python")
