@@ -75,7 +75,18 @@ BY_LOOK = (
     *(f"http://{A}@host", f"http://me:{A}@host", f"http://me:1{A}@host/x"),
 )
 BY_NAME = (
-    *("key", "apiKey", "accesskey", "secret_keys", "privatekey", "accountkey", "authkey", "x_key", "token"),
+    *(
+        "key",
+        "apiKey",
+        "apikey",
+        "accesskey",
+        "secret_keys",
+        "privatekey",
+        "accountkey",
+        "authkey",
+        "x_key",
+        "token",
+    ),
     *("accesstoken", "apitoken", "authtoken", "bearertokens", "hftoken", "hubtoken", "idtoken"),
     *("refreshtoken", "sessiontoken", "secret", "clientsecret", "dbpass", "http_pass", "mailpass"),
     *("proxypass", "smtppass", "userpass", "password", "passwd", "passphrase", "pwd", "credentials", "auth"),
@@ -99,40 +110,61 @@ def test_a_secret_is_known_by_its_name(name, form):
     assert "plain7" not in str(scrub_words([f"+x.{name}=plain7", f"--{name.replace('_', '-')}=plain7"]))
 
 
-@pytest.mark.parametrize("name", ["pad", "eos", "stop", "per", "sort", "cache", "public", "group", "image"])
+ORDINARY = (
+    "pad eos bos unk sep cls mask stop end start special control image per next first last sort cache primary"
+)
+
+
+@pytest.mark.parametrize("name", (f"{ORDINARY} foreign row group prompt public").split())
 def test_an_ordinary_token_or_key_is_none(name):
-    assert scrub({f"{name}_token": "plain7", f"x.{name}_key": "plain7"}) == {
-        f"{name}_token": "plain7",
-        f"x.{name}_key": "plain7",
-    }
-    assert (
-        scrub_text(f"{name}_token=plain7 my_{name}_key: plain7")
-        == f"{name}_token=plain7 my_{name}_key: plain7"
+    given = {f"{name}_token": "plain7", f"x.{name}_key": "plain7"}
+    assert scrub(given) == given
+    assert scrub_text(said := f"{name}_token=plain7 my_{name}_key: plain7") == said
+
+
+@pytest.mark.parametrize("nothing", ["null", "None", "true", "false", "~", "???", "${oc.env:X}", '""'])
+def test_what_says_that_there_is_no_secret_stays(nothing):
+    for said in (f"x.api_key={nothing} y", f"token: {nothing}", "The key: word of this"):
+        assert scrub_text(said) == said
+    assert scrub({"token": "${oc.env:X}", "key": True}) == {"token": "${oc.env:X}", "key": True}
+    assert scrub({"token": 98765432101, "api_key": 1.5}) == {"token": REMOVED, "api_key": REMOVED}
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "basic", "Token", "digest"])
+def test_a_header_is_removed_with_its_scheme_and_a_text_up_to_its_last_quote(scheme):
+    assert scrub_text(f"Authorization: {scheme} plain; x") == f"Authorization: {REMOVED}; x"
+    assert scrub_text("{'token': 'a\\'plain', \"key\": \"b\\\"plain\", 'x': 1}") == (
+        f"{{'token': '{REMOVED}', \"key\": \"{REMOVED}\", 'x': 1}}"
     )
+    begun = f"-----BEGIN RSA PRIVATE KEY-----\n{A}"
+    assert scrub_text(begun) == REMOVED
+    assert scrub_text(f"{begun}\n-----END RSA PRIVATE KEY----- said") == f"{REMOVED} said"
+
+
+SPELLED = "pl<'\"é/7 in"
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("given", "value"),
     [
-        {"x": {"api_key": 'pl<"é/7 in'}},
-        {"x": {"credentials": ['pl<"é/7 in']}},
-        {"api_key_env": 'pl<"é/7 in'},
-        ['x.token=pl<"é/7 in'],
-        ["http://me:pl%3C%22%C3%A9%2F7%20in@host"],
+        ({"x": {"api_key": SPELLED}}, SPELLED),
+        ({"credentials": [{"user": [SPELLED]}]}, SPELLED),
+        ({"api_key_env": SPELLED}, SPELLED),
+        (["+x.my-token=pl<é/7 in"], "pl<é/7 in"),
+        (["http://me:pl%3C%22%C3%A9%2F7%20in@host"], 'pl<"é/7 in'),
+        (["https://pl7tokenalone@host/x"], "pl7tokenalone"),
+        (["a text with password: pl7tokenalone"], "pl7tokenalone"),
     ],
 )
-def test_what_was_a_secret_once_is_removed_in_every_spelling(monkeypatch, given):
+def test_what_was_a_secret_once_is_removed_in_every_spelling(monkeypatch, given, value):
     monkeypatch.setattr(secrets, "_remembered", set())
-    value = 'pl<"é/7 in'
-    if isinstance(given, list) and "token" in given[0]:
-        value, given = value.replace('"', ""), [given[0].replace('"', "")]
     secrets.remember(given)
     for said in (value, json.dumps(value), html.escape(value), quote(value, safe=""), repr(value)):
         assert REMOVED in scrub_text(f"it says {said} here"), said
 
 
 def test_the_environments_secrets_are_removed_and_short_words_and_folders_are_not(monkeypatch):
-    for name, value in {"MY_TOKEN": "plain words", "OLDPWD": "/some/where", "A_KEY": "short"}.items():
+    for name, value in {"MY_TOKEN": "plain words", "PWD": "/some/where", "A_KEY": "short"}.items():
         monkeypatch.setenv(name, value)
     assert scrub_text("plain words, plain%20words, /some/where, short") == (
         f"{REMOVED}, {REMOVED}, /some/where, short"
@@ -146,3 +178,12 @@ def test_a_copy_without_secrets_equals_its_original_and_no_other():
     )
     assert not same_but_for_secrets(scrub(given), given | {"a": "http://me:pw@other/x"})
     assert not same_but_for_secrets(scrub(given), given | {"b": [1, "y"]})
+
+
+def test_every_text_and_name_in_settings_and_every_word_of_a_command_is_looked_at():
+    assert scrub({f"hf_{A}": [f"x hf_{A}"]}) == {REMOVED: [f"x {REMOVED}"]}
+    assert scrub_words(["+x.token=two, words", "--my-token=two, words", f"a=hf_{A}"]) == [
+        f"+x.token={REMOVED}",
+        f"--my-token={REMOVED}",
+        f"a={REMOVED}",
+    ]
