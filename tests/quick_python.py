@@ -187,7 +187,7 @@ def main(address: str, python: str, *more: str) -> int:
     gc.disable()  # a quarter of the time that imports take would be spent on looking
     for name in (*HEAVY, *more):
         importlib.import_module(name)
-    # Its own lock is shared by all forks: a program that is killed while it holds it would stop all later ones.
+    # Its own lock is shared by all forks: a program that is killed while it holds it would stop later ones.
     importlib.import_module("tqdm").tqdm.set_lock(threading.RLock())
     quick_start.warm_up()
     listener = socket.socket(socket.AF_UNIX)
