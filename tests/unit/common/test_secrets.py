@@ -60,6 +60,7 @@ def test_what_follows_the_name_of_a_secret_is_removed_from_messages(text, made):
 
 
 A, D = "Abcdefghijklmnop", "Q7abcdefghijklmnop"  # letters alone; letters and a digit
+PRIVATE = "PRIVATE KEY-----"
 BY_LOOK = (
     *(f"hf_{A}", f"api_org_{A}", f"wandb_v1_{A}", f"sk-{A}", f"github_pat_{A}", f"ya29.{A}", f"hvs.{A}"),
     *(f"{prefix}_{A}" for prefix in ("sk_live", "rk_live", "sk_test", "rk_test", "whsec", "gsk", "xai")),
@@ -71,7 +72,7 @@ BY_LOOK = (
     *(f"gl{kind}-{A}" for kind in ("pat", "dt", "rt", "soat", "ptt")),
     *(f"xoxb-{A}", f"xapp-{A}", f"ASIA{A.upper()}", f"pypi-{A}", f"SG.{A}.{A}", f"eyJ{A}.{A}.{A}"),
     *(f"hooks.slack.com/services/{A}", f"x/api/webhooks/{A}", f"Bearer {A}", f"bearer {D}", f"Basic {D}"),
-    *(f"?x={D}{A}", f"&x={D}{A}", f"-----BEGIN PRIVATE KEY-----|{A}|-----END PRIVATE KEY-----"),
+    *(f"?x={D}{A}", f"&x={D}{A}", f"-----BEGIN {PRIVATE}|{A}|-----END {PRIVATE}"),
     *(f"http://{A}@host", f"http://me:{A}@host", f"http://me:1{A}@host/x"),
 )
 BY_NAME = (
@@ -136,9 +137,9 @@ def test_a_header_is_removed_with_its_scheme_and_a_text_up_to_its_last_quote(sch
     assert scrub_text("{'token': 'a\\'plain', \"key\": \"b\\\"plain\", 'x': 1}") == (
         f"{{'token': '{REMOVED}', \"key\": \"{REMOVED}\", 'x': 1}}"
     )
-    begun = f"-----BEGIN RSA PRIVATE KEY-----\n{A}"
+    begun = f"-----BEGIN RSA {PRIVATE}\n{A}"
     assert scrub_text(begun) == REMOVED
-    assert scrub_text(f"{begun}\n-----END RSA PRIVATE KEY----- said") == f"{REMOVED} said"
+    assert scrub_text(f"{begun}\n-----END RSA {PRIVATE} said") == f"{REMOVED} said"
 
 
 SPELLED = "pl<'\"é/7 in"
