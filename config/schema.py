@@ -70,6 +70,7 @@ class Config:
     sync_mode: str | None
     sync_alpha: float
     sync_kl: float
+    ratio_reference: str
     online: bool
     reference_batch_size: int | None
     diagnostics: bool
@@ -251,7 +252,7 @@ class Config:
 
     def _check_syncing(self) -> None:
         """Check what the modes of syncing require of the numbers and of the loss."""
-        modes = ("humanline", "trust_region", "ema", "reset", "kl", "never")
+        modes = ("humanline", "trust_region", "ema", "reset", "kl", "delayed", "never")
         one_of("sync_mode", self.sync_mode, (None, *modes))
         require(
             self.sync_mode is None or self.has_reference,
@@ -271,6 +272,13 @@ class Config:
             self.sync_mode,
             "needs humanline=true; for syncing without clipping add log_epsilon_P=-.inf log_epsilon_R=.inf",
         )
+        require(
+            self.syncing != "delayed" or not self.keeps_reference,
+            "rounds.reset_reference",
+            False,
+            f"is not for sync_mode=delayed: its scores are made sync_freq={self.sync_freq} steps ahead, when "
+            "the next round's samples do not exist yet",
+        )
         require(self.sync_kl > 0, "sync_kl", self.sync_kl, "is a bound in nats a token: must be above 0")
         require(
             self.syncing != "kl" or self.sync_freq > 1,
@@ -278,6 +286,7 @@ class Config:
             self.sync_freq,
             "must be above 1 with sync_mode=kl: after so many steps the reference moves in any case",
         )
+        one_of("loss.kl_anchor", self.loss.get("kl_anchor", "reference"), ("reference", "initial"))
         require(0 < self.sync_alpha <= 1, "sync_alpha", self.sync_alpha, "must lie in (0, 1]")
         require(
             self.sync_alpha == 1 or self.syncing in ("trust_region", "ema"),
@@ -294,29 +303,50 @@ class Config:
         )
 
     def _check_correction(self) -> None:
-        """Check what a correction requires of the loss, and of the sampler, by whose log-probabilities it
-        divides."""
+        """Check what a correction, or a ratio to the behaviour policy, requires of the loss, and of the
+        sampler, by whose log-probabilities it divides."""
         correction, of = self.correction, self.trainer.corrections
-        if correction._target_ is None:
-            return
         fitting = " or ".join(of) or "nothing"
         require(
-            correction.weighs in of,
+            correction._target_ is None or correction.weighs in of,
             "correction",
             correction.name,
             f"weighs {correction.weighs}, and of loss={self.loss['name']} {fitting} can be weighed; use "
             "correction=none or another loss",
         )
+        one_of("ratio_reference", self.ratio_reference, ("reference", "behavior"))
+        if self.ratio_reference == "behavior":
+            self._check_ratio_to_behavior()
         wanted = self.model.logit_temperature
         same = self.sampler.temperature == wanted and self.sampler.top_p == 1
         require(
-            same or not (self.online and correction.reads_behavior) or correction.mismatch == "allow",
-            "correction",
-            correction.name,
+            same or not (self.online and self.reads_behavior) or correction.mismatch == "allow",
+            *self.behavior_setting,
             f"divides by log-probabilities at temperature {wanted:g} (model.logit_temperature) and top-p 1, "
             f"but the samples are drawn with sampler.temperature={self.sampler.temperature:g} and "
             f"sampler.top_p={self.sampler.top_p:g}; set sampler.temperature={wanted:g} sampler.top_p=1, or "
             "correction.mismatch=allow",
+        )
+
+    def _check_ratio_to_behavior(self) -> None:
+        """Check what ratio_reference=behavior requires of the loss, the correction and the syncing."""
+        key = ("ratio_reference", "behavior")
+        require(
+            "tokens" in self.trainer.corrections,
+            *key,
+            f"is for losses that weigh tokens by a ratio (grpo, dr_grpo, ppo_group), and this is "
+            f"loss={self.loss['name']}",
+        )
+        require(
+            not self.correction.reads_behavior or self.correction.name == "negative_masked",
+            *key,
+            f"has the behaviour policy in the ratio already; correction={self.correction.name} would divide "
+            "by it once more: use correction=none or negative_masked",
+        )
+        require(
+            self.syncing != "kl",
+            *key,
+            "leaves sync_mode=kl no distance from the reference to measure; use another sync_mode",
         )
 
     def _check_online(self) -> None:
@@ -395,6 +425,25 @@ class Config:
     def keeps_reference(self) -> bool:
         """Whether the reference persists across rounds, which requires a second copy of the weights."""
         return self.online and self.has_reference and not self.rounds.reset_reference
+
+    @property
+    def reads_behavior(self) -> bool:
+        """Whether the log-probabilities of the policy that wrote a completion are read."""
+        return self.correction.reads_behavior or self.ratio_reference == "behavior"
+
+    @property
+    def behavior_setting(self) -> tuple[str, str]:
+        """The setting, and its value, that asks for these log-probabilities."""
+        if self.ratio_reference == "behavior":
+            return "ratio_reference", "behavior"
+        return "correction", self.correction.name
+
+    @property
+    def anchors_kl(self) -> bool:
+        """Whether the loss's KL term needs scores of the initial weights beside the reference's, because the
+        reference does not stay at these weights."""
+        stays = self.syncing == "never" and (not self.online or self.keeps_reference)
+        return self.loss.get("kl_anchor") == "initial" and not stays
 
     @property
     def reward_config(self) -> RewardConfig:

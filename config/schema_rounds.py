@@ -21,6 +21,7 @@ class RoundsConfig:
     tau: float
     threshold: float
     zero_variance: str | None
+    truncated: str
     fill: bool
     lag: int
     passes: int
@@ -46,6 +47,13 @@ class RoundsConfig:
         )
         one_of("rounds.feedback", self.feedback, ("pair", "random", "threshold", "group"))
         one_of("rounds.zero_variance", self.zero_variance, (None, "drop", "keep"))
+        one_of("rounds.truncated", self.truncated, ("keep", "drop", "mask"))
+        require(
+            self.truncated != "mask" or self.feedback == "group",
+            "rounds.truncated",
+            "mask",
+            "needs rounds.feedback=group, whose advantages compare all samples; use drop",
+        )
         require(self.lag >= 0, "rounds.lag", self.lag, "counts rounds: must be 0 or more")
         require(self.passes >= 1, "rounds.passes", self.passes, "must be at least 1")
         require(

@@ -10,7 +10,7 @@ from typing import Any
 from common.errors import require
 from config.defaults import yaml_defaults
 
-RESERVED_LOSS_KEYS = ("name", "_target_", "reference")
+RESERVED_LOSS_KEYS = ("name", "_target_", "reference", "kl_anchor", "entropy_share")
 """Keys of ``loss`` that are no numbers for the loss function or its trainer."""
 
 

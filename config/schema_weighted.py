@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import ConfigError, require
+from common.errors import ConfigError, one_of, require
 from config.defaults import yaml_defaults
 from config.files import group_file
 from config.schema_rewards import OWN_KEYS, RewardConfig
@@ -34,8 +34,10 @@ class WeightedConfig:
     section."""
 
     parts: dict[str, Any]
+    normalize: str
 
     def __post_init__(self) -> None:
+        one_of("reward.weighted.normalize", self.normalize, ("none", "group"))
         example = "give rewards with weights: {verifier: {weight: 1}, function: {weight: 0.2, path: m.f}}"
         require(bool(self.parts), KEY, self.parts, example)
         for name, settings in self.parts.items():
@@ -56,7 +58,7 @@ class WeightedConfig:
             for name, part in self.found().items()
             if part.reward.models_alone() is not None
         }
-        return WeightedConfig(parts=parts) if parts else None
+        return WeightedConfig(parts, self.normalize) if parts else None
 
     def found(self) -> dict[str, Part]:
         """Return each part by its name, with its reward's settings typed. Raises ConfigError."""

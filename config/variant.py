@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-OTHER = ("trust_region", "ema", "reset", "kl")
+OTHER = ("trust_region", "ema", "reset", "kl", "delayed")
 """Modes of syncing that are not the paper's."""
 
 

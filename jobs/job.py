@@ -325,11 +325,12 @@ class Job:
     def score_training_rows(self, trainer: BasicTrainer, parts: dict[str, str]) -> None:
         """Score training rows under the initial weights, and write the data report.
 
-        All rows are scored where the initial weights stay the reference for the whole offline run. Otherwise
-        only the rows of one batch in n are scored, if ``drift`` is logged."""
+        All rows are scored where an offline run compares with the initial weights at every step, as its
+        reference or as the anchor of its KL term. Otherwise only the rows of one batch in n are scored, if
+        ``drift`` is logged."""
         config, plan = self.config, self.plan.train
-        if config.has_reference and not config.online and (trainer.fixed_reference or config.log_drift):
-            fixed = trainer.fixed_reference
+        fixed = trainer.fixed_reference or trainer.anchor is not None
+        if config.has_reference and not config.online and (fixed or config.log_drift):
             reference = Reference(by_row=trainer.reference.by_row or not fixed)
             size = (
                 trainer.micro_size

@@ -186,6 +186,9 @@ def take_steps(tracker: StorageTracker, trainer: BasicTrainer, segment: Segment)
     if trainer.config.has_reference:
         for step, micros in trainer.upcoming(segment, 0, 0):
             keep_scores(trainer.reference, step, micros)
+    if trainer.anchor is not None:
+        for step in range(segment.steps):
+            keep_scores(trainer.anchor, step, trainer.microbatches(segment.batch(step)))
     trainer.optimizer.register_step_pre_hook(lambda *_: tracker.enter(("update", None)))
     for _ in range(STEPS):
         gc.collect()
@@ -246,8 +249,9 @@ def assign_states(tracker: StorageTracker, trainer: BasicTrainer) -> None:
     """Tell the tracker which tensors are weights, gradients, optimizer state and a second reference."""
     parameters = list(trainer.policy.parameters())
     tracker.assign("weights", [p.detach() for p in parameters])
-    if trainer.soft is not None:
-        tracker.assign("reference", trainer.soft.buffers())
+    for held in (trainer.soft, trainer.initial):
+        if held is not None:
+            tracker.assign("reference", held.buffers())
     assign_gradients(tracker, parameters)
     states = trainer.optimizer.state.values()
     tracker.assign("optimizer", [v for state in states for v in state.values() if isinstance(v, Tensor)])

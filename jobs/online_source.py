@@ -23,7 +23,7 @@ from data.batches import Segment
 from data.chat import Renderer
 from data.examples import Examples, make_examples
 from data.types import Group
-from data.views import View
+from data.views import ExampleSpec, View
 from models.fingerprint import weights_fingerprint
 from models.ranks import ShareError
 from reports.metrics import read_metrics
@@ -347,8 +347,17 @@ def idle_shares(config: Config, seconds: dict[str, float], wall: float | None) -
 
 
 def view_of_rounds(config: Config, view: View) -> View:
-    """Return the trainer's view, which keeps groups of equal rewards if ``rounds.zero_variance`` says so."""
-    return partial(view, keep_zero_variance=True) if config.rounds.keeps_equal else view  # type: ignore[call-arg]  # GRPO's takes it
+    """Return the trainer's view, which keeps groups of equal rewards if ``rounds.zero_variance`` says so, and
+    leaves out samples that were cut, once they have counted in their group's advantages, with
+    ``rounds.truncated=mask``."""
+    view = partial(view, keep_zero_variance=True) if config.rounds.keeps_equal else view  # type: ignore[call-arg]  # GRPO's takes it
+    return partial(finished_alone, view) if config.rounds.truncated == "mask" else view
+
+
+def finished_alone(view: View, group: Group) -> list[ExampleSpec]:
+    """Return the examples of ``view`` whose completions all ended by themselves (DAPO's overlong filtering,
+    Yu et al. 2025, arXiv 2503.14476)."""
+    return [want for want in view(group) if all(group.completions[i].finished for i in want.completions)]
 
 
 def _required(builder: RoundBuilder | None) -> RoundBuilder:

@@ -198,18 +198,17 @@ def check_token_rewards(groups: Iterable[Group]) -> None:
 
 
 def check_temperatures(config: Config, groups: Iterable[Group]) -> None:
-    """Raise ConfigError where a correction would use behavior log-probabilities taken at a temperature other
+    """Raise ConfigError where behavior log-probabilities would be used that were taken at a temperature other
     than the trainer's."""
-    wanted, correction = config.model.logit_temperature, config.correction
-    if config.online or not correction.reads_behavior or correction.mismatch == "allow":
+    wanted = config.model.logit_temperature
+    if config.online or not config.reads_behavior or config.correction.mismatch == "allow":
         return
     for group in groups:
         for completion in group.completions:
             at = completion.behavior_temperature
             require(
                 completion.behavior_logprobs is None or at == wanted,
-                "correction",
-                correction.name,
+                *config.behavior_setting,
                 f"{group.place}: its behavior_logprobs are at temperature {at:g}, and "
                 f"model.logit_temperature={wanted:g}; set model.logit_temperature={at:g}, or "
                 "correction.mismatch=allow",

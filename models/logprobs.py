@@ -104,7 +104,6 @@ def chunked_logprobs(
     return _LogProbs.apply(hidden, weight, bias, targets, form, width, keeps)
 
 
-@torch.no_grad()
 def chunked_entropies(
     hidden: Tensor,
     weight: Tensor,
@@ -115,15 +114,11 @@ def chunked_entropies(
     temperature: float = 1.0,
     budget: int | None = None,
 ) -> Tensor:
-    """Return [M] float32, the entropy of softmax(logits) in nats, without gradient. The arguments are those
-    of ``chunked_logprobs``."""
-    form = Logits(scale, softcap, temperature)
-    total = weighted = _zeros(hidden)  # sums of exp(d) and of exp(d) d, d = logit - highest logit so far
-    for down, below in _below_highest(hidden, weight, bias, form, budget):
-        weighted, total = (weighted + total * down) * down.exp(), total * down.exp()
-        shares = below.exp()
-        weighted, total = weighted + (shares * below).sum(dim=1), total + shares.sum(dim=1)
-    return total.log() - weighted / total
+    """Return [M] float32, the entropy of softmax(logits) in nats, with gradients as ``chunked_logprobs``,
+    whose arguments it takes."""
+    return _Entropies.apply(
+        hidden, weight, bias, Logits(scale, softcap, temperature), budget or budget_for(hidden)
+    )
 
 
 @torch.no_grad()
@@ -141,7 +136,7 @@ def chunked_collisions(
     of the probability that two draws agree. The arguments are those of ``chunked_logprobs``."""
     form = Logits(scale, softcap, temperature)
     total = squares = _zeros(hidden)
-    for down, below in _below_highest(hidden, weight, bias, form, budget):
+    for down, below, _ in _below_highest(hidden, weight, bias, form, budget):
         shrink, shares = down.exp(), below.exp_()
         total = total * shrink + shares.sum(dim=1)
         squares = squares * shrink.square() + shares.square_().sum(dim=1)
@@ -157,16 +152,16 @@ def _zeros(hidden: Tensor) -> Tensor:
 
 def _below_highest(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, form: Logits, budget: int | None
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield, one slice of the vocabulary at a time, ([M] the highest logit before the slice minus the highest
-    so far; [M, v] the logits of the slice minus the highest so far)."""
+    so far; [M, v] the logits of the slice minus the highest so far; [M] the highest so far)."""
     budget = budget or budget_for(hidden)
     highest = _zeros(hidden)
     highest += torch.finfo(highest.dtype).min
     for part in _slices(weight, max(budget // max(len(hidden), 1), 64)):
         logits = form.of(_product(hidden, weight[part], None if bias is None else bias[part]))
         before, highest = highest, torch.maximum(highest, logits.amax(dim=1))
-        yield before - highest, logits.sub_(highest[:, None])
+        yield before - highest, logits.sub_(highest[:, None]), highest
 
 
 class _LogProbs(torch.autograd.Function):
@@ -206,12 +201,7 @@ class _LogProbs(torch.autograd.Function):
         multiplies in float32."""
         hidden, weight, bias, targets, normaliser = ctx.saved_tensors
         kept, ctx.kept = ctx.kept, []  # the gradient is written over them, so a second backward finds none
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_hidden = (
-            torch.zeros(hidden.shape, dtype=normaliser.dtype, device=hidden.device) if wants_hidden else None
-        )
-        grad_weight = torch.empty_like(weight) if wants_weight else None
-        grad_bias = torch.empty_like(bias) if wants_bias else None
+        grads = _HeadGradients(hidden, weight, bias, ctx.needs_input_grad, normaliser.dtype)
         for i, part in enumerate(_slices(weight, ctx.width)):
             if kept:
                 logits = kept[i]
@@ -221,16 +211,65 @@ class _LogProbs(torch.autograd.Function):
             below = logits - normaliser[:, None] if ctx.form.softcap else logits.sub_(normaliser[:, None])
             slope = below.exp_().mul_(-grad[:, None])
             slope.scatter_add_(1, index, (grad * inside)[:, None])
-            slope = ctx.form.backward(slope, logits)
-            if grad_bias is not None:
-                grad_bias[part] = slope.sum(dim=0)
-            slope = slope.to(hidden.dtype if on_gpu(hidden) else slope.dtype)
-            if grad_hidden is not None:
-                grad_hidden += _product(slope, weight[part].T)
-            if grad_weight is not None:
-                _product(slope.T, hidden.T, out=grad_weight[part])
-        grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+            grads.add(part, ctx.form.backward(slope, logits))
+        return *grads.found(), None, None, None, None
+
+
+class _Entropies(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, form: Logits, budget: int
+    ) -> Tensor:
+        total = weighted = _zeros(hidden)  # sums of exp(d) and of exp(d) d, d = logit - highest logit so far
+        highest = total
+        for down, below, highest in _below_highest(hidden, weight, bias, form, budget):  # noqa: B007
+            weighted, total = (weighted + total * down) * down.exp(), total * down.exp()
+            shares = below.exp()
+            weighted, total = weighted + (shares * below).sum(dim=1), total + shares.sum(dim=1)
+        entropy = total.log() - weighted / total
+        ctx.save_for_backward(hidden, weight, bias, highest + total.log(), entropy)
+        ctx.form, ctx.budget = form, budget
+        return entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Apply d H / d logits = -p (log p + H), one slice of the vocabulary at a time."""
+        hidden, weight, bias, normaliser, entropy = ctx.saved_tensors
+        grads = _HeadGradients(hidden, weight, bias, ctx.needs_input_grad, normaliser.dtype)
+        for part in _slices(weight, max(ctx.budget // max(len(hidden), 1), 64)):
+            logits = ctx.form.of(_product(hidden, weight[part], None if bias is None else bias[part]))
+            log_p = logits - normaliser[:, None]
+            slope = (log_p + entropy[:, None]).mul_(log_p.exp_()).mul_(-grad[:, None])
+            grads.add(part, ctx.form.backward(slope, logits))
+        return *grads.found(), None, None
+
+
+class _HeadGradients:
+    """Gradients of a head's inputs, added up over slices of the vocabulary."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Any, exact: torch.dtype
+    ) -> None:
+        """``wanted``: whether hidden, weight and bias need one. ``exact``: the dtype of the sums."""
+        self.inputs = hidden, weight
+        self.hidden = torch.zeros(hidden.shape, dtype=exact, device=hidden.device) if wanted[0] else None
+        self.weight = torch.empty_like(weight) if wanted[1] else None
+        self.bias = torch.empty_like(bias) if wanted[2] and bias is not None else None
+
+    def add(self, part: slice, slope: Tensor) -> None:
+        """Add what ``slope``, [M, v], the gradient of the head's product in this slice, gives."""
+        hidden, weight = self.inputs
+        if self.bias is not None:
+            self.bias[part] = slope.sum(dim=0)
+        slope = slope.to(hidden.dtype if on_gpu(hidden) else slope.dtype)
+        if self.hidden is not None:
+            self.hidden += _product(slope, weight[part].T)
+        if self.weight is not None:
+            _product(slope.T, hidden.T, out=self.weight[part])
+
+    def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        of_hidden = None if self.hidden is None else self.hidden.to(self.inputs[0].dtype)
+        return of_hidden, self.weight, self.bias
 
 
 def _sum_of_shares(logits: Tensor, highest: Tensor, keeps: bool) -> Tensor:

@@ -58,22 +58,27 @@ class Policy(nn.Module):
         reference."""
         return super().train(False)
 
-    def forward(self, sequences: Sequences, entropy: bool = False, collision: bool = False) -> Tensor:
+    def forward(self, sequences: Sequences, entropy: bool = False, beside: str = "") -> Tensor:
         """Return [R, T] float32, log p(token | preceding tokens) at completion cells, in nats, with p =
         softmax(logits / ``temperature``); 0 where the mask is False. With ``entropy``, return instead the
         entropy of the distribution that each token is drawn from, in nats, without gradient. With
-        ``collision``, return [2, R, T]: the log-probabilities, and log sum p^2 of those distributions, in
-        nats, without gradient.
+        ``beside``, return [2, R, T]: the log-probabilities, and in nats the "entropy" of those distributions,
+        with gradient, or their "collision", log sum p^2, without.
 
         Without a completion token (rows that only fill up the batch) the result is zeros that still depend on
         every trained weight, so that a sharded backward runs on every rank.
         """
         before = self.hidden(sequences).index_select(0, sequences.predict)
-        if collision:
+        if beside == "entropy":
+            return torch.stack([self.logprobs(sequences, before), self.entropies(sequences, before)])
+        if beside == "collision":
             head = output_head(self.model)
             found = chunked_collisions(before, head.weight, head.bias, **self.form)
             return torch.stack([self.logprobs(sequences, before), on_grid(sequences, found)])
-        return self.entropies(sequences, before) if entropy else self.logprobs(sequences, before)
+        if entropy:
+            with torch.no_grad():
+                return self.entropies(sequences, before)
+        return self.logprobs(sequences, before)
 
     def hidden(self, sequences: Sequences) -> Tensor:
         """Return [B L, D], the last hidden state at every position, with B and L flattened."""

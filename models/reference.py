@@ -60,6 +60,17 @@ class Reference:
             new.update(self.scored(policy, at, microbatches))
         self.scores = new
 
+    def advance(
+        self, policy: nn.Module, step: int, done: int, delay: int, batch: Iterable[list[Microbatch]]
+    ) -> None:
+        """Make the policy of ``step`` the reference, where the scores that it needs are there already: score
+        ``batch``, that of step ``done + delay``, with the current policy, and forget those of step
+        ``done``."""
+        kept = {key: values for key, values in self.scores.items() if not key.startswith(f"{done}/")}
+        for microbatches in batch:
+            kept |= self.scored(policy, done + delay, microbatches)
+        self.step, self.scores = step, kept
+
     def scored(self, policy: nn.Module, step: int, microbatches: Iterable[Microbatch]) -> dict[str, Tensor]:
         """Return key -> [C] log-probabilities of the completion tokens that count, in nats, on the device,
         for every row of these microbatches."""

@@ -1,5 +1,5 @@
-"""Weights of a reference that only moves towards the policy, or outlives a round. This is the only place that
-holds a second copy of the weights."""
+"""Weights of a reference that only moves towards the policy, or outlives a round, and the initial weights
+that the KL term of a round needs. This is the only place that holds a second copy of the weights."""
 
 from __future__ import annotations
 

@@ -74,8 +74,12 @@ def feedback(
     ``pair``: the best and the worst sample, best first, with their scores, if these differ by at least tau
     (Algorithm 1, lines 8 to 10). ``random``: two samples whose scores differ by at least tau, drawn by the
     seed and the prompt. ``threshold``: each sample alone, with 1.0 if its score is at least the threshold,
-    else -1.0. ``group``: all samples with their scores.
+    else -1.0. ``group``: all samples with their scores. With ``rounds.truncated=drop`` a sample that was cut
+    is left out as well.
     """
+    if config.truncated == "drop":
+        ended = zip(sampled.completions, scores, strict=True)
+        scores = [score if completion.finished else None for completion, score in ended]
     group = with_scores(sampled, scores)
     if config.feedback == "threshold":
         labelled = [

@@ -155,11 +155,11 @@ def refuse_other_weights(config: Config) -> None:
 
 
 def check_logprobs(config: Config) -> None:
-    """Raise ConfigError for a correction that needs log-probabilities which vLLM would not report."""
+    """Raise ConfigError where log-probabilities are needed which vLLM would not report."""
     sampler, wanted = config.sampler, config.model.logit_temperature
     settings = SamplingSettings(sampler.temperature, sampler.top_p, config.max_tokens)
     require(
-        not (config.online and config.correction.reads_behavior) or says_logprobs(settings, wanted),
+        not (config.online and config.reads_behavior) or says_logprobs(settings, wanted),
         "correction.mismatch",
         config.correction.mismatch,
         f"vLLM says log-probabilities at temperature 1, or at the one that it samples at, with top-p 1; for "

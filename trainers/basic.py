@@ -40,6 +40,9 @@ Prepared = TypeVar("Prepared")
 """Type of the value that a trainer's ``prepare`` computes for one microbatch and hands to its
 ``compute_loss``."""
 
+ANCHOR = "anchor/"
+"""Prefix by which a checkpoint tells the scores of a KL term's anchor from the reference's."""
+
 Observe = Callable[[Microbatch, TokenScores], None]
 """Callback for every microbatch of a step. It must not make the host wait for the device."""
 
@@ -123,10 +126,19 @@ class BasicTrainer(ABC, Generic[Prepared]):
         self.balance: RouterBalance | None = None
         if config.model.router_aux_loss_coef is not None:
             self.balance = RouterBalance(cast(Policy, policy))
-        self.reference = Reference(by_row=config.reference_batch_size is not None)
+        # Not a part of the policy: a run that resumes loads the initial weights before its checkpoint.
+        self.initial = SoftReference(policy) if config.anchors_kl and config.online else None
+        by_row = config.reference_batch_size is not None and self.syncing.delay is None
+        self.reference = Reference(by_row)
+        self.anchor = Reference(self.reference.by_row) if config.anchors_kl else None
         self.correction = Correction.from_config(config)
         self.scorer = self.scorer_with(self.reference, Humanline.from_config(config))
-        self.scorer.reads_collision = config.correction.reads_collision
+        self.scorer.anchor = self.anchor
+        self.scorer.ratio_to_behavior = config.ratio_reference == "behavior"
+        if config.correction.reads_collision:
+            self.scorer.beside = "collision"
+        elif config.loss.get("entropy_bonus"):
+            self.scorer.beside = "entropy"
         self.initial_logprobs: Mapping[str, float] = {}
         """Row key -> log-probability of its completion under the initial weights, nats (for ``drift``); rows
         may be missing."""
@@ -284,6 +296,12 @@ class BasicTrainer(ABC, Generic[Prepared]):
         at = self.progress
         if self.soft is not None:
             self.soft.follow(self.policy, self.syncing.alpha)
+        if (delay := self.syncing.delay) is not None:
+            ahead = at.position + delay
+            batch = [self.microbatches(segment.batch(ahead))] if ahead < segment.steps else []
+            first = at.step - at.position  # the segment's
+            self.reference.advance(self.policy, max(first, at.step + 1 - delay), at.step, delay, batch)
+            return
         self._refresh(policy_step, self.upcoming(segment, at.position + 1, at.step + 1, policy_step))
 
     def _refresh(self, policy_step: int, upcoming: Scored) -> None:
@@ -367,6 +385,10 @@ class BasicTrainer(ABC, Generic[Prepared]):
             self.soft.follow(self.policy, alpha=1.0)
         since = self.reference.step if stays else step
         self._refresh(since, self.upcoming(segment, 0, step, since))
+        if self.initial is not None and self.anchor is not None:
+            every = ((step + i, self.microbatches(segment.batch(i))) for i in range(segment.steps))
+            with self.initial.in_place_of(self.policy):
+                self.anchor.refresh(self.policy, 0, every)
 
     @property
     def fixed_reference(self) -> bool:
@@ -378,11 +400,13 @@ class BasicTrainer(ABC, Generic[Prepared]):
 
     def use_initial_scores(self, initial_logprobs: Mapping[str, float], scores: Mapping[str, Tensor]) -> None:
         """Store scores of the training rows under the initial weights: ``initial_logprobs`` for ``drift``
-        (row key -> nats), and ``scores`` (key -> [C] nats) for a reference that stays at the initial weights,
-        used where ``fixed_reference`` is true."""
+        (row key -> nats), and ``scores`` (key -> [C] nats) for a reference that stays at the initial weights
+        (``fixed_reference``) or a KL term that is anchored to them."""
         self.initial_logprobs = initial_logprobs
         if self.fixed_reference:
             self.reference.scores = scores
+        elif self.anchor is not None:
+            self.anchor.scores = scores
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loop's part of a checkpoint as JSON-compatible values."""
@@ -393,15 +417,23 @@ class BasicTrainer(ABC, Generic[Prepared]):
         }
 
     def reference_scores(self) -> dict[str, Tensor]:
-        """Return this rank's reference scores up to the next sync, on the CPU; empty where they were computed
-        once before training."""
+        """Return this rank's reference scores up to the next sync, and in this round those of a KL term's
+        anchor, on the CPU; empty where they were computed once before training."""
         if self.fixed_reference:
             return {}
-        return {key: values.cpu().contiguous() for key, values in self.reference.scores.items()}
+        found = dict(self.reference.scores)
+        if self.initial is not None and self.anchor is not None:
+            found |= {ANCHOR + key: values for key, values in self.anchor.scores.items()}
+        return {key: values.cpu().contiguous() for key, values in found.items()}
 
     def load_state_dict(self, state: dict[str, Any], reference_scores: dict[str, Tensor]) -> None:
         """Continue from where ``state_dict`` and ``reference_scores`` were taken."""
         self.progress = Progress(**state["progress"])
         if not self.fixed_reference:
             self.reference.step = state["reference_step"]
-            self.reference.scores = {k: v.to(self.world.device) for k, v in reference_scores.items()}
+            here = {key: values.to(self.world.device) for key, values in reference_scores.items()}
+            self.reference.scores = {k: v for k, v in here.items() if not k.startswith(ANCHOR)}
+            if self.initial is not None and self.anchor is not None:
+                self.anchor.scores = {
+                    k.removeprefix(ANCHOR): v for k, v in here.items() if k.startswith(ANCHOR)
+                }

@@ -190,12 +190,10 @@ def with_sample_size(means: dict[str, float | None]) -> dict[str, float | None]:
 
 
 def check_correction(config: Config, segment: Segment) -> None:
-    """Raise ConfigError for a correction that reads mu if mu is known for no token of the plan."""
-    name = config.correction.name
+    """Raise ConfigError for a correction or a ratio that reads mu if mu is known for no token of the plan."""
     require(
-        not config.correction.reads_behavior or config.online or segment.has_behavior,
-        "correction",
-        name,
+        not config.reads_behavior or config.online or segment.has_behavior,
+        *config.behavior_setting,
         f"weighs tokens by the policy that wrote them, and no completion of data={config.data.name} has "
         "behavior_logprobs; sample.py writes them, with data.path=samples.jsonl to train on them",
     )

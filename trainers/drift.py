@@ -36,7 +36,8 @@ def mean_log_ratio(micro: Microbatch, scores: TokenScores, before: Mapping[str, 
 def reference_kl(scores: TokenScores) -> Mean:
     """Return KL(policy || reference) of a microbatch by the k3 estimator, averaged over its completion
     tokens, in nats per token. Humanline does not clip it."""
-    return mean_where(kl_estimate(scores).detach(), scores.mask)
+    values = kl_estimate(scores.policy.detach(), scores.reference, scores.mask)
+    return mean_where(values, scores.mask)
 
 
 def global_mean(parts: Sequence[Mean]) -> float:

@@ -4,6 +4,8 @@ mean over the global batch's completion tokens (DAPO, C.1.4)."""
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,15 +14,18 @@ from common.errors import one_of, require
 from config.schema import Config
 from data.types import Example, Microbatch
 from data.views import ADVANTAGES, View, centred_advantages, group_advantages, normalised
-from models.distributed import gather_values
+from models.distributed import gather_values, reshard
 from trainers.basic import BasicTrainer
 from trainers.losses import shapes
-from trainers.losses.base import LossResult, TokenScores
-from trainers.losses.grpo import by_token, grpo
+from trainers.losses.base import LossResult, TokenScores, kl_term
+from trainers.losses.grpo import by_token, grpo, penalised
 from trainers.scorer import TokenScorer
 
+Masks = tuple[Tensor | None, Tensor]
+"""[R, T] bool each: the tokens that M2PO masks (None: none), and those with the highest entropies."""
 
-class GRPOTrainer(BasicTrainer[Tensor | None]):
+
+class GRPOTrainer(BasicTrainer[Tensor | Masks | None]):
     view = staticmethod(group_advantages)
 
     @classmethod
@@ -33,6 +38,10 @@ class GRPOTrainer(BasicTrainer[Tensor | None]):
     def check_settings(cls, config: Config) -> None:
         one_of("loss.advantage", config.loss.get("advantage"), (None, *ADVANTAGES))
         check_shape(config)
+        check_kl(config)
+        share = config.loss.get("entropy_share", 1.0)
+        number = isinstance(share, int | float) and not isinstance(share, bool)
+        require(number and 0 < share <= 1, "loss.entropy_share", share, "must be a number in (0, 1]")
         if config.loss.get("advantage") == "tokens":
             check_token_advantages(config)
 
@@ -54,24 +63,62 @@ class GRPOTrainer(BasicTrainer[Tensor | None]):
         return any(example.label for example in self.arrange(batch))
 
     @torch.no_grad()
-    def prepare(self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer) -> list[Tensor | None]:
-        """Return None per microbatch, unless the shape masks by the global batch (M2PO): then [R, T] bool,
-        the tokens that the second moment of the batch's log-ratios masks. That costs one more forward of the
+    def prepare(
+        self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer
+    ) -> list[Tensor | Masks | None]:
+        """Return for each microbatch what depends on the global batch: None, the tokens that M2PO masks, or
+        with ``loss.entropy_share`` below 1 the ``Masks``. Each kind of mask costs one more forward of the
         batch, without gradient."""
+        masked = self.beyond_moment(batch, scorer)
+        if self.config.loss.get("entropy_share", 1.0) == 1:
+            return [*masked]
+        return list(zip(masked, self.most_uncertain(batch), strict=True))
+
+    def beyond_moment(
+        self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer
+    ) -> Sequence[Tensor | None]:
+        """Return for each microbatch, where the shape masks by the global batch (M2PO), the tokens that the
+        second moment of the batch's log-ratios masks."""
         shape = self.config.loss.get("shape")
         if shape is None or "masked" not in shapes.reads(shape):
             return [None] * len(batch)
         squares = [
-            shapes.second_moments(
-                scorer.score_without_gradient(step, micro.sequences), by_token(self.advantages(micro))
-            )
+            self._second_moments(scorer.score_without_gradient(step, micro.sequences), micro)
             for step, micro in batch
         ]
         everywhere = gather_values(torch.cat([part.flatten() for part in squares]), fill=float("inf"))
         limit = shapes.moment_limit(everywhere, self.config.loss["moment_bound"])
         return [shapes.beyond_moment(part, limit) for part in squares]
 
-    def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: Tensor | None) -> LossResult:
+    def most_uncertain(self, batch: list[tuple[int, Microbatch]]) -> Sequence[Tensor]:
+        """Return for each microbatch the tokens whose distributions have the highest entropies:
+        ``loss.entropy_share`` of the global batch's completion tokens, rounded up, with all whose entropy
+        equals the least of them."""
+        share, found = self.config.loss["entropy_share"], []
+        for _, micro in batch:
+            entropies = self.policy(micro.sequences, entropy=True)
+            reshard(self.policy)
+            found.append(torch.where(micro.sequences.mask, entropies, -torch.inf))
+        highest = gather_values(torch.cat([part.flatten() for part in found]), fill=-torch.inf).sort(
+            descending=True
+        )
+        last = (highest.values.isfinite().sum() * share).ceil().long().clamp(min=1) - 1
+        least = highest.values.gather(0, last.reshape(1))[0]
+        return [part >= least for part in found]
+
+    def _second_moments(self, scores: TokenScores, micro: Microbatch) -> Tensor:
+        loss = self.config.loss
+        kl, place = kl_term(scores, loss.get("kl_estimator", "k3")), loss.get("kl_in", "loss")
+        A = penalised(by_token(self.advantages(micro)), kl, loss.get("beta", 0.0), place)
+        return shapes.second_moments(scores, A)
+
+    def compute_loss(
+        self, micro: Microbatch, scores: TokenScores, prepared: Tensor | Masks | None
+    ) -> LossResult:
+        if isinstance(prepared, tuple):
+            prepared, uncertain = prepared
+            kept = uncertain.float()
+            scores = replace(scores, weights=kept if scores.weights is None else scores.weights * kept)
         if prepared is None:
             return self.loss(scores, self.advantages(micro))
         return self.loss(scores, self.advantages(micro), prepared)
@@ -98,6 +145,16 @@ def check_token_advantages(config: Config) -> None:
         config.loss.get("shape") != "gmpo",
         "loss.advantage",
         "tokens",
+        "gives every token an advantage of its own, and loss.shape=gmpo has one a sequence",
+    )
+
+
+def check_kl(config: Config) -> None:
+    """Raise ConfigError for KL in the reward with a shape that has one advantage per sequence."""
+    require(
+        config.loss.get("shape") != "gmpo" or config.loss.get("kl_in") != "reward",
+        "loss.kl_in",
+        "reward",
         "gives every token an advantage of its own, and loss.shape=gmpo has one a sequence",
     )
 

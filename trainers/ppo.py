@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from common.errors import require
+from common.errors import one_of, require
 from config.schema import Config
 from data import views
 from data.types import Example, Microbatch, Sequences
 from models.distributed import reshard, sum_over_ranks
 from trainers.basic import BasicTrainer
-from trainers.losses.base import LossResult, TokenScores
+from trainers.losses.base import LossResult, TokenScores, kl_term
 from trainers.losses.ppo import gae
-from trainers.scorer import TokenScorer, rejection_key
+from trainers.scorer import TokenScorer
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,7 @@ class ValueScorer(TokenScorer):
 
     def score(self, step: int, sequences: Sequences) -> ValueScores:
         policy, values = self.policy(sequences, values=True)
-        reference = self.reference_logprobs(step, sequences, policy)
-        key = rejection_key(step, sequences)
-        scores = self.humanline.scores(policy, reference, sequences.mask, key)
-        return ValueScores(scores.policy, scores.reference, scores.log_ratio, scores.mask, values=values)
+        return ValueScores(**vars(self.compared(step, sequences, policy)), values=values)
 
 
 @dataclass(frozen=True)
@@ -56,6 +53,7 @@ class OfflinePPOTrainer(BasicTrainer[Targets]):
             value = config.loss[key]
             number = isinstance(value, int | float) and not isinstance(value, bool)
             require(number and 0 <= value <= 1, f"loss.{key}", value, "must be a number in [0, 1]")
+        check_kl(config)
 
     def loss_denominator(self, batch: list[Example]) -> int:
         return sum(len(row.counted) for example in batch for row in example.rows)
@@ -64,7 +62,7 @@ class OfflinePPOTrainer(BasicTrainer[Targets]):
     def prepare(self, batch: list[tuple[int, Microbatch]], scorer: TokenScorer) -> list[Targets]:
         """Return advantages and returns of every token, computed from the values before this step. The
         advantages are normalised over the global batch's completion tokens (population variance)."""
-        targets = [self._targets(micro) for _, micro in batch]
+        targets = [self._targets(step, micro, scorer) for step, micro in batch]
         masks = [micro.sequences.mask for _, micro in batch]
         mean, std = moments([(t.advantages, mask) for t, mask in zip(targets, masks, strict=True)])
         return [
@@ -72,16 +70,27 @@ class OfflinePPOTrainer(BasicTrainer[Targets]):
             for t, mask in zip(targets, masks, strict=True)
         ]
 
-    def _targets(self, micro: Microbatch) -> Targets:
-        values = self.policy(micro.sequences, values=True)[1]
-        reshard(self.policy)
-        gamma = self.config.loss["gamma"]
-        lam = self.config.loss["lam"]
-        return Targets(*gae(values, micro.labels, micro.sequences.mask, gamma=gamma, lam=lam))
+    def _targets(self, step: int, micro: Microbatch, scorer: TokenScorer) -> Targets:
+        loss, penalty = self.config.loss, None
+        if loss.get("kl_in", "loss") == "reward":
+            scores = scorer.score_without_gradient(step, micro.sequences)
+            assert isinstance(scores, ValueScores), "made by scorer_class"
+            values, penalty = scores.values, loss["KL_coef"] * kl_term(scores, loss.get("kl_estimator", "k1"))
+        else:
+            values = self.policy(micro.sequences, values=True)[1]
+            reshard(self.policy)
+        decay = {"gamma": loss["gamma"], "lam": loss["lam"]}
+        return Targets(*gae(values, micro.labels, micro.sequences.mask, **decay, penalty=penalty))
 
     def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: Targets) -> LossResult:
         assert isinstance(scores, ValueScores), "made by scorer_class"
         return self.loss(scores, scores.values, prepared.advantages, prepared.returns)
+
+
+def check_kl(config: Config) -> None:
+    """Raise ConfigError for a KL estimator or a place of the KL term that there is not."""
+    one_of("loss.kl_estimator", config.loss.get("kl_estimator", "k1"), ("k1", "k2", "k3"))
+    one_of("loss.kl_in", config.loss.get("kl_in", "loss"), ("loss", "reward"))
 
 
 def moments(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

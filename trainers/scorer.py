@@ -25,22 +25,35 @@ class TokenScorer:
         self.policy = policy
         self.reference = reference
         self.humanline = humanline
-        self.reads_collision = False
-        """Whether scores include ``collision``, which costs one more product with the head."""
+        self.anchor: Reference | None = None
+        """Scores of the policy that a KL term compares with; None: those of the reference."""
+        self.ratio_to_behavior = False
+        """Whether ratios are taken against the policy that wrote a token, where it is known, and not against
+        the reference."""
+        self.beside = ""
+        """What else scores include, ``collision`` or ``entropy``: it costs one more product with the head."""
 
     def score(self, step: int, sequences: Sequences) -> TokenScores:
         """Return the scores of R rows at optimizer step ``step``, with the policy's gradient.
 
         Raises KeyError for a row that the reference did not score for this step.
         """
-        collision = None
-        if self.reads_collision:
-            policy, collision = self.policy(sequences, collision=True)
-        else:
-            policy = self.policy(sequences)
+        if not self.beside:
+            return self.compared(step, sequences, self.policy(sequences))
+        policy, found = self.policy(sequences, beside=self.beside)
+        if self.beside == "collision":
+            return replace(self.compared(step, sequences, policy), collision=found.detach())
+        return replace(self.compared(step, sequences, policy), entropy=found)
+
+    def compared(self, step: int, sequences: Sequences, policy: torch.Tensor) -> TokenScores:
+        """Return the scores that the policy's log-probabilities [R, T] of these rows give."""
         reference = self.reference_logprobs(step, sequences, policy)
+        anchor = None if self.anchor is None else self.anchor.lookup(step, sequences)
+        if self.ratio_to_behavior and sequences.behavior_logprobs is not None:
+            mu, pi_ref = sequences.behavior_logprobs, reference
+            anchor, reference = pi_ref if anchor is None else anchor, torch.where(mu.isnan(), pi_ref, mu)
         scores = self.humanline.scores(policy, reference, sequences.mask, rejection_key(step, sequences))
-        return scores if collision is None else replace(scores, collision=collision.detach())
+        return scores if anchor is None else replace(scores, anchor=anchor)
 
     @torch.no_grad()
     def score_without_gradient(self, step: int, sequences: Sequences) -> TokenScores:

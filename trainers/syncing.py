@@ -8,10 +8,12 @@ never.
 | ``ema`` | before the update of every k-th step, by ``sync_alpha`` | a running mean of earlier policies |
 | ``reset`` | as ``humanline`` | the same; the optimizer's moments and step count start afresh |
 | ``kl`` | before the update of a step whose batch has KL(policy || reference) above ``sync_kl``, and of the k-th step since the last sync | the policy of a few steps before |
+| ``delayed`` | before the update of every step | the policy of step t - k: k steps behind, always |
 | ``never`` | only at the start (of every round, unless ``rounds.reset_reference`` is false) | the initial policy (of the round) |
 
 ``trust_region`` is from Gorbatovski et al. 2024, arXiv 2404.09656; ``reset`` is from ProRL (Liu et al. 2025,
-arXiv 2505.24864), at fixed steps.
+arXiv 2505.24864), at fixed steps. ``delayed`` has humanline's lag without its jumps: with k it scores the batch
+of step t + k in step t, and with k = 1 it is ``humanline`` with k = 1.
 
 With ``kl`` the lifetime of a reference is not known in advance, and the reference has no weights that could
 score later batches. So each sync scores the batches of the next k steps. If the reference moves sooner, new
@@ -45,7 +47,8 @@ class Syncing:
     step instead of just before it. ``alpha``: how far the reference moves towards the policy, in (0, 1].
     ``resets_optimizer``: whether a sync clears the optimizer's moments and step count. ``bound``: the KL of a
     batch, in nats per token, above which the reference moves; ``every`` steps after the last sync it moves in
-    any case. None: syncs depend on steps alone.
+    any case. None: syncs depend on steps alone. ``delay``: the number of steps that the reference
+    stays behind the policy; None: it moves at syncs alone.
     """
 
     every: int | None = None
@@ -53,12 +56,15 @@ class Syncing:
     alpha: float = 1.0
     resets_optimizer: bool = False
     bound: float | None = None
+    delay: int | None = None
 
     @classmethod
     def from_config(cls, config: Config) -> Syncing:
         if config.syncing == "never" or not config.has_reference:
             return cls()
         mode = config.syncing
+        if mode == "delayed":
+            return cls(every=1, delay=config.sync_freq)
         bound = config.sync_kl if mode == "kl" else None
         return cls(config.sync_freq, mode == "trust_region", config.sync_alpha, mode == "reset", bound)
 
@@ -78,9 +84,11 @@ class Syncing:
     def last_step_before_sync(self, step: int, since: int = 0) -> float:
         """Return the last step that uses the reference of ``step``: the first step, from ``step`` on, at
         whose end a sync is due. With a bound it is the latest step that can use it; without syncs it is
-        infinity."""
+        infinity. With a delay, ``step`` is the first of a segment."""
         if self.every is None:
             return math.inf
         if self.bound is not None:
             return since + self.every
+        if self.delay is not None:
+            return step + self.delay - 1
         return math.ceil((step + self.after_update) / self.every) * self.every - self.after_update

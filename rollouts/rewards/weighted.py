@@ -12,6 +12,7 @@ from common.errors import require
 from common.imports import import_function
 from config.schema_weighted import WeightedConfig
 from data.types import Prompt
+from data.views import advantages
 from rollouts.rewards.base import Missing, Scorer, finite
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class WeightedReward:
         """Raises ConfigError, also for a part."""
         self.log_dir = log_dir
         self.metrics: dict[str, float] = {}
+        self.normalize = settings.normalize
         self.weights = {name: part.weight for name, part in settings.found().items()}
         self.parts: dict[str, Scorer] = {}
         with ExitStack() as stack:  # closes the parts made so far if a later one fails
@@ -54,6 +56,8 @@ class WeightedReward:
             given = [verdict for verdict in found if not isinstance(verdict, Missing)]
             if given:
                 self.metrics[f"reward_{name}"] = fmean(given)
+            if self.normalize == "group":
+                found = normalised_apart(prompts, found)
             self.metrics |= {f"of_{name}_{key}": value for key, value in scorer.metrics.items()}
             totals = [self._added(name, total, verdict) for total, verdict in zip(totals, found, strict=True)]
         return totals
@@ -83,6 +87,21 @@ class WeightedReward:
 
     def close(self) -> None:
         self._close.close()
+
+
+def normalised_apart(prompts: Sequence[Prompt], scores: Sequence[float | Missing]) -> list[float | Missing]:
+    """Return one reward's scores less the mean and divided by the std of the scores that completions of the
+    same prompt got; 0 where they are all equal (GDPO, Liu et al. 2026, arXiv 2601.05242, with the population
+    std and without epsilon)."""
+    found: dict[str, dict[int, float]] = {}
+    for i, (prompt, score) in enumerate(zip(prompts, scores, strict=True)):
+        if not isinstance(score, Missing):
+            found.setdefault(prompt.id, {})[i] = score
+    out = list(scores)
+    for of in found.values():
+        for i, value in zip(of, advantages(of.values()), strict=True):
+            out[i] = value
+    return out
 
 
 def make(settings: WeightedConfig, device: torch.device | str, log_dir: Path | None) -> WeightedReward:

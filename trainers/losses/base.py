@@ -29,7 +29,7 @@ class TokenScores:
     policy: Tensor
     """[R, T] log pi_theta(y_t | x, y_<t), with gradient; 0 where the mask is False"""
     reference: Tensor
-    """[R, T] log pi_ref(y_t | x, y_<t), without gradient"""
+    """[R, T] log pi_ref(y_t | x, y_<t), without gradient; log mu with ``ratio_reference=behavior``"""
     log_ratio: Tensor
     """[R, T] policy - reference, clipped when humanline is on; the losses read this ratio"""
     mask: Tensor
@@ -37,9 +37,16 @@ class TokenScores:
     weights: Tensor | None = None
     """[R, T] factor that multiplies each token's term of the loss (``trainers.corrections``), without
     gradient; None: 1"""
+    anchor: Tensor | None = None
+    """[R, T] log-probabilities, in nats, of the policy pi_0 that a KL term compares with, without gradient;
+    None: ``reference``"""
     collision: Tensor | None = None
     """[R, T] log sum_v p_v^2 of the distribution that each token is drawn from, in nats, without gradient;
     None: not requested"""
+
+    entropy: Tensor | None = None
+    """[R, T] entropy of the distribution that each token is drawn from, in nats, with gradient; None: not
+    requested"""
 
     @property
     def valid(self) -> Tensor:
@@ -84,13 +91,38 @@ def token_mean(values: Tensor, mask: Tensor) -> Tensor:
     return token_sum(values, mask) / mask.sum(dim=-1).clamp(min=1)
 
 
-def kl_estimate(scores: TokenScores) -> Tensor:
-    """Return [R, T], the KL estimate ``e^d - d - 1`` with ``d = log pi_0 - log pi_theta`` (pi_0 is the
-    reference), in nats; 0 where the mask is False."""
+def kl_estimate(policy: Tensor, other: Tensor, mask: Tensor, estimator: str = "k3") -> Tensor:
+    """Return [R, T], an estimate of KL(policy || other) at each token, in nats; 0 where ``mask`` is False.
+
+    ``policy``, ``other``: [R, T] log-probabilities of the tokens. With ``d = log other - log policy``, k1 is
+    ``-d``, k2 is ``d^2 / 2`` and k3 is ``e^d - d - 1`` (Schulman 2020, "Approximating KL divergence"). Raises
+    ValueError for any other estimator.
+    """
     d = torch.where(
-        scores.mask, scores.reference - scores.policy, 0.0
+        mask, other - policy, 0.0
     )  # masked before the exponential, whose gradient would be inf * 0 = nan
-    return torch.expm1(d) - d
+    if estimator == "k1":
+        return -d
+    if estimator == "k2":
+        return d.square() / 2
+    if estimator == "k3":
+        return torch.expm1(d) - d
+    raise ValueError(f"kl_estimator={estimator}: use k1, k2 or k3")
+
+
+def kl_term(scores: TokenScores, estimator: str) -> Tensor:
+    """Return [R, T], the estimate of KL(policy || pi_0) that a penalty weighs; see ``TokenScores.anchor``."""
+    anchor = scores.reference if scores.anchor is None else scores.anchor
+    return kl_estimate(scores.policy, anchor, scores.mask, estimator)
+
+
+def less_kl_to_come(advantages: Tensor, kl: Tensor, weight: float) -> Tensor:
+    """Return [R, T] ``A_t - weight * sum_{s >= t} kl_s``, the advantages of tokens whose reward is less by
+    ``weight * kl`` (REINFORCE++, Hu 2025, arXiv 2501.03262, equation 3; no discount). The KL has no gradient.
+
+    ``advantages``: [R, 1] or [R, T]. ``kl``: [R, T], 0 where a token does not count.
+    """
+    return advantages - weight * kl.detach().flip(-1).cumsum(-1).flip(-1)
 
 
 def agreement(margin: Tensor) -> Tensor:

@@ -15,7 +15,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainers.losses.base import LossResult, TokenScores, agreement, kl_estimate, mean_where, token_sum
+from trainers.losses.base import (
+    LossResult,
+    Mean,
+    TokenScores,
+    agreement,
+    kl_term,
+    less_kl_to_come,
+    mean_where,
+    token_sum,
+)
 from trainers.losses.shapes import SHAPES, reads
 
 
@@ -37,12 +46,17 @@ def grpo(
     divergence: str = "tv",
     divergence_bound: float = 0.15,
     moment_bound: float = 0.04,
+    kl_estimator: str = "k3",
+    kl_in: str = "loss",
+    entropy_bonus: float = 0.0,
 ) -> LossResult:
     """Return the sum over tokens of ``-min(r A, clip(r, 1 - eps, 1 + eps) A) + beta (e^d - d - 1)`` with ``d
-    = log pi_0 - log pi_theta``; another ``shape`` replaces the first term.
+    = log pi_0 - log pi_theta``; another ``shape`` replaces the first term, another ``kl_estimator`` the last.
 
     r is exp(``scores.log_ratio``); with humanline it is already clipped, so it is clipped twice. The KL term
-    reads the raw log-probabilities; its baseline pi_0 is the reference (C.1.4).
+    reads the raw log-probabilities; its baseline pi_0 is the reference (C.1.4), or ``scores.anchor``. With
+    ``kl_in="reward"`` there is no last term, and A is ``penalised``. ``entropy_bonus`` times the entropy of a
+    token's distribution is subtracted, where the scores have it.
 
     ``advantages``: [R], one for all tokens of a row, or [R, T], one per token. ``masked``: [R, T] bool, the
     tokens that ``shape="m2po"`` masks in the global batch; None: these rows are the whole batch. ``epsilon``,
@@ -58,28 +72,44 @@ def grpo(
     taus = {"tau_positive": tau_positive, "tau_negative": tau_negative}
     numbers = ranges | bounds | taus | {"dual_clip": dual_clip, "masked": masked}
     read = {name: numbers[name] for name in reads(shape)}
-    losses, shares = SHAPES[shape](scores, by_token(advantages), **read)
+    kl = kl_term(scores, kl_estimator)
+    A = penalised(by_token(advantages), kl, beta, kl_in)
+    losses, shares = SHAPES[shape](scores, A, **read)
     if scores.weights is not None:
         losses = scores.weights * losses
-    kl = kl_estimate(scores)
-    losses = losses + beta * kl if beta else losses
-    s = scores.sequence_log_ratio()
+    losses = losses + beta * kl if beta and kl_in == "loss" else losses
+    if entropy_bonus and scores.entropy is not None:
+        losses = losses - entropy_bonus * scores.entropy
+        shares = shares | {"entropy": scores.entropy.detach()}
+    losses = torch.where(mask, losses / token_divisor(mask, normalization, max_tokens), 0.0)
+    return LossResult(losses.sum(), _metrics(scores, advantages, shares, kl))
+
+
+def _metrics(
+    scores: TokenScores, advantages: Tensor, shares: dict[str, Tensor], kl: Tensor
+) -> dict[str, Mean]:
+    s, mask = scores.sequence_log_ratio(), scores.mask
     row = advantages if advantages.dim() == 1 else token_sum(advantages, mask)
-    metrics = {
+    return {
         "reward_chosen": mean_where(s, scores.valid & (row > 0)),
         "reward_rejected": mean_where(s, scores.valid & (row < 0)),
         "reward_accuracy": mean_where(agreement(s * row.sign()), scores.valid & (row != 0)),
         **{name: mean_where(where.to(s.dtype), mask) for name, where in shares.items()},
         "kl_penalty": mean_where(kl, mask),
     }
-    return LossResult(
-        torch.where(mask, losses / token_divisor(mask, normalization, max_tokens), 0.0).sum(), metrics
-    )
 
 
 def by_token(advantages: Tensor) -> Tensor:
     """Return advantages as the shapes take them: [R, 1] from [R], or [R, T] unchanged."""
     return advantages if advantages.dim() == 2 else advantages.unsqueeze(-1)
+
+
+def penalised(advantages: Tensor, kl: Tensor, beta: float, kl_in: str) -> Tensor:
+    """Return the advantages, [R, 1] or [R, T], less the KL to come where ``kl_in`` is "reward". Raises
+    ValueError unless it is that or "loss"."""
+    if kl_in not in ("loss", "reward"):
+        raise ValueError(f"kl_in={kl_in}: use loss or reward")
+    return less_kl_to_come(advantages, kl, beta) if beta and kl_in == "reward" else advantages
 
 
 def token_divisor(mask: Tensor, normalization: str, max_tokens: int | None) -> Tensor:

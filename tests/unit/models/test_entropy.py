@@ -40,6 +40,21 @@ def test_it_is_that_of_the_whole_softmax(budget, scale, softcap, temperature, sp
 
 
 @pytest.mark.parametrize("budget", [1, 64 * 7, 10**6])
+@pytest.mark.parametrize(("scale", "softcap", "temperature"), [(1.0, None, 1.0), (0.25, 5.0, 0.6)])
+def test_its_gradient_is_that_of_the_whole_softmax(budget, scale, softcap, temperature):
+    torch.manual_seed(0)
+    leaves = [torch.randn(7, 16), torch.randn(333, 16), torch.randn(333)]
+    leaves = [leaf.double().requires_grad_() for leaf in leaves]
+    logits = scale * (leaves[0] @ leaves[1].T + leaves[2])
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
+    form = {"scale": scale, "softcap": softcap, "temperature": temperature}
+    weight = torch.randn(7).double()
+    found = torch.autograd.grad(weight @ chunked_entropies(*leaves, budget=budget, **form), leaves)
+    for one, other in zip(found, torch.autograd.grad(weight @ by_hand(logits), leaves), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("budget", [1, 64 * 7, 10**6])
 @pytest.mark.parametrize(("softcap", "temperature", "spread"), [(None, 1.0, 8.0), (5.0, 0.6, 8.0)])
 def test_the_chance_that_two_draws_agree_is_that_of_the_whole_softmax(budget, softcap, temperature, spread):
     torch.manual_seed(0)

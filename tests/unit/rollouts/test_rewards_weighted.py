@@ -17,8 +17,8 @@ PROMPT = Prompt((Turn("user", "12+34"),), "46")
 LENGTHS = {"reward": "function", "path": f"{FUNCTIONS}.lengths", "conversational": True}
 
 
-def weighted(max_missing=0.0, **parts):
-    config = RewardConfig.of_kind("weighted", WeightedConfig(parts=parts), max_missing)
+def weighted(max_missing=0.0, normalize="none", **parts):
+    config = RewardConfig.of_kind("weighted", WeightedConfig(parts, normalize), max_missing)
     return make_reward(config)
 
 
@@ -45,6 +45,29 @@ def test_only_means_are_named_as_what_a_round_logs():
     reward.close()
     assert {name for name in reward.metrics if name.startswith("reward_")} == {"reward_reward_a"}
     assert reward.metrics["of_reward_a_calls"] == 3.0
+
+
+def test_rewards_that_are_normalised_apart_keep_their_weights_whatever_their_scales():
+    """Of each part its own (score - mean) / std among a prompt's answers, then the weighted sum (GDPO)."""
+    other = Prompt((Turn("user", "1+2"),), "3")
+    asked = [PROMPT, PROMPT, other, PROMPT, other]
+    texts = ["; 46", "; 45 and more", "; 3", "46 of these", "; 3"]
+    reward = weighted(normalize="group", adder={"weight": 2}, short={"weight": -0.5, **LENGTHS})
+    found = reward.score(asked, texts)
+    right, lengths = alone("adder").score(asked, texts), [float(len(t)) for t in texts]
+    for place, prompt in enumerate(asked):
+        of = [i for i, one in enumerate(asked) if one is prompt]
+        wanted = 0.0
+        for weight, values in ((2, right), (-0.5, lengths)):
+            mean = sum(values[i] for i in of) / len(of)
+            std = (sum((values[i] - mean) ** 2 for i in of) / len(of)) ** 0.5
+            wanted += weight * (values[place] - mean) / std if std else 0.0
+        assert found[place] == pytest.approx(wanted, rel=1e-12)
+    assert found[2] == found[4] == 0 and len(set(found[:2])) == 2
+    assert reward.metrics["reward_short"] == pytest.approx(sum(lengths) / 5), "logged as it was scored"
+    reward.close()
+    with pytest.raises(ConfigError, match=r"reward\.weighted\.normalize"):
+        weighted(normalize="batch", adder={"weight": 2})
 
 
 def test_what_one_part_does_not_know_nobody_knows():

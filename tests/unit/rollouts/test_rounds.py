@@ -21,6 +21,8 @@ from config.schema_rounds import RoundsConfig
 from data.groups import to_dict
 from data.sources import load_groups
 from data.types import Completion, Prompt, Turn
+from data.views import group_advantages
+from jobs.online_source import view_of_rounds
 from rollouts.ledger import RoundFolder, sampled_line, sampled_of
 from rollouts.round_builder import samples_table
 from rollouts.rounds import EQUAL, SILENT, TOO_EQUAL, TOO_FEW, PromptSchedule, SampledPrompt, feedback
@@ -341,3 +343,25 @@ def test_the_data_set_brings_its_reward():
     assert make_config("online=true").reward_config.name == "adder"
     assert make_config("online=true", "reward=verifier").reward_config.name == "verifier"
     assert make_config("data=hub", "data.path=a/b").reward is None
+
+
+def test_what_is_done_with_samples_that_were_cut():
+    """Dropped, they are not compared; masked, they count in the advantages and are not trained on."""
+    one, found = sampled(3), {}  # the second was cut
+    for how in ("keep", "drop", "mask"):
+        config = RoundsConfig(feedback="group", truncated=how)
+        (group,) = feedback(one, [1.0, 4.0, 4.0], config, 0)
+        words = ("loss=grpo", "online=true", "reward=adder", "rounds.feedback=group")
+        view = view_of_rounds(make_config(f"rounds.truncated={how}", *words), group_advantages)
+        found[how] = [(group.completions[want.completions[0]], want.label) for want in view(group)]
+    a, b = -(2**0.5), 0.5**0.5
+    first, last = one.completions[0], one.completions[2]
+    assert [c for c, _ in found["keep"]] == list(one.completions)
+    assert [label for _, label in found["keep"]] == pytest.approx([a, b, b])
+    assert found["drop"] == [(first, -1.0), (last, 1.0)]
+    assert [c for c, _ in found["mask"]] == [first, last]
+    assert [label for _, label in found["mask"]] == pytest.approx([a, b])
+    (pair,) = feedback(one, [1.0, 4.0, 2.0], RoundsConfig(truncated="drop"), 0)
+    assert pair.rewards == (2.0, 1.0)
+    with pytest.raises(ConfigError, match=r"rounds\.truncated=mask: needs"):
+        RoundsConfig(truncated="mask")
