@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jinja2
 import pytest
 
 from config.schema import Config
 from launch.composing import compose_config
 from launch.grid import CONFIG_DIR
+from tests.tiny import make_config
+from train import train
+
+CHATML = "config/templates/chatml.jinja"
+OPEN_R1 = (
+    "You are a helpful AI Assistant that provides well-reasoned and detailed responses. You first think "
+    "about the reasoning process as an internal monologue and then provide the user with the answer. Respond "
+    "in the following format: <think>\n...\n</think>\n<answer>\n...\n</answer>"
+)
 
 #                objective, online, humanline: learning rate, loss numbers, max grad norm
 KTO, DPO = {"beta": 0.25, "desirable_weight": 1.1, "undesirable_weight": 1.0}, {"beta": 0.10}
@@ -113,8 +127,76 @@ def test_every_experiment_file_is_in_these_tables() -> None:
     shipped = {
         path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml") if not path.stem.startswith("_")
     }
-    assert shipped == {name(*row) for row in TABLE_3} | {
+    tables = {name(*row) for row in TABLE_3} | {
         "math-grpo-online",
         "math-grpo-64x",
         "math-grpo-64x-humanline",
     }
+    assert shipped == tables | {f"{recipe}-authors" for recipe in tables}
+
+
+MATHS = {
+    "seed": 42,
+    "save_every": 400 * 256,
+    "keep_checkpoints": 5,
+    "model.max_prompt_length": 512,
+    "model.max_length": 2560,
+    "model.logit_temperature": 0.7,
+    "data.path": "simplescaling/openaimath",
+    "data.system_prompt": OPEN_R1,
+}
+CHAT = {"model.max_prompt_length": 625, "model.max_length": 1250, "model.chat_template": CHATML}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changed"),
+    [
+        ("math-grpo-online", MATHS | {"loss.kl_anchor": "initial"}),
+        ("math-grpo-64x", MATHS | {"loss.kl_anchor": "initial"}),
+        ("math-grpo-64x-humanline", MATHS | {"rounds.reset_reference": False}),
+        *((name(*row), CHAT | ({"sampler.max_tokens": 625} if row[1] else {})) for row in TABLE_3),
+    ],
+)
+def test_the_authors_recipe_differs_in_these_settings_and_no_other(recipe, changed):
+    ours, theirs = (flat(asdict(compose_config([f"experiment={recipe}{end}"]))) for end in ("", "-authors"))
+    assert {key: value for key, value in theirs.items() if value != ours[key]} == changed
+
+
+def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """The tree's leaves, by their dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
+    return found
+
+
+def test_chatml_is_written_as_halos_writes_it() -> None:
+    template = jinja2.Environment().from_string(Path(CHATML).read_text(encoding="utf-8"))
+    turns = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    whole = "\n<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>"
+    assert template.render(messages=turns) == whole
+    asked = template.render(messages=turns[:1], add_generation_prompt=True)
+    assert whole == f"{asked}2<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "recipe", ["math-grpo-64x-authors", "math-grpo-64x-humanline-authors", "kto-online-authors"]
+)
+def test_the_authors_recipe_runs_dry(recipe, tmp_path, capfd):
+    small = ["model=adder", "data=adder", "reward=adder", "sampler=embedded", f"runs_dir={tmp_path}"]
+    small += [
+        f"cache_dir={tmp_path}",
+        "data.system_prompt=null",
+        "data.path=assets/adder/pairs.jsonl",
+        "dry_run=true",
+        "model.batch_size=8",
+    ]
+    small += [
+        "model.max_length=64",
+        "model.max_prompt_length=32",
+        "sampler.max_tokens=32",
+        "n_eval_prompts=4",
+    ]
+    small += ["rounds.contexts=64", "rounds.contexts_per_round=32", "model.chat_template=null"]
+    train(make_config(f"experiment={recipe}", *small), "planned")
+    assert "microbatches of" in capfd.readouterr().out
