@@ -157,6 +157,14 @@ TRL = (
     _row("num_train_epochs", "n_epochs=1"),
     _row("max_steps", "n_examples=320", "steps times batch size", own=False),
     _row("warmup_ratio", "warmup=0.1"),
+    _row("warmup_steps", "warmup=0.1", "a share of the run", own=False),
+    _row(
+        "lr_scheduler_kwargs",
+        "scheduler=cosine min_lr_ratio=0.1",
+        "the last rate, as a share of lr",
+        own=False,
+    ),
+    _row("data_seed full_determinism", note="none: seed decides all, and a run resumes to the bit"),
     _row("lr_scheduler_type", "scheduler=cosine"),
     _row("optim", "optimizer=AdamW | optimizer=Muon | optimizer=AdamW8bit", own=False),
     _row("adam_beta1", "beta1=0.9"),
@@ -169,10 +177,29 @@ TRL = (
     _row("resume_from_checkpoint", "resume=true", "goes on from the run's newest checkpoint", own=False),
     _row("save_total_limit", "keep_checkpoints=2"),
     _row("hub_model_id", "push_to_hub=org/name"),
+    _row(
+        "hub_always_push hub_strategy hub_revision hub_token",
+        note="none: the model is uploaded once, when the run ends, with the token of `hf auth login`",
+    ),
     _row("hub_private_repo", "hub_private=true"),
     _row("save_steps save_strategy", "save_every=1024", "examples, in the loss's own unit", own=False),
     _row("eval_steps eval_strategy", "eval_every=1024", "examples, in the loss's own unit", own=False),
     _row("load_best_model_at_end=True metric_for_best_model", "keep_best=eval_reward_margin"),
+    _row("greater_is_better", note="none: keep_best knows which way its number is better"),
+    _row(
+        "do_train do_eval do_predict eval_on_start",
+        note="none: a run trains, and is evaluated from step 0 on",
+    ),
+    _row(
+        "eval_accumulation_steps eval_delay eval_do_concat_batches eval_use_gather_object batch_eval_metrics "
+        "include_for_metrics prediction_loss_only label_names use_cache",
+        note="none: an evaluation adds up over batches and ranks",
+    ),
+    _row(
+        "ignore_data_skip restore_callback_states_from_checkpoint save_on_each_node save_only_model "
+        "enable_jit_checkpoint",
+        note="none: a checkpoint has all that resume=true needs to go on, and a stopped run writes one",
+    ),
     _row(
         "early_stopping_patience",
         "patience=3 keep_best=eval_reward_margin eval_every=1024",
@@ -180,7 +207,8 @@ TRL = (
         own=False,
     ),
     _row(
-        "logging_steps logging_strategy logging_first_step",
+        "logging_steps logging_strategy logging_first_step logging_nan_inf_filter log_level "
+        "log_level_replica log_on_each_node disable_tqdm include_num_input_tokens_seen skip_memory_metrics",
         note="none: every step has its line in `metrics.jsonl`",
     ),
     _row(
@@ -213,11 +241,42 @@ TRL = (
     _row("max_prompt_length", "model.max_prompt_length=16"),
     _row("packing padding_free", "model.packing=false", "true wherever the architecture can, for every loss"),
     _row("gradient_checkpointing", "model.activation_checkpointing=true"),
-    _row("use_liger_kernel", note="none: logits are made in recomputed chunks for every model"),
-    _row("fsdp deepspeed fsdp_config", note="none: weights are always sharded over the ranks (FSDP2)"),
+    _row(
+        "use_liger_kernel liger_kernel_config",
+        note="none: logits are made in recomputed chunks for every model",
+    ),
+    _row(
+        "fsdp deepspeed fsdp_config accelerator_config parallelism_config ddp_backend ddp_broadcast_buffers "
+        "ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph local_rank",
+        note="none: weights are always sharded over the ranks (FSDP2)",
+    ),
+    _row("average_tokens_across_devices", note="none: every mean is over the global batch"),
+    _row("torch_compile torch_compile_backend torch_compile_mode", "model.compile=true", own=False),
+    _row(
+        "auto_find_batch_size torch_empty_cache_steps",
+        note="none: on a GPU the memory plan chooses model.microbatch_tokens",
+    ),
+    _row("use_cpu", note="none: a GPU is used where CUDA_VISIBLE_DEVICES shows one"),
+    _row("bf16_full_eval fp16_full_eval tf32", note="none: model.dtype is that of training and evaluation"),
+    _row(
+        "optim_args optim_target_modules", note="none: beta1, beta2, eps and muon have settings of their own"
+    ),
+    _row("neftune_noise_alpha", note="none: noise would make the policy differ from itself as its reference"),
+    _row("project", "wandb.project=mine"),
+    _row(
+        "trackio_bucket_id trackio_space_id trackio_static_space_id",
+        "'trackers=[trackio]'",
+        "whose file in config/trackers has the space",
+        own=False,
+    ),
     _row("ddp_timeout", "watchdog_seconds=300", "says which ranks the others wait for"),
     _row("remove_unused_columns", note="none: the data report names the columns that nothing reads"),
-    _row("dataloader_num_workers dataset_num_proc", note="none: rows are tokenised once, on all cores"),
+    _row(
+        "dataloader_num_workers dataset_num_proc dataloader_drop_last dataloader_in_order "
+        "dataloader_multiprocessing_context dataloader_persistent_workers dataloader_pin_memory "
+        "dataloader_prefetch_factor",
+        note="none: rows are tokenised once, on all cores",
+    ),
     _row("chat_template_path", "model.chat_template=config/templates/default.jinja"),
     _row(
         "chat_template_kwargs",
@@ -278,6 +337,7 @@ TRL = (
     _row('loss_type="ipo"', "loss=ipo"),
     _row('loss_type="hinge"', "loss=slic"),
     _row("label_smoothing", "loss=cdpo loss.epsilon=0.2"),
+    _row("label_smoothing_factor", note="none: loss=cdpo smooths the labels of pairs"),
     _row("simpo_gamma", "loss=simpo loss.gamma_beta_ratio=0.5", "over beta", own=False),
     _row("rpo_alpha", "loss=dpo loss.nll_weight=1.0"),
     _row("desirable_weight", "loss=kto loss.desirable_weight=1.1"),
@@ -375,13 +435,21 @@ TRL = (
     _row("activation_offloading", note="none: model.activation_checkpointing=true saves memory"),
     _row("pad_token pad_to_multiple_of", note="none: padding is never seen by the model"),
     _row(
-        "discopop_tau entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target "
+        "discopop_tau entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target "
         "use_adaptive_entropy",
         note="none: this term of the loss is not here",
     ),
+    _row("entropy_coef", "loss=grpo loss.entropy_bonus=0.001"),
+    _row("top_entropy_quantile", "loss=grpo loss.entropy_share=0.2"),
+    _row("use_bias_correction_kl", note="none: nearest is loss.kl_estimator=k2"),
     _row(
-        "use_bias_correction_kl top_entropy_quantile mask_truncated_completions multi_objective_aggregation",
-        note="none: this variant of GRPO is not here",
+        "mask_truncated_completions=True",
+        "loss=grpo online=true reward=adder rounds.feedback=group rounds.truncated=mask",
+    ),
+    _row(
+        'multi_objective_aggregation="normalize_then_sum"',
+        "online=true reward=weighted 'reward.weighted.parts={adder: {weight: 1}}' "
+        "reward.weighted.normalize=group",
     ),
     _row(
         "vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos",
@@ -412,7 +480,7 @@ TRL = (
     ),
     _row("max_tool_calling_iterations", note="none: environment.max_turns limits a conversation"),
     _row(
-        "shuffle_dataset train_sampling_strategy group_by_length",
+        "shuffle_dataset train_sampling_strategy group_by_length length_column_name",
         note="none: groups are shuffled by seed, and balanced over ranks",
     ),
     _row(
@@ -420,7 +488,8 @@ TRL = (
         note="none: LoRA has lora_r, lora_alpha and target_modules",
     ),
     _row(
-        "bnb_4bit_quant_storage use_bnb_nested_quant model_init_kwargs dataset_streaming ignore_bias_buffers",
+        "bnb_4bit_quant_storage use_bnb_nested_quant model_init_kwargs dataset_streaming ignore_bias_buffers "
+        "gradient_checkpointing_kwargs",
         note="none: there is nothing to choose",
     ),
 )

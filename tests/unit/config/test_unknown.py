@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -108,23 +109,11 @@ def test_what_is_added_to_the_settings_is_answered_alike() -> None:
         load(_composed(["+data.train_file=x"]))
 
 
-DPO_KTO_GRPO = (  # noqa: SIM905
-    "activation_offloading beta discopop_tau disable_dropout f_alpha_divergence_coef "
-    "f_divergence_type label_smoothing ld_alpha loss_weights model_init_kwargs pad_token "
-    "pad_to_multiple_of padding_free precompute_ref_batch_size precompute_ref_log_probs "
-    "ref_model_mixup_alpha ref_model_sync_steps sync_ref_model truncation_mode use_weighting "
-    "desirable_weight undesirable_weight train_sampling_strategy cache_implementation delta "
-    "entropy_coef epsilon_high generation_batch_size generation_kwargs importance_sampling_level "
-    "log_completions mask_truncated_completions max_completion_length min_p "
-    "multi_objective_aggregation num_completions_to_print num_generations num_generations_eval "
-    "num_iterations off_policy_mask_threshold repetition_penalty reward_weights sapo_temperature_neg "
-    "sapo_temperature_pos scale_rewards shuffle_dataset steps_per_generation top_entropy_quantile "
-    "top_k use_bias_correction_kl use_transformers_paged use_vllm vespo_k_neg "
-    "vllm_importance_sampling_cap vllm_importance_sampling_correction vllm_importance_sampling_mode "
-    "vllm_max_model_length vllm_server_base_url vllm_server_host vllm_server_port "
-    "vllm_server_timeout vllm_structured_outputs_regex use_peft lora_r lora_alpha "
-    "lora_modules_to_save use_dora use_rslora model_revision dtype attn_implementation "
-    "trust_remote_code "
+TRL_NAMES = (Path(__file__).parent / "trl_names.txt").read_text().split()
+"""The settings of DPOConfig, KTOConfig and GRPOConfig of TRL 1.16."""
+MODEL_NAMES = (  # noqa: SIM905
+    "use_peft lora_r lora_alpha lora_modules_to_save use_dora use_rslora model_revision dtype "
+    "attn_implementation trust_remote_code"
 ).split()
 TYPES = (  # noqa: SIM905
     "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero "
@@ -134,7 +123,9 @@ TYPES = (  # noqa: SIM905
 
 
 def test_every_name_of_trl_and_every_loss_type_has_an_answer() -> None:
-    assert [name for name in DPO_KTO_GRPO if remedy(name, "x", DPO) == NOTHING] == []
+    asked = [name for name in (*TRL_NAMES, *MODEL_NAMES) if name not in section("config.yaml")]
+    assert [name for name in asked if remedy(name, "x", DPO) == NOTHING] == [] and len(asked) > 200
+    assert [name for name in TRL_NAMES if not known_elsewhere(name, "x") and name in asked] == []
     several = remedy("loss_type", "no such", DPO)
     assert [name for name in TYPES if remedy("loss_type", name, DPO) == several] == []
 
