@@ -190,6 +190,7 @@ class JudgeConfig(EndpointConfig):
     max_calls: int
     max_total_tokens: int
     base_url: str
+    system: str | None
     prompt: str
 
     def __post_init__(self) -> None:

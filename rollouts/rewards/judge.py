@@ -76,10 +76,12 @@ class JudgeReward:
         filled = re.sub(
             "|".join(map(re.escape, parts)), lambda match: parts[match.group()], self.config.prompt
         )  # one pass, so that placeholders within these texts stay
+        said = self.config.system
+        system = [] if said is None else [{"role": "system", "content": said}]
         return json.dumps(
             {
                 "model": self.config.model,
-                "messages": [{"role": "user", "content": filled}],
+                "messages": [*system, {"role": "user", "content": filled}],
                 "temperature": self.config.temperature,
                 "max_tokens": self.config.max_tokens,
             }

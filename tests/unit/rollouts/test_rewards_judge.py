@@ -56,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         server = self.server
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        text = body["messages"][0]["content"].rpartition("A:")[2]
+        text = body["messages"][-1]["content"].rpartition("A:")[2]
         with server.lock:
             server.seen[text] += 1
             server.now += 1
@@ -138,6 +138,12 @@ def test_scores_in_order_and_at_once(endpoint):
 def test_what_a_completion_says_is_not_a_placeholder(endpoint):
     judge(endpoint).score([PROMPT], ["{prompt}"])
     assert endpoint.bodies[0]["messages"][0]["content"] == "Q:2+2 {completion}? R:4 A:{prompt}"
+
+
+def test_its_system_message_is_sent_as_it_is(endpoint):
+    assert judge(endpoint, system="Strict. {prompt}").score([PROMPT], ["xxx"]) == [3.0]
+    system, user = endpoint.bodies[0]["messages"]
+    assert system == {"role": "system", "content": "Strict. {prompt}"} and user["role"] == "user"
 
 
 def test_an_endpoint_that_fails_half_the_time_still_finishes(endpoint):
