@@ -55,7 +55,9 @@ MEANT: dict[str, tuple[str, ...]] = {
 trained on, so that it is never left out silently."""
 SEEN = ("images", "image", "videos", "video", "audios", "audio")
 """Columns with what no text model reads."""
-_KNOWN = {name for names in MEANT.values() for name in names} | set(SEEN)
+OF_TEMPLATE = "chat_template_kwargs"
+"""Column in which TRL's data give the chat template settings of their own, row by row."""
+_KNOWN = {OF_TEMPLATE} | {name for names in MEANT.values() for name in names} | set(SEEN)
 
 _WORDS = {
     "chosen": ["chosen", "good", "better", "best", "preferred", "accepted", "positive", "winning", "winner"],
@@ -312,7 +314,7 @@ class Columns:
                 for name in _lost(row.values, shape.read, self.strict, self.answers):
                     lost[name] += shape.rows / len(shape.kept)  # type: ignore[assignment]
                     first.setdefault(name, (row, shape))
-        names = [name for name in first if lost[name] >= 0.1 * rows]
+        names = [name for name in first if lost[name] >= 0.1 * rows or name == OF_TEMPLATE]
         if not names:
             return
         row, shape = first[names[0]]
@@ -326,6 +328,14 @@ class Columns:
                 row.file,
                 f"{where} has {', '.join(seen)}, which no text model reads; leave such rows out, or type "
                 f"{ignore} to train on the texts alone",
+            )
+        if OF_TEMPLATE in names:
+            said = json.dumps(row.values[OF_TEMPLATE], ensure_ascii=False).replace('"', "")
+            raise ConfigError(
+                "data.columns",
+                columns,
+                f"{where} has {OF_TEMPLATE}, which are settings here: for all rows alike they are "
+                f"'model.{OF_TEMPLATE}={said}'; with it, or without any, type {ignore}",
             )
         they, them = ("it", "it") if len(names) == 1 else ("they", "them")
         ways = proposals(row.values, names, columns)

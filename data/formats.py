@@ -39,6 +39,8 @@ ROLES = {
     "tool": "tool",
     "ipython": "tool",
 }
+_LEARNED = ("weight", "train", "training", "loss")
+"""Keys by which a message says whether it is learned (OpenAI's, axolotl's, ms-swift's)."""
 LARGEST = 3.4028234663852886e38
 """The largest finite number of float32."""
 PAIR = (1.0, -1.0)
@@ -182,6 +184,12 @@ def turns(found: Any, column: str) -> tuple[Turn, ...]:
         found = [found]
     if not isinstance(found, list) or not found:
         raise RowError(f"{column!r} is neither a string nor a list of messages")
+    if isinstance(found[-1], Mapping) and (
+        off := [key for key in _LEARNED if found[-1].get(key) in (0, "0")]
+    ):
+        raise LeftOutError(
+            f"the last message of {column!r} says {off[0]!r}: {found[-1][off[0]]}, not to be learned"
+        )
     calling = any(isinstance(message, Mapping) and message.get("tool_calls") for message in found)
     return tuple(_turn(message, column, calling) for message in found)
 
@@ -304,6 +312,8 @@ def answered(head: tuple[Turn, ...], found: Any, column: str) -> tuple[tuple[Tur
     ``head`` or be its end. The system turn of ``head`` stays unless they bring their own.
     """
     found = messages_in(found, column)
+    if head and head[-1].role == "assistant":
+        raise RowError(f"the prompt does not end with a user turn but with an answer, and {column!r} is one")
     if isinstance(found, str):
         return head, Completion(found)
     before, answer = _last(turns(found, column), column)

@@ -61,7 +61,7 @@ def check(task: tuple[str | None, str]) -> float | Missing:
     gold = _parsed(expected, whole=True)
     if not gold:
         return Missing("the reference answer cannot be read")
-    answers = _parsed(answer)
+    answers = [found for found in _parsed(answer) if {_kind(found), _kind(gold[0])} != {"list", "tuple"}]
     return float(bool(answers) and bool(verify(gold, answers, timeout_seconds=None, raise_on_error=True)))
 
 
@@ -73,6 +73,17 @@ def final_answer(text: str) -> str:
         return str(blocks[-1]).strip()
     _, mark, after = text.rpartition("####")
     return after.strip() if mark else text.strip()
+
+
+def _kind(found: Any) -> str:
+    """Return "list" for numbers in any order, "tuple" for a point or an interval, and "" for anything else.
+    math-verify compares a list with a tuple as if both were sets."""
+    from sympy import FiniteSet, Interval, Tuple
+    from sympy.core.relational import Relational
+
+    if isinstance(found, FiniteSet):
+        return "" if any(isinstance(one, Relational) for one in found) else "list"
+    return "tuple" if isinstance(found, Interval | Tuple) else ""
 
 
 def _plain(text: str) -> str:

@@ -98,6 +98,13 @@ def test_the_forms_that_people_bring_are_read(record: dict, group: tuple | None)
         ),
         ({"messages": said(Q), "ground_truth": "4"}, ["{reference: ground_truth}"]),
         ({"query": Q, "reply": A}, ["{prompt: query, completion: reply}"]),
+        *(
+            (
+                {"prompt": Q, "chat_template_kwargs": {"enable_thinking": False}} | answer,
+                ["model.chat_template_kwargs={enable_thinking: false}", "[chat_template_kwargs]"],
+            )
+            for answer in ({"completion": A}, {})
+        ),
     ],
 )
 def test_a_column_that_decides_is_refused_with_the_line_to_type(record: dict, remedies: list[str]) -> None:
@@ -121,6 +128,22 @@ def test_no_known_column_of_a_text_is_unread_in_silence(record: dict) -> None:
     except UserError as error:
         for line in re.findall(r'"data\.(?:ignore_)?columns=(.*?)"', str(error)):
             yaml.safe_load(line)
+
+
+@pytest.mark.parametrize("off", [{"weight": 0}, {"train": False}, {"loss": False}])
+def test_an_answer_that_is_not_to_be_learned_is_left_out(off: dict) -> None:
+    rows = [{"messages": [*said(Q, A)[:1], said(Q, A)[1] | key]} for key in (off, {"weight": 1})]
+    (dropped,) = load(*rows).dropped
+    assert dropped.intended and "not to be learned" in dropped.reason
+
+
+def test_an_answer_behind_a_conversation_that_has_one_is_named() -> None:
+    loaded = load(
+        {"whole": said(Q, A), "text": A, "rejected": B}, columns={"messages": "whole", "chosen": "text"}
+    )
+    assert loaded.dropped[0].reason.startswith(
+        "'chosen' is an answer, and the conversation before it ends with"
+    )
 
 
 def test_words_that_are_read_elsewhere_are_not_missed() -> None:

@@ -177,6 +177,14 @@ def test_words_around_an_answer_do_not_change_it(verifier, reference, said, righ
     assert verifier.accuracy([reference], [said]) == [float(right)]
 
 
+@pytest.mark.parametrize(
+    ("point", "numbers"), [("(-2,1)", "-2,1"), (r"\left( 3, \frac{\pi}{2} \right)", r"3, \frac{\pi}{2}")]
+)
+def test_a_point_or_an_interval_is_no_list_of_numbers(verifier, point, numbers):
+    made = [(point, numbers), (numbers, point), (point, f"So \\boxed{{{numbers}}}."), (point, f"${point}$.")]
+    assert verifier.accuracy(*map(list, zip(*made, strict=True))) == [0.0, 0.0, 0.0, 1.0]
+
+
 def test_all_of_math_500_accepts_itself(verifier):
     path = DATA / "math500_test.jsonl"
     if not path.is_file():
