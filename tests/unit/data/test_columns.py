@@ -141,9 +141,7 @@ def test_an_answer_behind_a_conversation_that_has_one_is_named() -> None:
     loaded = load(
         {"whole": said(Q, A), "text": A, "rejected": B}, columns={"messages": "whole", "chosen": "text"}
     )
-    assert loaded.dropped[0].reason.startswith(
-        "'chosen' is an answer, and the conversation before it ends with"
-    )
+    assert loaded.dropped[0].reason.endswith("but with an answer, and 'chosen' is one")
 
 
 def test_words_that_are_read_elsewhere_are_not_missed() -> None:

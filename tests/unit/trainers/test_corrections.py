@@ -88,6 +88,7 @@ def by_hand(name: str, low: float, high: float, delta: float, rows) -> list[list
         ("truncated", 0.2, 0.9, 0.1),  # an unknown token's 1 lies outside
         ("masked", 0.4, 1.6, 0.1),
         ("sequence_masked", 0.8, 1.3, 0.1),
+        ("sequence_masked", 1.1, 1.9, 0.1),
         ("negative_masked", 0.0, 2.0, 0.25),
         ("negative_masked", 0.0, 2.0, -0.25),
     ],
