@@ -439,11 +439,9 @@ class Config:
         return "correction", self.correction.name
 
     @property
-    def anchors_kl(self) -> bool:
-        """Whether the loss's KL term needs scores of the initial weights beside the reference's, because the
-        reference does not stay at these weights."""
-        stays = self.syncing == "never" and (not self.online or self.keeps_reference)
-        return self.loss.get("kl_anchor") == "initial" and not stays
+    def stays_initial(self) -> bool:
+        """Whether the reference is the initial weights for the whole run."""
+        return self.syncing == "never" and (not self.online or self.keeps_reference)
 
     @property
     def reward_config(self) -> RewardConfig:

@@ -127,10 +127,11 @@ class BasicTrainer(ABC, Generic[Prepared]):
         if config.model.router_aux_loss_coef is not None:
             self.balance = RouterBalance(cast(Policy, policy))
         # Not a part of the policy: a run that resumes loads the initial weights before its checkpoint.
-        self.initial = SoftReference(policy) if config.anchors_kl and config.online else None
+        anchored = config.loss.get("kl_anchor") == "initial" and not config.stays_initial
+        self.initial = SoftReference(policy) if anchored and config.online else None
         by_row = config.reference_batch_size is not None and self.syncing.delay is None
         self.reference = Reference(by_row)
-        self.anchor = Reference(self.reference.by_row) if config.anchors_kl else None
+        self.anchor = Reference(self.reference.by_row) if anchored else None
         self.correction = Correction.from_config(config)
         self.scorer = self.scorer_with(self.reference, Humanline.from_config(config))
         self.scorer.anchor = self.anchor
