@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -216,9 +216,13 @@ class RunFolder:
     # -- changes -----------------------------------------------------------------------------------
 
     def _mark(self) -> None:
-        """Mark the folder as a run's, unless it is already marked."""
+        """Mark the folder as a run's, unless it is already marked. A damaged marker is kept beside it."""
         if marked(self.path):
             return
+        damaged = self.path / f"{MARKER}.damaged"
+        with suppress(FileNotFoundError):
+            (self.path / MARKER).rename(damaged)
+            print(f"{damaged}: {MARKER} was damaged; what it noted of inputs is here now", flush=True)
         self._claimed_empty = not self._entries()
         about = {
             "kind": KIND,

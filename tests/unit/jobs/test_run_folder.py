@@ -289,3 +289,12 @@ def test_a_second_process_is_refused_until_the_first_is_gone(at):
         process.wait()
     assert overwritten(at(resume=True))
     assert started(path)
+
+
+def test_a_damaged_marker_is_said_and_kept(at, capsys):
+    path = begin(at())
+    noted = (path / MARKER).read_text().replace('"kind"', '"kin"')
+    (path / MARKER).write_text(noted)
+    begin(at(resume=True), steps=0)
+    assert marked(path) and (path / f"{MARKER}.damaged").read_text() == noted
+    assert "run.json was damaged" in capsys.readouterr().out
