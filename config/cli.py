@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import ConfigError, StoppedError, UserError, require
-from common.files import on_disk
+from common.files import LINK, on_disk
 from common.output import guard_output, no_room
 from common.secrets import remember, scrub_text
 from config.arguments import as_settings, choices_of, given_twice, override_in, refuse_choices
@@ -120,6 +120,8 @@ def guarded(work: Callable[[], object]) -> None:
     except UserError as error:
         sys.exit(complain(str(error), REFUSED))
     except OSError as error:
+        if error.strerror == LINK:
+            sys.exit(complain(f"{error.filename} {LINK}", REFUSED))
         if not no_room(error):
             raise
         disk = f" {on_disk(error.filename)}" if isinstance(error.filename, str | Path) else ""

@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from common.errors import ConfigError, UserError
+from common.files import LINK, open_own
 from config.arguments import refuse_choices
-from config.cli import REFUSED, complain, compose
+from config.cli import REFUSED, complain, compose, guarded
 from tests.programs import HANG
 from tests.tiny import ROOT, make_config
 from train import train
@@ -48,6 +49,13 @@ def test_a_message_is_printed_without_the_secrets_that_it_quotes(capsys):
     key = "sk-" + "proj-abcdefghijklmnop1234"
     assert complain(f"cannot parse a={key} b.api_key=plain", REFUSED) == 2
     assert capsys.readouterr().err == "error: cannot parse a=[removed] b.api_key=[removed]\n"
+
+
+def test_a_link_in_the_place_of_a_file_that_is_written_ends_a_program_with_one_message(tmp_path, capsys):
+    (tmp_path / "log").symlink_to(tmp_path / "thesis")
+    with pytest.raises(SystemExit) as ended:
+        guarded(lambda: open_own(tmp_path / "log"))
+    assert ended.value.code == REFUSED and capsys.readouterr().err == f"error: {tmp_path / 'log'} {LINK}\n"
 
 
 @pytest.mark.parametrize(
