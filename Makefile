@@ -1,6 +1,6 @@
 # What a newcomer types. The environment is made once and again only when a requirements file changes.
 .DEFAULT_GOAL := help
-.PHONY: help venv eval-tools run smollm2 real real-full test docs check bench-quick torture study
+.PHONY: help venv eval-tools run smollm2 real real-full test test-quick docs check bench-quick torture study
 SHELL := /bin/bash
 
 PY := .venv/bin/python
@@ -9,6 +9,7 @@ GPU ?= $(shell nvidia-smi >/dev/null 2>&1 && echo 1 || echo 0)
 export GPU
 REQUIREMENTS := $(if $(filter 1,$(GPU)),requirements.txt,requirements/cpu.txt)
 INSTALLED := .venv/.installed-$(subst /,-,$(REQUIREMENTS))
+INSTALLED_TEST := .venv/.installed-requirements-test.txt
 INSTALLED_DEV := .venv/.installed-requirements-dev.txt
 INSTALLED_EVAL := .venv/.installed-requirements-eval.txt
 # For the tests alone, beside the environment: transformers imports torchao wherever it is found, seconds for each program.
@@ -33,6 +34,9 @@ eval-tools: $(INSTALLED_EVAL)  ## add to .venv what eval.py kind=alpacaeval, kin
 test: $(INSTALLED_DEV) $(INSTALLED_VLLM) $(INSTALLED_EVAL) $(INSTALLED_SMALL_GPUS)  ## run every test (ARGS='-k tracking' for some of them)
 	@tools/slurm/install.sh
 	@$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder -rfEs $(ARGS)
+
+test-quick: $(INSTALLED_TEST)  ## golden numbers, losses, trainers, architecture: two minutes, with pytest and hypothesis alone
+	@$(PY) -m pytest tests/golden tests/unit/trainers tests/unit/test_architecture.py $(ARGS)
 
 torture: $(INSTALLED_DEV)  ## 50 kills, signals and damaged checkpoints over one run on two ranks (half an hour)
 	@$(PY) -m tests.distributed.torture --kills 50 --steps 400 $(ARGS)
@@ -59,7 +63,11 @@ $(INSTALLED): requirements.txt requirements/cpu.txt
 	@tools/venv.sh $(REQUIREMENTS)
 	@touch $@
 
-$(INSTALLED_DEV): requirements/dev.txt requirements/docs.txt requirements/trackers.txt $(INSTALLED)
+$(INSTALLED_TEST): requirements/test.txt $(INSTALLED)
+	@tools/venv.sh requirements/test.txt
+	@touch $@
+
+$(INSTALLED_DEV): requirements/test.txt requirements/dev.txt requirements/docs.txt requirements/trackers.txt $(INSTALLED)
 	@tools/venv.sh requirements/dev.txt
 	@touch $@
 

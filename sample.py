@@ -1,5 +1,6 @@
 """Sample a model's answers to the prompts of a data set into a file, without training.
 
+    python sample.py run=runs/mine split=eval rounds.samples=1 out=answers.jsonl
     python sample.py model=llama3-8b-instruct data=ultrafeedback_armorm sampler=vllm rounds.samples=8 out=samples.jsonl
     python sample.py model=hub model.name_or_path=runs/mine data=alpacaeval data.path=alpaca_eval.json data.eval_fraction=0 \\
         rounds.samples=1 format=alpacaeval out=outputs.json
@@ -10,20 +11,23 @@ config/sample.yaml: python sample.py --cfg job
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
 
 from config.cli import cli, guarded, settings
 from config.load import split_settings
+from config.schema import Config
 from config.schema_stages import SampleStage
 
 
-def sample(cfg: DictConfig) -> None:
-    """Write one file of samples."""
+def sample(cfg: DictConfig, given: list[str]) -> None:
+    """Write one file of samples. ``given``: the dotted keys that the command line sets."""
     stage, rest = split_settings(cfg, SampleStage)
-    config, _ = settings(rest, stage)
+    config = settings(rest, stage)[0] if stage.run is None else of_run(stage.run, rest, given)
     config.check_room()
     config.check_samples()
     from jobs.early import check_inputs
@@ -41,9 +45,22 @@ def sample(cfg: DictConfig) -> None:
         stop()
 
 
+def of_run(run: str, rest: DictConfig, given: list[str]) -> Config:
+    """Return the settings of a finished run with the changes of the command line. Raises ConfigError."""
+    from evals.targets import refuse_unread, run_of, settings_of_run
+
+    own = [item.name for item in fields(SampleStage)]
+    refuse_unread([key for key in given if key.split(".")[0] != "rounds"], own, True)
+    tree = OmegaConf.to_container(rest, resolve=True)
+    assert isinstance(tree, dict)
+    composed = {str(key): value for key, value in tree.items()}
+    return settings_of_run(run_of(Path(run), None)[0], composed, given)
+
+
 @hydra.main(version_base="1.3", config_path="config", config_name="sample")
 def main(cfg: DictConfig) -> None:
-    guarded(lambda: sample(cfg))
+    given = [word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task]
+    guarded(lambda: sample(cfg, given))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import hydra
 from omegaconf import DictConfig
 
 from common.errors import UserError
+from common.progress import phase
 from config.cli import cli, compose, guarded, settings
 from config.machine import speaks, with_environment
 from config.schema import Config
@@ -49,12 +50,14 @@ def run(config: Config, name: str, signals: Signals, observers: Sequence[Any] = 
     from jobs.early import check_early
 
     check_early(config, name)  # without torch
-    from jobs.assembly import make_loss
+    with phase("import torch"):
+        from jobs.assembly import make_loss
 
-    make_loss(config)  # with torch alone
-    from jobs.job import Job
-    from jobs.run_folder import RunFolder
-    from models.distributed import on_main, start, stop
+        make_loss(config)  # with torch alone
+    with phase("import transformers"):
+        from jobs.job import Job
+        from jobs.run_folder import RunFolder
+        from models.distributed import on_main, start, stop
 
     config, said = with_environment(config, os.environ)
     for sentence in said if speaks(os.environ) else ():
@@ -64,7 +67,8 @@ def run(config: Config, name: str, signals: Signals, observers: Sequence[Any] = 
     try:
         if not config.dry_run:
             on_main(folder.claim)
-        job = Job(config, folder, world, observers)
+        with phase("read settings, data and tokenizer", "data.path"):
+            job = Job(config, folder, world, observers)
         try:
             return job.describe() if config.dry_run else job.run(signals)
         finally:
@@ -78,7 +82,9 @@ def run(config: Config, name: str, signals: Signals, observers: Sequence[Any] = 
 def main(cfg: DictConfig) -> None:
     def work() -> None:
         config, name = settings(cfg)
-        summary = run(config, name, Signals())  # never restored: the handlers hold until the program ends
+        summary = run(
+            config, name, Signals(interrupts=True)
+        )  # never restored: they hold until the program ends
         if summary.get("status") == NOTHING_LEARNT:
             raise UserError(f"{told(summary)}; its results are written all the same")
 

@@ -41,3 +41,15 @@ def require(condition: bool, key: str, value: Any, remedy: str) -> None:
 def one_of(key: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Raise ConfigError unless ``value`` is one of ``allowed``."""
     require(value in allowed, key, value, f"use one of {', '.join(str(a) for a in allowed)}")
+
+
+REQUEUE = 75
+"""Exit code of a run that was asked to stop and lost nothing (EX_TEMPFAIL): run the same command again with
+resume=true."""
+
+
+class Requeue(SystemExit):
+    """Raised to exit a run that was interrupted by a signal, after saving it."""
+
+    def __init__(self) -> None:
+        super().__init__(REQUEUE)

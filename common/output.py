@@ -9,6 +9,8 @@ import math
 import os
 import select
 import sys
+import threading
+from collections.abc import Iterator
 
 from common.secrets import scrub_text
 
@@ -46,11 +48,41 @@ _TOO_MUCH = b"\n[this process has printed too much: the rest is dropped]\n"
 
 
 class _Clean(io.TextIOWrapper):
-    """A stream that removes secrets from what is printed: tracebacks and libraries quote settings too."""
+    """A stream that removes secrets from what is printed: tracebacks and libraries quote settings too. On a
+    terminal a bar makes room for a line."""
 
     def write(self, text: str) -> int:
+        if _line.drawer != threading.get_ident() and text and self.isatty():
+            if _line.drawn:
+                super().write("\r\x1b[K")
+            _line.drawn, _line.within = False, not text.endswith("\n")
         super().write(scrub_text(text))
         return len(text)
+
+
+class _Line:
+    """The last line of the terminal. ``drawer``: the thread that draws a bar at present; ``drawn``: whether
+    there is a bar; ``within``: whether there is the beginning of a printed line."""
+
+    drawer, drawn, within = 0, False, False
+
+
+_line = _Line()
+
+
+@contextlib.contextmanager
+def drawing(visible: bool) -> Iterator[None]:
+    """What this thread writes within is a bar. ``visible``: whether it stays on the last line."""
+    _line.drawer = threading.get_ident()
+    try:
+        yield
+    finally:
+        _line.drawer, _line.drawn = 0, visible
+
+
+def within_line() -> bool:
+    """Return whether the end of the line on the terminal has not been printed yet."""
+    return _line.within
 
 
 def guard_output(most: float = math.inf) -> None:

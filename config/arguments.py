@@ -35,7 +35,7 @@ HYDRAS = (
 )
 """Hydra's own options, which Hydra also accepts abbreviated."""
 _OPTION = re.compile(r"--(?P<name>[A-Za-z][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
-_OPEN = re.compile(r"(evaluations|callbacks)[.=]")
+_OPEN = re.compile(r"(evaluations|callbacks|humanline_rule)[.=]")
 """Settings whose keys the user defines. Hydra adds a key to a mapping only if it is told to."""
 _OPTIONAL = ("reward", "trackers")
 """Folders of which a run may choose no file or several. For a wrong name in these, Hydra does not list the

@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from common.errors import ConfigError, StoppedError, UserError, require
 from common.files import LINK, on_disk
 from common.output import guard_output, no_room
+from common.progress import pulse
 from common.secrets import remember, scrub_text
 from config.arguments import as_settings, choices_of, given_twice, override_in, refuse_choices
 from config.files import FOLDER
@@ -42,7 +43,7 @@ REFUSED, STOPPED = 2, 1
 
 FOLLOWS = {"max_length": "max_prompt_length", "contexts": "contexts_per_round"}
 """A limit -> the one of the same section that must not exceed it."""
-OPEN = ("evaluations", "callbacks", "trackers", "reward", "hydra")
+OPEN = ("evaluations", "callbacks", "humanline_rule", "trackers", "reward", "hydra")
 """Sections whose settings the user or a chosen file defines."""
 EMBEDDED = ("adder", "instruct")
 """The embedded tasks; the first one is the default. The names of their files in config/data and config/model
@@ -145,9 +146,15 @@ def cli(main: Callable[[], object]) -> None:
     guarded(lambda: refuse_choices(sys.argv[1:]))
     for sentence in given_twice(sys.argv[1:]) if speaks(os.environ) else ():
         print(f"note: {scrub_text(sentence)}", file=sys.stderr, flush=True)
+    if speaks(os.environ):
+        pulse()
     try:
         guarded(lambda: check_jobs(sys.argv[1:], program()))
         main()
+    except KeyboardInterrupt:
+        sys.exit(
+            complain("interrupted; answers and scores that are done are kept, the same command goes on", 130)
+        )
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(complain(_in_our_words(error, sys.argv[1:]), REFUSED))
 

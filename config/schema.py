@@ -66,6 +66,7 @@ class Config:
     log_epsilon_P: float
     log_epsilon_R: float
     humanline_mode: str
+    humanline_rule: dict[str, Any]
     sync_freq: int
     sync_mode: str | None
     sync_alpha: float
@@ -241,7 +242,13 @@ class Config:
             f"orders completions by what the model thinks of them; loss={self.loss['name']} trains one that "
             "only scores them",
         )
-        one_of("humanline_mode", self.humanline_mode, ("clip", "sample"))
+        one_of("humanline_mode", self.humanline_mode, ("clip", "sample", "rule"))
+        require(
+            self.humanline_mode != "rule" or "_target_" in self.humanline_rule,
+            "humanline_rule",
+            self.humanline_rule,
+            "names no function: humanline_rule._target_=my_rules.soft, and its numbers beside it",
+        )
         require(
             self.humanline or self.humanline_mode == "clip",
             "humanline_mode",

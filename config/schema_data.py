@@ -44,6 +44,7 @@ class DataConfig:
     format: str
     columns: dict[str, str] | None
     ignore_columns: list[str] | None
+    numbers: list[str] | None
     max_unreadable: float
     one_label: bool
     system_prompt: str | None

@@ -15,6 +15,7 @@ class SampleStage:
     """``sample.py``: ``rounds.samples`` answers to each prompt of the data, sampled from ``model`` by
     ``sampler``."""
 
+    run: str | None
     out: str
     format: str
     split: str

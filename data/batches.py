@@ -292,12 +292,17 @@ def microbatch(
     other = None
     if any(example.mismatched is not None for example in examples):
         other = collate([example.mismatched or FILL.rows[0] for example in examples], device, pack, share)
+    numbers = None
+    if columns := max(len(example.numbers) for example in examples):
+        values = [example.numbers or (0.0,) * columns for example in examples]
+        numbers = to_device(torch.tensor(values, dtype=torch.float32), device)
     labels = torch.tensor([example.label for example in examples], dtype=torch.float32)
     return Microbatch(
         examples=tuple(examples),
         sequences=collate(rows, device, pack, share),
         labels=to_device(labels, device),
         mismatched=other,
+        numbers=numbers,
     )
 
 

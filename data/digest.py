@@ -21,6 +21,8 @@ def groups_digest(groups: ExampleGroups) -> str:
     for column in (sizes_of(groups), labels_of(groups), *row_lengths(groups)):
         kind = np.float64 if column.dtype.kind == "f" else np.int64
         digest.update(np.ascontiguousarray(column, kind).data)
+    if len(groups) and groups[0] and groups[0][0].numbers:  # data.numbers: all examples have some, or none
+        digest.update(np.array([example.numbers for group in groups for example in group]).data)
     for part in row_arrays(groups):
         digest.update(part.data)
     return digest.hexdigest()

@@ -69,8 +69,9 @@ class Wanted(Collection[tuple[Prompt, Completion]]):
     def __init__(self, groups: Seq[Group], view: View) -> None:
         ends, row_ends, labels = array("q"), array("q"), array("d")
         completions, flags = array("i"), array("b")
-        prompt_ids = bytearray()
+        prompt_ids, numbers = bytearray(), array("d")
         for group in groups:
+            numbers.extend(group.numbers)
             prompt_ids += group.prompt.id.encode()
             for want in view(group):
                 labels.append(want.label)
@@ -79,6 +80,8 @@ class Wanted(Collection[tuple[Prompt, Completion]]):
                 row_ends.append(len(completions))
             ends.append(len(labels))
         self.groups: Seq[Group] = groups
+        self.numbers = np.array(numbers).reshape(len(ends), -1) if numbers else np.empty((len(ends), 0))
+        """[groups, columns] float64: ``Group.numbers``"""
         self.prompt_ids = np.frombuffer(bytes(prompt_ids), "S16")
         self.ends, self.row_ends = np.array(ends), np.array(row_ends)
         """[groups], [examples] int64: the number of examples, and of rows, up to and including each"""
@@ -132,8 +135,9 @@ class ExampleTable(Seq[tuple[Example, ...]]):
             return self.pick(np.arange(len(self))[at])
         group = int(self._kept[at])
         prompt_id = self._wanted.prompt_ids[group].decode()
+        numbers = tuple(self._wanted.numbers[group].tolist())
         return tuple(
-            Example(prompt_id, tuple(self._row(r) for r in self._places(example)), label)
+            Example(prompt_id, tuple(self._row(r) for r in self._places(example)), label, numbers=numbers)
             for example, label in self._of_group(group)
         )
 

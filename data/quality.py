@@ -28,6 +28,8 @@ PAPER_WORST_QUARTILE = (-1.03, -0.36)
 """Range of mean token log-probabilities (nats) in the paper's lowest quarter of offline completions, under
 the initial reference."""
 
+LEAST_LIKELY = 0.1
+"""Quantile of the model's own answers, by mean token log-probability, with which completions are compared."""
 _NAMED = 10
 
 
@@ -59,8 +61,10 @@ class DataReport:
     """"all" and each kind ("chosen", "rejected" …) -> mean token log-probability per completion under the
     initial reference, in nats"""
     poor_share: float | None = None
-    """share of the completions whose mean token log-probability is at most the upper end of the paper's
-    lowest quarter"""
+    """share of the completions that are less likely than nine in ten of the initial model's own answers, or,
+    where it gave none, at most the upper end of the paper's lowest quarter"""
+    own: Spread | None = None
+    """mean token log-probability of the initial model's own answers to held-out prompts, nats"""
     clippable_share: float | None = None
     """share of completion tokens that humanline can clip from above while the reference is the initial model;
     this is an upper bound"""
@@ -105,14 +109,19 @@ class DataReport:
         )
 
     def with_logprobs(
-        self, kinds: Mapping[str, np.ndarray], clippable_share: float | None = None
+        self,
+        kinds: Mapping[str, np.ndarray],
+        clippable_share: float | None = None,
+        own: Sequence[float] = (),
     ) -> DataReport:
         """Return the report with ``kinds``: "chosen", "rejected" … -> [completions] mean token
         log-probability under the initial reference, in nats.
 
         NaN stands for a completion that was not scored and is left out. For ``clippable_share`` see
-        ``can_be_clipped``; it is None if nothing is clipped or nothing was scored.
+        ``can_be_clipped``; it is None if nothing is clipped or nothing was scored. ``own``: the same mean of
+        each answer that the initial model itself gave.
         """
+        bar = float(np.quantile(own, LEAST_LIKELY)) if len(own) else PAPER_WORST_QUARTILE[1]
         scored = {kind: values[~np.isnan(values)] for kind, values in kinds.items()}
         everything = np.concatenate(list(scored.values())) if scored else np.empty(0)
         spreads = {kind: Spread.of(values) for kind, values in {"all": everything, **scored}.items()}
@@ -120,7 +129,8 @@ class DataReport:
             self,
             logprob={kind: spread for kind, spread in spreads.items() if spread is not None},
             clippable_share=clippable_share,
-            poor_share=float((everything <= PAPER_WORST_QUARTILE[1]).mean()) if everything.size else None,
+            own=Spread.of(np.array(own)),
+            poor_share=float((everything <= bar).mean()) if everything.size else None,
         )
 
     def with_example(self, shown: Sequence[str]) -> DataReport:
@@ -168,20 +178,7 @@ class DataReport:
         """Return warnings to check before spending GPU hours; empty if nothing stands out."""
         found = []
         if self.poor_share is not None and self.poor_share > 0.5:
-            low, high = PAPER_WORST_QUARTILE
-            leave_out = (
-                ""
-                if self.selection
-                else ", or data.logprob_range=[0.25,1], which leaves the least likely quarter out"
-            )
-            found.append(
-                f"{self.poor_share:.0%} of the completions have a mean token log-probability of {high} nats "
-                "or less under the "
-                "initial model, which would hardly say them. So had the lowest quarter of the paper's data, "
-                f"[{low}, {high}], which trained clearly worse than the rest even with humanline (§5.2.1, "
-                "Figure 6). Expect many "
-                f"clipped tokens; prefer completions of this or a similar model, or online=true{leave_out}"
-            )
+            found.append(self._unlikely(self.poor_share))
         if self.shared_prompts:
             found.append(
                 f"{self.shared_prompts} prompts are both trained on and evaluated with; evaluation numbers "
@@ -205,6 +202,29 @@ class DataReport:
                 "model.max_length"
             )
         return found
+
+    @property
+    def _than(self) -> str:
+        """What makes a completion one of ``poor_share``."""
+        if self.own is None:
+            high = PAPER_WORST_QUARTILE[1]
+            return f"have a mean token log-probability of {high} nats or less under the initial model"
+        return (
+            "are less likely under the initial model than nine in ten of its own answers (median "
+            f"{self.logprob['all'].median:.2f} nats a token; its own answers {self.own.median:.2f})"
+        )
+
+    def _unlikely(self, share: float) -> str:
+        """Return the warning that most completions are ones that the initial model would hardly say."""
+        low, high = PAPER_WORST_QUARTILE
+        leave_out = (
+            "" if self.selection else ", or data.logprob_range=[0.25,1] leaves the least likely quarter out"
+        )
+        return (
+            f"{share:.0%} of the completions {self._than}. Such data, [{low}, {high}] nats in the paper, "
+            "trained clearly worse than the rest even with humanline (§5.2.1, Figure 6): prefer completions "
+            f"of this or a similar model, or online=true{leave_out}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -250,9 +270,8 @@ class DataReport:
             )
             low, high = PAPER_WORST_QUARTILE
             parts += [
-                f"{self.poor_share:.0%} of the completions lie at {high} or below; in the paper's data the "
-                "lowest quarter "
-                f"did, [{low}, {high}] (§5.2.1, Figure 6).",
+                f"{self.poor_share:.0%} of the completions {self._than}; the lowest quarter of the paper's "
+                f"data had [{low}, {high}] (§5.2.1, Figure 6).",
                 "",
             ]
         if self.clippable_share is not None:

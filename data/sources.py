@@ -25,6 +25,7 @@ from data import hub, published
 from data.columns import Columns, check_named, renamed
 from data.detection import GENERIC, format_of, is_feedback
 from data.folders import folder_rows, is_saved
+from data.formats import RowError, number
 from data.group_store import gathered, picked, prompt_ids
 from data.markup import Reader
 from data.rows import SUFFIXES, Dropped, Loaded, Row, read_rows, reasons
@@ -273,7 +274,7 @@ def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str) -> L
         made = map(seen.noted, form(seen.watched(itertools.chain(first, named)), config))
         # The transcripts of hh were cut into turns by their format; an answer that says "Human:" says it.
         for result, row in made if loaded.format == "hh" else texts.read(made):
-            found = answers.checked(result, row)
+            found = answers.checked(with_numbers(result, row, config.numbers or ()), row)
             if isinstance(found, Dropped):
                 loaded.dropped.append(found)
             else:
@@ -284,6 +285,19 @@ def convert(rows: Iterable[Row | Dropped], config: DataConfig, origin: str) -> L
     loaded.columns, loaded.unused, loaded.refusal = seen.used, seen.unused, seen.refusal
     loaded.read_back = texts.lines
     return loaded
+
+
+def with_numbers(found: Group | Dropped, row: Row | None, names: Iterable[str]) -> Group | Dropped:
+    """Return the group with the row's values of the columns ``names``, or why it is left out. Raises
+    ConfigError for a group that is made of several rows (``row`` is None)."""
+    if isinstance(found, Dropped) or not names:
+        return found
+    if row is None:
+        raise ConfigError("data.numbers", list(names), "belong to a row, and this format joins several rows")
+    try:
+        return replace(found, numbers=tuple(number(row.values, name) for name in names))
+    except RowError as error:
+        return error.dropped(row)
 
 
 class References:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 
 from common.errors import DataError
 from common.files import temporary_folder
+from common.progress import SOON, progress
 from data import chat, templates, token_rows
 from data.chat import Renderer
 from data.token_rows import Rendered, TokenRows
@@ -73,7 +74,7 @@ class TokenCache:
             return None
         return found, about["cuts"]
 
-    def _made(self, path: Path, key: str, renderer: Renderer, rows: Iterable[Row]) -> TokenRows | None:
+    def _made(self, path: Path, key: str, renderer: Renderer, rows: Collection[Row]) -> TokenRows | None:
         """Tokenise the rows into the entry ``path`` and return them; None if the entry cannot be written,
         which is printed."""
         part = path.with_name(f".{key}-{uuid4().hex}.part")  # a process id is not unique across nodes
@@ -97,7 +98,7 @@ class TokenCache:
                 part.unlink()
 
 
-def _in_passing(key: str, renderer: Renderer, rows: Iterable[Row]) -> TokenRows:
+def _in_passing(key: str, renderer: Renderer, rows: Collection[Row]) -> TokenRows:
     """Tokenise the rows into a temporary file that no longer has a name, and return them. Raises DataError if
     there is no room for it."""
     try:
@@ -111,7 +112,7 @@ def _in_passing(key: str, renderer: Renderer, rows: Iterable[Row]) -> TokenRows:
         ) from error
 
 
-def _tokenise(path: Path, key: str, renderer: Renderer, rows: Iterable[Row]) -> None:
+def _tokenise(path: Path, key: str, renderer: Renderer, rows: Collection[Row]) -> None:
     before = dict(renderer.cuts)
 
     def about() -> dict[str, object]:
@@ -121,10 +122,12 @@ def _tokenise(path: Path, key: str, renderer: Renderer, rows: Iterable[Row]) -> 
     token_rows.write_rows(path, _rendered(renderer, rows), about)
 
 
-def _rendered(renderer: Renderer, rows: Iterable[Row]) -> Iterator[Sequence | str]:
+def _rendered(renderer: Renderer, rows: Collection[Row]) -> Iterator[Sequence | str]:
     stream = iter(rows)
-    while part := list(itertools.islice(stream, _AT_ONCE)):
-        yield from renderer.sequences(part)
+    with progress(len(rows), "tokenise (data.path)", unit="row", shown=None, delay=SOON) as bar:
+        while part := list(itertools.islice(stream, _AT_ONCE)):
+            yield from renderer.sequences(part)
+            bar.update(len(part))
 
 
 def content_key(renderer: Renderer, rows: Iterable[Row]) -> str:

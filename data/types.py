@@ -115,6 +115,8 @@ class Group:
     prompt: Prompt
     completions: tuple[Completion, ...] = ()
     rewards: tuple[float, ...] = ()
+    numbers: tuple[float, ...] = ()
+    """The row's values of the columns ``data.numbers``, in that order."""
     place: str = field(default="", compare=False)
     """The file and row of the group, for messages, because tokenizer and template are known only later; "" if
     it was not read as a row of its own."""
@@ -183,6 +185,8 @@ class Example:
     """KTO: this prompt with the completion of another prompt of the same global batch (eq. 7's z0)."""
     sampled_step: int | None = None
     """Online: the optimizer step whose policy sampled the completions."""
+    numbers: tuple[float, ...] = ()
+    """``Group.numbers``, which the loss gets by name."""
 
 
 @dataclass(frozen=True)
@@ -238,3 +242,6 @@ class Microbatch:
     labels: torch.Tensor
     """[examples] float32: Example.label"""
     mismatched: Sequences | None = None
+    numbers: torch.Tensor | None = None
+    """[examples, columns] float32: Example.numbers, 0 for examples that only fill up the batch; None: no
+    example has any"""

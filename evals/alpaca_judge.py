@@ -23,10 +23,10 @@ import yaml  # type: ignore[import-untyped]
 
 from common.errors import StoppedError
 from common.files import write_whole
+from common.progress import progress
 from config.schema_benchmarks import AlpacaEvalConfig
 from evals.alpaca_files import Row
 from evals.alpaca_library import annotator_settings, library, quiet
-from reports.progress import progress
 from rollouts.rewards.endpoint import Client
 
 CHARACTERS_PER_TOKEN = 4

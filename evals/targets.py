@@ -117,7 +117,7 @@ def over_run(saved: Settings, composed: Settings, given: Sequence[str]) -> Setti
         out["sampler"] = _with(out["sampler"], ["max_tokens"], _at(saved, "sampler.max_tokens"))
     for key in (*given, "sampler.temperature", "sampler.top_p"):
         first, *rest = key.split(".")
-        if rest and first in READ:
+        if rest and first in (*READ, "rounds"):
             out[first] = _with(out.get(first) or {}, rest, _at(composed, key))
     return out
 
@@ -190,16 +190,7 @@ def _of_run(
     given: Sequence[str],
     exported: Mapping[Path, Path],
 ) -> Target:
-    saved = settings_of((run / RECORD).read_text(encoding="utf-8", errors="replace"))
-    trusted = "model.trust_remote_code" in given or not _at(saved, "model.trust_remote_code")
-    require(
-        trusted,
-        "model.trust_remote_code",
-        True,
-        f"{run / RECORD} lets the model run code of its own; where you trust it add "
-        "model.trust_remote_code=true",
-    )
-    config = _as_exported(_checked(over_run(saved, composed, given)), exported.get(run, run / "model"))
+    config = settings_of_run(run, composed, given, exported.get(run))
     one = len(expanded(stage.run)) == 1
     out = run / "evals" if stage.out is None else Path(stage.out) if one else Path(stage.out) / run.name
     return Target(
@@ -209,6 +200,23 @@ def _of_run(
         run,
         step,
     )
+
+
+def settings_of_run(
+    run: Path, composed: Settings, given: Sequence[str], exported: Path | None = None
+) -> Config:
+    """Return a run's settings with the command line's changes, for its model, or one ``exported`` elsewhere.
+    Raises ConfigError."""
+    saved = settings_of((run / RECORD).read_text(encoding="utf-8", errors="replace"))
+    trusted = "model.trust_remote_code" in given or not _at(saved, "model.trust_remote_code")
+    require(
+        trusted,
+        "model.trust_remote_code",
+        True,
+        f"{run / RECORD} lets the model run code of its own; where you trust it add "
+        "model.trust_remote_code=true",
+    )
+    return _as_exported(_checked(over_run(saved, composed, given)), exported or run / "model")
 
 
 def _other(path: str, target: Target, stage: EvalStage, composed: Settings, given: Sequence[str]) -> Target:

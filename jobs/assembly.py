@@ -57,9 +57,18 @@ def make_loss(config: Config) -> Loss:
                 value,
                 "must be above 0, or the loss has no gradient",
             )
+    for name in config.data.numbers or ():
+        require(
+            name in takes and name not in numbers,
+            "data.numbers",
+            config.data.numbers,
+            f"loss={config.loss['name']} does not take {name}; one that does has it after * (docs/extend.md)",
+        )
     for key, parameter in takes.items():
         require(
-            key in numbers or parameter.default is not inspect.Parameter.empty,
+            key in numbers
+            or key in (config.data.numbers or ())
+            or parameter.default is not inspect.Parameter.empty,
             f"loss.{key}",
             "???",
             f"loss={config.loss['name']} needs it; set it in config/loss/{config.loss['name']}.yaml",
@@ -91,7 +100,7 @@ def _try(loss: Loss, config: Config) -> None:
     ]
     if set(needed) <= set(known):
         try:
-            loss(*(known[name] for name in needed))
+            loss(*(known[name] for name in needed), **dict.fromkeys(config.data.numbers or (), one))
         except ValueError as error:
             for key, value in config.loss.items():
                 if str(error).startswith(start := f"{key}={value}: "):

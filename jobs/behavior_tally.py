@@ -12,7 +12,7 @@ from data.batches import to_device
 from data.types import Example, Microbatch
 from jobs.sums import Sums
 from jobs.tally import POSITIONS, rounded
-from reports.behavior_charts import COLUMNS
+from reports.metrics import COLUMNS
 from trainers.corrections import Behavior
 from trainers.losses.base import TokenScores
 

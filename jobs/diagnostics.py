@@ -10,6 +10,7 @@ start of the run records once the noise of a log-ratio: smaller differences mean
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,6 +56,16 @@ class Diagnostics:
         raw = (scores.policy - scores.reference).detach()
         self.tally.add(sides(micro), raw, scores.mask, moved, known)
         self.behavior.add(micro, scores, self.trainer.progress.step)
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that forgets what is observed from now on. The host does not wait for it."""
+        tally, behavior = self.tally.copy(), self.behavior.copy()
+
+        def forget() -> None:
+            self.tally.put_back(tally)
+            self.behavior.put_back(behavior)
+
+        return forget
 
     # -- lines -------------------------------------------------------------------------------------
 

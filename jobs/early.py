@@ -51,7 +51,7 @@ def check_early(config: Config, name: str) -> None:
         check_push(config.push_to_hub)
     check_trackers(config.trackers)
     online = {"sampler", "reward", "environment"} if config.online else set()
-    check_inputs(config, {"model", "data", "optimizer", "callbacks"} | online)
+    check_inputs(config, {"model", "data", "optimizer", "callbacks", "humanline_rule"} | online)
     for set_name, data in evaluation_sets(config.evaluations, config.data).items():
         try:
             check_found(data, splits=("eval",))
@@ -82,6 +82,7 @@ def check_inputs(config: Config, uses: Collection[str]) -> None:
         ("data.verifier", config.data.verifier),
         ("environment.path", config.environment.path),
         ("reward.function.path", reward.get("path")),
+        ("humanline_rule._target_", config.humanline_rule.get("_target_")),
         *(
             (f"callbacks.{name}._target_", given.get("_target_"))
             for name, given in config.callbacks.items()

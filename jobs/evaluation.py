@@ -15,6 +15,7 @@ from statistics import fmean
 
 import torch
 
+from common.progress import SOON, pause, progress
 from config.schema import Config
 from data.batches import Segment
 from data.types import Example, Microbatch
@@ -22,16 +23,13 @@ from jobs.initial_scores import initial_scores
 from jobs.retention import InitialKL
 from models.distributed import gather_objects, rounded
 from models.reference import Reference
-from reports.progress import progress
-from rollouts.verify import Accuracy
+from rollouts.verify import Accuracy, Row, Shown
 from trainers.basic import BasicTrainer
 from trainers.humanline import Humanline
 from trainers.losses.base import TokenScores
 from trainers.meters import Meters
 
 Metrics = dict[str, float | None]
-SHOWN_AFTER_S = 10.0
-"""An evaluation that takes longer than this many seconds shows a progress bar."""
 
 
 class Evaluator:
@@ -41,7 +39,7 @@ class Evaluator:
     answers and checks them, or is None where nothing can be checked; ``retained`` does the same on a second
     task. ``initial_kl`` measures the KL divergence from the initial weights, or is None. ``dtype`` is the
     dtype of the exported model: the weights are evaluated in the precision in which they will be used.
-    ``named``: evaluators of further sets, by name.
+    ``named``: evaluators of further sets, by name. ``shown``: answers to be read where nothing checks them.
     """
 
     def __init__(
@@ -53,7 +51,9 @@ class Evaluator:
         retained: Accuracy | None = None,
         initial_kl: InitialKL | None = None,
         named: Mapping[str, Evaluator] | None = None,
+        shown: Shown | None = None,
     ) -> None:
+        self.shown = shown
         self.named = dict(named or {})
         self.trainer, self.accuracy = trainer, accuracy
         self.retained, self.initial_kl = retained, initial_kl
@@ -74,7 +74,7 @@ class Evaluator:
         for other in self.named.values():
             other.prepare(parts)
         parts = parts | {"rounded to": str(self.dtype)}
-        for measured in (self.accuracy, self.retained):
+        for measured in (self.accuracy, self.retained, self.shown):
             if measured is not None:
                 measured.use_cache(Path(self.trainer.config.cache_dir), parts)
         if self.initial_kl is not None:
@@ -83,7 +83,13 @@ class Evaluator:
         if self.batches and self.trainer.config.has_reference:
             with rounded(self.trainer.policy, self.dtype):
                 self.reference.scores = initial_scores(
-                    self.trainer, self.batches, self.size, self.reference, parts, "score held-out rows", True
+                    self.trainer,
+                    self.batches,
+                    self.size,
+                    self.reference,
+                    parts,
+                    "score held-out rows (n_eval_examples)",
+                    True,
                 )
 
     def evaluate(self, initial: bool = False) -> Metrics:
@@ -111,6 +117,14 @@ class Evaluator:
             found |= {f"eval_{name}_{key.removeprefix('eval_')}": value for key, value in measured}
         return found
 
+    def answers(self, initial: bool) -> list[Row]:
+        """Return a few answers to held-out prompts as rows of ``rollouts.verify.COLUMNS``: those that the
+        last evaluation checked, or else new ones, to be read."""
+        if self.accuracy is not None or self.shown is None:
+            return [] if self.accuracy is None else self.accuracy.samples
+        with rounded(self.trainer.policy, self.dtype):
+            return self.shown(initial)
+
     @torch.no_grad()
     def _scores(self) -> Metrics:
         trainer, meters = self.trainer, Meters()
@@ -121,12 +135,13 @@ class Evaluator:
         prepared = trainer.prepare(micros, self.scorer)
         todo = progress(
             list(zip(micros, prepared, strict=True)),
-            "evaluate",
+            "evaluate (n_eval_examples)",
             unit="forward",
             shown=trainer.world.is_main,
-            delay=SHOWN_AFTER_S,
+            delay=SOON,
         )
         for (i, micro), item in todo:
+            pause()
             scores = self.scorer.score_without_gradient(i, micro.sequences)
             result = trainer.compute_loss(micro, scores, item)
             meters.add(

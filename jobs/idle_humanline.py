@@ -72,7 +72,7 @@ def moves(config: Config, segments: Sequence[int], exact: bool) -> bool:
 
 def can_clip(config: Config, longest: int) -> bool:
     """Return whether a log-ratio may exceed a clipping bound in segments of at most ``longest`` steps."""
-    if config.humanline_mode == "sample":
+    if config.humanline_mode != "clip":
         return True
     bounds = (-config.log_epsilon_P, config.log_epsilon_R)
     if longest == 1:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
 from common.errors import StoppedError
+from common.progress import SOON, progress
 from config.schema_model import ModelConfig
 from data.batches import Size, cut, dealing, microbatch
 from data.types import Example, Microbatch, Sequence
@@ -27,7 +28,6 @@ from models.distributed import World, barrier, gather_objects
 from models.reference import Reference
 from models.score_cache import ScoreCache
 from models.score_table import ScoreTable
-from reports.progress import progress
 from trainers.basic import BasicTrainer
 
 SECONDS_PER_SHARD = 20.0
@@ -98,7 +98,8 @@ def initial_scores(
     work, forwards = _work(trainer, batches, missing, size, reference)
     new: dict[str, Tensor] = {}
     written = time.monotonic()
-    with progress(forwards, what, unit="forward", shown=trainer.world.is_main and forwards > 0) as bar:
+    shown = trainer.world.is_main and forwards > 0
+    with progress(forwards, what, unit="forward", shown=shown, delay=SOON) as bar:
         for step, micros in work:
             new.update(reference.scored(trainer.policy, step, micros))
             bar.update()

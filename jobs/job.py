@@ -15,13 +15,16 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from common.errors import StoppedError, UserError
-from common.files import on_disk, write_whole
+from common.files import on_disk, read_json, write_whole
 from common.imports import import_function
+from common.progress import phase
 from common.secrets import scrub, scrub_text, scrub_words
+from config.record import MARKER
 from config.schema import Config
 from data.batches import Segment
 from data.chat import make_renderer
 from data.quality import DataReport
+from data.views import prompts_of
 from data.vocabulary import limit_tokens
 from jobs import idle_humanline
 from jobs.assembly import Offline, check_budget, check_ranks, make_loss, trainer_class
@@ -38,7 +41,7 @@ from jobs.online import Online, make_online_plan, round_steps
 from jobs.patience import EnoughError
 from jobs.plan import first_example, make_plan, training_segment, without_texts
 from jobs.planned_settings import PlannedSettings
-from jobs.retention import InitialKL, load_second_task
+from jobs.retention import InitialKL, load_second_task, own_counts
 from jobs.row_scores import OfRows, PlannedBatches, Sums
 from jobs.run_folder import RunFolder
 from jobs.same_data import WEIGHTS, check_inputs, check_names, data_inputs, hub_commits
@@ -46,7 +49,7 @@ from jobs.same_data import note as note_in_run
 from jobs.signals import Signals
 from jobs.watch import RunWatch
 from models.attention import packs_rows, shares_prompts, why_not_shared
-from models.distributed import World, on_main
+from models.distributed import World, on_main, stop
 from models.export import export, full_state, remove_unfinished
 from models.loading import load_sharded
 from models.policy import Policy
@@ -61,9 +64,10 @@ from reports.report import final_table, write_report
 from reports.trackers import check_trackers
 from reports.tracking import Tracker
 from rollouts.conversations import Conversations, make_conversations
-from rollouts.verify import Accuracy, embedded_sampler, make_accuracy
+from rollouts.verify import Accuracy, Shown, embedded_sampler, make_accuracy
 from trainers.basic import BasicTrainer
 from trainers.corrections import check_correction
+from trainers.humanline import Humanline
 
 
 class Job:
@@ -79,6 +83,8 @@ class Job:
         self.config, self.folder, self.world = config, folder, world
         self.online: Online | None = None
         self.conversations: Conversations | None = None
+        self.own: list[float] = []
+        """Mean token log-probability of each of the initial weights' own answers, nats."""
         disable_progress_bar()  # transformers draws a bar for every file; the run has its own bar
         self.say(f"{folder.name}: {config.variant} {config.loss['name']}, {world.size} x {world.device.type}")
         check_trackers(config.trackers)
@@ -87,6 +93,7 @@ class Job:
         self.observers = Observers.of(config.callbacks, observers, world, make=not config.dry_run)
         check_ranks(config, (config.dry_run and config.plan.ranks) or world.size)
         self.loss, self.trainer_class = make_loss(config), trainer_class(config)
+        Humanline.from_config(config)  # refuses a rule that cannot be called
         found = check_model(config.model)
         for note in on_main(lambda: check_weights(config.model, found)):
             self.say(note)
@@ -185,8 +192,10 @@ class Job:
         planned_settings = PlannedSettings(
             self.config, self.plan.train, self.held_out(), self.trainer_class, world
         )
-        policy, fingerprint = load_sharded(self.config.model, world, self.config.seed)
-        config = self.config = planned_settings.apply(policy, self.say)
+        with phase("load the model", "model.name_or_path"):
+            policy, fingerprint = load_sharded(self.config.model, world, self.config.seed)
+        with phase("plan the memory", "model.microbatch_tokens"):
+            config = self.config = planned_settings.apply(policy, self.say)
         inputs |= {WEIGHTS: fingerprint}
         on_main(lambda: self.check_initial_weights(inputs))
         exists = on_main(lambda: self.folder.prepare(self.plan.ends))
@@ -196,6 +205,8 @@ class Job:
         parts = scored_with(config.model, fingerprint, self.renderer.fingerprint, world)
         evaluator = self.make_evaluator(trainer, policy)
         evaluator.prepare(parts)
+        if evaluator.initial_kl is not None:
+            self.own = evaluator.initial_kl.likelihoods
         if config.data.logprob_range is not None:
             self.choose_groups(trainer, parts, folder)
         self.score_training_rows(trainer, parts)
@@ -253,16 +264,34 @@ class Job:
             retained = make_accuracy(
                 config, policy, self.renderer, groups, self.world, task, section="retention"
             )
-        if config.retention.kl and held_out and config.model.head != "reward":
-            sampler = embedded_sampler(config, policy, self.renderer, self.world)
-            room = config.model.max_length - config.model.max_prompt_length
-            initial_kl = InitialKL(trainer, sampler, held_out, self.renderer, room)
+        shown = None
+        if held_out and config.model.head != "reward":
+            prompts, tokens = on_main(self.own_counts)
+            tokens = min(tokens, config.model.max_length - config.model.max_prompt_length)
+            of = (config, policy, self.renderer, self.world)
+            if config.retention.kl:
+                sampler = embedded_sampler(*of, "initial answers (retention.prompts, retention.tokens)")
+                initial_kl = InitialKL(trainer, sampler, held_out, self.renderer, (prompts, tokens))
+            if accuracy is None:
+                sampler = embedded_sampler(*of, "answers to read (retention.tokens)")
+                shown = Shown(sampler, prompts_of(held_out), self.renderer, self.world, tokens)
         dtype = export_dtype(config.model)
         named = {
             one.name: Evaluator(trainer, one.held_out, self.accuracy_on(one, policy), dtype)
             for one in self.evaluation_sets
         }
-        return Evaluator(trainer, self.plan.held_out, accuracy, dtype, retained, initial_kl, named)
+        return Evaluator(trainer, self.plan.held_out, accuracy, dtype, retained, initial_kl, named, shown)
+
+    def own_counts(self) -> tuple[int, int]:
+        """Return how many prompts the initial weights answer, and by how many tokens, at most: as the run was
+        started, if it is resumed elsewhere. Called on rank 0 alone."""
+        folder, given = self.folder.path, asdict(self.config.retention)
+        before = (read_json(folder / MARKER).get("own_answers") or [{}])[-1] if self.config.resume else {}
+        names = ("prompts", "tokens")
+        here = dict(zip(names, own_counts(self.config.retention, self.world.device.type), strict=True))
+        used = {key: given[key] or before.get(key) or here[key] for key in names}
+        note_in_run(folder, "own_answers", used)
+        return used["prompts"], used["tokens"]
 
     def accuracy_on(self, one: EvaluationSet, policy: Policy) -> Accuracy | None:
         """Return the accuracy of answers to a further evaluation set's prompts.
@@ -320,6 +349,7 @@ class Job:
         self.report = self.report.with_logprobs(
             completion_means(self.plan.train.groups, scores),
             clippable_share(scores.values(), config.log_epsilon_R) if clips else None,
+            self.own,
         )
 
     def score_training_rows(self, trainer: BasicTrainer, parts: dict[str, str]) -> None:
@@ -339,7 +369,9 @@ class Job:
             )
             every = 1 if fixed else max(1, plan.n_examples // (config.drift_examples or plan.n_examples))
             batches = PlannedBatches(self.plan, range(0, self.plan.steps, every))
-            known = initial_scores(trainer, batches, size, reference, parts, "score training rows")
+            known = initial_scores(
+                trainer, batches, size, reference, parts, "score training rows (n_examples)"
+            )
             scores = OfRows(known, batches, reference)
             trainer.use_initial_scores(Sums(scores), known)
             if (
@@ -348,7 +380,7 @@ class Job:
                 self.report_logprobs(scores)
         on_main(self.write_data_report)
         for warning in self.report.warnings():
-            self.say(f"warning: {warning}")
+            self.say(f"warning: {warning} (docs/symptoms.md)")
 
     def write_data_report(self) -> None:
         """Write the data report to the run's folder; called on rank 0 alone. Raises ConfigError."""
@@ -357,7 +389,8 @@ class Job:
 
     def finish(self, run: RunWatch, folder: Path, policy: Policy) -> dict[str, Any]:
         """Write the export, summary, model card and report, print the final table; return the summary."""
-        state = full_state(policy)
+        with phase("gather the weights"):
+            state = full_state(policy)
         seconds, at = max(run.seconds, 1e-9), run.trainer.progress
         summary: dict[str, Any] = {
             "before": run.before,
@@ -367,6 +400,7 @@ class Job:
             "examples": at.examples,
             "tokens_per_second": run.tokens_timed / seconds,
             "seconds": seconds,
+            "wall_seconds": run.wall,
             "checkpoint_seconds": run.saving_seconds,
             "run_dir": str(folder),
             "loads_as": "AutoModelForSequenceClassification"
@@ -374,7 +408,8 @@ class Job:
             else "AutoModelForCausalLM",
             "command": shlex.join(["python", *scrub_words(sys.argv)]),
         }
-        on_main(lambda: self.leave(run, folder, policy, state, summary))
+        with phase("export the model, write the report"):
+            on_main(lambda: self.leave(run, folder, policy, state, summary))
         return summary
 
     def leave(
@@ -402,7 +437,7 @@ class Job:
         self.observers.end(summary)
         if self.config.push_to_hub is not None:
             push_or_say(folder, self.config.push_to_hub, self.config.hub_private)
-        self.say("\n" + "\n".join([final_table(summary), *example_lines(folder)]))
+        self.say("\n" + "\n".join([final_table(summary), "", *example_lines(folder)]))
 
     def close(self) -> None:
         """End the processes that rounds and evaluations have started."""
@@ -418,5 +453,11 @@ class Job:
         self.say(self.report.to_markdown())
         plan, ranks = self.plan, self.config.plan.ranks or self.world.size
         of = (self.config, plan.train, self.held_out(), self.trainer_class, ranks)
-        self.say(on_main(lambda: describe_memory(*of)))
+        with phase("plan the memory", "plan"):
+            if self.world.size == 1 and self.world.device.type == "cpu":
+                stop()  # the plan's simulation makes a process group of its own
+                said = describe_memory(*of, here=True)
+            else:
+                said = on_main(lambda: describe_memory(*of))
+        self.say(said)
         return {"steps": self.plan.steps, "examples": self.plan.train.n_examples}

@@ -17,7 +17,7 @@ from config.schema import Config
 from config.schema_model import ModelConfig
 from config.schema_rewards import RewardModelConfig, TeacherConfig
 from config.schema_weighted import WeightedConfig
-from jobs.retention import PROMPTS, TOKENS
+from jobs.retention import own_counts
 from models.attention import heads_of
 from models.shapes import architecture
 
@@ -93,8 +93,9 @@ def own_answers(config: Config, found: PretrainedConfig, ranks: int, evaluates: 
         prompt = model.max_prompt_length
         most = answers(found, rows, prompt, prompt + config.max_tokens, model)
     if evaluates and config.retention.kl and model.head != "reward":
-        rows = min(model.eval_batch_size, math.ceil(PROMPTS / ranks))
-        tokens = min(model.max_length, model.max_prompt_length + TOKENS)
+        prompts, longest = own_counts(config.retention, "cuda")
+        rows = min(model.eval_batch_size, math.ceil(prompts / ranks))
+        tokens = min(model.max_length, model.max_prompt_length + longest)
         most = max(most, answers(found, rows, model.max_prompt_length, tokens, model))
     return most
 

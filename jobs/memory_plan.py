@@ -7,6 +7,7 @@ runs, of runs on GPUs and of ``launch.sweep``, because the simulation needs a pr
 
 from __future__ import annotations
 
+import gc
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -84,11 +85,18 @@ class MemoryPlan:
 
 
 def describe_memory(
-    config: Config, train: Segment, held_out: list[Segment], trainer: type[BasicTrainer], ranks: int
+    config: Config,
+    train: Segment,
+    held_out: list[Segment],
+    trainer: type[BasicTrainer],
+    ranks: int,
+    here: bool = False,
 ) -> str:
-    """Return the plan in words for the data of a dry run, or a sentence that says why there is no plan."""
-    held = heaviest_evaluated(held_out)
-    text: str = planned(config, train, held, trainer, ranks, card_of(config))["text"]
+    """Return the plan in words for the data of a dry run, or a sentence that says why there is no plan.
+    ``here``: simulate in this process, which has no process group and no GPU; another one would import all
+    anew."""
+    of = (config, train, heaviest_evaluated(held_out), trainer, ranks, card_of(config))
+    text: str = planned(*of, here)["text"]
     return text
 
 
@@ -113,11 +121,17 @@ def planned(
     trainer: type[BasicTrainer],
     ranks: int,
     card: tuple[str, float] | None,
+    here: bool = False,
 ) -> dict[str, Any]:
     """Return the answer of ``of_examples`` for the heaviest batch of ``train``, computed in a process of its
-    own. ``card``: name and GiB; None for a CPU."""
+    own unless ``here``. ``card``: name and GiB; None for a CPU."""
     batch = heaviest_batch(config, train, trainer, ranks, card is not None)
     most = row_tokens(longest(train.groups))
+    if here:
+        try:
+            return of_examples(config, batch, held_out, ranks, card, most)
+        finally:
+            gc.unfreeze()  # what the simulation froze; libraries complain of what is frozen at the very end
     try:
         worker = WorkerProcess("jobs.memory_plan", log=None, env={"CUDA_VISIBLE_DEVICES": ""})
     except OSError as error:  # no room for the worker's output
@@ -345,6 +359,9 @@ def all_situations(
     answers = own_answers(asked.config, found, asked.ranks, bool(asked.held_out))
     if answers:
         gathered = max(parts.get("gathered blocks", 0) for parts in given.peaks.values()) / GIB
+        if asked.ranks == 1:  # models.distributed.gathered_once
+            whole = given.parameters * getattr(torch, asked.config.model.dtype).itemsize
+            gathered = max(gathered, whole / GIB)
         parts = resident | {"gathered blocks": gathered, "keys, values and logits": answers}
         situations.append(Situation("own answers", parts | beside.always))
     if beside.sampler is not None:

@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from common.errors import StoppedError
+from common.progress import phase
 from common.worker_process import WorkerError
 from config.schema import Config
 from data.batches import Segment
@@ -144,9 +145,10 @@ class OnlineSource:
     def _make(self, index: int) -> None:
         first, wanted = self._first(index), self.config.rounds.sampled(index)
         weights = self._publish(index, first)
-        self.ranks.run_on_main(
-            lambda: _required(self.builder).build(self.round(index), first, wanted, weights)
-        )
+        with phase(f"round {index}", "rounds.contexts_per_round"):
+            self.ranks.run_on_main(
+                lambda: _required(self.builder).build(self.round(index), first, wanted, weights)
+            )
 
     def _first(self, index: int) -> int:
         """Return the round's first context, which is where the previous round ended.
@@ -225,7 +227,10 @@ class OnlineSource:
         wanted = self.config.rounds.sampled(index)
         if self.ranks.run_on_main(lambda: _required(builder).needs_weights(folder, first, wanted, weights)):
             start = time.monotonic()
-            published = self.engine.publish(folder.weights, index, keep or self.config.rounds.keep_weights)
+            with phase(f"round {index}: weights to the sampler, its start", "sampler"):
+                published = self.engine.publish(
+                    folder.weights, index, keep or self.config.rounds.keep_weights
+                )
             published["publish_seconds"] = time.monotonic() - start
         begun = {"round": index, "weights": weights, "sampled_step": step, **published}
         self.ranks.run_on_main(lambda: folder.note(begun))

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from common.errors import require
 from common.imports import import_function
+from common.progress import pause
 from config.schema import Config
 from config.schema_data import DataConfig
+from config.schema_retention import RetentionConfig
 from data.batches import cut, microbatch
 from data.chat import Renderer
 from data.group_store import Groups
@@ -32,8 +34,12 @@ from rollouts.rounds import usable_prompts
 from rollouts.samplers import Sampler, SamplingSettings
 from trainers.basic import BasicTrainer
 
-PROMPTS, TOKENS = 64, 256
-"""Largest number of held-out prompts that the initial weights answer, and of tokens per answer."""
+
+def own_counts(retention: RetentionConfig, device: str) -> tuple[int, int]:
+    """Return (how many held-out prompts the initial weights answer at most, the tokens of an answer at most).
+    A CPU answers few and short, so that a run begins within a minute."""
+    prompts, tokens = (8, 64) if device == "cpu" else (64, 256)
+    return retention.prompts or prompts, retention.tokens or tokens
 
 
 def load_second_task(config: Config, renderer: Renderer) -> tuple[DataConfig, list[Group]] | None:
@@ -63,15 +69,20 @@ class InitialKL:
     """
 
     def __init__(
-        self, trainer: BasicTrainer, sampler: Sampler, groups: Groups, renderer: Renderer, tokens: int
+        self,
+        trainer: BasicTrainer,
+        sampler: Sampler,
+        groups: Groups,
+        renderer: Renderer,
+        most: tuple[int, int],
     ) -> None:
-        """``groups``: held-out groups, whose first prompts by id are answered. ``tokens``: the number of
-        completion tokens that the model has room for."""
+        """``groups``: held-out groups, whose first prompts by id are answered. ``most``: how many of them,
+        and by how many tokens, at most."""
         config = trainer.config
         prompts = sorted(prompts_of(groups), key=lambda prompt: prompt.id)
         self.trainer, self.renderer = trainer, renderer
-        self.prompts, _ = usable_prompts(prompts[:PROMPTS][: config.n_eval_prompts], renderer)
-        settings = SamplingSettings(config.model.logit_temperature, 1.0, min(TOKENS, tokens))
+        self.prompts, _ = usable_prompts(prompts[: most[0]][: config.n_eval_prompts], renderer)
+        settings = SamplingSettings(config.model.logit_temperature, 1.0, most[1])
         self.answers = Answers(sampler, self.prompts, 1, settings, trainer.world)
         self.rows: list[Sequence] = []
         self.initial: dict[str, Tensor] = {}
@@ -92,8 +103,15 @@ class InitialKL:
         self.rows.sort(key=lambda row: (-len(row), row.key))
         reference = Reference(by_row=True)
         batch = [[Example(row.key, (row,)) for row in self.rows]]
-        scores = initial_scores(trainer, batch, self.size, reference, parts, "score initial answers", True)
+        scores = initial_scores(
+            trainer, batch, self.size, reference, parts, "score initial answers (retention.prompts)", True
+        )
         self.initial = {row.key: scores[reference.key(0, row)] for row in self.rows}
+
+    @property
+    def likelihoods(self) -> list[float]:
+        """The mean token log-probability of each answer under the initial weights, nats."""
+        return [float(values.double().mean()) for values in self.initial.values() if len(values)]
 
     @property
     def size(self) -> int:
@@ -105,6 +123,7 @@ class InitialKL:
         """Return the divergence, nats per token; None if there is no answer."""
         total = torch.zeros(2, dtype=torch.float64)
         for micro in self._microbatches():
+            pause()
             scores = score(self.trainer.policy, micro.sequences).double().cpu()
             for row, values in zip(micro.sequences.rows, scores, strict=True):
                 if n := len(row.completion_ids):

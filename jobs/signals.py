@@ -3,50 +3,91 @@ anything else is loaded."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 
-REQUEUE = 75
-"""Exit code of a run that was asked to stop and lost nothing (EX_TEMPFAIL): run the same command again with
-resume=true."""
-
-
-class Requeue(SystemExit):
-    """Raised to exit a run that was interrupted by a signal, after saving it."""
-
-    def __init__(self) -> None:
-        super().__init__(REQUEUE)
+from common.errors import REQUEUE
+from common.progress import doing, stops_if
+from config.machine import speaks
 
 
 class Signals:
-    """Handlers of SIGTERM and SIGUSR1, a cluster's warnings, which ask for a stop after the current step.
+    """Handlers of SIGTERM and SIGUSR1, a cluster's warnings, and of Ctrl-C, which ask for a stop.
 
-    A second signal exits at once. Until ``arm`` is called there is nothing to save, and the first signal
-    exits at once.
+    A request is answered at once, by a thread of its own where the main thread computes: what is under way,
+    what is kept and how to go on. A second signal exits at once. Until ``arm`` is called there is nothing to
+    save, and the first signal exits at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interrupts: bool = False) -> None:
+        """``interrupts``: Ctrl-C too, which is otherwise Python's KeyboardInterrupt."""
         self.asked = False
         self._armed = False
+        self.kept: Callable[[], str] = lambda: "nothing was trained by this start"
+        """What is kept if the run ends at once, in words."""
+        self._told: set[bool] = set()
         numbers: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1)
         if threading.current_thread() is not threading.main_thread():
-            numbers = ()  # Python handles signals in the main thread alone: a run in another has no handlers
+            self._before, self._pipe = {}, None
+            return  # Python handles signals in the main thread alone: a run in another has no handlers
+        numbers += (signal.SIGINT,) if interrupts else ()
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        self._wakes = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        self._handled = {int(number) for number in numbers}
+        threading.Thread(target=self._listen, args=(self._pipe[0],), name="signals", daemon=True).start()
         self._before = {number: signal.signal(number, self._handle) for number in numbers}
 
     def restore(self) -> None:
         """Restore the previous handlers, for a program that continues after the run."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._pipe is not None:
+            signal.set_wakeup_fd(self._wakes)
+            os.close(self._pipe[1])  # ends the thread
+            self._pipe = None
+        stops_if(None)
 
-    def arm(self) -> None:
-        """From now on, let the first signal only set ``asked``, because there is something to save."""
+    def arm(self, alone: bool) -> None:
+        """From now on, let the first signal only set ``asked``, because there is something to save.
+        ``alone``: no other rank waits for this one, so that it may stop within a phase."""
         self._armed = True
+        if alone:
+            stops_if(lambda: self.asked and threading.current_thread() is threading.main_thread())
+
+    def _listen(self, end: int) -> None:
+        """Answer signals that the main thread, maybe within a long computation, has not handled yet."""
+        while number := os.read(end, 1):
+            if number[0] in self._handled:
+                self._tell(number[0])
+        os.close(end)
+
+    def _tell(self, number: int) -> None:
+        """Say once what a request leads to. The text goes past Python's streams, within whose locks a signal
+        may have come."""
+        if self._armed in self._told or not speaks(os.environ):
+            return
+        self._told.add(self._armed)
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        told = f"{name}, in: {doing()}. "
+        if self._armed:
+            told += (
+                "The run ends at the next point that it can go on from, and saves; the same command with "
+                f"resume=true goes on. A second {name} ends it at once: {self.kept()}."
+            )
+        else:
+            told += f"The run ends: {self.kept()}. The same command begins again; cache_dir keeps scores."
+        with contextlib.suppress(OSError):
+            os.write(2, f"{chr(13) + chr(27) + '[K' if os.isatty(2) else ''}{told}\n".encode())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._armed:
-            os._exit(REQUEUE)
         if self.asked:
             os._exit(128 + number)
+        self._tell(number)
+        if not self._armed:
+            os._exit(REQUEUE)
         self.asked = True

@@ -31,6 +31,12 @@ class Sums:
     def clear(self) -> None:
         self._all.zero_()
 
+    def copy(self) -> Tensor:
+        return self._all.clone()
+
+    def put_back(self, copy: Tensor) -> None:
+        self._all.copy_(copy)
+
     def total(self) -> list[float]:
         """Return the sums over all ranks, the same on every rank. The host waits for the device."""
         out: list[float] = sum_over_ranks(self._all.clone()).tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import StoppedError
+from common.errors import Requeue, StoppedError
+from common.progress import progress
 from config.schema import Config
 from data.batches import Segment, dealing
 from data.types import Microbatch
@@ -24,7 +25,7 @@ from jobs.observers import Observers
 from jobs.patience import EnoughError, Patience
 from jobs.ranking import RankedCheckpoints, Ranking
 from jobs.same_data import DATA, INPUTS, hub_commits
-from jobs.signals import Requeue, Signals
+from jobs.signals import Signals
 from jobs.skipped import write_batch
 from jobs.without_signal import without_signal
 from models.checkpoint import everywhere
@@ -35,10 +36,10 @@ from reports.answers import FILE as ANSWERS
 from reports.answers import keep_answers
 from reports.evaluations import evaluation_lines
 from reports.metrics import restore
-from reports.progress import progress, round_line, status
+from reports.progress import round_line, status
 from reports.tracking import NullTracker, Tracking
 from rollouts.round_builder import TABLE_COLUMNS
-from rollouts.verify import Accuracy
+from rollouts.verify import COLUMNS
 from trainers.basic import BasicTrainer, Progress, StepRecord
 from trainers.corrections import with_sample_size
 from trainers.losses.base import TokenScores
@@ -69,6 +70,9 @@ class RunWatch:
         self.config, self.folder, self.trainer, self.evaluator = config, folder, trainer, evaluator
         self.tracker: Tracking = NullTracker()
         self.signals, self.diagnostics = signals, diagnostics
+        signals.kept = self.kept
+        self._micro = 0
+        self._undo: Callable[[], None] = lambda: None
         self._failed: StoppedError | None = None
         self.watchdog = Watchdog(trainer.world, config.watchdog_seconds)
         of = (trainer.world, config.keep_checkpoints, config.async_save, self.ranking)
@@ -84,13 +88,15 @@ class RunWatch:
         self.after: Metrics = {}
         self.seconds = 0.0
         self.tokens_timed = 0
+        self.wall = 0.0
+        """Seconds that the bar has shown, evaluations, checkpoints and rounds included, in all starts."""
         self._marks = {"eval": -1, "save": -1}
         self._evaluated: Metrics = {}
         self._round: dict[str, Any] = {}
         self._round_metrics: dict[str, Any] = {}
         self._saved: Progress | None = None
         self._pending: tuple[StepRecord, float] | None = None
-        self._started = time.perf_counter()
+        self._started = self._began = time.perf_counter()
 
     # -- resuming ----------------------------------------------------------------------------------
 
@@ -124,6 +130,7 @@ class RunWatch:
         if self.ranking.is_of(state, shown=trainer.world.is_main):
             self.patience.restore(state.get("patience", self.patience.state()))  # earlier versions have none
         self.saving_seconds = state.get("saving_seconds", 0.0)
+        self.wall = state.get("wall", 0.0)  # earlier versions have none
         self.observers.restore(state.get("asked_to_stop"))
         if self.diagnostics is not None:
             self.diagnostics.restore(state["diagnostics"])
@@ -142,6 +149,7 @@ class RunWatch:
             "seconds": self.seconds,
             "tokens_timed": self.tokens_timed,
             "saving_seconds": self.saving_seconds,
+            "wall": self.wall + time.perf_counter() - self._began,
             "wandb_id": self.tracker.wandb_id,
             "diagnostics": None if self.diagnostics is None else self.diagnostics.state(),
             DATA: self.inputs.get(DATA),
@@ -156,16 +164,27 @@ class RunWatch:
 
     # -- the watch ---------------------------------------------------------------------------------
 
+    def kept(self) -> str:
+        """Return what is left of the run if it ends at once, in words."""
+        if self._saved is None:
+            return "no checkpoint is written yet"
+        return f"the checkpoint before step {self._saved.step} is kept"
+
     def before_step(self, segment: Segment) -> None:
-        self.signals.arm()
+        self.signals.arm(alone=self.trainer.world.size == 1)
         self.watchdog.mark(f"step {self.trainer.progress.step}, ready")
         self._stop_if_asked()
         self.watchdog.mark(f"step {self.trainer.progress.step}, under way")
-        first = self.trainer.progress.step == 0
+        first, marks = self.trainer.progress.step == 0, dict(self._marks)
         self._diagnose(first)
         quarters = int(4 * segment.done(self.trainer.progress.position) + ROUNDING)
         if self._due("eval", self.config.eval_every, quarters) or first:
-            self._evaluated = self._evaluate(first)
+            try:
+                self._evaluated = self._evaluate(first)
+            except Requeue:
+                self._marks = marks  # the evaluation is due again
+                self._stop_if_asked()
+                raise
             if self.trainer.world.is_main and self._evaluated:
                 for line in evaluation_lines(self.trainer.progress.step, self._evaluated):
                     self.bar.say(line)
@@ -182,6 +201,9 @@ class RunWatch:
             )
         if (why := self.observers.stops(self.trainer.progress.step)) is not None:
             raise EnoughError(why)
+        self._micro = 0
+        if self.diagnostics is not None:
+            self._undo = self.diagnostics.mark()
         self._started = time.perf_counter()
 
     def _diagnose(self, first: bool = False, last: bool = False) -> None:
@@ -194,26 +216,27 @@ class RunWatch:
             self._flush()
             self.diagnostics.write(self.tracker)
 
-    def _evaluate(self, first: bool = False) -> Metrics:
+    def _evaluate(self, first: bool = False, last: bool = False) -> Metrics:
         """Evaluate the current weights and return the metrics. A few samples go into the run's folder and to
         the tracker's table, after the line of the previous step."""
         self._flush()
         values = self.evaluator.evaluate(first)
-        if self.evaluator.accuracy is not None:
-            step, rows = self.trainer.progress.step, self.evaluator.accuracy.samples
-            self.tracker.table("samples", Accuracy.columns, rows, step)
+        shows = (first or last) and self.evaluator.shown is not None
+        if shows or self.evaluator.accuracy is not None:
+            step, rows = self.trainer.progress.step, self.evaluator.answers(first)
+            self.tracker.table("samples", COLUMNS, rows, step)
             on_main(lambda: self._keep_answers(step, rows))
         for name, other in self.evaluator.named.items():
             if other.accuracy is not None:
                 at, kept = self.trainer.progress.step, other.accuracy.samples
-                self.tracker.table(f"samples_{name}", Accuracy.columns, kept, at)
+                self.tracker.table(f"samples_{name}", COLUMNS, kept, at)
         self.observers.evaluation(self.trainer.progress.step, values)
         return values
 
     def _keep_answers(self, step: int, rows: list[Any]) -> None:
         """Write sampled answers to the run's folder; a failed write is reported, and the run continues."""
         try:
-            keep_answers(self.folder, step, Accuracy.columns, rows)
+            keep_answers(self.folder, step, COLUMNS, rows)
         except OSError as error:
             self.bar.say(f"{self.folder / ANSWERS} could not be written: {error}")
 
@@ -276,7 +299,14 @@ class RunWatch:
         check_first_scores(self.trainer, segment)
 
     def observe(self, micro: Microbatch, scores: TokenScores) -> None:
-        """Pass a microbatch of a step to the diagnostics."""
+        """Pass a microbatch of a step to the diagnostics, and count it. A single rank that was asked to stop
+        stops here: nothing but the gradients has changed since the step began."""
+        if self.signals.asked and self.trainer.world.size == 1:
+            self._undo()
+            self._stop_if_asked()
+        self._micro += 1
+        if (of := self.trainer.microbatches_of_step) > 1:
+            self.bar.desc = f"train (microbatch {self._micro}/{of})"
         if self.diagnostics is not None:
             self.diagnostics.observe(micro, scores)
 
@@ -311,6 +341,7 @@ class RunWatch:
             line["skipped"] = True
         self.tracker.log(line)
         self.observers.step(line)
+        self.bar.desc = "train"
         self.bar.set_postfix_str(status(line), refresh=False)
         self.bar.update()
         if self._first_step:
@@ -397,10 +428,18 @@ class RunWatch:
 
     def done(self) -> None:
         self._flush()
+        self.wall += time.perf_counter() - self._began
+        if self.seconds:
+            speed = self.tokens_timed / self.seconds
+            self.bar.set_postfix_str(f"{speed:,.0f} tokens/s in steps", refresh=False)
         self.bar.close()
         self._diagnose(last=True)
         self.watchdog.close()
-        self.after = self._evaluate()
+        try:
+            self.after = self._evaluate(last=True)
+        except Requeue:
+            self._stop_if_asked()
+            raise
         self._save_or_warn(first=False)
         self.settle()
 

@@ -18,7 +18,7 @@ def without_signal(index: int, metrics: dict[str, Any], config: Config) -> str |
         f"warning: round {index}: {what}, so there is nothing to learn from it. See whether reward="
         f"{config.reward_config.name} gets what it needs; if these rewards are right, other prompts, a "
         f"higher sampler.temperature ({config.sampler.temperature:g} now) or more rounds.samples "
-        f"({config.rounds.samples} now) may give answers that differ"
+        f"({config.rounds.samples} now) may give answers that differ (docs/symptoms.md)"
     )
 
 

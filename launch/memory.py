@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from common.progress import SOON, progress
 from common.worker_process import WorkerError, WorkerProcess
 from config.schema import Config
 from launch.slurm import Job
@@ -65,7 +66,9 @@ def cell_plans(states: Sequence[State], job: Job) -> list[CellPlan]:
     try:
         return [
             CellPlan(tuple(state.run.name for state in same), *planned(worker, same[0].config, job))
-            for same in alike.values()
+            for same in progress(
+                list(alike.values()), "plan the memory (slurm.card)", unit="cell", delay=SOON
+            )
         ]
     finally:
         worker.close()

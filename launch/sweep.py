@@ -24,6 +24,7 @@ from pathlib import Path
 
 from common.errors import ConfigError, require
 from common.output import guard_output
+from common.progress import SOON, progress, pulse
 from config.schema import Config
 from launch.composing import Composer
 from launch.estimate import EstimateError, dry_run, hours_at, hours_of
@@ -157,7 +158,8 @@ def dry_hours(states: Sequence[State], rate: float, job: Job) -> dict[str, float
     """Return run name -> hours, from one dry run per cell."""
     require(rate > 0, "--rate", rate, "must be above 0")
     cells = {state.run.cell: state for state in reversed(states)}
-    examples = {cell: dry_run(state)[0] for cell, state in cells.items()}
+    bar = progress(list(cells.items()), "dry runs (--rate)", unit="cell", delay=SOON)
+    examples = {cell: dry_run(state)[0] for cell, state in bar}
     return {state.run.name: hours_at(examples[state.run.cell], rate, job) for state in states}
 
 
@@ -166,7 +168,11 @@ def plan(
 ) -> str:
     """Return the list of runs with the state and command of each, then the totals."""
     width = max(len(state.run.name) for state in states)
-    lines = []
+    ranks = [] if job is None or job.world_size == 1 else torchrun(job)
+    words = {state.run.name: [*(ranks or ["python"]), *command(state.run)] for state in states}
+    plain = [word for word in words[states[0].run.name] if shlex.quote(word) == word]  # the shell splits $RUN
+    shared = [word for word in plain if all(word in own for own in words.values())] if len(states) > 1 else []
+    lines = [f"RUN='{' '.join(shared)}'"] if shared else []
     for state in states:
         name = state.run.name
         kind = f"{state.kind} ({state.detail})" if state.detail else state.kind
@@ -174,7 +180,7 @@ def plan(
         cost = f"{hours[name]:.2f} h" if name in hours else "? h"
         lines += [
             f"{name:<{width}}  {kind:<28}  {cost:>9}",
-            f"    {shlex.join(['python', *command(state.run)])}",
+            f"    {'$RUN ' * bool(shared)}{shlex.join([word for word in words[name] if word not in shared])}",
         ]
     counts = Counter(QUEUED if state.run.name in waiting else state.kind for state in states)
     todo = [s for s in states if s.kind not in (FINISHED, CHANGED)]
@@ -197,6 +203,12 @@ def plan(
         total,
     ]
     return "\n".join([*lines, *([describe(job)] if job is not None else [])])
+
+
+def torchrun(job: Job) -> list[str]:
+    """Return the words before train.py that start all ranks of a run, in the shell of each of its nodes."""
+    nodes = ["--nnodes", str(job.nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST_NODE:29500"]
+    return ["torchrun", *(nodes if job.nodes > 1 else []), "--nproc-per-node", str(job.ranks)]
 
 
 def refuse_changed(sweep: Sweep, states: Sequence[State], acting: bool) -> None:
@@ -276,4 +288,5 @@ def print_scripts(job: Job, sweep: str, runs: Sequence[Run], logs: Path) -> None
 
 if __name__ == "__main__":
     guard_output()
+    pulse()
     sys.exit(main())

@@ -116,6 +116,7 @@ def shard(
     )
     for block in blocks:
         fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=again)
+        block.__dict__[_AGAIN] = again
     fully_shard(policy, mesh=world.mesh, mp_policy=precision)
     register_fsdp_forward_method(policy, "generate")
 
@@ -126,6 +127,34 @@ def keep_gathered(blocks: Iterable[nn.Module]) -> None:
     for block in blocks:
         if isinstance(block, FSDPModule):
             block.set_reshard_after_forward(False, recurse=False)
+            block.__dict__[_AGAIN] = False
+
+
+_AGAIN = "shards_again"
+"""Attribute of a block: whether it is sharded again after its forward."""
+
+
+@contextmanager
+def gathered_once(policy: nn.Module) -> Iterator[None]:
+    """Gather every block for the first forward within alone, where the forwards of an answer's tokens would
+    each copy all weights. It is so on a single rank and on CPUs; GPUs that share a model may have no room for
+    all of it, and gather block by block."""
+    of_cpu = next(policy.parameters()).device.type == "cpu"
+    blocks = [
+        module
+        for module in policy.modules()
+        if isinstance(module, FSDPModule) and module.__dict__.get(_AGAIN)
+    ]
+    if not of_cpu and dist.get_world_size() > 1:
+        blocks = []
+    for block in blocks:
+        block.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block.set_reshard_after_forward(True, recurse=False)
+        reshard(policy)
 
 
 def reduced_once(policy: nn.Module, world: World, turns: Sequence[T]) -> Iterator[T]:

@@ -12,13 +12,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from peft.tuners import lora
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -28,9 +26,12 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from models.distributed import local
-from models.policy import Policy, causal_lm
+from models.policy import Policy, causal_lm, is_adapted
 from models.quantization import quantised, weight_name
 from models.weight_files import INDEX
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 _BASE = ".base_layer.weight"
 
@@ -103,10 +104,16 @@ def merge_adapters(state: dict[str, Tensor], policy: Policy) -> dict[str, Tensor
 
 
 def _adapted(policy: Policy) -> dict[str, LoraLayer]:
+    if not is_adapted(policy.model):
+        return {}
+    from peft.tuners.lora import LoraLayer
+
     return {name: module for name, module in policy.model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def _merged(name: str, layer: LoraLayer, base: Tensor, get: Callable[[str], Tensor]) -> Tensor:
+    from peft.tuners import lora
+
     (adapter,) = layer.active_adapters
     embeds = isinstance(layer, lora.Embedding)
     names = f"lora_embedding_{{}}.{adapter}" if embeds else f"lora_{{}}.{adapter}.weight"

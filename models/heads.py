@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import (
     PreTrainedModel,
@@ -13,6 +14,9 @@ from common.errors import ConfigError
 from data.batches import to_device
 from data.types import Sequences
 from models.policy import Policy, causal_lm, on_grid, output_head
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 class ValuePolicy(Policy):

@@ -8,13 +8,13 @@ padding after it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import (
@@ -27,6 +27,9 @@ from common.errors import ConfigError, require
 from data.types import Sequences
 from models.attention import PACKED, packable, row_limits
 from models.logprobs import chunked_collisions, chunked_entropies, chunked_logprobs
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 class Policy(nn.Module):
@@ -266,7 +269,13 @@ def on_grid(sequences: Sequences, values: Tensor) -> Tensor:
 
 def causal_lm(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """Return the transformers model, without the adapters that may be around it."""
-    return cast(PreTrainedModel, model.get_base_model()) if isinstance(model, PeftModel) else model
+    return cast(PreTrainedModel, model.get_base_model()) if is_adapted(model) else model
+
+
+def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
+    """Return whether there are adapters around a model. peft takes a second to import, and a run without
+    adapters needs none of it."""
+    return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
 
 
 def output_head(model: PreTrainedModel | PeftModel) -> nn.Linear:

@@ -8,15 +8,12 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HTTPError
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners import lora
-from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from torch import nn
 from transformers import (
@@ -54,6 +51,9 @@ from models.weight_files import (
     weight_files,
 )
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 FLASH_ATTENTION = ("flash_attention_2", "flash_attention_3")
 SOFTCAP_ATTENTION = ("eager", "flex_attention", *FLASH_ATTENTION)
 ATTENTION = ("sdpa", *SOFTCAP_ATTENTION)
@@ -63,8 +63,6 @@ ATTENTION = ("sdpa", *SOFTCAP_ATTENTION)
 SMOLLM2 = "assets/smollm2/"
 """Folder of the model that the Makefile makes."""
 KEY, TARGETS = "model.name_or_path", "model.peft.target_modules"
-MERGED = (lora.Linear, lora.Embedding)
-"""Layers with adapters that ``models.export`` merges."""
 WRAPPERS: dict[str | None, type[Policy]] = {None: Policy, "value": ValuePolicy, "reward": RewardModel}
 """model.head -> the class that wraps the transformers model"""
 
@@ -437,6 +435,8 @@ def _finished(policy: Policy, config: ModelConfig) -> Policy:
 
 
 def _with_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
+    from peft import LoraConfig, get_peft_model  # a second, which a run without adapters is spared
+
     target = config.peft.target_modules
     lora = LoraConfig(
         r=config.peft.lora_r,
@@ -456,6 +456,10 @@ def _with_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
 
 def check_adapters(model: PreTrainedModel | PeftModel, config: ModelConfig) -> None:
     """Raise ConfigError for adapters that could not be merged into the exported model."""
+    from peft.tuners import lora
+    from peft.tuners.lora import LoraLayer
+
+    merged = (lora.Linear, lora.Embedding)  # what ``models.export`` merges
     target, plain = config.peft.target_modules, causal_lm(model)
     require(
         not isinstance(plain.get_output_embeddings(), LoraLayer),
@@ -465,7 +469,7 @@ def check_adapters(model: PreTrainedModel | PeftModel, config: ModelConfig) -> N
     )
     for name, module in model.named_modules():
         require(
-            not isinstance(module, LoraLayer) or isinstance(module, MERGED),
+            not isinstance(module, LoraLayer) or isinstance(module, merged),
             TARGETS,
             target,
             f"puts adapters on {name}, a {type(module).__name__}, which are not merged here: leave it out",

@@ -2,7 +2,7 @@
 for people to read.
 
 Each line is ``{"step", "kind", "prompt", "answer", "reference", "verdict"}``, where ``kind`` is sampled or
-greedy.
+greedy, or read for a greedy answer that nothing judges.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from common.files import write_whole
 
 FILE = "answers.jsonl"
 KEYS = {"step", "kind", "prompt", "answer", "reference", "verdict"}
-SHOWN = 4
-"""Number of prompts whose answers the report shows: the first ones, good or bad."""
+SHOWN, LINES = 4, 3
+"""Number of prompts whose answers the report, and terminal and model card, show: the first ones, good or
+bad."""
 _MOST_CHARACTERS = 160
 
 
@@ -31,6 +32,14 @@ class Answered:
     reference: str
     before: str
     after: str
+
+    def title(self, prompt: str) -> str:
+        """What the answers to ``prompt``, as it is shown, are called."""
+        return (
+            f"greedy answer to {prompt}"
+            if self.kind == "read"
+            else f"{self.kind} answer to {prompt}, with its verdict"
+        )
 
 
 def keep_answers(run_dir: Path, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -76,10 +85,10 @@ def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def before_and_after(run_dir: Path) -> list[Answered]:
-    """Return the greedy answers to the first prompts before and after training, or the sampled answers if
-    there are no greedy ones."""
+    """Return the greedy answers to the first prompts before and after training, those that nothing judges, or
+    the sampled answers if there are no greedy ones."""
     lines = read_answers(run_dir / FILE)
-    for kind in ("greedy", "sampled"):
+    for kind in ("greedy", "read", "sampled"):
         own = [line for line in lines if line["kind"] == kind]
         ends = {end(line["step"] for line in own) for end in (min, max)} if own else set()
         if len(ends) == 2:
@@ -96,19 +105,21 @@ def _answered(before: dict[str, Any], after: dict[str, Any]) -> Answered:
 
 
 def told(line: dict[str, Any]) -> str:
-    """Return an answer with its verdict."""
+    """Return an answer with its verdict, if it was to get one."""
+    if line["kind"] == "read":
+        return str(line["answer"])
     verdict = "no verdict" if line["verdict"] is None else f"{round(line['verdict'], 3):g}"
     return f"{line['answer']} ({verdict})"
 
 
 def example_lines(run_dir: Path) -> list[str]:
-    """Return the first prompt's answers as lines for the terminal."""
-    found = before_and_after(run_dir)[:1]
+    """Return the first prompts' answers as lines for the terminal."""
+    found = before_and_after(run_dir)[:LINES]
     return [
         line
         for one in found
         for line in (
-            f"{one.kind} answer to {shortened(one.prompt)!r}, with its verdict",
+            one.title(repr(shortened(one.prompt))),
             f"  before  {shortened(one.before)}",
             f"  after   {shortened(one.after)}",
         )

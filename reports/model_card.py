@@ -14,6 +14,7 @@ from common.files import write_whole
 from common.markdown import literal
 from common.secrets import scrub, scrub_text
 from config.schema_trainer import loss_numbers
+from reports.answers import LINES, Answered, before_and_after, shortened
 from reports.outcome import told
 from reports.provenance import git_commit, variant, versions
 from reports.report import compared
@@ -35,7 +36,8 @@ def write_model_card(model_dir: Path, config: dict[str, Any], summary: dict[str,
     last part.
     """
     path = model_dir / "README.md"
-    text = scrub_text(model_card(scrub(config), scrub(summary)) + _padding(model_dir))
+    answers = before_and_after(model_dir.parent) if summary else []
+    text = scrub_text(model_card(scrub(config), scrub(summary)) + _answers(answers) + _padding(model_dir))
     # Paths could reveal who trained the model, and where.
     text = text.replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", "~/")
     write_whole(path, _FOLDERS.sub("…/", text))
@@ -115,6 +117,17 @@ On held-out data; rewards are unclipped and against the initial weights.
         if rows
         else ""
     )
+
+
+def _answers(found: list[Answered]) -> str:
+    """Return the first prompts' answers before and after; "" if there are none."""
+    parts = [
+        f"- {one.title(f'*{literal(shortened(one.prompt))}*')}\n"
+        f"  - before: {literal(shortened(one.before))}\n"
+        f"  - after: {literal(shortened(one.after))}"
+        for one in found[:LINES]
+    ]
+    return "\n## Answers\n\n" + "\n".join(parts) + "\n" if parts else ""
 
 
 def _padding(model_dir: Path) -> str:

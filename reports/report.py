@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,8 +27,6 @@ from config.cli import REFUSED, complain
 from config.schema_trainer import loss_numbers
 from reports import data_tables
 from reports.answers import before_and_after
-from reports.charts import charts
-from reports.diagnostic_charts import diagnostic_charts
 from reports.evaluations import names_of, of_name
 from reports.metrics import read_metrics
 from reports.outcome import told
@@ -76,11 +75,12 @@ def final_table(summary: dict[str, Any]) -> str:
         if len(rows) > 1
         else []
     )
-    facts = [] if (ending := told(summary)) is None else [("ended", ending)]
+    facts = [] if (ending := told(summary)) is None else [("ended", f"{ending} (docs/symptoms.md)")]
     if summary.get("tokens_per_second") is not None:
-        facts.append(("speed", f"{summary['tokens_per_second']:,.0f} tokens/s"))
+        facts.append(("speed", f"{summary['tokens_per_second']:,.0f} tokens/s in steps"))
     if summary.get("seconds") is not None:
-        facts.append(("training", duration(summary["seconds"])))
+        steps, wall = duration(summary["seconds"]), summary.get("wall_seconds")
+        facts.append(("training", steps if wall is None else f"{duration(wall)}, of which steps {steps}"))
     if run_dir := summary.get("run_dir"):
         facts.append(("run", str(run_dir)))
         facts.append(
@@ -89,6 +89,10 @@ def final_table(summary: dict[str, Any]) -> str:
                 f'{summary.get("loads_as", "AutoModelForCausalLM")}.from_pretrained("{Path(run_dir) / "model"}")',  # noqa: E501
             )
         )
+        if summary.get("loads_as") != "AutoModelForSequenceClassification":
+            words = shlex.join([f"run={run_dir}", "split=eval", "rounds.samples=1", "out=answers.jsonl"])
+            facts.append(("answers", f"python sample.py {words}"))
+        facts.append(("share it", f"python export.py {shlex.quote(str(run_dir))} --push-to-hub ORG/NAME"))
     return "\n".join(
         [*lines, *([""] if lines and facts else []), *(f"{name:<9}  {value}" for name, value in facts)]
     )
@@ -108,6 +112,9 @@ def write_report(run_dir: Path) -> Path:
     """Write the self-contained ``run_dir/report.html`` and return its path. It is made of config.yaml,
     metrics.jsonl, diagnostics.jsonl, answers.jsonl, summary.json and data_report.json, as far as they exist,
     without their secrets. Raises OSError, and ConfigError if a file is damaged."""
+    from reports.charts import charts  # matplotlib: a second, which a run's start is spared
+    from reports.diagnostic_charts import diagnostic_charts
+
     config = scrub(_read(run_dir / "config.yaml"))
     summary = scrub(_read(run_dir / "summary.json"))
     data = _data(run_dir / "data_report.json")

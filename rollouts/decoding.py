@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from common.progress import pause, stopping
 from models.distributed import gather_objects
 from models.policy import Policy, causal_lm
 from models.rope import reach
@@ -42,6 +43,8 @@ class Decoder:
         """``synced``: the policy is sharded over several ranks, which run the same number of forwards. Then
         no row leaves a batch early."""
         self.policy, self.device, self.synced = policy, device, synced
+        self.tick: Callable[[], object] = lambda: None
+        """Called for every token of a batch."""
 
     def decode(
         self,
@@ -118,7 +121,7 @@ class Decoder:
                 steps: list[LogitsProcessor] = []
                 if numbers is not None:
                     steps = processors(temperature, top_p, numbers[torch.from_numpy(rows)], width)
-                chosen = ChosenLogprobs(steps, self.policy.temperature)
+                chosen = ChosenLogprobs(steps, self.policy.temperature, self.tick)
                 ids = self.policy.generate(
                     ids,
                     mask,
@@ -132,6 +135,7 @@ class Decoder:
                     self.synced,
                     **leaving(cache, torch.tensor(stops), torch.from_numpy(most[rows] + width), self.device),
                 )
+                pause()
                 made = ids[:, width + done :].cpu().numpy()
                 now = done + made.shape[1]
                 tokens[rows, done:now] = made
@@ -178,7 +182,8 @@ class ManyEnded(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Tensor, **unused: Any) -> Tensor:
         """Return [R] bool, all alike."""
         self.ended |= torch.isin(input_ids[:, -1], self.stops) | (input_ids.shape[1] >= self.limits)
-        return (self.ended.sum() >= self.share * len(self.ended)).expand(len(self.ended))
+        enough = self.ended.sum() >= self.share * len(self.ended)
+        return (enough | stopping()).expand(len(self.ended))
 
 
 def left_padded(rows: Sequence[np.ndarray], pad: int) -> tuple[Tensor, Tensor]:
@@ -226,13 +231,19 @@ class ChosenLogprobs(LogitsProcessor):
     """Applies other processors, and records the log-probability of each generated token under the model's
     unprocessed logits, divided by ``temperature``."""
 
-    def __init__(self, steps: Sequence[LogitsProcessor], temperature: float = 1.0) -> None:
+    def __init__(
+        self,
+        steps: Sequence[LogitsProcessor],
+        temperature: float = 1.0,
+        tick: Callable[[], object] = lambda: None,
+    ) -> None:
         # One processor that calls the others: generate asks Python for the signature of each, at each token.
-        self.steps, self.temperature = steps, temperature
+        self.steps, self.temperature, self.tick = steps, temperature, tick
         self._chosen: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Map [B, V] logits to the last step's [B, V] scores, of which generate takes the highest."""
+        self.tick()
         logits = scores if self.temperature == 1.0 else scores.float() / self.temperature
         for step in self.steps:
             scores = step(input_ids, scores)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
+from common.progress import progress
 from config.schema import Config
 from data.chat import Renderer
 from data.types import Prompt
 from models.architecture import architecture_digest
 from models.distributed import World, on_main
-from reports.progress import progress
 from rollouts.answer_cache import AnswerCache
 from rollouts.conversations import facts_of, source_digest
 from rollouts.samplers import Sample, SamplingSettings

@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Any
 
+from common.progress import phase
 from config.schema import Config
 from data.chat import Renderer
 from data.groups import to_dict
@@ -191,7 +192,8 @@ class RoundBuilder:
             if not self.config.rounds.fill:  # with fill, more samples from the same weights may be needed
                 self._sampled(folder)
             start = time.monotonic()
-            lines = score_lines(self.reward, sampled, self.renderer)
+            with phase(f"score {sum(len(one.completions) for one in sampled)} answers", "reward"):
+                lines = score_lines(self.reward, sampled, self.renderer)
             folder.write(
                 stage, lines, inputs, {"seconds": time.monotonic() - start, "metrics": self.reward.metrics}
             )

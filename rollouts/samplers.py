@@ -11,15 +11,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from common.errors import require
+from common.progress import SOON, progress
 from data.chat import Renderer, vocabulary_fingerprint
 from data.types import Completion, Prompt, Turn
-from models.distributed import gather_objects, reshard
+from models.distributed import gather_objects, gathered_once
 from models.policy import Policy
 from rollouts.decoding import Decoder
 
@@ -139,11 +141,13 @@ class EmbeddedSampler:
         batch_size: int,
         synced: bool,
         player: Player | None = None,
+        what: str = "sample (rounds.contexts_per_round, sampler.max_tokens)",
     ) -> None:
-        """``batch_size``: rows generated at once. ``synced``: the policy is sharded over several ranks, each
+        """``what``: the words of its bar, with the settings that bound it. ``batch_size``: rows generated at
+        once. ``synced``: the policy is sharded over several ranks, each
         of which samples its own share. Every rank then runs as many forwards as the slowest, and must call
         ``sample`` even if its share is empty. ``player``: answers the policy; None for single answers."""
-        self.player = player
+        self.player, self.what = player, what
         self.policy, self.renderer, self.decoder = policy, renderer, Decoder(policy, device, synced)
         self.batch_size, self.synced = batch_size, synced
 
@@ -166,12 +170,19 @@ class EmbeddedSampler:
         batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
         rounds = max(gather_objects(len(batches))) if self.synced else len(batches)
         out = [Sample((), False)] * len(rows)
-        for batch in batches:
-            drawn = self._generate([rows[i] for i in batch], settings, seed, stops)
-            for i, sample in zip(batch, drawn, strict=True):
-                out[i] = sample
-        for _ in range(rounds - len(batches)):
-            self._generate([Row("", 0, np.array(stops[:1]), 1)], settings, seed, stops)
+        most = [max(rows[i].max_tokens for i in batch) for batch in batches]
+        with (
+            gathered_once(self.policy),
+            progress(sum(most), self.what, unit="token", shown=None, delay=SOON) as bar,
+        ):
+            self.decoder.tick = bar.update
+            for batch, done in zip(batches, accumulate(most), strict=True):
+                drawn = self._generate([rows[i] for i in batch], settings, seed, stops)
+                for i, sample in zip(batch, drawn, strict=True):
+                    out[i] = sample
+                bar.update(done - bar.n)
+            for _ in range(rounds - len(batches)):
+                self._generate([Row("", 0, np.array(stops[:1]), 1)], settings, seed, stops)
         return out
 
     def _generate(
@@ -187,7 +198,6 @@ class EmbeddedSampler:
             settings.top_p,
             stops,
         )
-        reshard(self.policy)
         return [
             _ended(made, values, set(stops), row.max_tokens)
             for row, made, values in zip(rows, tokens.tolist(), logprobs, strict=True)

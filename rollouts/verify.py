@@ -21,7 +21,7 @@ from models.policy import Policy
 from rollouts.answers import Answers
 from rollouts.conversations import facts_of, source_digest
 from rollouts.rewards.blame import describe
-from rollouts.rounds import asked_and_answered
+from rollouts.rounds import asked_and_answered, usable_prompts
 from rollouts.samplers import EmbeddedSampler, Player, Sample, Sampler, SamplingSettings
 
 Verifier = Callable[[list[str], list[str | None]], list[float | None]]
@@ -38,6 +38,42 @@ SHOWN = 16
 """How many samples of each kind (sampled, greedy) an evaluation keeps for display."""
 
 
+COLUMNS = ("kind", "prompt", "answer", "reference", "verdict")
+Row = tuple[str, str, str, str | None, float | None]
+READ = 3
+"""How many held-out prompts are answered to be read where no verifier judges the answers."""
+
+
+class Shown:
+    """Greedy answers to the first few prompts by id, for people to read before and after training. Every rank
+    calls it and gets the same rows of ``COLUMNS``."""
+
+    def __init__(
+        self, sampler: Sampler, prompts: Sequence[Prompt], renderer: Renderer, world: World, tokens: int
+    ) -> None:
+        """``tokens``: the length of an answer at most."""
+        self.renderer = renderer
+        first = usable_prompts(sorted(prompts, key=lambda prompt: prompt.id), renderer)[0][:READ]
+        self.answers = Answers(sampler, first, 1, SamplingSettings(0.0, 1.0, tokens), world)
+
+    def use_cache(self, cache_dir: Path, parts: Mapping[str, str]) -> None:
+        self.answers.use_cache(cache_dir, parts)
+
+    def __call__(self, initial: bool) -> list[Row]:
+        """Return the rows. ``initial``: whether the policy has its initial weights."""
+        found = self.answers.everywhere(initial)
+        return [
+            (
+                "read",
+                p.turns[-1].content,
+                answer_of(p, found[p.id][0], self.renderer),
+                p.reference_answer,
+                None,
+            )
+            for p in self.answers.prompts
+        ]
+
+
 class Accuracy:
     """Measures ``accuracy_sampled`` (``samples`` answers per prompt at temperature 0.7 and top-p 1, always
     with the same seed), ``accuracy_greedy`` (one answer) and ``length_sampled``, the mean number of tokens of
@@ -46,8 +82,6 @@ class Accuracy:
 
     Every rank calls it and samples its own share. The result is the same on every rank.
     """
-
-    columns = ("kind", "prompt", "answer", "reference", "verdict")
 
     def __init__(
         self,
@@ -70,8 +104,8 @@ class Accuracy:
             "sampled": Answers(sampler, prompts, samples, sampled, world, seed),
             "greedy": Answers(sampler, prompts, 1, greedy, world, seed),
         }
-        self.samples: list[tuple[str, str, str, str | None, float | None]] = []
-        """A few rows of ``columns`` from the last call, from this rank's share."""
+        self.samples: list[Row] = []
+        """A few rows of ``COLUMNS`` from the last call, from this rank's share."""
 
     def use_cache(self, cache_dir: Path, parts: Mapping[str, str]) -> None:
         """Make calls with ``initial`` read the initial weights' answers from ``cache_dir`` and store them
@@ -190,7 +224,7 @@ def make_accuracy(
     if not prompts:
         return None
     return Accuracy(
-        embedded_sampler(config, policy, renderer, world, player),
+        embedded_sampler(config, policy, renderer, world, f"answers to {section} (n_eval_prompts)", player),
         prompts,
         verifier,
         renderer,
@@ -202,10 +236,15 @@ def make_accuracy(
 
 
 def embedded_sampler(
-    config: Config, policy: Policy, renderer: Renderer, world: World, player: Player | None = None
+    config: Config,
+    policy: Policy,
+    renderer: Renderer,
+    world: World,
+    what: str,
+    player: Player | None = None,
 ) -> EmbeddedSampler:
-    """Return a sampler of the policy for evaluation. ``player``: answers the policy; None for single
-    answers."""
+    """Return a sampler of the policy for evaluation. ``what``: the words of its bar. ``player``: answers the
+    policy; None for single answers."""
     return EmbeddedSampler(
         policy,
         renderer,
@@ -213,4 +252,5 @@ def embedded_sampler(
         batch_size=config.model.eval_batch_size,
         synced=world.size > 1,
         player=player,
+        what=what,
     )

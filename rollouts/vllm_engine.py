@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from peft import PeftModel
 
 from common.files import write_whole
 from common.worker_process import WorkerError
@@ -23,7 +22,7 @@ from data.types import Prompt, Sequence
 from models.adapters import adapter_state, export_adapters, stirred
 from models.distributed import World, gather_objects
 from models.export import config_json, whole_weights
-from models.policy import Policy, causal_lm
+from models.policy import Policy, causal_lm, is_adapted
 from models.ranks import Ranks, attempt
 from models.reference import score
 from rollouts.adapters import MERGED
@@ -148,7 +147,7 @@ class VllmEngine:
         return {"probe_largest": self._probed.largest, "probe_mean": self._probed.mean}
 
     def _adapter_facts(self) -> Facts:
-        if not isinstance(self.policy.model, PeftModel):
+        if not is_adapted(self.policy.model):
             return {}
         return {"adapters": "merged" if self.base is None else "alone"}
 

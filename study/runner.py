@@ -24,9 +24,9 @@ from typing import Any
 
 from common.errors import StoppedError
 from common.files import write_whole
+from common.progress import progress
 from common.worker_process import live_while
 from launch.grid import CONFIG_DIR, Run
-from reports.progress import progress
 from reports.provenance import git_commit, machine
 from study.records import FACTS, finished
 

@@ -32,7 +32,7 @@ settings.load_profile("humanline")
 def pytest_configure(config: pytest.Config) -> None:
     """The processes that share the tests share what programs are forked from; whose CPU seconds programs
     take is known only where each has its own."""
-    shares = bool(config.getoption("numprocesses")) and not hasattr(config, "workerinput")
+    shares = bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
     if shares and "HUMANLINE_TEST_CPU_LOG" not in os.environ:
         programs.share()
 

@@ -149,6 +149,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
         self.packing = all_pack_rows(config.model, found, gather_objects)  # all ranks must deal rows alike
         self.shares_prompts = all(gather_objects(shares_prompts(config.model, found, self.packing)))
         self.micro_size = size_of(config.model, world.size)
+        self.microbatches_of_step = 0
 
     # -- methods of a subclass -------------------------------------------------------------------------
 
@@ -195,6 +196,13 @@ class BasicTrainer(ABC, Generic[Prepared]):
         """Update what the objective carries to the next step (BCO's running means), from ``metrics``, the
         loss's metrics of each microbatch."""
 
+    def numbers(self, micro: Microbatch) -> dict[str, Tensor]:
+        """Return the columns ``data.numbers`` of the microbatch, [examples] float32 each, by name."""
+        names = self.config.data.numbers or ()
+        if micro.numbers is None:  # it only fills up the batch
+            return dict.fromkeys(names, torch.zeros_like(micro.labels))
+        return dict(zip(names, micro.numbers.unbind(1), strict=True))
+
     # -- scores ----------------------------------------------------------------------------------------
 
     def scorer_with(self, reference: Reference, humanline: Humanline) -> TokenScorer:
@@ -240,6 +248,7 @@ class BasicTrainer(ABC, Generic[Prepared]):
         batch = segment.batch(at.position)
         turns = self.deal(self.arrange(batch), self.micro_size)
         micros = self.mine(turns)
+        self.microbatches_of_step = len(micros)
         denominator = self.loss_denominator(batch)
         meters = Meters()
         loss_metrics: list[dict[str, Mean]] = []

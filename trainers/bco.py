@@ -32,7 +32,7 @@ class BCOTrainer(BasicTrainer[None]):
         return len(batch)
 
     def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: None) -> LossResult:
-        return self.loss(scores, micro.labels > 0, self.shift)
+        return self.loss(scores, micro.labels > 0, self.shift, **self.numbers(micro))
 
     @property
     def shift(self) -> Tensor:

@@ -119,9 +119,8 @@ class GRPOTrainer(BasicTrainer[Tensor | Masks | None]):
             prepared, uncertain = prepared
             kept = uncertain.float()
             scores = replace(scores, weights=kept if scores.weights is None else scores.weights * kept)
-        if prepared is None:
-            return self.loss(scores, self.advantages(micro))
-        return self.loss(scores, self.advantages(micro), prepared)
+        given = (scores, self.advantages(micro), *(() if prepared is None else (prepared,)))
+        return self.loss(*given, **self.numbers(micro))
 
     def advantages(self, micro: Microbatch) -> Tensor:
         """Return [R], the rows' advantages, or with ``advantage=tokens`` [R, T], the tokens' advantages."""

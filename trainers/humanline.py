@@ -9,11 +9,16 @@ code runs, with exact values and without a branch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from common.errors import ConfigError, require
+from common.imports import import_function
 from config.schema import Config
 from trainers.losses.base import Mean, TokenScores, mean_where
 from trainers.sampling import BetaConstants, detach_rejected, log_thresholds, rejected
@@ -28,6 +33,22 @@ class RejectionKey:
     rows: Sequence[str]
 
 
+def rule_of(settings: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+    """Return the function of ``humanline_rule`` with its numbers. Raises ConfigError unless it maps [R, T]
+    log-ratios to [R, T]."""
+    path, numbers = str(settings["_target_"]), {k: v for k, v in settings.items() if k != "_target_"}
+    rule: Callable[[Tensor], Tensor] = partial(import_function("humanline_rule._target_", path), **numbers)
+    raw = torch.linspace(-3, 3, 6).reshape(2, 3)
+    try:
+        shape = rule(raw).shape
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            "humanline_rule", dict(settings), f"cannot be called on log-ratios: {error}"
+        ) from error
+    require(shape == raw.shape, "humanline_rule", dict(settings), f"made {list(shape)} of [2, 3] log-ratios")
+    return rule
+
+
 @dataclass(frozen=True)
 class Humanline:
     """Clipping bounds ``log_epsilon_P`` and ``log_epsilon_R``, in nats. With ``sampling``, tokens are
@@ -37,6 +58,8 @@ class Humanline:
     log_epsilon_R: float = math.inf
     sampling: BetaConstants | None = None
     seed: int = 0
+    rule: Callable[[Tensor], Tensor] | None = None
+    """What is done to log-ratios, [R, T] in nats, in place of clipping (``humanline_rule``)."""
 
     @classmethod
     def from_config(cls, config: Config) -> Humanline:
@@ -45,6 +68,8 @@ class Humanline:
             return cls()
         if config.humanline_mode == "sample":
             return cls(sampling=BetaConstants(**vars(config.humanline_sampling)), seed=config.seed)
+        if config.humanline_mode == "rule":
+            return cls(rule=rule_of(config.humanline_rule))
         return cls(config.log_epsilon_P, config.log_epsilon_R)
 
     def clip(self, log_ratio: Tensor) -> Tensor:
@@ -58,17 +83,24 @@ class Humanline:
         """Return TokenScores from policy and reference log-probabilities, [R, T] each, in nats. Only sampling
         reads ``key``, and it requires it."""
         raw = policy - reference
-        log_ratio = self.clip(raw) if self.sampling is None else detach_rejected(raw, self._rejects(raw, key))
+        if self.rule is not None:
+            log_ratio = self.rule(raw)
+        else:
+            log_ratio = (
+                self.clip(raw) if self.sampling is None else detach_rejected(raw, self._rejects(raw, key))
+            )
         return TokenScores(policy, reference, log_ratio, mask)
 
     def metrics(self, scores: TokenScores, key: RejectionKey | None = None) -> dict[str, Mean]:
         """Return ``kl``, the mean raw token log-ratio, and ``clipped_low`` / ``clipped_high``, the share of
         tokens beyond each bound. With sampling, ``rejected`` replaces the two shares: the share of tokens
-        that ``key`` rejects."""
+        that ``key`` rejects. With a rule, ``changed``: the share of tokens that it changes."""
         raw = (scores.policy - scores.reference).detach()
         kl = {"kl": mean_where(raw, scores.mask)}
         if self.sampling is not None:
             return kl | {"rejected": mean_where(self._rejects(raw, key).float(), scores.mask)}
+        if self.rule is not None:
+            return kl | {"changed": mean_where((self.rule(raw) != raw).float(), scores.mask)}
         return kl | {
             "clipped_low": mean_where((raw < self.log_epsilon_P).float(), scores.mask),
             "clipped_high": mean_where((raw > self.log_epsilon_R).float(), scores.mask),

@@ -19,4 +19,4 @@ class PairedPreferenceTrainer(BasicTrainer[None]):
 
     def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: None) -> LossResult:
         chosen, rejected = scores.split(len(micro.examples))
-        return self.loss(chosen, rejected)
+        return self.loss(chosen, rejected, **self.numbers(micro))

@@ -84,7 +84,8 @@ class OfflinePPOTrainer(BasicTrainer[Targets]):
 
     def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: Targets) -> LossResult:
         assert isinstance(scores, ValueScores), "made by scorer_class"
-        return self.loss(scores, scores.values, prepared.advantages, prepared.returns)
+        given = (scores, scores.values, prepared.advantages, prepared.returns)
+        return self.loss(*given, **self.numbers(micro))
 
 
 def check_kl(config: Config) -> None:

@@ -13,4 +13,4 @@ class RewardTrainer(PairedPreferenceTrainer):
     def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: None) -> LossResult:
         chosen, rejected = scores.split(len(micro.examples))
         rewards = (token_sum(side.policy, side.mask) for side in (chosen, rejected))
-        return self.loss(*rewards, chosen.valid & rejected.valid)
+        return self.loss(*rewards, chosen.valid & rejected.valid, **self.numbers(micro))

@@ -16,4 +16,4 @@ class SFTTrainer(BasicTrainer[None]):
         return sum(len(row.counted) for example in batch for row in example.rows)
 
     def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: None) -> LossResult:
-        return self.loss(scores)
+        return self.loss(scores, **self.numbers(micro))

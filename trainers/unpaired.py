@@ -59,4 +59,4 @@ class UnpairedPreferenceTrainer(BasicTrainer[Tensor]):
         return [z0] * len(batch)
 
     def compute_loss(self, micro: Microbatch, scores: TokenScores, prepared: Tensor) -> LossResult:
-        return self.loss(scores, micro.labels > 0, prepared)
+        return self.loss(scores, micro.labels > 0, prepared, **self.numbers(micro))

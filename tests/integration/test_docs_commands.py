@@ -65,7 +65,8 @@ class Rule:
 RULES = [
     # The Makefile. What it installs is there already.
     Rule(r"make run$", f"ARGS='{OFFLINE}'", environment=PICTURES),
-    Rule(r"make test$", "ARGS='-n 0 tests/unit/reports/test_progress.py'"),
+    Rule(r"make test$", "ARGS='-n 0 tests/unit/common/test_progress.py'"),
+    Rule(r"make test-quick$", "ARGS='--collect-only'"),
     Rule(r"make check$", environment={STAND_INS: "mypy=this"}),  # types of the whole tree: minutes
     Rule(r"make torture$", "ARGS='--kills 0 --steps 2'"),
     Rule(r"make eval-tools$"),
@@ -197,8 +198,12 @@ MADE = {
         ["python sample.py data=adder rounds.samples=8 out=samples.jsonl limit=40"],
     ),
     r"launch\.sweep sweeps/off_policy": ("foreign.jsonl", ["cp assets/adder/pairs.jsonl foreign.jsonl"]),
+    r"data\.path=rated\.jsonl": (
+        "rated.jsonl",
+        ["""sed 's/^{/{"margin": 2, /' pairs.jsonl > rated.jsonl"""],
+    ),
     r"data\.path=groups\.jsonl": ("groups.jsonl", ["cp assets/adder/pairs.jsonl groups.jsonl"]),
-    r"loss=hinge|trainer=sequence|reward=length|sampler=fixed|second_try|data=questions"
+    r"loss=hinge|loss=rated_dpo|soft_clip|trainer=sequence|reward=length|sampler=fixed|second_try|data=questions"
     r"|trackers=\[csv\]|LengthLimit": (
         "config/loss/hinge.yaml",
         ["python -m tests.docs extend.md"],

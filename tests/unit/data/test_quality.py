@@ -111,6 +111,17 @@ def test_the_gate_warns_of_data_like_the_papers_lowest_quarter(
     assert f"[{PAPER_WORST_QUARTILE[0]}, {PAPER_WORST_QUARTILE[1]}]" in scored.to_markdown()
 
 
+def test_where_the_model_answered_itself_its_answers_are_the_measure(report: DataReport) -> None:
+    human, own = (
+        np.linspace(-2.5, -1.5, 20),
+        [-1.2 - 0.1 * i for i in range(11)],
+    )  # a tenth of these is below -2.1
+    likely = report.with_logprobs({"chosen": human}, own=own)
+    assert likely.poor_share == pytest.approx(0.4) and not any("Figure 6" in one for one in likely.warnings())
+    unlikely = report.with_logprobs({"chosen": human - 1}, own=own)
+    assert any("median -3.00 nats a token; its own answers -1.70" in one for one in unlikely.warnings())
+
+
 def test_nothing_scored_is_no_warning(report: DataReport) -> None:
     assert report.with_logprobs({}).poor_share is None
     assert report.with_logprobs({"chosen": np.array([np.nan])}).logprob == {}

@@ -10,13 +10,18 @@ import random
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
+import torch
 
 from common.errors import ConfigError, DataError
 from config.schema_data import DataConfig
+from data.batches import FILL, microbatch
+from data.example_table import ExampleTable, Wanted
 from data.rows import Loaded
 from data.sources import hold_out, load_groups, load_splits, local
-from data.types import Completion, Group, Prompt, Turn
+from data.types import Completion, Group, Prompt, Sequence, Turn
+from data.views import pairs
 
 RECORDS = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(40)]
 
@@ -55,6 +60,25 @@ def test_every_kind_of_file_gives_the_same_groups(tmp_path, kind: str) -> None:
     assert [[c.text for c in group.completions] for group in loaded.groups] == [
         [r["chosen"], r["rejected"]] for r in RECORDS
     ]
+
+
+def test_numbers_of_the_data_reach_the_microbatch(tmp_path) -> None:
+    rows = [
+        {"prompt": f"p{i}", "chosen": "a", "rejected": "b", "gap": gap}
+        for i, gap in enumerate([2, 0.5, None])
+    ]
+    path = lines(tmp_path / "pairs.jsonl", rows)
+    settings = {"eval_fraction": 0, "numbers": ["margin"], "columns": {"margin": "gap"}, "max_unreadable": 1}
+    loaded = load_groups(config(path, **settings), "train")
+    assert [group.numbers for group in loaded.groups] == [(2.0,), (0.5,)]
+    assert len(loaded.dropped) == 1 and "margin" in loaded.dropped[0].reason
+    row = Sequence(np.zeros(1, np.int32), np.zeros(1, np.int32))
+    rendered = [row] * 4
+    wanted = Wanted(loaded.groups, pairs)
+    (one,), (other,) = ExampleTable(wanted, rendered, np.arange(2))
+    fill = dataclasses.replace(FILL, rows=FILL.rows * 2)
+    assert microbatch([one, other, fill], torch.device("cpu")).numbers.tolist() == [[2.0], [0.5], [0.0]]
+    assert microbatch([FILL], torch.device("cpu")).numbers is None
 
 
 def test_bad_rows_are_counted_and_named(tmp_path) -> None:

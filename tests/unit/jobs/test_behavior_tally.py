@@ -14,7 +14,7 @@ from data.batches import microbatch
 from data.types import Example, Sequence
 from jobs.behavior_tally import BehaviorTally, age_of
 from models.distributed import start
-from reports.behavior_charts import COLUMNS
+from reports.metrics import COLUMNS
 from trainers.losses.base import TokenScores
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from config.schema_retention import RetentionConfig
 from data.batches import collate
 from data.second_task import second_task
 from data.types import Group, Prompt, Turn
-from jobs.retention import PROMPTS, InitialKL
+from jobs.retention import InitialKL
 from rollouts.samplers import Sample
 from tests.engine import engine_config, make_trainer
 from tests.tiny import tiny_policy
@@ -49,7 +49,7 @@ def measured(folder, eval_batch_size: int, spelling: Spelling) -> list[float | N
     """KL at the start, and after the weights have moved."""
     policy = tiny_policy()
     trainer = make_trainer(engine_config(folder, "dpo", f"model.eval_batch_size={eval_batch_size}"), policy)
-    kl = InitialKL(trainer, spelling, GROUPS, spelling, 40)
+    kl = InitialKL(trainer, spelling, GROUPS, spelling, (64, 40))
     kl.prepare({"weights": "initial"})
     before = kl()
     move(policy)
@@ -62,7 +62,7 @@ def test_it_is_the_k3_estimate_over_the_initial_weights_answers(tmp_path):
     total = tokens = 0.0
     before, after = measured(tmp_path, 4, spelling)
     trainer = make_trainer(engine_config(tmp_path, "dpo"), initial)
-    kl = InitialKL(trainer, spelling, GROUPS, spelling, 40)
+    kl = InitialKL(trainer, spelling, GROUPS, spelling, (64, 40))
     kl.prepare({"weights": "initial"})
     with torch.no_grad():
         for row in kl.rows:
@@ -82,11 +82,11 @@ def test_how_the_answers_are_cut_does_not_matter(tmp_path):
 
 
 def test_so_many_prompts_are_answered(tmp_path):
-    many = [Group(Prompt((Turn("user", str(i)),))) for i in range(PROMPTS + 9)]
+    many = [Group(Prompt((Turn("user", str(i)),))) for i in range(73)]
     trainer = make_trainer(engine_config(tmp_path, "dpo"), tiny_policy())
-    assert len(InitialKL(trainer, Spelling(), many, Spelling(), 40).prompts) == PROMPTS
+    assert len(InitialKL(trainer, Spelling(), many, Spelling(), (64, 40)).prompts) == 64
     trainer.config = replace(trainer.config, n_eval_prompts=3)
-    assert len(InitialKL(trainer, Spelling(), many, Spelling(), 40).prompts) == 3
+    assert len(InitialKL(trainer, Spelling(), many, Spelling(), (64, 40)).prompts) == 3
 
 
 def task(**given) -> RetentionConfig:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from common.progress import progress
 from data.batches import Segment
 from jobs.watch import RunWatch
-from reports.progress import progress
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
+from config.cli import compose
 from reports.answers import FILE, before_and_after, example_lines, keep_answers, read_answers
+from reports.model_card import write_model_card
 from reports.report import write_report
-from rollouts.verify import Accuracy
+from rollouts.verify import COLUMNS
 
 
 def rows(word, verdict=1.0, prompts=("1+1=", "2+2=", "3+3=", "4+4=", "5+5="), samples=2):
@@ -17,7 +20,7 @@ def rows(word, verdict=1.0, prompts=("1+1=", "2+2=", "3+3=", "4+4=", "5+5="), sa
 
 
 def kept(folder, step, word, **given):
-    keep_answers(folder, step, Accuracy.columns, rows(word, **given))
+    keep_answers(folder, step, COLUMNS, rows(word, **given))
 
 
 def test_the_ends_of_a_run_are_compared_by_prompt(tmp_path):
@@ -63,7 +66,7 @@ def test_a_damaged_line_costs_no_other_and_is_said(tmp_path, capsys):
 
 def test_where_nothing_was_greedy_samples_are_shown_once_a_prompt(tmp_path):
     for step, word in ((0, "old"), (9, "new")):
-        keep_answers(tmp_path, step, Accuracy.columns, rows(word)[:10])
+        keep_answers(tmp_path, step, COLUMNS, rows(word)[:10])
     found = before_and_after(tmp_path)
     assert [one.prompt for one in found] == ["1+1=", "2+2=", "3+3=", "4+4="]
     assert found[0].before == "old 1+1= drawn 0 (1)"
@@ -72,7 +75,7 @@ def test_where_nothing_was_greedy_samples_are_shown_once_a_prompt(tmp_path):
 def test_the_terminal_gets_one_line_each_with_the_verdict_at_its_end(tmp_path):
     long = "step\n" * 200
     for step, verdict in ((0, 0.0), (9, None)):
-        keep_answers(tmp_path, step, Accuracy.columns, [("greedy", "why?", long, None, verdict)])
+        keep_answers(tmp_path, step, COLUMNS, [("greedy", "why?", long, None, verdict)])
     said = example_lines(tmp_path)
     assert said[0] == "greedy answer to 'why?', with its verdict"
     assert said[1].endswith("step (0)") and said[2].endswith("step (no verdict)")
@@ -82,9 +85,7 @@ def test_the_terminal_gets_one_line_each_with_the_verdict_at_its_end(tmp_path):
 def test_the_report_shows_texts_as_texts(tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps({"before": {}, "after": {}}))
     for step in (0, 9):
-        keep_answers(
-            tmp_path, step, Accuracy.columns, [("greedy", "<b>why</b>?", f"<i>{step}</i>", "ß & co", 0.5)]
-        )
+        keep_answers(tmp_path, step, COLUMNS, [("greedy", "<b>why</b>?", f"<i>{step}</i>", "ß & co", 0.5)])
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert "&lt;b&gt;why&lt;/b&gt;?" in page and "&lt;i&gt;9&lt;/i&gt; (0.5)" in page and "ß &amp; co" in page
 
@@ -95,3 +96,18 @@ def test_a_line_separator_within_an_answer_erases_nothing(tmp_path, separator):
         kept(tmp_path, step, word)
     assert sorted({line["step"] for line in read_answers(tmp_path / FILE)}) == [0, 10, 20]
     assert before_and_after(tmp_path)[0].before.startswith(f"old{separator}line")
+
+
+def test_answers_that_nothing_judges_are_shown_in_terminal_and_card(tmp_path):
+    for step, word in ((0, "old"), (8, "new")):
+        asked = [("read", f"why <{i}>?", f"{word} *{i}*", None, None) for i in range(4)]
+        keep_answers(tmp_path, step, COLUMNS, asked)
+    told = example_lines(tmp_path)
+    assert len(told) == 9 and told[:3] == [
+        "greedy answer to 'why <0>?'",
+        "  before  old *0*",
+        "  after   new *0*",
+    ]
+    config = compose("loss=dpo")[0]
+    card = write_model_card(tmp_path / "model", asdict(config), {"steps": 8}).read_text()
+    assert card.count("- greedy answer to *why &lt;") == 3 and "new &#42;2&#42;" in card

@@ -302,7 +302,7 @@ def test_the_age_of_the_reference_is_drawn_as_it_was():
 
 def test_the_trained_model_is_the_last_point_of_the_evaluations(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("reports.report.charts", lambda records: drawn.extend(records) or [])
+    monkeypatch.setattr("reports.charts.charts", lambda records: drawn.extend(records) or [])
     write_report(make_run(tmp_path, [line(0) | BEFORE, line(1)], summary=SUMMARY))
     steps, values = points(drawn, "eval_reward_margin")
     np.testing.assert_array_equal(steps, [0, 2])
@@ -369,6 +369,8 @@ def test_the_final_table_has_all_that_a_user_wants_next():
         "2 min 05 s",
         "runs/x",
         'AutoModelForCausalLM.from_pretrained("runs/x/model")',
+        "python sample.py run=runs/x split=eval rounds.samples=1 out=answers.jsonl",
+        "python export.py runs/x --push-to-hub ORG/NAME",
     ):
         assert expected in table, expected
     assert "-0.0000" not in table

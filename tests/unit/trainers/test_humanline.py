@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainers.humanline import Humanline, RejectionKey
+from common.errors import ConfigError
+from trainers.humanline import Humanline, RejectionKey, rule_of
 from trainers.sampling import BetaConstants
 
 PAPER = Humanline(-1.5, 1.5)
@@ -110,3 +111,19 @@ def test_the_draw_is_the_rows_own():
 def test_sampling_without_a_key_is_a_mistake():
     with pytest.raises(AssertionError):
         SAMPLING.scores(torch.zeros(1, 3), torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
+
+
+def shrunk(log_ratio: torch.Tensor, *, by: float) -> torch.Tensor:
+    return log_ratio / by
+
+
+def test_a_rule_of_ones_own_takes_the_place_of_clipping():
+    named = {"_target_": f"{__name__}.shrunk"}
+    policy, scores = scored([-8.0, 0.0, 2.0], Humanline(rule=rule_of(named | {"by": 4})))
+    assert scores.log_ratio.tolist() == [[-2.0, 0.0, 0.5]]
+    assert torch.autograd.grad(scores.log_ratio.sum(), policy)[0].tolist() == [[0.25] * 3]
+    told = Humanline(rule=rule_of(named | {"by": 4})).metrics(scores)
+    assert set(told) == {"kl", "changed"} and (told["changed"].sum, told["changed"].count) == (2, 3)
+    for wrong in (named, named | {"by": 4, "width": 1}, {"_target_": "math.fsum"}):
+        with pytest.raises(ConfigError, match="humanline_rule"):
+            rule_of(wrong)

@@ -6,8 +6,9 @@ import io
 
 import pytest
 
-from reports import progress as module
-from reports.progress import progress, status
+from common import progress as module
+from common.progress import progress
+from reports.progress import status
 
 
 class Terminal(io.StringIO):

@@ -1,0 +1,215 @@
+"""What a program is doing, as a bar with the time left on a terminal, or as lines every ten seconds in a log
+file.
+
+``progress`` makes a bar over counted work, ``phase`` names work of unknown length. Where ``pulse`` was
+called, a thread draws the innermost of them again every second, so that no work is silent.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, TextIO
+
+from tqdm import tqdm
+
+from common import output
+from common.errors import Requeue
+
+SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_REDRAWS = 0.2
+SOON = 1.0
+"""Work that takes fewer seconds shows no bar, and what takes longer is drawn again so often."""
+
+
+class _Screen:
+    """A terminal as tqdm writes to it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.encoding = stream.encoding or "utf-8"
+
+    def write(self, text: str) -> None:
+        with output.drawing(text.strip() != "" and not text.endswith("\n")):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
+class _Lines:
+    """A stream for tqdm where a carriage return has no effect: it writes each state of the bar on a line of
+    its own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._last = ""
+
+    def write(self, text: str) -> None:
+        line = text.strip()
+        if line and line != self._last:  # tqdm closes a bar by drawing it again
+            self._stream.write(line + "\n")
+            self._last = line
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+class Bar(tqdm):
+    """A tqdm bar that estimates the time left from the mean over everything measured, not from the last steps
+    alone, because rounds and evaluations come at intervals. All bars share one line."""
+
+    opened: ClassVar[list[Bar]] = []
+    """The bars that are shown, the innermost last."""
+    _since: tuple[int, float] | None = None
+    _waits = False
+
+    @classmethod
+    def _get_free_pos(cls, instance: Any = None) -> int:
+        return 0
+
+    def display(self, *args: Any, **options: Any) -> Any:
+        self.nrows = 2  # a terminal that does not tell its size (a container's) has a line all the same
+        return super().display(*args, **options)
+
+    def wait(self) -> None:
+        """Show no time left until ``measure`` is called."""
+        self._waits = True
+
+    def measure(self) -> None:
+        """Start measuring the speed now, because earlier work (a first evaluation, a compiler's first step)
+        does not predict the time of the rest."""
+        if not self.disable:
+            self._since = (self.n, self._time())
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        with self.external_write_mode():
+            print(text, flush=True)
+
+    def beat(self) -> None:
+        """Draw the bar again, if it was not drawn a short while ago."""
+        now = self._time()
+        if now - self.start_t >= self.delay and now - self.last_print_t >= max(self.mininterval, SOON):
+            self.refresh()
+            self.last_print_t = now
+
+    def close(self) -> None:
+        Bar.opened[:] = [bar for bar in Bar.opened if bar is not self]
+        super().close()
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = super().format_dict
+        if (found["ncols"] or 1) < 1:
+            found["ncols"] = 100
+        if not self._waits or self._since is not None:
+            now = self._time()
+            begun = getattr(self, "start_t", now)  # tqdm draws before it has one
+            n, at = self._since or (self.initial, begun)
+            seconds = now - at
+            found["rate"] = (found["n"] - n) / seconds if seconds > 0 else 0.0
+        else:
+            found["rate"] = 0.0  # tqdm shows a question mark
+        return found
+
+
+Bar.set_lock(threading.RLock())  # tqdm's own is for several processes, and starts another one to keep it
+
+
+def progress(
+    work: Iterable[Any] | int | None,
+    desc: str,
+    *,
+    unit: str = "step",
+    done: int = 0,
+    shown: bool | None = True,
+    stream: TextIO | None = None,
+    delay: float = 0.0,
+) -> Bar:
+    """Return a tqdm bar over ``work``, to iterate over or (for a number) to ``update()``; a context manager
+    either way. With ``delay``, work that takes fewer seconds shows nothing.
+
+    ``work``: None where nothing is counted. ``done``: steps of the total that a resumed run finished before;
+    ``shown=False`` on ranks above 0, None where ``pulse`` was not called; ``stream`` is stderr if not given.
+    Metrics go to the end of the bar: ``bar.set_postfix_str(status(record), refresh=False)`` before
+    ``bar.update()``.
+    """
+    out = sys.stderr if stream is None else stream
+    terminal = out.isatty()
+    if work is None:
+        bar, line = "{desc}: {elapsed}{postfix}", "{desc}: {elapsed} so far{postfix}"
+    else:
+        bar = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+        line = "{desc}: {n_fmt}/{total_fmt} " + unit + "s, {elapsed} so far, {remaining} to go{postfix}"
+    made = Bar(
+        iterable=None if isinstance(work, int) else work,
+        total=work if isinstance(work, int) else None,
+        desc=desc,
+        unit=unit,
+        initial=done,
+        leave=work is not None,
+        disable=not (_pulsing if shown is None else shown),
+        file=_Screen(out) if terminal else _Lines(out),
+        bar_format=bar if terminal else line,
+        mininterval=SECONDS_BETWEEN_REDRAWS if terminal else SECONDS_BETWEEN_LINES,
+        miniters=1,  # check the clock at every update: a step may take longer than a line's ten seconds
+        dynamic_ncols=terminal,
+        delay=delay if terminal or not delay else max(delay, SECONDS_BETWEEN_LINES),
+    )
+    if not made.disable:
+        Bar.opened.append(made)
+    return made
+
+
+def phase(what: str, key: str | None = None) -> Bar:
+    """Return a context in which ``what`` is shown to be under way. ``key``: the setting that bounds it."""
+    return progress(None, what if key is None else f"{what} ({key})", shown=None, delay=SOON)
+
+
+def doing() -> str:
+    """Return what is under way, in words."""
+    return Bar.opened[-1].desc if Bar.opened else "between two steps"
+
+
+_pulsing = False
+
+
+def pulse() -> None:
+    """From now on, show what this program does, and draw it again every second."""
+    global _pulsing
+    if not _pulsing:
+        _pulsing = True
+        threading.Thread(target=_beats, name="progress", daemon=True).start()
+
+
+def _beats() -> None:
+    while True:
+        time.sleep(SOON / 2)
+        for bar in Bar.opened[-1:]:
+            if not output.within_line():
+                bar.beat()
+
+
+_stops: list[Callable[[], bool]] = []
+
+
+def stops_if(asked: Callable[[], bool] | None) -> None:
+    """Let long work end between its parts once ``asked`` returns true; None: never."""
+    _stops[:] = [] if asked is None else [asked]
+
+
+def stopping() -> bool:
+    """Return whether long work is to end, as the run was asked to stop."""
+    return any(asked() for asked in _stops)
+
+
+def pause() -> None:
+    """Called between the parts of long work. Raises Requeue where ``stopping``."""
+    if stopping():
+        raise Requeue

@@ -1,0 +1,126 @@
+"""On a terminal no program is silent for three seconds, and a request to stop is answered within one."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.quick_python import PYTHON
+
+ROOT = Path(__file__).parents[2]
+REAL = ROOT / "assets/smollm2/model"
+TICK = 0.1
+
+TINY = ("n_examples=8", "n_eval_examples=4", "n_eval_prompts=4", "model.batch_size=4")
+ROUNDS = (
+    "rounds.contexts=4",
+    "rounds.contexts_per_round=4",
+    "rounds.samples=2",
+    "n_eval_examples=4",
+    "n_eval_prompts=4",
+)
+MODEL = (
+    ("model=smollm2-135m-instruct", "model.max_length=96", "model.max_prompt_length=64")
+    if REAL.is_dir()
+    else ()
+)
+COMMANDS = [
+    ("train.py", "loss=dpo", "data=adder", *TINY),
+    ("train.py", "loss=dpo", "online=true", "humanline=true", "data=adder", *ROUNDS),
+    ("sample.py", "data=adder", "limit=4", "rounds.samples=2", "sampler.max_tokens=32"),
+]
+if MODEL:
+    COMMANDS += [
+        ("train.py", "loss=dpo", "data=adder", "dry_run=true"),
+        ("train.py", "loss=kto", "humanline=true", "data=adder", "model.use_peft=true", *TINY),
+        ("train.py", "loss=grpo", "data=adder", *TINY),
+        ("train.py", "loss=sft", "data=adder", *TINY),
+        ("train.py", "loss=dpo", "data=constraints", "online=true", *ROUNDS),
+    ]
+
+
+class Terminal:
+    """A program on a pseudo-terminal: what it prints, and how long it was silent at most."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        mine, theirs = pty.openpty()
+        own = ("out=a.jsonl",) if words[0] == "sample.py" else ("exp_name=quiet",)
+        given = [*words, *own, f"runs_dir={folder}/runs", f"cache_dir={folder}/cache"]
+        given = [
+            word.replace("out=", f"out={folder}/") if word.startswith("out=") else word for word in given
+        ]
+        self.process = subprocess.Popen(
+            [PYTHON, *given],
+            cwd=ROOT,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "120"},
+        )
+        os.close(theirs)
+        self.end, self.text, self.longest, self.silent_after = mine, "", 0.0, ""
+
+    def read(self, until: str | None = None, seconds: float = 600.0) -> bool:
+        """Read until the text is there (or the program ends); return whether it is. Silence is counted in
+        ticks in which this process had the time to look, so that a busy machine does not count."""
+        silent, began = 0.0, time.monotonic()
+        while time.monotonic() - began < seconds:
+            if not select.select([self.end], [], [], TICK)[0]:
+                silent += TICK
+                if silent > self.longest:
+                    self.longest, self.silent_after = silent, self.text[-200:]
+                continue
+            silent = 0.0
+            try:
+                part = os.read(self.end, 65536)
+            except OSError:  # the program has closed the terminal
+                part = b""
+            if not part:
+                self.process.wait()
+                return until is None
+            self.text += part.decode(errors="replace")
+            if until is not None and until in self.text:
+                return True
+        return False
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.end)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: "-".join(words[:3]))
+def test_no_three_seconds_pass_without_output(tmp_path: Path, words: tuple[str, ...]) -> None:
+    terminal = Terminal(tmp_path, words[0], *MODEL, *words[1:])
+    try:
+        assert terminal.read()
+        assert terminal.process.returncode == 0, terminal.text[-2000:]
+        assert terminal.longest < 3.0, f"{terminal.longest:.1f} s after {terminal.silent_after!r}"
+    finally:
+        terminal.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "at", "says"),
+    [
+        (signal.SIGTERM, "import", "SIGTERM, in: import"),
+        (signal.SIGINT, "2/", "resume=true goes on"),
+    ],
+)
+def test_a_request_to_stop_is_answered_at_once(tmp_path: Path, number: int, at: str, says: str) -> None:
+    terminal = Terminal(tmp_path, "train.py", *MODEL, "loss=dpo", "data=adder", *TINY, "n_examples=400")
+    try:
+        assert terminal.read(at), terminal.text
+        terminal.process.send_signal(number)
+        assert terminal.read(says, seconds=2.0), terminal.text
+        terminal.read()
+        assert terminal.process.returncode == 75
+    finally:
+        terminal.close()
