@@ -53,8 +53,12 @@ def _facts(data: Facts) -> Iterator[tuple[str, str]]:
         left_out = f"{chosen['below']:,} were less likely, {chosen['above']:,} more likely"
         yield "kept by log-probability", f"{chosen['kept']:,} groups; of the others {left_out}"
     if data.get("poor_share") is not None:
-        than = "nine in ten of the model's own answers" if data.get("own") else "most of the paper's data"
-        yield f"completions less likely than {than}", f"{data['poor_share']:.1%}"
+        than = (
+            "less likely than nine in ten of the model's own answers"
+            if data.get("own")
+            else "as unlikely as the paper's lowest quarter"
+        )
+        yield f"completions {than}", f"{data['poor_share']:.1%}"
     if data.get("clippable_share") is not None:
         yield "tokens that can be clipped from above at first, at most", f"{data['clippable_share']:.1%}"
 
