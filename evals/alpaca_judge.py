@@ -10,15 +10,13 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import yaml  # type: ignore[import-untyped]
 
 from common.errors import StoppedError
@@ -27,7 +25,8 @@ from common.progress import progress
 from config.schema_benchmarks import AlpacaEvalConfig
 from evals.alpaca_files import Row
 from evals.alpaca_library import annotator_settings, library, quiet
-from rollouts.rewards.endpoint import Client
+from rollouts.rewards.base import Missing, RewardError
+from rollouts.rewards.endpoint import Endpoint, FailedError
 
 CHARACTERS_PER_TOKEN = 4
 SECONDS_PER_CALL = 2.0
@@ -36,11 +35,9 @@ DEAD_AFTER = 50
 """Failures in a row after which an endpoint is given up; five per concurrent call if that is more."""
 _CALLS_PER_WORKER = 8
 """Judgements are written to the cache whenever every worker has done about this many."""
-_STOP = (301, 302, 307, 308, 401, 403, 404, 405)
-"""HTTP errors that every further call would get too: a wrong key, address or model."""
 _MOST_REPLY_BYTES = 4_000_000
-NO_KEY = "none"
-"""Key that is sent where there is none, because the client insists on one."""
+_API_DEFAULTS = {"max_tokens": 2048, "temperature": 0.7, "top_p": 1.0}
+"""What the library asks for where an annotator does not say."""
 
 
 @dataclass
@@ -70,11 +67,6 @@ class Estimate:
             f"{self.calls} calls, about {self.tokens:,} tokens{money}, about {self.seconds / 60:.0f} min "
             f"(at {SECONDS_PER_CALL:g} s a call)"
         )
-
-
-def key_of(own: AlpacaEvalConfig) -> str:
-    """Return the judge's key from the environment, or NO_KEY."""
-    return (os.environ.get(own.api_key_env or "") or NO_KEY).strip()
 
 
 def judge_name(own: AlpacaEvalConfig) -> str:
@@ -208,28 +200,40 @@ def _check_missing(rows: Sequence[Row], spent: Spent, own: AlpacaEvalConfig) -> 
         )
 
 
-class _FailedError(Exception):
-    """Raised for a call that gave no judgement; the message says why."""
+@dataclass(frozen=True)
+class _Requests:
+    """The settings of the requests to the judge (rollouts.rewards.endpoint.EndpointSettings)."""
+
+    model: str | None
+    api_key_env: str | None
+    concurrency: int
+    timeout: float
+    retries: int
+    backoff: float = 0.5
+    """Seconds before the first retry, doubled with each."""
 
 
 class _Endpoint:
-    """The annotator's source of completions: the library's own function, one prompt per call, with concurrent
-    calls."""
+    """The annotator's source of completions, in place of the library's own: concurrent calls within limits,
+    of which one that fails costs its judgement alone."""
 
     def __init__(self, own: AlpacaEvalConfig, done: Any) -> None:
         self.own, self.spent, self._done = own, Spent(), done
-        self._key = key_of(own)
-        self._client = _limited(own)
-        self._lock, self._in_a_row = threading.Lock(), 0
+        requests = _Requests(own.model, own.api_key_env, own.concurrency, own.timeout, own.retries)
+        self._endpoint = Endpoint(
+            "alpacaeval", own.base_url, "/chat/completions", requests, _MOST_REPLY_BYTES
+        )
+        self._body: dict[str, Any] = {}
+        self._in_a_row = 0
         self._dead_after = max(DEAD_AFTER, 5 * own.concurrency)
         self.stopped: StoppedError | None = None
         """the reason why no further call is made; None while calls continue"""
 
     def close(self) -> None:
-        self._client.close()
+        self._endpoint.close()
 
-    def complete(self, prompts: Sequence[str], **settings: Any) -> dict[str, list[Any]]:
-        """Return the library's ``openai_completions`` of all prompts.
+    def complete(self, prompts: Sequence[str], model_name: str, **settings: Any) -> dict[str, list[Any]]:
+        """Return the completions of all prompts as the library's ``openai_completions`` does.
 
         A failed call gives an empty completion, which the library reads as no judgement. If ``stopped`` is
         set meanwhile, the remaining completions are empty too, so that the library stores the judgements made
@@ -237,128 +241,77 @@ class _Endpoint:
         """
         if self.stopped is not None:
             raise self.stopped
-        with ThreadPoolExecutor(self.own.concurrency) as threads:
-            made = list(threads.map(lambda prompt: self._one(prompt, settings), prompts))
-        return {key: [value for one in made for value in one[key]] for key in made[0]} if made else {}
+        self._body = {"model": model_name, **_API_DEFAULTS, **settings}
+        made = [
+            _nothing() if isinstance(found, Missing) else found
+            for found in map(self._counted, self._endpoint.calls(self._ask).map(list(prompts)))
+        ]
+        price = self.own.dollars_per_million_tokens
+        return {
+            "completions": [one["text"] for one in made],
+            "price_per_example": [
+                float("nan") if price is None else one["total_tokens"] * price / 1e6 for one in made
+            ],
+            "time_per_example": [one["seconds"] for one in made],
+            "completions_all": made,
+        }
 
-    def _one(self, prompt: str, settings: dict[str, Any]) -> dict[str, list[Any]]:
-        if self.stopped is not None:
-            return _nothing()
-        try:
-            made = self._ask(prompt, settings)
-        except StoppedError as stop:
-            self.stopped = stop
-            return _nothing()
-        except _FailedError as failed:
-            self._count(str(failed), 0)
-            made = _nothing()
-        else:
-            self._count(None, made["completions_all"][0]["total_tokens"])
+    def _counted(self, found: dict[str, Any] | Missing) -> dict[str, Any] | Missing:
+        """Count a call with its outcome; too many failures in a row stop the judging."""
+        self.spent.calls += 1
+        if not isinstance(found, Missing):
+            self.spent.tokens += found["total_tokens"]
+            self._in_a_row = 0
+            return found
         self._done()
-        return made
+        self.spent.failures[found.reason] += 1
+        self._in_a_row += 1
+        if self._in_a_row >= self._dead_after and self.stopped is None:
+            self.stopped = StoppedError(
+                f"alpacaeval.base_url={self.own.base_url} was given up after {self._in_a_row} failures in a "
+                f"row, the last: {found.reason}; what is judged is kept, the same command goes on"
+            )
+        return found
 
-    def _count(self, failure: str | None, tokens: float) -> None:
-        with self._lock:
-            self.spent.calls += 1
-            self.spent.tokens += tokens
-            self._in_a_row = 0 if failure is None else self._in_a_row + 1
-            if failure is not None:
-                self.spent.failures[failure] += 1
-            if self._in_a_row >= self._dead_after and self.stopped is None:
-                self.stopped = StoppedError(
-                    f"alpacaeval.base_url={self.own.base_url} was given up after {self._in_a_row} failures "
-                    "in a "
-                    f"row, the last: {failure}; what is judged is kept, the same command goes on"
-                )
-
-    def _ask(self, prompt: str, settings: dict[str, Any]) -> dict[str, list[Any]]:
-        """Return the completion of one prompt. Raises _FailedError, StoppedError."""
-        import openai
-
-        own, price = self.own, self.own.dollars_per_million_tokens
+    async def _ask(self, prompt: str) -> dict[str, Any]:
+        """Return the first choice of the endpoint's reply to one prompt, with its ``text``, ``total_tokens``
+        and ``seconds``. Raises FailedError."""
+        if self.stopped is not None:
+            raise FailedError("no further call is made", again=False)
+        began = time.monotonic()
+        body = self._body | {"messages": library().utils.prompt_to_chatml(prompt.strip())}
         try:
-            made: dict[str, list[Any]] = library().decoders.openai.openai_completions(
-                [prompt],
-                num_procs=1,
-                batch_size=1,
-                requires_chatml=True,
-                n_retries=1,
-                sleep_time=0,
-                price_per_token=float("nan") if price is None else price / 1e6,
-                client_config_path=os.devnull,
-                openai_api_keys=[self._key],
-                openai_organization_ids=None,
-                openai_api_base=own.base_url.rstrip("/"),
-                client_kwargs={
-                    "timeout": own.timeout,
-                    "max_retries": own.retries,
-                    "http_client": self._client,
-                },
-                **settings,
-            )
-            reply = made["completions_all"][0]
-        except openai.APIStatusError as error:
-            raise self._refused(error) from None
-        except openai.OpenAIError as error:
-            raise _FailedError(f"the endpoint did not answer ({type(error).__name__})") from None
-        except (AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
-            raise _FailedError("the endpoint's reply is no chat completion with its usage") from None
-        if "message" not in reply:  # the library's own way to give up
-            raise _FailedError("the endpoint's limit of calls or of length")
-        if settings.get("logprobs") and not reply.get("logprobs"):
-            raise _FailedError(
+            reply = await self._endpoint.post(json.dumps(body).encode())
+        except RewardError as refused:
+            self.stopped = StoppedError(str(refused))
+            raise FailedError("no further call is made", again=False) from None
+        try:
+            choice: dict[str, Any] = dict(reply["choices"][0])
+            choice |= {"text": _said(choice["message"]), "total_tokens": reply["usage"]["total_tokens"]}
+        except (AttributeError, LookupError, TypeError, ValueError):
+            raise FailedError(
+                "the endpoint's reply is no chat completion with its usage", again=False
+            ) from None
+        if body.get("logprobs") and not choice.get("logprobs"):
+            raise FailedError(
                 "the endpoint gives no log-probabilities, which this annotator reads (alpaca_eval_gpt4 "
-                "reads text)"
+                "reads text)",
+                again=False,
             )
-        return made
-
-    def _refused(self, error: Any) -> Exception:
-        """Return the error to raise for an HTTP error: StoppedError if every call would get it.
-
-        The endpoint's message may repeat the key, which is cut out of it."""
-        said = " ".join(str(error.message).split())
-        said = (said if self._key == NO_KEY else said.replace(self._key, "***"))[:300]
-        if error.status_code in _STOP:
-            return StoppedError(
-                f"alpacaeval.base_url={self.own.base_url} refuses alpacaeval.model={self.own.model}: "
-                f"HTTP {error.status_code} {said}; mend the address, the model or the key"
-            )
-        return _FailedError(f"HTTP {error.status_code} from the endpoint")
+        self._done()
+        return choice | {"seconds": time.monotonic() - began}
 
 
-def _limited(own: AlpacaEvalConfig) -> Any:
-    """Return an HTTP client for the ``openai`` package that exchanges by our own ``Client``. The package's
-    own has a time limit of each read, and none of a reply's size."""
-    import httpx2
-    import openai
-
-    client = Client(own.base_url, own.timeout, _MOST_REPLY_BYTES)
-
-    class Limited(httpx2.BaseTransport):
-        def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-            headers = {k: v for k, v in request.headers.items() if k not in ("host", "accept-encoding")}
-            asked = client.exchange(request.method, str(request.url), request.read(), headers)
-            try:
-                reply = client.submit(asked).result()
-            except TimeoutError:
-                raise httpx2.ReadTimeout(f"took longer than {own.timeout:g} s", request=request) from None
-            except (aiohttp.ClientError, OSError, ValueError) as error:
-                raise httpx2.RemoteProtocolError(str(error), request=request) from None
-            return httpx2.Response(
-                reply.status, headers=reply.headers, content=reply.content, request=request
-            )
-
-        def close(self) -> None:
-            client.close()
-
-    return openai.DefaultHttpxClient(timeout=None, transport=Limited())
+def _said(message: dict[str, Any]) -> str:
+    """Return the text of a reply, or the arguments of its call of a tool. Raises LookupError, TypeError,
+    ValueError."""
+    calls = message.get("tool_calls")
+    text = calls[0]["function"]["arguments"] if calls else message["content"]
+    if not isinstance(text, str):
+        raise TypeError(text)
+    return text or " "  # the library takes an empty text for a call that failed
 
 
-def _nothing() -> dict[str, list[Any]]:
-    """Return an empty completion in the library's format."""
-    return {
-        "completions": [""],
-        "price_per_example": [0.0],
-        "time_per_example": [0.0],
-        "completions_all": [{"text": "", "total_tokens": 0}],
-    }
+def _nothing() -> dict[str, Any]:
+    """Return a completion without a judgement, as the library reads it."""
+    return {"text": "", "total_tokens": 0, "seconds": 0.0}

@@ -57,7 +57,6 @@ def library() -> ModuleType:
             warnings.simplefilter("ignore")
             import alpaca_eval
             import alpaca_eval.annotators
-            import alpaca_eval.decoders.openai
             import alpaca_eval.metrics.glm_winrate
     finally:
         logging.getLogger().setLevel(level)
@@ -71,23 +70,19 @@ def library() -> ModuleType:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress the library's progress bars, warnings and logging inside the context.
-
-    It logs a traceback of every failed call with the endpoint's reply."""
-    modules = [library().utils, library().decoders.openai]
-    bars = [module.tqdm for module in modules]
+    """Suppress the library's progress bars, warnings and logging inside the context."""
+    utils = library().utils
+    bar = utils.tqdm
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        for module in modules:
-            module.tqdm = SimpleNamespace(tqdm=lambda work, *_, **__: work)
+        utils.tqdm = SimpleNamespace(tqdm=lambda work, *_, **__: work)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
-        for module, bar in zip(modules, bars, strict=True):
-            module.tqdm = bar
+        utils.tqdm = bar
 
 
 def annotator_settings(name: str) -> dict[str, Any]:

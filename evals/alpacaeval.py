@@ -32,7 +32,7 @@ from evals.alpaca_files import (
     read_outputs,
     reference_path,
 )
-from evals.alpaca_judge import estimate, judge, key_of
+from evals.alpaca_judge import estimate, judge
 from evals.alpaca_library import annotator_settings, length_controlled, require_installed, win_rate
 from evals.answers import check_answering, described
 from evals.base import ROOT, Evaluation, Target, fingerprints
@@ -80,7 +80,8 @@ def check(target: Target, stage: EvalStage) -> None:
             "endpoint without a key, or "
             "alpacaeval.model=null to write the answers and judge them elsewhere",
         )
-        check_endpoint("alpacaeval", own.base_url, own.api_key_env, key_of(own))
+        key = os.environ.get(own.api_key_env or "", "").strip()
+        check_endpoint("alpacaeval", own.base_url, own.api_key_env, key)
     reference = asked_of(target, stage)[0]
     if own.outputs is None:
         _renderer(target, reference)

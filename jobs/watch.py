@@ -37,7 +37,7 @@ from reports.answers import keep_answers
 from reports.evaluations import evaluation_lines
 from reports.metrics import restore
 from reports.progress import round_line, status
-from reports.tracking import NullTracker, Tracking
+from reports.tracking import Tracking
 from rollouts.round_builder import TABLE_COLUMNS
 from rollouts.verify import COLUMNS
 from trainers.basic import BasicTrainer, Progress, StepRecord
@@ -68,7 +68,7 @@ class RunWatch:
         self.inputs, self.ranking = dict(inputs or {}), Ranking(config.keep_best)
         self.observers = observers or Observers()
         self.config, self.folder, self.trainer, self.evaluator = config, folder, trainer, evaluator
-        self.tracker: Tracking = NullTracker()
+        self.tracker: Tracking = Tracking()
         self.signals, self.diagnostics = signals, diagnostics
         signals.kept = self.kept
         self._micro = 0

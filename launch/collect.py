@@ -21,6 +21,7 @@ from launch.grid import Run, Settings
 from launch.outcomes import INTERRUPTED, NOT_STARTED, Status, Statuses, ending_of_folder
 from launch.slurm import ROOT
 from launch.state import folder_of, last_line
+from reports.metrics import read_metrics
 
 NO_NUMBERS = ("settings", "fingerprints", "config", "counts")
 """Parts of an evaluation file that say how it was made and on how much data."""
@@ -114,7 +115,7 @@ def read_run(folder: Path, cell: str | None = None) -> Result:
     variant = ("online" if config.get("online") else "offline") + (
         "+humanline" if config.get("humanline") else ""
     )
-    lines = read_lines(folder / "metrics.jsonl")
+    lines = read_metrics(folder / "metrics.jsonl")
     values: dict[str, float] = {}
     done = (folder / "summary.json").exists()
     if done:
@@ -154,19 +155,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DataError(f"{path} is damaged: it is no JSON object. Put it back, or make it again")
     return found
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl without a half-written last line; [] without the file. Raises
-    DataError."""
-    if not path.exists():
-        return []
-    lines = path.read_bytes().rpartition(b"\n")[0].splitlines()
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        remedy = f"delete it, and {path.parent.name} has no learning curve"
-        raise DataError(f"{path} is damaged: {error}. Put it back; or {remedy}") from error
 
 
 def numbers(tree: Any, prefix: str = "") -> dict[str, float]:

@@ -2,15 +2,14 @@
 
     python -m launch.doctor loss=dpo humanline=true model=llama3-8b-instruct     # the settings that the run will have
 
-The doctor checks settings, versions, GPUs and attention kernels, the connection between ranks, data (a dry
-run), disk space for the checkpoints to come, the hub and wandb, and takes two steps. Exit codes: 0 fit; 1
-something would stop the run; 2 the settings are not valid.
+The doctor checks settings, GPUs, the connection between ranks, data (a dry run), disk space for the
+checkpoints to come and the hub, and takes two steps. Exit codes: 0 fit; 1 something would stop the run; 2 the
+settings are not valid.
 """  # noqa: E501
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import re
@@ -34,24 +33,18 @@ from launch.slurm import ROOT
 OK, NOTE, BAD = "ok", "note", "BAD"
 PARAMETER_BYTES = 12
 """Bytes of a checkpoint per parameter: float32 weights and AdamW's two moments."""
-FLASH_PACKAGES = {
-    "flash_attention_2": ("flash_attn", "flash-attn"),
-    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
-}
-"""model.attn_implementation -> the module that it needs, and the package that has it."""
 NETWORK_SECONDS = 5
 PROBE_SECONDS, DRY_SECONDS, RUN_SECONDS = 180, 900, 1800
 _PARAMETERS = re.compile(r"([\d,.]+) M parameters")
 
 DEVICES = """
-import importlib.util, json, torch
+import json, torch
 gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
 free = [torch.cuda.mem_get_info(i)[0] for i in range(len(gpus))]
 print(json.dumps({
-    "torch": torch.__version__, "cuda": torch.version.cuda, "gpus": [[p.name, p.total_memory, f] for p, f in zip(gpus, free)],
-    "bf16": not gpus or torch.cuda.is_bf16_supported(), "flash": [m for m in ("flash_attn", "flash_attn_interface") if importlib.util.find_spec(m)],
-    "kernels": [k for k in ("flash", "mem_efficient", "cudnn", "math") if getattr(torch.backends.cuda, f"{k}_sdp_enabled")()]}))
-"""  # noqa: E501
+    "torch": torch.__version__, "gpus": [[p.name, p.total_memory, f] for p, f in zip(gpus, free)],
+    "bf16": not gpus or torch.cuda.is_bf16_supported()}))
+"""
 RANKS = """
 import torch
 from models.distributed import start, stop, sum_over_ranks
@@ -96,10 +89,9 @@ def examine(config: Config, overrides: Sequence[str], steps: bool = True) -> Ite
     yield Finding(
         "settings", OK, f"{config.variant} {config.loss['name']}, {config.model.name} on {config.data.name}"
     )
-    yield from versions()
     devices = look(config)
     yield from devices.findings
-    yield from network(config)
+    yield from hub(config)
     yield talk(max(2, devices.ranks), "NCCL" if devices.gpus else "gloo")
     finding, parameters = data(overrides)
     yield finding
@@ -109,26 +101,8 @@ def examine(config: Config, overrides: Sequence[str], steps: bool = True) -> Ite
         yield two_steps(config, overrides, devices.ranks)
 
 
-def versions() -> Iterator[Finding]:
-    """Compare installed packages with the pins of requirements/cpu.txt and requirements.txt (vLLM)."""
-    text = "\n".join((ROOT / name).read_text() for name in ("requirements/cpu.txt", "requirements.txt"))
-    pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", text, re.MULTILINE))
-    other = []
-    for package, pin in pins.items():
-        try:
-            have = importlib.metadata.version(package).split("+")[0]
-        except importlib.metadata.PackageNotFoundError:
-            have = "absent"
-        if have != pin and not (package == "vllm" and have == "absent"):
-            other.append(f"{package} {have} (pinned {pin})")
-    if other:
-        yield Finding("versions", NOTE, ", ".join(other), "tested with the pinned ones: make venv")
-    else:
-        yield Finding("versions", OK, f"{len(pins)} packages as pinned")
-
-
 def look(config: Config) -> Devices:
-    """Check GPUs, their free memory, bf16 and attention kernels."""
+    """Check GPUs, their free memory and bf16."""
     code, out = run([sys.executable, "-c", DEVICES], PROBE_SECONDS)
     if code:
         return Devices(
@@ -162,36 +136,7 @@ def look(config: Config) -> Devices:
         )
     if config.model.dtype == "bfloat16" and not seen["bf16"]:
         found.append(Finding("GPU", BAD, "has no bfloat16", "model.dtype=float32"))
-    kernel = config.model.attn_implementation
-    module, package = FLASH_PACKAGES.get(kernel, (None, None))
-    if module is not None and module not in seen["flash"]:
-        found.append(
-            Finding(
-                "attention",
-                BAD,
-                f"{kernel} needs the package {package}, which is not installed",
-                "install it, or model.attn_implementation=sdpa",
-            )
-        )
-    else:
-        found.append(Finding("attention", OK, f"{kernel} (sdpa kernels: {', '.join(seen['kernels'])})"))
     return Devices(gpus, tuple(found))
-
-
-def network(config: Config) -> Iterator[Finding]:
-    """Check the hub and wandb, as far as the settings need them."""
-    yield from hub(config)
-    if not config.wandb.enabled or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
-        yield Finding("wandb", OK, "not used online")
-    elif problem := reach(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")):
-        yield Finding(
-            "wandb",
-            NOTE,
-            problem,
-            "the run is tracked in files, which wandb sync uploads later; WANDB_MODE=offline waits less",
-        )
-    else:
-        yield Finding("wandb", OK, "reached")
 
 
 def hub(config: Config) -> Iterator[Finding]:

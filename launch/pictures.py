@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from matplotlib import rc_context
@@ -18,6 +17,7 @@ from common.files import write_whole
 from config.schema_evaluations import named_measure
 from launch.cells import Cell
 from launch.collect import Result
+from reports.charts import STYLE as CHARTS
 from reports.outcome import FINISHED
 from reports.statistics import Comparison, Mean, mean
 
@@ -26,20 +26,7 @@ COLORS = (BLUE, "#E69F00", "#009E73", "#C0392B", "#AA5C99", "#56B4E9", "#7F5539"
 STROKES = ("-", "--", ":")
 GAP = {"wspace": 0.3}
 MOST_CURVES = 60
-STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": GREY,
-    "axes.grid": True,
-    "grid.color": "#e6e6e6",
-    "axes.axisbelow": True,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-    "svg.fonttype": "path",
-    "svg.hashsalt": "humanline",  # the same runs give the same bytes
-}
+STYLE = CHARTS | {"axes.titlesize": 10, "axes.titleweight": "normal", "legend.fontsize": "medium"}
 WORDS = {
     "eval_accuracy_sampled": "sampled accuracy",
     "eval_accuracy_greedy": "greedy accuracy",

@@ -1,9 +1,9 @@
 """Trackers that write a run's numbers to ``metrics.jsonl`` and show them to Weights & Biases. The file is the
 record, wandb mirrors it.
 
-Rank 0 holds a ``Tracker``, every other rank a ``NullTracker``; the trainer calls both alike. wandb may fail,
-be slow or be absent without affecting the run: the first failure prints a warning, and wandb is then not
-called again.
+Rank 0 holds a ``Tracker``, every other rank a ``Tracking`` that ignores every call; the trainer calls both
+alike. wandb may fail, be slow or be absent without affecting the run: the first failure prints a warning, and
+wandb is then not called again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -46,55 +46,40 @@ Histograms = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 """name -> (counts [bins], edges between the bins [bins - 1]); the two outer bins are open."""
 
 
-class Tracking(Protocol):
-    """The interface through which the trainer records its numbers."""
+class Tracking:
+    """The interface through which the trainer records its numbers. The tracker of ranks above 0 is this class
+    itself, which ignores every call."""
 
     @property
-    def wandb_id(self) -> str | None: ...
-
-    def log(self, record: Record) -> None: ...
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None: ...
-
-    def diagnostics(self, record: Record, histograms: Histograms) -> None: ...
-
-    def summary(self, values: Record) -> None: ...
-
-    def settle(self) -> None: ...
-
-    def copy_to(self, folder: Path) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class NullTracker:
-    """The tracker of ranks above 0, which ignores every call."""
-
-    wandb_id: str | None = None
+    def wandb_id(self) -> str | None:
+        """The wandb id of this run; None when wandb is off."""
+        return None
 
     def log(self, record: Record) -> None:
-        """Do nothing."""
+        """Append one line to metrics.jsonl and show it to wandb. ``record["step"]`` is an int above that of
+        the line before."""
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Do nothing."""
+        """Show a table of samples to wandb; ``step`` is that of the last line or of the next one."""
 
     def diagnostics(self, record: Record, histograms: Histograms) -> None:
-        """Do nothing."""
+        """Append one line to diagnostics.jsonl, and show ``histograms`` to wandb at ``record["step"]``, the
+        step of the last line of metrics."""
 
     def summary(self, values: Record) -> None:
-        """Do nothing."""
+        """Show the numbers that summarize the whole run in wandb's list of runs."""
 
     def settle(self) -> None:
-        """Do nothing."""
+        """Check that the files hold every line that was logged (LineFile.settle). Raises OSError."""
 
     def copy_to(self, folder: Path) -> None:
-        """Do nothing."""
+        """Copy the files, as they are, into a checkpoint's ``folder``. Raises OSError."""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Close the files and let wandb finish, for at most FINISH_SECONDS."""
 
 
-class Tracker:
+class Tracker(Tracking):
     """The tracker of rank 0.
 
     ``resumed``: the run continues the lines that its files have (reports.metrics.restore has cut them);
@@ -119,19 +104,15 @@ class Tracker:
 
     @property
     def wandb_id(self) -> str | None:
-        """The wandb id of this run; None when wandb is off."""
         return self._wandb.id
 
     def log(self, record: Record) -> None:
-        """Append one line to metrics.jsonl and show it to wandb. ``record["step"]`` is an int above that of
-        the line before."""
         record = plain(record)
         self._metrics.append(record)
         self._wandb.log(record, step=record["step"])
         self._tell("log", record, record["step"])
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Show a table of samples to wandb; ``step`` is that of the last line or of the next one."""
         self._wandb.table(name, columns, rows, step)
         self._tell("table", name, columns, rows, step)
 
@@ -140,8 +121,6 @@ class Tracker:
             tracker.tell(method, *arguments)
 
     def diagnostics(self, record: Record, histograms: Histograms) -> None:
-        """Append one line to diagnostics.jsonl, and show ``histograms`` to wandb at ``record["step"]``, the
-        step of the last line of metrics."""
         if self._diagnostics is None:
             self._diagnostics = self._open_diagnostics()
         self._diagnostics.append(plain(record))
@@ -150,7 +129,6 @@ class Tracker:
             self._tell("histogram", name, counts, edges, record["step"])
 
     def summary(self, values: Record) -> None:
-        """Show the numbers that summarize the whole run in wandb's list of runs."""
         self._wandb.summary(plain(values))
         self._tell("summary", plain(values))
 
@@ -158,17 +136,14 @@ class Tracker:
         return [self._metrics, *([] if self._diagnostics is None else [self._diagnostics])]
 
     def settle(self) -> None:
-        """Check that the files hold every line that was logged (LineFile.settle). Raises OSError."""
         for file in self._files():
             file.settle()
 
     def copy_to(self, folder: Path) -> None:
-        """Copy the files, as they are, into a checkpoint's ``folder``. Raises OSError."""
         for file in self._files():
             file.copy_to(folder)
 
     def close(self) -> None:
-        """Close the files and let wandb finish, for at most FINISH_SECONDS."""
         for file in self._files():
             file.close()
         self._wandb.finish()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import balance, quick, shared_prompts, two_trees
+from benchmarks import balance, quick, shared_prompts
 from benchmarks.floor import Forward, floor, forward
 from benchmarks.measure import Sample, Spread, alternate, counted_products, in_a_row, ratio
 from benchmarks.offline_vs_humanline import floor_of, prepare, settings_of
@@ -308,23 +308,3 @@ def test_training_reports_a_loss_a_step(base):
         == plan.steps
         == 2
     )
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_python")
-def test_a_checkout_does_the_same_bits_as_itself(monkeypatch, capsys):
-    words = "--model tiny --data drawn --steps 2 --batch-pairs 2"
-    monkeypatch.setattr(sys, "argv", ["two_trees", str(ROOT), *words.split()])
-    two_trees.main()
-    text = capsys.readouterr().out
-    assert "the weights are the same to the bit" in text
-    assert len([line for line in text.splitlines() if line.startswith(("| before |", "| this |"))]) == 2
-
-
-def test_both_checkouts_step_on_the_data_that_lie_beside_this_one(tmp_path, monkeypatch):
-    file = tmp_path / "hh.jsonl"
-    monkeypatch.setitem(two_trees.KNOWN, "hh", (file, "hh"))
-    assert two_trees.data_here("hh") == "drawn"
-    file.touch()
-    assert two_trees.data_here("hh") == f"{file}:hh"
-    assert two_trees.data_here("drawn") == "drawn" and two_trees.data_here("x.jsonl:hh") == "x.jsonl:hh"

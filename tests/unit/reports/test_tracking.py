@@ -22,7 +22,7 @@ from hydra.core.utils import configure_log
 from config.schema import WandbConfig
 from reports import tracking
 from reports.metrics import read_metrics
-from reports.tracking import NullTracker, Tracker
+from reports.tracking import Tracker, Tracking
 
 pytestmark = pytest.mark.usefixtures("quick_python")
 ROOT = Path(__file__).parents[3]
@@ -86,7 +86,7 @@ def test_a_run_from_the_start_forgets_what_a_killed_one_left(tmp_path):
 
 def test_the_null_tracker_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tracker = NullTracker()
+    tracker = Tracking()
     tracker.log({"step": 0})
     tracker.table("samples", ["prompt"], [["a"]], 0)
     tracker.diagnostics({"step": 0}, {"log_ratio_chosen": ([1, 2], [0.0])})
