@@ -178,9 +178,6 @@ def check_name(key: str, value: Any) -> None:
     )
 
 
-_CHUNK = 1 << 22
-
-
 def files_digest(paths: Iterable[Path]) -> str:
     """Return the SHA-256 of one file, as 64 hex digits. For several files, return the SHA-256 of the lines
     that ``sha256sum`` would print for them."""
@@ -196,8 +193,5 @@ def files_digest(paths: Iterable[Path]) -> str:
 def _sha256(path: Path, size: int, changed: int) -> str:
     """Return the SHA-256 of a file. Size and modification time are part of the cache key, so an unchanged
     file is read only once."""
-    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while part := stream.read(_CHUNK):
-            digest.update(part)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()

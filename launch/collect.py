@@ -21,7 +21,7 @@ from launch.grid import Run, Settings
 from launch.outcomes import INTERRUPTED, NOT_STARTED, Status, Statuses, ending_of_folder
 from launch.slurm import ROOT
 from launch.state import folder_of, last_line
-from reports.metrics import read_metrics
+from reports.metrics import numbers, read_metrics
 
 NO_NUMBERS = ("settings", "fingerprints", "config", "counts")
 """Parts of an evaluation file that say how it was made and on how much data."""
@@ -127,7 +127,7 @@ def read_run(folder: Path, cell: str | None = None) -> Result:
         last = lines[-1] if lines else last_line(folder)
         lines = [*lines, after | {"step": last.get("step", -1) + 1, "examples": summary.get("examples", 0)}]
     for path in sorted((folder / "evals").glob("*.json")):
-        values |= {f"{path.stem}/{key}": value for key, value in numbers(read_json(path)).items()}
+        values |= {f"{path.stem}/{key}": float(value) for key, value in numbers(read_json(path), NO_NUMBERS)}
     return Result(
         folder.name,
         cell or own,
@@ -155,19 +155,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DataError(f"{path} is damaged: it is no JSON object. Put it back, or make it again")
     return found
-
-
-def numbers(tree: Any, prefix: str = "") -> dict[str, float]:
-    """Return dotted key -> number of an evaluation file. Parts that say how it was made, and lists (of
-    items), are not results and left out."""
-    if isinstance(tree, dict):
-        inner = (
-            numbers(item, f"{prefix}.{key}".lstrip("."))
-            for key, item in tree.items()
-            if key not in NO_NUMBERS
-        )
-        return {key: value for found in inner for key, value in found.items()}
-    return {prefix: float(tree)} if isinstance(tree, int | float) and not isinstance(tree, bool) else {}
 
 
 def flat(tree: Any, prefix: str = "") -> Settings:

@@ -3,7 +3,6 @@ and of each with its seeds."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from common.files import write_whole
 from config.schema_evaluations import named_measure
 from launch.cells import Cell
 from launch.collect import Result
-from reports.charts import STYLE as CHARTS
+from reports import charts
 from reports.outcome import FINISHED
 from reports.statistics import Comparison, Mean, mean
 
@@ -26,7 +25,7 @@ COLORS = (BLUE, "#E69F00", "#009E73", "#C0392B", "#AA5C99", "#56B4E9", "#7F5539"
 STROKES = ("-", "--", ":")
 GAP = {"wspace": 0.3}
 MOST_CURVES = 60
-STYLE = CHARTS | {"axes.titlesize": 10, "axes.titleweight": "normal", "legend.fontsize": "medium"}
+STYLE = charts.STYLE | {"axes.titlesize": 10, "axes.titleweight": "normal", "legend.fontsize": "medium"}
 WORDS = {
     "eval_accuracy_sampled": "sampled accuracy",
     "eval_accuracy_greedy": "greedy accuracy",
@@ -99,9 +98,7 @@ def write_html(
 
 
 def svg(figure: Figure) -> str:
-    out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None}, bbox_inches="tight")
-    text = out.getvalue()
+    text = charts.svg(figure, bbox_inches="tight").decode()
     return text[text.index("<svg") :]
 
 

@@ -302,14 +302,40 @@ def comparison(
     options: argparse.Namespace, sweep: Sweep | None, cells: Sequence[Cell], metric: str
 ) -> Compared:
     """Return the comparison that the options ask for: axes, arms, or cells. Raises ConfigError."""
-    crossing = crossing_of(options, sweep, cells, metric)
-    frontier = frontier_of(options, sweep, cells, metric)
-    if crossing is not None:
+    refuse_together(options, sweep)
+    if sweep is not None and options.effects:
+        crossing = Crossing.of(sweep, cells, metric)
         return Compared(crossing.effects(options.within), crossing.means(options.within), [EFFECTS], None)
-    if frontier is not None:
-        return Compared(frontier.contrasts(), frontier.rows(), [FRONTIER], frontier)
+    if sweep is not None and options.frontier:
+        arms = Frontier.of(sweep, cells, metric)
+        require(len(arms.arms) > 1, "--frontier", sweep.name, "has finished runs of fewer than two arms")
+        return Compared(arms.contrasts(), arms.rows(), [FRONTIER], arms)
     tests = compare({cell.name: cell.values(metric) for cell in cells}, options.baseline)
     return Compared(tests, [], [], None)
+
+
+def refuse_together(options: argparse.Namespace, sweep: Sweep | None) -> None:
+    """Raise ConfigError for options that have no meaning together, or without a sweep file."""
+    power, tests, source = options.power, options.tests, options.sources[0]
+    crossed, arms = options.effects, options.frontier
+    alone = "compares cells: leave {} out"
+    for good, key, value, remedy in (
+        (crossed or options.within is None, "--within", options.within, "is a part of --effects: give both"),
+        (power is None or power > 0, "--power", power, "is a difference above 0"),
+        (tests is None or power is not None, "--tests", tests, "is a part of --power"),
+        (tests is None or tests > 0, "--tests", tests, "must be 1 or more"),
+        (not (crossed and arms), "--frontier", "--effects", "are two ways to compare: give one"),
+        (
+            not crossed or sweep is not None,
+            "--effects",
+            source,
+            "is of a sweep file, which says what it crosses",
+        ),
+        (not crossed or options.baseline is None, "--baseline", options.baseline, alone.format("--effects")),
+        (not arms or options.baseline is None, "--baseline", options.baseline, alone.format("--frontier")),
+        (not arms or sweep is not None, "--frontier", source, "is of a sweep file, which names its arms"),
+    ):
+        require(good, key, value, remedy)
 
 
 def notes_of(
@@ -333,47 +359,11 @@ EFFECTS = (
 )
 
 
-def crossing_of(
-    options: argparse.Namespace, sweep: Sweep | None, cells: Sequence[Cell], metric: str
-) -> Crossing | None:
-    """Return the crossing that --effects needs; None without --effects. Raises ConfigError if the option has
-    no meaning."""
-    if not options.effects:
-        require(options.within is None, "--within", options.within, "is a part of --effects: give both")
-        return None
-    require(
-        sweep is not None, "--effects", options.sources[0], "is of a sweep file, which says what it crosses"
-    )
-    require(options.baseline is None, "--baseline", options.baseline, "compares cells: leave --effects out")
-    assert sweep is not None
-    return Crossing.of(sweep, cells, metric)
-
-
 FRONTIER = (
     "Common setting: the one whose mean over all arms is best. Each tuned: the best mean of each arm, of as "
     "many settings; chosen by the same numbers, so it looks a little better than it is. Equal KL: the mean "
     "distance between the arms' frontiers (the best value at a KL from the start or below) where both reach."
 )
-
-
-def frontier_of(
-    options: argparse.Namespace, sweep: Sweep | None, cells: Sequence[Cell], metric: str
-) -> Frontier | None:
-    """Return the arms that --frontier compares; None without it. Raises ConfigError if it has no meaning."""
-    require(options.power is None or options.power > 0, "--power", options.power, "is a difference above 0")
-    require(
-        options.tests is None or options.power is not None, "--tests", options.tests, "is a part of --power"
-    )
-    require(options.tests is None or options.tests > 0, "--tests", options.tests, "must be 1 or more")
-    if not options.frontier:
-        return None
-    require(not options.effects, "--frontier", "--effects", "are two ways to compare: give one")
-    require(options.baseline is None, "--baseline", options.baseline, "compares cells: leave --frontier out")
-    require(sweep is not None, "--frontier", options.sources[0], "is of a sweep file, which names its arms")
-    assert sweep is not None
-    found = Frontier.of(sweep, cells, metric)
-    require(len(found.arms) > 1, "--frontier", sweep.name, "has finished runs of fewer than two arms")
-    return found
 
 
 def load(options: argparse.Namespace) -> tuple[list[Result], str, list[str], Sweep | None]:

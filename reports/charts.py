@@ -367,8 +367,8 @@ def charts(records: Sequence[Record], panels: Sequence[Panel] | None = None) -> 
         return [(panel.title, svg(figure)) for panel in panels if (figure := draw(panel, records))]
 
 
-def svg(figure: Figure) -> bytes:
-    """Return the figure as SVG, with the same bytes whenever it is drawn."""
+def svg(figure: Figure, **saved: Any) -> bytes:
+    """Return the figure as SVG, with the same bytes whenever it is drawn. ``saved``: see ``savefig``."""
     out = io.BytesIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
+    figure.savefig(out, format="svg", metadata={"Date": None}, **saved)
     return out.getvalue()

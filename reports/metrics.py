@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-import numbers
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,21 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, bool | str) or value is None:
         return value
-    if isinstance(value, numbers.Integral):
+    if isinstance(value, Integral):
         return int(value)
-    if isinstance(value, numbers.Real):
+    if isinstance(value, Real):
         return float(value) if math.isfinite(value) else None
     return value
+
+
+def numbers(tree: Any, without: Container[str] = (), prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield (dotted key, number) of nested values, of which lists and the parts ``without`` are left out."""
+    if isinstance(tree, dict):
+        for key, item in tree.items():
+            if key not in without:
+                yield from numbers(item, without, f"{prefix}.{key}".lstrip("."))
+    elif isinstance(tree, int | float) and not isinstance(tree, bool):
+        yield prefix, tree
 
 
 def read_metrics(path: Path) -> list[Record]:

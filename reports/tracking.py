@@ -26,7 +26,7 @@ import numpy as np
 from common.files import write_whole
 from common.secrets import scrub, scrub_text, scrub_words
 from config.schema import WandbConfig
-from reports.metrics import DIAGNOSTICS, METRICS, LineFile, Record, plain, read_metrics
+from reports.metrics import DIAGNOSTICS, METRICS, LineFile, Record, numbers, plain, read_metrics
 from reports.provenance import variant
 from reports.trackers import open_trackers
 
@@ -160,7 +160,7 @@ def mirror_evaluation(
     if run_id is None:
         return False
     mirror = _Mirror(run_dir, config, wandb, run_id)
-    shown = {f"{name}/{key}": value for key, value in _numbers(plain(values))}
+    shown = {f"{name}/{key}": value for key, value in numbers(plain(values))}
     step = max(mirror.step, *(record["step"] + 1 for record in read_metrics(run_dir / "metrics.jsonl")), 0)
     mirror.log(shown, step)
     if rows:
@@ -186,15 +186,6 @@ def wandb_id_of(run_dir: Path) -> str | None:
         if path.is_dir() and not path.is_symlink()
     ]
     return max(((time, run_id) for _, time, run_id in found), default=(None, None))[1]
-
-
-def _numbers(tree: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield (dotted key, number) of nested values."""
-    if isinstance(tree, dict):
-        for key, item in tree.items():
-            yield from _numbers(item, f"{prefix}.{key}".lstrip("."))
-    elif isinstance(tree, int | float) and not isinstance(tree, bool):
-        yield prefix, tree
 
 
 def _cell(value: Any) -> Any:

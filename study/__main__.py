@@ -6,8 +6,8 @@
     python -m study full --task instruct # one of the tasks
     python -m study quick --seeds 11,12,13 --name other-seeds
 
-Runs lie in runs/<name>/<task>/, reports in results/<name>/. report.md and report.html there are the first
-page, for both tasks; each task's own report (report.html, report.md, figures, runs.jsonl) is in <task>/.
+Runs lie in runs/<name>/<task>/, reports in results/<name>/. report.md there is the first page, for both
+tasks; each task's own report (report.md, figures, runs.jsonl) is in <task>/.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -3,7 +3,6 @@ seed as a dot."""
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
@@ -15,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from launch.pictures import STYLE
+from reports import charts
 from reports.statistics import mean
 from study.claims import by_cell, interval
 from study.plan import Plan
@@ -124,10 +124,8 @@ def humanline_or_trust_region(loss: str) -> list[Bar]:
 
 def svg(figure: Figure) -> bytes:
     """Return the figure as SVG; the same runs give the same bytes."""
-    out = io.BytesIO()
     with rc_context(STYLE):
-        figure.savefig(out, format="svg", metadata={"Date": None}, bbox_inches="tight")
-    return out.getvalue()
+        return charts.svg(figure, bbox_inches="tight")
 
 
 def canvas(columns: int, width: float, height: float, rows: int = 1, **keywords: Any) -> tuple[Figure, Any]:

@@ -1,8 +1,7 @@
 """The study's first page, with a figure in the form of the paper's Figure 1 for every task and a one-word
 verdict on each of the claims about the main cells.
 
-The files are ``<out>/figure1.svg``, ``report.md`` and ``report.html``; each task's own report lies beside
-them, in its folder.
+The files are ``<out>/figure1.svg`` and ``report.md``; each task's own report lies beside them, in its folder.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from common.files import write_whole
 from reports.statistics import mean
 from study.claims import NOT_RUN, Answer, Findings
 from study.figures import LOSSES, VARIANTS, bars, canvas, svg
-from study.pages import Section, Table, as_html, as_markdown
+from study.pages import Section, Table, as_markdown
 from study.plan import MAIN
 
 FIGURE = "figure1"
@@ -46,8 +45,7 @@ def write_first_page(out: Path, found: Mapping[str, Findings]) -> str:
     ]
     title = "The study: the paper's comparisons in miniature"
     write_whole(out / "report.md", as_markdown(title, sections))
-    write_whole(out / "report.html", as_html(title, sections, out))
-    return f"The first page: {out}/report.html, report.md"
+    return f"The first page: {out}/report.md"
 
 
 def told(task: str, found: Findings) -> str:

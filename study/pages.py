@@ -1,13 +1,9 @@
-"""A page of sections, as markdown and as HTML that needs no other file."""
+"""A page of sections, as markdown."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import jinja2
 
 from launch.results import markdown
 
@@ -34,17 +30,3 @@ def as_markdown(title: str, sections: Sequence[Section]) -> str:
         if section.figure:
             parts.append(f"![{section.figure[1]}]({section.figure[0]}.svg)\n\n*{section.figure[1]}*")
     return "\n\n".join(parts) + "\n"
-
-
-def as_html(title: str, sections: Sequence[Section], out: Path) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
-    )
-    pictures = {
-        s.figure[0]: base64.b64encode((out / f"{s.figure[0]}.svg").read_bytes()).decode()
-        for s in sections
-        if s.figure
-    }
-    return environment.get_template("report.html.j2").render(
-        title=title, sections=sections, pictures=pictures
-    )

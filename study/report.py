@@ -1,7 +1,6 @@
-"""The study's report as markdown and HTML made from the same parts, with the figures as files and the runs
-behind every number.
+"""The study's report as markdown, with the figures as files and the runs behind every number.
 
-The files are ``<out>/report.md``, ``report.html`` (self-contained), ``figure*.svg`` and ``runs.jsonl``.
+The files are ``<out>/report.md``, ``figure*.svg`` and ``runs.jsonl``.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from study.claims import (
     read_claims,
 )
 from study.figures import GREEDY, SAMPLED, Values, dots, figures, frontier, part_seconds, svg
-from study.pages import Section, Table, as_html, as_markdown
+from study.pages import Section, Table, as_markdown
 from study.plan import MAIN, Plan
 from study.records import Record, write_records
 from study.tuning import Tuned
@@ -107,13 +106,12 @@ def write_report(
     ]
     title = f"The study: {plan.title}"
     (out / "report.md").write_text(as_markdown(title, sections), encoding="utf-8")
-    (out / "report.html").write_text(as_html(title, sections, out), encoding="utf-8")
     write_records(out / "runs.jsonl", records)
     counts = {
         word: sum(a.verdict == word for a in found) for word in ("seen", "not seen", "reversed", "not run")
     }
     told = ", ".join(f"{n} {word}" for word, n in counts.items() if n)
-    where = f"Written to {out}/: report.html, report.md, runs.jsonl"
+    where = f"Written to {out}/: report.md, runs.jsonl"
     start = mean([record.before[asked.metric] for record in final if asked.metric in record.before])
     return Findings(
         f"{markdown(claims_table(found, plan.main))}\n\n{told}; {len(records)} of {planned} runs. {where}",

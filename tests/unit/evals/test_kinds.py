@@ -17,8 +17,9 @@ from evals import accuracy, alpaca_files, compare
 from evals.answers import limited
 from evals.base import Evaluation, Target
 from evals.running import evaluate, text_table, write_result
-from launch.collect import numbers
+from launch.collect import NO_NUMBERS
 from models.distributed import start
+from reports.metrics import numbers
 from rollouts.samplers import Sample
 from tests.tiny import ROOT, make_config
 
@@ -188,7 +189,7 @@ def test_a_result_is_numbers_for_the_table_of_runs_and_a_line_an_answer(tmp_path
     )
     write_result(tmp_path / "x.json", made)
     read = json.loads((tmp_path / "x.json").read_text())
-    assert numbers(read) == {"greedy.accuracy": 0.5}
+    assert dict(numbers(read, NO_NUMBERS)) == {"greedy.accuracy": 0.5}
     assert "hunter2" not in json.dumps(read) and read["greedy"]["accuracy_ci"][1] is None
     assert [json.loads(line)["output"] for line in (tmp_path / "x.jsonl").read_text().splitlines()] == [
         "ü",

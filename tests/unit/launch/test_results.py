@@ -17,8 +17,9 @@ from scipy import stats
 from config.load import dump
 from launch import results, status
 from launch.cells import cells_of
-from launch.collect import numbers, of_folders, read_run
+from launch.collect import NO_NUMBERS, of_folders, read_run
 from launch.composing import compose_config
+from reports.metrics import numbers
 from reports.statistics import Mean, compare, holm, mean, paired
 
 METRIC = "eval_accuracy_sampled"
@@ -220,7 +221,7 @@ def test_reading_a_run(tmp_path: Path) -> None:
     assert run.values == {METRIC: 0.6, "seconds": 60.0, "test/pass@1": 0.25}
     assert run.lines[-1] == {METRIC: 0.6, "step": 4, "examples": 128} and run.step == 4
     assert run.group == "dpo-offline+humanline" and run.tags == ("dpo", "offline+humanline")
-    assert numbers({"a": {"b": 1, "config": {"c": 2}}, "d": "x", "e": [1]}) == {"a.b": 1.0}
+    assert dict(numbers({"a": {"b": 1, "config": {"c": 2}}, "d": "x", "e": [1]}, NO_NUMBERS)) == {"a.b": 1.0}
 
 
 def test_a_table_takes_the_place_of_a_link_and_its_target_stays(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_each_task_has_a_panel_and_each_claim_a_word_for_each_loss(tmp_path):
     assert "| instruct | KTO | – | – | – | – |" in page
     assert "**Sums**: 3 of 7 planned runs; [every claim, figure and run](adder/report.md)" in page
     svg = (tmp_path / "figure1.svg").read_text()
-    assert "data:image/svg+xml" in (tmp_path / "report.html").read_text() and svg.startswith("<?xml")
+    assert svg.startswith("<?xml")
 
 
 def test_without_a_run_there_is_no_figure(tmp_path):

@@ -71,8 +71,6 @@ def test_everything_that_was_run_is_in_the_report(tmp_path):
         assert stem.replace("figure", "Figure ").replace("table", "Table ").capitalize() in text
     for one in records:
         assert f"{one.name}: {100 * one.after['eval_accuracy_sampled']:.1f}" in text
-    page = (tmp_path / "report.html").read_text()
-    assert page.count("data:image/svg+xml;base64,") == 10
     assert "not run" not in re.sub("counts as not run", "", text)
     assert f"{len(records)} of {len(records)} runs" in printed
 
