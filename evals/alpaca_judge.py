@@ -279,7 +279,10 @@ class _Endpoint:
         if self.stopped is not None:
             raise FailedError("no further call is made", again=False)
         began = time.monotonic()
-        body = self._body | {"messages": library().utils.prompt_to_chatml(prompt.strip())}
+        try:
+            body = self._body | {"messages": library().utils.prompt_to_chatml(prompt.strip())}
+        except (AssertionError, LookupError, ValueError):
+            raise FailedError("an answer has marks of a chat's turns of its own", again=False) from None
         try:
             reply = await self._endpoint.post(json.dumps(body).encode())
         except RewardError as refused:
@@ -287,7 +290,10 @@ class _Endpoint:
             raise FailedError("no further call is made", again=False) from None
         try:
             choice: dict[str, Any] = dict(reply["choices"][0])
-            choice |= {"text": _said(choice["message"]), "total_tokens": reply["usage"]["total_tokens"]}
+            choice |= {
+                "text": _said(choice["message"]),
+                "total_tokens": float(reply["usage"]["total_tokens"]),
+            }
         except (AttributeError, LookupError, TypeError, ValueError):
             raise FailedError(
                 "the endpoint's reply is no chat completion with its usage", again=False
