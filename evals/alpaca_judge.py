@@ -200,7 +200,7 @@ def _check_missing(rows: Sequence[Row], spent: Spent, own: AlpacaEvalConfig) -> 
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Requests:
     """The settings of the requests to the judge (rollouts.rewards.endpoint.EndpointSettings)."""
 
