@@ -1,6 +1,6 @@
 """Write the parts of docs/ that are made from the code: settings.md from the yaml comments, map.md from the
-docstrings, the tables of settings in from-halos-and-trl.md from config/elsewhere.py, and the line numbers of
-tour.md's links.
+docstrings, the tables of settings in from-halos-and-trl.md from config/elsewhere.yaml, and the lines that
+tour.md links to.
 
 python -m tools.reference            # write them
 python -m tools.reference --check    # exit 1 if any is out of date
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from config.elsewhere import SOURCES, guide_table
+from config.elsewhere import guide_table, sources
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = "from-halos-and-trl.md"
@@ -182,11 +182,11 @@ def map_page() -> str:
 
 
 def guide_page() -> str:
-    """Return docs/from-halos-and-trl.md with its tables of settings made from config/elsewhere.py; the rest
+    """Return docs/from-halos-and-trl.md with its tables of settings made from config/elsewhere.yaml; the rest
     of the page is unchanged."""
     text = (ROOT / "docs" / GUIDE).read_text()
-    for whose, rows in SOURCES:
-        begin = f"<!-- {whose}: made by python -m tools.reference from config/elsewhere.py -->\n"
+    for whose, rows in sources().items():
+        begin = f"<!-- {whose}: made by python -m tools.reference from config/elsewhere.yaml -->\n"
         before, found, after = text.partition(begin)
         assert found, f"{GUIDE} has no place for the table of {whose}"
         text = f"{before}{begin}\n{guide_table(rows)}\n<!-- end -->{after.partition('<!-- end -->')[2]}"

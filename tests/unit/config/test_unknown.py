@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from common.errors import ConfigError, UserError
 from config.cli import compose
 from config.defaults import section
-from config.elsewhere import SAME, SOURCES, known_elsewhere
+from config.elsewhere import known_elsewhere, sources
 from config.help import help_on
 from config.load import load
 from config.schema import Config
@@ -19,7 +19,7 @@ from config.unknown import NEAR, NOTHING, names, names_of, nearest, remedy
 from launch.composing import _composed, compose_config
 
 DPO = list(names_of(OmegaConf.to_container(_composed([]), resolve=False)))
-ROWS = [(whose, row) for whose, rows in SOURCES for row in rows]
+ROWS = [(whose, row) for whose, rows in sources().items() for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_secret_is_not_repeated() -> None:
 def test_every_row_has_an_answer_that_composes(whose: str, row: object) -> None:
     """Every name, as a mistake: the answer names its settings here, or says why there is none."""
     found = known_elsewhere(row.names[0], row.there[0].partition("=")[2])
-    assert found is not None or row.note in SAME
+    assert found is not None or row.same
     assert row.here or row.note
     for here in row.here:
         loss = [] if "loss=" in here else ["loss=grpo"] if "loss." in here else []
@@ -97,7 +97,7 @@ def test_every_row_has_an_answer_that_composes(whose: str, row: object) -> None:
 
 def test_no_row_is_about_a_setting_of_here_under_another_name() -> None:
     """A name that TRL has and that stands at the top here as well would never be asked for."""
-    for name in (name for row in dict(SOURCES)["TRL"] for name in row.names):
+    for name in (name for row in sources()["TRL"] for name in row.names):
         assert name not in section("config.yaml"), name
 
 
