@@ -14,10 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.errors import StoppedError
+from common.errors import Requeue, StoppedError
 from export import export_run
 from jobs.job import Job
-from jobs.signals import Requeue
 from jobs.watch import RunWatch
 from models.checkpoint_reading import CheckpointError
 from reports.metrics import FILES

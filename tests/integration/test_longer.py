@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.errors import ConfigError
-from jobs.signals import Requeue
+from common.errors import ConfigError, Requeue
 from jobs.watch import RunWatch
 from tests.tiny import make_config
 from train import train

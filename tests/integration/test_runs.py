@@ -16,10 +16,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.errors import ConfigError, StoppedError
+from common.errors import REQUEUE, ConfigError, Requeue, StoppedError
 from config.record import LOCK
 from export import export_run
-from jobs.signals import REQUEUE, Requeue
 from jobs.watch import RunWatch
 from models.checkpoint import Checkpoints
 from tests import programs
