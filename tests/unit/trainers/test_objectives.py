@@ -19,7 +19,7 @@ from models.checkpoint import Checkpoints
 from models.distributed import local, start
 from models.heads import RewardModel, ValuePolicy
 from tests.engine import engine_config, make_segment, make_trainer, run, weights
-from tests.tiny import KINDS, make_config, tiny_llama, tiny_policy
+from tests.tiny import KINDS, make_config, random_groups, tiny_llama, tiny_policy
 from trainers.csft import ConditionedSFTTrainer, control_tokens
 from trainers.losses.ppo import gae
 from trainers.ppo import moments
@@ -93,10 +93,12 @@ def test_a_reward_model_learns_to_prefer(tmp_path):
 
 
 def test_bco_shifts_by_the_mean_of_all_rewards_before(tmp_path):
-    """Against sums kept by hand from the lines that were logged; none of it from the batch itself."""
-    trainer, lines = trained(tmp_path, "bco")
-    config = trainer.config
-    segment = make_segment(config, pairs=24)
+    """Against sums kept by hand from the lines that were logged; none of it from the batch itself. Of every
+    third pair the undesirable half is missing: the mean is of two means."""
+    config = engine_config(tmp_path, "bco", "model.batch_size=8")
+    groups = [g[: 1 + (i % 3 > 0)] for i, g in enumerate(random_groups(24, 0, "labelled", 12))]
+    segment = Segment(groups, 8, sum(map(len, groups)), config.seed)
+    trainer, lines = run(config, segment, make_trainer(config, policy_for("bco")))
     sums = np.zeros((2, 2))
     for i, line in enumerate(lines):
         labels = [e.label for e in segment.batch(i)]
