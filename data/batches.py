@@ -17,7 +17,7 @@ from torch import Tensor
 from config.schema_model import ModelConfig
 from data.balance import example_tokens, in_turns, partition, row_tokens, share_tokens
 from data.bundles import deal_by_count, deal_by_tokens
-from data.example_table import ExampleGroups, has_behavior, sizes_of
+from data.examples import ExampleGroups, columns_of
 from data.sharing import own_tokens, prompt_owners
 from data.types import Example, Microbatch, PackedRows, Sequence, Sequences
 
@@ -93,7 +93,7 @@ class Segment:
 
     @cached_property
     def _sizes(self) -> np.ndarray:
-        return sizes_of(self.groups)
+        return columns_of(self.groups).sizes
 
     @cached_property
     def epoch_size(self) -> int:
@@ -102,7 +102,7 @@ class Segment:
     @cached_property
     def has_behavior(self) -> bool:
         """Whether any token has a known log-probability under the policy that wrote it."""
-        return has_behavior(self.groups)
+        return bool(columns_of(self.groups).behavior.any())
 
     def _of_epoch(self, epoch: int, first: int, last: int) -> list[Example]:
         """Return the examples [first, last) of an epoch, as many as it has. Only the examples of their groups

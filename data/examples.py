@@ -1,25 +1,187 @@
 """Conversion of groups into tokenised examples by a view and the renderer. Groups that cannot be trained on
-are counted and named."""
+are counted and named.
+
+The examples of many groups are made when they are asked for, from columns of numbers and tokenised rows in a
+file (``data.token_cache``).
+"""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+from array import array
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, overload
 
 import numpy as np
 
 from data.chat import Renderer
-from data.example_table import ExampleGroups, ExampleTable, Wanted, sizes_of, with_tokens
-from data.token_cache import TokenCache
-from data.token_rows import Rendered, TokenRows
-from data.types import Group
+from data.token_cache import Rows, TokenCache, TokenFile
+from data.types import Completion, Example, Group, Prompt, Sequence, row_key
 from data.views import View
 
+ExampleGroups = Seq[tuple[Example, ...]]
+"""The examples of each group."""
 SAYS_NOTHING = "its rewards say nothing (too few completions, or all equal)"
-
-
 _MADE_EQUAL = "its two answers are the same once cut to model.max_length"
+_AT_ONCE = 1_024
+"""Rows that are tokenised together: enough to occupy all cores. These rows are in memory meanwhile."""
+
+
+def ranges(first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """Return first[0] … last[0] - 1, first[1] … last[1] - 1, and so on."""
+    sizes = last - first
+    before = np.append(0, np.cumsum(sizes))
+    return np.repeat(first - before[:-1], sizes) + np.arange(before[-1])
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Numbers of the examples of groups, in order."""
+
+    sizes: np.ndarray
+    """[groups] int32: examples"""
+    counts: np.ndarray
+    """[examples] int32: rows"""
+    labels: np.ndarray
+    """[examples] float64"""
+    prompts: np.ndarray
+    """[rows] int32: prompt tokens"""
+    completions: np.ndarray
+    """[rows] int32: completion tokens"""
+    behavior: np.ndarray
+    """[rows] bool: whether log mu is known"""
+
+    def pick(self, groups: np.ndarray) -> Columns:
+        """Return those of the groups at these indices ([n] int64), in that order."""
+        starts, first_rows = (np.append(0, np.cumsum(of)) for of in (self.sizes, self.counts))
+        examples = ranges(starts[groups], starts[groups + 1])
+        rows = ranges(first_rows[examples], first_rows[examples + 1])
+        return Columns(
+            self.sizes[groups],
+            *(of[examples] for of in (self.counts, self.labels)),
+            *(of[rows] for of in (self.prompts, self.completions, self.behavior)),
+        )
+
+    @property
+    def signs(self) -> np.ndarray:
+        """[rows] float64: 1 and -1 for the rows of a pair, the example's label for the row of any other."""
+        signs = np.repeat(self.labels, self.counts)
+        firsts = (np.cumsum(self.counts) - self.counts)[self.counts == 2]
+        signs[firsts], signs[firsts + 1] = 1.0, -1.0
+        return signs
+
+
+class ExampleTable(Seq[tuple[Example, ...]]):
+    """The examples of groups whose rows are in a file. They take about 70 bytes of memory each."""
+
+    def __init__(self, file: TokenFile, columns: Columns, groups: np.ndarray, prompt_ids: np.ndarray) -> None:
+        """``groups``: [n] int64, which groups of the file these are; ``prompt_ids``: [n] S16"""
+        self.file, self.columns, self._groups, self._prompt_ids = file, columns, groups, prompt_ids
+        self._ends = np.cumsum(columns.sizes)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[Example, ...]: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> ExampleGroups: ...
+
+    def __getitem__(self, at: int | slice) -> tuple[Example, ...] | ExampleGroups:
+        if isinstance(at, slice):
+            return self.pick(np.arange(len(self))[at])
+        block, group = self.file.place(int(self._groups[at]))
+        end = int(self._ends[at])
+        own = slice(end - int(self.columns.sizes[at]), end)
+        return examples_of(
+            self._prompt_ids[at].decode(),
+            zip(self.columns.labels[own].tolist(), self.columns.counts[own].tolist(), strict=True),
+            block.rows(group),
+        )
+
+    def __iter__(self) -> Iterator[tuple[Example, ...]]:
+        return (self[g] for g in range(len(self)))
+
+    def ids(self) -> Iterator[tuple[np.ndarray, np.ndarray, None]]:
+        """Yield ``ids_of``, of rows whose tokens all count, in less time than it takes to make them."""
+        for at in self._groups.tolist():
+            block, group = self.file.place(at)
+            prompt, completions = block.ids(group)
+            for completion in completions:
+                yield prompt, completion, None
+
+    def pick(self, indices: np.ndarray) -> ExampleTable:
+        """Return the groups at ``indices`` ([n] int64), in that order."""
+        return ExampleTable(
+            self.file, self.columns.pick(indices), self._groups[indices], self._prompt_ids[indices]
+        )
+
+
+def examples_of(prompt_id: str, specs: Iterable[tuple[float, int]], rows: Rows) -> tuple[Example, ...]:
+    """Return the examples of a group by (label, number of rows) of each."""
+    own = iter(rows)
+    return tuple(Example(prompt_id, tuple(itertools.islice(own, count)), label) for label, count in specs)
+
+
+def rows_of(groups: ExampleGroups) -> Iterator[Sequence]:
+    """Yield every row of these groups, in order."""
+    return (row for group in groups for example in group for row in example.rows)
+
+
+def columns_of(groups: ExampleGroups) -> Columns:
+    """Return the numbers of these examples."""
+    if isinstance(groups, ExampleTable):
+        return groups.columns
+    examples, rows = [example for group in groups for example in group], list(rows_of(groups))
+    return Columns(
+        np.array([len(group) for group in groups], np.int32),
+        np.array([len(example.rows) for example in examples], np.int32),
+        np.array([example.label for example in examples], np.float64),
+        np.array([len(row.prompt_ids) for row in rows], np.int32),
+        np.array([len(row.completion_ids) for row in rows], np.int32),
+        np.array([row.behavior_logprobs is not None for row in rows], bool),
+    )
+
+
+def longest(groups: ExampleGroups) -> Example:
+    """Return the first of the examples with most tokens."""
+    of = columns_of(groups)
+    total = np.append(0, np.cumsum(np.add(of.prompts, of.completions, dtype=np.int64)))
+    most = int(np.diff(total[np.append(0, np.cumsum(of.counts))]).argmax())
+    group = int(np.searchsorted(np.cumsum(of.sizes), most, side="right"))
+    return groups[group][most - int(of.sizes[:group].sum())]
+
+
+def picked_groups(groups: ExampleGroups, indices: np.ndarray) -> ExampleGroups:
+    """Return the groups at ``indices`` ([n] int64), in that order."""
+    return groups.pick(indices) if isinstance(groups, ExampleTable) else [groups[i] for i in indices]
+
+
+def ids_of(groups: ExampleGroups) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
+    """Yield (prompt ids, completion ids, which of the latter count) of every row, in order."""
+    if isinstance(groups, ExampleTable) and not groups.file.any_values:
+        yield from groups.ids()
+        return
+    for row in rows_of(groups):
+        yield row.prompt_ids, row.completion_ids, row.loss_mask
+
+
+def token_ids(groups: ExampleGroups) -> Iterator[np.ndarray]:
+    """Yield the token ids of every row: its prompt's, then its completion's."""
+    return (ids for prompt, completion, _ in ids_of(groups) for ids in (prompt, completion))
+
+
+def row_keys(groups: ExampleGroups) -> np.ndarray:
+    """Return ``Sequence.key`` of every row, [rows] of dtype S32, in order."""
+    keys = (
+        row_key(prompt.tobytes(), completion.tobytes(), None if mask is None else mask.tobytes()).encode()
+        for prompt, completion, mask in ids_of(groups)
+    )
+    return np.fromiter(keys, "S32", len(columns_of(groups).prompts))
 
 
 @dataclass(frozen=True)
@@ -32,7 +194,109 @@ class Examples:
 
     @property
     def count(self) -> int:
-        return int(sizes_of(self.groups).sum())
+        return int(columns_of(self.groups).sizes.sum())
+
+
+class _Wanted:
+    """The rows that a view selects from groups, as columns of numbers."""
+
+    def __init__(self, groups: Seq[Group], view: View) -> None:
+        sizes, counts, labels, completions = array("i"), array("i"), array("d"), array("i")
+        prompt_ids, digest = bytearray(), hashlib.sha256()
+        for group in groups:
+            prompt_ids += group.prompt.id.encode()
+            specs = view(group)
+            sizes.append(len(specs))
+            for spec in specs:
+                labels.append(spec.label)
+                counts.append(len(spec.completions))
+                completions.extend(spec.completions)
+                for i in spec.completions:
+                    digest.update(_words(group.prompt, group.completions[i]))
+            digest.update(b"\f")  # which repr escapes, as it escapes line ends
+        self.groups, self.prompt_ids = groups, np.frombuffer(bytes(prompt_ids), "S16")
+        self.sizes, self.counts, self.labels = np.array(sizes), np.array(counts), np.array(labels)
+        """[groups], [examples]: the number of examples, and of rows, of each; [examples]"""
+        self.completions, self.words = completions, digest.hexdigest()
+        """the index of each row's completion in its group; a digest of what all rows' tokens depend on"""
+        self._starts = np.append(0, np.cumsum(self.sizes))
+
+    def specs(self, group: int) -> Iterator[tuple[float, int]]:
+        """Yield (label, number of rows) of each example of a group."""
+        own = slice(*self._starts[group : group + 2].tolist())
+        return zip(self.labels[own].tolist(), self.counts[own].tolist(), strict=True)
+
+    def table(self, file: TokenFile) -> ExampleTable:
+        """Return the examples of the groups that ``file``, which has the rows of all, gives a row for."""
+        kept = np.flatnonzero(file.counts)
+        examples = ranges(self._starts[kept], self._starts[kept + 1])
+        prompts = np.repeat(file.prompt_sizes[kept], file.counts[kept])
+        numbers = (self.sizes[kept], self.counts[examples], self.labels[examples])
+        columns = Columns(*numbers, prompts, file.sizes, file.behavior)
+        return ExampleTable(file, columns, kept, self.prompt_ids[kept])
+
+    def tokenised(self, renderer: Renderer, at_once: int = _AT_ONCE) -> Iterator[Rows | str]:
+        """Yield the rows of each group, or why there are none. At least ``at_once`` rows are tokenised
+        together."""
+        part: list[list[tuple[Prompt, Completion]]] = []
+        held, left = 0, iter(self.completions)
+        for g, group in enumerate(self.groups):
+            count = sum(rows for _, rows in self.specs(g))
+            part.append([(group.prompt, group.completions[i]) for i in itertools.islice(left, count)])
+            held += count
+            if held >= at_once:
+                yield from _tokenised(renderer, part)
+                part, held = [], 0
+        yield from _tokenised(renderer, part)
+
+
+def _tokenised(renderer: Renderer, groups: list[list[tuple[Prompt, Completion]]]) -> Iterator[Rows | str]:
+    made = iter(renderer.sequences(row for group in groups for row in group))
+    for group in groups:
+        completions = [completion for _, completion in group]
+        yield _of_group([with_tokens(next(made), completion) for completion in completions], completions)
+
+
+def _of_group(rows: list[Sequence | str], completions: list[Completion]) -> Rows | str:
+    """Return the rows of a group, or the first reason why they cannot be trained on."""
+    sound = tuple(row for row in rows if not isinstance(row, str))
+    if len(sound) < len(rows):
+        return next(row for row in rows if isinstance(row, str))
+    if len(rows) == 2 and np.array_equal(*(row.completion_ids for row in sound)):
+        texts = {completion.text for completion in completions}
+        if len(texts) == 2 and None not in texts:
+            return _MADE_EQUAL  # they carry no preference
+    return sound or SAYS_NOTHING
+
+
+def with_tokens(row: Sequence | str, completion: Completion) -> Sequence | str:
+    """Return the row with what is known about each of its tokens: log mu, whether it counts, its reward; or
+    the reason why it cannot be trained on. An end token that the renderer added has no log mu, counts, and
+    has reward 0."""
+    if isinstance(row, str):
+        return row
+    size = len(row.completion_ids)
+
+    def filled(known: Seq[float], rest: float, kind: Any) -> np.ndarray:
+        found = np.full(size, rest, kind)
+        found[: len(known)] = known[:size]
+        return found
+
+    if completion.behavior_logprobs is not None:
+        row = replace(row, behavior_logprobs=filled(completion.behavior_logprobs, np.nan, np.float32))
+    if completion.token_rewards is not None:
+        row = replace(row, token_rewards=filled(completion.token_rewards, 0.0, np.float32))
+    if completion.loss_mask is not None and not all(completion.loss_mask):
+        mask = filled(completion.loss_mask, True, bool)
+        return replace(row, loss_mask=mask) if mask.any() else "its loss_mask leaves no token to train on"
+    return row
+
+
+def _words(prompt: Prompt, completion: Completion) -> bytes:
+    """Return everything of a row that its tokens depend on. No two lists of rows give the same bytes."""
+    known = (completion.behavior_logprobs, completion.loss_mask, completion.token_rewards)
+    said = (completion.text, completion.token_ids, completion.finished, completion.keys, *known)
+    return f"\n{prompt.id}{said!r}".encode()
 
 
 def make_examples(
@@ -41,59 +305,61 @@ def make_examples(
     """Tokenise the rows that ``view`` selects from each group, or read from ``cache`` the result of an
     earlier start on the same rows. If any selected row of a group cannot be tokenised (no completion token
     left), the whole group is dropped, so that every loss drops the same groups."""
-    wanted = Wanted(groups if isinstance(groups, Seq) else list(groups), view)
-    rows = renderer.sequences(wanted) if cache is None else cache.sequences(renderer, wanted)
-    if not isinstance(rows, TokenRows):
-        rows = [with_tokens(row, completion) for row, (_, completion) in zip(rows, wanted, strict=True)]
-    why = _reasons(wanted, rows)
+    wanted = _Wanted(groups if isinstance(groups, Seq) else list(groups), view)
+    rows = len(wanted.completions)
+    made: ExampleGroups
+    if cache is None or rows < cache.worth:  # kept, and not made again for every batch
+        held = list(wanted.tokenised(renderer, rows + 1))
+        why = {g: found for g, found in enumerate(held) if isinstance(found, str)}
+        made = tuple(
+            examples_of(wanted.prompt_ids[g].decode(), wanted.specs(g), found)
+            for g, found in enumerate(held)
+            if not isinstance(found, str)
+        )
+    else:
+        file = cache.get(renderer, wanted.words, lambda: wanted.tokenised(renderer))
+        why, made = file.reasons, wanted.table(file)
     dropped: dict[str, int] = {}
     first: dict[str, str] = {}
-    for group in sorted(why):
-        reason = why[group]
+    for group, reason in why.items():
         if "chat template" in reason:  # what it refuses is seen in the row
-            place = first.get(reason) or wanted.groups[group].place
-            first[reason] = place
+            place = first.setdefault(reason, wanted.groups[group].place)
             reason += f" (first: {place})" if place else ""
         dropped[reason] = dropped.get(reason, 0) + 1
-    kept = np.setdiff1d(np.arange(len(wanted.ends)), np.array(list(why), np.int64))
-    table = ExampleTable(wanted, rows, kept)
-    if not isinstance(rows, TokenRows):
-        return Examples(tuple(table), dropped)  # few rows: kept, and not made again for every batch
-    if not wanted.flags.any():
-        wanted.groups = ()  # they are not read again
-    return Examples(table, dropped)
+    return Examples(made, dropped)
 
 
-def _reasons(wanted: Wanted, rows: Rendered) -> dict[int, str]:
-    """Return for each group without an example the reason: the first of its rows that cannot be trained on,
-    or that the view selects nothing of it."""
-    if isinstance(rows, TokenRows):
-        look_at = np.flatnonzero((rows.sizes < 0) | (wanted.flags > 0)).tolist()
-    else:
-        look_at = [r for r, row in enumerate(rows) if isinstance(row, str)]
-    why = {int(group): SAYS_NOTHING for group in np.flatnonzero(wanted.first_rows == wanted.last_rows)}
-    why |= dict.fromkeys(_made_equal(wanted, rows), _MADE_EQUAL)
-    for place in look_at:
-        row = rows[place]
-        if wanted.flags[place] and isinstance(rows, TokenRows):
-            row = with_tokens(row, wanted.completion(place))
-        if isinstance(row, str):
-            why.setdefault(wanted.group(place), row)
-    return why
+# Digests, which tell whether a resumed run was given the same data. They depend on the content and its order
+# alone, not on how the rows are dealt to ranks.
 
 
-def _made_equal(wanted: Wanted, rows: Rendered) -> Iterator[int]:
-    """Yield the groups whose two rows are the same although their texts differ: they carry no preference."""
-    pairs = np.flatnonzero(wanted.last_rows - wanted.first_rows == 2)
-    if isinstance(rows, TokenRows):
-        sizes = rows.sizes[wanted.first_rows[pairs]], rows.sizes[wanted.first_rows[pairs] + 1]
-        pairs = pairs[(sizes[0] == sizes[1]) & (sizes[0] >= 0)]
-    for group in pairs.tolist():
-        at = int(wanted.first_rows[group])
-        one, other = rows[at], rows[at + 1]
-        if isinstance(one, str) or isinstance(other, str):
-            continue
-        if np.array_equal(one.completion_ids, other.completion_ids):
-            texts = {wanted.completion(row).text for row in (at, at + 1)}
-            if len(texts) == 2 and None not in texts:
-                yield group
+def groups_digest(groups: ExampleGroups) -> str:
+    """Return 32 hex digits of the examples of these groups: token ids, which of them count, labels. Reading a
+    million pairs from the token cache takes seconds."""
+    digest, of = hashlib.blake2b(digest_size=16), columns_of(groups)
+    for column, kind in ((of.sizes, int), (of.labels, float), (of.prompts, int), (of.completions, int)):
+        digest.update(np.ascontiguousarray(column, np.dtype(kind)).data)
+    for prompt, completion, mask in ids_of(groups):
+        digest.update(np.ascontiguousarray(prompt, np.int32).data)
+        digest.update(np.ascontiguousarray(completion, np.int32).data)
+        if mask is not None:
+            digest.update(np.ascontiguousarray(mask, bool).data)
+    return digest.hexdigest()
+
+
+def token_values_digest(groups: ExampleGroups) -> str:
+    """Return 32 hex digits of what is known of the tokens of these groups: ``behavior_logprobs`` and
+    ``token_rewards``. Groups without any are not read if they are in a file."""
+    digest = hashlib.blake2b(digest_size=16)
+    for row in () if isinstance(groups, ExampleTable) and not groups.file.any_values else rows_of(groups):
+        for values in (row.behavior_logprobs, row.token_rewards):
+            digest.update(b"-" if values is None else np.ascontiguousarray(values, np.float32).data)
+    return digest.hexdigest()
+
+
+def prompts_digest(prompts: Iterable[Prompt]) -> str:
+    """Return 32 hex digits of prompts and their reference answers."""
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        digest.update(repr((prompt.id, prompt.reference_answer)).encode(errors="surrogatepass"))
+    return digest.hexdigest()

@@ -17,8 +17,7 @@ import numpy as np
 
 from common.markdown import literal
 from data.chat import CONTROLLED
-from data.example_table import row_lengths
-from data.examples import Examples
+from data.examples import Examples, columns_of
 from data.group_store import prompt_ids
 from data.rows import Dropped, Loaded, reasons
 from data.selection import Selection
@@ -85,7 +84,7 @@ class DataReport:
     @classmethod
     def of(cls, loaded: Loaded, evaluation: Loaded, examples: Examples, cut: Mapping[str, int]) -> DataReport:
         """Return the report before anything is scored. ``cut`` is ``Renderer.cuts``."""
-        prompts, completions = row_lengths(examples.groups)
+        of = columns_of(examples.groups)
         ids, held_out = prompt_ids(loaded.groups), prompt_ids(evaluation.groups)
         return cls(
             origin=loaded.origin,
@@ -104,8 +103,8 @@ class DataReport:
             columns=loaded.columns,
             unused=loaded.unused,
             read_back=loaded.read_back,
-            prompt_tokens=Spread.of(prompts),
-            completion_tokens=Spread.of(completions),
+            prompt_tokens=Spread.of(of.prompts),
+            completion_tokens=Spread.of(of.completions),
         )
 
     def with_logprobs(
@@ -165,13 +164,13 @@ class DataReport:
 
     def with_selection(self, selection: Selection, kept: Examples) -> DataReport:
         """Return the report with the examples and lengths of the groups that ``data.logprob_range`` kept."""
-        prompts, completions = row_lengths(kept.groups)
+        of = columns_of(kept.groups)
         return replace(
             self,
             selection=selection,
             examples=kept.count,
-            prompt_tokens=Spread.of(prompts),
-            completion_tokens=Spread.of(completions),
+            prompt_tokens=Spread.of(of.prompts),
+            completion_tokens=Spread.of(of.completions),
         )
 
     def warnings(self) -> list[str]:

@@ -1,89 +1,205 @@
-"""A cache of token ids on disk, so that a second start on the same data reads the ids of the first.
+"""The tokenised rows of groups in a cache on disk, so that a second start on the same data reads the token ids of
+the first.
 
-An entry is one file, ``<cache_dir>/tokens/<key>.safetensors`` (``data.token_rows``), with four bytes per
-token and 24 per row. Its key is a digest of everything that the ids depend on: the words of every row in
-order, the renderer's fingerprint (tokenizer, template, lengths), the code that renders and the versions of
-the libraries that it calls. So an entry is never out of date, and losses that need the same rows of the same
-groups (DPO and KTO) share an entry. Any entry may be deleted while no run reads it.
-"""
+An entry is one file, ``<cache_dir>/tokens/<key>.arrow`` (``data.arrow_file``), with four bytes per token and a
+group's prompt once. The key is a digest of everything that the rows depend on: the words of every row in order,
+the renderer's fingerprint (tokenizer, template, lengths), the code that renders and the versions of the libraries
+that it calls. So an entry is never out of date, and losses that need the same rows of the same groups (DPO and
+KTO) share an entry. Any entry may be deleted.
+"""  # noqa: E501
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from uuid import uuid4
 
-from safetensors import SafetensorError
+import numpy as np
+import pyarrow as pa
 
-from common.errors import DataError
+from common.errors import DataError, StoppedError
 from common.files import temporary_folder
-from common.progress import SOON, progress
-from data import chat, templates, token_rows
+from data import arrow_file, chat, templates
+from data.arrow_file import ArrowFile, lists, split
 from data.chat import Renderer
-from data.token_rows import Rendered, TokenRows
-from data.types import Completion, Prompt, Sequence
+from data.types import Sequence
 
-Row = tuple[Prompt, Completion]
-_AT_ONCE = 1_024
-"""Rows that are tokenised together: enough to occupy all cores. These rows are in memory meanwhile."""
+Rows = tuple[Sequence, ...]
+"""The rows of a group, which have the same prompt."""
+_TOKENS = 2_048
+"""Tokens from which on a record batch is closed. A group is read with its whole batch."""
+_HELD = 64
+"""Record batches that are kept decoded."""
+_VALUES = {"behavior_logprobs": pa.float32(), "loss_mask": pa.bool_(), "token_rewards": pa.float32()}
+SCHEMA = pa.schema(
+    {
+        "prompt": pa.list_(pa.int32()),
+        "completions": pa.list_(pa.list_(pa.int32())),
+        "reason": pa.binary(),  # why the group cannot be trained on; empty if it can
+        **{name: pa.list_(pa.list_(kind)) for name, kind in _VALUES.items()},
+    }
+)
+
+
+def _batches(groups: Iterable[Rows | str]) -> Iterator[pa.RecordBatch]:
+    held: list[Rows | str] = []
+    tokens = 0
+    for group in groups:
+        held.append(group)
+        tokens += 1 if isinstance(group, str) else sum(map(len, group))
+        if tokens >= _TOKENS:
+            yield _batch(held)
+            held, tokens = [], 0
+    if held:
+        yield _batch(held)
+
+
+def _batch(groups: list[Rows | str]) -> pa.RecordBatch:
+    of = [() if isinstance(group, str) else group for group in groups]
+    rows = [row for group in of for row in group]
+    firsts = pa.array(np.cumsum([0, *map(len, of)], dtype=np.int32))
+
+    def nested(name: str, kind: pa.DataType) -> pa.ListArray:
+        return pa.ListArray.from_arrays(firsts, lists([getattr(row, name) for row in rows], kind))
+
+    columns = [
+        lists([group[0].prompt_ids if group else None for group in of], pa.int32()),
+        nested("completion_ids", pa.int32()),
+        pa.array(
+            [group.encode(errors="surrogatepass") if isinstance(group, str) else b"" for group in groups]
+        ),
+        *(nested(name, kind) for name, kind in _VALUES.items()),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+class Block:
+    """The groups of a record batch."""
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        completions = batch.column("completions")
+        self.prompt_starts, self._prompts = split(batch.column("prompt"))
+        self.starts, self._completions = split(completions.values)
+        self.first_rows = np.frombuffer(completions.buffers()[1], np.int32, batch.num_rows + 1)
+        """[groups + 1]: the first row of each group"""
+        self.reasons = batch.column("reason").to_pylist()
+        columns = {name: batch.column(name).values for name in _VALUES}
+        self.values = {name: column for name, column in columns.items() if column.null_count < len(column)}
+        """What is known of the tokens of some rows besides their ids"""
+
+    def ids(self, group: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Return the ids of a group's prompt, and of the completion of each of its rows."""
+        prompt = self._prompts[self.prompt_starts[group] : self.prompt_starts[group + 1]]
+        starts = self.starts[self.first_rows[group] : self.first_rows[group + 1] + 1].tolist()
+        return prompt, [self._completions[start:stop] for start, stop in pairwise(starts)]
+
+    def rows(self, group: int) -> Rows:
+        """Return the rows of a group."""
+        prompt, completions = self.ids(group)
+        if not self.values:
+            return tuple([Sequence(prompt, completion) for completion in completions])
+        first = int(self.first_rows[group])
+        return tuple(Sequence(prompt, ids, **self._known(first + i)) for i, ids in enumerate(completions))
+
+    def _known(self, row: int) -> dict[str, np.ndarray]:
+        return {
+            name: column[row].values.to_numpy(zero_copy_only=False)
+            for name, column in self.values.items()
+            if column[row].is_valid
+        }
+
+
+class TokenFile:
+    """The tokenised rows of groups in a file, read when they are needed. Only their lengths are held, which
+    take five bytes a row and eight a group."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the whole file once. Raises OSError or DamagedError."""
+        self.file = ArrowFile(path, SCHEMA)
+        self._ends = np.cumsum(self.file.counts)
+        self._block = lru_cache(_HELD)(lambda at: Block(self.file[at]))
+        self.reasons: dict[int, str] = {}
+        """group -> why it cannot be trained on"""
+        self.any_values = False
+        """whether anything is known of any token besides its id"""
+        columns: list[tuple[np.ndarray, ...]] = []
+        for at, end in enumerate(self._ends.tolist()):
+            block = Block(self.file[at])
+            known = block.values.get("behavior_logprobs")
+            behavior = np.zeros(len(block.starts) - 1, bool) if known is None else np.array(known.is_valid())
+            columns.append((*map(np.diff, (block.first_rows, block.prompt_starts, block.starts)), behavior))
+            self.any_values |= bool(block.values)
+            first = end - len(block.reasons)
+            self.reasons |= {
+                first + i: reason.decode(errors="surrogatepass")
+                for i, reason in enumerate(block.reasons)
+                if reason
+            }
+        self.counts, self.prompt_sizes, self.sizes, self.behavior = map(
+            np.concatenate, zip(*columns, strict=True)
+        )
+        """[groups] rows, [groups] prompt tokens, [rows] completion tokens, [rows] whether log mu is known"""
+
+    def place(self, group: int) -> tuple[Block, int]:
+        """Return (block, which of its groups) of a group. Raises DamagedError if the file has changed."""
+        block = int(np.searchsorted(self._ends, group, side="right"))
+        return self._block(block), group - int(self._ends[block - 1]) if block else group
+
+
+Make = Callable[[], Iterable[Rows | str]]
+"""A function that tokenises groups: the rows of each, or why it cannot be trained on"""
 
 
 class TokenCache:
-    """``Renderer.sequences`` for many rows, cached under ``root``/tokens. Any number of processes may use a
-    folder at once: an entry is written under a temporary name and then renamed, and two processes that write
-    the same entry write the same bytes."""
+    """Tokenised groups cached under ``root``/tokens. Any number of processes may use a folder at once: an
+    entry is written under a temporary name and then renamed, and two processes that write the same entry
+    write the same bytes."""
 
     def __init__(self, root: Path, write: bool = True, worth: int = 2_000) -> None:
         """With ``write`` False, no file is left behind. The cache is used from ``worth`` rows on; fewer are
         tokenised in about a second and kept in memory."""
         self.folder, self.write, self.worth = root / "tokens", write, worth
 
-    def sequences(self, renderer: Renderer, rows: Collection[Row]) -> Rendered:
-        """Return the same as ``renderer.sequences(rows)``, including its count of cuts, from the entry of
-        these rows if a sound one exists. This iterates over ``rows`` twice."""
-        if len(rows) < self.worth:
-            return renderer.sequences(rows)
-        key = content_key(renderer, rows)
-        path = self.folder / f"{key}.safetensors"
-        found = self._read(path, key, len(rows))
-        if found is not None:
-            rendered, cuts = found
-            renderer.cuts.update(cuts)
-            return rendered
-        return (self._made(path, key, renderer, rows) if self.write else None) or _in_passing(
-            key, renderer, rows
+    def get(self, renderer: Renderer, words: str, make: Make) -> TokenFile:
+        """Return what ``make`` gives for the rows whose words have the digest ``words``, from their entry if
+        a sound one exists, and count the renderer's cuts."""
+        path = self.folder / f"{content_key(renderer, words)}.arrow"
+        return (
+            self._read(path, renderer)
+            or (self._made(path, renderer, make) if self.write else None)
+            or _in_passing(renderer, make)
         )
 
-    def _read(self, path: Path, key: str, rows: int) -> tuple[TokenRows, dict[str, int]] | None:
-        """Return (rows, cuts) of an entry; None if there is none, or if its content is not what was written
-        under this key. The latter is printed."""
+    def _read(self, path: Path, renderer: Renderer) -> TokenFile | None:
+        """Return an entry; None if there is none, or if its content is not what was written under this key.
+        The latter is printed."""
         try:
-            found, about = token_rows.read_rows(path)
+            found = TokenFile(path)
+            if found.file.about["key"] != path.stem:
+                raise ValueError("it is another entry")
         except FileNotFoundError:
             return None
-        except (SafetensorError, OSError, ValueError) as error:
-            _again(path, str(error))
+        except (OSError, ValueError, KeyError, StoppedError) as error:
+            print(f"{path}: damaged or foreign, its rows are tokenised again ({error})", flush=True)
             return None
-        if about["key"] != key or len(found) != rows:
-            _again(path, "not what was written under this name")
-            return None
-        return found, about["cuts"]
+        renderer.cuts.update(found.file.about["cuts"])
+        return found
 
-    def _made(self, path: Path, key: str, renderer: Renderer, rows: Collection[Row]) -> TokenRows | None:
-        """Tokenise the rows into the entry ``path`` and return them; None if the entry cannot be written,
-        which is printed."""
-        part = path.with_name(f".{key}-{uuid4().hex}.part")  # a process id is not unique across nodes
+    def _made(self, path: Path, renderer: Renderer, make: Make) -> TokenFile | None:
+        """Return the entry ``path``, made now; None if it cannot be written, which is printed."""
+        part = path.with_name(f".{path.stem}-{uuid4().hex}.part")  # a process id is not unique across nodes
         before = dict(renderer.cuts)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            _tokenise(part, key, renderer, rows)
+            _write(part, path.stem, renderer, make)
             os.replace(part, path)
-            return token_rows.read_rows(path)[0]
+            return TokenFile(path)
         except OSError as error:
             print(
                 f"{path}: not written ({error}); the next start tokenises its rows again. Is cache_dir a "
@@ -98,13 +214,12 @@ class TokenCache:
                 part.unlink()
 
 
-def _in_passing(key: str, renderer: Renderer, rows: Collection[Row]) -> TokenRows:
-    """Tokenise the rows into a temporary file that no longer has a name, and return them. Raises DataError if
-    there is no room for it."""
+def _in_passing(renderer: Renderer, make: Make) -> TokenFile:
+    """Return a temporary file that no longer has a name. Raises DataError if there is no room for it."""
     try:
         with tempfile.TemporaryDirectory() as folder:
-            _tokenise(path := Path(folder) / "rows", key, renderer, rows)
-            return token_rows.read_rows(path)[0]
+            _write(path := Path(folder) / "tokens", "", renderer, make)
+            return TokenFile(path)
     except OSError as error:
         raise DataError(
             f"{temporary_folder()}: the token ids of the data do not fit ({error}); make room, or set "
@@ -112,36 +227,19 @@ def _in_passing(key: str, renderer: Renderer, rows: Collection[Row]) -> TokenRow
         ) from error
 
 
-def _tokenise(path: Path, key: str, renderer: Renderer, rows: Collection[Row]) -> None:
+def _write(path: Path, key: str, renderer: Renderer, make: Make) -> None:
     before = dict(renderer.cuts)
 
     def about() -> dict[str, object]:
-        cuts = {what: n - before.get(what, 0) for what, n in renderer.cuts.items()}
-        return {"key": key, "cuts": cuts}
+        return {"key": key, "cuts": {what: n - before.get(what, 0) for what, n in renderer.cuts.items()}}
 
-    token_rows.write_rows(path, _rendered(renderer, rows), about)
-
-
-def _rendered(renderer: Renderer, rows: Collection[Row]) -> Iterator[Sequence | str]:
-    stream = iter(rows)
-    with progress(len(rows), "tokenise (data.path)", unit="row", shown=None, delay=SOON) as bar:
-        while part := list(itertools.islice(stream, _AT_ONCE)):
-            yield from renderer.sequences(part)
-            bar.update(len(part))
+    with path.open("wb") as file:
+        arrow_file.write(file, SCHEMA, _batches(make()), about)
 
 
-def content_key(renderer: Renderer, rows: Iterable[Row]) -> str:
-    """Return 32 hex digits of everything that ``renderer.sequences(rows)`` depends on."""
-    digest = hashlib.blake2b(digest_size=16)
-    versions = [version(package) for package in ("tokenizers", "transformers", "jinja2")]
-    code = [Path(str(module.__file__)).read_bytes() for module in (chat, templates, token_rows)]
-    digest.update(repr((renderer.fingerprint, versions, code)).encode())
-    for prompt, completion in rows:
-        # repr escapes line ends, so no two lists of rows give the same text.
-        said = (completion.text, completion.token_ids, completion.finished, completion.keys)
-        digest.update(f"\n{prompt.id}{said!r}".encode())
-    return digest.hexdigest()
-
-
-def _again(path: Path, why: str) -> None:
-    print(f"{path}: damaged or foreign ({why}); its rows are tokenised again", flush=True)
+def content_key(renderer: Renderer, words: str) -> str:
+    """Return 32 hex digits of everything that the tokens of rows depend on whose words have this digest."""
+    versions = [version(package) for package in ("tokenizers", "transformers", "jinja2", "pyarrow")]
+    files = (__file__, *(str(module.__file__) for module in (arrow_file, chat, templates)))
+    code = [Path(name).read_bytes() for name in files]
+    return hashlib.sha256(repr((renderer.fingerprint, versions, code, words)).encode()).hexdigest()[:32]

@@ -16,7 +16,7 @@ from config.schema import Config
 from config.schema_trainer import loss_numbers
 from data.balance import row_tokens
 from data.batches import Segment
-from data.example_table import longest
+from data.examples import longest
 from trainers.losses.base import LossResult, TokenScores
 
 if TYPE_CHECKING:

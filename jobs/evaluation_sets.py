@@ -15,8 +15,7 @@ from config.schema_data import DataConfig
 from config.schema_evaluations import evaluation_sets, of_set
 from data.batches import Segment
 from data.chat import Renderer
-from data.example_table import token_ids
-from data.examples import Examples, make_examples
+from data.examples import Examples, make_examples, token_ids
 from data.group_store import Groups, prompt_ids
 from data.kinds import advice
 from data.quality import shortened

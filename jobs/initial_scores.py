@@ -26,8 +26,7 @@ from data.types import Example, Microbatch, Sequence
 from models.architecture import architecture_digest
 from models.distributed import World, barrier, gather_objects
 from models.reference import Reference
-from models.score_cache import ScoreCache
-from models.score_table import ScoreTable
+from models.score_cache import ScoreCache, ScoreTable
 from trainers.basic import BasicTrainer
 
 SECONDS_PER_SHARD = 20.0

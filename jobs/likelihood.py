@@ -15,8 +15,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from common.files import read_sealed, sealed, write_whole
-from data.example_table import ExampleGroups, picked_groups, row_keys, row_signs
-from data.examples import Examples
+from data.examples import ExampleGroups, Examples, columns_of, picked_groups, row_keys
 from data.quality import can_be_clipped
 from data.selection import Selection, select
 from data.spread import Spread
@@ -118,7 +117,7 @@ def completion_means(groups: ExampleGroups, scores: Scores) -> dict[str, np.ndar
 
     Desirable completions count as chosen, undesirable ones as rejected. NaN where a completion was not
     scored."""
-    keys, signs = row_keys(groups), row_signs(groups)
+    keys, signs = row_keys(groups), columns_of(groups).signs
     known = np.fromiter((key.encode() for key in scores), keys.dtype, len(scores))
     means = np.full(len(keys), math.nan)
     for row in np.flatnonzero(np.isin(keys, known)):

@@ -23,7 +23,7 @@ from config.schema import Config
 from config.schema_plan import card_memory
 from data.balance import row_tokens, share_tokens
 from data.batches import Segment, Size, deal, size_of
-from data.example_table import longest
+from data.examples import longest
 from data.types import Example, Sequence
 from jobs.assembly import trainer_class
 from jobs.memory_neighbours import GIB, engine_weights, own_answers, reward_models

@@ -12,8 +12,7 @@ from common.errors import ConfigError, require
 from config.schema import Config
 from data.batches import Segment
 from data.chat import Renderer, vocabulary_fingerprint
-from data.example_table import ExampleGroups, sizes_of, token_ids
-from data.examples import SAYS_NOTHING, Examples, make_examples
+from data.examples import SAYS_NOTHING, ExampleGroups, Examples, columns_of, make_examples, token_ids
 from data.group_store import Groups
 from data.groups import check_token_ids
 from data.kinds import advice
@@ -233,7 +232,7 @@ def check_labels(config: Config, groups: ExampleGroups) -> None:
 
 def training_segment(config: Config, groups: ExampleGroups) -> Segment:
     """Return the segment of offline training on these groups: all epochs, up to ``n_examples`` examples."""
-    count = int(sizes_of(groups).sum())
+    count = int(columns_of(groups).sizes.sum())
     units = examples_of(config.n_epochs, config.n_examples, count)
     return Segment(groups, config.model.batch_size, units, config.seed)
 

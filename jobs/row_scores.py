@@ -11,7 +11,7 @@ from torch import Tensor
 from data.types import Example
 from jobs.plan import Plan
 from models.reference import Reference
-from models.score_table import KeyIndex
+from models.score_cache import KeyIndex
 
 
 class PlannedBatches(Sequence[list[Example]]):

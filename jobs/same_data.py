@@ -20,7 +20,7 @@ from common.files import files_digest, read_json, write_whole
 from config.record import MARKER
 from config.schema import Config
 from data.batches import Segment
-from data.digest import groups_digest, prompts_digest, token_values_digest
+from data.examples import groups_digest, prompts_digest, token_values_digest
 from data.types import Group
 from data.views import prompts_of
 from jobs.evaluation_sets import EvaluationSet

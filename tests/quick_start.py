@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 LEFT_THREADS = {"python", "python3", "jemalloc_bg_thd"}
 """Threads of a process that may be forked: its own, and one of an allocator that looks after itself."""
-MANY, MOST = 2_000, 600_000
+MANY, MOST = 2_000, 900_000
 """The least rows whose tokens are kept, since fewer are soon tokenised, and the most bytes of them: those of
-the embedded task's pairs are half a million."""
+the embedded task's pairs are two thirds of a million."""
 SETTINGS = (
     "loss=dpo humanline=true n_examples=4 model.batch_size=2 n_eval_examples=2 n_eval_prompts=1 "
     "wandb.enabled=false"
@@ -101,27 +101,27 @@ def read_once() -> None:
 
 
 def tokenise_once() -> None:
-    """From now on the same many rows are tokenised once: their next file, of the same name, gets the bytes of
-    the first. Its name is a digest of everything that they depend on."""
+    """From now on the same rows are tokenised once: their next file, of the same name, gets the bytes of the
+    first. Its name is a digest of everything that they depend on."""
     from data import token_cache
 
-    real = token_cache._tokenise
+    real = token_cache._write
     kept: dict[str, tuple[bytes, dict[str, int]]] = {}
 
     @functools.wraps(real)
-    def tokenise(path: Path, key: str, renderer: Renderer, rows: Collection[token_cache.Row]) -> None:
+    def write(path: Path, key: str, renderer: Renderer, make: token_cache.Make) -> None:
         if key in kept:
             content, cuts = kept[key]
             path.write_bytes(content)
             renderer.cuts.update(cuts)
             return
         before = dict(renderer.cuts)
-        real(path, key, renderer, rows)
-        if len(rows) >= MANY and path.stat().st_size < MOST:
+        real(path, key, renderer, make)
+        if key and path.stat().st_size < MOST:
             cuts = {what: n - before.get(what, 0) for what, n in renderer.cuts.items()}
             kept[key] = path.read_bytes(), cuts
 
-    token_cache._tokenise = tokenise
+    token_cache._write = write
 
 
 def render_once() -> None:

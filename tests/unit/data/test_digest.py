@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from data.digest import groups_digest, prompts_digest
+from data.examples import groups_digest, prompts_digest
 from data.types import Example, Prompt, Turn
 from tests.tiny import random_groups
 

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
-from data import views
+from common.errors import StoppedError
+from data import arrow_file, token_cache, views
 from data.chat import Renderer
 from data.examples import Examples, make_examples
 from data.quality import DataReport
 from data.rows import Loaded
 from data.templates import load_template
-from data.token_cache import TokenCache, content_key
-from data.token_rows import read_rows, write_rows
-from data.types import Completion, Group, Prompt, Sequence, Turn
+from data.token_cache import TokenCache
+from data.types import Completion, Group, Prompt, Turn
+from data.views import ExampleSpec
 from tests.tiny_tokenizers import tiny_tokenizer
 
 TOKENIZERS = {name: tiny_tokenizer("llama3") for name in ("llama3", "one token more")}
@@ -122,19 +122,27 @@ def test_losses_that_want_the_same_rows_share_an_entry(cache, entry):
     assert list(cache.folder.iterdir()) == [entry]
 
 
-def rows(of: list[Group] | None = None) -> list[tuple[Prompt, Completion]]:
+Rows = list[tuple[Prompt, Completion]]
+
+
+def rows(of: list[Group] | None = None) -> Rows:
     return [(group.prompt, completion) for group in of or groups() for completion in group.completions]
 
 
-def changed(
-    i: int, change: Callable[[Prompt, Completion], tuple[Prompt, Completion]]
-) -> list[tuple[Prompt, Completion]]:
+def made(of: Renderer, rows: Rows, cache: TokenCache | None) -> tuple[list[object], dict[str, int]]:
+    """(what the rows' examples say, why rows have none); each row is a group."""
+    alone = [Group(prompt, (completion,), (1.0,)) for prompt, completion in rows]
+    found = make_examples(alone, lambda _: [ExampleSpec((0,))], of, cache)
+    return plain(found), found.dropped
+
+
+def changed(i: int, change: Callable[[Prompt, Completion], tuple[Prompt, Completion]]) -> Rows:
     made = rows()
     made[i] = change(*made[i])
     return made
 
 
-CHANGES: dict[str, Callable[[], tuple[Renderer, list[tuple[Prompt, Completion]]]]] = {
+CHANGES: dict[str, Callable[[], tuple[Renderer, Rows]]] = {
     "a character of a completion": lambda: (
         renderer(),
         changed(10, lambda p, c: (p, replace(c, text=(c.text or "")[:-1] + "x"))),
@@ -151,6 +159,10 @@ CHANGES: dict[str, Callable[[], tuple[Renderer, list[tuple[Prompt, Completion]]]
         renderer(),
         changed(11, lambda p, c: (p, replace(c, token_ids=(*(c.token_ids or ())[:-1], 4)))),
     ),
+    "what is known of a token": lambda: (
+        renderer(),
+        changed(11, lambda p, c: (p, replace(c, token_rewards=(0.5,) * len(c.token_ids or ())))),
+    ),
     "an end": lambda: (renderer(), changed(10, lambda p, c: (p, replace(c, finished=False)))),
     "the order": lambda: (renderer(), rows()[::-1]),
     "one row less": lambda: (renderer(), rows()[:-1]),
@@ -162,24 +174,21 @@ CHANGES: dict[str, Callable[[], tuple[Renderer, list[tuple[Prompt, Completion]]]
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_what_the_ids_depend_on_is_in_the_key(cache, entry, what):
-    assert content_key(renderer(), rows()) == entry.stem, (
-        "the same words give the same entry in every process"
-    )
+def test_what_the_ids_depend_on_is_in_the_key(cache, what):
+    made(renderer(), rows(), cache)
     of, other = CHANGES[what]()
-    assert content_key(of, other) != entry.stem
-    want = [r if isinstance(r, str) else r.key for r in of.sequences(other)]
-    assert [r if isinstance(r, str) else r.key for r in cache.sequences(of, other)] == want
+    assert made(of, other, cache) == made(of, other, None)
     assert len(list(cache.folder.iterdir())) == 2
 
 
-def test_where_a_row_ends_is_in_the_key():
-    """Two rows whose words run together into the same text."""
+def test_where_a_row_and_a_group_end_is_in_the_key(cache):
+    """Rows whose words run together into the same text, and two rows in one group or in two."""
     prompt = rows()[0][0]
-    ours, theirs = (
-        [(prompt, Completion(a)), (prompt, Completion(b))] for a, b in (("a\nb", "c"), ("a", "b\nc"))
-    )
-    assert content_key(renderer(), ours) != content_key(renderer(), theirs)
+    for a, b in (("a\nb", "c"), ("a", "b\nc")):
+        made(renderer(), [(prompt, Completion(a)), (prompt, Completion(b))], cache)
+    both = Group(prompt, (Completion("a"), Completion("b\nc")), (1.0, -1.0))
+    make_examples([both], views.pairs, renderer(), cache)
+    assert len(list(cache.folder.iterdir())) == 3
 
 
 def flip(path: Path) -> None:
@@ -188,13 +197,17 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def foreign(path: Path) -> None:
+    with path.open("wb") as file:
+        arrow_file.write(file, token_cache.SCHEMA, [], lambda: {"key": "of other rows", "cuts": {}})
+
+
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "cut short": lambda path: path.write_bytes(path.read_bytes()[:-40]),
     "no such file format": lambda path: path.write_bytes(b"not an entry"),
     "empty": lambda path: path.write_bytes(b""),
     "one bit": flip,
-    "somebody else's arrays": lambda path: save_file({"reason": np.zeros(60, np.int32)}, path),
-    "without its description": lambda path: save_file(load_file(path), path),
+    "of other rows": foreign,
 }
 
 
@@ -211,22 +224,40 @@ def test_a_damaged_entry_is_said_once_and_made_again(cache, entry, capsys, what)
     assert capsys.readouterr().out == ""
 
 
-def test_the_entry_of_other_rows_under_this_name_is_not_taken(cache, entry, capsys):
-    other = rows(groups(31)[1:])
-    foreign = cache.folder / f"{content_key(renderer(), other)}.safetensors"
-    foreign.write_bytes(entry.read_bytes())
-    want = renderer().sequences(other)
-    assert [getattr(r, "key", r) for r in cache.sequences(renderer(), other)] == [
-        getattr(r, "key", r) for r in want
-    ]
-    assert "damaged or foreign" in capsys.readouterr().out
+def test_no_byte_of_an_entry_may_change(cache, entry, capsys):
+    good = entry.read_bytes()
+    for at in [*range(0, len(good), 37), *range(len(good) - 24, len(good))]:
+        entry.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        start(cache)
+        assert capsys.readouterr().out.count("damaged or foreign") == 1, at
+        assert entry.read_bytes() == good
+
+
+@pytest.mark.parametrize("how", ["cut", "zeros", "one bit"])
+def test_an_entry_that_changes_while_it_is_read_ends_the_run_and_names_the_file(
+    cache, entry, monkeypatch, how
+):
+    """In place, as ``cp`` over it does; a mapped file would end the process with SIGBUS."""
+    monkeypatch.setattr(token_cache, "_HELD", 0)
+    read, _ = start(cache, tokenises=False)
+    good, want = entry.read_bytes(), plain(read)
+    at = good.index(np.ascontiguousarray(read.groups[3][0].rows[0].completion_ids).tobytes())
+    with entry.open("r+b") as file:
+        file.seek(at)
+        if how == "cut":
+            file.truncate()
+        else:
+            file.write(bytes(40) if how == "zeros" else bytes([good[at] ^ 1]))
+    with pytest.raises(StoppedError, match=f"{entry}.*resume=true"):
+        plain(read)
+    assert plain(start(cache)[0]) == want and entry.read_bytes() == good
 
 
 def test_many_starts_at_once_leave_one_sound_entry(cache, capsys):
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda _: start(cache)[0], range(8)))
     assert all(plain(one) == plain(made[0]) for one in made)
-    assert [path.suffix for path in cache.folder.iterdir()] == [".safetensors"]
+    assert [path.suffix for path in cache.folder.iterdir()] == [".arrow"]
     start(cache, tokenises=False)
     assert capsys.readouterr().out == ""
 
@@ -246,19 +277,8 @@ def test_a_folder_that_cannot_be_written_is_said_and_hinders_nobody(tmp_path, ca
     assert "cache_dir" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("tokens", [2, 3])
-def test_every_number_of_an_entry_lies_where_a_processor_can_read_it(tmp_path, tokens):
-    """Also behind an odd number of tokens, which are half as wide as places."""
-    row = Sequence(np.zeros(1, np.int32), np.arange(tokens - 1, dtype=np.int32))
-    write_rows(tmp_path / "rows", [row, "a reason"], dict)
-    found, _ = read_rows(tmp_path / "rows")
-    columns = (found.tokens, found.prompt_starts, found.prompt_sizes, found.starts, found.sizes)
-    assert all(column.flags.aligned for column in columns)
-    assert getattr(found[0], "key", None) == row.key and found[1] == "a reason"
-
-
 def test_an_entry_of_reasons_alone(cache):
     hopeless = [(Prompt((Turn("system", "endless " * 80), Turn("user", "a"))), Completion("b"))]
     for _ in range(2):
-        [reason] = cache.sequences(renderer(), hopeless)
-        assert isinstance(reason, str) and "max_prompt_length" in reason
+        found, dropped = made(renderer(), hopeless, cache)
+        assert found == [] and "max_prompt_length" in next(iter(dropped))

@@ -19,8 +19,8 @@ def gated(folder, policy=None, spoil=None):
     trainer, segment = make_trainer(config, policy), make_segment(config, 8)
     batches = [segment.batch(i) for i in range(segment.steps)]
     parts = {"weights": "test"}
-    trainer.reference.scores = initial_scores(
-        trainer, batches, trainer.micro_size, trainer.reference, parts, "score"
+    trainer.reference.scores = dict(
+        initial_scores(trainer, batches, trainer.micro_size, trainer.reference, parts, "score")
     )
     if spoil is not None:
         trainer.reference.scores[trainer.reference.key(0, batches[0][1].rows[0])][0] = spoil

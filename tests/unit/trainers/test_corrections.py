@@ -14,7 +14,7 @@ import torch
 from common.errors import ConfigError
 from config.schema_correction import CorrectionConfig
 from data.batches import collate
-from data.example_table import with_behavior
+from data.examples import with_tokens
 from data.formats import RowError
 from data.groups import from_dict, to_dict
 from data.types import Completion, Sequence
@@ -295,8 +295,8 @@ def test_they_travel_with_their_row(pack):
 
 def test_an_end_token_that_is_added_has_none():
     row = Sequence(np.arange(2, dtype=np.int32), np.arange(3, dtype=np.int32))
-    made = with_behavior(row, Completion(None, (0, 1), behavior_logprobs=(-0.5, -0.25)))
+    made = with_tokens(row, Completion(None, (0, 1), behavior_logprobs=(-0.5, -0.25)))
     assert isinstance(made, Sequence) and made.behavior_logprobs is not None
     assert made.behavior_logprobs[:2].tolist() == [-0.5, -0.25] and math.isnan(made.behavior_logprobs[2])
-    cut = with_behavior(row, Completion(None, (0,) * 9, behavior_logprobs=(-0.5,) * 9))
+    cut = with_tokens(row, Completion(None, (0,) * 9, behavior_logprobs=(-0.5,) * 9))
     assert isinstance(cut, Sequence) and len(cut.behavior_logprobs) == 3

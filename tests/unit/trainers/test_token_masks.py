@@ -13,7 +13,7 @@ import torch
 
 from common.errors import ConfigError
 from data.batches import Segment, collate
-from data.example_table import with_tokens
+from data.examples import with_tokens
 from data.formats import RowError
 from data.groups import from_dict, to_dict
 from data.types import Completion, Example, Group, Prompt, Sequence, Turn
