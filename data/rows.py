@@ -33,11 +33,8 @@ from data.types import Group
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".json.gz", ".jsonl.gz", ".csv.gz", ".tsv.gz")
 
-_CHUNK = 1 << 20
-"""Characters of a .json list that are read at once."""
-_LONGEST_BARE = 16
-"""A value that is cut off is an error at most this many characters before the end, unless it is a text or has
-brackets: two escaped halves of a character have 12."""
+_MOST = 1 << 28
+"""Characters of a .json list, which is read whole."""
 _MARK = "\ufeff"
 _BLANK = re.compile(r"[ \t\n\r]*")
 
@@ -249,99 +246,51 @@ def _read_lines(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
 
 
 def _read_json_list(path: Path, stream: IO[str]) -> Iterator[Row | Dropped]:
-    window = _Window(stream)
-    try:
-        for number, (values, fault, text) in enumerate(_elements(path, window), 1):
-            yield _as_row(path, number, values, _not_characters(text) or fault)
-    except json.JSONDecodeError as error:
-        line, column = window.place(error)
+    text = stream.read(_MOST + 1)
+    if len(text) > _MOST:
+        unpacked = f"gzip -dc {path} | jq -c '.[]'" if path.suffix == ".gz" else f"jq -c '.[]' {path}"
         raise DataError(
-            f"{path}: is not JSON ({error.msg}: line {line} column {column}); a file with one object a line "
-            "must be named .jsonl"
+            f"{path}: is a list of more than {_MOST:,} characters, and lists are read whole; convert it to "
+            f"one object a line, read as it is needed: {unpacked} > {path.name.partition('.')[0]}.jsonl"
+        )
+    try:
+        for number, (values, fault, own) in enumerate(_elements(path, text), 1):
+            yield _as_row(path, number, values, _not_characters(own) or fault)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path}: is not JSON ({error.msg}: line {error.lineno} column {error.colno}); a file with one "
+            "object a line must be named .jsonl"
         ) from error
 
 
-class _Window:
-    """A part of a text that is read as it is needed. ``at``: how far ``text`` is used."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-        self.text, self.at = "", 0
-        self._line, self._column = 1, 1
-        """Place of the text's beginning in the file."""
-
-    def more(self) -> bool:
-        """Read on, at least as much as there is unused, and forget what was used. Return False at the end of
-        the file."""
-        found = self._stream.read(max(_CHUNK, len(self.text) - self.at))
-        if found:
-            self._line, self._column = self._place(self.at)
-            self.text, self.at = self.text[self.at :] + found, 0
-        return bool(found)
-
-    def place(self, error: json.JSONDecodeError) -> tuple[int, int]:
-        """Return (line, column) in the file of an error in ``text``."""
-        return self._place(error.pos)
-
-    def _place(self, at: int) -> tuple[int, int]:
-        lines = self.text.count("\n", 0, at)
-        start = self.text.rfind("\n", 0, at)
-        return self._line + lines, at - start if lines else self._column + at
-
-    def next(self) -> str:
-        """Go to the next character that is not blank, and return it; "" at the end of the file."""
-        while True:
-            blank = _BLANK.match(self.text, self.at)
-            assert blank is not None  # the pattern also matches the empty string
-            self.at = blank.end()
-            if self.at < len(self.text):
-                return self.text[self.at]
-            if not self.more():
-                return ""
-
-    def value(self) -> tuple[Any, str | None, str]:
-        """Return (value, fault, its text) of the JSON that begins here (``parsed``), and go to its end.
-        Raises JSONDecodeError where the text is not JSON."""
-        while True:
-            try:
-                value, end, fault = parsed(self.text, self.at)
-            except json.JSONDecodeError as error:
-                cut = "Unterminated" in error.msg or len(self.text) - error.pos < _LONGEST_BARE
-                if cut and self.more():
-                    continue
-                raise
-            if self.text[end : end + 1] in ("", ".", "e", "E") and self.more():  # a number may go on
-                continue
-            text, self.at = self.text[self.at : end], end
-            return value, fault, text
-
-    def fails(self, why: str) -> json.JSONDecodeError:
-        return json.JSONDecodeError(why, self.text, self.at)
-
-
-def _elements(path: Path, window: _Window) -> Iterator[tuple[Any, str | None, str]]:
+def _elements(path: Path, text: str) -> Iterator[tuple[Any, str | None, str]]:
     """Yield (value, fault, text) of each element of a JSON list. Raises JSONDecodeError where the text is no
     longer JSON, DataError if the value is not a list."""
-    if window.next() != "[":
-        value, _, _ = window.value()
-        if window.next():
-            raise window.fails("Extra data")
+
+    def after(at: int) -> int:
+        blank = _BLANK.match(text, at)
+        return blank.end() if blank else at
+
+    at = after(0)
+    if text[at : at + 1] != "[":
+        value, end, _ = parsed(text, at)
+        if (at := after(end)) < len(text):
+            raise json.JSONDecodeError("Extra data", text, at)
         raise DataError(
             f"{path}: holds a {type(value).__name__}, but a .json file must hold one list of objects"
         )
-    window.at += 1
-    if window.next() != "]":
-        while True:
-            yield window.value()
-            if window.next() != ",":
-                break
-            window.at += 1
-            window.next()
-    if window.next() != "]":
-        raise window.fails("Expecting ',' delimiter")
-    window.at += 1
-    if window.next():
-        raise window.fails("Extra data")
+    at = after(at + 1)
+    more = text[at : at + 1] != "]"
+    while more:
+        value, end, fault = parsed(text, at)
+        yield value, fault, text[at:end]
+        at = after(end)
+        if more := text[at : at + 1] == ",":
+            at = after(at + 1)
+    if text[at : at + 1] != "]":
+        raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+    if (at := after(at + 1)) < len(text):
+        raise json.JSONDecodeError("Extra data", text, at)
 
 
 def _not_characters(text: str) -> str | None:

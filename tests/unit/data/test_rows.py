@@ -8,7 +8,6 @@ import json
 import random
 import re
 import sys
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,14 +144,11 @@ JSON = st.recursive(
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     values=st.lists(JSON, max_size=6),
-    chunk=st.integers(1, 30),
     indent=st.sampled_from([None, 0, 3, 40]),
     escaped=st.booleans(),
     cut=st.none() | st.floats(0, 1),
 )
-def test_a_list_is_the_same_however_much_of_it_is_read_at_once(
-    tmp_path, monkeypatch, values, chunk, indent, escaped, cut
-):
+def test_a_list_is_what_the_library_reads(tmp_path, values, indent, escaped, cut):
     """And so is the place at which a damaged one ends."""
     text = json.dumps(values, indent=indent, ensure_ascii=escaped) + "\n"
     text = text if cut is None else text[: int(cut * len(text))]
@@ -162,7 +158,6 @@ def test_a_list_is_the_same_however_much_of_it_is_read_at_once(
         wanted: object = json.loads(text)
     except json.JSONDecodeError as error:
         wanted = f"({error.msg}: line {error.lineno} column {error.colno})"
-    monkeypatch.setattr(rows, "_CHUNK", chunk)
     if isinstance(wanted, str):
         with pytest.raises(DataError, match=re.escape(wanted)):
             list(rows.read_rows(path))
@@ -175,41 +170,20 @@ def test_a_list_is_the_same_however_much_of_it_is_read_at_once(
 
 
 @pytest.mark.parametrize("value", ["7" * 5000, "[" * 1500 + "]" * 1500], ids=["long", "deep"])
-def test_a_value_that_cannot_be_read_ends_where_it_ends_however_much_is_read_at_once(
-    tmp_path, monkeypatch, value
-):
-    """With brackets and escapes in the texts behind it, at any of which what is read may be cut off."""
+def test_a_value_that_cannot_be_read_ends_where_it_ends(tmp_path, value):
+    """With brackets and escapes in the texts behind it."""
     path = tmp_path / "pairs.json"
     path.write_text('[{"n": ' + value + r', "s": "a } b, \\ \" ] [ {"}, {"x": 1}]')
-    for chunk in range(1, 90):
-        monkeypatch.setattr(rows, "_CHUNK", chunk)
-        bad, good = rows.read_rows(path)
-        assert isinstance(bad, rows.Dropped) and isinstance(good, rows.Row) and good.values == {"x": 1}
+    bad, good = rows.read_rows(path)
+    assert isinstance(bad, rows.Dropped) and isinstance(good, rows.Row) and good.values == {"x": 1}
 
 
-def test_a_damaged_list_is_not_read_to_its_end(tmp_path):
-    path = tmp_path / "pairs.json"
-    path.write_text('[{"prompt": 1 2}, ' + "[1], " * 6_000_000 + "[1]]")
-    tracemalloc.start()
-    try:
-        with pytest.raises(DataError, match="line 1 column 15"):
-            list(rows.read_rows(path))
-        assert tracemalloc.get_traced_memory()[1] < 8_000_000
-    finally:
-        tracemalloc.stop()
-
-
-def test_a_list_need_not_fit_in_memory(tmp_path):
-    path = tmp_path / "pairs.json"
-    record = json.dumps({"prompt": "why " * 250, "chosen": "so " * 250, "rejected": "thus " * 250})
-    path.write_text("[" + ",\n".join([record] * 10_000) + "]")
-    assert path.stat().st_size > 29_000_000
-    tracemalloc.start()
-    try:
-        assert sum(isinstance(row, rows.Row) for row in rows.read_rows(path)) == 10_000
-        assert tracemalloc.get_traced_memory()[1] < 8_000_000
-    finally:
-        tracemalloc.stop()
+@pytest.mark.parametrize("kind", [".json", ".json.gz"])
+def test_a_long_list_is_refused_with_the_command_that_converts_it(tmp_path, monkeypatch, kind):
+    path = write(tmp_path / f"pairs{kind}", LINES)
+    monkeypatch.setattr(rows, "_MOST", 100)
+    with pytest.raises(DataError, match=rf"{path}.*jq -c '\.\[\]'.* > pairs\.jsonl"):
+        load(path)
 
 
 def test_a_list_that_breaks_off_or_goes_on_is_refused_by_line(tmp_path):
