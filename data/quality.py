@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from common.markdown import literal
 from data.chat import CONTROLLED
 from data.examples import Examples, columns_of
 from data.group_store import prompt_ids
@@ -34,7 +33,7 @@ _NAMED = 10
 
 @dataclass(frozen=True)
 class DataReport:
-    """The data that a run is about to train on. ``to_markdown`` is for people, ``to_dict`` for JSON."""
+    """The data that a run is about to train on. ``reports.data_tables`` shows what ``to_dict`` gives."""
 
     origin: str
     evaluation_origin: str
@@ -136,17 +135,13 @@ class DataReport:
         """Return the report with an example: its prompt and its completions, as text of their tokens."""
         return replace(self, example=tuple(shown))
 
-    @property
-    def _reader(self) -> str:
-        """What is said of a column that the format does not read."""
-        return "only a reward function reads" if self.format == "prompt_only" else "nothing reads"
-
     def beginning(self) -> list[str]:
         """Return lines for the terminal, printed before training, that say how the data were understood."""
         lines = []
         if self.format:
             columns = f" ({', '.join(self.columns)})" if self.columns else ""
-            unused = f"; columns that {self._reader}: {', '.join(self.unused)}" if self.unused else ""
+            reader = "only a reward function" if self.format == "prompt_only" else "nothing"
+            unused = f"; columns that {reader} reads: {', '.join(self.unused)}" if self.unused else ""
             lines.append(f"data read as {self.format}{columns}{unused}")
         if self.dropped:
             lines.append(
@@ -230,61 +225,6 @@ class DataReport:
         selection = None if self.selection is None else self.selection.to_dict()
         return {**asdict(self), "selection": selection, "warnings": self.warnings()}
 
-    def to_markdown(self) -> str:
-        """Return the report as a page, with headings from level 2 on."""
-        parts = [
-            "## Data",
-            "",
-            f"- Training: {literal(self.origin)}",
-            f"- Evaluation: {literal(self.evaluation_origin)} ({self.evaluation_groups} groups)",
-            *(
-                [f"- Read as: {literal(self.format)} ({literal(', '.join(self.columns))})"]
-                if self.format
-                else []
-            ),
-            *([f"- Columns that {self._reader}: {literal(', '.join(self.unused))}"] if self.unused else []),
-            "",
-            f"{self.read} rows read, {self.groups} groups of {self.prompts} prompts, {self.examples} "
-            "examples.",
-            "",
-            *(f"- Read back: {literal(line)}" for line in self.read_back),
-            *([""] if self.read_back else []),
-            *_counts("Rows dropped", "rows", self.dropped),
-            *(f"- {literal(row.file)}, row {row.row}: {literal(row.reason)}" for row in self.named),
-            *([""] if self.named else []),
-            *_counts("Groups without an example", "groups", self.untrainable),
-            *_counts("Shortened", "times", self.cut),
-            *([] if self.selection is None else self.selection.to_markdown()),
-            *_spreads(
-                "Lengths",
-                "tokens",
-                {"prompt": self.prompt_tokens, "completion": self.completion_tokens},
-                ".0f",
-            ),
-        ]
-        parts += _example(self.example)
-        if self.logprob:
-            parts += _spreads(
-                "Mean token log-probability under the initial model", "nats", self.logprob, ".3f"
-            )
-            low, high = PAPER_WORST_QUARTILE
-            parts += [
-                f"{self.poor_share:.0%} of the completions {self._than}; the lowest quarter of the paper's "
-                f"data had [{low}, {high}] (§5.2.1, Figure 6).",
-                "",
-            ]
-        if self.clippable_share is not None:
-            parts += [
-                f"Humanline can clip at most {self.clippable_share:.1%} of the completion tokens from above "
-                "while the reference "
-                "is the initial model: those to which it gives less than exp(−log_epsilon_R). The others "
-                "cannot become "
-                "that much more likely.",
-                "",
-            ]
-        parts += [f"**Warning.** {warning}.\n" for warning in self.warnings()]
-        return "\n".join(parts)
-
 
 def can_be_clipped(logprobs: np.ndarray, log_epsilon_R: float) -> np.ndarray:
     """Return [tokens] bool: True if the log-ratio against these reference log-probabilities (nats) can exceed
@@ -306,44 +246,3 @@ _SHOWN = 300
 def shortened(text: str) -> str:
     """Return the text, without its middle if it is long."""
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} … {text[-_SHOWN // 2 :]}"
-
-
-def _example(shown: Sequence[str]) -> list[str]:
-    """Return the report's section that shows an example, token for token as text."""
-    if not shown:
-        return []
-    titles = ("prompt", *["completion"] * (len(shown) - 1))
-    blocks = (
-        [f"{title}:", "", *(f"    {line}" for line in text.splitlines() or [""]), ""]
-        for title, text in zip(titles, shown, strict=True)
-    )
-    return ["### The first example, as the model reads it", "", *(line for block in blocks for line in block)]
-
-
-def _counts(title: str, unit: str, counts: Mapping[str, int]) -> list[str]:
-    if not counts:
-        return []
-    return [
-        f"### {title}",
-        "",
-        f"| reason | {unit} |",
-        "|---|---|",
-        *(f"| {literal(why)} | {n} |" for why, n in counts.items()),
-        "",
-    ]
-
-
-def _spreads(title: str, unit: str, spreads: Mapping[str, Spread | None], form: str) -> list[str]:
-    lines = [
-        f"### {title}",
-        "",
-        f"| {unit} | count | mean | minimum | 25 % | median | 75 % | maximum |",
-        "|" + "---|" * 8,
-    ]
-    for name, s in spreads.items():
-        if s is not None:
-            numbers = (s.mean, s.minimum, s.lower_quartile, s.median, s.upper_quartile, s.maximum)
-            lines.append(
-                f"| {name} | {s.count} | " + " | ".join(format(number, form) for number in numbers) + " |"
-            )
-    return [*lines, ""]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -41,29 +40,6 @@ class Selection:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON. Of the kept groups only their number is included."""
         return {**asdict(self), "kept": len(self.kept)}
-
-    def to_markdown(self) -> list[str]:
-        """Return the paragraph for the data report, as lines of Markdown."""
-        s = self.all
-        quarters = [s.minimum, s.lower_quartile, s.median, s.upper_quartile, s.maximum]
-        return [
-            "### Kept by log-probability",
-            "",
-            f"data.logprob_range={list(self.range)}: {len(self.kept)} of {s.count} groups were kept, those "
-            "whose mean token "
-            f"log-probability under the initial model lies in [{self.lowest:.3f}, {self.highest:.3f}] nats. "
-            "What follows is about them.",
-            "",
-            "| left out because | groups |",
-            "|---|---|",
-            f"| less likely than those kept | {self.below} |",
-            f"| more likely than those kept | {self.above} |",
-            "",
-            "The quartiles of all groups: "
-            + ", ".join(f"[{a:.3f}, {b:.3f}]" for a, b in pairwise(quarters))
-            + " nats.",
-            "",
-        ]
 
 
 def places(count: int, share: Seq[float]) -> tuple[int, int]:

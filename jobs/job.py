@@ -58,6 +58,7 @@ from models.reference import Reference
 from models.routing import routing_notice
 from optimizers.build import check_optimizer
 from reports.answers import example_lines
+from reports.data_tables import page as data_page
 from reports.model_card import write_model_card
 from reports.outcome import outcome
 from reports.report import final_table, write_report
@@ -385,7 +386,7 @@ class Job:
     def write_data_report(self) -> None:
         """Write the data report to the run's folder; called on rank 0 alone. Raises ConfigError."""
         self.folder.write("data_report.json", json.dumps(scrub(self.report.to_dict()), indent=2))
-        self.folder.write("data_report.md", scrub_text(self.report.to_markdown()))
+        self.folder.write("data_report.md", scrub_text(data_page(self.report.to_dict())))
 
     def finish(self, run: RunWatch, folder: Path, policy: Policy) -> dict[str, Any]:
         """Write the export, summary, model card and report, print the final table; return the summary."""
@@ -450,7 +451,7 @@ class Job:
 
     def describe(self) -> dict[str, Any]:
         """Print what the run would do and return its size, without writing files or loading weights."""
-        self.say(self.report.to_markdown())
+        self.say(data_page(self.report.to_dict()))
         plan, ranks = self.plan, self.config.plan.ranks or self.world.size
         of = (self.config, plan.train, self.held_out(), self.trainer_class, ranks)
         with phase("plan the memory", "plan"):

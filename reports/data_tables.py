@@ -1,11 +1,13 @@
-"""The tables and facts of data_report.json, which describe the data that a run trained on, for the run's
-report."""
+"""The tables and facts of data_report.json, which describe the data that a run trained on: for the run's report,
+and as a page of their own."""  # noqa: E501
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from common.markdown import literal
 
 Facts = Mapping[str, Any]
 
@@ -39,7 +41,10 @@ def _facts(data: Facts) -> Iterator[tuple[str, str]]:
     yield "trained on", _text(data.get("origin"))
     yield "evaluated on", _text(data.get("evaluation_origin"))
     yield "read as", _text(data.get("format"))
-    yield "columns that nothing reads", ", ".join(map(str, list_of(data, "unused")))
+    yield "columns read", ", ".join(map(str, list_of(data, "columns")))
+    reader = "only a reward function" if data.get("format") == "prompt_only" else "nothing"
+    yield f"columns that {reader} reads", ", ".join(map(str, list_of(data, "unused")))
+    yield "read back", "; ".join(map(str, list_of(data, "read_back")))
     if "read" in data:
         counts = (f"{data.get(key) or 0:,}" for key in ("read", "groups", "prompts", "examples"))
         yield "to train on", "{} rows read, {} groups of {} prompts, {} examples".format(*counts)
@@ -50,8 +55,9 @@ def _facts(data: Facts) -> Iterator[tuple[str, str]]:
     if data.get("shared_prompts"):
         yield "prompts on both sides", f"{data['shared_prompts']:,}"
     if chosen := data.get("selection"):
-        left_out = f"{chosen['below']:,} were less likely, {chosen['above']:,} more likely"
-        yield "kept by log-probability", f"{chosen['kept']:,} groups; of the others {left_out}"
+        kept, below, above = (chosen[key] for key in ("kept", "below", "above"))
+        left_out = f"{below:,} were less likely, {above:,} more likely"
+        yield "kept by log-probability", f"{kept:,} of {kept + below + above:,} groups; {left_out}"
     if data.get("poor_share") is not None:
         than = (
             "less likely than nine in ten of the model's own answers"
@@ -77,7 +83,25 @@ def tables(data: Facts) -> list[Table]:
     found.append(_spreads("Lengths", "tokens", lengths, "{:,.0f}"))
     title = "Mean token log-probability of a completion under the initial model"
     found.append(_spreads(title, "nats", data.get("logprob") or {}, "{:.3f}"))
+    every = (data.get("selection") or {}).get("all")
+    title = "Mean token log-probability of a group, before data.logprob_range chose"
+    found.append(_spreads(title, "nats", {"every group": every}, "{:.3f}"))
     return [table for table in found if table.rows]
+
+
+def page(data: Facts) -> str:
+    """Return everything as Markdown, with headings from level 2 on."""
+    lines = ["## Data", "", *(f"- {label}: {literal(value)}" for label, value in facts(data)), ""]
+    for table in tables(data):
+        rows = (table.header, ("---",) * len(table.header), *(tuple(map(literal, row)) for row in table.rows))
+        lines += [f"### {table.title}", "", *(f"| {' | '.join(row)} |" for row in rows), ""]
+    if shown := example(data):
+        lines += ["### The first example, as the model reads it", ""]
+    for title, text in shown:
+        lines += [f"{title}:", "", *(f"    {line}" for line in text.splitlines() or [""]), ""]
+    return "\n".join(
+        [*lines, *(f"**Warning.** {literal(warning)}.\n" for warning in list_of(data, "warnings"))]
+    )
 
 
 def _spreads(title: str, unit: str, spreads: Mapping[str, Any], form: str) -> Table:

@@ -74,7 +74,7 @@ def test_a_range_trains_on_its_share_and_says_so(folder):
     )
     assert report["selection"]["all"]["lower_quartile"] <= report["selection"]["lowest"] + 1e-9
     assert report["logprob"]["all"]["count"] == PAIRS
-    assert "32 of 64 groups were kept" in (folder / "whole" / "data_report.md").read_text()
+    assert "32 of 64 groups" in (folder / "whole" / "data_report.md").read_text()
 
 
 @pytest.mark.parametrize("loss", ["kto", "grpo", "simpo", "sft"])

@@ -13,6 +13,7 @@ from data.examples import Examples
 from data.quality import PAPER_WORST_QUARTILE, DataReport, Spread
 from data.rows import Dropped, Loaded
 from data.types import Completion, Example, Group, Prompt, Sequence, Turn
+from reports import data_tables
 
 
 def group(question: str) -> Group:
@@ -60,9 +61,8 @@ def test_it_counts_rows_prompts_and_what_both_splits_share(report: DataReport) -
 
 
 def test_markdown_names_rows_and_its_tables_hold_whatever_the_data_say(report: DataReport) -> None:
-    page = report.with_logprobs(
-        {"chosen": np.array([-0.1]), "rejected": np.array([-0.5])}, clippable_share=0.021
-    ).to_markdown()
+    kinds = {"chosen": np.array([-0.1]), "rejected": np.array([-0.5])}
+    page = data_tables.page(report.with_logprobs(kinds, clippable_share=0.021).to_dict())
     assert "f.jsonl, row 2: a tie" in page
     assert "2.1%" in page
     for table in page.split("\n\n"):
@@ -74,7 +74,7 @@ def test_what_the_data_say_is_shown_and_does_nothing() -> None:
     hostile = "<svg onload=alert(1)> ![](http://x) `a` \\| <script>\n# b\n\x1b[2J\ud800"
     loaded = Loaded([group("q1")], 3, [Dropped(hostile, 2, hostile)], hostile)
     made = DataReport.of(loaded, Loaded([], 0, [], hostile), Examples((), {hostile: 1}), {})
-    page = made.to_markdown()
+    page = data_tables.page(made.to_dict())
     page.encode()
     assert [part for part in ("<svg", "<script", "](", "`", "\n# b", "\x1b") if part in page] == []
     assert page.count("&lt;svg onload=alert(1)&gt;") == 6
@@ -108,7 +108,8 @@ def test_the_gate_warns_of_data_like_the_papers_lowest_quarter(
     assert any("Figure 6" in warning for warning in scored.warnings()) == warned
     assert scored.logprob["all"].count == 6  # what was not scored is not averaged over
     assert scored.logprob["chosen"].median == pytest.approx(center)
-    assert f"[{PAPER_WORST_QUARTILE[0]}, {PAPER_WORST_QUARTILE[1]}]" in scored.to_markdown()
+    low, high = PAPER_WORST_QUARTILE
+    assert (f"[{low}, {high}]" in data_tables.page(scored.to_dict())) == warned
 
 
 def test_where_the_model_answered_itself_its_answers_are_the_measure(report: DataReport) -> None:

@@ -28,6 +28,7 @@ from data.published import SOLVERS
 from data.quality import DataReport
 from data.rows import Loaded
 from data.sources import load_splits
+from reports import data_tables
 
 GOOD = [{"prompt": f"question {i} ü", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(9)]
 LINES = [json.dumps(record).encode() for record in GOOD]
@@ -50,7 +51,7 @@ def load(path: Path, form: str = "auto") -> tuple[Loaded, Loaded]:
     """As a run does, its data report included, which quotes the rows."""
     train, evaluation = load_splits(config(path, form))
     report = DataReport.of(train, evaluation, Examples((), {}), {})
-    path.with_suffix(".md").write_text(report.to_markdown(), encoding="utf-8")
+    path.with_suffix(".md").write_text(data_tables.page(report.to_dict()), encoding="utf-8")
     path.with_suffix(".report").write_text(json.dumps(report.to_dict()), encoding="utf-8")
     return train, evaluation
 
