@@ -60,12 +60,13 @@ def write(
 class ArrowFile:
     """The record batches of a file, which take no memory of the process."""
 
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        """Raises OSError or DamagedError for what is no such file, as far as its end says. Batches are
-        compared with their checksums when they are read."""
-        self.path, self._schema = path.absolute(), schema
-        self._file = regular_file(path).open("rb", buffering=0)
-        size = os.fstat(self._file.fileno()).st_size
+    def __init__(self, path: Path, schema: pa.Schema, keep_open: bool = True) -> None:
+        """``keep_open``: the file is opened once, and may lose its name. Otherwise it is opened for each read,
+        since a process may have only so many open files. Raises OSError, or DamagedError for what is no such
+        file, as far as its end says. Batches are compared with their checksums when they are read."""
+        self.path, self._schema = regular_file(path).absolute(), schema
+        self._file = path.open("rb", buffering=0) if keep_open else None
+        size = path.stat().st_size
         last = self._bytes(max(size - _LAST, 0), _LAST)
         length = int.from_bytes(last[_WIDTH:], "little")
         tail = self._bytes(size - _LAST - length, length) if length <= size - _LAST else b""
@@ -93,7 +94,10 @@ class ArrowFile:
     def _bytes(self, start: int, size: int) -> bytes:
         # pread needs no file position, which threads and forked processes would share
         try:
-            return os.pread(self._file.fileno(), size, start)
+            if self._file is not None:
+                return os.pread(self._file.fileno(), size, start)
+            with self.path.open("rb", buffering=0) as file:
+                return os.pread(file.fileno(), size, start)
         except OSError as error:
             raise self._damaged(f" ({error})") from error
 

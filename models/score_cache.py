@@ -143,7 +143,7 @@ class ScoreCache:
         return found
 
     def _read(self, path: Path) -> Shard:
-        file = ArrowFile(path, SCHEMA)
+        file = ArrowFile(path, SCHEMA, keep_open=False)
         if file.about != self.key:
             raise ValueError("it is of other weights")
         keys = [np.array(file[at].column("key").to_pylist(), "S") for at in range(len(file.counts))]

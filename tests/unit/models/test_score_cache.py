@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -123,6 +125,19 @@ def test_the_last_shard_that_has_a_key_counts(tmp_path_factory, shards, others):
     for key in set(others) - set(want):
         with pytest.raises(KeyError):
             table[key]
+
+
+def test_more_shards_than_a_process_may_have_open_files(tmp_path):
+    cache = ScoreCache(tmp_path, PARTS, rank=0)
+    for number in range(40):
+        cache.write({f"{number}/a": torch.tensor([-float(number)])})
+    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, most))
+    try:
+        found = read(cache)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
+    assert len(found) == 40 and found["39/a"].tolist() == [-39.0]
 
 
 def test_a_row_takes_less_than_a_hundred_bytes(tmp_path):
