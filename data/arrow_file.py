@@ -61,7 +61,7 @@ class ArrowFile:
     """The record batches of a file, which take no memory of the process."""
 
     def __init__(self, path: Path, schema: pa.Schema, keep_open: bool = True) -> None:
-        """``keep_open``: the file is opened once, and may lose its name. Otherwise it is opened for each read,
+        """``keep_open``: the file is opened once, and may lose its name. Otherwise it is opened at each read,
         since a process may have only so many open files. Raises OSError, or DamagedError for what is no such
         file, as far as its end says. Batches are compared with their checksums when they are read."""
         self.path, self._schema = regular_file(path).absolute(), schema
