@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -63,11 +64,25 @@ def group_means(groups: ExampleGroups, scores: Scores) -> np.ndarray:
     """Return the mean log-probability of each group's completion tokens, [groups] float64, nats.
 
     A row counts once, even if several examples share it."""
+    keys, of = row_keys(groups), columns_of(groups)
+    sums, counts = (_of_each_row(keys, scores, what) for what in (lambda row: row.double().sum(), len))
+    ends = np.append(0, np.cumsum(of.counts))[np.cumsum(of.sizes)]
     out = np.empty(len(groups))
-    for g, group in enumerate(groups):
-        rows = {row.key: scores[row.key] for example in group for row in example.rows}.values()
-        out[g] = sum(float(values.double().sum()) for values in rows) / sum(len(values) for values in rows)
+    for g, (first, last) in enumerate(itertools.pairwise([0, *ends.tolist()])):
+        rows = [first + r for r in np.sort(np.unique(keys[first:last], return_index=True)[1])]
+        out[g] = sum(sums[rows].tolist()) / sum(counts[rows].tolist())
     return out
+
+
+def _of_each_row(keys: np.ndarray, scores: Scores, what: Callable[[Tensor], Any]) -> np.ndarray:
+    """Return [rows] float64, ``what`` of the scores of each of the rows ``keys``; NaN for one that was not
+    scored. Scores are read in their own order, in which their files are read once."""
+    names, found = np.zeros(len(scores) + 1, "S32"), np.full(len(scores) + 1, math.nan)
+    for i, (key, values) in enumerate(scores.items()):
+        names[i], found[i] = key, float(what(values))
+    order = np.argsort(names)
+    at = order[np.minimum(np.searchsorted(names[order], keys), len(scores))]
+    return np.where(names[at] == keys, found[at], math.nan)
 
 
 def kept_before(path: Path, groups: ExampleGroups, fresh: Selection) -> Selection:
@@ -118,10 +133,7 @@ def completion_means(groups: ExampleGroups, scores: Scores) -> dict[str, np.ndar
     Desirable completions count as chosen, undesirable ones as rejected. NaN where a completion was not
     scored."""
     keys, signs = row_keys(groups), columns_of(groups).signs
-    known = np.fromiter((key.encode() for key in scores), keys.dtype, len(scores))
-    means = np.full(len(keys), math.nan)
-    for row in np.flatnonzero(np.isin(keys, known)):
-        means[row] = float(scores[keys[row].decode()].double().mean())
+    means = _of_each_row(keys, scores, lambda row: row.double().mean())
     kinds = {"chosen": means[signs > 0], "rejected": means[~(signs > 0)]}
     return {kind: values for kind, values in kinds.items() if len(values)}
 

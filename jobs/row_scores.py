@@ -51,7 +51,10 @@ class OfRows(Mapping[str, Tensor]):
         return len(self._index)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._index)
+        """Yield the keys in the order in which the scores lie, or else of the steps that have them."""
+        if not self._by_row:
+            return iter(self._index)
+        return (key for key in self._scores if key in self._index)
 
     def __getitem__(self, key: str) -> Tensor:
         step = self._steps[self._index.place(key)]

@@ -60,15 +60,19 @@ class KeyIndex:
         return len(self.keys)
 
     def __iter__(self) -> Iterator[str]:
-        return (key.decode() for key in self.keys)
+        """Yield the keys in order of their positions."""
+        return (self.keys[i].decode() for i in np.argsort(self._places))
+
+    def __contains__(self, key: str) -> bool:
+        wanted = key.encode()
+        at = int(np.searchsorted(self.keys, wanted))
+        return at < len(self.keys) and bool(self.keys[at] == wanted)
 
     def place(self, key: str) -> int:
         """Return the position of ``key``. Raises KeyError."""
-        wanted = key.encode()
-        at = int(np.searchsorted(self.keys, wanted))
-        if at == len(self.keys) or self.keys[at] != wanted:
+        if key not in self:
             raise KeyError(key)
-        return int(self._places[at])
+        return int(self._places[np.searchsorted(self.keys, key.encode())])
 
 
 class ScoreTable(Mapping[str, Tensor]):
