@@ -123,9 +123,9 @@ def example(data: Facts) -> list[tuple[str, str]]:
 def list_of(data: Facts, key: str) -> list[Any]:
     """Return the list under ``key``; [] if the report has none. Raises TypeError if the value is no list."""
     found = data.get(key) or []
-    if not isinstance(found, list):
+    if not isinstance(found, list | tuple):  # a file has lists, the report itself tuples
         raise TypeError(f"{key} is no list")
-    return found
+    return list(found)
 
 
 def _text(value: Any) -> str:
