@@ -17,6 +17,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from common.progress import SOON, progress
 from data.chat import Renderer
 from data.token_cache import Rows, TokenCache, TokenFile
 from data.types import Completion, Example, Group, Prompt, Sequence, row_key
@@ -77,9 +78,18 @@ class Columns:
 class ExampleTable(Seq[tuple[Example, ...]]):
     """The examples of groups whose rows are in a file. They take about 70 bytes of memory each."""
 
-    def __init__(self, file: TokenFile, columns: Columns, groups: np.ndarray, prompt_ids: np.ndarray) -> None:
-        """``groups``: [n] int64, which groups of the file these are; ``prompt_ids``: [n] S16"""
+    def __init__(
+        self,
+        file: TokenFile,
+        columns: Columns,
+        groups: np.ndarray,
+        prompt_ids: np.ndarray,
+        numbers: np.ndarray,
+    ) -> None:
+        """``groups``: [n] int64, which groups of the file these are; ``prompt_ids``: [n] S16; ``numbers``:
+        [n, columns] float64, ``Group.numbers``"""
         self.file, self.columns, self._groups, self._prompt_ids = file, columns, groups, prompt_ids
+        self._numbers = numbers
         self._ends = np.cumsum(columns.sizes)
 
     def __len__(self) -> int:
@@ -101,6 +111,7 @@ class ExampleTable(Seq[tuple[Example, ...]]):
             self._prompt_ids[at].decode(),
             zip(self.columns.labels[own].tolist(), self.columns.counts[own].tolist(), strict=True),
             block.rows(group),
+            tuple(self._numbers[at].tolist()),
         )
 
     def __iter__(self) -> Iterator[tuple[Example, ...]]:
@@ -116,15 +127,19 @@ class ExampleTable(Seq[tuple[Example, ...]]):
 
     def pick(self, indices: np.ndarray) -> ExampleTable:
         """Return the groups at ``indices`` ([n] int64), in that order."""
-        return ExampleTable(
-            self.file, self.columns.pick(indices), self._groups[indices], self._prompt_ids[indices]
-        )
+        picked = (of[indices] for of in (self._groups, self._prompt_ids, self._numbers))
+        return ExampleTable(self.file, self.columns.pick(indices), *picked)
 
 
-def examples_of(prompt_id: str, specs: Iterable[tuple[float, int]], rows: Rows) -> tuple[Example, ...]:
-    """Return the examples of a group by (label, number of rows) of each."""
+def examples_of(
+    prompt_id: str, specs: Iterable[tuple[float, int]], rows: Rows, numbers: tuple[float, ...]
+) -> tuple[Example, ...]:
+    """Return the examples of a group by (label, number of rows) of each. ``numbers``: ``Group.numbers``"""
     own = iter(rows)
-    return tuple(Example(prompt_id, tuple(itertools.islice(own, count)), label) for label, count in specs)
+    return tuple(
+        Example(prompt_id, tuple(itertools.islice(own, count)), label, numbers=numbers)
+        for label, count in specs
+    )
 
 
 def rows_of(groups: ExampleGroups) -> Iterator[Sequence]:
@@ -202,8 +217,9 @@ class _Wanted:
 
     def __init__(self, groups: Seq[Group], view: View) -> None:
         sizes, counts, labels, completions = array("i"), array("i"), array("d"), array("i")
-        prompt_ids, digest = bytearray(), hashlib.sha256()
+        prompt_ids, digest, numbers = bytearray(), hashlib.sha256(), array("d")
         for group in groups:
+            numbers.extend(group.numbers)
             prompt_ids += group.prompt.id.encode()
             specs = view(group)
             sizes.append(len(specs))
@@ -215,6 +231,8 @@ class _Wanted:
                     digest.update(_words(group.prompt, group.completions[i]))
             digest.update(b"\f")  # which repr escapes, as it escapes line ends
         self.groups, self.prompt_ids = groups, np.frombuffer(bytes(prompt_ids), "S16")
+        self.numbers = np.array(numbers).reshape(len(sizes), -1) if numbers else np.empty((len(sizes), 0))
+        """[groups, columns] float64: ``Group.numbers``"""
         self.sizes, self.counts, self.labels = np.array(sizes), np.array(counts), np.array(labels)
         """[groups], [examples]: the number of examples, and of rows, of each; [examples]"""
         self.completions, self.words = completions, digest.hexdigest()
@@ -233,11 +251,10 @@ class _Wanted:
         prompts = np.repeat(file.prompt_sizes[kept], file.counts[kept])
         numbers = (self.sizes[kept], self.counts[examples], self.labels[examples])
         columns = Columns(*numbers, prompts, file.sizes, file.behavior)
-        return ExampleTable(file, columns, kept, self.prompt_ids[kept])
+        return ExampleTable(file, columns, kept, self.prompt_ids[kept], self.numbers[kept])
 
-    def tokenised(self, renderer: Renderer, at_once: int = _AT_ONCE) -> Iterator[Rows | str]:
-        """Yield the rows of each group, or why there are none. At least ``at_once`` rows are tokenised
-        together."""
+    def parts(self, at_once: int) -> Iterator[list[list[tuple[Prompt, Completion]]]]:
+        """Yield the rows of each group, many groups together: at least ``at_once`` rows."""
         part: list[list[tuple[Prompt, Completion]]] = []
         held, left = 0, iter(self.completions)
         for g, group in enumerate(self.groups):
@@ -245,9 +262,17 @@ class _Wanted:
             part.append([(group.prompt, group.completions[i]) for i in itertools.islice(left, count)])
             held += count
             if held >= at_once:
-                yield from _tokenised(renderer, part)
+                yield part
                 part, held = [], 0
-        yield from _tokenised(renderer, part)
+        yield part
+
+    def tokenised(self, renderer: Renderer) -> Iterator[Rows | str]:
+        """Yield the rows of each group, or why there are none, and show how far this is."""
+        rows = len(self.completions)
+        with progress(rows, "tokenise (data.path)", unit="row", shown=None, delay=SOON) as bar:
+            for part in self.parts(_AT_ONCE):
+                yield from _tokenised(renderer, part)
+                bar.update(sum(map(len, part)))
 
 
 def _tokenised(renderer: Renderer, groups: list[list[tuple[Prompt, Completion]]]) -> Iterator[Rows | str]:
@@ -309,10 +334,12 @@ def make_examples(
     rows = len(wanted.completions)
     made: ExampleGroups
     if cache is None or rows < cache.worth:  # kept, and not made again for every batch
-        held = list(wanted.tokenised(renderer, rows + 1))
+        held = [found for part in wanted.parts(rows + 1) for found in _tokenised(renderer, part)]
         why = {g: found for g, found in enumerate(held) if isinstance(found, str)}
         made = tuple(
-            examples_of(wanted.prompt_ids[g].decode(), wanted.specs(g), found)
+            examples_of(
+                wanted.prompt_ids[g].decode(), wanted.specs(g), found, tuple(wanted.numbers[g].tolist())
+            )
             for g, found in enumerate(held)
             if not isinstance(found, str)
         )
@@ -339,6 +366,8 @@ def groups_digest(groups: ExampleGroups) -> str:
     digest, of = hashlib.blake2b(digest_size=16), columns_of(groups)
     for column, kind in ((of.sizes, int), (of.labels, float), (of.prompts, int), (of.completions, int)):
         digest.update(np.ascontiguousarray(column, np.dtype(kind)).data)
+    if len(groups) and groups[0] and groups[0][0].numbers:  # data.numbers: all examples have some, or none
+        digest.update(np.array([example.numbers for group in groups for example in group]).data)
     for prompt, completion, mask in ids_of(groups):
         digest.update(np.ascontiguousarray(prompt, np.int32).data)
         digest.update(np.ascontiguousarray(completion, np.int32).data)
