@@ -99,9 +99,7 @@ def page(data: Facts) -> str:
         lines += ["### The first example, as the model reads it", ""]
     for title, text in shown:
         lines += [f"{title}:", "", *(f"    {line}" for line in text.splitlines() or [""]), ""]
-    return "\n".join(
-        [*lines, *(f"**Warning.** {literal(warning)}.\n" for warning in list_of(data, "warnings"))]
-    )
+    return "\n".join([*lines, *(f"**Warning.** {warning}.\n" for warning in list_of(data, "warnings"))])
 
 
 def _spreads(title: str, unit: str, spreads: Mapping[str, Any], form: str) -> Table:
