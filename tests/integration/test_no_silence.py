@@ -20,9 +20,9 @@ TICK = 0.1
 
 TINY = ("n_examples=8", "n_eval_examples=4", "n_eval_prompts=4", "model.batch_size=4")
 ROUNDS = (
-    "rounds.contexts=4",
-    "rounds.contexts_per_round=4",
-    "rounds.samples=2",
+    "rounds.contexts=8",
+    "rounds.contexts_per_round=8",
+    "rounds.samples=4",
     "n_eval_examples=4",
     "n_eval_prompts=4",
 )
@@ -111,7 +111,7 @@ def test_no_three_seconds_pass_without_output(tmp_path: Path, words: tuple[str, 
     ("number", "at", "says"),
     [
         (signal.SIGTERM, "import", "SIGTERM, in: import"),
-        (signal.SIGINT, "2/", "resume=true goes on"),
+        (signal.SIGINT, "3/100", "resume=true goes on"),
     ],
 )
 def test_a_request_to_stop_is_answered_at_once(tmp_path: Path, number: int, at: str, says: str) -> None:
