@@ -24,6 +24,7 @@ from trainers.corrections import Behavior, Correction, with_sample_size
 from trainers.losses import shapes
 from trainers.losses.base import LossResult, TokenScores
 from trainers.losses.grpo import grpo
+from trainers.losses.ppo import ppo
 
 NAN = math.nan
 LENGTHS = (5, 3, 4, 0)
@@ -125,6 +126,20 @@ def test_a_weight_multiplies_the_policy_term_and_not_the_penalty(words):
     penalty = gradient(None, beta) - gradient(None, 0.0)
     assert torch.allclose(gradient(weights, beta), weights * gradient(None, 0.0) + penalty, atol=1e-14)
     assert torch.equal(gradient(torch.ones_like(weights), beta), gradient(None, beta))
+
+
+def test_a_weight_multiplies_the_policy_term_of_ppo_without_a_critic_too():
+    scores, micro, _ = case(3, spread=0.1)
+    weights = correction("truncated", "correction.low=0.9").tokens(scores, micro).weights
+
+    def gradient(w, KL_coef=0.0):
+        given = TokenScores(scores.policy, scores.reference, scores.log_ratio, scores.mask, w)
+        total = ppo(given, LABELS, cliprange=0.5, KL_coef=KL_coef).total
+        return torch.autograd.grad(total, scores.policy, retain_graph=True)[0]
+
+    penalty = gradient(None, 0.3) - gradient(None)
+    assert torch.allclose(gradient(weights, 0.3), weights * gradient(None) + penalty, atol=1e-14)
+    assert not torch.equal(gradient(weights), gradient(None))
 
 
 @pytest.mark.parametrize("importance", ["token", "sequence"])
