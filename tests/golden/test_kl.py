@@ -83,7 +83,7 @@ def test_in_every_shape_the_reward_is_another_advantage(shape):
 
 
 def test_on_policy_k1_in_the_last_tokens_reward_has_the_gradient_of_k2_in_the_loss():
-    """At r = 1, of a completion's last token, which has no later one (arXiv 2510.01555, section 4)."""
+    """At r = 1, of a completion's last token, which has no later one (arXiv 2510.01555)."""
     rows, anchor = rows_and_anchor()
     leaf, made = scores(replace(rows, reference=rows.policy, low=-math.inf, high=math.inf), torch.float64)
     made = replace(made, anchor=torch.tensor(anchor))

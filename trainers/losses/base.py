@@ -118,7 +118,7 @@ def kl_term(scores: TokenScores, estimator: str) -> Tensor:
 
 def less_kl_to_come(advantages: Tensor, kl: Tensor, weight: float) -> Tensor:
     """Return [R, T] ``A_t - weight * sum_{s >= t} kl_s``, the advantages of tokens whose reward is less by
-    ``weight * kl`` (REINFORCE++, Hu 2025, arXiv 2501.03262, equation 3; no discount). The KL has no gradient.
+    ``weight * kl`` (REINFORCE++, Hu 2025, arXiv 2501.03262; no discount). The KL has no gradient.
 
     ``advantages``: [R, 1] or [R, T]. ``kl``: [R, T], 0 where a token does not count.
     """
