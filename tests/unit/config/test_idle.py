@@ -25,6 +25,7 @@ MORE = (
     *(
         "humanline=true",
         "humanline=true humanline_mode=sample",
+        "humanline=true humanline_mode=rule +humanline_rule._target_=a.b",
         "sync_mode=kl sync_freq=2",
         "sync_mode=ema sync_alpha=.5",
     ),
