@@ -24,6 +24,10 @@ from trainers.scorer import TokenScorer
 Masks = tuple[Tensor | None, Tensor]
 """[R, T] bool each: the tokens that M2PO masks (None: none), and those with the highest entropies."""
 
+EQUAL_ENTROPIES = 1e-3
+"""Nats. Entropies that differ by less count as one: the first tokens of a group's completions have the same,
+but for the rounding of their microbatches."""
+
 
 class GRPOTrainer(BasicTrainer[Tensor | Masks | None]):
     view = staticmethod(group_advantages)
@@ -93,7 +97,7 @@ class GRPOTrainer(BasicTrainer[Tensor | Masks | None]):
     def most_uncertain(self, batch: list[tuple[int, Microbatch]]) -> Sequence[Tensor]:
         """Return for each microbatch the tokens whose distributions have the highest entropies:
         ``loss.entropy_share`` of the global batch's completion tokens, rounded up, with all whose entropy
-        equals the least of them."""
+        equals the least of them but for rounding."""
         share, found = self.config.loss["entropy_share"], []
         for _, micro in batch:
             entropies = self.policy(micro.sequences, entropy=True)
@@ -104,7 +108,7 @@ class GRPOTrainer(BasicTrainer[Tensor | Masks | None]):
         )
         last = (highest.values.isfinite().sum() * share).ceil().long().clamp(min=1) - 1
         least = highest.values.gather(0, last.reshape(1))[0]
-        return [part >= least for part in found]
+        return [part >= least - EQUAL_ENTROPIES for part in found]
 
     def _second_moments(self, scores: TokenScores, micro: Microbatch) -> Tensor:
         loss = self.config.loss

@@ -35,7 +35,7 @@ def by_hand(batch, bonus: float, share: float) -> tuple[float, float, float]:
         entropies.append(-(log_p.exp() * log_p).sum(-1))
     term, entropy = torch.cat(terms), torch.cat(entropies)
     least = entropy.detach().sort(descending=True).values[math.ceil(share * len(entropy)) - 1]
-    loss = torch.where(entropy.detach() >= least, term, 0.0).mean() - bonus * entropy.mean()
+    loss = torch.where(entropy.detach() >= least - 1e-3, term, 0.0).mean() - bonus * entropy.mean()
     loss.backward()
     norm = sum(float(p.grad.square().sum()) for p in model.parameters()) ** 0.5
     return float(loss.detach()), norm, float(entropy.detach().mean())
