@@ -333,7 +333,7 @@ def test_a_dry_run_writes_nothing(tmp_path, cache, capfd):
     described = train(settings(tmp_path / "runs", tmp_path / "cache", "dry_run=true"), "run")
     assert described["steps"] == 12 and not (tmp_path / "runs").exists() and not (tmp_path / "cache").exists()
     out = capfd.readouterr().out
-    assert "12 steps of 4" in out and "GiB" in out and "2560 rows read" in out
+    assert "12 steps of 4" in out and "GiB" in out and "2,560 rows read" in out
 
 
 def test_gradients_that_are_not_finite_stop_the_run_after_n_and_leave_their_batches(

@@ -119,7 +119,7 @@ def test_all_are_named_at_once_and_a_recipes_are_notes():
         (
             "label",
             LabelStage(samples="a", out="x.json", format="binary"),
-            "loss=grpo sampler.top_p=1 rounds.samples=3 rounds.tau=1 rounds.feedback=group exp_name=x "
+            "loss=grpo sampler.top_p=1 rounds.tau=1 rounds.feedback=group exp_name=x "
             "| in=a format=binary rounds.threshold=8 reward=adder reward.function.path=a.b seed=2",
         ),
         ("label", LabelStage(samples="a", out="x.jsonl"), "rounds.threshold=8 | rounds.tau=1 rounds={tau:1}"),
