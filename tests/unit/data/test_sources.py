@@ -10,18 +10,19 @@ import random
 from pathlib import Path
 
 import datasets
-import numpy as np
 import pytest
 import torch
 
 from common.errors import ConfigError, DataError
 from config.schema_data import DataConfig
 from data.batches import FILL, microbatch
-from data.example_table import ExampleTable, Wanted
+from data.examples import make_examples
 from data.rows import Loaded
 from data.sources import hold_out, load_groups, load_splits, local
-from data.types import Completion, Group, Prompt, Sequence, Turn
+from data.token_cache import TokenCache
+from data.types import Completion, Group, Prompt, Turn
 from data.views import pairs
+from tests.unit.data.test_token_cache import renderer
 
 RECORDS = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(40)]
 
@@ -72,12 +73,10 @@ def test_numbers_of_the_data_reach_the_microbatch(tmp_path) -> None:
     loaded = load_groups(config(path, **settings), "train")
     assert [group.numbers for group in loaded.groups] == [(2.0,), (0.5,)]
     assert len(loaded.dropped) == 1 and "margin" in loaded.dropped[0].reason
-    row = Sequence(np.zeros(1, np.int32), np.zeros(1, np.int32))
-    rendered = [row] * 4
-    wanted = Wanted(loaded.groups, pairs)
-    (one,), (other,) = ExampleTable(wanted, rendered, np.arange(2))
     fill = dataclasses.replace(FILL, rows=FILL.rows * 2)
-    assert microbatch([one, other, fill], torch.device("cpu")).numbers.tolist() == [[2.0], [0.5], [0.0]]
+    for cache in (None, TokenCache(tmp_path / "cache", worth=1), TokenCache(tmp_path / "cache", worth=1)):
+        (one,), (other,) = make_examples(loaded.groups, pairs, renderer(), cache).groups
+        assert microbatch([one, other, fill], torch.device("cpu")).numbers.tolist() == [[2.0], [0.5], [0.0]]
     assert microbatch([FILL], torch.device("cpu")).numbers is None
 
 
