@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from common.errors import ConfigError, StoppedError, UserError, require
 from common.files import LINK, on_disk
 from common.output import guard_output, no_room
-from common.progress import pulse
+from common.progress import phase, pulse
 from common.secrets import remember, scrub_text
 from config.arguments import as_settings, choices_of, given_twice, override_in, refuse_choices
 from config.files import FOLDER
@@ -150,7 +150,8 @@ def cli(main: Callable[[], object]) -> None:
         pulse()
     try:
         guarded(lambda: check_jobs(sys.argv[1:], program()))
-        main()
+        with phase(f"{program()}.py"):  # shown where nothing within says what is under way
+            main()
     except KeyboardInterrupt:
         sys.exit(
             complain("interrupted; answers and scores that are done are kept, the same command goes on", 130)

@@ -193,8 +193,7 @@ class Job:
         planned_settings = PlannedSettings(
             self.config, self.plan.train, self.held_out(), self.trainer_class, world
         )
-        with phase("load the model", "model.name_or_path"):
-            policy, fingerprint = load_sharded(self.config.model, world, self.config.seed)
+        policy, fingerprint = load_sharded(self.config.model, world, self.config.seed)
         with phase("plan the memory", "model.microbatch_tokens"):
             config = self.config = planned_settings.apply(policy, self.say)
         inputs |= {WEIGHTS: fingerprint}

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from common.progress import phase
 from config.schema_model import ModelConfig
 from models.distributed import World, fill, on_main, shard
 from models.fingerprint import weights_fingerprint
@@ -21,6 +22,11 @@ def load_sharded(config: ModelConfig, world: World, seed: int = 0) -> tuple[Poli
     sends every other rank its share. ``seed`` is that of random weights: of adapters, or of a model that has
     none yet.
     """
+    with phase("load the model", "model.name_or_path"):
+        return _load_sharded(config, world, seed)
+
+
+def _load_sharded(config: ModelConfig, world: World, seed: int) -> tuple[Policy, str]:
     dtype = getattr(torch, config.dtype)
     if world.size == 1:
         policy = load_policy(config, world.device, seed)
