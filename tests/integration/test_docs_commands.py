@@ -200,7 +200,7 @@ MADE = {
     r"launch\.sweep sweeps/off_policy": ("foreign.jsonl", ["cp assets/adder/pairs.jsonl foreign.jsonl"]),
     r"data\.path=rated\.jsonl": (
         "rated.jsonl",
-        ["""sed 's/^{/{"margin": 2, /' pairs.jsonl > rated.jsonl"""],
+        ["""sed 's/^{/{"margin": 2, /' assets/adder/pairs.jsonl > rated.jsonl"""],
     ),
     r"data\.path=groups\.jsonl": ("groups.jsonl", ["cp assets/adder/pairs.jsonl groups.jsonl"]),
     r"loss=hinge|loss=rated_dpo|soft_clip|trainer=sequence|reward=length|sampler=fixed|second_try|data=questions"
