@@ -66,6 +66,8 @@ class Bar(tqdm):
 
     opened: ClassVar[list[Bar]] = []
     """The bars that are shown, the innermost last."""
+    last_print_t: float
+    """tqdm's: when it was drawn, in seconds of its clock."""
     _since: tuple[int, float] | None = None
     _waits = False
 

@@ -287,7 +287,7 @@ def _of_group(rows: list[Sequence | str], completions: list[Completion]) -> Rows
     sound = tuple(row for row in rows if not isinstance(row, str))
     if len(sound) < len(rows):
         return next(row for row in rows if isinstance(row, str))
-    if len(rows) == 2 and np.array_equal(*(row.completion_ids for row in sound)):
+    if len(rows) == 2 and np.array_equal(sound[0].completion_ids, sound[1].completion_ids):
         texts = {completion.text for completion in completions}
         if len(texts) == 2 and None not in texts:
             return _MADE_EQUAL  # they carry no preference

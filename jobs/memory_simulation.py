@@ -103,7 +103,7 @@ def answer(question: Question) -> Answer:
 def exported_in(given: ModelConfig, found: PretrainedConfig) -> str:
     """Return the dtype of the exported model, which the temporary folder's missing weights cannot tell."""
     try:
-        dtype = export_dtype(given)
+        dtype: str | torch.dtype = export_dtype(given)
     except ConfigError:  # an architecture without files
         dtype = found.dtype or torch.float32
     return str(dtype).removeprefix("torch.")

@@ -269,7 +269,7 @@ def on_grid(sequences: Sequences, values: Tensor) -> Tensor:
 
 def causal_lm(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """Return the transformers model, without the adapters that may be around it."""
-    return cast(PreTrainedModel, model.get_base_model()) if is_adapted(model) else model
+    return cast(PreTrainedModel, model.get_base_model() if is_adapted(model) else model)
 
 
 def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
