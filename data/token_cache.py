@@ -14,7 +14,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -82,16 +82,20 @@ def _batch(groups: list[Rows | str]) -> pa.RecordBatch:
 class Block:
     """The groups of a record batch."""
 
-    def __init__(self, batch: pa.RecordBatch) -> None:
+    def __init__(self, batch: pa.RecordBatch, plain: bool = False) -> None:
+        """``plain``: nothing is known of any token besides its id, so nothing else is decoded."""
         completions = batch.column("completions")
         self.prompt_starts, self._prompts = split(batch.column("prompt"))
         self.starts, self._completions = split(completions.values)
         self.first_rows = np.frombuffer(completions.buffers()[1], np.int32, batch.num_rows + 1)
         """[groups + 1]: the first row of each group"""
-        self.reasons = batch.column("reason").to_pylist()
-        columns = {name: batch.column(name).values for name in _VALUES}
-        self.values = {name: column for name, column in columns.items() if column.null_count < len(column)}
+        self.batch, self._plain = batch, plain
+
+    @cached_property
+    def values(self) -> dict[str, pa.ListArray]:
         """What is known of the tokens of some rows besides their ids"""
+        columns = {} if self._plain else {name: self.batch.column(name).values for name in _VALUES}
+        return {name: column for name, column in columns.items() if column.null_count < len(column)}
 
     def ids(self, group: int) -> tuple[np.ndarray, list[np.ndarray]]:
         """Return the ids of a group's prompt, and of the completion of each of its rows."""
@@ -123,7 +127,7 @@ class TokenFile:
         """Reads the whole file once. Raises OSError or DamagedError."""
         self.file = ArrowFile(path, SCHEMA)
         self._ends = np.cumsum(self.file.counts)
-        self._block = lru_cache(_HELD)(lambda at: Block(self.file[at]))
+        self._block = lru_cache(_HELD)(lambda at: Block(self.file[at], not self.any_values))
         self.reasons: dict[int, str] = {}
         """group -> why it cannot be trained on"""
         self.any_values = False
@@ -135,10 +139,10 @@ class TokenFile:
             behavior = np.zeros(len(block.starts) - 1, bool) if known is None else np.array(known.is_valid())
             columns.append((*map(np.diff, (block.first_rows, block.prompt_starts, block.starts)), behavior))
             self.any_values |= bool(block.values)
-            first = end - len(block.reasons)
+            reasons = block.batch.column("reason").to_pylist()
             self.reasons |= {
-                first + i: reason.decode(errors="surrogatepass")
-                for i, reason in enumerate(block.reasons)
+                end - len(reasons) + i: reason.decode(errors="surrogatepass")
+                for i, reason in enumerate(reasons)
                 if reason
             }
         self.counts, self.prompt_sizes, self.sizes, self.behavior = map(
