@@ -12,6 +12,11 @@ from typing import Any
 from rollouts.rewards.base import Missing
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_LAST_LINE = re.compile(
+    r"(?:^|\n)[ \t*]*(?:A|(?:the +)?(?:final +)?answer(?: +is)?)[ \t*]*:[ \t*]*(\S[^\n]*?)[ \t*]*\s*$",
+    re.IGNORECASE,
+)
+"""A last line that says what it is: "A: 18", "**Final answer:** 18"."""
 _ANCHORS = ("$", "\\boxed", "\\(", "\\[")
 _TEXT = re.compile(r"\\(?:text|mbox|mathrm|operatorname)\w*\s*\{[^{}]*\}")
 _COMMAND = re.compile(r"\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+")
@@ -67,12 +72,16 @@ def check(task: tuple[str | None, str]) -> float | Missing:
 
 def final_answer(text: str) -> str:
     """Return the part of ``text`` that gives the answer: the last ``<answer>`` block, else what follows the
-    last ``####`` (GSM8K), else all of it."""
+    last ``####`` (GSM8K), else what a last line calls the answer ("A: 18"), else all of it. Amounts of money
+    before that line would make math-verify read the text between two dollar signs as a formula."""
     blocks = _ANSWER.findall(text)
     if blocks:
         return str(blocks[-1]).strip()
     _, mark, after = text.rpartition("####")
-    return after.strip() if mark else text.strip()
+    if mark:
+        return after.strip()
+    named = _LAST_LINE.search(text)
+    return (named[1] if named else text).strip()
 
 
 def _kind(found: Any) -> str:

@@ -3,6 +3,7 @@ are Open-R1's."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import threading
@@ -104,6 +105,13 @@ def test_gsm8k_solutions_are_right_and_others_wrong(verifier, form):
         ("1,2,3", "3, 1, 2", 1.0),
         ("1,2,3", r"They are $1,2,3$.", 1.0),
         ("(2,125)", "2125", 0.0),
+        ("$4.00 + $2.00 = $<<4+2=6.00>>6.00\nA: 6", "fee: $4.00 + $2.00 = $<<4+2=6.00>>6.00\nA: 6", 1.0),
+        (
+            "5x=2*2\n26+15=41>>41 points\nA: 41",
+            "26+15=41\n10 + 20 + 25 = <<10+20+25=55>>55 points\nA: 55",
+            0.0,
+        ),
+        ("6", "It is $4 and $2.\n**Final answer:** 6", 1.0),
         (None, "72", Missing),
         ("", "72", Missing),
     ],
@@ -183,6 +191,17 @@ def test_words_around_an_answer_do_not_change_it(verifier, reference, said, righ
 def test_a_point_or_an_interval_is_no_list_of_numbers(verifier, point, numbers):
     made = [(point, numbers), (numbers, point), (point, f"So \\boxed{{{numbers}}}."), (point, f"${point}$.")]
     assert verifier.accuracy(*map(list, zip(*made, strict=True))) == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_verdicts_on_answers_of_models_are_the_published_ones(verifier):
+    path = DATA / "gsm8k_model_solutions.jsonl.gz"
+    if not path.is_file():
+        pytest.skip(f"no answers of models in {DATA}")
+    with gzip.open(path, "rt") as file:
+        rows = [json.loads(line) for line in file]
+    answers = [(row["ground_truth"], of) for row in rows for of in row.values() if isinstance(of, dict)]
+    verdicts = verifier.accuracy([truth for truth, _ in answers], [of["solution"] for _, of in answers])
+    assert verdicts == [float(of["is_correct"]) for _, of in answers]
 
 
 def test_all_of_math_500_accepts_itself(verifier):
