@@ -181,9 +181,16 @@ def proposals(has: Collection[str], unread: Collection[str], columns: Mapping[st
         if way and asks == "question":
             way.setdefault("prompt", asks)
         way = dict(columns or {}) | {ours: theirs for ours, theirs in way.items() if ours != theirs}
-        if way and way not in ways and not (ways and "reference" in ways[0]):
+        if way and way not in (*ways, columns) and not (ways and "reference" in ways[0]):
             ways.append(way)
     return [typed(_in_order(way)) for way in ways]
+
+
+def questions(read: Collection[str], unread: Collection[str], columns: Mapping[str, str] | None) -> list[str]:
+    """Return the ``data.columns`` to type for rows of which no column was read as the prompt, although one
+    of ``unread`` may be it."""
+    asks = [name for name in unread if "prompt" in _meanings(name)]
+    return [] if set(READ["question"]) & set(read) else proposals([*read, *asks], asks, columns)
 
 
 def _meanings(name: str) -> list[str]:

@@ -22,7 +22,7 @@ from common.errors import ConfigError, DataError, one_of
 from common.imports import import_function
 from config.schema_data import DataConfig
 from data import hub, published
-from data.columns import Columns, check_named, renamed
+from data.columns import Columns, check_named, questions, renamed
 from data.detection import GENERIC, format_of, is_feedback
 from data.folders import folder_rows, is_saved
 from data.formats import RowError, number
@@ -325,9 +325,10 @@ def _check_usable(config: DataConfig, loaded: Loaded) -> None:
         why += f"; the first is {first.file} row {first.row}" if first.row else ""
     if loaded.read and not loaded.groups:
         read = f"; they were read as {loaded.format} ({', '.join(loaded.columns)})" if loaded.format else ""
+        ways = questions(loaded.columns, loaded.unused, config.columns)
         raise DataError(
-            f"{loaded.origin}: none of the {loaded.read} rows can be used: {why}{read}. If they "
-            "mean something else, say it with data.columns or data.format"
+            f"{loaded.origin}: none of the {loaded.read} rows can be used: {why}{read}. If they mean "
+            f"something else, say it with {', or '.join(ways) or 'data.columns'} or data.format"
         )
     lost = sum(not row.intended for row in loaded.dropped)
     if lost > config.max_unreadable * loaded.read:
