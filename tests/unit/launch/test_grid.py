@@ -194,6 +194,22 @@ def test_the_papers_sweeps_have_the_papers_settings() -> None:
     clips = [(run.settings["log_epsilon_P"], run.settings["log_epsilon_R"]) for run in by_name["table6"]]
     assert clips == [(-2.0, 1.5), (-1.5, 1.5), (-1.0, 1.5), (-1.0, 2.0), (-1.0, 3.0)]
     assert [run.settings["sync_freq"] for run in by_name["figure8"]][:3] == [1, 4, 16]
+    larger = {run.cell: compose_config(run.overrides()) for run in by_name["table5"]}
+    assert {
+        (c.lr, c.model.name, c.data.name, c.loss["beta"], c.humanline, c.online) for c in larger.values()
+    } == {
+        (2.5e-6, "gemma2-27b-instruct", f"ultrafeedback_armorm{of}", beta, humanline, online)
+        for of, beta, humanline, online in [
+            ("", 0.3, False, False),
+            ("", 0.3, True, False),
+            ("_gemma2", 0.1, False, False),
+            ("_gemma2", 0.1, True, False),
+            ("_gemma2", 0.1, False, True),
+        ]
+    }
+    trust = next(run for run in by_name["figure10"] if "trust" in run.cell and "dpo" in run.cell)
+    config = compose_config(trust.overrides())
+    assert (config.syncing, config.sync_freq, config.n_examples) == ("trust_region", 1024, None)
     assert sorted({run.settings["sync_freq"] for run in by_name["maths"] if "sync_freq" in run.settings}) == [
         12,
         16,

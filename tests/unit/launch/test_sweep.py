@@ -212,7 +212,14 @@ def test_batches_that_do_not_divide_over_the_ranks_are_refused_before_the_cluste
     check_ranks(config, run, 16)
     with pytest.raises(ConfigError, match="32 ranks x 2"):
         check_ranks(config, run, 32)
-    for name in ("table3", "table6", "figure5", "figure8"):  # how a batch is cut follows from ranks and card
+    for name in (
+        "table3",
+        "table5",
+        "table6",
+        "figure5",
+        "figure8",
+        "figure10",
+    ):  # how a batch is cut follows from ranks and card
         of_paper = read_sweep(Path(f"sweeps/{name}.yaml"), {}).runs()[0]
         check_ranks(inspect(of_paper, Composer()).config, of_paper, 16)
 
