@@ -16,6 +16,8 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 REMOVED = "[removed]"
+IN_FILES = "has a secret, and {} into files: name the environment variable that has it, ${{oc.env:NAME}}"
+"""Why a command that a program keeps in files is refused; {}: which program writes what."""
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET_NAME = re.compile(
     r"(?:.*_)?(?:key|(?:api|access|secret|private|account|auth)_?keys?|token"
@@ -194,9 +196,10 @@ def _named_values(text: str) -> Iterator[tuple[int, int]]:
             stop = value.end()
             if value[1] or value[2]:  # the quotes stay
                 at, stop = at + len(value[1] or value[2]), stop - len(value[1] or value[2])
-        if stop > at and is_secret(named["name"], text[at:stop]):
-            yield at, stop
-            at = stop
+        if stop > at:
+            if is_secret(named["name"], text[at:stop]):
+                yield at, stop
+            at = stop  # the name of a variable is no name of a secret that would follow it
 
 
 def _is_prose(named: re.Match[str], value: re.Match[str]) -> bool:

@@ -11,7 +11,8 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
-from common.errors import ConfigError
+from common.errors import ConfigError, require
+from common.secrets import IN_FILES, REMOVED, scrub_words
 from config.arguments import override_in
 from config.files import FOLDER
 from config.load import load, run_name
@@ -26,10 +27,14 @@ def check_jobs(words: Sequence[str], program: str) -> None:
 
     Raises ConfigError for settings that cannot be used and for two jobs that would write to the same place,
     as with one ``exp_name``: the second would overwrite the first, or be refused after the first has trained.
+    Also for a secret, which Hydra would write into multirun.yaml.
     Raises Hydra's own errors for what it cannot compose.
     """
     if not {"-m", "--multirun"} & {*words} or SHOWS & {*words} or any("hydra/sweeper=" in w for w in words):
         return
+    for word in words:
+        said = IN_FILES.format("Hydra writes the command of a multirun")
+        require(scrub_words([word]) == [word], word.partition("=")[0].lstrip("+"), REMOVED, said)
     places: dict[str, tuple[str, ...]] = {}
     for job in _jobs(words):
         key, place = _place(job, program)

@@ -19,6 +19,7 @@ from common.errors import ConfigError, require
 from common.files import files_digest, read_json, write_whole
 from config.record import MARKER
 from config.schema import Config
+from config.schema_evaluations import evaluation_sets
 from data.batches import Segment
 from data.examples import groups_digest, prompts_digest, token_values_digest
 from data.types import Group
@@ -90,7 +91,9 @@ def code_files(config: Config) -> dict[str, str]:
         for key, name in _texts(asdict(config)[section], section)
         if key.endswith(("._target_", ".path"))
     ]
-    named += [("data.verifier", config.data.verifier or "")]
+    sets = evaluation_sets(config.evaluations, config.data)
+    named += [(f"evaluations.{name}.verifier", data.verifier or "") for name, data in sets.items()]
+    named += [(f"{key}.verifier", getattr(config, key).verifier or "") for key in ("data", "retention")]
     files = {key: _source(name.rpartition(".")[0]) for key, name in named}
     return {key: files_digest([Path(file)]) for key, file in files.items() if file is not None}
 

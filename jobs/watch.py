@@ -33,7 +33,7 @@ from models.checkpoint_reading import CheckpointError
 from models.distributed import any_rank, from_main, on_main
 from models.watchdog import Watchdog
 from reports.answers import FILE as ANSWERS
-from reports.answers import keep_answers
+from reports.answers import copy_answers, keep_answers
 from reports.evaluations import evaluation_lines
 from reports.metrics import restore
 from reports.progress import round_line, status
@@ -158,7 +158,12 @@ class RunWatch:
         if (asked := self.observers.state()) is not None:
             state["asked_to_stop"] = asked
         mine = trainer.reference_scores()
-        step, records = trainer.progress.step, self.tracker.copy_to
+
+        def records(part: Path) -> None:
+            self.tracker.copy_to(part)
+            copy_answers(self.folder, part)
+
+        step = trainer.progress.step
         self.checkpoints.save(step, trainer.policy, trainer.optimizer, state, mine, records)
         self._saved = replace(trainer.progress)
 

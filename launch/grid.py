@@ -41,7 +41,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from common.errors import ConfigError, require
 from common.files import check_name
-from common.secrets import REMOVED, same_but_for_secrets, scrub
+from common.secrets import IN_FILES, REMOVED, same_but_for_secrets, scrub
 from config.texts import other_text
 
 Settings = dict[str, Any]
@@ -141,8 +141,8 @@ class Sweep:
                     same_but_for_secrets(value, scrub({key: value})[key]),
                     key,
                     REMOVED,
-                    "has a secret, and a sweep writes the commands of its runs into files: name the "
-                    "environment variable that has it, ${oc.env:NAME} (in a sweep's file \\${oc.env:NAME})",
+                    IN_FILES.format("a sweep writes the commands of its runs")
+                    + " (in a sweep's file \\${oc.env:NAME})",
                 )
             require(
                 len(cell) <= LONGEST_TAG,

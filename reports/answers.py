@@ -8,6 +8,7 @@ greedy, or read for a greedy answer that nothing judges.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,12 @@ def keep_answers(run_dir: Path, step: int, columns: Sequence[str], rows: Sequenc
     earlier = [line for line in sound if line["step"] < step]
     lines = [*earlier, *({"step": step, **dict(zip(columns, row, strict=True))} for row in rows)]
     write_whole(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+def copy_answers(run_dir: Path, folder: Path) -> None:
+    """Copy the file into a checkpoint's ``folder``, if there is one. Raises OSError."""
+    if (run_dir / FILE).is_file():
+        shutil.copyfile(run_dir / FILE, folder / FILE)
 
 
 def read_answers(path: Path) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """A run's files of numbers, ``metrics.jsonl`` and ``diagnostics.jsonl``, with one JSON object that has a step
 on each line.
 
-A checkpoint has a copy of both files as they were when it was written, and a resumed run starts from that
-copy. So each step appears in them once, whatever happened to the files since.
+A checkpoint has a copy of both files, and of answers.jsonl, as they were when it was written, and a resumed
+run starts from that copy. So each step appears in them once, whatever happened to the files since.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from common.errors import DataError
 from common.files import on_disk, open_own, whole_file, write_whole
+from reports.answers import FILE as ANSWERS
 
 Record = dict[str, Any]
 METRICS, DIAGNOSTICS = "metrics.jsonl", "diagnostics.jsonl"
@@ -218,16 +219,28 @@ def restore(run_dir: Path, checkpoint: Path, step: int, interval: int) -> None:
             kept, problem = b"", ""
         elif copied:
             kept = _content(checkpoint / name)
-            problem = "" if found.startswith(kept) else f"it is put back from {checkpoint}"
+            problem = _changed(found, kept, checkpoint)
         else:
             kept, problem = _kept(found, before)
             problem = "" if name == DIAGNOSTICS and not path.exists() else problem
-        if problem:
-            print(f"{path} is not as the run left it; {problem}", flush=True)
-            if found:
-                _replace(path.with_name(f"{name}.damaged"), found)
-        if path.exists() or kept:
-            _replace(path, kept)
+        _put_back(path, found, kept, problem)
+    if (checkpoint / ANSWERS).exists():
+        found, kept = _content(run_dir / ANSWERS), _content(checkpoint / ANSWERS)
+        _put_back(run_dir / ANSWERS, found, kept, _changed(found, kept, checkpoint))
+
+
+def _changed(found: bytes, kept: bytes, checkpoint: Path) -> str:
+    return "" if found.startswith(kept) else f"it is put back from {checkpoint}"
+
+
+def _put_back(path: Path, found: bytes, kept: bytes, problem: str) -> None:
+    """Make the file hold ``kept``. With a ``problem``, which is printed, ``found`` is kept beside it."""
+    if problem:
+        print(f"{path} is not as the run left it; {problem}", flush=True)
+        if found:
+            _replace(path.with_name(f"{path.name}.damaged"), found)
+    if path.exists() or kept:
+        _replace(path, kept)
 
 
 def _kept(found: bytes, before: int) -> tuple[bytes, str]:

@@ -25,9 +25,8 @@ _PAIRS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Div: operator.truediv,
 }
 _LEADING_ZEROS = re.compile(r"(?<![\d._])0+(?=\d)")
-
-
-_THOUSANDS = re.compile(r"(?<![\d,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_THOUSANDS = re.compile(r"(?<![\w.,])[1-9]\d{0,2}(?:,\d{3})+(?![\w,])")
+_DOLLAR = re.compile(r"(?<![\w.,])\$")
 CALL = "<<(.+?)>>"
 
 
@@ -52,7 +51,9 @@ def value(expression: str) -> Fraction:
     ValueError, ZeroDivisionError."""
     if len(expression) > MOST_CHARACTERS:
         raise ValueError(f"longer than {MOST_CHARACTERS} characters")
-    plain = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), expression).replace("$", "")
+    if "#" in expression:
+        raise ValueError("the rest would be a comment")
+    plain = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), _DOLLAR.sub("", expression))
     plain = _LEADING_ZEROS.sub("", plain.strip())
     return _value(ast.parse(plain, mode="eval").body)
 

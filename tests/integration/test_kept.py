@@ -211,10 +211,13 @@ def test_files_that_something_else_changed_are_put_back_and_it_is_said(folder, c
     (run / "metrics.jsonl").write_bytes(b"")
     path = run / "diagnostics.jsonl"
     path.write_bytes(b"\0" * path.stat().st_size)
+    answers = (run / "answers.jsonl").read_bytes()
+    (run / "answers.jsonl").write_bytes(answers.replace(b'"answer": "', b'"answer": "0', 1))
     train(settings(folder, "resume=true"), "changed")
     check(folder, "changed")
     out = capsys.readouterr().out
-    assert all(f"{run / file} is not as the run left it" in out for file in FILES)
+    assert all(f"{run / file} is not as the run left it" in out for file in (*FILES, "answers.jsonl"))
+    assert (run / "answers.jsonl").read_bytes() == answers
     assert [(run / f"{file}.damaged").exists() for file in FILES] == [False, True]
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from common.errors import ConfigError
-from jobs.same_data import check_inputs, hub_commits, reward_files
+from jobs.same_data import check_inputs, code_files, hub_commits, reward_files
 from tests.tiny import ROOT, make_config
 from tests.tiny_files import everything
 from train import train
@@ -155,6 +155,13 @@ def test_other_files_of_a_reward_model_are_refused(tmp_path: Path) -> None:
     before = reward_files(config)
     exchanged(tmp_path / "reward", 1 << 20)
     assert before.keys() == {"reward.classifier.name_or_path"} and reward_files(config) != before
+
+
+def test_the_code_of_every_verifier_is_an_input() -> None:
+    verifiers = ("data.verifier", "retention.verifier", "+evaluations.hard.verifier")
+    words = ("loss=dpo", "retention.data=adder", *(f"{key}=data.adder.verify" for key in verifiers))
+    found = code_files(make_config(*words))
+    assert {key.lstrip("+") for key in verifiers} <= found.keys()
 
 
 def test_another_body_of_a_function_is_refused_by_the_setting_that_names_it(

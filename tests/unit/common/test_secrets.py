@@ -51,6 +51,7 @@ def test_the_value_of_a_secret_setting_is_not_repeated_whatever_it_looks_like():
         ("a.api_key=plain: is wrong", f"a.api_key={REMOVED}: is wrong"),
         (f"a.api_key={REMOVED}: is wrong", f"a.api_key={REMOVED}: is wrong"),
         ("api_key_env=OPENAI_API_KEY max_tokens=3 api_key: null", None),
+        ("x.api_key_env=OPENAI_API_KEY: is not set", None),
         ("the token id 7 of pad_token=<eos>", None),
     ],
 )

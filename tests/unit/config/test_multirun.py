@@ -18,6 +18,8 @@ from config.multirun import check_jobs
         ("--multirun seed=1,2 exp_name=a,a-${loss.name},a resume=true", r"\(seed=1 and .*exp_name=mine-"),
         ("-m loss=dpo,kto lr=1e-5,-1", r"lr=-1.0: must be above 0"),
         ("-m wandb.tags=[a],[b]", r"would both write to runs/dpo-adder.*: give each a name"),
+        ("-m loss=dpo,kto +callbacks.c.token=plain7", r"^callbacks\.c\.token=\[removed\]: has a secret"),
+        ("-m seed=1,2 reward.http.base_url=http://me:pw7@host", r"^reward\.http\.base_url=\[removed\]"),
         ("-m loss=dpo seed=range(1,3) exp_name=x-${loss.name}", r"\(seed=1 and seed=2\)"),
     ],
 )
