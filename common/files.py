@@ -55,6 +55,8 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         part.replace(path)
     except BaseException as error:
         part.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename2 is not None:  # the temporary name means nothing
+            raise OSError(error.errno, error.strerror, str(path)) from error
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)  # a full disk names none
         raise

@@ -38,6 +38,7 @@ from typing import IO, Any, Protocol
 from common.errors import StoppedError
 from common.files import open_own
 from common.output import guard_output
+from common.progress import pause
 
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 ROOT = Path(__file__).resolve().parent.parent
@@ -252,12 +253,14 @@ def replies_of(
 ) -> list[Any]:
     """Return the replies of all ``workers`` to the requests already sent to them, in the order of
     ``workers``. ``part`` is called with (index of the worker, value) for each partial result, as it arrives.
-    Raises WorkerError."""
+    Raises WorkerError, and Requeue where the run is asked to stop meanwhile."""
     begun = time.monotonic()
     tell = [None if part is None else partial(part, k) for k in range(len(workers))]
     waiting = list(range(len(workers)))
     while waiting and time.monotonic() < begun + timeout:
         waiting = [k for k in waiting if not workers[k].ready(_POLL_S / len(waiting), tell[k])]
+        if waiting:
+            pause()
     return [worker.receive(timeout, begun) for worker in workers]
 
 

@@ -8,6 +8,7 @@ start again.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
@@ -45,6 +46,8 @@ FOLLOWS = {"max_length": "max_prompt_length", "contexts": "contexts_per_round"}
 """A limit -> the one of the same section that must not exceed it."""
 OPEN = ("evaluations", "callbacks", "humanline_rule", "trackers", "reward", "hydra")
 """Sections whose settings the user or a chosen file defines."""
+OTHER_THING = (errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
+"""Errors of a file that may not be read or written, or in whose place something else stands (a folder)."""
 EMBEDDED = ("adder", "instruct")
 """The embedded tasks; the first one is the default. The names of their files in config/data and config/model
 begin with these words."""
@@ -123,6 +126,9 @@ def guarded(work: Callable[[], object]) -> None:
     except OSError as error:
         if error.strerror == LINK:
             sys.exit(complain(f"{error.filename} {LINK}", REFUSED))
+        if error.errno in OTHER_THING and isinstance(error.filename, str | Path):
+            said = f"{error.filename}: {error.strerror}; put back what was there, or move it away"
+            sys.exit(complain(said, REFUSED))
         if not no_room(error):
             raise
         disk = f" {on_disk(error.filename)}" if isinstance(error.filename, str | Path) else ""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.files import read_json, regular_file
+from common.files import read_sealed, regular_file
 from config.load import Change, changed, settings_of
 from config.schema import Config
 
@@ -31,12 +31,15 @@ _SECTIONS = {"model", "data", "loss", "trainer", "runs_dir"}
 
 
 def marked(folder: Path) -> bool:
-    """Return whether ``folder`` has the marker of a run."""
+    """Return whether ``folder`` has the marker of a run: texts, and lists of notes, as they were written."""
     try:
-        about = read_json(folder / MARKER)
+        about = read_sealed(folder / MARKER)
     except (OSError, ValueError):
         return False
-    return isinstance(about, dict) and about.get("kind") == KIND
+    if not isinstance(about, dict) or about.get("kind") != KIND:
+        return False
+    lists = [value for value in about.values() if not isinstance(value, str)]
+    return all(isinstance(value, list) and all(isinstance(one, dict) for one in value) for value in lists)
 
 
 def unmarked_run(folder: Path) -> bool:

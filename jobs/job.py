@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from common.errors import StoppedError, UserError
-from common.files import on_disk, read_json, write_whole
+from common.files import on_disk, read_sealed, write_whole
 from common.imports import import_function
 from common.progress import phase
 from common.secrets import scrub, scrub_text, scrub_words
@@ -286,9 +286,10 @@ class Job:
         """Return how many prompts the initial weights answer, and by how many tokens, at most: as the run was
         started, if it is resumed elsewhere. Called on rank 0 alone."""
         folder, given = self.folder.path, asdict(self.config.retention)
-        before = (read_json(folder / MARKER).get("own_answers") or [{}])[-1] if self.config.resume else {}
+        before = (read_sealed(folder / MARKER).get("own_answers") or [{}])[-1] if self.config.resume else {}
         names = ("prompts", "tokens")
         here = dict(zip(names, own_counts(self.config.retention, self.world.device.type), strict=True))
+        before = {key: n for key, n in before.items() if type(n) is int}
         used = {key: given[key] or before.get(key) or here[key] for key in names}
         note_in_run(folder, "own_answers", used)
         return used["prompts"], used["tokens"]

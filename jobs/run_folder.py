@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, require
-from common.files import check_name, on_disk, part_of, write_if_changed, write_whole
+from common.files import check_name, on_disk, part_of, sealed, write_if_changed, write_whole
 from common.lock import FileLock, LockedError
 from config.load import ABSENT, Change, dump
 from config.record import (
@@ -230,7 +229,7 @@ class RunFolder:
             "created": datetime.now().astimezone().isoformat(timespec="seconds"),
             "note": "made by train.py; overwrite=true deletes what is in this folder",
         }
-        write_whole(self.path / MARKER, json.dumps(about, indent=2) + "\n")
+        write_whole(self.path / MARKER, sealed(about))
 
     def _delete_run(self) -> None:
         """Delete everything in the folder except lock, marker and logs, checkpoints first and settings last.

@@ -5,7 +5,6 @@ fingerprints: another input at the same place would silently continue the run wi
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -16,7 +15,7 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
 from common.errors import ConfigError, require
-from common.files import files_digest, read_json, write_whole
+from common.files import files_digest, read_json, read_sealed, sealed, write_whole
 from config.record import MARKER
 from config.schema import Config
 from config.schema_evaluations import evaluation_sets
@@ -157,10 +156,10 @@ def check_inputs(folder: Path, config: Config, found: Mapping[str, str]) -> None
 def note(folder: Path, key: str, value: Any) -> None:
     """Add ``value`` to the list ``key`` of the run's run.json. Raises OSError."""
     path = folder / MARKER
-    about = read_json(path)
+    about = read_sealed(path)
     known = about.get(key, [])
     if known[-1:] != [value]:
-        write_whole(path, json.dumps(about | {key: [*known, value]}, indent=2) + "\n")
+        write_whole(path, sealed(about | {key: [*known, value]}))
 
 
 def _now() -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import DataError
-from common.files import on_disk, open_own, whole_file, write_whole
+from common.files import on_disk, open_own, regular_file, whole_file, write_whole
 from reports.answers import FILE as ANSWERS
 
 Record = dict[str, Any]
@@ -75,7 +75,7 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 def _content(path: Path) -> bytes:
-    return path.read_bytes() if path.exists() else b""
+    return regular_file(path).read_bytes() if path.exists() else b""
 
 
 def _whole_lines(content: bytes) -> list[bytes]:

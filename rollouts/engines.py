@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from common.progress import SOON, pause
 from common.worker_process import WorkerError
 from data.types import Prompt
 from models.distributed import World, gather_objects
@@ -126,6 +127,9 @@ class Prefetch:
         self._done = attempt(work)
 
     def result(self) -> None:
-        """Wait for the work to end, and raise what it raised."""
-        self._thread.join()
+        """Wait for the work to end, and raise what it raised. Raises Requeue where the run is asked to stop
+        meanwhile."""
+        while self._thread.is_alive():
+            self._thread.join(SOON)
+            pause()
         outcome(self._done)

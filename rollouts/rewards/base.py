@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from common.errors import StoppedError
+from common.progress import SOON, pause
 from data.types import Completion, Prompt
 
 if TYPE_CHECKING:
@@ -74,12 +75,16 @@ class Tasks(Generic[T, V]):
 
     def map(self, tasks: Sequence[T]) -> list[V]:
         """Return the result of each task, in order. As soon as a task fails, its exception is raised, and
-        those that have not ended are cancelled."""
+        those that have not ended are cancelled. Raises Requeue where the run is asked to stop meanwhile."""
         futures = [self._taken(task) or self._submit(task) for task in tasks]
+        left = set(futures)
         try:
-            done = wait(futures, return_when=FIRST_EXCEPTION).done
-            for future in filter(done.__contains__, futures):
-                future.result()
+            while left:
+                done, left = wait(left, SOON, FIRST_EXCEPTION)
+                for future in filter(done.__contains__, futures):
+                    future.result()
+                if left:
+                    pause()
             return [future.result() for future in futures]
         except BaseException:
             for future in futures:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 from common.errors import ConfigError, UserError
-from common.files import LINK, open_own
+from common.files import LINK, open_own, write_whole
 from config.arguments import refuse_choices
 from config.cli import REFUSED, complain, compose, guarded
+from reports.metrics import read_metrics
 from tests.programs import HANG
 from tests.tiny import ROOT, make_config
 from train import train
@@ -56,6 +58,20 @@ def test_a_link_in_the_place_of_a_file_that_is_written_ends_a_program_with_one_m
     with pytest.raises(SystemExit) as ended:
         guarded(lambda: open_own(tmp_path / "log"))
     assert ended.value.code == REFUSED and capsys.readouterr().err == f"error: {tmp_path / 'log'} {LINK}\n"
+
+
+def test_something_else_in_the_place_of_a_file_ends_a_program_with_one_message(tmp_path, capsys):
+    (folder := tmp_path / "folder").mkdir()
+    os.mkfifo(pipe := tmp_path / "pipe")
+    for work, path in (
+        (lambda: write_whole(folder, ""), folder),
+        (lambda: read_metrics(folder), folder),
+        (lambda: read_metrics(pipe), pipe),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            guarded(work)
+        said = capsys.readouterr().err
+        assert ended.value.code == REFUSED and said.startswith(f"error: {path}: ") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -294,6 +294,10 @@ def test_a_second_process_is_refused_until_the_first_is_gone(at):
 def test_a_damaged_marker_is_said_and_kept(at, capsys):
     path = begin(at())
     noted = (path / MARKER).read_text().replace('"kind"', '"kin"')
+    sound = (path / MARKER).read_bytes()
+    for at_byte in range(sound.index(b'"sha256"')):
+        (path / MARKER).write_bytes(sound[:at_byte] + bytes([sound[at_byte] ^ 1]) + sound[at_byte + 1 :])
+        assert not marked(path), f"byte {at_byte} is another one"
     (path / MARKER).write_text(noted)
     begin(at(resume=True), steps=0)
     assert marked(path) and (path / f"{MARKER}.damaged").read_text() == noted

@@ -6,18 +6,22 @@ from __future__ import annotations
 import json
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.errors import Requeue
+from common.progress import stops_if
+from common.worker_process import replies_of
 from config.defaults import section
 from config.schema_rewards import FunctionConfig, VerifierConfig
 from data.chat import make_renderer
 from data.types import Prompt, Turn
 from models.pretrained import load_tokenizer
 from rollouts import vllm_sampler
+from rollouts.engines import Prefetch
 from rollouts.ledger import RoundFolder
 from rollouts.rewards.base import Arrivals, Checked, Tasks, parts_that_begin
 from rollouts.rewards.function import FunctionReward, batches_of
@@ -227,3 +231,28 @@ def test_a_round_is_scored_while_it_is_sampled(tmp_path, monkeypatch):
     assert sum(call["time"] < sampled_at - 0.3 for call in calls) >= 6, (
         "most were scored long before the last"
     )
+
+
+class Silent:
+    """An engine that does not answer."""
+
+    def ready(self, seconds, part) -> bool:
+        time.sleep(seconds)
+        return False
+
+
+@pytest.mark.parametrize(
+    "wait_for_it",
+    [
+        lambda: Tasks(lambda task: Future()).map(["a judge that does not answer"]),
+        lambda: replies_of([Silent()], 600.0),
+        lambda: Prefetch(threading.Event().wait).result(),
+    ],
+)
+def test_a_run_that_is_asked_to_stop_does_not_wait_for_what_does_not_answer(wait_for_it):
+    stops_if(lambda: True)
+    try:
+        with pytest.raises(Requeue):
+            wait_for_it()
+    finally:
+        stops_if(None)
